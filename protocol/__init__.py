@@ -1,0 +1,1 @@
+"""The wire between frontends and the engine core: typed messages, their codec and their sockets."""

@@ -1,0 +1,100 @@
+"""Bytes to messages and back. No pickle, no fallback: what does not decode is a `ProtocolError`."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from protocol.commands import AnyCommand
+from protocol.errors import ProtocolError
+from protocol.events import AnyEvent, StepOutput
+
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
+_event_decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
+
+
+def encode(message: AnyCommand | AnyEvent) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_command(data: bytes) -> AnyCommand:
+    """Raises ProtocolError on anything but one well-formed command."""
+    try:
+        return _command_decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"undecodable command of {len(data)} bytes: {error}") from error
+
+
+def decode_event(data: bytes) -> AnyEvent:
+    """Raises ProtocolError on anything but one well-formed event."""
+    try:
+        return _event_decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"undecodable event of {len(data)} bytes: {error}") from error
+
+
+def _pack(typecode: str, values: Sequence[int] | Sequence[float]) -> bytes:
+    column = array(typecode, values)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
+
+
+def _unpack(typecode: str, data: bytes) -> list[int]:
+    column: array[int] = array(typecode)
+    if len(data) % column.itemsize:
+        raise ProtocolError(f"a column of {len(data)} bytes does not divide into items of {column.itemsize}")
+    column.frombytes(data)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tolist()
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32. Raises OverflowError for an id outside int32."""
+    return _pack("i", ids)
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """Raises ProtocolError unless the length divides by 4."""
+    return _unpack("i", data)
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    """Floats as little-endian float32."""
+    return _pack("f", values)
+
+
+def unpack_floats(data: bytes) -> list[float]:
+    """Raises ProtocolError unless the length divides by 4."""
+    return [float(value) for value in _unpack("f", data)]
+
+
+def step_output(
+    step_id: int,
+    request_ids: Sequence[int],
+    counts: Sequence[int],
+    tokens: Sequence[int],
+) -> StepOutput:
+    """A StepOutput of these columns and no terminal events."""
+    return StepOutput(step_id, _pack("Q", request_ids), _pack("H", counts), _pack("i", tokens))
+
+
+def runs(output: StepOutput) -> Iterator[tuple[int, list[int]]]:
+    """Each request id of a step output with its own tokens. Raises ProtocolError where the columns disagree."""
+    request_ids = _unpack("Q", output.request_ids)
+    counts = _unpack("H", output.counts)
+    tokens = _unpack("i", output.tokens)
+    if len(request_ids) != len(counts) or sum(counts) != len(tokens):
+        raise ProtocolError(
+            f"columns disagree: {len(request_ids)} requests, {len(counts)} counts summing to {sum(counts)}, "
+            f"{len(tokens)} tokens"
+        )
+    start = 0
+    for request_id, count in zip(request_ids, counts, strict=True):
+        yield request_id, tokens[start : start + count]
+        start += count

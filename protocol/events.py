@@ -1,0 +1,156 @@
+"""What the engine core tells a frontend, and what its heartbeat tells everybody."""
+
+from enum import StrEnum
+
+from msgspec import Struct, field
+
+from protocol.errors import ErrorCode, FinishReason
+
+
+class Event(Struct, frozen=True, array_like=True, tag_field="t"):
+    """Base of every message on the way from the engine."""
+
+
+class ModelFacts(Struct, frozen=True, array_like=True):
+    """What a frontend needs to know of the served model."""
+
+    name: str
+    vocab_size: int
+    max_len: int
+    """Most positions one sequence may hold, prompt and output together."""
+    end_ids: list[int]
+    """Ids that end a sequence unless the request ignores them."""
+    tokenizer_fingerprint: str
+    """sha256 of the engine's tokenizer.json, or "" when it has none."""
+    device: str
+    dtype: str
+    created: int
+    """Unix seconds at which the engine came up."""
+
+
+class Limits(Struct, frozen=True, array_like=True):
+    """What the engine can hold at once."""
+
+    max_rows: int
+    kv_tokens: int
+    page_size: int
+    max_step_tokens: int
+    max_waiting: int
+    """Requests that may wait in the engine; one more is refused as overloaded."""
+
+
+class Ready(Event, frozen=True, array_like=True, tag=0):
+    """Answer to a `Hello`: the connection is open."""
+
+    protocol_version: int
+    engine_epoch: int
+    model: ModelFacts
+    limits: Limits
+
+
+class Refused(Event, frozen=True, array_like=True, tag=1):
+    """Answer to a `Hello` that cannot be served; the text names both versions."""
+
+    message: str
+
+
+class Finished(Struct, frozen=True, array_like=True):
+    """Terminal: the request ended as asked. Its last tokens are in the same message's columns."""
+
+    request_id: int
+    reason: FinishReason
+    stop_token_id: int | None = None
+    """The id that ended it, when one did: counted among the tokens, not to be rendered as text."""
+
+
+class Failure(Struct, frozen=True, array_like=True):
+    """Terminal: the request ended in an error."""
+
+    request_id: int
+    code: ErrorCode
+    message: str
+
+
+class StepOutput(Event, frozen=True, array_like=True, tag=2):
+    """All that one step yielded for one frontend, in columns: the i-th request has `counts[i]` tokens.
+
+    Columns cost a tenth of one struct a row to encode and decode.
+    """
+
+    step_id: int
+    request_ids: bytes
+    """Packed little-endian uint64."""
+    counts: bytes
+    """Packed little-endian uint16."""
+    tokens: bytes
+    """Packed little-endian int32, `sum(counts)` of them."""
+    finished: list[Finished] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+
+class Phase(StrEnum):
+    """Where an engine is in its life."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    WARMING = "warming"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Histogram(Struct, array_like=True):
+    """Counts of observations up to each bound (not cumulative; one more count than bounds) and their sum."""
+
+    bounds: list[float]
+    counts: list[int]
+    total: float = 0.0
+
+    def observe(self, value: float) -> None:
+        index = 0
+        for bound in self.bounds:
+            if value <= bound:
+                break
+            index += 1
+        self.counts[index] += 1
+        self.total += value
+
+
+class EngineStats(Struct, array_like=True):
+    """Counters and gauges of the engine, cumulative since its start. Times in seconds."""
+
+    running: int = 0
+    waiting: int = 0
+    rows_total: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    steps_in_flight: int = 0
+    steps_launched: int = 0
+    steps_committed: int = 0
+    oldest_wait: float = 0.0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    zombie_rows: int = 0
+    """Rows computed for sequences that had already ended: the price of running ahead."""
+    requests_accepted: int = 0
+    requests_finished: dict[str, int] = field(default_factory=dict)
+    requests_failed: dict[str, int] = field(default_factory=dict)
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    """CPU time of the loop by stage: drain, plan, launch, sample, collect, commit, send."""
+    queue_time: Histogram = field(default_factory=lambda: Histogram([], [0]))
+    step_rows: Histogram = field(default_factory=lambda: Histogram([], [0]))
+
+
+class Beat(Event, frozen=True, array_like=True, tag=3):
+    """One heartbeat, published to whoever listens."""
+
+    engine_epoch: int
+    phase: Phase
+    percent: int
+    detail: str
+    pending: int
+    """Requests the engine still owes a terminal event."""
+    stats: EngineStats
+
+
+AnyEvent = Ready | Refused | StepOutput | Beat

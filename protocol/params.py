@@ -1,0 +1,48 @@
+"""How the tokens of one request are chosen and when it stops."""
+
+from msgspec import Struct
+
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 512
+MAX_SEED = 2**63 - 1
+
+
+class SamplingParams(Struct, frozen=True, array_like=True):
+    """Sampling and stopping of one request. New fields are appended, with a default.
+
+    Neutral values: temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep every token; a repetition penalty
+    of 1 and the other penalties at 0 change nothing. Ids and biases are packed little-endian, int32 and float32.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    """Key of the random numbers, 0 to MAX_SEED. The frontend draws one when the client names none."""
+    choice: int = 0
+    """Index among the `n` choices of one HTTP request: choices share a seed and differ by this."""
+    min_tokens: int = 0
+    """No end-of-sequence or stop token is sampled before so many tokens exist."""
+    ignore_eos: bool = False
+    stop_token_ids: bytes = b""
+    logit_bias_ids: bytes = b""
+    logit_bias_values: bytes = b""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether sampling is restricted to part of the vocabulary by rank or probability."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the logits depend on which tokens the sequence already holds."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -1,0 +1,196 @@
+"""ZMQ sockets between the processes: a ROUTER in the engine, a DEALER in each frontend, PUB and SUB for heartbeats.
+
+`ipc://` endpoints live in a directory of mode 0700, so only their owner can reach them. `tcp://` endpoints are
+encrypted and authenticate the engine with CURVE; plain tcp has to be asked for by name.
+"""
+
+import logging
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.auth
+from msgspec import Struct
+
+logger = logging.getLogger(__name__)
+
+SEND_HIGH_WATER_MARK = 64
+"""Messages queued for one frontend before sends report EAGAIN and the engine starts to merge."""
+
+
+CURVE_KEY_LENGTH = 40
+"""Characters of a key in Z85."""
+
+
+class Curve(Struct, frozen=True):
+    """Keys of the engine. A frontend needs the public one alone."""
+
+    public: bytes
+    secret: bytes | None = None
+
+
+class Transport(Struct, frozen=True):
+    """How sockets of one deployment are secured."""
+
+    curve: Curve | None = None
+    insecure_tcp: bool = False
+
+    def check(self, endpoint: str) -> None:
+        """Raises ValueError for an endpoint that these settings do not allow."""
+        if endpoint.startswith("ipc://"):
+            return
+        if not endpoint.startswith("tcp://"):
+            raise ValueError(f"endpoint {endpoint!r} is neither ipc:// nor tcp://")
+        if self.curve is None and not self.insecure_tcp:
+            raise ValueError(
+                f"endpoint {endpoint!r} would carry prompts unencrypted: give --curve-keys DIR "
+                "(made with `tandem keys DIR`), or --insecure-tcp on a network you trust"
+            )
+        if self.curve is None:
+            logger.warning("%s is neither encrypted nor authenticated (--insecure-tcp)", endpoint)
+
+
+def load_curve(directory: Path) -> Curve:
+    """Reads `engine.key_secret` if it is there, else `engine.key`. Raises ValueError naming what is missing."""
+    secret_file, public_file = directory / "engine.key_secret", directory / "engine.key"
+    for path in (secret_file, public_file):
+        if path.is_file():
+            public, secret = zmq.auth.load_certificate(path)
+            if any(key is not None and len(key) != CURVE_KEY_LENGTH for key in (public, secret)):
+                raise ValueError(f"{path} holds no CURVE key of {CURVE_KEY_LENGTH} characters")
+            return Curve(public, secret)
+    raise ValueError(
+        f"{directory} holds neither {secret_file.name} nor {public_file.name}; run `tandem keys {directory}`"
+    )
+
+
+def make_curve(directory: Path) -> tuple[Path, Path]:
+    """Writes a new key pair, the secret file readable by its owner alone; returns (public, secret) paths."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    public, secret = zmq.auth.create_certificates(directory, "engine")
+    os.chmod(secret, 0o600)
+    return Path(public), Path(secret)
+
+
+def prepare_endpoint(endpoint: str) -> None:
+    """Makes an `ipc://` endpoint ready to bind: a private directory, and no socket of a dead process.
+
+    Raises ValueError if another process is listening there, or if the directory is open to other users.
+    """
+    if not endpoint.startswith("ipc://"):
+        return
+    path = Path(endpoint.removeprefix("ipc://"))
+    if not path.is_absolute():
+        raise ValueError(f"endpoint {endpoint} is no absolute path; name a socket in a directory of mode 0700")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"directory {path.parent} of endpoint {endpoint} cannot be made: {error}") from error
+    info = path.parent.stat()
+    if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
+        raise ValueError(
+            f"directory {path.parent} of endpoint {endpoint} must belong to this user with mode 0700, "
+            f"not {stat.S_IMODE(info.st_mode):04o}; choose another or `chmod 700` it"
+        )
+    if not path.exists():
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise ValueError(f"{path} exists and is no socket; choose another endpoint")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            return
+    raise ValueError(f"another process already listens on {endpoint}")
+
+
+def _secure_server(sock: Any, transport: Transport) -> None:
+    if transport.curve is not None:
+        if transport.curve.secret is None:
+            raise ValueError("binding with CURVE needs engine.key_secret, and only engine.key is there")
+        sock.curve_server = True
+        sock.curve_publickey = transport.curve.public
+        sock.curve_secretkey = transport.curve.secret
+
+
+def _secure_client(sock: Any, transport: Transport) -> None:
+    if transport.curve is not None:
+        sock.curve_publickey, sock.curve_secretkey = zmq.curve_keypair()
+        sock.curve_serverkey = transport.curve.public
+
+
+def _bind(sock: Any, endpoint: str, transport: Transport) -> None:
+    sock.linger = 0
+    try:
+        transport.check(endpoint)
+        prepare_endpoint(endpoint)
+        if endpoint.startswith("tcp://"):
+            _secure_server(sock, transport)
+        sock.bind(endpoint)
+    except Exception:
+        sock.close()
+        raise
+
+
+def _connect(sock: Any, endpoint: str, transport: Transport) -> None:
+    sock.linger = 0
+    try:
+        transport.check(endpoint)
+        if endpoint.startswith("tcp://"):
+            _secure_client(sock, transport)
+        sock.connect(endpoint)
+    except Exception:
+        sock.close()
+        raise
+
+
+def bind_router(context: Any, endpoint: str, transport: Transport = Transport()) -> Any:
+    """The engine's socket for commands and step outputs.
+
+    `ROUTER_MANDATORY`: a send to a frontend that is gone raises EHOSTUNREACH instead of vanishing, and one to a
+    frontend that does not read raises EAGAIN.
+    """
+    router = context.socket(zmq.ROUTER)
+    router.router_mandatory = True
+    router.sndhwm = SEND_HIGH_WATER_MARK
+    router.rcvhwm = 0
+    _bind(router, endpoint, transport)
+    return router
+
+
+def connect_dealer(context: Any, endpoint: str, transport: Transport = Transport()) -> Any:
+    """A frontend's socket, under a random identity: a second peer with a known identity is silently ignored."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.identity = b"f" + os.urandom(15)
+    dealer.sndhwm = 0
+    _connect(dealer, endpoint, transport)
+    return dealer
+
+
+def bind_heartbeat(context: Any, endpoint: str, transport: Transport = Transport()) -> Any:
+    """The engine's PUB socket. A listener that lags loses old beats, never the newest for long."""
+    publisher = context.socket(zmq.PUB)
+    publisher.sndhwm = 8
+    _bind(publisher, endpoint, transport)
+    return publisher
+
+
+def connect_heartbeat(context: Any, endpoint: str, transport: Transport = Transport()) -> Any:
+    """A SUB socket on every beat of an engine."""
+    subscriber = context.socket(zmq.SUB)
+    subscriber.rcvhwm = 8
+    subscriber.subscribe(b"")
+    _connect(subscriber, endpoint, transport)
+    return subscriber
+
+
+def heartbeat_endpoint(endpoint: str) -> str:
+    """Where the heartbeat of the engine on `endpoint` is published: `.beat` beside an ipc socket, the next tcp port."""
+    if endpoint.startswith("ipc://"):
+        return endpoint + ".beat"
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + 1}"

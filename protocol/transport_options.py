@@ -1,0 +1,27 @@
+"""The flags that say where two processes meet and how the way between them is secured."""
+
+import argparse
+from pathlib import Path
+
+from protocol.sockets import Transport, load_curve
+
+
+def add_transport_arguments(parser: argparse.ArgumentParser, endpoint_required: bool) -> None:
+    group = parser.add_argument_group("transport")
+    group.add_argument(
+        "--endpoint", required=endpoint_required, help="ipc://PATH or tcp://HOST:PORT of the engine core"
+    )
+    group.add_argument("--curve-keys", type=Path, metavar="DIR", help="keys of a tcp endpoint, made with `tandem keys`")
+    group.add_argument("--insecure-tcp", action="store_true", help="allow tcp without encryption")
+
+
+def transport(arguments: argparse.Namespace) -> Transport:
+    """Raises ValueError where the named key directory holds no keys."""
+    curve = load_curve(arguments.curve_keys) if arguments.curve_keys else None
+    return Transport(curve, arguments.insecure_tcp)
+
+
+def transport_argv(arguments: argparse.Namespace) -> list[str]:
+    """The flags, less the endpoint, that make another process use the same transport."""
+    argv = ["--curve-keys", str(arguments.curve_keys)] if arguments.curve_keys else []
+    return argv + (["--insecure-tcp"] if arguments.insecure_tcp else [])

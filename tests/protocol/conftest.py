@@ -1,0 +1,27 @@
+"""A ZMQ context of each test's own, closed with everything in it, and directories with short names."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests.protocol.keeping import KeepingContext
+
+settings.register_profile("wire", deadline=None, print_blob=True, max_examples=60)
+settings.load_profile("wire")
+
+
+@pytest.fixture
+def context() -> Iterator[KeepingContext]:
+    context = KeepingContext()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """A private directory: the path of a unix socket is limited to some hundred bytes."""
+    with tempfile.TemporaryDirectory(prefix="td-") as path:
+        yield Path(path)

@@ -1,0 +1,183 @@
+"""Endpoints on one host, and what the sockets tell their owner."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from protocol.sockets import (
+    SEND_HIGH_WATER_MARK,
+    bind_heartbeat,
+    bind_router,
+    connect_dealer,
+    connect_heartbeat,
+    heartbeat_endpoint,
+    prepare_endpoint,
+)
+
+WAIT_MS = 10_000
+"""Bound of every poll: reached only when a test fails."""
+
+
+def receive(sock: Any) -> list[bytes]:
+    assert sock.poll(WAIT_MS, zmq.POLLIN), "nothing arrived"
+    return list(sock.recv_multipart())
+
+
+def send_until_error(router: Any, identity: bytes, payload: bytes, endless: bool = False) -> tuple[int, int]:
+    """How many messages were taken, and what the next one raised; endless goes on over EAGAIN.
+
+    Looking for input, as the mailbox does in every drain, is what lets ZMQ let go of a peer that has left.
+    """
+    sent = 0
+    while True:
+        if endless:
+            assert not router.events & zmq.POLLIN
+        try:
+            router.send_multipart([identity, sent.to_bytes(4, "big") + payload], zmq.NOBLOCK)
+            sent += 1
+        except zmq.ZMQError as error:
+            if not (endless and error.errno == zmq.EAGAIN):
+                return sent, error.errno
+
+
+def leave_a_dead_socket(path: Path) -> None:
+    """What a killed process leaves: a bound socket that nobody listens on."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+
+
+class TestPrepareEndpoint:
+    def test_makes_a_private_directory(self, run_dir: Path) -> None:
+        prepare_endpoint(f"ipc://{run_dir}/new/engine")
+        assert (run_dir / "new").stat().st_mode & 0o777 == 0o700
+
+    @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o777])
+    def test_refuses_a_directory_that_others_may_enter(self, run_dir: Path, mode: int) -> None:
+        run_dir.chmod(mode)
+        with pytest.raises(ValueError, match=f"mode 0700, not {mode:04o}"):
+            prepare_endpoint(f"ipc://{run_dir}/engine")
+
+    def test_refuses_a_directory_of_somebody_else(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "getuid", lambda: run_dir.stat().st_uid + 1)
+        with pytest.raises(ValueError, match="must belong to this user"):
+            prepare_endpoint(f"ipc://{run_dir}/engine")
+
+    def test_removes_the_socket_of_a_dead_process(self, run_dir: Path) -> None:
+        path = run_dir / "engine"
+        leave_a_dead_socket(path)
+        assert path.exists()
+        prepare_endpoint(f"ipc://{path}")
+        assert not path.exists()
+
+    def test_refuses_a_socket_that_somebody_listens_on(self, run_dir: Path, context: Any) -> None:
+        endpoint = f"ipc://{run_dir}/engine"
+        router = bind_router(context, endpoint)
+        with pytest.raises(ValueError, match="another process already listens"):
+            prepare_endpoint(endpoint)
+        dealer = connect_dealer(context, endpoint)
+        dealer.send(b"hello")
+        assert receive(router)[1] == b"hello", "the probe left the listener alone"
+
+    def test_refuses_a_file(self, run_dir: Path) -> None:
+        path = run_dir / "engine"
+        path.write_text("precious")
+        with pytest.raises(ValueError, match="is no socket"):
+            prepare_endpoint(f"ipc://{path}")
+        assert path.read_text() == "precious"
+
+    def test_a_directory_that_cannot_be_made(self, run_dir: Path) -> None:
+        (run_dir / "file").write_text("")
+        with pytest.raises(ValueError, match="file"):
+            prepare_endpoint(f"ipc://{run_dir}/file/engine")
+
+    @pytest.mark.parametrize("endpoint", ["ipc://@engine", "ipc://*"])
+    def test_refuses_what_lies_in_no_directory_of_ours(
+        self, endpoint: str, run_dir: Path, context: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An abstract name has no mode that keeps other users out."""
+        monkeypatch.chdir(run_dir)
+        with pytest.raises(ValueError, match="endpoint"):
+            bind_router(context, endpoint)
+
+    def test_leaves_tcp_alone(self) -> None:
+        prepare_endpoint("tcp://127.0.0.1:1")
+
+
+class TestRouter:
+    def test_a_message_goes_there_and_back(self, run_dir: Path, context: Any) -> None:
+        router = bind_router(context, f"ipc://{run_dir}/engine")
+        dealers = [connect_dealer(context, f"ipc://{run_dir}/engine") for _ in range(2)]
+        for number, dealer in enumerate(dealers):
+            dealer.send(b"from %d" % number)
+        for _ in dealers:
+            identity, body = receive(router)
+            router.send_multipart([identity, body])
+        assert [receive(dealer) for dealer in dealers] == [[b"from 0"], [b"from 1"]]
+        assert len({dealer.identity for dealer in dealers}) == 2
+        assert not dealers[0].identity.startswith(b"\0"), "zero bytes are reserved for identities that ZMQ makes"
+
+    def test_a_stranger_is_unreachable(self, run_dir: Path, context: Any) -> None:
+        router = bind_router(context, f"ipc://{run_dir}/engine")
+        with pytest.raises(zmq.ZMQError) as caught:
+            router.send_multipart([b"nobody", b"x"], zmq.NOBLOCK)
+        assert caught.value.errno == zmq.EHOSTUNREACH
+
+    def test_a_peer_that_left_is_unreachable(self, run_dir: Path, context: Any) -> None:
+        router = bind_router(context, f"ipc://{run_dir}/engine")
+        dealer = connect_dealer(context, f"ipc://{run_dir}/engine")
+        dealer.send(b"x")
+        identity = receive(router)[0]
+        dealer.close()
+        assert send_until_error(router, identity, b"x", endless=True)[1] == zmq.EHOSTUNREACH
+
+    def test_a_peer_that_does_not_read_is_eagain(self, run_dir: Path, context: Any) -> None:
+        router = bind_router(context, f"ipc://{run_dir}/engine")
+        dealer = connect_dealer(context, f"ipc://{run_dir}/engine")
+        dealer.send(b"x")
+        identity = receive(router)[0]
+        sent, error = send_until_error(router, identity, bytes(1 << 16))
+        assert error == zmq.EAGAIN
+        assert sent >= SEND_HIGH_WATER_MARK
+        for number in range(sent):
+            assert receive(dealer)[0][:4] == number.to_bytes(4, "big"), "nothing that was taken is lost"
+
+    def test_a_refused_bind_leaves_no_socket_open(self, run_dir: Path, context: Any) -> None:
+        run_dir.chmod(0o755)
+        with pytest.raises(ValueError, match="mode 0700"):
+            bind_router(context, f"ipc://{run_dir}/engine")
+        assert all(sock.closed for sock in context.made)
+
+    def test_binds_where_a_dead_engine_was(self, run_dir: Path, context: Any) -> None:
+        leave_a_dead_socket(run_dir / "engine")
+        router = bind_router(context, f"ipc://{run_dir}/engine")
+        connect_dealer(context, f"ipc://{run_dir}/engine").send(b"x")
+        assert receive(router)[1] == b"x"
+
+
+class TestHeartbeat:
+    def test_a_listener_hears(self, run_dir: Path, context: Any) -> None:
+        endpoint = heartbeat_endpoint(f"ipc://{run_dir}/engine")
+        publisher = bind_heartbeat(context, endpoint)
+        listeners = [connect_heartbeat(context, endpoint) for _ in range(2)]
+        heard: set[int] = set()
+        for _ in range(1000):
+            publisher.send(b"beat")
+            heard |= {number for number, listener in enumerate(listeners) if listener.poll(10)}
+            if len(heard) == 2:
+                break
+        assert [receive(listener) for listener in listeners] == [[b"beat"], [b"beat"]]
+
+    @pytest.mark.parametrize(
+        ("endpoint", "expected"),
+        [
+            ("ipc:///run/tandem/engine", "ipc:///run/tandem/engine.beat"),
+            ("tcp://10.0.0.7:5555", "tcp://10.0.0.7:5556"),
+            ("tcp://[::1]:5555", "tcp://[::1]:5556"),
+        ],
+    )
+    def test_where_it_is(self, endpoint: str, expected: str) -> None:
+        assert heartbeat_endpoint(endpoint) == expected
