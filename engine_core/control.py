@@ -1,0 +1,167 @@
+"""What a command means: checks what its types cannot, and tells the scheduler.
+
+A bad token id would be a device assertion, fatal for everybody, so nothing unchecked passes here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+
+from engine_core.errors import RequestError
+from engine_core.scheduler.scheduler import Scheduler
+from engine_core.scheduler.sequence import Sequence
+from engine_core.stats import count_outcome
+from protocol.codec import unpack_floats, unpack_ids
+from protocol.commands import Abort, AnyCommand, Goodbye, Hello, Submit
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.events import EngineStats, Failure, Limits, ModelFacts, Ready, Refused
+from protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
+from protocol.version import PROTOCOL_VERSION
+
+logger = logging.getLogger(__name__)
+
+
+class Control:
+    """Applies commands. Knows which connections have said Hello to this very engine."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        epoch: int,
+        model: ModelFacts,
+        limits: Limits,
+        stats: EngineStats,
+        clock: Callable[[], float],
+    ) -> None:
+        self.scheduler = scheduler
+        self.epoch = epoch
+        self.model = model
+        self.limits = limits
+        self.stats = stats
+        self.clock = clock
+        self.clients: dict[bytes, str] = {}
+        self._sequences = 0
+
+    def apply(self, client: bytes, command: AnyCommand) -> Ready | Refused | Failure | None:
+        """Carries out one command of a frontend; the answer, if it needs one, goes back to it."""
+        if isinstance(command, Hello):
+            return self._hello(client, command)
+        if client not in self.clients:
+            logger.warning("ignored %s from %s before its Hello", type(command).__name__, client.hex())
+            return None
+        match command:
+            case Submit():
+                return self._submit(client, command)
+            case Abort():
+                for request_id in command.request_ids:
+                    self.scheduler.abort(client, request_id)
+            case Goodbye():
+                self.forget(client)
+                self.scheduler.abort_client(client)
+        return None
+
+    def forget(self, client: bytes) -> None:
+        self.clients.pop(client, None)
+
+    def _hello(self, client: bytes, hello: Hello) -> Ready | Refused | None:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return Refused(
+                f"frontend {hello.name} speaks protocol {hello.protocol_version}, the engine {PROTOCOL_VERSION}; "
+                "install the same version of tandem-llm on both"
+            )
+        if hello.engine_epoch != self.epoch:
+            logger.warning("ignored a Hello of %s for another engine", hello.name)
+            return None
+        self.clients[client] = hello.name
+        return Ready(PROTOCOL_VERSION, self.epoch, self.model, self.limits)
+
+    def _submit(self, client: bytes, submit: Submit) -> Failure | None:
+        if not 0 <= submit.request_id < 2**64:
+            logger.error("frontend %s used request id %d, no uint64; ignored", self.clients[client], submit.request_id)
+            return None
+        if self.scheduler.knows(client, submit.request_id):
+            logger.error("frontend %s reused open request id %d; ignored", self.clients[client], submit.request_id)
+            return None
+        try:
+            self.scheduler.add(self._sequence(client, submit))
+        except RequestError as error:
+            refusal = Failure(submit.request_id, error.code, error.message)
+            count_outcome(self.stats, refusal)
+            return refusal
+        self.stats.requests_accepted += 1
+        return None
+
+    def _sequence(self, client: bytes, submit: Submit) -> Sequence:
+        """Raises RequestError for whatever the device or the arithmetic could not bear."""
+        params = submit.sampling
+        try:
+            prompt = _prompt(submit.prompt_ids, self.model.vocab_size)
+            stop_ids = unpack_ids(params.stop_token_ids)
+            bias_ids, biases = unpack_ids(params.logit_bias_ids), unpack_floats(params.logit_bias_values)
+        except ProtocolError as error:
+            raise RequestError(ErrorCode.INVALID_REQUEST, str(error)) from error
+        self._check_ids("stop_token_ids", stop_ids)
+        self._check_ids("logit_bias", bias_ids)
+        _require(len(stop_ids) <= MAX_STOP_TOKEN_IDS, f"{len(stop_ids)} stop_token_ids, at most {MAX_STOP_TOKEN_IDS}")
+        _require(len(bias_ids) == len(biases), f"{len(bias_ids)} logit_bias ids but {len(biases)} values")
+        _require(len(bias_ids) <= MAX_LOGIT_BIAS, f"{len(bias_ids)} logit_bias entries, at most {MAX_LOGIT_BIAS}")
+        _require(all(math.isfinite(bias) for bias in biases), "a logit_bias is not finite")
+        check_params(params)
+        total = len(prompt) + params.max_tokens
+        if total > self.model.max_len:
+            raise RequestError(
+                ErrorCode.CONTEXT_LENGTH,
+                f"{len(prompt)} prompt tokens and max_tokens {params.max_tokens} make {total}, "
+                f"the model's context holds {self.model.max_len}; shorten the prompt or lower max_tokens",
+            )
+        end_ids = frozenset(stop_ids) if params.ignore_eos else frozenset(stop_ids) | frozenset(self.model.end_ids)
+        self._sequences += 1
+        return Sequence(self._sequences, client, submit.request_id, prompt, params, end_ids, self.clock())
+
+    def _check_ids(self, what: str, ids: list[int]) -> None:
+        for token in ids:
+            _require(0 <= token < self.model.vocab_size, _outside(what, token, self.model.vocab_size))
+
+
+def _outside(what: str, token: int, vocab_size: int) -> str:
+    return f"{what} holds token id {token}, the vocabulary has 0 to {vocab_size - 1}"
+
+
+def _prompt(data: bytes, vocab_size: int) -> array[int]:
+    """The prompt's ids, checked without a Python loop: prompts are long, and this is the scheduler's thread.
+
+    Raises ProtocolError unless the length divides by 4, RequestError for none or for one outside the vocabulary.
+    """
+    if len(data) % 4:
+        raise ProtocolError(f"a prompt of {len(data)} bytes does not divide into int32 ids")
+    _require(len(data) > 0, "the prompt is empty; send at least one token")
+    ids = np.frombuffer(data, dtype="<i4")
+    low, high = int(ids.min()), int(ids.max())
+    _require(low >= 0 and high < vocab_size, _outside("prompt", low if low < 0 else high, vocab_size))
+    return array("i", data)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise RequestError(ErrorCode.INVALID_VALUE, message)
+
+
+def check_params(params: SamplingParams) -> None:
+    """Raises RequestError for numbers outside their ranges, which NaN and infinities always are."""
+    _require(params.max_tokens >= 1, f"max_tokens is {params.max_tokens}, at least 1")
+    _require(0 <= params.min_tokens <= params.max_tokens, f"min_tokens is {params.min_tokens}, 0 to max_tokens")
+    _require(0.0 <= params.temperature <= 100.0, f"temperature is {params.temperature}, 0 to 100")
+    _require(0 <= params.top_k < 2**31, f"top_k is {params.top_k}, at least 0")
+    _require(0.0 < params.top_p <= 1.0, f"top_p is {params.top_p}, above 0 and at most 1")
+    _require(0.0 <= params.min_p <= 1.0, f"min_p is {params.min_p}, 0 to 1")
+    _require(0.0 < params.repetition_penalty <= 100.0, f"repetition_penalty is {params.repetition_penalty}, 0 to 100")
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(params, name)
+        _require(-100.0 <= value <= 100.0, f"{name} is {value}, -100 to 100")
+    _require(0 <= params.seed <= MAX_SEED, f"seed is {params.seed}, 0 to {MAX_SEED}")
+    _require(0 <= params.choice < 2**31, f"choice is {params.choice}, at least 0")

@@ -1,0 +1,175 @@
+"""The loop. Scheduler, pipeline and runtime never call each other: `Engine.tick` calls the three.
+
+`pipeline.py` draws the timeline and lists the invariants I1 to I8. In steady decode the device always has one whole
+step queued behind the running one: the tick commits step t-1 and launches t+1 while t runs.
+"""
+
+import logging
+
+from engine_core.contracts import Mailbox, Runtime
+from engine_core.control import Control
+from engine_core.errors import FatalError, RowError
+from engine_core.pipeline import PipelineState, Step
+from engine_core.plan import StepPlan
+from engine_core.scheduler.scheduler import Scheduler
+from engine_core.stats import StageClock, count_outcome
+from protocol.errors import ErrorCode
+from protocol.events import EngineStats, Failure
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.25
+"""Longest sleep of an idle loop; a command wakes it at once, a stop signal within this."""
+RETRY_SECONDS = 0.005
+"""Sleep of an idle loop that still holds output for a frontend that does not read."""
+FAREWELL_TRIES = 200
+"""Flushes tried, RETRY_SECONDS apart, before an engine exits with output unsent."""
+
+
+class Engine:
+    """One engine core. Everything it calls is handed in; `build.py` does the wiring."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pipeline: PipelineState,
+        runtime: Runtime,
+        mailbox: Mailbox,
+        control: Control,
+        stats: EngineStats,
+        stages: StageClock,
+    ) -> None:
+        self.scheduler = scheduler
+        self.pipeline = pipeline
+        self.runtime = runtime
+        self.mailbox = mailbox
+        self.control = control
+        self.stats = stats
+        self.stages = stages
+        self.stopping = False
+        self._steps = 0
+
+    def run(self) -> None:
+        """Ticks until `stopping`. Raises FatalError, after every open request got its terminal event."""
+        try:
+            while not self.stopping:
+                if not self.tick():
+                    self.mailbox.wait(RETRY_SECONDS if self.mailbox.backlog else IDLE_SECONDS)
+        except Exception as error:
+            logger.exception("fatal: %s; scheduler holds %s", self.pipeline, list(self.scheduler.held)[:8])
+            self._close(ErrorCode.ENGINE_FAILED, f"the engine failed: {type(error).__name__}: {error}")
+            raise FatalError(str(error)) from error
+        self._close(ErrorCode.SHUTTING_DOWN, "the engine is shutting down; retry on another replica or later")
+
+    def tick(self) -> bool:
+        """One turn: sample what waited for its mask, commit, plan, launch. False if there was nothing to do."""
+        self.stages.start()
+        self._drain()
+        idle = self.pipeline.in_flight == 0
+        waiting_step = self.pipeline.unsampled()
+        if waiting_step is not None:
+            if self.pipeline.in_flight > 1:
+                self._commit_oldest()
+            self._sample(waiting_step)
+        if self.pipeline.full:
+            self._commit_oldest()
+        plan = self._plan()
+        if plan is not None:
+            self._launch(plan)
+        elif self.pipeline.in_flight:
+            self._commit_oldest()
+        if self.scheduler.ended or self.mailbox.backlog:
+            self._send()
+        return plan is not None or not idle
+
+    def _drain(self) -> None:
+        for client, command in self.mailbox.drain():
+            answer = self.control.apply(client, command)
+            if isinstance(answer, Failure):
+                self.mailbox.ended(client, answer)
+            elif answer is not None:
+                self.mailbox.reply(client, answer)
+        self.stages.mark("drain")
+
+    def _plan(self) -> StepPlan | None:
+        """Admits what fits, then selects the next step."""
+        now = self.stages.clock()
+        for seq in self.scheduler.admit_waiting():
+            self.stats.queue_time.observe(now - seq.arrival)
+            self.stats.prompt_tokens += seq.prompt_len
+        plan = self.scheduler.plan_step(self._steps + 1)
+        self._gauge(now)
+        self.stages.mark("plan")
+        return plan
+
+    def _launch(self, plan: StepPlan) -> None:
+        """Enqueues a step, and its sampling unless that has to wait for the step before (then the next tick does)."""
+        slot = self.pipeline.free_slot()
+        assert slot is not None, f"planned without a free slot: {self.pipeline}"
+        try:
+            self.runtime.launch(slot, plan)
+        except RowError as error:
+            self.scheduler.fail(error.seq_id, error.code, error.message)
+            return
+        step = self.pipeline.launch(plan)
+        self.scheduler.on_launch(plan)
+        self._steps = plan.step_id
+        self.stats.steps_launched += 1
+        self.stats.step_rows.observe(len(plan.rows))
+        self.stages.mark("launch")
+        if not plan.needs_mask:
+            self._sample(step)
+
+    def _sample(self, step: Step) -> None:
+        masks = self.scheduler.masks(step.plan) if step.plan.needs_mask else None
+        self.runtime.sample(step.slot, masks)
+        self.pipeline.mark_sampled(step)
+        self.stages.mark("sample")
+
+    def _commit_oldest(self) -> None:
+        """Waits for the oldest step (I2), applies its tokens and sends them; then its slot is free (I6)."""
+        step = self.pipeline.begin_commit()
+        tokens = self.runtime.collect(step.slot)
+        self.stages.mark("collect")
+        committed = self.scheduler.commit(step.plan, tokens)
+        self.pipeline.finish_commit(step)
+        self.stats.steps_committed += 1
+        self.stats.generation_tokens += committed.tokens
+        self.stats.zombie_rows += committed.zombies
+        for client, delta in committed.deltas.items():
+            self.mailbox.tokens(client, delta)
+        self.stages.mark("commit")
+        self._send()
+
+    def _send(self) -> None:
+        """Sends what has been added since the last time, terminal events last."""
+        for seq in self.scheduler.take_ended():
+            assert seq.outcome is not None, f"ended without an outcome: {seq}"
+            count_outcome(self.stats, seq.outcome)
+            self.mailbox.ended(seq.client, seq.outcome)
+        for client in self.mailbox.flush(self._steps):
+            logger.warning("frontend %s is gone; aborting what it had open", client.hex())
+            self.control.forget(client)
+            self.scheduler.abort_client(client)
+        self.stages.mark("send")
+
+    def _gauge(self, now: float) -> None:
+        """The gauges of the metrics, taken once a tick."""
+        scheduler, stats = self.scheduler, self.stats
+        stats.running = len(scheduler.running)
+        stats.waiting = len(scheduler.waiting)
+        stats.pages_used = scheduler.pages.pages.used
+        stats.steps_in_flight = self.pipeline.in_flight
+        stats.oldest_wait = now - scheduler.waiting[0].arrival if scheduler.waiting else 0.0
+
+    def _close(self, code: ErrorCode, message: str) -> None:
+        """Ends everything that is open; the device is not touched again."""
+        self.pipeline.abandon()
+        self.scheduler.fail_all(code, message)
+        self._send()
+        for _ in range(FAREWELL_TRIES):
+            if not self.mailbox.backlog:
+                return
+            self.mailbox.wait(RETRY_SECONDS)
+            self._send()
+        logger.error("exiting with output that a frontend did not read")

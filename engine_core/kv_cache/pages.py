@@ -1,0 +1,76 @@
+"""Who owns which page of the KV pool."""
+
+from collections.abc import Sequence
+
+PADDING_PAGE = 0
+"""Reserved: padded rows read and write here, so no sequence ever owns it."""
+
+
+class PageAllocator:
+    """Hands out pages in O(1) each and knows every page's owner, so a double free or a leak is found where it happens.
+
+    `pages` counts the reserved page 0.
+    """
+
+    def __init__(self, pages: int) -> None:
+        assert pages >= 2, f"{pages} pages leave none beside the reserved one"
+        self.total = pages - 1
+        self._free = list(range(pages - 1, PADDING_PAGE, -1))
+        self._owner: list[int | None] = [None] * pages
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        return self.total - len(self._free)
+
+    def allocate(self, owner: int, count: int) -> list[int] | None:
+        """`count` pages for a sequence, or None if so many are not free: all or nothing."""
+        assert count > 0, f"sequence {owner} asks for {count} pages"
+        if count > len(self._free):
+            return None
+        taken = self._free[-count:]
+        del self._free[-count:]
+        for page in taken:
+            assert self._owner[page] is None, f"free page {page} is owned by sequence {self._owner[page]}"
+            self._owner[page] = owner
+        return taken
+
+    def release(self, owner: int, pages: Sequence[int]) -> None:
+        """Takes pages back. Asserts that each one is the owner's: a page freed twice would serve two sequences."""
+        for page in pages:
+            assert self._owner[page] == owner, (
+                f"sequence {owner} frees page {page}, owned by {self._owner[page]}; {self}"
+            )
+            self._owner[page] = None
+        self._free.extend(pages)
+
+    def owned(self) -> dict[int, list[int]]:
+        """Pages by owner."""
+        pages: dict[int, list[int]] = {}
+        for page, owner in enumerate(self._owner):
+            if owner is not None:
+                pages.setdefault(owner, []).append(page)
+        return pages
+
+    def audit(self) -> list[str]:
+        """What is wrong, a line each: pages both free and owned, neither, or free twice. Empty when all is well."""
+        problems = []
+        if len(set(self._free)) != len(self._free):
+            problems.append("a page is on the free list twice")
+        free = set(self._free)
+        if PADDING_PAGE in free or self._owner[PADDING_PAGE] is not None:
+            problems.append("the reserved page is in circulation")
+        for page, owner in enumerate(self._owner):
+            if page == PADDING_PAGE:
+                continue
+            if owner is not None and page in free:
+                problems.append(f"page {page} is free and owned by sequence {owner}")
+            if owner is None and page not in free:
+                problems.append(f"page {page} leaked: neither free nor owned")
+        return problems
+
+    def __repr__(self) -> str:
+        return f"PageAllocator({self.free} of {self.total} pages free)"

@@ -1,0 +1,124 @@
+"""Which step is where: the state machine of the two slots. Pure bookkeeping, no device in it.
+
+```text
+          step t                     step t+1                      step t+2
+CPU   plan launch sample | commit t-1 .. plan launch sample | commit t .. plan launch sample
+GPU   ---- forward t ------ sample t  ---- forward t+1 ---- sample t+1 ---- forward t+2 ---
+copy                           D2H t                           D2H t+1
+```
+
+Invariants, cited elsewhere by number:
+
+- I1  One compute stream runs forwards and sampling of both slots, one copy stream the copies to the host. Work is
+      enqueued in tick order.
+- I2  Steps commit first in, first out.
+- I3  The copy of a step's results waits on that step's own event, never on a whole stream.
+- I4  `0 <= sequence.inflight <= depth`; only the scheduler changes it. A sequence that ended while in flight is a
+      zombie: skipped at commit, its leases closed when `inflight == 0`.
+- I5  Prefill rides the pipeline as rows of a step; nothing drains except shutdown.
+- I6  A slot is free only after its step has *committed*: its pinned buffers are read until then.
+- I7  Nothing on the launch path synchronises with the device.
+- I8  Every accepted request gets exactly one terminal event; every page and row comes back.
+
+A step goes LAUNCHED -> SAMPLED -> COMMITTING -> gone. Release is two-phase (I6): `begin_commit` takes the step out of
+the queue, `finish_commit` frees its slot.
+"""
+
+from collections import deque
+from enum import Enum
+
+from msgspec import Struct, structs
+
+from engine_core.plan import StepPlan
+
+
+class StepState(Enum):
+    LAUNCHED = "launched"
+    """Its forward pass is enqueued, its sampling is not: it waits for a mask."""
+    SAMPLED = "sampled"
+    COMMITTING = "committing"
+
+
+class Step(Struct, frozen=True, gc=False):
+    """A step in flight, by value: a move returns the new one."""
+
+    plan: StepPlan
+    slot: int
+    state: StepState
+
+
+class PipelineState:
+    """At most `depth` steps in flight, one a slot. Every illegal move is an assertion that prints the state."""
+
+    def __init__(self, depth: int = 2) -> None:
+        assert depth in (1, 2), f"depth {depth}: the pipeline has one slot or two"
+        self.depth = depth
+        self._queue: deque[Step] = deque()
+        self._committing: Step | None = None
+        self._free = list(range(depth - 1, -1, -1))
+
+    @property
+    def in_flight(self) -> int:
+        """Steps launched and not yet being committed."""
+        return len(self._queue)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Every step that holds a slot, oldest first."""
+        committing = () if self._committing is None else (self._committing,)
+        return (*committing, *self._queue)
+
+    @property
+    def full(self) -> bool:
+        return not self._free
+
+    def free_slot(self) -> int | None:
+        """The slot that the next launch takes, or None while all are held."""
+        return self._free[-1] if self._free else None
+
+    def unsampled(self) -> Step | None:
+        """The step that waits for its mask; only the newest can."""
+        if self._queue and self._queue[-1].state is StepState.LAUNCHED:
+            return self._queue[-1]
+        return None
+
+    def launch(self, plan: StepPlan) -> Step:
+        """Puts a step into the free slot. The step before it has to be sampled: its tokens are this one's input."""
+        assert self._free, f"launch of step {plan.step_id} without a free slot: {self}"
+        assert self.unsampled() is None, f"launch of step {plan.step_id} before the newest was sampled: {self}"
+        newest = self._queue[-1] if self._queue else self._committing
+        assert newest is None or newest.plan.step_id < plan.step_id, f"step {plan.step_id} out of order: {self}"
+        step = Step(plan, self._free.pop(), StepState.LAUNCHED)
+        self._queue.append(step)
+        return step
+
+    def mark_sampled(self, step: Step) -> Step:
+        assert self._queue, f"sampling of step {step.plan.step_id}, which is not in flight: {self}"
+        newest = self._queue[-1]
+        assert newest is step, f"sampling of step {step.plan.step_id}, which is not the newest: {self}"
+        assert newest.state is StepState.LAUNCHED, f"step {step.plan.step_id} sampled twice: {self}"
+        self._queue[-1] = structs.replace(step, state=StepState.SAMPLED)
+        return self._queue[-1]
+
+    def begin_commit(self) -> Step:
+        """Takes the oldest step out of the queue (I2); its slot stays held until `finish_commit` (I6)."""
+        assert self._queue, f"commit with nothing in flight: {self}"
+        assert self._committing is None, f"second commit before the first finished: {self}"
+        assert self._queue[0].state is StepState.SAMPLED, f"commit of a step that was not sampled: {self}"
+        self._committing = structs.replace(self._queue.popleft(), state=StepState.COMMITTING)
+        return self._committing
+
+    def finish_commit(self, step: Step) -> None:
+        assert self._committing is step, f"step {step.plan.step_id} is not the one committing: {self}"
+        self._committing = None
+        self._free.append(step.slot)
+
+    def abandon(self) -> None:
+        """Forgets everything in flight. Only for an engine about to exit: nobody may use the slots again."""
+        self._queue.clear()
+        self._committing = None
+        self._free.clear()
+
+    def __repr__(self) -> str:
+        steps = ", ".join(f"step {s.plan.step_id} slot {s.slot} {s.state.value}" for s in self.steps)
+        return f"PipelineState(depth={self.depth}, [{steps}], free slots {sorted(self._free)})"

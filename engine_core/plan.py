@@ -1,0 +1,68 @@
+"""What one step computes: plain immutable data that the scheduler makes and the runtime executes.
+
+A decode row is a row of length 1, a prefill chunk a longer one: one arithmetic, one shape.
+Frozen msgspec structs, because 256 of them are built every step (a tenth of the cost of frozen dataclasses).
+"""
+
+from msgspec import Struct
+
+from protocol.params import SamplingParams
+
+
+class Row(Struct, frozen=True, gc=False):
+    """One sequence's share of a step: positions `start` to `start + length - 1` of its row."""
+
+    seq_id: int
+    row: int
+    start: int
+    length: int
+    samples: bool
+    """Whether the row reaches the end of what is known, so that its last position yields a token."""
+    suppress_ends: bool = False
+    """Whether that token may not end the sequence (`min_tokens`)."""
+    constrained: bool = False
+    """Whether sampling has to wait for a mask that depends on the tokens of the step before."""
+    tokens: bytes = b""
+    """Packed int32 ids of the leading positions that the device does not know yet (prompt tokens)."""
+    new_pages: tuple[int, ...] = ()
+    first_page: int = 0
+    """Index of `new_pages[0]` in the row's page table."""
+
+    @property
+    def end(self) -> int:
+        """One past the last position computed, and the position that a sampled token takes."""
+        return self.start + self.length
+
+
+class Admission(Struct, frozen=True):
+    """What the device has to know of a sequence before its first row."""
+
+    seq_id: int
+    row: int
+    prompt_len: int
+    params: SamplingParams
+    end_ids: tuple[int, ...] = ()
+    """Ids to suppress while the row's `suppress_ends` is set."""
+
+
+class StepPlan(Struct, frozen=True):
+    """One step: at most one row a sequence. Make it with `of`, which derives the rest from the rows."""
+
+    step_id: int
+    rows: tuple[Row, ...]
+    admitted: tuple[Admission, ...]
+    total_tokens: int
+    needs_mask: bool
+    plain: bool
+    """Whether no row brings news (tokens, pages), is constrained or suppresses its end: steady decode."""
+
+    @classmethod
+    def of(cls, step_id: int, rows: tuple[Row, ...], admitted: tuple[Admission, ...] = ()) -> "StepPlan":
+        return cls(
+            step_id,
+            rows,
+            admitted,
+            total_tokens=sum([row.length for row in rows]),
+            needs_mask=any(row.constrained and row.samples for row in rows),
+            plain=not any(row.tokens or row.new_pages or row.constrained or row.suppress_ends for row in rows),
+        )

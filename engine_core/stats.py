@@ -1,0 +1,46 @@
+"""What the engine counts about itself. The loop writes, the heartbeat thread encodes; nobody else reads."""
+
+from collections.abc import Callable
+
+from protocol.events import EngineStats, Failure, Finished, Histogram
+
+QUEUE_SECONDS = [0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
+STEP_ROWS = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0]
+STAGES = ("drain", "plan", "launch", "sample", "collect", "commit", "send")
+
+
+def new_stats() -> EngineStats:
+    """Counters at zero, every label present so that a scrape never sees a series appear late."""
+    return EngineStats(
+        requests_finished={"stop": 0, "length": 0, "abort": 0},
+        stage_seconds=dict.fromkeys(STAGES, 0.0),
+        queue_time=Histogram(QUEUE_SECONDS, [0] * (len(QUEUE_SECONDS) + 1)),
+        step_rows=Histogram(STEP_ROWS, [0] * (len(STEP_ROWS) + 1)),
+    )
+
+
+def count_outcome(stats: EngineStats, outcome: Finished | Failure) -> None:
+    if isinstance(outcome, Finished):
+        stats.requests_finished[outcome.reason] = stats.requests_finished.get(outcome.reason, 0) + 1
+    else:
+        stats.requests_failed[outcome.code] = stats.requests_failed.get(outcome.code, 0) + 1
+
+
+class StageClock:
+    """Shares the loop's time out among its stages: each mark adds what passed since the one before."""
+
+    def __init__(self, seconds: dict[str, float], clock: Callable[[], float]) -> None:
+        self.seconds = seconds
+        self.clock = clock
+        self._last = 0.0
+
+    def start(self) -> float:
+        self._last = self.clock()
+        return self._last
+
+    def mark(self, stage: str) -> float:
+        """Ends a stage; returns the time now."""
+        now = self.clock()
+        self.seconds[stage] += now - self._last
+        self._last = now
+        return now

@@ -1,0 +1,89 @@
+"""The page allocator against a set, step by step."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from engine_core.kv_cache.pages import PADDING_PAGE, PageAllocator
+
+PAGES = 17
+
+
+class Allocations(RuleBasedStateMachine):
+    """Random allocations and releases; the model is what each owner was given."""
+
+    given_out = Bundle("given_out")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = PageAllocator(PAGES)
+        self.held: dict[int, list[int]] = {}
+        self.owners = 0
+
+    @rule(target=given_out, count=st.integers(1, 9))
+    def allocate(self, count: int) -> int:
+        self.owners += 1
+        taken = self.allocator.allocate(self.owners, count)
+        free = PAGES - 1 - sum(map(len, self.held.values()))
+        if count > free:
+            assert taken is None
+            self.held[self.owners] = []
+        else:
+            assert taken is not None
+            assert len(set(taken)) == count
+            self.held[self.owners] = taken
+        return self.owners
+
+    @rule(owner=consumes(given_out))
+    def release(self, owner: int) -> None:
+        pages = self.held.pop(owner)
+        self.allocator.release(owner, pages)
+        for page in pages[:1]:
+            with pytest.raises(AssertionError, match=f"frees page {page}"):
+                self.allocator.release(owner, [page])
+
+    @rule(owner=given_out)
+    def steal(self, owner: int) -> None:
+        for page in self.held[owner][:1]:
+            with pytest.raises(AssertionError, match=f"owned by {owner}"):
+                self.allocator.release(owner + 1000, [page])
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.allocator.audit() == []
+        assert self.allocator.owned() == {owner: sorted(pages) for owner, pages in self.held.items() if pages}
+        assert self.allocator.used == sum(map(len, self.held.values()))
+        assert self.allocator.free + self.allocator.used == PAGES - 1
+
+
+TestAllocations = Allocations.TestCase
+
+
+def test_the_padding_page_is_never_given_out() -> None:
+    allocator = PageAllocator(PAGES)
+    assert allocator.total == PAGES - 1
+    everything = allocator.allocate(1, PAGES - 1)
+    assert everything is not None
+    assert PADDING_PAGE not in everything
+    assert allocator.allocate(2, 1) is None
+
+
+def test_the_audit_names_a_leak_and_a_page_freed_twice() -> None:
+    allocator = PageAllocator(PAGES)
+    taken = allocator.allocate(1, 2)
+    assert taken is not None
+    allocator._owner[taken[0]] = None
+    assert allocator.audit() == [f"page {taken[0]} leaked: neither free nor owned"]
+    allocator._free += [taken[0], taken[0]]
+    assert "a page is on the free list twice" in allocator.audit()
+    allocator._free.append(taken[1])
+    assert f"page {taken[1]} is free and owned by sequence 1" in allocator.audit()
+    allocator._free.append(PADDING_PAGE)
+    assert "the reserved page is in circulation" in allocator.audit()
+
+
+def test_nothing_is_asked_for_in_vain() -> None:
+    with pytest.raises(AssertionError, match="asks for 0 pages"):
+        PageAllocator(PAGES).allocate(1, 0)
+    with pytest.raises(AssertionError, match="leave none"):
+        PageAllocator(1)

@@ -1,0 +1,281 @@
+"""What a command may ask, each rule with its code and its numbers, and what hostile ones cannot do."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_core.control import Control
+from engine_core.kv_cache.pages import PageAllocator
+from engine_core.scheduler.admission import PageGate, RowGate
+from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
+from engine_core.stats import new_stats
+from protocol.codec import pack_floats, pack_ids
+from protocol.commands import Abort, AnyCommand, Goodbye, Hello, Submit
+from protocol.errors import ErrorCode, FinishReason
+from protocol.events import Failure, Finished, Limits, ModelFacts, Ready, Refused
+from protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
+from protocol.version import PROTOCOL_VERSION
+from tests.fakes.clock import FakeClock
+from tests.protocol.messages import COMMANDS
+
+EPOCH, VOCAB, MAX_LEN, END = 77, 100, 48, 1
+FACTS = ModelFacts("fake", VOCAB, MAX_LEN, [END, 2], "", "cpu", "float32", 0)
+LIMITS = Limits(4, 80, 4, 16, 3)
+PROMPT = pack_ids([5, 6, 7])
+
+
+def new(pages: int = 21, max_waiting: int = 3) -> Control:
+    scheduler = Scheduler(RowGate(4), PageGate(PageAllocator(pages), 4), SchedulerLimits(16, 16, max_waiting))
+    return Control(scheduler, EPOCH, FACTS, LIMITS, new_stats(), FakeClock())
+
+
+def greeted(*clients: bytes, **sizes: int) -> Control:
+    control = new(**sizes)
+    for client in clients or (b"a",):
+        assert isinstance(control.apply(client, Hello(PROTOCOL_VERSION, EPOCH, "test")), Ready)
+    return control
+
+
+def submit(prompt: bytes = PROMPT, request_id: int = 9, **params: Any) -> Submit:
+    return Submit(request_id, prompt, SamplingParams(params.pop("max_tokens", 4), **params))
+
+
+class TestHello:
+    def test_is_answered_with_the_facts(self) -> None:
+        assert new().apply(b"a", Hello(PROTOCOL_VERSION, EPOCH, "x")) == Ready(PROTOCOL_VERSION, EPOCH, FACTS, LIMITS)
+
+    @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1, -1, 2**63])
+    def test_of_another_version_is_refused_with_both(self, version: int) -> None:
+        control = new()
+        answer = control.apply(b"a", Hello(version, EPOCH, "front"))
+        assert isinstance(answer, Refused)
+        for part in ("front", f"protocol {version}", f"engine {PROTOCOL_VERSION};"):
+            assert part in answer.message
+        assert control.apply(b"a", submit()) is None
+        assert control.scheduler.open == 0
+
+    def test_for_another_engine_is_ignored(self) -> None:
+        control = new()
+        assert control.apply(b"a", Hello(PROTOCOL_VERSION, EPOCH + 1, "x")) is None
+        assert not control.clients
+
+    def test_comes_first(self) -> None:
+        control = greeted(b"a")
+        for command in (submit(), Abort([9]), Goodbye()):
+            assert control.apply(b"b", command) is None
+        assert control.scheduler.open == 0
+        assert control.stats.requests_accepted == 0
+
+    def test_again_is_answered_again_and_keeps_what_is_open(self) -> None:
+        control = greeted()
+        control.apply(b"a", submit())
+        assert isinstance(control.apply(b"a", Hello(PROTOCOL_VERSION, EPOCH, "x")), Ready)
+        assert control.scheduler.knows(b"a", 9)
+
+
+class TestSubmit:
+    def test_makes_a_sequence(self) -> None:
+        control = greeted()
+        control.clock.advance(5)  # type: ignore[attr-defined]
+        assert control.apply(b"a", submit(stop_token_ids=pack_ids([8]))) is None
+        (seq,) = control.scheduler.waiting
+        assert list(seq.tokens) == [5, 6, 7]
+        assert (seq.client, seq.request_id, seq.params.max_tokens, seq.arrival) == (b"a", 9, 4, 1005.0)
+        assert seq.end_ids == {8, END, 2}
+        assert control.stats.requests_accepted == 1
+
+    def test_ignoring_the_models_ends_keeps_its_own(self) -> None:
+        control = greeted()
+        control.apply(b"a", submit(stop_token_ids=pack_ids([8]), ignore_eos=True))
+        assert control.scheduler.waiting[0].end_ids == {8}
+
+    def test_an_open_id_is_not_taken_twice(self) -> None:
+        control = greeted()
+        assert control.apply(b"a", submit()) is None
+        assert control.apply(b"a", submit(pack_ids([1]))) is None
+        assert control.scheduler.open == control.stats.requests_accepted == 1
+        assert list(control.scheduler.waiting[0].tokens) == [5, 6, 7]
+
+    def test_the_same_id_of_two_frontends_is_two_requests(self) -> None:
+        control = greeted(b"a", b"b")
+        control.apply(b"a", submit())
+        control.apply(b"b", submit())
+        assert control.scheduler.open == 2
+
+    def test_the_largest_that_fits(self) -> None:
+        control = greeted()
+        assert control.apply(b"a", submit(pack_ids([0, VOCAB - 1]), max_tokens=MAX_LEN - 2)) is None
+
+    def test_ids_of_sequences_differ(self) -> None:
+        control = greeted()
+        for request_id in range(3):
+            control.apply(b"a", submit(request_id=request_id))
+        assert len({seq.id for seq in control.scheduler.waiting}) == 3
+
+
+INVALID = ErrorCode.INVALID_VALUE
+NAN, INF = math.nan, math.inf
+REFUSED: list[tuple[Submit, ErrorCode, str]] = [
+    (submit(b""), INVALID, "prompt is empty"),
+    (submit(b"\1\0\0\0\2"), ErrorCode.INVALID_REQUEST, "5 bytes"),
+    (submit(pack_ids([5, VOCAB])), INVALID, "token id 100, the vocabulary has 0 to 99"),
+    (submit(pack_ids([5, -1])), INVALID, "token id -1"),
+    (submit(pack_ids([2**31 - 1])), INVALID, "token id 2147483647"),
+    (submit(pack_ids([-(2**31)])), INVALID, "token id -2147483648"),
+    (submit(stop_token_ids=b"\1"), ErrorCode.INVALID_REQUEST, "1 bytes"),
+    (submit(stop_token_ids=pack_ids([VOCAB])), INVALID, "stop_token_ids holds token id 100"),
+    (submit(stop_token_ids=pack_ids([-1])), INVALID, "stop_token_ids holds token id -1"),
+    (submit(stop_token_ids=pack_ids([3] * (MAX_STOP_TOKEN_IDS + 1))), INVALID, "65 stop_token_ids, at most 64"),
+    (submit(logit_bias_ids=b"\1\2\3"), ErrorCode.INVALID_REQUEST, "3 bytes"),
+    (submit(logit_bias_values=b"\1\2"), ErrorCode.INVALID_REQUEST, "2 bytes"),
+    (
+        submit(logit_bias_ids=pack_ids([VOCAB]), logit_bias_values=pack_floats([1])),
+        INVALID,
+        "logit_bias holds token id 100",
+    ),
+    (
+        submit(logit_bias_ids=pack_ids([3, 4]), logit_bias_values=pack_floats([1])),
+        INVALID,
+        "2 logit_bias ids but 1 values",
+    ),
+    (
+        submit(logit_bias_ids=pack_ids([3] * 513), logit_bias_values=pack_floats([1] * 513)),
+        INVALID,
+        f"513 logit_bias entries, at most {MAX_LOGIT_BIAS}",
+    ),
+    *[
+        (submit(logit_bias_ids=pack_ids([3]), logit_bias_values=pack_floats([bad])), INVALID, "not finite")
+        for bad in (NAN, INF, -INF)
+    ],
+    (submit(max_tokens=0), INVALID, "max_tokens is 0, at least 1"),
+    (submit(max_tokens=-(2**63)), INVALID, "max_tokens is -9223372036854775808"),
+    (submit(min_tokens=-1), INVALID, "min_tokens is -1"),
+    (submit(min_tokens=5), INVALID, "min_tokens is 5, 0 to max_tokens"),
+    *[(submit(temperature=bad), INVALID, f"temperature is {bad}") for bad in (-0.1, 100.5, NAN, INF, -INF)],
+    *[(submit(top_k=bad), INVALID, f"top_k is {bad}") for bad in (-1, 2**31, 2**64 - 1)],
+    *[(submit(top_p=bad), INVALID, f"top_p is {bad}") for bad in (0.0, -0.5, 1.01, NAN, INF)],
+    *[(submit(min_p=bad), INVALID, f"min_p is {bad}") for bad in (-0.01, 1.01, NAN, INF, -INF)],
+    *[
+        (submit(repetition_penalty=bad), INVALID, f"repetition_penalty is {bad}")
+        for bad in (0.0, -1.0, 101.0, NAN, INF)
+    ],
+    *[(submit(presence_penalty=bad), INVALID, f"presence_penalty is {bad}") for bad in (-101.0, 101.0, NAN, INF, -INF)],
+    *[(submit(frequency_penalty=bad), INVALID, f"frequency_penalty is {bad}") for bad in (-101.0, 101.0, NAN, INF)],
+    *[(submit(seed=bad), INVALID, f"seed is {bad}") for bad in (-1, MAX_SEED + 1, 2**64 - 1)],
+    *[(submit(choice=bad), INVALID, f"choice is {bad}") for bad in (-1, 2**31)],
+    (submit(max_tokens=MAX_LEN - 2), ErrorCode.CONTEXT_LENGTH, "3 prompt tokens and max_tokens 46 make 49"),
+    (submit(max_tokens=2**63), ErrorCode.CONTEXT_LENGTH, "the model's context holds 48"),
+]
+
+
+@pytest.mark.parametrize(("command", "code", "text"), REFUSED, ids=[f"{i}-{row[2]}" for i, row in enumerate(REFUSED)])
+def test_refused_with_code_and_numbers(command: Submit, code: ErrorCode, text: str) -> None:
+    control = greeted()
+    answer = control.apply(b"a", command)
+    assert isinstance(answer, Failure)
+    assert (answer.request_id, answer.code) == (9, code)
+    assert text in answer.message
+    assert control.scheduler.open == control.stats.requests_accepted == 0
+    assert control.stats.requests_failed == {code: 1}
+    assert control.apply(b"a", submit()) is None, "a refused id is free again"
+    assert control.scheduler.open == 1
+
+
+def test_more_than_the_pool_can_ever_hold() -> None:
+    answer = greeted(pages=3).apply(b"a", submit(max_tokens=10))
+    assert isinstance(answer, Failure)
+    assert answer.code is ErrorCode.KV_CAPACITY
+    assert "3 prompt tokens and max_tokens 10 need 4 KV pages of 4 tokens, the pool has 2" in answer.message
+
+
+def test_a_full_queue() -> None:
+    control = greeted(max_waiting=2)
+    answers = [control.apply(b"a", submit(request_id=number)) for number in range(3)]
+    assert answers[:2] == [None, None]
+    assert isinstance(answers[2], Failure)
+    assert (answers[2].request_id, answers[2].code) == (2, ErrorCode.OVERLOADED)
+    assert "2 requests are waiting" in answers[2].message
+
+
+@pytest.mark.parametrize("request_id", [-1, -(2**63)])
+def test_a_request_id_that_no_column_can_hold(request_id: int) -> None:
+    """Request ids go back in a column of uint64: one outside it would fail the send, fatal for everybody."""
+    control = greeted()
+    control.apply(b"a", submit(request_id=request_id))
+    assert control.scheduler.open == 0
+
+
+class TestLeaving:
+    def test_abort_is_idempotent_and_knows_no_strangers(self) -> None:
+        control = greeted(b"a", b"b")
+        control.apply(b"a", submit())
+        control.apply(b"b", Abort([9, 10]))
+        assert control.scheduler.open == 1, "requests of another frontend are not its own"
+        for _ in range(2):
+            assert control.apply(b"a", Abort([9, 9, 10, -5, 2**64 - 1])) is None
+        (seq,) = control.scheduler.take_ended()
+        assert seq.outcome == Finished(9, FinishReason.ABORT)
+
+    def test_goodbye_ends_its_own_alone(self) -> None:
+        control = greeted(b"a", b"b")
+        for client in (b"a", b"b"):
+            control.apply(client, submit())
+        assert control.apply(b"a", Goodbye()) is None
+        assert [seq.client for seq in control.scheduler.take_ended()] == [b"a"]
+        assert set(control.clients) == {b"b"}
+        assert control.apply(b"a", submit(request_id=10)) is None
+        assert control.scheduler.open == 1, "after a Goodbye comes a Hello, or nothing"
+
+    def test_forgetting_a_stranger(self) -> None:
+        control = greeted()
+        control.forget(b"nobody")
+        assert set(control.clients) == {b"a"}
+
+
+@settings(deadline=None, max_examples=150, print_blob=True)
+@given(st.lists(COMMANDS, max_size=6))
+def test_no_command_raises(commands: list[AnyCommand]) -> None:
+    control = greeted()
+    for command in commands:
+        answer = control.apply(b"a", command)
+        assert answer is None or isinstance(answer, Ready | Refused | Failure)
+        if b"a" not in control.clients:
+            control.apply(b"a", Hello(PROTOCOL_VERSION, EPOCH, "test"))
+    for seq in control.scheduler.waiting:
+        assert all(0 <= token < VOCAB for token in seq.tokens)
+        assert seq.total_len <= MAX_LEN
+
+
+REASONABLE = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(-1, 50),
+    temperature=st.floats(-1, 101) | st.just(NAN),
+    top_k=st.integers(-1, 5),
+    top_p=st.floats(-0.1, 1.1),
+    min_tokens=st.integers(-1, 8),
+    stop_token_ids=st.lists(st.integers(-1, VOCAB), max_size=3).map(pack_ids),
+)
+
+
+@settings(deadline=None, print_blob=True)
+@given(REASONABLE, st.lists(st.integers(-1, VOCAB), max_size=50))
+def test_what_is_accepted_keeps_every_rule(params: SamplingParams, prompt: list[int]) -> None:
+    control = greeted()
+    answer = control.apply(b"a", Submit(1, pack_ids(prompt), params))
+    if answer is None:
+        (seq,) = control.scheduler.waiting
+        assert list(seq.tokens) == prompt
+        assert prompt
+        assert min(prompt) >= 0
+        assert max(prompt) < VOCAB
+        assert 1 <= len(prompt) + params.max_tokens <= MAX_LEN
+        assert 0 <= params.temperature <= 100
+        assert 0 < params.top_p <= 1
+        assert 0 <= params.min_tokens <= params.max_tokens
+        assert seq.end_ids <= set(range(VOCAB))
+    else:
+        assert isinstance(answer, Failure)
+        assert not control.scheduler.waiting

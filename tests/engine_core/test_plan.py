@@ -1,0 +1,60 @@
+"""Derived facts of a plan."""
+
+from typing import Any
+
+import pytest
+
+from engine_core.plan import Row, StepPlan
+
+
+def row(length: int = 1, samples: bool = True, constrained: bool = False, start: int = 0) -> Row:
+    return Row(1, 1, start, length, samples, constrained=constrained)
+
+
+def plan(*rows: Row) -> StepPlan:
+    return StepPlan.of(1, rows)
+
+
+def test_a_row_ends_where_its_sample_goes() -> None:
+    assert row(length=3, start=4).end == 7
+
+
+@pytest.mark.parametrize(("lengths", "total"), [([], 0), ([1], 1), ([1, 1, 1], 3), ([1, 7, 20], 28)])
+def test_total_tokens(lengths: list[int], total: int) -> None:
+    assert plan(*[row(length) for length in lengths]).total_tokens == total
+
+
+@pytest.mark.parametrize(
+    ("rows", "needed"),
+    [
+        ((), False),
+        ((row(),), False),
+        ((row(constrained=True),), True),
+        ((row(constrained=True, samples=False),), False),
+        ((row(), row(constrained=True)), True),
+        ((row(constrained=True, samples=False), row()), False),
+    ],
+)
+def test_a_mask_is_needed_where_a_constrained_row_samples(rows: tuple[Row, ...], needed: bool) -> None:
+    assert plan(*rows).needs_mask is needed
+
+
+def test_plans_do_not_change() -> None:
+    frozen = plan(row())
+    for thing, name in ((frozen, "step_id"), (frozen.rows[0], "length")):
+        with pytest.raises(AttributeError):
+            setattr(thing, name, 5)
+
+
+@pytest.mark.parametrize(
+    ("news", "plain"),
+    [
+        ({}, True),
+        ({"tokens": b"\1\0\0\0"}, False),
+        ({"new_pages": (3,)}, False),
+        ({"constrained": True}, False),
+        ({"suppress_ends": True}, False),
+    ],
+)
+def test_steady_decode_is_plain(news: dict[str, Any], plain: bool) -> None:
+    assert plan(row(), Row(2, 2, 5, 1, True, **news)).plain is plain

@@ -1,0 +1,56 @@
+"""The engine's end of a wire that is a list."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+from engine_core.contracts import Delta
+from protocol.commands import AnyCommand
+from protocol.events import AnyEvent, Failure, Finished
+
+
+class FakeMailbox:
+    """Commands come from `inbox`, or from `on_drain`, which a test may set to act before every tick."""
+
+    def __init__(self) -> None:
+        self.inbox: deque[tuple[bytes, AnyCommand]] = deque()
+        self.replies: list[tuple[bytes, AnyEvent]] = []
+        self.received: dict[tuple[bytes, int], list[int]] = defaultdict(list)
+        self.outcomes: dict[tuple[bytes, int], list[Finished | Failure]] = defaultdict(list)
+        self.gone: set[bytes] = set()
+        self.stuck = False
+        self.on_drain: Callable[[], None] = lambda: None
+        self.on_flush: Callable[[], None] = lambda: None
+        self._told: set[bytes] = set()
+
+    @property
+    def backlog(self) -> bool:
+        return self.stuck
+
+    def drain(self) -> list[tuple[bytes, AnyCommand]]:
+        self.on_drain()
+        commands = list(self.inbox)
+        self.inbox.clear()
+        return commands
+
+    def wait(self, seconds: float) -> None:
+        assert seconds > 0
+
+    def reply(self, client: bytes, event: AnyEvent) -> None:
+        self.replies.append((client, event))
+
+    def tokens(self, client: bytes, delta: Delta) -> None:
+        for request_id, token in zip(delta.request_ids, delta.tokens, strict=True):
+            assert (client, request_id) not in self.outcomes, f"a token for {request_id} after its terminal event"
+            self.received[client, request_id].append(token)
+        self._told.add(client)
+
+    def ended(self, client: bytes, outcome: Finished | Failure) -> None:
+        self.outcomes[client, outcome.request_id].append(outcome)
+        self._told.add(client)
+
+    def flush(self, step_id: int) -> list[bytes]:
+        assert step_id >= 0
+        self.on_flush()
+        lost = sorted(self._told & self.gone)
+        self._told.clear()
+        return lost
