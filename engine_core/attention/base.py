@@ -1,0 +1,56 @@
+"""What a forward pass is told beside its weights, and what an attention backend is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A row of a step as attention sees it, known on the host: `length` queries at positions from `start` on.
+
+    `offset` is where its queries begin among the step's tokens; its keys are positions 0 to `start + length - 1`.
+    """
+
+    offset: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One forward pass. T tokens of all rows one after the other, S of them sampled from, on the model's device.
+
+    Passed explicitly from the runtime down to the layers: there is no ambient context.
+    """
+
+    input_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64, position of each token in its sequence."""
+    kv_index: Tensor
+    """[T] int64, flat place of each token's key and value in the pool: page * page_size + offset."""
+    sample_index: Tensor
+    """[S] int64, which of the T tokens are sampled from."""
+    backend: "AttentionBackend"
+    plan: Any
+    """What `backend.plan` returned for this step; opaque to everybody else."""
+
+
+class AttentionBackend(Protocol):
+    """Attention over the paged KV pool."""
+
+    def plan(self, spans: Sequence[Span], pages: Tensor, page_size: int) -> Any:
+        """Prepares one step, once for all layers. Does not synchronise with the device.
+
+        pages: [B, max_pages] int32 on the device, the page table rows of the spans, in their order.
+        """
+
+    def run(self, plan: Any, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Causal attention of one layer, whose new keys and values are in the pool already.
+
+        query: [T, heads, head_dim]; keys, values: [places, kv_heads, head_dim], the layer's whole pool, indexed by
+        `kv_index`. Returns [T, heads, head_dim].
+        """

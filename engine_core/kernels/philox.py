@@ -1,0 +1,68 @@
+"""Counter-based random numbers: the same integers on every device, with no generator state to keep in step.
+
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). For the noise that picks a token:
+
+- key = (seed mod 2^32, seed >> 32)
+- counter = (token_id // 4, position, choice, 0); the token takes word number token_id % 4 of the result
+- u = ((word >> 9) + 0.5) * 2^-23, exact in float32: from 2^-24 to 1 - 2^-24, never 0 or 1
+- noise = -log(-log(u)), float32
+
+A round maps (c0, c1, c2, c3) to (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)), where hi and lo are
+the 32-bit halves of the 64-bit product, M0 = 0xD2511F53 and M1 = 0xCD9E8D57. Between rounds k0 grows by 0x9E3779B9 and
+k1 by 0xBB67AE85, modulo 2^32.
+"""
+
+import torch
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+MASK = 0xFFFFFFFF
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
+    """Philox4x32-10. counter: four int64 tensors of 32-bit words, of one shape; key: two, broadcastable to it.
+
+    Returns the four output words, int64, stacked in a new last dimension: [..., 4].
+    """
+    # Signed 64-bit products wrap, which keeps their bits. The words (c0, c2) are kept clean because they are
+    # multiplied; (c1, c3) and the keys may carry garbage above bit 31, which the next mask removes. The constants are
+    # tensors because a Python number costs each operation on a small tensor as much again.
+    even = torch.stack((counter[0], counter[2]))
+    odd = torch.stack((counter[1], counter[3]))
+    keys = torch.stack(key)
+    ones = torch.ones_like(keys[0])
+    multipliers = torch.stack((ones * MULTIPLIERS[0], ones * MULTIPLIERS[1]))
+    growth = torch.stack((ones * KEY_STEPS[0], ones * KEY_STEPS[1]))
+    mask, half = ones.new_full((), MASK), ones.new_full((), 32)
+    for _ in range(ROUNDS):
+        odd, product = odd.bitwise_xor(keys), (even * multipliers).flip(0)
+        even = (product >> half).bitwise_xor_(odd).bitwise_and_(mask)
+        odd, keys = product, keys + growth
+    odd = odd & mask
+    return torch.stack((even[0], odd[0], even[1], odd[1]), -1)
+
+
+def uniform(words: Tensor) -> Tensor:
+    """Numbers in (0, 1), float32, from 32-bit words in int64: ((word >> 9) + 0.5) * 2^-23."""
+    return ((words >> 9).float() + 0.5) * 2.0**-23
+
+
+def gumbel_noise(seed: Tensor, choice: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise for every token of every row, by the integers in the module's head.
+
+    seed, choice, position: [S] int64, none negative. Returns [S, vocab_size] float32.
+    """
+    blocks = torch.arange((vocab_size + 3) // 4, device=seed.device)
+    shape = (seed.shape[0], blocks.shape[0])
+    column = seed.unsqueeze(1)
+    key = (column & MASK, column >> 32)
+    counter = (
+        blocks.expand(shape),
+        position.unsqueeze(1).expand(shape),
+        choice.unsqueeze(1).expand(shape),
+        torch.zeros_like(column).expand(shape),
+    )
+    words = philox(counter, key).flatten(1)[:, :vocab_size]
+    return uniform(words).log_().neg_().log_().neg_()

@@ -1,0 +1,75 @@
+"""What is done to logits before a token is drawn from them, in plain torch. Nothing here modifies its arguments."""
+
+import torch
+from torch import Tensor
+
+
+def add_bias(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+    """Adds values to the logits of ids. logits: [S, V]; ids: [S, K] int64, -1 for none; values: [S, K] float32."""
+    used = ids >= 0
+    return logits.scatter_add(1, torch.where(used, ids, 0), torch.where(used, values, 0.0))
+
+
+def suppress(logits: Tensor, ids: Tensor) -> Tensor:
+    """Sets the logits of ids to -inf. logits: [S, V]; ids: [S, E] int64, -1 for none."""
+    used = ids >= 0
+    limit = torch.where(used, -torch.inf, torch.inf).to(logits.dtype)
+    return logits.scatter_reduce(1, torch.where(used, ids, 0), limit, "amin")
+
+
+def apply_bitmask(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Sets every logit to -inf whose bit is clear. allowed: [S, ceil(V / 32)] int32, bit i % 32 of word i // 32."""
+    bits = torch.arange(32, device=allowed.device, dtype=torch.int32)
+    keep = (allowed.unsqueeze(-1) >> bits & 1).flatten(1)[:, : logits.shape[1]]
+    return logits.masked_fill(keep == 0, -torch.inf)
+
+
+def penalize(
+    logits: Tensor,
+    history: Tensor,
+    prompt_len: Tensor,
+    total_len: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    """Lowers the logits of tokens that the sequence holds already.
+
+    Repetition (Keskar et al., 2019) looks at prompt and output: a positive logit is divided by it, a negative one
+    multiplied. Presence and frequency (the OpenAI API) look at the output alone: one subtraction for a token that
+    occurs, one for each time it does. history: [S, L] token ids, of which the first total_len are the sequence's and
+    the first prompt_len its prompt; prompt_len, total_len: [S] integers; the penalties: [S] float32.
+    """
+    places = torch.arange(history.shape[1], device=history.device)
+    known = places < total_len.unsqueeze(1)
+    ids = torch.where(known, history, 0).long()
+    output = known & (places >= prompt_len.unsqueeze(1))
+    zeros = torch.zeros_like(logits)
+    held = zeros.scatter_add(1, ids, known.to(logits.dtype)) > 0
+    counts = zeros.scatter_add(1, ids, output.to(logits.dtype))
+    factor = repetition.unsqueeze(1)
+    repeated = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = torch.where(held, repeated, logits)
+    return logits - counts * frequency.unsqueeze(1) - (counts > 0) * presence.unsqueeze(1)
+
+
+def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Sets to -inf what top-k, top-p (Holtzman et al., 2020) and min-p (Nguyen et al., 2024) leave out, in this order.
+
+    Tokens rank by logit, equal ones by lower id. Top-k keeps the first k (0: all). Top-p keeps the shortest run of
+    leading tokens whose probability, renormalised over what top-k left, reaches p. Min-p keeps tokens at least min_p
+    times as probable as the first. The first token always stays.
+
+    logits: [S, V] float32, divided by the temperature; top_k: [S] integer; top_p, min_p: [S] float32.
+    """
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    limit = torch.where(top_k > 0, top_k, logits.shape[1]).unsqueeze(1)
+    keep = rank < limit
+    probabilities = ordered.masked_fill(~keep, -torch.inf).softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    nucleus = top_p.unsqueeze(1)
+    keep &= (before < nucleus) | (nucleus >= 1)
+    keep &= ordered >= ordered[:, :1] + min_p.log().unsqueeze(1)
+    keep |= rank == 0
+    return logits.masked_fill(~torch.zeros_like(keep).scatter(1, ids, keep), -torch.inf)

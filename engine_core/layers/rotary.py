@@ -1,0 +1,46 @@
+"""The table of rotary position embedding: cosines and sines of every position."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine_core.models.config import RopeConfig
+
+
+class RotaryTable:
+    """Computed once, in float32 as transformers does; looked up once a step for all layers."""
+
+    def __init__(self, table: Tensor) -> None:
+        """table: [positions, 2, head_dim] float32: cosines, then sines with the first half negated (see `rope`)."""
+        self.table = table
+
+    @classmethod
+    def build(cls, config: RopeConfig, head_dim: int, positions: int, device: torch.device) -> "RotaryTable":
+        """A table of that many positions."""
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies(config, head_dim))
+        cos, sin = angles.cos(), angles.sin()
+        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+        return cls(table.to(device))
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions: [T] int64. Returns cosines and signed sines, each [T, 1, head_dim] float32."""
+        rows = self.table.index_select(0, positions)
+        return rows[:, :1], rows[:, 1:]
+
+
+def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """Radians a position of each pair of a head, [head_dim / 2] float32.
+
+    "linear" divides all by the factor (Chen et al., 2023). "llama3" (Llama 3.1) divides the slow ones by the factor,
+    keeps the fast ones and blends in between, slow and fast being wavelengths against the original context.
+    """
+    base = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if config.kind == "linear":
+        return base / config.factor
+    if config.kind == "llama3":
+        turns = config.original_max_positions / (2 * math.pi / base)
+        span = config.high_freq_factor - config.low_freq_factor
+        blend = ((turns - config.low_freq_factor) / span).clamp(0, 1)
+        return (1 - blend) * base / config.factor + blend * base
+    return base

@@ -1,0 +1,43 @@
+"""From the architecture that a config.json names to a model."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine_core.attention.base import ForwardBatch
+from engine_core.errors import ConfigError
+from engine_core.kv_cache.storage import KVStorage
+from engine_core.layers.linear import default_method
+from engine_core.loader.slots import Loadable
+from engine_core.models.config import ModelConfig
+from engine_core.models.llama import LlamaModel
+
+BUILDERS = {"LlamaForCausalLM": LlamaModel.build}
+
+
+class Model(Loadable, Protocol):
+    """A model as the runtime sees it. Both calls are made in inference mode."""
+
+    config: ModelConfig
+
+    def forward(self, batch: ForwardBatch, kv: KVStorage) -> Tensor:
+        """Final hidden states of the sampled positions, [S, hidden]. Writes the new keys and values into kv."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [S, hidden]. Returns [S, vocab] float32."""
+
+
+def build_model(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, max_positions: int | None = None
+) -> Model:
+    """A model with unfilled weights.
+
+    max_positions: how many positions a sequence may have, if fewer than the config says. Raises ConfigError if the
+    architecture is unknown.
+    """
+    builder = BUILDERS.get(config.architecture)
+    if builder is None:
+        supported = ", ".join(BUILDERS)
+        raise ConfigError(f"the architecture {config.architecture} is not supported; supported: {supported}")
+    return builder(config, device, dtype, max_positions or config.max_positions, default_method(device))

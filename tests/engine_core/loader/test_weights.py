@@ -1,0 +1,240 @@
+"""Checkpoints in every layout load to the same model; every way a checkpoint can be wrong is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine_core.errors import ConfigError
+from engine_core.loader.weights import load_weights
+from engine_core.models.config import ModelConfig
+from engine_core.models.registry import Model, build_model
+from tests.engine_core.models.paged import PagedRun, load
+from tests.engine_core.models.test_llama import BASE, random_tokens, reference_logits, save_random
+
+ATTENTION = "model.layers.1.self_attn"
+MLP = "model.layers.2.mlp"
+
+
+def logits(model: Model) -> Tensor:
+    tokens = random_tokens((19,), BASE["vocab_size"], seed=1)
+    return PagedRun(model, tokens, 4, seed=1).step([(0, 0, 19)])
+
+
+def checkpoint(directory: Path, **fields: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """Saves a random model; returns its tensors and the logits that transformers computes."""
+    reference = save_random(directory, fields)
+    tokens = random_tokens((19,), BASE["vocab_size"], seed=1)
+    return load_file(directory / "model.safetensors"), reference_logits(reference, tokens)[0]
+
+
+def rewrite(directory: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+
+
+def fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    fused = dict(tensors)
+    for whole, parts in {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.items():
+        for name in tensors:
+            if f".{parts[0]}." in name:
+                pieces = [fused.pop(name.replace(parts[0], part)) for part in parts]
+                fused[name.replace(parts[0], whole)] = torch.cat(pieces)
+    return fused
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_sharded(tmp_path: Path) -> None:
+    reference = save_random(tmp_path, {}, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
+    tokens = random_tokens((19,), BASE["vocab_size"], seed=1)
+    close(logits(load(tmp_path)), reference_logits(reference, tokens)[0])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_projections(bias: bool, tmp_path: Path) -> None:
+    tensors, expected = checkpoint(tmp_path, attention_bias=bias, mlp_bias=bias)
+    fused = fuse(tensors)
+    assert f"{ATTENTION}.qkv_proj.weight" in fused
+    assert f"{ATTENTION}.q_proj.weight" not in fused
+    rewrite(tmp_path, fused)
+    close(logits(load(tmp_path)), expected)
+
+
+def test_progress_rises_to_100(tmp_path: Path) -> None:
+    save_random(tmp_path, {}, max_shard_size="60KB")
+    seen: list[float] = []
+    model = build_model(ModelConfig.read(tmp_path), torch.device("cpu"), torch.float32)
+    load_weights(model, tmp_path, seen.append)
+    assert seen == sorted(seen)
+    assert seen[-1] == 100.0
+    assert len(seen) > 20
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_are_cast(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors, _ = checkpoint(tmp_path)
+    rewrite(tmp_path, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+    slots = load(tmp_path).weight_slots()
+    for name, tensor in tensors.items():
+        assert slots[name].target.dtype == torch.float32
+        assert torch.equal(slots[name].target, tensor.to(dtype).float())
+
+
+def test_harmless_buffers_are_ignored(tmp_path: Path) -> None:
+    tensors, expected = checkpoint(tmp_path)
+    rewrite(tmp_path, {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    close(logits(load(tmp_path)), expected)
+
+
+def test_tied_head_absent_equal_or_alone(tmp_path: Path) -> None:
+    tensors, expected = checkpoint(tmp_path, tie_word_embeddings=True)
+    assert "lm_head.weight" not in tensors
+    table = tensors["model.embed_tokens.weight"]
+    rewrite(tmp_path, {**tensors, "lm_head.weight": table.clone()})
+    model = load(tmp_path)
+    assert model.tied_names() is not None
+    close(logits(model), expected)
+    alone = {name: tensor for name, tensor in tensors.items() if "embed_tokens" not in name}
+    rewrite(tmp_path, {**alone, "lm_head.weight": table})
+    close(logits(load(tmp_path)), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tied_head_that_differs_is_untied_as_transformers_does(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    tensors, tied = checkpoint(tmp_path, tie_word_embeddings=True)
+    rewrite(tmp_path, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].flip(0)})
+    reference = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    expected = reference_logits(reference, random_tokens((19,), BASE["vocab_size"], seed=1))[0]
+    model = load(tmp_path)
+    assert model.tied_names() is None
+    close(logits(model), expected)
+    assert (expected - tied).abs().max() > 0.1
+
+
+def test_every_misfit_is_named_at_once_and_nothing_is_loaded(tmp_path: Path) -> None:
+    tensors, _ = checkpoint(tmp_path)
+    del tensors[f"{ATTENTION}.k_proj.weight"]
+    del tensors["model.norm.weight"]
+    del tensors[f"{MLP}.gate_proj.weight"]
+    del tensors[f"{MLP}.up_proj.weight"]
+    tensors[f"{ATTENTION}.o_proj.weight"] = torch.zeros(64, 65)
+    tensors[f"{ATTENTION}.o_proj.bias"] = torch.zeros(64)
+    tensors["model.layers.3.input_layernorm.weight"] = torch.zeros(64)
+    rewrite(tmp_path, tensors)
+    model = build_model(ModelConfig.read(tmp_path), torch.device("cpu"), torch.float32)
+    model.weight_slots()["lm_head.weight"].target.fill_(7)
+    with pytest.raises(ConfigError) as caught:
+        load_weights(model, tmp_path)
+    lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
+    assert lines == [
+        f"misshaped {ATTENTION}.o_proj.weight: expected [64, 64], found [64, 65]",
+        f"missing {ATTENTION}.k_proj.weight: expected [32, 64]",
+        f"missing {MLP}.gate_proj.weight: expected [112, 64]",
+        f"missing {MLP}.up_proj.weight: expected [112, 64]",
+        "missing model.norm.weight: expected [64]",
+        f"unexpected {ATTENTION}.o_proj.bias: [64]",
+        "unexpected model.layers.3.input_layernorm.weight: [64]",
+    ]
+    assert (model.weight_slots()["lm_head.weight"].target == 7).all()
+
+
+def test_fused_and_split_together_are_refused(tmp_path: Path) -> None:
+    tensors, _ = checkpoint(tmp_path)
+    fused = fuse(tensors)
+    name = f"{ATTENTION}.v_proj.weight"
+    rewrite(tmp_path, {**fused, name: tensors[name]})
+    with pytest.raises(ConfigError, match=r"given twice: \S*qkv_proj.weight and \S*v_proj.weight"):
+        load(tmp_path)
+
+
+def test_untied_head_must_be_there(tmp_path: Path) -> None:
+    tensors, _ = checkpoint(tmp_path)
+    del tensors["lm_head.weight"]
+    rewrite(tmp_path, tensors)
+    with pytest.raises(ConfigError, match=r"missing lm_head\.weight: expected \[157, 64\]"):
+        load(tmp_path)
+
+
+def test_quantized_tensors_are_refused(tmp_path: Path) -> None:
+    tensors, _ = checkpoint(tmp_path)
+    rewrite(tmp_path, {**tensors, f"{MLP}.up_proj.weight": torch.zeros(112, 64, dtype=torch.int8)})
+    with pytest.raises(ConfigError, match=r"mlp\.up_proj\.weight is I8"):
+        load(tmp_path)
+
+
+def test_folder_without_weights(tmp_path: Path) -> None:
+    save_random(tmp_path, {})
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -64])
+def test_corrupt_file(keep: int, tmp_path: Path) -> None:
+    save_random(tmp_path, {})
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read as safetensors"):
+        load(tmp_path)
+
+
+def sharded(directory: Path) -> dict[str, str]:
+    save_random(directory, {}, max_shard_size="60KB")
+    found: dict[str, str] = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    return found
+
+
+def reindex(directory: Path, weight_map: Any) -> None:
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_missing_and_corrupt_shards(tmp_path: Path) -> None:
+    names = sorted(set(sharded(tmp_path).values()))
+    whole = (tmp_path / names[1]).read_bytes()
+    (tmp_path / names[1]).write_bytes(whole[:-1])
+    with pytest.raises(ConfigError, match=f"{names[1]} cannot be read"):
+        load(tmp_path)
+    (tmp_path / names[1]).unlink()
+    (tmp_path / names[2]).unlink()
+    with pytest.raises(ConfigError, match=f"not there: {names[1]}, {names[2]}"):
+        load(tmp_path)
+
+
+def test_shards_and_index_must_agree(tmp_path: Path) -> None:
+    index = sharded(tmp_path)
+    names = sorted(set(index.values()))
+    first, second = (next(name for name, file in index.items() if file == shard) for shard in names[:2])
+    reindex(tmp_path, {**index, "model.extra": names[0], first: names[1]})
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path)
+    assert "model.extra is not in " + names[0] in str(caught.value)
+    assert f"{first} is not in {names[1]}" in str(caught.value)
+    reindex(tmp_path, index)
+    tensors = load_file(tmp_path / names[0])
+    save_file({**tensors, second: load_file(tmp_path / names[1])[second]}, tmp_path / names[0])
+    with pytest.raises(ConfigError, match=f"{second} is in {names[0]} and {names[1]}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("shard", ["../outside.safetensors", "/outside.safetensors", "sub/in.safetensors"])
+def test_index_may_not_leave_its_folder(shard: str, tmp_path: Path) -> None:
+    reindex(tmp_path, {**sharded(tmp_path), "model.norm.weight": shard})
+    with pytest.raises(ConfigError, match="outside its folder"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": {"a": 1}}', "{}"])
+def test_malformed_index(content: str, tmp_path: Path) -> None:
+    sharded(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"index\.json"):
+        load(tmp_path)
