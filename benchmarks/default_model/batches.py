@@ -1,0 +1,144 @@
+"""Token batches for training, made ahead in other processes from numbered seeds: the same order on every run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from benchmarks.default_model.corpus import load
+from benchmarks.default_model.questions import Questioner
+from benchmarks.default_model.tokenizer import ASSISTANT_ID, BEGIN_ID, END_ID, PAD_ID, SYSTEM_ID, USER_ID
+
+IGNORED = -100
+LONGEST = 384
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a helpful assistant that knows Python.",
+    "You answer questions about Python's standard library.",
+    "Answer in one sentence.",
+    "Be brief.",
+    "You are Tandem.",
+)
+# (weight, before the question, after it, whether a space opens the answer)
+RAW_FORMS = (
+    (50, "", "", True),
+    (12, "", "\n", False),
+    (6, "", "\n\n", False),
+    (6, "", " ", False),
+    (3, "Q: ", "", True),
+    (3, "Q: ", "\n", False),
+    (10, "Q: ", "\nA:", True),
+    (6, "Question: ", "\nAnswer:", True),
+    (4, "User: ", "\nAssistant:", True),
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens and the next token to learn at each of them, IGNORED where it is not part of an answer."""
+
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.int64]
+
+
+# A piece of a sample: a special token, or a text and whether it is learnt.
+Piece = int | tuple[str, bool]
+
+
+def chat_sample(rng: random.Random, questioner: Questioner) -> list[Piece]:
+    """One to four turns in the chat template's form, now and then under a system prompt."""
+    pieces: list[Piece] = [BEGIN_ID]
+    if rng.random() < 0.25:
+        pieces += [SYSTEM_ID, (rng.choice(SYSTEM_PROMPTS), False), END_ID]
+    for _ in range(rng.choices((1, 2, 3, 4), (80, 12, 5, 3))[0]):
+        question, answer = questioner.question(rng)
+        pieces += [USER_ID, (question.strip(), False), END_ID, ASSISTANT_ID, (answer, True), END_ID]
+    return pieces
+
+
+def raw_sample(rng: random.Random, questioner: Questioner) -> list[Piece]:
+    """A question as bare text, mostly after `<|begin|>`, and its answer as the text that goes on from there."""
+    _, before, after, spaced = rng.choices(RAW_FORMS, [form[0] for form in RAW_FORMS])[0]
+    question, answer = questioner.question(rng)
+    pieces: list[Piece] = [(f"{before}{question}{after}", False), (" " + answer if spaced else answer, True), END_ID]
+    return pieces if rng.random() < 0.15 else [BEGIN_ID, *pieces]
+
+
+def encode(samples: list[list[Piece]], tokenizer: Tokenizer) -> list[tuple[list[int], list[bool]]]:
+    """Each sample's ids, and for each id whether it is learnt; the end after an answer is, since it must end."""
+    texts = [piece[0] for sample in samples for piece in sample if not isinstance(piece, int)]
+    encoded = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
+    result = []
+    for sample in samples:
+        ids: list[int] = []
+        learnt: list[bool] = []
+        after_answer = False
+        for piece in sample:
+            if isinstance(piece, int):
+                ids.append(piece)
+                learnt.append(after_answer and piece == END_ID)
+                after_answer = False
+            else:
+                part = next(encoded).ids
+                ids += part
+                learnt += [piece[1]] * len(part)
+                after_answer = piece[1]
+        result.append((ids[:LONGEST], learnt[:LONGEST]))
+    return result
+
+
+def to_batch(samples: list[tuple[list[int], list[bool]]]) -> Batch:
+    """Padded on the right to a multiple of 16: causal attention never looks at the padding."""
+    length = -(-max(len(ids) for ids, _ in samples) // 16) * 16
+    tokens = np.full((len(samples), length), PAD_ID, dtype=np.int64)
+    targets = np.full((len(samples), length), IGNORED, dtype=np.int64)
+    for line, (ids, learnt) in enumerate(samples):
+        tokens[line, : len(ids)] = ids
+        targets[line, : len(ids) - 1] = np.where(learnt[1:], ids[1:], IGNORED)
+    return Batch(tokens, targets)
+
+
+_worker: tuple[Questioner, Tokenizer] | None = None
+
+
+def _start_worker(tokenizer_file: str) -> None:
+    """Each process reads the corpus and the tokenizer once, and encodes on its own core alone."""
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker = Questioner(load()), Tokenizer.from_file(tokenizer_file)
+
+
+def _make_shard(job: tuple[int, int, int, int]) -> list[Batch]:
+    """The batches of one shard; samples of like length go together so that little is padding."""
+    seed, index, rows, count = job
+    assert _worker is not None, "the pool starts each process with _start_worker"
+    questioner, tokenizer = _worker
+    rng = random.Random(f"{seed}/{index}")
+    makers = (chat_sample, raw_sample)
+    samples = [rng.choices(makers, (45, 55))[0](rng, questioner) for _ in range(rows * count)]
+    encoded = sorted(encode(samples, tokenizer), key=lambda sample: len(sample[0]))
+    batches = [to_batch(encoded[start : start + rows]) for start in range(0, len(encoded), rows)]
+    rng.shuffle(batches)
+    return batches
+
+
+def stream(tokenizer_file: Path, seed: int, steps: int, rows: int, processes: int) -> Iterator[Batch]:
+    """`steps` batches of `rows` samples. A shard holds 16 batches, however many processes make them."""
+    per_shard = 16
+    jobs = [(seed, index, rows, per_shard) for index in range(-(-steps // per_shard))]
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes, _start_worker, (str(tokenizer_file),)) as pool:
+        made = 0
+        for shard in pool.imap(_make_shard, jobs):
+            for batch in shard:
+                if made < steps:
+                    made += 1
+                    yield batch
