@@ -1,0 +1,168 @@
+"""CPU time of one tick of the engine by stage, over a runtime that computes nothing.
+
+    python -m benchmarks.bench_tick [--rows 1 32 256] [--steps 2000] [--save]
+
+Everything but the device is real: mailbox over ZMQ to a frontend that reads, scheduler, pipeline, codec, and the
+staging of each plan into its packed buffer. The aim is under 400 us at 256 rows for plan + stage + commit + encode,
+so that the loop never holds up a GPU step of 1 ms. The ceiling beside it: how long 256 rows take as bare loops of
+dictionary lookups, which nothing written in Python gets under.
+"""
+
+import argparse
+import statistics
+import tempfile
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import zmq
+
+from benchmarks.results import save
+from engine_core.contracts import Masks
+from engine_core.control import Control
+from engine_core.engine import Engine
+from engine_core.kv_cache.pages import PageAllocator
+from engine_core.mailbox import ZmqMailbox
+from engine_core.pipeline import PipelineState
+from engine_core.plan import StepPlan
+from engine_core.runtime.staging import capacity, pack
+from engine_core.scheduler.admission import PageGate, RowGate
+from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
+from engine_core.stats import STAGES, StageClock, new_stats
+from protocol.codec import decode_event, encode, pack_ids, runs, step_output
+from protocol.commands import Hello, Submit
+from protocol.events import Limits, ModelFacts, StepOutput
+from protocol.params import SamplingParams
+from protocol.sockets import bind_router, connect_dealer
+from protocol.version import PROTOCOL_VERSION
+
+EPOCH, VOCAB, MAX_LEN, PAGE_SIZE, STEP_TOKENS = 1, 128_256, 4096, 16, 8192
+PROMPT = 64
+
+
+class StagingRuntime:
+    """Stages every plan as the real runtime does, and yields the same token for every row."""
+
+    def __init__(self, max_rows: int, pages: int) -> None:
+        self.buffers = [np.zeros(capacity(max_rows, STEP_TOKENS, pages), dtype=np.int32) for _ in range(2)]
+        self.rows = [0, 0]
+
+    def launch(self, slot: int, plan: StepPlan) -> None:
+        pack(plan, MAX_LEN, MAX_LEN // PAGE_SIZE, self.buffers[slot])
+        self.rows[slot] = len(plan.rows)
+
+    def sample(self, slot: int, masks: Masks | None) -> None:
+        return None
+
+    def collect(self, slot: int) -> list[int]:
+        return [7] * self.rows[slot]
+
+    def synchronize(self) -> None:
+        return None
+
+
+def build(rows: int, router: Any) -> Engine:
+    pages = rows * MAX_LEN // PAGE_SIZE + 1
+    scheduler = Scheduler(
+        RowGate(rows), PageGate(PageAllocator(pages), PAGE_SIZE), SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096)
+    )
+    stats = new_stats()
+    facts = ModelFacts("bench", VOCAB, MAX_LEN, [2], "", "none", "none", 0)
+    limits = Limits(rows, (pages - 1) * PAGE_SIZE, PAGE_SIZE, STEP_TOKENS, 4096)
+    control = Control(scheduler, EPOCH, facts, limits, stats, time.monotonic)
+    stages = StageClock(stats.stage_seconds, time.thread_time)
+    runtime = StagingRuntime(rows, pages)
+    return Engine(scheduler, PipelineState(), runtime, ZmqMailbox(router), control, stats, stages)
+
+
+def read_everything(dealer: Any, stop: threading.Event) -> None:
+    """A frontend that only receives; libzmq hands it the bytes without a word to Python's interpreter lock."""
+    while not stop.is_set():
+        if dealer.poll(50):
+            dealer.recv()
+
+
+def measure(rows: int, steps: int) -> dict[str, float]:
+    """Median microseconds of each stage over a run of full decode steps."""
+    context = zmq.Context()
+    with tempfile.TemporaryDirectory() as directory:
+        endpoint = f"ipc://{directory}/engine.sock"
+        router, dealer = bind_router(context, endpoint), connect_dealer(context, endpoint)
+        engine = build(rows, router)
+        dealer.send(encode(Hello(PROTOCOL_VERSION, EPOCH, "bench")))
+        params = SamplingParams(MAX_LEN - PROMPT, ignore_eos=True)
+        for request_id in range(rows):
+            dealer.send(encode(Submit(request_id, pack_ids(range(PROMPT)), params)))
+        while engine.stats.running < rows:
+            engine.tick()
+        stop = threading.Event()
+        reader = threading.Thread(target=read_everything, args=(dealer, stop))
+        reader.start()
+        samples: dict[str, list[float]] = {stage: [] for stage in (*STAGES, "tick")}
+        for _ in range(min(steps, MAX_LEN - PROMPT - 50)):
+            before = dict(engine.stats.stage_seconds)
+            start = time.thread_time()
+            engine.tick()
+            samples["tick"].append(time.thread_time() - start)
+            for stage in STAGES:
+                samples[stage].append(engine.stats.stage_seconds[stage] - before[stage])
+        assert engine.stats.running == rows, "the run ended before its measurement"
+        stop.set()
+        reader.join()
+    context.destroy(linger=0)
+    return {stage: statistics.median(values) * 1e6 for stage, values in samples.items()}
+
+
+def median_us(call: Any, repeats: int = 2000) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        call()
+        times.append(time.thread_time() - start)
+    return statistics.median(times) * 1e6
+
+
+def measure_messages(rows: int) -> dict[str, float]:
+    """One step's output on the wire, and reading it back; then the bare loops it is compared with."""
+    ids, counts, tokens = list(range(rows)), [1] * rows, [7] * rows
+    message: StepOutput = step_output(1, ids, counts, tokens)
+    data = encode(message)
+
+    def decode() -> list[tuple[int, list[int]]]:
+        event = decode_event(data)
+        assert isinstance(event, StepOutput)
+        return list(runs(event))
+
+    table = {row: object() for row in ids}
+    return {
+        "build and encode us": median_us(lambda: encode(step_output(1, ids, counts, tokens))),
+        "decode and split us": median_us(decode),
+        "bytes": len(data),
+        "ceiling: three loops of lookups us": 3 * median_us(lambda: [table[row] for row in ids]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/bench_tick.json")
+    arguments = parser.parse_args()
+    ticks = {rows: measure(rows, arguments.steps) for rows in arguments.rows}
+    print(f"{'median us':>12}" + "".join(f"{rows:>10} rows" for rows in ticks))
+    for stage in (*STAGES, "tick"):
+        print(f"{stage:>12}" + "".join(f"{ticks[rows][stage]:>15.1f}" for rows in ticks))
+    messages = {rows: measure_messages(rows) for rows in arguments.rows}
+    for name in next(iter(messages.values())):
+        print(f"{name:>40}" + "".join(f"{messages[rows][name]:>12.1f}" for rows in messages))
+    if arguments.save:
+        print(
+            save(
+                "bench_tick", {"rows": arguments.rows, "steps": arguments.steps}, {"ticks": ticks, "messages": messages}
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

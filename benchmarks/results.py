@@ -1,0 +1,45 @@
+"""Where results go, and what every one of them says about its origin."""
+
+import json
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "triton", "flashinfer-python", "pyzmq", "msgspec", "numpy", "transformers", "tokenizers")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def origin() -> dict[str, Any]:
+    """Machine, versions and git hash; the hash ends in "+" when the tree was changed."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=False)
+    return {
+        "git": git.stdout.strip() or None,
+        "python": sys.version.split()[0],
+        "machine": {"processor": _processor(), "system": platform.platform()},
+        "versions": {package: found for package in PACKAGES if (found := _version(package))},
+    }
+
+
+def save(name: str, config: dict[str, Any], figures: Any) -> Path:
+    """Writes `benchmarks/results/NAME.json` and returns its path."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"origin": origin(), "config": config, "figures": figures}, indent=1) + "\n")
+    return path

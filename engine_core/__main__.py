@@ -1,0 +1,85 @@
+"""The engine core's own process: `python -m engine_core --endpoint ...`, started by `tandem`."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+import zmq
+
+from engine_core.build import build_engine
+from engine_core.errors import ConfigError
+from engine_core.heartbeat import Heartbeat, Status
+from engine_core.mailbox import ZmqMailbox
+from engine_core.stats import new_stats
+from protocol.engine_options import add_engine_arguments, engine_options
+from protocol.errors import ExitCode
+from protocol.events import Phase
+from protocol.sockets import bind_router, heartbeat_endpoint
+from protocol.transport_options import add_transport_arguments, transport
+
+logger = logging.getLogger("engine_core")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m engine_core", description="Tandem's engine core.")
+    add_transport_arguments(parser, endpoint_required=True)
+    add_engine_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Beats from the first moment. Frontends say Hello only after a beat that says READY."""
+    context = zmq.Context()
+    status = Status(int.from_bytes(os.urandom(7), "little"), new_stats())
+    router, heartbeat = _open_wire(context, arguments, status)
+    try:
+        engine = build_engine(engine_options(arguments), ZmqMailbox(router), status)
+
+        def stop(_signal: int, _frame: FrameType | None) -> None:
+            status.enter(Phase.DRAINING)
+            engine.stopping = True
+
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
+        status.enter(Phase.READY, 100)
+        engine.run()
+    except Exception as error:
+        status.enter(Phase.FAILED, detail=str(error))
+        raise
+    finally:
+        heartbeat.stop()
+        context.destroy(linger=500)
+
+
+def _open_wire(context: zmq.Context[Any], arguments: argparse.Namespace, status: Status) -> tuple[Any, Heartbeat]:
+    """Raises ConfigError where the endpoint cannot be had."""
+    try:
+        security = transport(arguments)
+        router = bind_router(context, arguments.endpoint, security)
+        heartbeat = Heartbeat(context, heartbeat_endpoint(arguments.endpoint), security, status)
+        heartbeat.start()
+    except (ValueError, zmq.ZMQError) as error:
+        raise ConfigError(f"endpoint {arguments.endpoint}: {error}") from error
+    return router, heartbeat
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s", stream=sys.stderr)
+    arguments = parse()
+    try:
+        serve(arguments)
+    except ConfigError as error:
+        print(f"tandem engine: {error}", file=sys.stderr)
+        return ExitCode.CONFIG
+    except Exception:
+        logger.exception("the engine core failed")
+        return ExitCode.FATAL
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Puts an engine core together. The only place that knows every part."""
+
+import hashlib
+import logging
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from engine_core import config as configuration
+from engine_core.attention.torch import TorchAttention
+from engine_core.config import EngineConfig, Machine, ModelShape
+from engine_core.contracts import Mailbox
+from engine_core.control import Control
+from engine_core.engine import Engine
+from engine_core.errors import ConfigError
+from engine_core.heartbeat import Status
+from engine_core.kv_cache.pages import PageAllocator
+from engine_core.kv_cache.storage import KVStorage
+from engine_core.loader.weights import load_weights
+from engine_core.models.config import ModelConfig
+from engine_core.models.registry import build_model
+from engine_core.pipeline import PipelineState
+from engine_core.runtime.device import Device, open_device
+from engine_core.runtime.runtime import TorchRuntime
+from engine_core.runtime.slots import StepSlot
+from engine_core.runtime.staging import capacity
+from engine_core.runtime.tables import DeviceTables
+from engine_core.runtime.warmup import warm_up
+from engine_core.scheduler.admission import PageGate, RowGate
+from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
+from engine_core.stats import StageClock
+from protocol.engine_options import EngineOptions
+from protocol.events import Limits, ModelFacts, Phase
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL = Path(__file__).parent / "default_model"
+
+
+def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> Engine:
+    """Loads the model, sizes and allocates everything, runs each path once. Raises ConfigError if it cannot be."""
+    directory = Path(options.model) if options.model else DEFAULT_MODEL
+    status.enter(Phase.LOADING)
+    model_config = ModelConfig.read(directory)
+    kind = configuration.resolve_device(options, torch.cuda.is_available())
+    dtype = configuration.resolve_dtype(options, kind, model_config.dtype or "float32")
+    if kind == "cpu":
+        torch.set_num_threads(configuration.resolve_threads(options, os.cpu_count() or 1))
+    device = open_device(kind)
+    name = "tandem-default" if directory == DEFAULT_MODEL else directory.resolve().name
+    runtime, config = _build_runtime(options, directory, name, model_config, device, getattr(torch, dtype), status)
+    status.enter(Phase.WARMING)
+    warm_up(runtime, config)
+    engine = _build_loop(config, runtime, mailbox, status, _facts(config, model_config, directory))
+    logger.info(
+        "%s on %s in %s: %d rows, %d KV tokens in pages of %d, %d positions a step, %s",
+        config.model_name, config.device, config.dtype, config.max_rows, config.kv_tokens, config.page_size,
+        config.max_step_tokens, "two steps in flight" if config.depth == 2 else "one step in flight",
+    )  # fmt: skip
+    return engine
+
+
+def _build_runtime(
+    options: EngineOptions,
+    directory: Path,
+    name: str,
+    model_config: ModelConfig,
+    device: Device,
+    dtype: torch.dtype,
+    status: Status,
+) -> tuple[TorchRuntime, EngineConfig]:
+    """Weights first, then the KV pool from what memory they leave (I7: nothing is allocated after this)."""
+    model = build_model(model_config, device.kind, dtype)
+    load_weights(model, directory, lambda percent: status.enter(Phase.LOADING, int(percent)))
+    kv_shape = {"layers": model_config.layers, "kv_heads": model_config.kv_heads, "head_dim": model_config.head_dim}
+    shape = ModelShape(name, model_config.max_positions, KVStorage.bytes_per_token(**kv_shape, dtype=dtype))
+    machine = Machine(device.kind.type, device.free_bytes(), os.cpu_count() or 1)
+    config = configuration.resolve(options, shape, machine, str(dtype).removeprefix("torch."))
+    kv = KVStorage.allocate(**kv_shape, pages=config.pages, page_size=config.page_size, dtype=dtype, device=device.kind)
+    tables = DeviceTables.allocate(config.max_rows, config.max_len, config.pages_per_row, device.kind)
+    words = capacity(config.max_rows, config.max_step_tokens, config.pages)
+    slots = [StepSlot.allocate(device, words, config.max_rows, model_config.vocab_size) for _ in range(config.depth)]
+    return TorchRuntime(device, model, TorchAttention(), kv, tables, slots, config.page_size), config
+
+
+def _build_loop(
+    config: EngineConfig, runtime: TorchRuntime, mailbox: Mailbox, status: Status, facts: ModelFacts
+) -> Engine:
+    stats = status.stats
+    stats.rows_total, stats.pages_total = config.max_rows, config.pages - 1
+    pages = PageGate(PageAllocator(config.pages), config.page_size)
+    limits = SchedulerLimits(config.max_step_tokens, config.prefill_chunk, config.max_waiting)
+    scheduler = Scheduler(RowGate(config.max_rows), pages, limits)
+    wire_limits = Limits(
+        config.max_rows, config.kv_tokens, config.page_size, config.max_step_tokens, config.max_waiting
+    )
+    control = Control(scheduler, status.epoch, facts, wire_limits, stats, time.monotonic)
+    stages = StageClock(stats.stage_seconds, time.monotonic)
+    return Engine(scheduler, PipelineState(config.depth), runtime, mailbox, control, stats, stages)
+
+
+def _facts(config: EngineConfig, model: ModelConfig, directory: Path) -> ModelFacts:
+    tokenizer = directory / "tokenizer.json"
+    fingerprint = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
+    if len(model.eos_ids) > 32:
+        raise ConfigError(f"the model has {len(model.eos_ids)} end ids, at most 32 are supported")
+    return ModelFacts(
+        name=config.model_name,
+        vocab_size=model.vocab_size,
+        max_len=config.max_len,
+        end_ids=list(model.eos_ids),
+        tokenizer_fingerprint=fingerprint,
+        device=config.device,
+        dtype=config.dtype,
+        created=int(time.time()),
+    )

@@ -1,0 +1,132 @@
+"""Streams, events and pinned memory, real on CUDA and inert on a CPU, so that the runtime is written once."""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def record(self) -> None:
+        """Marks the current end of the stream that is current."""
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the mark."""
+
+    def synchronize(self) -> None:
+        """Makes the host wait for the mark."""
+
+
+class Device(Protocol):
+    """One device and its two streams (I1)."""
+
+    kind: torch.device
+
+    def compute(self) -> AbstractContextManager[Any]:
+        """Makes the compute stream current."""
+
+    def copy(self) -> AbstractContextManager[Any]:
+        """Makes the copy stream current."""
+
+    def event(self) -> Event: ...
+
+    def host_buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """Zeroed host memory that copies to and from the device without synchronising."""
+
+    def synchronize(self) -> None: ...
+
+    def free_bytes(self) -> int:
+        """Memory that could still be allocated."""
+
+
+class InertEvent:
+    """On a CPU everything has happened by the time the call returns."""
+
+    def record(self) -> None:
+        return None
+
+    def wait(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+
+class CpuDevice:
+    """Runs everything at once, in order."""
+
+    def __init__(self) -> None:
+        self.kind = torch.device("cpu")
+
+    def compute(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def copy(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def event(self) -> Event:
+        return InertEvent()
+
+    def host_buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def synchronize(self) -> None:
+        return None
+
+    def free_bytes(self) -> int:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class CudaEvent:
+    """Records on and waits in whatever stream is current."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        self._event.record(torch.cuda.current_stream())
+
+    def wait(self) -> None:
+        self._event.wait(torch.cuda.current_stream())
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
+class CudaDevice:
+    """The current CUDA device, with one stream for forwards and sampling and one for copies to the host."""
+
+    def __init__(self, compute: torch.cuda.Stream, copy: torch.cuda.Stream) -> None:
+        self.kind = torch.device("cuda", compute.device_index)
+        self._compute = compute
+        self._copy = copy
+
+    def compute(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._compute)
+
+    def copy(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._copy)
+
+    def event(self) -> Event:
+        return CudaEvent()
+
+    def host_buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.kind)
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.kind)
+        return free
+
+
+def open_device(kind: str) -> Device:
+    """The device of a resolved kind, "cpu" or "cuda"."""
+    if kind == "cuda":
+        return CudaDevice(torch.cuda.Stream(), torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    return CpuDevice()

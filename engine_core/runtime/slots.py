@@ -1,0 +1,54 @@
+"""What one step in flight occupies, twice: the two slots are used in turn."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine_core.plan import StepPlan
+from engine_core.runtime.device import Device, Event
+from engine_core.runtime.staging import Packed
+
+
+@dataclass(slots=True)
+class StepSlot:
+    """Buffers and events of one step. Its pinned memory is read and written until the step has committed (I6)."""
+
+    host_inputs: Tensor
+    """[capacity] int32, pinned."""
+    inputs_view: NDArray[np.int32]
+    """The same memory, for writing."""
+    device_inputs: Tensor
+    host_masks: Tensor
+    """[max_rows, words] int32, pinned: bits of allowed ids."""
+    device_masks: Tensor
+    sampled: Tensor
+    """[max_rows] int32 on the device."""
+    results: Tensor
+    """[max_rows] int32, pinned."""
+    sampling_done: Event
+    copy_done: Event
+    plan: StepPlan | None = None
+    packed: Packed | None = None
+    logits: Tensor | None = None
+
+    @classmethod
+    def allocate(cls, device: Device, capacity: int, max_rows: int, vocab_size: int) -> "StepSlot":
+        def on_device(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device.kind)
+
+        host_inputs = device.host_buffer(capacity)
+        words = -(-vocab_size // 32)
+        return cls(
+            host_inputs=host_inputs,
+            inputs_view=host_inputs.numpy(),
+            device_inputs=on_device(capacity),
+            host_masks=device.host_buffer(max_rows, words),
+            device_masks=on_device(max_rows, words),
+            sampled=on_device(max_rows),
+            results=device.host_buffer(max_rows),
+            sampling_done=device.event(),
+            copy_done=device.event(),
+        )

@@ -1,0 +1,142 @@
+"""A step plan as one packed array of int32, so that one copy takes everything to the device.
+
+The fields lie one after the other, each as long as this step needs it; floats travel as their bits.
+"""
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_core.plan import Admission, StepPlan
+from protocol.codec import unpack_floats, unpack_ids
+from protocol.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+
+Ints = NDArray[np.int32]
+
+MAX_SUPPRESSED = MAX_STOP_TOKEN_IDS + 32
+"""Ids one row may suppress: its stop ids and the model's own end ids."""
+ADMISSION_INTS = 6
+"""row, prompt_len, top_k, choice, seed (low and high half)."""
+ADMISSION_FLOATS = 6
+"""temperature, top_p, min_p, repetition, presence and frequency penalty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Where each field of a step lies in the packed array, and what the host has to know of it."""
+
+    fields: dict[str, tuple[int, int]]
+    """Name to (offset, length). Fields with the same content share their place."""
+    total: int
+    sample_rows: Ints
+    longest: int
+    """Most positions that any row's attention covers."""
+
+
+def capacity(max_rows: int, max_step_tokens: int, pages: int) -> int:
+    """Most int32 words that a step can need."""
+    admissions = max_rows * (ADMISSION_INTS + ADMISSION_FLOATS)
+    return (
+        4 * max_step_tokens + 2 * pages + 5 * max_rows + admissions + max_rows * 3 * (MAX_LOGIT_BIAS + MAX_SUPPRESSED)
+    )
+
+
+def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints) -> Packed:
+    """Writes a plan into `out`.
+
+    Fields: rows [B]; token_rows, positions [T]; sample_index, sample_rows, sample_positions [S]; suppress [S] if a row
+    suppresses its end; with news, upload_index, upload_tokens [U] into the flat token table and page_index, pages [P]
+    into the flat page table; with admitted rows, ints [A * 6], floats [A * 6], bias_index, bias_ids, biases [B],
+    suppress_index, suppressed [E].
+    """
+    row = np.array([r.row for r in plan.rows], dtype=np.int32)
+    start = np.array([r.start for r in plan.rows], dtype=np.int32)
+    if plan.plain:
+        last = np.arange(len(row), dtype=np.int32)
+        parts = {"rows": row, "token_rows": row, "positions": start}
+        parts |= {"sample_index": last, "sample_rows": row, "sample_positions": start + 1}
+        return _lay_out(parts, out, row, int(start.max()) + 1)
+    length = np.array([r.length for r in plan.rows], dtype=np.int32)
+    last = np.cumsum(length, dtype=np.int32) - 1
+    samples = np.array([r.samples for r in plan.rows], dtype=bool)
+    suppress = np.array([r.suppress_ends for r in plan.rows], dtype=np.int32)
+    end = start + length
+    parts = {
+        "rows": row,
+        "token_rows": np.repeat(row, length),
+        "positions": np.arange(plan.total_tokens, dtype=np.int32) - np.repeat(last + 1 - end, length),
+        "sample_index": last[samples],
+        "sample_rows": row[samples],
+        "sample_positions": end[samples],
+    }
+    if suppress.any():
+        parts["suppress"] = suppress[samples]
+    _pack_uploads(plan, max_len, pages_per_row, parts)
+    if plan.admitted:
+        _pack_admissions(plan.admitted, parts)
+    return _lay_out(parts, out, parts["sample_rows"], int(end.max()))
+
+
+def _lay_out(parts: dict[str, Ints], out: Ints, sample_rows: Ints, longest: int) -> Packed:
+    fields: dict[str, tuple[int, int]] = {}
+    placed: dict[int, tuple[int, int]] = {}
+    offset = 0
+    for name, part in parts.items():
+        place = placed.get(id(part))
+        if place is None:
+            place = placed[id(part)] = (offset, len(part))
+            out[offset : offset + len(part)] = part
+            offset += len(part)
+        fields[name] = place
+    return Packed(fields, offset, sample_rows, longest)
+
+
+def _pack_uploads(plan: StepPlan, max_len: int, pages_per_row: int, parts: dict[str, Ints]) -> None:
+    """Tokens and pages that the device does not know yet; in steady decode there are none."""
+    fresh = [r for r in plan.rows if r.tokens or r.new_pages]
+    if not fresh:
+        return
+    tokens = [np.frombuffer(r.tokens, dtype=np.int32) for r in fresh]
+    parts["upload_tokens"] = np.concatenate(tokens)
+    parts["upload_index"] = np.concatenate(
+        [
+            np.arange(len(ids), dtype=np.int32) + (r.row * max_len + r.start)
+            for r, ids in zip(fresh, tokens, strict=True)
+        ]
+    )
+    pages = [np.array(r.new_pages, dtype=np.int32) for r in fresh]
+    parts["pages"] = np.concatenate(pages)
+    parts["page_index"] = np.concatenate(
+        [
+            np.arange(len(ids), dtype=np.int32) + (r.row * pages_per_row + r.first_page)
+            for r, ids in zip(fresh, pages, strict=True)
+        ]
+    )
+
+
+def _pack_admissions(admitted: tuple[Admission, ...], parts: dict[str, Ints]) -> None:
+    ints, floats = array("I"), array("f")
+    bias_index: list[int] = []
+    bias_ids: list[int] = []
+    biases: list[float] = []
+    suppress_index: list[int] = []
+    suppressed: list[int] = []
+    for a in admitted:
+        p = a.params
+        ints.extend((a.row, a.prompt_len, p.top_k, p.choice, p.seed & 0xFFFF_FFFF, p.seed >> 32))
+        floats.extend((p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty))
+        ids = unpack_ids(p.logit_bias_ids)
+        bias_index += range(a.row * MAX_LOGIT_BIAS, a.row * MAX_LOGIT_BIAS + len(ids))
+        bias_ids += ids
+        biases += unpack_floats(p.logit_bias_values)
+        suppress_index += range(a.row * MAX_SUPPRESSED, a.row * MAX_SUPPRESSED + len(a.end_ids))
+        suppressed += a.end_ids
+    parts["ints"] = np.frombuffer(ints, dtype=np.int32)
+    parts["floats"] = np.frombuffer(floats, dtype=np.int32)
+    parts["bias_index"] = np.array(bias_index, dtype=np.int32)
+    parts["bias_ids"] = np.array(bias_ids, dtype=np.int32)
+    parts["biases"] = np.array(biases, dtype=np.float32).view(np.int32)
+    parts["suppress_index"] = np.array(suppress_index, dtype=np.int32)
+    parts["suppressed"] = np.array(suppressed, dtype=np.int32)
