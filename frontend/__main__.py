@@ -1,0 +1,7 @@
+"""`python -m frontend` is `tandem frontend`: how a supervisor starts an HTTP process."""
+
+import sys
+
+from frontend.cli import main
+
+sys.exit(main(["frontend", *sys.argv[1:]]))

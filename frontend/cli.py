@@ -1,0 +1,115 @@
+"""The console command `tandem`."""
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from frontend.config import add_http_arguments, add_watch_arguments, frontend_config
+from protocol.engine_options import add_engine_arguments
+from protocol.errors import ExitCode
+from protocol.sockets import make_curve
+from protocol.transport_options import add_transport_arguments
+from protocol.version import distribution_version
+
+# Each command imports what it needs, so that `tandem --version` and the refusals below stay quick.
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code. Usage errors and impossible settings are 2."""
+    arguments = build_parser().parse_args(argv)
+    logging.basicConfig(
+        level=getattr(arguments, "log_level", "info").upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
+    return int(arguments.run(arguments))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("tandem", description="Serves large language models.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"tandem {distribution_version()}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="one engine core and one HTTP process", allow_abbrev=False)
+    add_engine_arguments(serve)
+    add_http_arguments(serve)
+    add_watch_arguments(serve)
+    _add_ops_arguments(serve)
+    add_transport_arguments(serve, endpoint_required=False)
+    serve.set_defaults(run=run_serve)
+
+    engine = commands.add_parser("engine", help="an engine core alone, for frontends elsewhere", allow_abbrev=False)
+    add_engine_arguments(engine)
+    add_watch_arguments(engine)
+    _add_ops_arguments(engine)
+    add_transport_arguments(engine, endpoint_required=True)
+    engine.set_defaults(run=run_engine)
+
+    frontend = commands.add_parser("frontend", help="one HTTP process for a running engine", allow_abbrev=False)
+    frontend.add_argument("--model-dir", required=True, type=Path, help="folder with the model's tokenizer.json")
+    frontend.add_argument("--fd", type=int, help="listening socket to serve on, instead of --host and --port")
+    add_http_arguments(frontend)
+    add_watch_arguments(frontend)
+    add_transport_arguments(frontend, endpoint_required=True)
+    frontend.set_defaults(run=run_frontend)
+
+    keys = commands.add_parser("keys", help="make the keys of a tcp endpoint", allow_abbrev=False)
+    keys.add_argument("directory", type=Path, metavar="DIR")
+    keys.set_defaults(run=run_keys)
+    return parser
+
+
+def _add_ops_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("ops port (metrics and health of the engine)")
+    group.add_argument("--ops-host", default="127.0.0.1", help="default 127.0.0.1")
+    group.add_argument("--ops-port", type=int, default=8100, help="0 for any (default 8100)")
+
+
+def _refuse(reason: str) -> int:
+    print(f"tandem: {reason}", file=sys.stderr)
+    return ExitCode.CONFIG
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    return _supervise(arguments, with_frontend=True)
+
+
+def run_engine(arguments: argparse.Namespace) -> int:
+    return _supervise(arguments, with_frontend=False)
+
+
+def _supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
+    from frontend.launch import LaunchError, check_engine_installed, supervise
+
+    try:
+        check_engine_installed()
+        return asyncio.run(supervise(arguments, with_frontend))
+    except LaunchError as error:
+        return _refuse(str(error))
+
+
+def run_frontend(arguments: argparse.Namespace) -> int:
+    from frontend.server import serve
+    from frontend.tokenizer import TokenizerError
+
+    try:
+        config = frontend_config(arguments)
+    except ValueError as error:
+        return _refuse(str(error))
+    try:
+        serve(config)
+    except TokenizerError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror or error}")
+    return ExitCode.OK
+
+
+def run_keys(arguments: argparse.Namespace) -> int:
+    try:
+        public, secret = make_curve(arguments.directory)
+    except OSError as error:
+        return _refuse(f"cannot write keys to {arguments.directory}: {error.strerror}")
+    print(f"{secret} stays with the engine; give each frontend a folder with {public} alone")
+    return ExitCode.OK

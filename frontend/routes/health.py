@@ -1,0 +1,53 @@
+"""Liveness, readiness, metrics and version of this process."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import JSONResponse, Response
+
+from frontend.errors import error_headers
+from frontend.service import Service
+from protocol.version import PROTOCOL_VERSION, distribution_version
+
+
+def health_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health/live")
+    async def live() -> dict[str, str]:
+        """200 for as long as this process answers."""
+        return {"status": "live"}
+
+    @router.get("/health/ready")
+    async def ready() -> JSONResponse:
+        """200 when a completion would be taken, else 503 with the reason."""
+        verdict = service.verdict()
+        if verdict.ready:
+            engine = service.ready()
+            return JSONResponse(
+                {
+                    "status": "ready",
+                    "model": engine.model.name,
+                    "device": engine.model.device,
+                    "dtype": engine.model.dtype,
+                    "max_len": engine.model.max_len,
+                    "kv_tokens": engine.limits.kv_tokens,
+                }
+            )
+        body: dict[str, Any] = {"status": verdict.status, "reason": verdict.reason}
+        if verdict.percent is not None:
+            body["percent"] = verdict.percent
+        return JSONResponse(body, 503, error_headers(503))
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """What this process measures, for Prometheus."""
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/version")
+    async def version() -> dict[str, Any]:
+        """Versions of the distribution and of the protocol to the engine."""
+        return {"version": distribution_version(), "protocol": PROTOCOL_VERSION}
+
+    return router

@@ -1,0 +1,40 @@
+"""`GET /v1/models`: the one model that the engine serves."""
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from frontend.errors import ApiError
+from frontend.service import Service
+from protocol.events import ModelFacts
+
+
+def _card(model: ModelFacts) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "tandem",
+        "max_model_len": model.max_len,
+    }
+
+
+def models_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        """The served model, as a list."""
+        return {"object": "list", "data": [_card(service.ready().model)]}
+
+    @router.get("/v1/models/{model:path}")
+    async def get_model(model: str) -> dict[str, Any]:
+        """The served model, by its name."""
+        served = service.ready().model
+        if model != served.name:
+            raise ApiError(
+                404, f"the model {model!r} does not exist; this server has {served.name!r}", "model", "model_not_found"
+            )
+        return _card(served)
+
+    return router

@@ -1,0 +1,156 @@
+"""Reading a JSON body field by field: what is wrong is named, and nothing is accepted and then ignored."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from frontend.errors import ApiError, malformed, unsupported
+
+_TYPE_NAMES: dict[type, str] = {
+    dict: "an object", list: "an array", str: "a string", bool: "a boolean",
+    int: "an integer", float: "a number", type(None): "null",
+}  # fmt: skip
+
+IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+"""Fields that cannot change the output, whatever they hold."""
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A JSON object. Raises ApiError 400 for anything else, however it is broken."""
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise malformed("the body is nested too deeply") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise malformed(f"the body is no valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise malformed(f"the body must be a JSON object, not {type_name(value)}")
+    return value
+
+
+def type_name(value: object) -> str:
+    """What JSON calls the type of this value."""
+    return _TYPE_NAMES.get(type(value), "a value of another type")
+
+
+def wrong_type(name: str, expected: str, value: object) -> ApiError:
+    return malformed(f"{name!r} must be {expected}, not {type_name(value)}", name)
+
+
+class FieldReader:
+    """Takes the fields of an object by name and type; what nobody took is refused at the end.
+
+    An absent field and a null are the same: the default. Wrong JSON types are 400; values out of range or not
+    supported are 422. Both name the field.
+    """
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = body
+        self._taken: set[str] = set(IGNORED)
+
+    def take(self, name: str) -> Any:
+        self._taken.add(name)
+        return self._body.get(name)
+
+    def required_text(self, name: str) -> str:
+        value = self.take(name)
+        if value is None:
+            raise malformed(f"the field {name!r} is required", name)
+        if not isinstance(value, str):
+            raise wrong_type(name, "a string", value)
+        return value
+
+    def integer(self, name: str, default: int, low: int, high: int) -> int:
+        value = self.take(name)
+        if value is None:
+            return default
+        # JSON has one kind of number, and some clients write 16 as 16.0.
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if type(value) is not int:
+            raise wrong_type(name, "an integer", value)
+        if not low <= value <= high:
+            raise unsupported(f"{name!r} must be between {low} and {high}, not {value}", name)
+        return value
+
+    def number(self, name: str, default: float, low: float, high: float, above_low: bool = False) -> float:
+        """A finite number from low to high; with `above_low`, low itself is excluded."""
+        value = self.take(name)
+        if value is None:
+            return default
+        if type(value) not in (int, float):
+            raise wrong_type(name, "a number", value)
+        if not low <= value <= high or (above_low and value == low) or not math.isfinite(value):
+            bounds = f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
+            raise unsupported(f"{name!r} must be {bounds}, not {value}", name)
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self.take(name)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            raise wrong_type(name, "a boolean", value)
+        return value
+
+    def texts(self, name: str, most: int, longest: int) -> tuple[str, ...]:
+        """A string or an array of at most `most`, each of 1 to `longest` characters."""
+        value = self.take(name)
+        if value is None:
+            return ()
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
+            raise wrong_type(name, "a string or an array of strings", value)
+        if len(values) > most:
+            raise unsupported(f"{name!r} takes at most {most} strings, not {len(values)}", name)
+        for item in values:
+            if not 1 <= len(item) <= longest:
+                raise unsupported(f"a string in {name!r} must have 1 to {longest} characters, not {len(item)}", name)
+        return tuple(values)
+
+    def ids(self, name: str, most: int) -> tuple[int, ...]:
+        """An array of at most `most` token ids."""
+        value = self.take(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise wrong_type(name, "an array of token ids", value)
+        if len(value) > most:
+            raise unsupported(f"{name!r} takes at most {most} ids, not {len(value)}", name)
+        return tuple(value)
+
+    def biases(self, name: str, most: int) -> dict[int, float]:
+        """An object from token id to a bias between -100 and 100."""
+        value = self.take(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise wrong_type(name, "an object", value)
+        if len(value) > most:
+            raise unsupported(f"{name!r} takes at most {most} tokens, not {len(value)}", name)
+        biases: dict[int, float] = {}
+        for key, bias in value.items():
+            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+                raise unsupported(f"the keys of {name!r} must be token ids, not {key[:40]!r}", name)
+            if type(bias) not in (int, float):
+                raise malformed(f"the values of {name!r} must be numbers, not {type_name(bias)}", name)
+            if not -100 <= bias <= 100:
+                raise unsupported(f"the values of {name!r} must be between -100 and 100, not {bias}", name)
+            biases[int(key)] = float(bias)
+        return biases
+
+    def neutral(self, table: Mapping[str, Sequence[Any]]) -> None:
+        """Fields that are not supported, yet accepted with a value that changes nothing (null is one always)."""
+        for name, values in table.items():
+            value = self.take(name)
+            if value is not None and not any(type(value) is type(known) and value == known for known in values):
+                allowed = ", ".join(["null", *(msgspec.json.encode(known).decode() for known in values)])
+                raise unsupported(f"{name!r} is not supported; only {allowed} is accepted", name)
+
+    def finish(self) -> None:
+        """Refuses, by name, whatever was not taken."""
+        for name in self._body:
+            if name not in self._taken:
+                raise unsupported(f"the field {name[:100]!r} is not supported", name[:100])

@@ -1,0 +1,55 @@
+"""What the routes of one app share."""
+
+import asyncio
+
+from frontend.config import FrontendConfig
+from frontend.engine_client import EngineClient
+from frontend.engine_watch import Verdict
+from frontend.errors import unavailable
+from frontend.metrics import FrontendMetrics
+from frontend.tokenizer import Tokenizer
+from protocol.errors import ErrorCode
+from protocol.events import Ready
+
+_POLL_SECONDS = 0.05
+_FLUSH_SECONDS = 1.0
+"""What responses get to write their error events once their streams have been ended."""
+
+
+class Service:
+    """The parts of a frontend and its one state: serving, or draining on the way out."""
+
+    def __init__(
+        self, config: FrontendConfig, client: EngineClient, tokenizer: Tokenizer, metrics: FrontendMetrics
+    ) -> None:
+        self.config = config
+        self.client = client
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.draining = False
+        self.replies = 0
+        """Completions being answered, from admission to the last byte."""
+
+    def verdict(self) -> Verdict:
+        """Whether a request would be taken now, and if not, why."""
+        if self.draining:
+            return Verdict(False, "draining", "the server is shutting down")
+        return self.client.verdict()
+
+    def ready(self) -> Ready:
+        """Facts and limits of the engine. Raises ApiError 503 with the reason."""
+        if self.draining:
+            raise unavailable("the server is shutting down", ErrorCode.SHUTTING_DOWN)
+        return self.client.ready()
+
+    async def drain(self) -> None:
+        """Takes nothing new, gives what is open its grace period, then ends the rest with an error."""
+        self.draining = True
+        await self._until_answered(self.config.drain_timeout)
+        self.client.fail_all(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
+        await self._until_answered(_FLUSH_SECONDS)
+
+    async def _until_answered(self, timeout: float) -> None:
+        deadline = asyncio.get_running_loop().time() + timeout
+        while self.replies and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)

@@ -1,0 +1,105 @@
+"""Tokens on their way from the engine's messages to the coroutine that answers a request."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from msgspec import Struct
+
+from protocol.events import Failure, Finished
+
+Terminal = Finished | Failure
+
+
+class Delta(Struct, frozen=True):
+    """Tokens that one stream gained since the last look, and how it ended if it has."""
+
+    stream: "TokenStream"
+    tokens: list[int]
+    terminal: Terminal | None
+
+
+class Waker:
+    """Wakes one consumer of any number of streams: one future for whatever became ready in one event-loop turn."""
+
+    __slots__ = ("_future", "_ready")
+
+    def __init__(self) -> None:
+        self._ready: list[TokenStream] = []
+        self._future: asyncio.Future[None] | None = None
+
+    def mark(self, stream: "TokenStream") -> None:
+        self._ready.append(stream)
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+    async def wait(self) -> "list[TokenStream]":
+        """The streams that have something, at least one."""
+        while not self._ready:
+            self._future = asyncio.get_running_loop().create_future()
+            try:
+                await self._future
+            finally:
+                self._future = None
+        ready, self._ready = self._ready, []
+        return ready
+
+
+class TokenStream:
+    """The output of one request.
+
+    Where the consumer lags, tokens collect in one pending delta, so memory is bounded by the length of the output
+    and a wake-up takes all there is. After the one terminal event nothing is taken any more.
+    """
+
+    __slots__ = ("_marked", "_pending", "_terminal", "_waker", "choice", "request_id")
+
+    def __init__(self, request_id: int, choice: int = 0, waker: Waker | None = None) -> None:
+        self.request_id = request_id
+        self.choice = choice
+        self._waker = waker or Waker()
+        self._pending: list[int] = []
+        self._terminal: Terminal | None = None
+        self._marked = False
+
+    @property
+    def ended(self) -> bool:
+        return self._terminal is not None
+
+    def put(self, tokens: Sequence[int]) -> None:
+        if self._terminal is None and tokens:
+            self._pending.extend(tokens)
+            self._mark()
+
+    def finish(self, finished: Finished) -> None:
+        self._end(finished)
+
+    def fail(self, failure: Failure) -> None:
+        self._end(failure)
+
+    def take(self) -> Delta:
+        """All there is, for a consumer that was woken."""
+        tokens, self._pending = self._pending, []
+        self._marked = False
+        return Delta(self, tokens, self._terminal)
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return deltas(self._waker, 1)
+
+    def _end(self, terminal: Terminal) -> None:
+        if self._terminal is None:
+            self._terminal = terminal
+            self._mark()
+
+    def _mark(self) -> None:
+        if not self._marked:
+            self._marked = True
+            self._waker.mark(self)
+
+
+async def deltas(waker: Waker, open_streams: int) -> AsyncIterator[Delta]:
+    """The deltas of all streams that share a waker, until so many of them have ended."""
+    while open_streams:
+        for stream in await waker.wait():
+            delta = stream.take()
+            open_streams -= delta.terminal is not None
+            yield delta

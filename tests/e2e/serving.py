@@ -1,0 +1,114 @@
+"""A real `tandem serve`: supervisor, engine core and frontend as processes, on free ports of the loopback."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+GUARD_SECONDS = 120.0
+"""How long anything may take before a test gives up; nothing is asserted about how long it does take."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """Waits for a condition to be truthy and returns its value."""
+    deadline = time.monotonic() + GUARD_SECONDS
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"waited {GUARD_SECONDS} s in vain for {what}")
+
+
+class Serving:
+    """Starts on entry, waits until ready, and leaves no process behind."""
+
+    def __init__(self, log: Path, *flags: str) -> None:
+        self.log = log
+        self.flags = flags
+        self.port, self.ops_port = free_port(), free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> "Serving":
+        ports = ("--port", str(self.port), "--ops-port", str(self.ops_port))
+        command = [str(Path(sys.executable).with_name("tandem")), "serve", *ports, *self.flags]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        until(self.ready, f"readiness; the log says:\n{self.log.read_text()}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(GUARD_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        if error is not None:
+            print(self.log.read_text())
+
+    def ready(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, f"exited with {self.process.returncode}:\n{self.log.read_text()}"
+        return self.get("/health/ready")[0] == 200
+
+    def get(self, path: str, port: int | None = None) -> tuple[int, str]:
+        """Status and body; status 0 if nobody answers."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port or self.port}{path}", timeout=GUARD_SECONDS) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as refusal:
+            with refusal:
+                return refusal.code, refusal.read().decode()
+        except (urllib.error.URLError, ConnectionError):
+            return 0, ""
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=GUARD_SECONDS) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as refusal:
+            with refusal:
+                return refusal.code, json.load(refusal)
+
+    def engine_metric(self, name: str) -> float:
+        """One series of the ops port, by its full name with labels; 0 if it is not there."""
+        text = self.get("/metrics", self.ops_port)[1]
+        found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    def child(self, module: str) -> psutil.Process:
+        """The supervisor's child that runs a module."""
+        assert self.process is not None
+        for child in psutil.Process(self.process.pid).children():
+            if module in child.cmdline():
+                return child
+        raise AssertionError(f"no child runs {module}")

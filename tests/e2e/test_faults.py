@@ -1,0 +1,66 @@
+"""What happens when a process dies or is told to stop."""
+
+import signal
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.e2e.serving import GUARD_SECONDS, Serving, until
+
+PROMPT = "Tell me about os.path.join"
+ENDLESS = {"ignore_eos": True}
+
+
+def connect(serving: Serving) -> openai.OpenAI:
+    return openai.OpenAI(base_url=serving.url + "/v1", api_key="none", timeout=GUARD_SECONDS, max_retries=0)
+
+
+def test_a_killed_engine_ends_its_streams_and_comes_back(tmp_path: Path) -> None:
+    with Serving(tmp_path / "log") as serving, connect(serving) as client:
+        stream = client.completions.create(
+            model="tandem-default", prompt=PROMPT, max_tokens=1900, stream=True, extra_body=ENDLESS
+        )
+        chunks = iter(stream)
+        assert next(chunks).choices[0].finish_reason is None
+        engine = serving.child("engine_core")
+        engine.send_signal(signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="engine"):
+            for _ in chunks:
+                pass
+        until(lambda: serving.get("/health/ready")[0] == 503 or serving.child("engine_core").pid != engine.pid, "503")
+        assert serving.get("/health/live")[0] == 200
+        until(serving.ready, "the restarted engine")
+        assert serving.child("engine_core").pid != engine.pid
+        reply = client.completions.create(model="tandem-default", prompt=PROMPT, max_tokens=8)
+        assert reply.choices[0].finish_reason in ("stop", "length")
+        assert serving.engine_metric("tandem_engine_restarts_total") == 1
+
+
+def test_sigterm_ends_open_streams_and_exits_cleanly(tmp_path: Path) -> None:
+    with Serving(tmp_path / "log", "--drain-timeout", "0.5") as serving, connect(serving) as client:
+        stream = client.completions.create(
+            model="tandem-default", prompt=PROMPT, max_tokens=1900, stream=True, extra_body=ENDLESS
+        )
+        chunks = iter(stream)
+        next(chunks)
+        assert serving.process is not None
+        children = [serving.child("frontend"), serving.child("engine_core")]
+        serving.process.send_signal(signal.SIGTERM)
+        ended = None
+        try:
+            for chunk in chunks:
+                ended = chunk.choices[0].finish_reason
+        except openai.APIError:
+            ended = "error"
+        assert ended in ("error", "length"), "an open stream ends in exactly one way, and never just stops"
+        assert serving.process.wait(GUARD_SECONDS) == 0
+        assert not [child for child in children if child.is_running()]
+
+
+def test_a_model_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    serving = Serving(log, "--model", str(tmp_path / "nowhere"))
+    with pytest.raises(AssertionError, match="exited with 2"), serving:
+        pass
+    assert "config.json" in log.read_text() or "tokenizer.json" in log.read_text()

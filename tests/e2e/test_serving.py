@@ -1,0 +1,145 @@
+"""The default model through the official client, over real processes, sockets and pages."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import psutil
+import pytest
+
+from tests.e2e.serving import Serving, until
+
+MODEL = "tandem-default"
+QUESTIONS = [
+    "What does textwrap.dedent do?",
+    "What does os.path.join do?",
+    "How do I join two paths?",
+    "Explain json.dumps.",
+    "What is shutil.copyfile for?",
+    "Tell me about math.gcd.",
+    "What does random.shuffle do?",
+    "What does heapq.heappush do?",
+]
+
+
+def ask(client: openai.OpenAI, question: str, **more: object) -> str:
+    reply = client.completions.create(model=MODEL, prompt=question, max_tokens=96, temperature=0, **more)  # type: ignore[call-overload]
+    text: str = reply.choices[0].text
+    return text
+
+
+def rows_and_pages_are_free(serving: Serving) -> bool:
+    running = serving.engine_metric("tandem_num_requests_running")
+    return running == 0 and serving.engine_metric("tandem_kv_cache_usage_perc") == 0
+
+
+def test_a_trained_answer(client: openai.OpenAI) -> None:
+    reply = client.completions.create(model=MODEL, prompt=QUESTIONS[0], max_tokens=96, temperature=0)
+    choice = reply.choices[0]
+    assert "common leading whitespace" in choice.text
+    assert choice.finish_reason == "stop"
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+    assert reply.usage.completion_tokens < 96
+
+
+def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+    whole = ask(client, QUESTIONS[1])
+    stream = client.completions.create(
+        model=MODEL,
+        prompt=QUESTIONS[1],
+        max_tokens=96,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole
+    assert len(chunks) > 5
+    assert chunks[-1].usage is not None
+    assert chunks[-1].choices == []
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
+
+
+def test_32_clients_at_once_get_what_one_alone_gets(client: openai.OpenAI, serving: Serving) -> None:
+    alone = {question: ask(client, question) for question in QUESTIONS}
+    with ThreadPoolExecutor(32) as pool:
+        questions = QUESTIONS * 8
+        answers = list(pool.map(lambda question: ask(client, question), questions))
+    assert answers == [alone[question] for question in questions]
+    until(lambda: rows_and_pages_are_free(serving), "rows and pages to come back")
+
+
+def test_seeds_and_choices(client: openai.OpenAI) -> None:
+    def draw(seed: int) -> list[str]:
+        reply = client.completions.create(
+            model=MODEL, prompt="Tell me about", max_tokens=24, temperature=1.5, seed=seed, n=3
+        )
+        return [choice.text for choice in sorted(reply.choices, key=lambda choice: choice.index)]
+
+    first = draw(7)
+    assert first == draw(7)
+    assert first != draw(8)
+    assert len(set(first)) == 3
+
+
+def test_a_stop_string_is_never_seen(client: openai.OpenAI) -> None:
+    whole = ask(client, QUESTIONS[0])
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 4]
+    assert ask(client, QUESTIONS[0], stop=[stop]) == whole[: whole.index(stop)]
+
+
+def test_a_prompt_longer_than_a_step_is_chunked(client: openai.OpenAI) -> None:
+    ids = [100 + i % 500 for i in range(1200)]
+    reply = client.completions.create(
+        model=MODEL, prompt=ids, max_tokens=4, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (1200, 4)
+
+
+def test_too_long_is_refused_with_the_numbers(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="2048") as caught:
+        client.completions.create(model=MODEL, prompt=[5] * 2048, max_tokens=5)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_client_that_drops_frees_its_rows(client: openai.OpenAI, serving: Serving) -> None:
+    aborts = serving.engine_metric('tandem_request_success_total{finished_reason="abort"}')
+    streams = [
+        client.completions.create(
+            model=MODEL, prompt=question, max_tokens=1800, stream=True, extra_body={"ignore_eos": True}
+        )
+        for question in QUESTIONS
+    ]
+    for stream in streams:
+        next(iter(stream))
+    for stream in streams:
+        stream.close()
+    until(lambda: rows_and_pages_are_free(serving), "rows and pages of dropped clients to come back")
+    assert serving.engine_metric('tandem_request_success_total{finished_reason="abort"}') == aborts + len(streams)
+
+
+def test_a_frontend_that_has_served_maps_no_torch(client: openai.OpenAI, serving: Serving) -> None:
+    assert ask(client, QUESTIONS[2])
+    maps = [m.path for m in serving.child("frontend").memory_maps()]
+    assert any("tokenizers" in path for path in maps), "the maps can be read"
+    assert not [path for path in maps if "torch" in path]
+    engine = [m.path for m in serving.child("engine_core").memory_maps()]
+    assert any("libtorch" in path for path in engine)
+
+
+def test_metrics_tell_the_two_sides_apart(client: openai.OpenAI, serving: Serving) -> None:
+    assert ask(client, QUESTIONS[3])
+    ours, engines = serving.get("/metrics")[1], serving.get("/metrics", serving.ops_port)[1]
+    assert "tandem_time_to_first_token_seconds" in ours
+    assert "tandem_time_to_first_token_seconds" not in engines
+    assert "tandem_num_requests_waiting" in engines
+    until(
+        lambda: (
+            serving.engine_metric("tandem_engine_steps_committed_total")
+            == serving.engine_metric("tandem_engine_steps_launched_total")
+            > 0
+        ),
+        "every launched step to be committed",
+    )
+    assert psutil.pid_exists(serving.child("engine_core").pid)

@@ -1,0 +1,228 @@
+"""An engine without a model: the real protocol over real sockets, tokens from a script, failures on demand."""
+
+import itertools
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+from msgspec import Struct
+
+from protocol.codec import decode_command, encode, step_output, unpack_ids
+from protocol.commands import Abort, Goodbye, Hello, Submit
+from protocol.errors import ErrorCode, FinishReason
+from protocol.events import Beat, EngineStats, Failure, Finished, Limits, ModelFacts, Phase, Ready, Refused, StepOutput
+from protocol.sockets import bind_heartbeat, bind_router, heartbeat_endpoint
+from protocol.version import PROTOCOL_VERSION
+
+END_ID = 1
+
+_epochs = itertools.count(1)
+
+Script = Callable[[Submit], list[int]]
+
+
+def repeat_prompt(submit: Submit) -> list[int]:
+    """The ids of the prompt over and over, up to `max_tokens`."""
+    ids = itertools.cycle(unpack_ids(submit.prompt_ids))
+    return list(itertools.islice(ids, submit.sampling.max_tokens))
+
+
+class Running(Struct):
+    """A request that the engine owes an end."""
+
+    identity: bytes
+    request_id: int
+    tokens: list[int]
+    ends_by_itself: bool
+
+
+class FakeEngine:
+    """Runs in a thread. Each step gives every running request `tokens_per_step` tokens of its script.
+
+    A script shorter than `max_tokens` ends with `end_id` as the stop token. The public attributes may be changed at
+    any time: `hold` accepts and yields nothing, `frozen` stops beats and steps with the sockets left open, `refusal`
+    answers every submit with this failure, `break_after` fails a request after so many tokens.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        script: Script = repeat_prompt,
+        fingerprint: str = "",
+        name: str = "fake-model",
+        vocab_size: int = 420,
+        max_len: int = 2048,
+    ) -> None:
+        self.endpoint = endpoint
+        self.script = script
+        self.facts = ModelFacts(name, vocab_size, max_len, [END_ID], fingerprint, "cpu", "float32", 1_700_000_000)
+        self.protocol_version = PROTOCOL_VERSION
+        self.phase = Phase.READY
+        self.percent = 100
+        self.detail = ""
+        self.hold = False
+        self.frozen = False
+        self.hello_refusal: str | None = None
+        self.refusal: ErrorCode | None = None
+        self.break_after: int | None = None
+        self.end_id = END_ID
+        self.tokens_per_step = 1
+        self.step_seconds = 0.001
+        self.beat_seconds = 0.05
+        self.epoch = 0
+        self.stats = EngineStats()
+        self.hellos: list[Hello] = []
+        self.submits: list[Submit] = []
+        self.aborts: list[int] = []
+        self.goodbyes = 0
+        self._greeted: set[bytes] = set()
+        self._running: dict[tuple[bytes, int], Running] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> "FakeEngine":
+        """A new life, with a new epoch and nothing remembered of the one before."""
+        self.epoch = time.time_ns() + next(_epochs)
+        self.stats = EngineStats()
+        self._greeted.clear()
+        self._running.clear()
+        self._stop.clear()
+        bound = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(bound,), name="fake-engine")
+        self._thread.start()
+        assert bound.wait(10), "the fake engine could not bind its sockets"
+        return self
+
+    def die(self) -> None:
+        """Ends without a word, as a killed process does: the sockets close."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(10)
+            self._thread = None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def _run(self, bound: threading.Event) -> None:
+        context = zmq.Context()
+        router = bind_router(context, self.endpoint)
+        publisher = bind_heartbeat(context, heartbeat_endpoint(self.endpoint))
+        bound.set()
+        next_beat = 0.0
+        while not self._stop.is_set():
+            if self.frozen:
+                time.sleep(0.005)
+                continue
+            if time.monotonic() >= next_beat:
+                publisher.send(encode(self._beat()))
+                next_beat = time.monotonic() + self.beat_seconds
+            if router.poll(self.step_seconds * 1000 if self._running else 5):
+                self._drain(router)
+            if not self.hold and self._running:
+                self._step(router)
+        context.destroy(linger=0)
+
+    def _beat(self) -> Beat:
+        self.stats.running = len(self._running)
+        return Beat(self.epoch, self.phase, self.percent, self.detail, len(self._running), self.stats)
+
+    def _drain(self, router: zmq.Socket[bytes]) -> None:
+        while router.poll(0):
+            identity, data = router.recv_multipart()
+            command = decode_command(data)
+            match command:
+                case Hello():
+                    self._greet(router, identity, command)
+                case Submit() if identity in self._greeted:
+                    self._accept(router, identity, command)
+                case Abort() if identity in self._greeted:
+                    self.aborts.extend(command.request_ids)
+                    for request_id in command.request_ids:
+                        self._running.pop((identity, request_id), None)
+                case Goodbye():
+                    self.goodbyes += 1
+                    self._forget(identity)
+
+    def _forget(self, identity: bytes) -> None:
+        for key in [key for key in self._running if key[0] == identity]:
+            del self._running[key]
+
+    def _greet(self, router: zmq.Socket[bytes], identity: bytes, hello: Hello) -> None:
+        if hello.engine_epoch != self.epoch:
+            return
+        self.hellos.append(hello)
+        if self.hello_refusal is not None:
+            self._send(router, identity, Refused(self.hello_refusal))
+            return
+        self._greeted.add(identity)
+        limits = Limits(max_rows=64, kv_tokens=65536, page_size=16, max_step_tokens=512, max_waiting=1024)
+        self._send(router, identity, Ready(self.protocol_version, self.epoch, self.facts, limits))
+
+    def _accept(self, router: zmq.Socket[bytes], identity: bytes, submit: Submit) -> None:
+        self.submits.append(submit)
+        if self.refusal is not None:
+            failure = Failure(submit.request_id, self.refusal, "refused by the fake engine")
+            self._send(router, identity, StepOutput(0, b"", b"", b"", [], [failure]))
+            return
+        tokens = self.script(submit)
+        room = submit.sampling.max_tokens
+        ends = len(tokens) < room
+        tokens = [*tokens, self.end_id] if ends else tokens[:room]
+        self._running[identity, submit.request_id] = Running(identity, submit.request_id, tokens, ends)
+
+    def _step(self, router: zmq.Socket[bytes]) -> None:
+        """One step output for each frontend."""
+        self.stats.steps_launched += 1
+        self.stats.steps_committed += 1
+        for identity in {running.identity for running in self._running.values()}:
+            rows = [running for running in self._running.values() if running.identity == identity]
+            runs = [row.tokens[: self.tokens_per_step] for row in rows]
+            output = step_output(
+                self.stats.steps_committed,
+                [row.request_id for row in rows],
+                [len(run) for run in runs],
+                [token for run in runs for token in run],
+            )
+            for row, run in zip(rows, runs, strict=True):
+                self._advance(row, len(run), output)
+            self._send(router, identity, output)
+
+    def _advance(self, row: Running, count: int, output: StepOutput) -> None:
+        row.tokens = row.tokens[count:]
+        if self.break_after is not None:
+            self.break_after -= count
+            if self.break_after <= 0:
+                output.failures.append(Failure(row.request_id, ErrorCode.ENGINE_FAILED, "broken by the fake engine"))
+                del self._running[row.identity, row.request_id]
+                return
+        if not row.tokens:
+            reason = FinishReason.STOP if row.ends_by_itself else FinishReason.LENGTH
+            output.finished.append(Finished(row.request_id, reason, self.end_id if row.ends_by_itself else None))
+            del self._running[row.identity, row.request_id]
+
+    def _send(self, router: zmq.Socket[bytes], identity: bytes, event: Ready | Refused | StepOutput) -> None:
+        try:
+            router.send_multipart([identity, encode(event)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._forget(identity)
+
+
+def run_as_process(argv: list[str]) -> FakeEngine:
+    """What a fake `engine_core/__main__.py` calls: serves until SIGTERM, then returns the engine for a last look."""
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    engine = FakeEngine(argv[argv.index("--endpoint") + 1]).start()
+    while not ended.wait(0.05):
+        pass
+    engine.die()
+    return engine
+
+
+if __name__ == "__main__":
+    run_as_process(sys.argv)

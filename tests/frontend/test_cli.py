@@ -1,0 +1,90 @@
+"""The flags, and what is refused before anything starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from frontend import launch
+from frontend.cli import build_parser, main
+from frontend.config import frontend_config
+from frontend.listening import listen
+from protocol.engine_options import engine_options
+from protocol.version import distribution_version
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"tandem {distribution_version()}\n"
+
+
+def test_serve_without_torch_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda _: None)
+    assert main(["serve"]) == 2
+    assert "pip install 'tandem-llm[engine]'" in capsys.readouterr().err
+
+
+def test_what_cannot_be_started_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        long = "ipc://" + "x" * 120
+        folder = ["--model", str(tmp_path)]
+        for argv, reason in (
+            (["serve", "--model", "/nowhere"], "--model /nowhere is no folder"),
+            (["serve", *folder, "--ops-port", port], f"cannot listen on 127.0.0.1:{port}"),
+            (["serve", *folder, "--ops-port", "0", "--port", port], "choose another --port"),
+            (["engine", *folder, "--endpoint", long], "choose a shorter one"),
+            (["engine", *folder, "--endpoint", "tcp://127.0.0.1:1"], "--curve-keys"),
+            (
+                ["frontend", "--model-dir", str(tmp_path), "--endpoint", "ipc:///x", "--port", "0"],
+                "has no tokenizer.json",
+            ),
+            (["frontend", "--model-dir", str(tmp_path), "--endpoint", "http://x"], "neither ipc:// nor tcp://"),
+            (["frontend", "--model-dir", ".", "--endpoint", "ipc:///x", "--max-concurrent", "0"], "must be above 0"),
+        ):
+            assert main(argv) == 2, argv
+            error = capsys.readouterr().err
+            assert reason in error
+            assert error.count("\n") == 1
+
+
+def test_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "keys"
+    assert main(["keys", str(folder)]) == 0
+    assert "engine.key" in capsys.readouterr().out
+    assert (folder / "engine.key_secret").stat().st_mode & 0o077 == 0
+
+
+def test_a_supervisor_hands_its_flags_on(tmp_path: Path) -> None:
+    argv = ["--max-concurrent", "7", "--drain-timeout", "3.5", "--step-timeout", "9", "--log-level", "warning"]
+    arguments = build_parser().parse_args(["serve", *argv, "--model", "/m", "--max-len", "512", "--device", "cpu"])
+    command = launch.engine_command(arguments, "ipc:///e")
+    assert command[:5] == [sys.executable, "-m", "engine_core", "--endpoint", "ipc:///e"]
+    engine = build_parser().parse_args(["engine", *command[3:]])
+    assert engine_options(engine) == engine_options(arguments)
+    command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5)
+    config = frontend_config(build_parser().parse_args(["frontend", *command[3:]]))
+    assert (config.endpoint, config.model_dir, config.fd) == ("ipc:///e", tmp_path, 5)
+    assert (config.max_concurrent, config.drain_timeout, config.step_timeout) == (7, 3.5, 9.0)
+
+
+def test_the_private_endpoint_is_removed() -> None:
+    with launch.private_endpoint(None) as endpoint:
+        folder = Path(endpoint.removeprefix("ipc://")).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert len(endpoint) < 100
+    assert not folder.exists()
+
+
+def test_http_processes_import_neither_torch_nor_the_engine() -> None:
+    program = (
+        "import sys, frontend.app, frontend.server, frontend.launch, frontend.cli\n"
+        "print([m for m in ('torch', 'transformers', 'engine_core', 'numpy') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"

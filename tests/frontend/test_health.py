@@ -1,0 +1,59 @@
+"""Liveness, readiness, models, version and metrics over HTTP."""
+
+from protocol.version import PROTOCOL_VERSION, distribution_version
+from tests.frontend.conftest import RunningServer, get, post
+
+
+def test_ready_names_what_is_served(server: RunningServer) -> None:
+    assert get(server.url + "/health/ready").json() == {
+        "status": "ready",
+        "model": "fake-model",
+        "device": "cpu",
+        "dtype": "float32",
+        "max_len": 2048,
+        "kv_tokens": 65536,
+    }
+    assert get(server.url + "/health/live").json() == {"status": "live"}
+
+
+def test_models(server: RunningServer) -> None:
+    listed = get(server.url + "/v1/models").json()
+    assert listed["object"] == "list"
+    (card,) = listed["data"]
+    assert card == {
+        "id": "fake-model", "object": "model", "created": 1_700_000_000, "owned_by": "tandem", "max_model_len": 2048
+    }  # fmt: skip
+    assert get(server.url + "/v1/models/fake-model").json() == card
+
+
+def test_version(server: RunningServer) -> None:
+    assert get(server.url + "/version").json() == {
+        "version": distribution_version(),
+        "protocol": PROTOCOL_VERSION,
+    }
+
+
+def test_metrics_count_what_was_answered(server: RunningServer) -> None:
+    body = {"model": "fake-model", "prompt": [5, 6, 7], "max_tokens": 4, "n": 2}
+    assert post(server.url + "/v1/completions", json=body).status_code == 200
+    assert post(server.url + "/v1/completions", json={**body, "n": 0}).status_code == 422
+    get(server.url + "/made/up/by/a/client")
+    lines = get(server.url + "/metrics").text.splitlines()
+    for line in (
+        'tandem_http_requests_total{route="/v1/completions",status="200"} 1.0',
+        'tandem_http_requests_total{route="/v1/completions",status="422"} 1.0',
+        'tandem_http_requests_total{route="other",status="404"} 1.0',
+        "tandem_frontend_prompt_tokens_total 3.0",
+        "tandem_frontend_generation_tokens_total 8.0",
+        "tandem_time_to_first_token_seconds_count 2.0",
+        "tandem_e2e_request_latency_seconds_count 1.0",
+        "tandem_frontend_engine_connected 1.0",
+        "tandem_frontend_num_requests_running 0.0",
+    ):
+        assert line in lines, line
+
+
+def test_the_schema_lists_the_routes(server: RunningServer) -> None:
+    paths = get(server.url + "/openapi.json").json()["paths"]
+    assert "/v1/completions" in paths
+    assert "/health/ready" in paths
