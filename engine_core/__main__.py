@@ -63,6 +63,7 @@ def _open_wire(context: zmq.Context[Any], arguments: argparse.Namespace, status:
         heartbeat = Heartbeat(context, heartbeat_endpoint(arguments.endpoint), security, status)
         heartbeat.start()
     except (ValueError, zmq.ZMQError) as error:
+        context.destroy(linger=0)
         raise ConfigError(f"endpoint {arguments.endpoint}: {error}") from error
     return router, heartbeat
 

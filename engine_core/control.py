@@ -65,8 +65,9 @@ class Control:
                 self.scheduler.abort_client(client)
         return None
 
-    def forget(self, client: bytes) -> None:
-        self.clients.pop(client, None)
+    def forget(self, client: bytes) -> bool:
+        """Ends a connection; whether there was one."""
+        return self.clients.pop(client, None) is not None
 
     def _hello(self, client: bytes, hello: Hello) -> Ready | Refused | None:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -125,7 +126,8 @@ class Control:
 
     def _check_ids(self, what: str, ids: list[int]) -> None:
         for token in ids:
-            _require(0 <= token < self.model.vocab_size, _outside(what, token, self.model.vocab_size))
+            if not 0 <= token < self.model.vocab_size:
+                raise RequestError(ErrorCode.INVALID_VALUE, _outside(what, token, self.model.vocab_size))
 
 
 def _outside(what: str, token: int, vocab_size: int) -> str:

@@ -80,16 +80,21 @@ class Engine:
             self._commit_oldest()
         if self.scheduler.ended or self.mailbox.backlog:
             self._send()
+        self._gauge()
         return plan is not None or not idle
 
     def _drain(self) -> None:
+        refused = False
         for client, command in self.mailbox.drain():
             answer = self.control.apply(client, command)
             if isinstance(answer, Failure):
                 self.mailbox.ended(client, answer)
+                refused = True
             elif answer is not None:
                 self.mailbox.reply(client, answer)
         self.stages.mark("drain")
+        if refused:
+            self._send()
 
     def _plan(self) -> StepPlan | None:
         """Admits what fits, then selects the next step."""
@@ -98,7 +103,6 @@ class Engine:
             self.stats.queue_time.observe(now - seq.arrival)
             self.stats.prompt_tokens += seq.prompt_len
         plan = self.scheduler.plan_step(self._steps + 1)
-        self._gauge(now)
         self.stages.mark("plan")
         return plan
 
@@ -148,19 +152,21 @@ class Engine:
             count_outcome(self.stats, seq.outcome)
             self.mailbox.ended(seq.client, seq.outcome)
         for client in self.mailbox.flush(self._steps):
-            logger.warning("frontend %s is gone; aborting what it had open", client.hex())
-            self.control.forget(client)
-            self.scheduler.abort_client(client)
+            if self.control.forget(client):
+                logger.warning("frontend %s is gone; aborting what it had open", client.hex())
+                self.scheduler.abort_client(client)
         self.stages.mark("send")
 
-    def _gauge(self, now: float) -> None:
+    def _gauge(self) -> None:
         """The gauges of the metrics, taken once a tick."""
         scheduler, stats = self.scheduler, self.stats
         stats.running = len(scheduler.running)
         stats.waiting = len(scheduler.waiting)
         stats.pages_used = scheduler.pages.pages.used
         stats.steps_in_flight = self.pipeline.in_flight
-        stats.oldest_wait = now - scheduler.waiting[0].arrival if scheduler.waiting else 0.0
+        times = self.runtime.device_times()
+        stats.gpu_busy_seconds, stats.gpu_idle_seconds, stats.gpu_timed_steps = times.busy, times.idle, times.steps
+        stats.oldest_wait = self.stages.clock() - scheduler.waiting[0].arrival if scheduler.waiting else 0.0
 
     def _close(self, code: ErrorCode, message: str) -> None:
         """Ends everything that is open; the device is not touched again."""
@@ -170,6 +176,7 @@ class Engine:
         for _ in range(FAREWELL_TRIES):
             if not self.mailbox.backlog:
                 return
+            self.mailbox.drain()
             self.mailbox.wait(RETRY_SECONDS)
             self._send()
         logger.error("exiting with output that a frontend did not read")

@@ -51,7 +51,7 @@ class ZmqMailbox:
 
     def reply(self, client: bytes, event: AnyEvent) -> None:
         try:
-            sent = self._send(client, event)
+            sent = self._send(client, encode(event))
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
@@ -73,23 +73,33 @@ class ZmqMailbox:
 
     def flush(self, step_id: int) -> list[bytes]:
         gone: list[bytes] = []
-        for client in list(self._outboxes):
+        for client, box in list(self._outboxes.items()):
             try:
-                sent = self._send(client, self._outboxes[client].message(step_id))
+                self._empty(client, box, step_id)
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
                 gone.append(client)
-                sent = True
-            if sent:
+                del self._outboxes[client]
+                continue
+            if box.stuck is None:
                 del self._outboxes[client]
         self._kept = bool(self._outboxes)
         return gone
 
-    def _send(self, client: bytes, event: AnyEvent) -> bool:
+    def _empty(self, client: bytes, box: Outbox, step_id: int) -> None:
+        """Sends what was stuck, then the rest. Raises ZMQError with EHOSTUNREACH if the frontend is gone."""
+        if box.stuck is not None and self._send(client, box.stuck):
+            box.stuck = None
+        if box.stuck is None and box.fresh:
+            data = box.encode(step_id)
+            if not self._send(client, data):
+                box.stuck = data
+
+    def _send(self, client: bytes, data: bytes) -> bool:
         """False if the frontend's queue is full. Raises ZMQError with EHOSTUNREACH if it is gone."""
         try:
-            self.router.send_multipart((client, encode(event)), zmq.NOBLOCK)
+            self.router.send_multipart((client, data), zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

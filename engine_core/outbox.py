@@ -1,35 +1,37 @@
 """What the engine still has to tell one frontend."""
 
-from protocol.codec import step_output
-from protocol.events import Failure, Finished, StepOutput
+from protocol.codec import encode, step_output
+from protocol.events import Failure, Finished
 
 
 class Outbox:
     """Tokens and terminal events in columns, until they can be sent.
 
     A frontend that does not read gets its steps merged into one message later: a further token of a request is one
-    more run in the columns, so what is kept is bounded by the lengths of the requests. Nothing is ever dropped.
+    more run in the columns, so what is kept is bounded by the lengths of the requests. Nothing is ever dropped. A
+    message that could not go is kept encoded, and what comes after it waits: a try costs nothing but the try.
     """
 
-    __slots__ = ("failures", "finished", "request_ids", "tokens")
+    __slots__ = ("failures", "finished", "request_ids", "stuck", "tokens")
 
     def __init__(self) -> None:
         self.request_ids: list[int] = []
         self.tokens: list[int] = []
         self.finished: list[Finished] = []
         self.failures: list[Failure] = []
+        self.stuck: bytes | None = None
+        """The message that could not be sent, encoded."""
 
-    def __bool__(self) -> bool:
+    @property
+    def fresh(self) -> bool:
+        """Whether there is something beside the stuck message."""
         return bool(self.request_ids or self.finished or self.failures)
 
-    def message(self, step_id: int) -> StepOutput:
-        output = step_output(step_id, self.request_ids, [1] * len(self.request_ids), self.tokens)
+    def encode(self, step_id: int) -> bytes:
+        """Everything that is not stuck as one message; empties the columns."""
+        output = step_output(step_id, self.request_ids, self.tokens)
         output.finished.extend(self.finished)
         output.failures.extend(self.failures)
-        return output
-
-    def clear(self) -> None:
-        self.request_ids.clear()
-        self.tokens.clear()
-        self.finished.clear()
-        self.failures.clear()
+        for column in (self.request_ids, self.tokens, self.finished, self.failures):
+            column.clear()
+        return encode(output)

@@ -77,11 +77,12 @@ def unpack_floats(data: bytes) -> list[float]:
 def step_output(
     step_id: int,
     request_ids: Sequence[int],
-    counts: Sequence[int],
     tokens: Sequence[int],
+    counts: Sequence[int] | None = None,
 ) -> StepOutput:
-    """A StepOutput of these columns and no terminal events."""
-    return StepOutput(step_id, _pack("Q", request_ids), _pack("H", counts), _pack("i", tokens))
+    """A StepOutput of these columns and no terminal events. Without counts each request has one token."""
+    packed_counts = b"\x01\x00" * len(request_ids) if counts is None else _pack("H", counts)
+    return StepOutput(step_id, _pack("Q", request_ids), packed_counts, _pack("i", tokens))
 
 
 def runs(output: StepOutput) -> Iterator[tuple[int, list[int]]]:

@@ -12,6 +12,7 @@ from msgspec import Struct, structs
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Switch = Literal["on", "off"]
+LoadFormat = Literal["auto", "dummy"]
 
 
 class EngineOptions(Struct, frozen=True):
@@ -30,6 +31,8 @@ class EngineOptions(Struct, frozen=True):
     kv_tokens: int | None = None
     max_waiting: int = 1024
     threads: int | None = None
+    load_format: LoadFormat = "auto"
+    graph_rows: str | None = None
 
 
 _HELP: dict[str, str] = {
@@ -39,20 +42,24 @@ _HELP: dict[str, str] = {
     "dtype": "of weights and KV; auto is float32 on a CPU and the checkpoint's own on cuda",
     "pipeline": "two steps in flight (on) or one (off); default: on for cuda, off for cpu, where a forward blocks",
     "max_rows": "sequences decoded at once; default: 256 on cuda, 32 on cpu",
-    "max_len": "positions of one sequence, prompt and output; default: what the model and the KV pool allow",
-    "max_step_tokens": "positions computed in one step; default: 8192 on cuda, 512 on cpu",
+    "max_len": "positions of one sequence, prompt and output; default: what the model allows",
+    "max_step_tokens": "positions computed in one step; default: 2048 on cuda, 128 on cpu",
     "prefill_chunk": "most prompt positions of one sequence in one step; default: --max-step-tokens",
     "page_size": "positions of one KV page, a power of two",
     "kv_tokens": "positions in the KV pool; default: from the free memory",
     "max_waiting": "requests that may queue in the engine before it refuses with 503",
     "threads": "torch threads on a cpu; default: cores - 1",
+    "load_format": "auto reads the folder's safetensors; dummy takes random weights of the shape of its config.json",
+    "graph_rows": "cuda: decode steps of up to so many rows are replayed from CUDA graphs, a list like 1,2,4,8; "
+    "'off' for none; default: up to 256",
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "pipeline": ("on", "off"),
+    "load_format": ("auto", "dummy"),
 }
-_TEXT = {"model", "served_model_name"}
+_TEXT = {"model", "served_model_name", "graph_rows"}
 
 
 def _flag(name: str) -> str:

@@ -136,9 +136,14 @@ class EngineStats(Struct, array_like=True):
     requests_finished: dict[str, int] = field(default_factory=dict)
     requests_failed: dict[str, int] = field(default_factory=dict)
     stage_seconds: dict[str, float] = field(default_factory=dict)
-    """CPU time of the loop by stage: drain, plan, launch, sample, collect, commit, send."""
+    """Time of the loop by stage: drain, plan, launch, sample, collect (the wait for the device), commit, send."""
     queue_time: Histogram = field(default_factory=lambda: Histogram([], [0]))
     step_rows: Histogram = field(default_factory=lambda: Histogram([], [0]))
+    gpu_busy_seconds: float = 0.0
+    """Of the steps that were timed on the device: from their first work to their last, and"""
+    gpu_idle_seconds: float = 0.0
+    """from there to the next step's first."""
+    gpu_timed_steps: int = 0
 
 
 class Beat(Event, frozen=True, array_like=True, tag=3):

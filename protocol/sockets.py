@@ -4,6 +4,7 @@
 encrypted and authenticate the engine with CURVE; plain tcp has to be asked for by name.
 """
 
+import errno
 import logging
 import os
 import socket
@@ -68,10 +69,18 @@ def load_curve(directory: Path) -> Curve:
 
 
 def make_curve(directory: Path) -> tuple[Path, Path]:
-    """Writes a new key pair, the secret file readable by its owner alone; returns (public, secret) paths."""
+    """Writes a new key pair, readable by its owner alone; returns (public, secret) paths.
+
+    Raises FileExistsError rather than replace a secret that running engines use.
+    """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    public, secret = zmq.auth.create_certificates(directory, "engine")
-    os.chmod(secret, 0o600)
+    if (directory / "engine.key_secret").exists():
+        raise FileExistsError(errno.EEXIST, "it holds keys already; remove them first", str(directory))
+    mask = os.umask(0o077)
+    try:
+        public, secret = zmq.auth.create_certificates(directory, "engine")
+    finally:
+        os.umask(mask)
     return Path(public), Path(secret)
 
 
@@ -105,6 +114,8 @@ def prepare_endpoint(endpoint: str) -> None:
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
             return
+        except OSError as error:
+            raise ValueError(f"{path} of endpoint {endpoint} cannot be probed: {error}") from error
     raise ValueError(f"another process already listens on {endpoint}")
 
 

@@ -53,6 +53,8 @@ class Scheduler:
         self._open: dict[tuple[bytes, int], Sequence] = {}
         self._held: dict[int, Sequence] = {}
         """Every sequence whose leases are open, zombies too."""
+        self._unsettled: set[int] = set()
+        """Running sequences that are not plain."""
 
     @property
     def open(self) -> int:
@@ -75,10 +77,11 @@ class Scheduler:
                 f"{seq.prompt_len} prompt tokens and max_tokens {seq.params.max_tokens} need {needed} KV pages of "
                 f"{self.pages.page_size} tokens, the pool has {total}; lower max_tokens or raise --kv-tokens",
             )
-        if len(self.waiting) >= self.limits.max_waiting:
+        if len(self.waiting) >= self.limits.max_waiting + self.rows.free:
             raise RequestError(
                 ErrorCode.OVERLOADED,
-                f"{len(self.waiting)} requests are waiting already, as many as --max-waiting allows; retry later",
+                f"{len(self.waiting)} requests are waiting already, beside {self.rows.free} free rows "
+                f"--max-waiting allows {self.limits.max_waiting}; retry later",
             )
         self._open[seq.client, seq.request_id] = seq
         self.waiting.append(seq)
@@ -89,6 +92,7 @@ class Scheduler:
         while self.waiting and admit(self.waiting[0], (self.rows, self.pages)):
             seq = self.waiting.popleft()
             self.running[seq.id] = self._held[seq.id] = seq
+            self._unsettled.add(seq.id)
             moved.append(seq)
         return moved
 
@@ -98,6 +102,8 @@ class Scheduler:
         Length caps are foreseen: samples in flight count. An end of sequence cannot be, hence zombies.
         Written out for speed, as is `commit`: both run for every row of every step.
         """
+        if not self._unsettled and len(self.running) <= self.limits.max_step_tokens:
+            return self._plan_steady(step_id)
         candidates = [seq for seq in self.running.values() if len(seq.tokens) + seq.unseen < seq.total_len]
         pending = [len(seq.tokens) + seq.unseen - seq.launched for seq in candidates]
         takes = choose_rows(pending, self.limits.max_step_tokens, self.limits.prefill_chunk)
@@ -110,14 +116,31 @@ class Scheduler:
         )
         if not rows:
             return None
-        if all(seq.plain for seq in candidates):
-            return StepPlan(step_id, rows, (), sum(takes), needs_mask=False, plain=True)
         admitted = tuple([_admission(self.running[row.seq_id]) for row in rows if row.start == 0])
         return StepPlan.of(step_id, rows, admitted)
+
+    def _plan_steady(self, step_id: int) -> StepPlan | None:
+        """The same where the policy has nothing to choose: every sequence is plain, so each has one position pending,
+        at `launched`, and the budget serves all."""
+        rows = tuple(
+            [
+                Row(seq.id, seq.row, seq.launched, 1, True)
+                for seq in self.running.values()
+                if seq.launched + 1 < seq.total_len
+            ]
+        )
+        return StepPlan(step_id, rows, (), len(rows), needs_mask=False, plain=True) if rows else None
 
     def on_launch(self, plan: StepPlan) -> None:
         """Counts a plan that is now on the device."""
         held = self._held
+        if plan.plain:
+            for row in plan.rows:
+                seq = held[row.seq_id]
+                seq.launched += 1
+                seq.inflight += 1
+                seq.unseen += 1
+            return
         for row in plan.rows:
             seq = held[row.seq_id]
             seq.launched = row.start + row.length
@@ -126,11 +149,15 @@ class Scheduler:
                 seq.unseen += 1
             if not seq.plain:
                 seq.on_launch(len(row.new_pages))
+                if seq.plain:
+                    self._unsettled.discard(seq.id)
 
     def commit(self, plan: StepPlan, tokens: list[int]) -> Committed:
         """Takes the results of the oldest step: appends tokens, ends sequences, buries zombies."""
         committed = Committed({}, 0, 0)
         deltas, held = committed.deltas, self._held
+        delta = Delta([], [])
+        client, append_id, append_token = None, delta.request_ids.append, delta.tokens.append
         for row, token in zip(plan.rows, tokens, strict=True):
             seq = held[row.seq_id]
             seq.inflight -= 1
@@ -141,15 +168,17 @@ class Scheduler:
                 if seq.inflight == 0:
                     self._bury(seq)
             elif row.samples:
-                seq.tokens.append(token)
-                delta = deltas.get(seq.client)
-                if delta is None:
-                    delta = deltas[seq.client] = Delta([], [])
-                delta.request_ids.append(seq.request_id)
-                delta.tokens.append(token)
+                known = seq.tokens
+                known.append(token)
+                if seq.client is not client:
+                    client = seq.client
+                    delta = deltas.setdefault(client, Delta([], []))
+                    append_id, append_token = delta.request_ids.append, delta.tokens.append
+                append_id(seq.request_id)
+                append_token(token)
                 if seq.constraint is not None:
                     seq.constraint.accept(token)
-                if token in seq.end_ids or len(seq.tokens) >= seq.total_len:
+                if token in seq.end_ids or len(known) >= seq.total_len:
                     outcome = end_of(seq)
                     if outcome is not None:
                         self.end(seq, outcome)
@@ -198,6 +227,7 @@ class Scheduler:
         seq.outcome = outcome
         del self._open[seq.client, seq.request_id]
         self.ended.append(seq)
+        self._unsettled.discard(seq.id)
         if self.running.pop(seq.id, None) is None:
             self.waiting.remove(seq)
         elif seq.inflight == 0:

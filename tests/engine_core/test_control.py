@@ -193,11 +193,12 @@ def test_more_than_the_pool_can_ever_hold() -> None:
 
 def test_a_full_queue() -> None:
     control = greeted(max_waiting=2)
-    answers = [control.apply(b"a", submit(request_id=number)) for number in range(3)]
-    assert answers[:2] == [None, None]
-    assert isinstance(answers[2], Failure)
-    assert (answers[2].request_id, answers[2].code) == (2, ErrorCode.OVERLOADED)
-    assert "2 requests are waiting" in answers[2].message
+    room = 2 + control.scheduler.rows.free
+    answers = [control.apply(b"a", submit(request_id=number)) for number in range(room + 1)]
+    assert answers[:room] == [None] * room, "free rows are places too: they are taken in the same tick"
+    assert isinstance(answers[room], Failure)
+    assert (answers[room].request_id, answers[room].code) == (room, ErrorCode.OVERLOADED)
+    assert f"{room} requests are waiting" in answers[room].message
 
 
 @pytest.mark.parametrize("request_id", [-1, -(2**63)])

@@ -4,108 +4,15 @@ from typing import Any
 
 import pytest
 
-from engine_core.contracts import Masks
-from engine_core.engine import FAREWELL_TRIES, Engine
+from engine_core.engine import FAREWELL_TRIES
 from engine_core.errors import FatalError, RowError
-from engine_core.kv_cache.pages import PageAllocator
-from engine_core.pipeline import PipelineState
-from engine_core.plan import StepPlan
-from engine_core.scheduler.admission import PageGate, RowGate
-from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
-from engine_core.stats import StageClock, new_stats
-from protocol.codec import pack_ids
 from protocol.commands import Abort, Goodbye, Hello, Submit
 from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Failure, Finished, Limits, ModelFacts, Ready
+from protocol.events import Failure, Finished, Ready
 from protocol.params import SamplingParams
 from protocol.version import PROTOCOL_VERSION
-from tests.fakes.clock import FakeClock
-from tests.fakes.mailbox import FakeMailbox
-from tests.fakes.model import END, VOCAB, reference
-from tests.fakes.runtime import FakeRuntime
-from tests.sim.world import ConstrainingControl
-
-EPOCH, CLIENT = 7, b"client"
-
-
-class RecordingRuntime(FakeRuntime):
-    """Writes down every call as "launch 3", by the step's number; raises where it is told to."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.calls: list[str] = []
-        self.steps: dict[int, int] = {}
-        self.faults: dict[str, Exception] = {}
-
-    def _note(self, move: str, slot: int) -> None:
-        self.calls.append(f"{move} {self.steps[slot]}")
-        fault = self.faults.pop(self.calls[-1], None)
-        if fault is not None:
-            raise fault
-
-    def launch(self, slot: int, plan: StepPlan) -> None:
-        self.steps[slot] = plan.step_id
-        self._note("launch", slot)
-        super().launch(slot, plan)
-
-    def sample(self, slot: int, masks: Masks | None) -> None:
-        self._note("sample", slot)
-        super().sample(slot, masks)
-
-    def collect(self, slot: int) -> list[int]:
-        self._note("collect", slot)
-        return super().collect(slot)
-
-
-class Bench:
-    """One engine over fakes, and a frontend that has said Hello."""
-
-    def __init__(self, depth: int, rows: int = 4, pages: int = 100) -> None:
-        self.runtime = RecordingRuntime(rows, pages, 4)
-        self.pages = PageAllocator(pages)
-        self.scheduler = Scheduler(RowGate(rows), PageGate(self.pages, 4), SchedulerLimits(64, 64, 50))
-        self.mailbox, self.clock, self.stats = FakeMailbox(), FakeClock(), new_stats()
-        facts = ModelFacts("fake", VOCAB, 64, [END], "", "cpu", "float32", 0)
-        self.control = ConstrainingControl(
-            self.scheduler, EPOCH, facts, Limits(rows, 0, 4, 64, 50), self.stats, self.clock
-        )
-        self.engine = Engine(
-            self.scheduler,
-            PipelineState(depth),
-            self.runtime,
-            self.mailbox,
-            self.control,
-            self.stats,
-            StageClock(self.stats.stage_seconds, self.clock),
-        )
-        self.say(Hello(PROTOCOL_VERSION, EPOCH, "test"))
-
-    def say(self, *commands: Any, client: bytes = CLIENT) -> None:
-        self.mailbox.inbox.extend((client, command) for command in commands)
-
-    def submit(self, request_id: int, max_tokens: int, constrained: bool = False, client: bytes = CLIENT) -> None:
-        if constrained:
-            self.control.constrained |= {(client, request_id)}
-        params = SamplingParams(max_tokens, ignore_eos=True)
-        self.say(Submit(request_id, pack_ids([3, 4, 5]), params), client=client)
-
-    def tick_calls(self) -> list[str]:
-        before = len(self.runtime.calls)
-        self.engine.tick()
-        return self.runtime.calls[before:]
-
-    def finish(self) -> None:
-        for _ in range(200):
-            if not self.engine.tick() and not self.scheduler.open:
-                return
-        raise AssertionError(f"never idle: {self.engine.pipeline} {list(self.scheduler.held)}")
-
-    def outcome(self, request_id: int, client: bytes = CLIENT) -> Finished | Failure:
-        (outcome,) = self.mailbox.outcomes[client, request_id]
-        return outcome
-
-    def at_rest(self) -> bool:
-        return not self.scheduler.open and not list(self.scheduler.held) and self.pages.used == 0
+from tests.fakes.bench import CLIENT, EPOCH, Bench
+from tests.fakes.model import reference
 
 
 class TestOrder:
@@ -267,7 +174,10 @@ class TestFrontends:
     def test_commands_are_answered(self) -> None:
         bench = Bench(2)
         bench.say(Submit(5, b"", SamplingParams(1)))
+        flushes: list[int] = []
+        bench.mailbox.on_flush = lambda: flushes.append(len(bench.mailbox.outcomes))
         bench.engine.tick()
+        assert flushes == [1], "a refusal does not wait for somebody's next token"
         assert [type(event) for _, event in bench.mailbox.replies] == [Ready]
         assert isinstance(bench.outcome(5), Failure)
 

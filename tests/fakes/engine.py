@@ -184,8 +184,8 @@ class FakeEngine:
             output = step_output(
                 self.stats.steps_committed,
                 [row.request_id for row in rows],
-                [len(run) for run in runs],
                 [token for run in runs for token in run],
+                [len(run) for run in runs],
             )
             for row, run in zip(rows, runs, strict=True):
                 self._advance(row, len(run), output)

@@ -2,7 +2,7 @@
 
 from array import array
 
-from engine_core.contracts import Masks
+from engine_core.contracts import DeviceTimes, Masks
 from engine_core.kv_cache.pages import PADDING_PAGE
 from engine_core.plan import Admission, Row, StepPlan
 from engine_core.scheduler.admission import PADDING_ROW
@@ -49,6 +49,9 @@ class FakeRuntime:
 
     def synchronize(self) -> None:
         return None
+
+    def device_times(self) -> DeviceTimes:
+        return DeviceTimes()
 
     def _place(self, row: Row, position: int) -> int:
         page = self.page_table[row.row][position // self.page_size]

@@ -23,6 +23,7 @@ from engine_core.runtime.runtime import TorchRuntime
 from engine_core.runtime.slots import StepSlot
 from engine_core.runtime.staging import capacity
 from engine_core.runtime.tables import DeviceTables
+from engine_core.runtime.token_sampler import TorchSampler
 from engine_core.scheduler.admission import PageGate, RowGate
 from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
 from engine_core.stats import StageClock, new_stats
@@ -211,8 +212,9 @@ def build_runtime(model: LlamaModel, shape: Shape) -> RecordingTorchRuntime:
     )
     tables = DeviceTables.allocate(shape.max_rows, MAX_LEN, -(-MAX_LEN // shape.page_size), device.kind)
     words = capacity(shape.max_rows, shape.step_tokens, pages)
-    slots = [StepSlot.allocate(device, words, shape.max_rows, VOCAB) for _ in range(shape.depth)]
-    runtime = RecordingTorchRuntime(device, model, TorchAttention(), kv, tables, slots, shape.page_size)
+    attention = TorchAttention()
+    slots = [StepSlot.allocate(device, words, shape.max_rows, VOCAB, attention) for _ in range(shape.depth)]
+    runtime = RecordingTorchRuntime(device, model, kv, tables, TorchSampler(tables), slots, shape.page_size)
     runtime.record()
     return runtime
 

@@ -5,12 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from tests.protocol.keeping import KeepingContext
-
-settings.register_profile("wire", deadline=None, print_blob=True, max_examples=60)
-settings.load_profile("wire")
 
 
 @pytest.fixture

@@ -67,8 +67,8 @@ def test_runs_come_back_as_they_went_in(expected: list[tuple[int, list[int]]], s
     output = step_output(
         step_id,
         [request_id for request_id, _ in expected],
-        [len(tokens) for _, tokens in expected],
         [token for _, tokens in expected for token in tokens],
+        [len(tokens) for _, tokens in expected],
     )
     received = decode_event(encode(output))
     assert isinstance(received, StepOutput)
@@ -79,9 +79,9 @@ def test_runs_come_back_as_they_went_in(expected: list[tuple[int, list[int]]], s
 
 def test_the_longest_run() -> None:
     tokens = list(range(65_535))
-    assert list(runs(step_output(1, [7], [65_535], tokens))) == [(7, tokens)]
+    assert list(runs(step_output(1, [7], tokens, [65_535]))) == [(7, tokens)]
     with pytest.raises(OverflowError):
-        step_output(1, [7], [65_536], [])
+        step_output(1, [7], [], [65_536])
 
 
 DISAGREEING = [

@@ -13,10 +13,11 @@ from protocol.transport_options import add_transport_arguments, transport, trans
 
 INTS = st.integers(-(2**40), 2**40)
 MAYBE = st.none() | INTS
+NAMES = st.none() | st.text(min_size=1, max_size=12).filter(lambda name: name != "--")
 OPTIONS = st.builds(
     EngineOptions,
-    model=st.none() | st.text(min_size=1, max_size=12),
-    served_model_name=st.none() | st.text(min_size=1, max_size=12),
+    model=NAMES,
+    served_model_name=NAMES,
     device=st.sampled_from(["auto", "cpu", "cuda"]),
     dtype=st.sampled_from(["auto", "bfloat16", "float16", "float32"]),
     pipeline=st.sampled_from([None, "on", "off"]),

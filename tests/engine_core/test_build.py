@@ -1,0 +1,108 @@
+"""From a model folder to an engine that answers."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_core.build import build_engine
+from engine_core.engine import Engine
+from engine_core.errors import ConfigError
+from engine_core.heartbeat import Status
+from engine_core.stats import new_stats
+from protocol.codec import pack_ids
+from protocol.commands import Hello, Submit
+from protocol.engine_options import EngineOptions
+from protocol.errors import FinishReason
+from protocol.events import Finished, Phase, Ready
+from protocol.params import SamplingParams
+from protocol.version import PROTOCOL_VERSION
+from tests.fakes.mailbox import FakeMailbox
+from tests.fakes.model_folder import write_config, write_model
+from tests.fakes.tiny_llama import CONFIG, Compared, random_model
+
+EPOCH, CLIENT = 5, b"c"
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path)
+    return tmp_path
+
+
+def build(folder: Path, **options: Any) -> tuple[Engine, FakeMailbox, Status]:
+    mailbox, status = FakeMailbox(), Status(EPOCH, new_stats())
+    defaults: dict[str, Any] = {"device": "cpu", "max_rows": 4, "threads": 1}
+    return build_engine(EngineOptions(model=str(folder), **defaults | options), mailbox, status), mailbox, status
+
+
+@pytest.mark.parametrize("pipeline", ["on", "off"])
+def test_a_built_engine_answers(folder: Path, pipeline: Any) -> None:
+    engine, mailbox, status = build(folder, pipeline=pipeline)
+    assert engine.pipeline.depth == (2 if pipeline == "on" else 1)
+    assert status.phase is Phase.WARMING
+    prompt, params = [5, 6, 7], SamplingParams(6, temperature=0.0)
+    mailbox.inbox += [(CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "x")), (CLIENT, Submit(1, pack_ids(prompt), params))]
+    while not mailbox.outcomes:
+        engine.tick()
+    (outcome,) = mailbox.outcomes[CLIENT, 1]
+    assert isinstance(outcome, Finished)
+    assert outcome.reason in (FinishReason.LENGTH, FinishReason.STOP)
+    Compared().check(random_model(), prompt, mailbox.received[CLIENT, 1], params, False)
+
+
+def test_the_facts(folder: Path) -> None:
+    engine, mailbox, status = build(folder, kv_tokens=100, max_waiting=7, max_step_tokens=33, served_model_name="mine")
+    mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "x")))
+    engine.tick()
+    ((_, ready),) = mailbox.replies
+    assert isinstance(ready, Ready)
+    facts, limits = ready.model, ready.limits
+    assert (facts.name, facts.vocab_size, facts.max_len, facts.end_ids) == ("mine", CONFIG.vocab_size, 64, [1])
+    assert facts.tokenizer_fingerprint == hashlib.sha256(b"{}").hexdigest()
+    assert (facts.device, facts.dtype) == ("cpu", "float32")
+    assert (limits.max_rows, limits.kv_tokens, limits.page_size) == (4, 96, 16)
+    assert (limits.max_step_tokens, limits.max_waiting) == (33, 7)
+    assert (status.stats.rows_total, status.stats.pages_total) == (4, 6)
+
+
+def test_its_name_and_a_missing_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    engine, _, _ = build(folder)
+    assert engine.control.model.name == folder.name
+    assert engine.control.model.tokenizer_fingerprint == ""
+
+
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"device": "cuda"}, "no CUDA device"),
+    ({}, {"max_len": 65}, "positions end at 64"),
+    ({}, {"max_rows": 0}, "--max-rows"),
+    ({}, {"kv_tokens": 1, "page_size": 1}, "--kv-tokens"),
+    ({}, {"threads": -1}, "--threads"),
+    ({"architectures": ["GPT2LMHeadModel"]}, {}, "GPT2LMHeadModel is not supported"),
+    ({"hidden_size": 64}, {}, "does not fit the model"),
+    ({"eos_token_id": list(range(33))}, {}, "33 end ids, at most 32"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that must not be there")
+@pytest.mark.parametrize(("config", "options", "text"), WRONG, ids=[text for *_, text in WRONG])
+def test_what_cannot_be_built(folder: Path, config: dict[str, Any], options: dict[str, Any], text: str) -> None:
+    write_config(folder, **config)
+    with pytest.raises(ConfigError) as caught:
+        build(folder, **options)
+    assert text in str(caught.value)
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        build(tmp_path / "missing")

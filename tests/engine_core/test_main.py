@@ -1,0 +1,171 @@
+"""The engine core's process: how it lives, and with which code it ends."""
+
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from engine_core import __main__ as process
+from engine_core.errors import ConfigError
+from protocol.codec import decode_event, encode, pack_ids, runs
+from protocol.commands import Hello, Submit
+from protocol.errors import ErrorCode, ExitCode
+from protocol.events import Beat, Phase, Ready, StepOutput
+from protocol.params import SamplingParams
+from protocol.sockets import bind_router, connect_dealer, connect_heartbeat, heartbeat_endpoint
+from protocol.version import PROTOCOL_VERSION
+from tests.fakes.model_folder import write_model
+from tests.protocol.keeping import KeepingContext
+
+ROOT = Path(__file__).parents[2]
+WAIT_MS = 60_000
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="td-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    context = KeepingContext()
+    yield context
+    context.destroy(linger=0)
+
+
+def event(sock: Any) -> Any:
+    assert sock.poll(WAIT_MS), "nothing arrived"
+    return decode_event(sock.recv())
+
+
+def beat(listener: Any, wanted: Callable[[Beat], bool]) -> Beat:
+    while True:
+        found = event(listener)
+        assert isinstance(found, Beat)
+        assert found.phase is not Phase.FAILED, found.detail
+        if wanted(found):
+            return found
+
+
+def test_a_life(run_dir: Path, context: Any) -> None:
+    """Beats, greets, serves, and on SIGTERM ends what is open and exits with 0."""
+    write_model(run_dir)
+    endpoint = f"ipc://{run_dir}/wire/engine"
+    listener = connect_heartbeat(context, heartbeat_endpoint(endpoint))
+    argv = ["--endpoint", endpoint, "--model", str(run_dir), "--device", "cpu", "--max-rows", "1", "--threads", "1"]
+    child = subprocess.Popen([sys.executable, "-m", "engine_core", *argv], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        ready = beat(listener, lambda found: found.phase is Phase.READY)
+        dealer = connect_dealer(context, endpoint)
+        dealer.send(encode(Hello(PROTOCOL_VERSION, ready.engine_epoch, "test")))
+        answer = event(dealer)
+        assert isinstance(answer, Ready)
+        assert answer.engine_epoch == ready.engine_epoch
+        dealer.send(encode(Submit(1, pack_ids([5, 6, 7]), SamplingParams(4, temperature=0.0, ignore_eos=True))))
+        tokens: list[int] = []
+        finished: list[Any] = []
+        while not finished:
+            output = event(dealer)
+            assert isinstance(output, StepOutput)
+            tokens += [token for _, run in runs(output) for token in run]
+            finished = output.finished
+        assert len(tokens) == 4
+        done = beat(listener, lambda found: found.stats.requests_finished["length"] == 1 and not found.pending)
+        assert done.stats.generation_tokens == 4
+        child.send_signal(signal.SIGTERM)
+        _, log = child.communicate(timeout=60)
+        assert child.returncode == ExitCode.OK, log
+    finally:
+        child.kill()
+        child.wait()
+        if child.stderr is not None:
+            child.stderr.close()
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["engine_core", *argv])
+    return process.main()
+
+
+class TestExitCodes:
+    def test_a_model_that_is_not_there(self, run_dir: Path, monkeypatch: Any, capsys: Any) -> None:
+        code = run_main(monkeypatch, "--endpoint", f"ipc://{run_dir}/engine", "--model", str(run_dir / "none"))
+        assert code == ExitCode.CONFIG
+        assert "has no config.json" in capsys.readouterr().err
+
+    def test_an_endpoint_in_use(self, run_dir: Path, context: Any, monkeypatch: Any, capsys: Any) -> None:
+        endpoint = f"ipc://{run_dir}/engine"
+        bind_router(context, endpoint)
+        assert run_main(monkeypatch, "--endpoint", endpoint) == ExitCode.CONFIG
+        assert "already listens" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5599", "nonsense", "ipc://{dir}/file/engine"])
+    def test_an_endpoint_that_cannot_be(self, run_dir: Path, endpoint: str, monkeypatch: Any, capsys: Any) -> None:
+        """The supervisor restarts an engine that ended with FATAL, which would not help here."""
+        (run_dir / "file").write_text("")
+        code = run_main(monkeypatch, "--endpoint", endpoint.format(dir=run_dir))
+        assert code == ExitCode.CONFIG
+        assert "endpoint" in capsys.readouterr().err
+
+    def test_no_endpoint(self, monkeypatch: Any, capsys: Any) -> None:
+        with pytest.raises(SystemExit) as caught:
+            run_main(monkeypatch)
+        assert caught.value.code == 2
+        assert "--endpoint" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("error", "code"), [(RuntimeError("device lost"), ExitCode.FATAL), (ConfigError("too small"), ExitCode.CONFIG)]
+    )
+    def test_a_start_that_fails_is_told_and_closed(
+        self, run_dir: Path, context: Any, monkeypatch: Any, error: Exception, code: ExitCode
+    ) -> None:
+        endpoint = f"ipc://{run_dir}/engine"
+        listener = connect_heartbeat(context, heartbeat_endpoint(endpoint))
+
+        def fail(*_args: Any) -> None:
+            assert listener.poll(WAIT_MS), "it does not beat while it loads"
+            raise error
+
+        monkeypatch.setattr(process, "build_engine", fail)
+        assert run_main(monkeypatch, "--endpoint", endpoint) == code
+        found = event(listener)
+        while found.phase is not Phase.FAILED:
+            found = event(listener)
+        assert found.detail == str(error)
+
+
+def test_an_open_request_hears_of_the_end(run_dir: Path, context: Any) -> None:
+    """A stop while a request runs: its frontend reads SHUTTING_DOWN before the socket closes."""
+    write_model(run_dir)
+    endpoint = f"ipc://{run_dir}/wire/engine"
+    listener = connect_heartbeat(context, heartbeat_endpoint(endpoint))
+    argv = ["--endpoint", endpoint, "--model", str(run_dir), "--device", "cpu", "--max-rows", "1", "--threads", "1"]
+    child = subprocess.Popen([sys.executable, "-m", "engine_core", *argv], cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        epoch = beat(listener, lambda found: found.phase is Phase.READY).engine_epoch
+        dealer = connect_dealer(context, endpoint)
+        dealer.send(encode(Hello(PROTOCOL_VERSION, epoch, "test")))
+        assert isinstance(event(dealer), Ready)
+        for request_id in range(300):
+            dealer.send(encode(Submit(request_id, pack_ids([5]), SamplingParams(60, ignore_eos=True))))
+        assert isinstance(event(dealer), StepOutput)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(timeout=60) == ExitCode.OK
+        failures = []
+        while dealer.poll(1000, zmq.POLLIN):
+            output = decode_event(dealer.recv())
+            assert isinstance(output, StepOutput)
+            failures += output.failures
+        assert failures
+        assert {failure.code for failure in failures} == {ErrorCode.SHUTTING_DOWN}
+        assert len({failure.request_id for failure in failures}) == len(failures)
+    finally:
+        child.kill()
+        child.wait()

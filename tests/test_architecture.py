@@ -1,0 +1,191 @@
+"""What imports what, how large things may grow, and what a process may load."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("protocol", "engine_core", "frontend")
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+
+L0 = {"protocol"}
+L1 = {f"engine_core.{name}" for name in ("config", "errors", "plan", "contracts")}
+L2 = {"engine_core.pipeline", "engine_core.scheduler"} | {
+    f"engine_core.kv_cache.{name}" for name in ("pages", "radix", "eviction")
+}
+L3_NAMES = (
+    "kernels",
+    "attention",
+    "layers",
+    "models",
+    "quantization",
+    "lora",
+    "sampling",
+    "loader",
+    "kv_cache.storage",
+)
+L3 = {f"engine_core.{name}" for name in L3_NAMES}
+L4 = {"engine_core.runtime", "engine_core.constraints"}
+L5_NAMES = ("engine", "control", "mailbox", "outbox", "heartbeat", "build", "build_device", "stats", "__main__")
+L5 = {f"engine_core.{name}" for name in L5_NAMES}
+LEVELS = (L0, L1, L2, L3, L4, L5)
+
+PADDING = {"engine_core.scheduler.admission"}
+"""Where the reserved row has its name, which the runtime's warm-up uses."""
+WIRE = {"msgspec", "zmq"}
+GPU = {"msgspec", "torch", "numpy", "triton", "flashinfer", "safetensors", "huggingface_hub"}
+MAY_LOAD = [WIRE, {"msgspec"}, {"msgspec"}, GPU, GPU | {"llguidance"}, GPU | {"zmq", "llguidance", "prometheus_client"}]
+MAY_IMPORT = [L0, L0 | L1, L0 | L1 | L2, L0 | L1 | L3, L0 | L1 | L3 | L4 | PADDING, set().union(*LEVELS)]
+FRONTEND_LOADS = {
+    "fastapi", "starlette", "uvicorn", "tokenizers", "llguidance", "jinja2", "prometheus_client", "pydantic",
+    "msgspec", "zmq", "numpy", "anyio",
+}  # fmt: skip
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def within(name: str, places: set[str]) -> bool:
+    return any(name == place or name.startswith(place + ".") for place in places)
+
+
+def level_of(module: str) -> int:
+    levels = [number for number, places in enumerate(LEVELS) if within(module, places)]
+    assert len(levels) == 1, f"{module} belongs to no one level: {levels}; say in this table where it stands"
+    return levels[0]
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of what a file imports, wherever in the file; names of modules where they are ours."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide where they go"
+            source = node.module or ""
+            ours = {f"{source}.{alias.name}" for alias in node.names} & MODULES.keys()
+            names |= ours or {source}
+    return names - {"__future__"}
+
+
+def problems(module: str, ours: set[str], others: set[str]) -> list[str]:
+    found = []
+    for name in sorted(imported(MODULES[module])):
+        top = name.partition(".")[0]
+        if top in PACKAGES:
+            if not within(name, ours):
+                found.append(f"{module} imports {name}")
+        elif top not in sys.stdlib_module_names and top not in others:
+            found.append(f"{module} imports {name}")
+    return found
+
+
+SHELLS = {"engine_core", "engine_core.kv_cache"}
+"""Packages that span levels: their __init__ is empty."""
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith("frontend") and name not in SHELLS])
+def test_a_module_imports_only_from_lower_levels(module: str) -> None:
+    level = level_of(module)
+    assert problems(module, MAY_IMPORT[level], MAY_LOAD[level]) == []
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("frontend")])
+def test_frontends_never_import_the_engine_or_torch(module: str) -> None:
+    assert problems(module, {"protocol", "frontend"}, FRONTEND_LOADS) == []
+
+
+def test_packages_of_the_engine_re_export_nothing() -> None:
+    for path in (ROOT / "engine_core").rglob("__init__.py"):
+        assert path.read_text() == "", path
+
+
+def test_product_code_never_imports_tests_or_benchmarks() -> None:
+    for module, path in MODULES.items():
+        assert not [name for name in imported(path) if within(name, {"tests", "benchmarks"})], module
+
+
+def functions(path: Path) -> list[tuple[str, int]]:
+    """Names and lengths; Triton kernels are exempt."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            kernel = any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
+            if not kernel:
+                found.append((f"{path.name}:{node.lineno} {node.name}", (node.end_lineno or 0) - node.lineno + 1))
+    return found
+
+
+SOURCES = [
+    path
+    for folder in (*PACKAGES, "tests", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "__pycache__" not in path.parts
+]
+
+
+def test_files_stay_small() -> None:
+    sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {name: size for name, size in sizes.items() if size > MAX_FILE_LINES} == {}
+
+
+def test_functions_stay_small() -> None:
+    sizes = [entry for path in SOURCES for entry in functions(path)]
+    assert [entry for entry in sizes if entry[1] > MAX_FUNCTION_LINES] == []
+
+
+def test_nothing_is_called_utils() -> None:
+    vague = {"utils", "util", "helpers", "common_utils", "misc"}
+    assert [name for name in MODULES if name.rpartition(".")[2] in vague] == []
+
+
+def run(code: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["frontend.app", "frontend.cli", "protocol.sockets"])
+def test_a_frontend_process_loads_no_engine(module: str) -> None:
+    heavy = "{'torch', 'transformers', 'engine_core', 'triton', 'safetensors'}"
+    assert run(f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))") == "[]"
+
+
+BLOCKED = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "numpy", "zmq"}:
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Block())
+"""
+
+
+def test_pure_modules_load_without_torch_numpy_and_zmq() -> None:
+    pure = [name for name in MODULES if within(name, L1 | L2) and name not in SHELLS]
+    assert len(pure) > 8
+    run(BLOCKED + "import importlib\n" + "\n".join(f"importlib.import_module({name!r})" for name in pure))
+
+
+def test_the_only_marker_is_gpu(pytestconfig: pytest.Config) -> None:
+    own = [line for line in pytestconfig.getini("markers") if line.startswith("gpu:")]
+    assert len(own) == 1
+    text = (ROOT / "pyproject.toml").read_text()
+    assert text.count("markers = [") == 1
+    assert text.split("markers = [")[1].split("]")[0].count('"') == 2
