@@ -32,8 +32,8 @@ class ForwardBatch:
     """[T] int64, position of each token in its sequence."""
     kv_index: Tensor
     """[T] int64, flat place of each token's key and value in the pool: page * page_size + offset."""
-    sample_index: Tensor
-    """[S] int64, which of the T tokens are sampled from."""
+    sample_index: Tensor | None
+    """[S] int64, which of the T tokens are sampled from; None: all of them."""
     backend: "AttentionBackend"
     plan: Any
     """What `backend.plan` returned for this step; opaque to everybody else."""

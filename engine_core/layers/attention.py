@@ -4,44 +4,82 @@ import torch
 from torch import Tensor
 
 from engine_core.attention.base import ForwardBatch
-from engine_core.kernels.reference import rope_and_kv_write
-from engine_core.layers.linear import Linear, LinearMethod
+from engine_core.kernels.kernel_set import KernelSet
+from engine_core.layers.linear import Linear
+from engine_core.layers.norm import RMSNorm
+from engine_core.layers.placement import Placement
 from engine_core.loader.slots import WeightSlot
 from engine_core.models.config import ModelConfig
 
 
 class Attention:
-    """Fused query, key and value projection, rotary embedding, paged attention, output projection."""
+    """Fused query, key and value projection, rotary embedding, paged attention, output projection.
 
-    def __init__(self, qkv: Linear, output: Linear, heads: int, kv_heads: int, head_dim: int) -> None:
+    Some models (Qwen 3) have root mean square norms over each query and key head, before the rotation.
+    """
+
+    def __init__(
+        self,
+        qkv: Linear,
+        output: Linear,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        kernels: KernelSet,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> None:
+        """q_norm, k_norm: weights of those norms, [head_dim], both or neither; eps: theirs."""
         self.qkv = qkv
         self.output = output
         self.heads = heads
         self.kv_heads = kv_heads
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
+        self.kernels = kernels
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.eps = eps
 
     @classmethod
-    def build(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, method: LinearMethod) -> "Attention":
+    def build(cls, config: ModelConfig, place: Placement) -> "Attention":
         """Unfilled."""
         heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
         width, bias = (heads + 2 * kv_heads) * head_dim, config.attention_bias
-        qkv = Linear.build(width, config.hidden_size, bias, device, dtype, method)
-        output = Linear.build(config.hidden_size, heads * head_dim, bias, device, dtype, method)
-        return cls(qkv, output, heads, kv_heads, head_dim)
+        qkv = Linear.build(width, config.hidden_size, bias, place)
+        output = Linear.build(config.hidden_size, heads * head_dim, bias, place)
+        q_norm = k_norm = None
+        if config.qk_norm:
+            q_norm, k_norm = torch.empty(2, head_dim, device=place.device, dtype=place.dtype)
+        return cls(qkv, output, heads, kv_heads, head_dim, place.kernels, q_norm, k_norm, config.rms_norm_eps)
 
     def __call__(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], batch: ForwardBatch, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """x: [T, hidden]; rotary: of the batch's positions; keys, values: the layer's pool, written at
-        `batch.kv_index`. Returns [T, hidden]."""
-        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        query = rope_and_kv_write(qkv, *rotary, batch.kv_index, keys, values)
+        self,
+        update: Tensor,
+        residual: Tensor | None,
+        norm: RMSNorm,
+        rotary: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+        keys: Tensor,
+        values: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """update, residual: [T, hidden], as in `Linear.normed`; rotary: of the batch's positions; keys, values: the
+        layer's pool, written at `batch.kv_index`. Returns the next update and the stream, [T, hidden]."""
+        projected, residual = self.qkv.normed(update, residual, norm)
+        qkv = projected.view(update.shape[0], -1, self.head_dim)
+        query = self.kernels.rope_and_kv_write(
+            qkv, *rotary, batch.kv_index, keys, values, self.q_norm, self.k_norm, self.eps
+        )
         attended = batch.backend.run(batch.plan, query, keys, values, self.scale)
-        return self.output(attended.view(x.shape[0], -1))
+        return self.output(attended.view(update.shape[0], -1)), residual
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
-        """Where checkpoint tensors go, under the names of Hugging Face's Llama."""
+        """Where checkpoint tensors go, under the names of Hugging Face's Llama and Qwen 3."""
         kv_width = self.kv_heads * self.head_dim
         parts = {"q_proj": self.heads * self.head_dim, "k_proj": kv_width, "v_proj": kv_width}
-        return self.qkv.slots(prefix, "qkv_proj", parts) | self.output.slots(prefix, "o_proj")
+        slots = self.qkv.slots(prefix, "qkv_proj", parts) | self.output.slots(prefix, "o_proj")
+        for name, weight in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if weight is not None:
+                slots[f"{prefix}{name}.weight"] = WeightSlot(weight, 0, self.head_dim)
+        return slots

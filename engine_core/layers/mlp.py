@@ -1,10 +1,10 @@
 """Gated feed-forward network of one layer."""
 
-import torch
 from torch import Tensor
 
-from engine_core.kernels.reference import silu_mul
-from engine_core.layers.linear import Linear, LinearMethod
+from engine_core.layers.linear import Linear
+from engine_core.layers.norm import RMSNorm
+from engine_core.layers.placement import Placement
 from engine_core.loader.slots import WeightSlot
 from engine_core.models.config import ModelConfig
 
@@ -18,15 +18,16 @@ class GatedMLP:
         self.width = width
 
     @classmethod
-    def build(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, method: LinearMethod) -> "GatedMLP":
+    def build(cls, config: ModelConfig, place: Placement) -> "GatedMLP":
         """Unfilled."""
         width, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
-        gate_up = Linear.build(2 * width, hidden, bias, device, dtype, method)
-        return cls(gate_up, Linear.build(hidden, width, bias, device, dtype, method), width)
+        gate_up = Linear.build(2 * width, hidden, bias, place)
+        return cls(gate_up, Linear.build(hidden, width, bias, place), width)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, hidden]. Returns [T, hidden]."""
-        return self.down(silu_mul(self.gate_up(x)))
+    def __call__(self, update: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """update, residual: [T, hidden], as in `Linear.normed`. Returns the next update and the stream."""
+        hidden, residual = self.gate_up.normed(update, residual, norm, gated=True)
+        return self.down(hidden), residual
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
         """Where checkpoint tensors go, under the names of Hugging Face's Llama."""

@@ -3,22 +3,24 @@
 import torch
 from torch import Tensor
 
-from engine_core.kernels.reference import add_rms_norm, rms_norm
+from engine_core.kernels.kernel_set import KernelSet
+from engine_core.layers.placement import Placement
 from engine_core.loader.slots import WeightSlot
 
 
 class RMSNorm:
     """See `kernels.reference.rms_norm`."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float, kernels: KernelSet) -> None:
         """weight: [hidden]."""
         self.weight = weight
         self.eps = eps
+        self.kernels = kernels
 
     @classmethod
-    def build(cls, hidden: int, eps: float, device: torch.device, dtype: torch.dtype) -> "RMSNorm":
+    def build(cls, hidden: int, eps: float, place: Placement) -> "RMSNorm":
         """Unfilled."""
-        return cls(torch.empty(hidden, device=device, dtype=dtype), eps)
+        return cls(torch.empty(hidden, device=place.device, dtype=place.dtype), eps, place.kernels)
 
     def __call__(self, update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Adds the update to the residual stream (None: the update starts it). Both [T, hidden].
@@ -26,8 +28,8 @@ class RMSNorm:
         Returns the normalised stream and the stream.
         """
         if residual is None:
-            return rms_norm(update, self.weight, self.eps), update
-        return add_rms_norm(update, residual, self.weight, self.eps)
+            return self.kernels.rms_norm(update, self.weight, self.eps), update
+        return self.kernels.add_rms_norm(update, residual, self.weight, self.eps)
 
     def slots(self, name: str) -> dict[str, WeightSlot]:
         """Where the checkpoint tensor goes."""

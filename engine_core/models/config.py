@@ -15,6 +15,10 @@ Count = Annotated[int, Meta(gt=0)]
 Positive = Annotated[float, Meta(gt=0)]
 T = TypeVar("T")
 
+QWEN3 = "Qwen3ForCausalLM"
+QWEN3_HEAD_DIM = 128
+"""Of a Qwen 3 config that does not say; a Llama's follows from its hidden_size."""
+
 
 class RopeConfig(Struct, frozen=True):
     """Rotary embedding: base and scaling. `kind` is "default", "linear" or "llama3"; the others are used by kind."""
@@ -49,6 +53,8 @@ class ModelConfig(Struct, frozen=True):
     """Ids that end a sequence: those of generation_config.json, then further ones of config.json. May be empty."""
     dtype: str | None
     """The checkpoint's own dtype as it says, such as "bfloat16"."""
+    qk_norm: bool = False
+    """Whether each query and key head is normalised before the rotation."""
 
     @classmethod
     def read(cls, directory: Path) -> "ModelConfig":
@@ -70,7 +76,10 @@ class _RawGeneration(Struct):
 
 
 class _RawConfig(Struct, kw_only=True):
-    """The fields of config.json that matter here, with the defaults of transformers' LlamaConfig."""
+    """The fields of config.json that matter here, with the defaults of transformers' LlamaConfig.
+
+    Those of its Qwen3Config differ in sizes only, which published folders state; see also `QWEN3_HEAD_DIM`.
+    """
 
     architectures: list[str] | None = None
     vocab_size: Count
@@ -91,6 +100,7 @@ class _RawConfig(Struct, kw_only=True):
     rope_parameters: dict[str, Any] | None = None
     partial_rotary_factor: float | None = None
     sliding_window: int | None = None
+    use_sliding_window: bool | None = None
     layer_types: list[str] | None = None
     quantization_config: dict[str, Any] | None = None
     compression_config: dict[str, Any] | None = None
@@ -125,13 +135,12 @@ def _resolve(raw: _RawConfig, generation_ends: int | list[int] | None) -> ModelC
     kv_heads = raw.num_key_value_heads or heads
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    if raw.head_dim is None and raw.hidden_size % heads:
-        raise ConfigError(f"hidden_size {raw.hidden_size} is not a multiple of num_attention_heads {heads}")
-    head_dim = raw.head_dim or raw.hidden_size // heads
+    architecture = (raw.architectures or [""])[0]
+    head_dim = raw.head_dim or _default_head_dim(raw, architecture)
     if head_dim % 2:
         raise ConfigError(f"head_dim {head_dim} is odd; rotary embedding needs pairs")
     return ModelConfig(
-        architecture=(raw.architectures or [""])[0],
+        architecture=architecture,
         vocab_size=raw.vocab_size,
         hidden_size=raw.hidden_size,
         intermediate_size=raw.intermediate_size,
@@ -147,7 +156,17 @@ def _resolve(raw: _RawConfig, generation_ends: int | list[int] | None) -> ModelC
         rope=_rope(raw),
         eos_ids=_end_ids(raw, generation_ends),
         dtype=raw.dtype or raw.torch_dtype,
+        qk_norm=architecture == QWEN3,
     )
+
+
+def _default_head_dim(raw: _RawConfig, architecture: str) -> int:
+    if architecture == QWEN3:
+        return QWEN3_HEAD_DIM
+    heads = raw.num_attention_heads
+    if raw.hidden_size % heads:
+        raise ConfigError(f"hidden_size {raw.hidden_size} is not a multiple of num_attention_heads {heads}")
+    return raw.hidden_size // heads
 
 
 def _refuse_unsupported(raw: _RawConfig) -> None:
@@ -156,7 +175,9 @@ def _refuse_unsupported(raw: _RawConfig) -> None:
         problems.append(f"architectures has to name one architecture, found {raw.architectures}")
     if raw.hidden_act != "silu":
         problems.append(f'hidden_act "{raw.hidden_act}" is not supported, only "silu"')
-    if raw.sliding_window is not None:
+    if raw.use_sliding_window:
+        problems.append("use_sliding_window true is not supported")
+    elif raw.sliding_window is not None and raw.use_sliding_window is None:
         problems.append(f"sliding_window {raw.sliding_window} is not supported")
     if unknown := sorted(set(raw.layer_types or []) - {"full_attention"}):
         problems.append(f"layer_types {', '.join(unknown)} are not supported, only full_attention")

@@ -7,9 +7,10 @@ from engine_core.attention.base import ForwardBatch
 from engine_core.kv_cache.storage import KVStorage
 from engine_core.layers.attention import Attention
 from engine_core.layers.embedding import Embedding
-from engine_core.layers.linear import Linear, LinearMethod
+from engine_core.layers.linear import Linear
 from engine_core.layers.mlp import GatedMLP
 from engine_core.layers.norm import RMSNorm
+from engine_core.layers.placement import Placement
 from engine_core.layers.rotary import RotaryTable
 from engine_core.loader.slots import WeightSlot
 from engine_core.models.config import ModelConfig
@@ -28,13 +29,13 @@ class LlamaLayer:
         self.mlp = mlp
 
     @classmethod
-    def build(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, method: LinearMethod) -> "LlamaLayer":
+    def build(cls, config: ModelConfig, place: Placement) -> "LlamaLayer":
         """Unfilled."""
         return cls(
-            RMSNorm.build(config.hidden_size, config.rms_norm_eps, device, dtype),
-            Attention.build(config, device, dtype, method),
-            RMSNorm.build(config.hidden_size, config.rms_norm_eps, device, dtype),
-            GatedMLP.build(config, device, dtype, method),
+            RMSNorm.build(config.hidden_size, config.rms_norm_eps, place),
+            Attention.build(config, place),
+            RMSNorm.build(config.hidden_size, config.rms_norm_eps, place),
+            GatedMLP.build(config, place),
         )
 
     def __call__(
@@ -47,10 +48,8 @@ class LlamaLayer:
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Returns what is to be added to the residual stream, and the stream. All [T, hidden]."""
-        hidden, residual = self.attention_norm(update, residual)
-        update = self.attention(hidden, rotary, batch, keys, values)
-        hidden, residual = self.mlp_norm(update, residual)
-        return self.mlp(hidden), residual
+        update, residual = self.attention(update, residual, self.attention_norm, rotary, batch, keys, values)
+        return self.mlp(update, residual, self.mlp_norm)
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
         """Where checkpoint tensors go."""
@@ -85,24 +84,17 @@ class LlamaModel:
         self.head = head
 
     @classmethod
-    def build(
-        cls,
-        config: ModelConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_positions: int,
-        method: LinearMethod,
-    ) -> "LlamaModel":
+    def build(cls, config: ModelConfig, max_positions: int, place: Placement) -> "LlamaModel":
         """Unfilled; `loader.weights.load_weights` fills it."""
         vocab, hidden = config.vocab_size, config.hidden_size
-        head = Linear.build(vocab, hidden, False, device, dtype, method)
+        head = Linear.build(vocab, hidden, False, place)
         tied = config.tie_embeddings
         return cls(
             config,
-            RotaryTable.build(config.rope, config.head_dim, max_positions, device),
-            Embedding(head.weight if tied else torch.empty(vocab, hidden, device=device, dtype=dtype)),
-            [LlamaLayer.build(config, device, dtype, method) for _ in range(config.layers)],
-            RMSNorm.build(config.hidden_size, config.rms_norm_eps, device, dtype),
+            RotaryTable.build(config.rope, config.head_dim, max_positions, place.device),
+            Embedding(head.weight if tied else torch.empty(vocab, hidden, device=place.device, dtype=place.dtype)),
+            [LlamaLayer.build(config, place) for _ in range(config.layers)],
+            RMSNorm.build(config.hidden_size, config.rms_norm_eps, place),
             head,
         )
 
@@ -114,12 +106,14 @@ class LlamaModel:
         for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
             update, residual = layer(update, residual, rotary, batch, keys, values)
         assert residual is not None, "a model has at least one layer"
-        hidden, _ = self.norm(update[batch.sample_index], residual[batch.sample_index])
+        if batch.sample_index is not None:
+            update, residual = update[batch.sample_index], residual[batch.sample_index]
+        hidden, _ = self.norm(update, residual)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [S, hidden]. Returns [S, vocab] float32."""
-        return self.head(hidden).float()
+        """hidden: [S, hidden]. Returns [S, vocab] in the model's dtype."""
+        return self.head(hidden)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """As in `Loadable`."""

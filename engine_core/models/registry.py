@@ -8,12 +8,16 @@ from torch import Tensor
 from engine_core.attention.base import ForwardBatch
 from engine_core.errors import ConfigError
 from engine_core.kv_cache.storage import KVStorage
-from engine_core.layers.linear import default_method
+from engine_core.layers.placement import Placement, torch_placement
 from engine_core.loader.slots import Loadable
 from engine_core.models.config import ModelConfig
 from engine_core.models.llama import LlamaModel
 
-BUILDERS = {"LlamaForCausalLM": LlamaModel.build}
+BUILDERS = {
+    "LlamaForCausalLM": LlamaModel.build,
+    # The same decoder with norms of queries and keys, see `ModelConfig.qk_norm`.
+    "Qwen3ForCausalLM": LlamaModel.build,
+}
 
 
 class Model(Loadable, Protocol):
@@ -25,13 +29,17 @@ class Model(Loadable, Protocol):
         """Final hidden states of the sampled positions, [S, hidden]. Writes the new keys and values into kv."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [S, hidden]. Returns [S, vocab] float32."""
+        """hidden: [S, hidden]. Returns [S, vocab] in the model's dtype."""
 
 
 def build_model(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, max_positions: int | None = None
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_positions: int | None = None,
+    place: Placement | None = None,
 ) -> Model:
-    """A model with unfilled weights.
+    """A model with unfilled weights, of plain torch unless `place` says otherwise.
 
     max_positions: how many positions a sequence may have, if fewer than the config says. Raises ConfigError if the
     architecture is unknown.
@@ -40,4 +48,4 @@ def build_model(
     if builder is None:
         supported = ", ".join(BUILDERS)
         raise ConfigError(f"the architecture {config.architecture} is not supported; supported: {supported}")
-    return builder(config, device, dtype, max_positions or config.max_positions, default_method(device))
+    return builder(config, max_positions or config.max_positions, place or torch_placement(device, dtype))

@@ -66,7 +66,7 @@ class SamplingRows:
 
 
 def sample(logits: Tensor, rows: SamplingRows, allowed: Tensor | None = None) -> Tensor:
-    """One token a row. logits: [S, V] float32, not modified; allowed: None or a mask as in `apply_bitmask`.
+    """One token a row, computed in float32. logits: [S, V], not modified; allowed: a mask as in `apply_bitmask`.
 
     In order: bias, penalties, suppression, mask; then a greedy row takes the largest logit, and another divides by its
     temperature, truncates and takes the largest sum of logit and Gumbel noise, which is a draw from the softmax
@@ -90,7 +90,7 @@ def sample(logits: Tensor, rows: SamplingRows, allowed: Tensor | None = None) ->
 
 def adjust(logits: Tensor, rows: SamplingRows, allowed: Tensor | None) -> Tensor:
     """The logits that `sample` chooses from: bias, penalties, suppression and mask applied. [S, V] float32."""
-    logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    logits = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if rows.bias is not None:
         logits = add_bias(logits, rows.bias.ids, rows.bias.values)
     if rows.penalties is not None:

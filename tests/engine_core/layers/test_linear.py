@@ -1,14 +1,17 @@
 import pytest
 import torch
 
-from engine_core.layers.linear import CpuMethod, Linear, LinearMethod, PlainMethod, default_method
+from engine_core.kernels.kernel_set import torch_kernels
+from engine_core.layers.linear import Linear
+from engine_core.layers.linear_method import CpuMethod, LinearMethod, PlainMethod
+from engine_core.layers.placement import Placement, torch_placement
 
 CPU = torch.device("cpu")
 
 
 def filled(method: LinearMethod, bias: bool) -> Linear:
     torch.manual_seed(0)
-    linear = Linear.build(200, 96, bias, CPU, torch.float32, method)
+    linear = Linear.build(200, 96, bias, Placement(CPU, torch.float32, method, torch_kernels()))
     linear.weight.copy_(torch.randn(200, 96))
     if linear.bias is not None:
         linear.bias.normal_()
@@ -16,7 +19,7 @@ def filled(method: LinearMethod, bias: bool) -> Linear:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("method", [PlainMethod(), CpuMethod()])
+@pytest.mark.parametrize("method", [PlainMethod(torch_kernels()), CpuMethod(torch_kernels())])
 def test_is_a_product(method: LinearMethod, bias: bool) -> None:
     linear = filled(method, bias)
     assert linear.weight.shape == (200, 96)
@@ -29,7 +32,7 @@ def test_is_a_product(method: LinearMethod, bias: bool) -> None:
 
 
 def test_few_rows_round_as_many_do_on_the_cpu() -> None:
-    linear = filled(default_method(CPU), False)
+    linear = filled(torch_placement(CPU, torch.float32).method, False)
     x = torch.randn(4, 96)
     four = linear(x)
     for rows in (1, 2, 3):
@@ -37,7 +40,7 @@ def test_few_rows_round_as_many_do_on_the_cpu() -> None:
 
 
 def test_slots_of_a_fused_projection() -> None:
-    slots = filled(CpuMethod(), True).slots("a.", "qkv", {"q": 120, "k": 80})
+    slots = filled(CpuMethod(torch_kernels()), True).slots("a.", "qkv", {"q": 120, "k": 80})
     assert list(slots) == ["a.q.weight", "a.k.weight", "a.qkv.weight", "a.q.bias", "a.k.bias", "a.qkv.bias"]
     assert [slots[f"a.{name}.weight"].shape for name in ("q", "k", "qkv")] == [(120, 96), (80, 96), (200, 96)]
     slots["a.k.bias"].target.fill_(3)
@@ -46,4 +49,4 @@ def test_slots_of_a_fused_projection() -> None:
 
 
 def test_default_method_follows_the_device() -> None:
-    assert isinstance(default_method(torch.device("cuda")), PlainMethod)
+    assert isinstance(torch_placement(torch.device("cuda"), torch.float32).method, PlainMethod)

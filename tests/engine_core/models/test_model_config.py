@@ -31,6 +31,7 @@ LLAMA = {
     "use_cache": True,
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SHAPES = Path(__file__).parents[3] / "benchmarks" / "shapes"
 
 
 def read(directory: Path, generation: dict[str, Any] | None = None, **fields: Any) -> ModelConfig:
@@ -108,11 +109,44 @@ def test_linear_rope(tmp_path: Path) -> None:
     assert (rope.kind, rope.factor, rope.theta) == ("linear", 2.0, 500000.0)
 
 
+def test_published_qwen3() -> None:
+    assert ModelConfig.read(SHAPES / "qwen3-4b") == ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=151936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        layers=36,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        max_positions=40960,
+        rms_norm_eps=1e-6,
+        tie_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+        rope=RopeConfig(theta=1e6),
+        eos_ids=(151645,),
+        dtype="bfloat16",
+        qk_norm=True,
+    )
+
+
+def test_qwen3_head_dim_does_not_follow_from_hidden_size(tmp_path: Path) -> None:
+    assert read(tmp_path, architectures=["Qwen3ForCausalLM"], hidden_size=60).head_dim == 128
+
+
+def test_a_window_that_is_switched_off_is_no_window(tmp_path: Path) -> None:
+    off = read(tmp_path, architectures=["Qwen3ForCausalLM"], sliding_window=4096, use_sliding_window=False)
+    assert off == read(tmp_path, architectures=["Qwen3ForCausalLM"])
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),
         ({"sliding_window": 4096}, "sliding_window 4096"),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window true"),
+        ({"use_sliding_window": True}, "use_sliding_window true"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"compression_config": {}}, "compression_config"),

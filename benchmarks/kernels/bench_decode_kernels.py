@@ -1,0 +1,175 @@
+"""Times the kernels of a decode step on the GPU: microseconds a launch inside a CUDA graph, and GB/s.
+
+A graph launches the kernel on many buffer sets in turn, together larger than the second-level cache, and is replayed;
+the median replay counts. Bytes are what has to be moved at least; the ceiling is the measured read bandwidth.
+
+    python benchmarks/kernels/bench_decode_kernels.py [--only paged] [--json out.json] [--sweep]
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_core.kernels.activation import silu_mul
+from engine_core.kernels.decode_inputs import decode_inputs
+from engine_core.kernels.norm import add_rms_norm, rms_norm
+from engine_core.kernels.paged_decode import Tile, choose_splits, paged_decode
+from engine_core.kernels.rope import rope_and_kv_write
+
+CEILING = 4385
+"""GB/s: `torch.sum` over 8 GB on an H200."""
+WORKING_SET = 256e6
+PAGE = 16
+SWEPT = [Tile(*t) for t in ((16, 2, 3), (32, 1, 3), (32, 2, 3), (32, 4, 3), (64, 2, 3), (64, 4, 3), (64, 4, 4))]
+
+Launch = Callable[[], Any]
+
+
+def microseconds(launches: list[Launch], replays: int = 15) -> float:
+    """Median time of one launch, of all of them captured in one graph."""
+    for launch in launches[:2]:
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    times = []
+    for i in range(replays + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 3:
+            times.append(start.elapsed_time(end) * 1e3 / len(launches))
+    return statistics.median(times)
+
+
+def sets(bytes_each: float) -> int:
+    """How many buffer sets a graph rotates over."""
+    return max(16, min(256, int(WORKING_SET / bytes_each)))
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def paged_sets(batch: int, context: int, heads: int, kv_heads: int, head_dim: int) -> tuple[list[tuple], float]:
+    """Arguments of `paged_decode`, one set a layer, as a model has them; and the bytes one launch has to read."""
+    pages = -(-context // PAGE)
+    size = batch * context * kv_heads * head_dim * 4 + batch * heads * head_dim * 4
+    table = torch.zeros(batch + 1, pages, dtype=torch.int32)
+    table[1:] = (torch.randperm(batch * pages) + 1).view(batch, pages)
+    rows = torch.arange(1, batch + 1, dtype=torch.int32, device="cuda")
+    positions = torch.full((batch,), context - 1, dtype=torch.int32, device="cuda")
+    shape = ((batch * pages + 1) * PAGE, kv_heads, head_dim)
+    shared = (rows, positions, table.cuda(), PAGE, head_dim**-0.5)
+    return [(randn(batch, heads, head_dim), randn(*shape), randn(*shape), *shared) for _ in range(sets(size))], size
+
+
+def bench_paged(sweep: bool) -> Iterator[tuple[str, float, float]]:
+    shapes = [(32, 8, 64), (32, 8, 128)]
+    loads = [(1, 448), (8, 448), (32, 448), (64, 448), (256, 448), (1, 8192), (1, 131072), (16, 8192)]
+    for (heads, kv_heads, head_dim), (batch, context) in itertools.product(shapes, loads):
+        given, size = paged_sets(batch, context, heads, kv_heads, head_dim)
+        name = f"paged D={head_dim} B={batch} context {context}"
+        splits = choose_splits(batch, kv_heads, 132, context)
+        longest = choose_splits(batch, kv_heads, 132, 131072)
+        variants: list[tuple[str, dict[str, Any]]] = [
+            ("", {"splits": splits}),
+            (" pdl", {"splits": splits, "pdl": True}),
+            (" pdl, graph for 128k", {"splits": longest, "pdl": True}),
+        ]
+        if sweep:
+            variants += [(f" pdl {tuple(t)}", {"splits": splits, "pdl": True, "tile": t}) for t in SWEPT]
+            variants += [(f" pdl, {n} splits", {"splits": n, "pdl": True, "least": 64}) for n in (1, 2, 4, 8)]
+        for suffix, options in variants:
+            launches = [partial(paged_decode, *args, **options) for args in given]
+            yield name + suffix, microseconds(launches), size
+        del given, launches
+
+
+def bench_norms(pdl: bool) -> Iterator[tuple[str, float, float]]:
+    for tokens, hidden in ((1, 2048), (64, 2048), (256, 4096), (8192, 2048), (8192, 4096)):
+        unit = tokens * hidden * 2
+        weight = randn(hidden)
+        pairs = [(randn(tokens, hidden), randn(tokens, hidden)) for _ in range(sets(4 * unit))]
+        launches: list[Launch] = [partial(rms_norm, x, weight, 1e-5, pdl) for x, _ in pairs]
+        yield f"rms_norm {tokens}x{hidden}", microseconds(launches), 2 * unit
+        launches = [partial(add_rms_norm, x, r, weight, 1e-5, pdl) for x, r in pairs]
+        yield f"add_rms_norm {tokens}x{hidden}", microseconds(launches), 4 * unit
+
+
+def bench_activation(pdl: bool) -> Iterator[tuple[str, float, float]]:
+    for tokens, width in ((1, 8192), (64, 8192), (256, 14336), (8192, 8192)):
+        size = tokens * width * 6
+        launches: list[Launch] = [partial(silu_mul, randn(tokens, 2 * width), pdl) for _ in range(sets(size))]
+        yield f"silu_mul {tokens}x{width}", microseconds(launches), size
+
+
+def bench_rope(pdl: bool) -> Iterator[tuple[str, float, float]]:
+    for tokens, head_dim, norm in (
+        (1, 64, False),
+        (64, 64, False),
+        (64, 128, True),
+        (256, 128, False),
+        (8192, 64, False),
+    ):
+        size = 2 * tokens * 48 * head_dim * 2 + tokens * head_dim * 4
+        cos, sin = torch.rand(tokens, 2, head_dim, device="cuda").split(1, 1)
+        index = torch.randperm(tokens + 16, device="cuda")[:tokens]
+        weight = randn(head_dim) if norm else None
+        launches: list[Launch] = []
+        for _ in range(sets(size)):
+            pools = randn(tokens + 16, 8, head_dim), randn(tokens + 16, 8, head_dim)
+            qkv = randn(tokens, 48, head_dim)
+            launches.append(partial(rope_and_kv_write, qkv, cos, sin, index, *pools, weight, weight, pdl=pdl))
+        yield f"rope {tokens}x48x{head_dim}{' qk-norm' * norm}", microseconds(launches), size
+
+
+def bench_inputs(pdl: bool) -> Iterator[tuple[str, float, float]]:
+    tokens = torch.zeros(257, 4096, dtype=torch.int32, device="cuda")
+    for batch in (1, 256):
+        rows = torch.arange(1, batch + 1, dtype=torch.int32, device="cuda")
+        launches: list[Launch] = [partial(decode_inputs, tokens, tokens, rows, rows, PAGE, pdl)] * 32
+        yield f"decode_inputs {batch}", microseconds(launches), batch * 32
+
+
+def measure(only: str, sweep: bool) -> Iterator[dict[str, Any]]:
+    """One record a kernel, shape and variant."""
+    groups: dict[str, list[Iterator[tuple[str, float, float]]]] = {"paged": [bench_paged(sweep)]}
+    for name, bench in (
+        ("norm", bench_norms),
+        ("silu", bench_activation),
+        ("rope", bench_rope),
+        ("inputs", bench_inputs),
+    ):
+        groups[name] = [bench(False), ((label + " pdl", us, size) for label, us, size in bench(True))]
+    for label, us, size in itertools.chain.from_iterable(itertools.chain(*(g for n, g in groups.items() if only in n))):
+        rate = size / us / 1e3
+        print(f"{label:58}{us:9.2f} us{rate:8.0f} GB/s{rate / CEILING:7.1%}", flush=True)
+        yield {"kernel": label, "us": us, "gb_per_s": rate, "of_ceiling": rate / CEILING}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="part of a group's name: paged, norm, silu, rope, inputs")
+    parser.add_argument("--sweep", action="store_true", help="tiles and splits of paged_decode beside the defaults")
+    parser.add_argument("--json", type=Path, help="write the records here too")
+    options = parser.parse_args()
+    records = list(measure(options.only, options.sweep))
+    if options.json:
+        options.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "records": records}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

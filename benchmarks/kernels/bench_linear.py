@@ -1,0 +1,250 @@
+"""The linear part of a decode step on a GPU: Triton beside cuBLAS, in CUDA graphs.
+
+    python benchmarks/kernels/bench_linear.py --model 1b --rows 1 8 64
+    python benchmarks/kernels/bench_linear.py --model 1b --rows 8 --sweep   # every candidate plan of every shape
+
+Every number is over the weights of 16 different layers, read once a replay: far more than the cache holds.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine_core.kernels.activation import silu_mul
+from engine_core.kernels.gemv import gemv
+from engine_core.kernels.linear_choice import GemvPlan, Plan, SplitKPlan
+from engine_core.kernels.norm import add_rms_norm
+from engine_core.kernels.splitk_gemm import splitk_gemm
+from engine_core.layers.cuda_linear import TritonMethod
+
+CEILING = 4385.0
+"""GB/s of a large read on the H200."""
+LAYERS = 16
+REPLAYS = 30
+EPS = 1e-5
+Shape = tuple[int, int]
+MODELS: dict[str, dict[str, Shape]] = {
+    "1b": {
+        "qkv": (3072, 2048),
+        "o": (2048, 2048),
+        "gate_up": (16384, 2048),
+        "down": (2048, 8192),
+        "head": (128256, 2048),
+    },
+    "8b": {
+        "qkv": (6144, 4096),
+        "o": (4096, 4096),
+        "gate_up": (28672, 4096),
+        "down": (4096, 14336),
+        "head": (128256, 4096),
+    },
+    "4b": {
+        "qkv": (6144, 2560),
+        "o": (2560, 4096),
+        "gate_up": (19456, 2560),
+        "down": (2560, 9728),
+        "head": (151936, 2560),
+    },
+}
+Apply = Callable[[Tensor, Tensor, None], Tensor]
+
+
+def candidates(rows: int, outputs: int, inputs: int) -> Iterator[Plan]:
+    """Plans worth trying."""
+    if rows == 1:
+        for block_k in (512, 1024, 2048):
+            for height in (2, 4, 8):
+                for warps in (4, 8):
+                    if -(-inputs // block_k) < 30 and block_k >= warps * 128:
+                        yield GemvPlan(height, block_k, 1, warps)
+        return
+    for block_n, block_k, stages in (
+        (64, 128, 3),
+        (64, 128, 4),
+        (64, 128, 6),
+        (64, 256, 3),
+        (128, 128, 3),
+        (128, 64, 4),
+    ):
+        for split in (1, 2, 3, 4, 6, 8):
+            programs = outputs // block_n * split
+            fits = inputs % block_k == 0 and split * block_k <= inputs and programs >= 90
+            if fits and (split == 1 or programs <= 530) and (block_n + max(rows, 16)) * block_k * stages < 115000:
+                yield SplitKPlan(block_n, block_k, split, stages)
+
+
+def product(plan: Plan) -> Apply:
+    """What a plan stands for."""
+    if isinstance(plan, GemvPlan):
+        return lambda x, weight, bias: gemv(x, weight, bias, plan)
+    if isinstance(plan, SplitKPlan):
+        partials = torch.empty(1 << 24, device="cuda")
+        counters = torch.zeros(1 << 12, device="cuda", dtype=torch.int32)
+        return lambda x, weight, bias: splitk_gemm(x, weight, bias, plan, partials, counters)
+    return functional.linear
+
+
+def graph_time(chain: Callable[[], Any]) -> float:
+    """Median microseconds of a replay."""
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    for _ in range(3):
+        graph.replay()
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) * 1e3
+
+
+def make_weights(method: TritonMethod, shape: Shape, copies: int) -> list[Tensor]:
+    """Random, scaled as a trained layer's."""
+    weights = [method.allocate(*shape, torch.device("cuda"), torch.bfloat16) for _ in range(copies)]
+    return [weight.normal_(std=shape[1] ** -0.5) for weight in weights]
+
+
+def random_rows(rows: int, width: int) -> Tensor:
+    return torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+
+
+def time_shape(apply: Apply, weights: list[Tensor], rows: int) -> float:
+    """Microseconds per product."""
+    x = random_rows(rows, weights[0].shape[1])
+    return graph_time(lambda: [apply(x, weight, None) for weight in weights]) / len(weights)
+
+
+def compile_plan(job: tuple[int, Shape, Plan]) -> None:
+    """Runs a plan once, in a process of its own, so that its code is in Triton's cache."""
+    rows, shape, plan = job
+    product(plan)(random_rows(rows, shape[1]), torch.empty(shape, device="cuda", dtype=torch.bfloat16), None)
+    torch.cuda.synchronize()
+
+
+def sweep(model: str, row_counts: list[int]) -> list[dict[str, Any]]:
+    """Times every candidate, prints the best three of each shape."""
+    jobs = [
+        (rows, shape, p) for rows in row_counts for shape in MODELS[model].values() for p in candidates(rows, *shape)
+    ]
+    with ProcessPoolExecutor(mp_context=get_context("spawn"), max_workers=12) as pool:
+        list(pool.map(compile_plan, jobs, chunksize=4))
+    records = []
+    for name, shape in MODELS[model].items():
+        weights = make_weights(TritonMethod(), shape, 1 if name == "head" else LAYERS)
+        for rows in row_counts:
+            plans: list[Plan] = [None, *candidates(rows, *shape)]
+            results = sorted((time_shape(product(plan), weights, rows), str(plan)) for plan in plans)
+            print(name, rows, *(f"{us:.2f} {plan}" for us, plan in results[:3]), sep="  ", flush=True)
+            records += [{"shape": name, "rows": rows, "plan": plan, "us": us} for us, plan in results]
+    return records
+
+
+class Step:
+    """All linears of a model, with or without what lies between them; attention is left out."""
+
+    def __init__(self, model: str) -> None:
+        self.method = TritonMethod()
+        shapes = MODELS[model]
+        self.weights = {
+            name: make_weights(self.method, shape, 1 if name == "head" else LAYERS) for name, shape in shapes.items()
+        }
+        self.inputs = {name: shape[1] for name, shape in shapes.items()}
+        self.gain = torch.ones(self.inputs["qkv"], device="cuda", dtype=torch.bfloat16)
+
+    def linears(self, apply: Apply, rows: int, head: bool) -> float:
+        """Microseconds of the products alone."""
+        x = {name: random_rows(rows, width) for name, width in self.inputs.items()}
+
+        def chain() -> None:
+            for layer in range(LAYERS):
+                for name in ("qkv", "o", "gate_up", "down"):
+                    apply(x[name], self.weights[name][layer], None)
+            if head:
+                apply(x["head"], self.weights["head"][0], None)
+
+        return graph_time(chain)
+
+    def whole(self, rows: int, apply: Apply | None) -> float:
+        """Microseconds with norms, residual stream and SwiGLU; apply: for products alone, None: the fused kernels."""
+        hidden, attended = self.inputs["qkv"], self.inputs["o"]
+        update, residual = random_rows(rows, hidden), random_rows(rows, hidden)
+        method, gain, weights = self.method, self.gain, self.weights
+
+        def normed(x: Tensor, stream: Tensor, weight: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+            if apply is None:
+                return method.apply_normed(x, stream, gain, EPS, weight, None, gated)
+            y, stream = add_rms_norm(x, stream, gain, EPS, pdl=True)
+            y = apply(y, weight, None)
+            return silu_mul(y, pdl=True) if gated else y, stream
+
+        def chain() -> None:
+            x, stream = update, residual
+            plain = apply or method.apply
+            for layer in range(LAYERS):
+                y, stream = normed(x, stream, weights["qkv"][layer], False)
+                x = plain(y.view(-1)[: rows * attended].view(rows, attended), weights["o"][layer], None)
+                y, stream = normed(x, stream, weights["gate_up"][layer], True)
+                x = plain(y, weights["down"][layer], None)
+            normed(x, stream, weights["head"][0], False)
+
+        return graph_time(chain)
+
+
+def compare(model: str, row_counts: list[int]) -> list[dict[str, Any]]:
+    """The chosen plans beside cuBLAS, product by product and together."""
+    step, records = Step(model), []
+    for name, weights in step.weights.items():
+        size = weights[0].nbytes / 1e3
+        for rows in row_counts:
+            ours, library = (time_shape(apply, weights, rows) for apply in (step.method.apply, functional.linear))
+            records.append({"what": name, "rows": rows, "ours": ours, "cublas": library, "bytes": weights[0].nbytes})
+            print(
+                f"{model} {name:8} M={rows:<4} cuBLAS {library:7.2f} us {size / library:5.0f} GB/s   "
+                f"ours {ours:7.2f} us {size / ours:5.0f} GB/s = {size / ours / CEILING:.0%} of the ceiling"
+            )
+    for rows in row_counts:
+        figures = {
+            "layers, cuBLAS": step.linears(functional.linear, rows, False),
+            "ours": step.linears(step.method.apply, rows, False),
+            "with head, cuBLAS": step.linears(functional.linear, rows, True),
+            "ours too": step.linears(step.method.apply, rows, True),
+            "with norms and SwiGLU, cuBLAS": step.whole(rows, functional.linear),
+            "ours, unfused": step.whole(rows, step.method.apply),
+            "fused": step.whole(rows, None),
+        }
+        records.append({"what": "step", "rows": rows, **figures})
+        print(f"{model} M={rows}", *(f"{what} {us:.0f}" for what, us in figures.items()), sep="  ", flush=True)
+    return records
+
+
+def main() -> None:
+    """Parses arguments, prints tables, writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="1b", choices=MODELS)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--sweep", action="store_true", help="time every candidate plan")
+    parser.add_argument("--out", type=Path, help="where to write JSON")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        records = (sweep if args.sweep else compare)(args.model, args.rows)
+    if args.out:
+        args.out.write_text(json.dumps(records, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

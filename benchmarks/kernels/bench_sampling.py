@@ -1,0 +1,105 @@
+"""Times one decode step's sampling on a GPU, in CUDA graphs, beside the time that reading the logits once would take.
+
+python -m benchmarks.kernels.bench_sampling [--vocab 128256] [--batches 1,8,64,256]
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.results import save
+from engine_core.kernels.logprobs import gather_logprobs
+from engine_core.sampling.device_sampler import DeviceSampler
+
+BANDWIDTH = 4.385e12
+"""Bytes a second that an H200 was measured to read."""
+MAX_LEN = 4096
+Parameters = dict[str, float]
+CASES: dict[str, tuple[str, Parameters, float]] = {
+    "greedy": ("greedy", {}, 1.0),
+    "plain": ("plain", {}, 1.0),
+    "full, nothing asked": ("full", {}, 1.0),
+    "full, top-p 0.9": ("full", {"top_p": 0.9}, 1.0),
+    "full, top-p 0.9, peaked": ("full", {"top_p": 0.9}, 4.0),
+    "full, top-p 0.99, peaked": ("full", {"top_p": 0.99}, 3.0),
+    "full, top-k 50, top-p 0.9": ("full", {"top_p": 0.9, "top_k": 50}, 1.0),
+    "full, min-p 0.05": ("full", {"min_p": 0.05}, 1.0),
+    "full, penalties, top-p 0.9": ("full", {"top_p": 0.9, "presence": 0.5, "repetition": 1.1}, 1.0),
+}
+"""Mode, parameters of all rows, and the standard deviation of the logits."""
+
+
+def build(batch: int, vocab: int, parameters: Parameters) -> tuple[DeviceSampler, list[Tensor]]:
+    """A sampler with a row for each of the batch, and what its methods take beside logits."""
+    rows = batch + 1
+    tokens = torch.randint(0, vocab, (rows, MAX_LEN), dtype=torch.int32, device="cuda")
+    ints = torch.zeros(rows, 6, dtype=torch.int64, device="cuda")
+    ints[:, 1], ints[:, 4] = 256, torch.arange(rows)
+    ints[:, 2] = int(parameters.get("top_k", 0))
+    defaults = {"temperature": 0.8, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+    values = [parameters.get(name, value) for name, value in defaults.items()]
+    floats = torch.tensor([values] * rows, device="cuda")
+    bias = torch.full((2, rows * 512), -1, dtype=torch.int32, device="cuda")
+    suppressed = torch.full((rows, 96), -1, dtype=torch.int32, device="cuda")
+    sampler = DeviceSampler(tokens, ints, floats, bias, suppressed, vocab, batch)
+    index = torch.arange(1, rows, dtype=torch.int32, device="cuda")
+    return sampler, [index, index * 0 + 448, index * 0, index * 0]
+
+
+def median_us(call: Callable[[int], None], sets: int, replays: int = 30) -> float:
+    """Median time of one call out of a graph that makes one call for each set of inputs."""
+    for index in range(sets):
+        call(index)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(sets):
+            call(index)
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / sets)
+    return sorted(times)[replays // 2]
+
+
+def measure(batch: int, vocab: int, dtype: torch.dtype) -> dict[str, float]:
+    """Microseconds a step for each case; the logits rotate among several sets, as a step finds them in the L2 cache."""
+    sets = 4
+    found = {"bound": batch * vocab * dtype.itemsize / BANDWIDTH * 1e6}
+    for name, (mode, parameters, scale) in CASES.items():
+        sampler, rest = build(batch, vocab, parameters)
+        logits = [(torch.randn(batch, vocab, device="cuda") * scale).to(dtype) for _ in range(sets)]
+        method = getattr(sampler, mode)
+        found[name] = median_us(lambda i, m=method, x=logits, r=rest: m(x[i], *r), sets)
+    ids = torch.randint(0, vocab, (batch, 21), device="cuda")
+    found["logprobs of 21"] = median_us(lambda i: void(gather_logprobs(logits[i], ids, pdl=True)), sets)
+    return found
+
+
+def void(_: Any) -> None:
+    """Lets go of a result."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--batches", default="1,8,64,256")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    options = parser.parse_args()
+    batches = [int(value) for value in options.batches.split(",")]
+    figures = {batch: measure(batch, options.vocab, getattr(torch, options.dtype)) for batch in batches}
+    save("bench_sampling", vars(options) | {"gpu": torch.cuda.get_device_name()}, figures)
+    print(f"{'us a step':32}" + "".join(f"{f'B={batch}':>9}" for batch in batches))
+    for name in figures[batches[0]]:
+        print(f"{name:32}" + "".join(f"{figures[batch][name]:9.1f}" for batch in batches))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""A model folder of a published shape without weights: its config.json, and a made-up tokenizer of its vocabulary.
+
+    python -m benchmarks.shapes.make_folder benchmarks/shapes/llama-3.2-1b OUT
+
+`tandem serve --model OUT --load-format dummy` then serves it over HTTP. Each id has a text of its own, six characters
+long on average, so that frontends do the work that a real vocabulary would ask of them.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+
+def build_tokenizer(vocab_size: int) -> Tokenizer:
+    """Byte-level BPE without merges: the bytes, then invented words."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = (f"Ġw{number:x}" for number in range(vocab_size - len(alphabet)))
+    vocabulary = {text: index for index, text in enumerate([*alphabet, *words])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", type=Path)
+    parser.add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(arguments.shape / "config.json", arguments.out / "config.json")
+    vocab_size = json.loads((arguments.shape / "config.json").read_text())["vocab_size"]
+    build_tokenizer(vocab_size).save(str(arguments.out / "tokenizer.json"))
+
+
+if __name__ == "__main__":
+    main()

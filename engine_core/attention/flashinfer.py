@@ -1,0 +1,123 @@
+"""Ragged attention over the paged pool through FlashInfer (Ye et al., 2025): prefill, chunks and mixed steps.
+
+One instance a slot, because planning writes into pinned memory that the device still reads (I6). Every host tensor
+given to the library is a pinned buffer of this instance: from pageable memory its copies would synchronise (I7).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+from torch import Tensor
+
+from engine_core.attention.base import Span
+
+WORKSPACE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Shape of the attention of a model's layers."""
+
+    query: int
+    kv: int
+    head_dim: int
+    scale: float
+    dtype: torch.dtype
+
+
+class FlashInferAttention:
+    """An `AttentionBackend` for rows of any lengths, decode rows among them."""
+
+    def __init__(
+        self,
+        wrapper: BatchPrefillWithPagedKVCacheWrapper,
+        heads: Heads,
+        page_size: int,
+        host: Tensor,
+        device_index: Tensor,
+    ) -> None:
+        """host: pinned int32; device_index: int32 on the device, as long as the pool has pages."""
+        self.wrapper = wrapper
+        self.heads = heads
+        self.page_size = page_size
+        self.host = host
+        self.view = host.numpy()
+        self.device_index = device_index
+
+    @classmethod
+    def allocate(
+        cls,
+        pinned: Callable[[int], Tensor],
+        device: torch.device,
+        heads: Heads,
+        max_rows: int,
+        pages: int,
+        page_size: int,
+    ) -> "FlashInferAttention":
+        """pinned: makes int32 host memory of a length that copies without synchronising."""
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return cls(
+            BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="NHD"),
+            heads,
+            page_size,
+            pinned(4 * (max_rows + 1) + pages),
+            torch.zeros(pages, dtype=torch.int32, device=device),
+        )
+
+    def plan(self, spans: Sequence[Span], pages: Tensor, page_size: int) -> None:
+        """As in `AttentionBackend`. The plan lives in the wrapper."""
+        count = len(spans)
+        lengths = np.array([span.length for span in spans], dtype=np.int32)
+        ends = np.array([span.start + span.length for span in spans], dtype=np.int32)
+        used = -(-ends // page_size)
+        queries, tables, last, totals = (self._part(index, count + 1) for index in range(4))
+        queries[0] = tables[0] = 0
+        np.cumsum(lengths, out=queries[1:])
+        np.cumsum(used, out=tables[1:])
+        last[:count] = (ends - 1) % page_size + 1
+        totals[:count] = ends
+        self.wrapper.plan(
+            self._host(0, count + 1),
+            self._host(1, count + 1),
+            self._page_ids(used, pages),
+            self._host(2, count),
+            self.heads.query,
+            self.heads.kv,
+            self.heads.head_dim,
+            page_size,
+            causal=True,
+            sm_scale=self.heads.scale,
+            q_data_type=self.heads.dtype,
+            kv_data_type=self.heads.dtype,
+            seq_lens=self._host(3, count),
+        )
+
+    def run(self, plan: None, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """As in `AttentionBackend`."""
+        shape = (-1, self.page_size, *keys.shape[1:])
+        attended: Tensor = self.wrapper.run(query, (keys.view(shape), values.view(shape)))
+        return attended
+
+    def _page_ids(self, used: np.ndarray, pages: Tensor) -> Tensor:
+        """The used pages of all rows, one row after the other, out of a page table on the device."""
+        total, width = int(used.sum()), pages.shape[1]
+        offset = 4 * self._stride
+        places = self.view[offset : offset + total]
+        first = np.cumsum(used) - used
+        places[:] = np.arange(total, dtype=np.int32) + np.repeat(np.arange(len(used)) * width - first, used)
+        index = self.device_index[:total]
+        index.copy_(self.host[offset : offset + total], non_blocking=True)
+        return pages.reshape(-1).index_select(0, index)
+
+    @property
+    def _stride(self) -> int:
+        return (len(self.host) - len(self.device_index)) // 4
+
+    def _part(self, index: int, length: int) -> np.ndarray:
+        return self.view[index * self._stride : index * self._stride + length]
+
+    def _host(self, index: int, length: int) -> Tensor:
+        return self.host[index * self._stride : index * self._stride + length]

@@ -1,0 +1,57 @@
+"""Elementary functions as one GPU instruction, where Triton's own spend several on cases that cannot occur here.
+
+The interpreter knows no instructions, so there they are Triton's functions.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def fast_log2(x):
+    """log2 of normal positive float32; absolute error 2^-22 between 0.5 and 2, elsewhere that relative error."""
+    if INTERPRETED:
+        result = tl.log2(x)
+    else:
+        result = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return result
+
+
+@triton.jit
+def fast_exp2(x):
+    """2^x of float32, relative error 2^-22; 0 where that is not a normal number."""
+    if INTERPRETED:
+        result = tl.exp2(x)
+    else:
+        result = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return result
+
+
+@triton.jit
+def at_least(x, y):
+    """1.0 where x >= y and 0.0 elsewhere, float32."""
+    if INTERPRETED:
+        result = (x >= y).to(tl.float32)
+    else:
+        result = tl.inline_asm_elementwise("set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, True, 1)
+    return result
+
+
+@triton.jit
+def quotient(x, y):
+    """x / y, y a positive scalar: a product with the reciprocal, and one correction by the exact remainder.
+
+    That is the rounded quotient but for about one in a million (Markstein, 1990), without the branches of the exact
+    division. Quotients too large for the remainder, the infinite ones among them, stay uncorrected.
+    """
+    if INTERPRETED:
+        result = tl.div_rn(x, y)
+    else:
+        reciprocal = tl.minimum(tl.div_rn(1.0, y), 3e38)
+        guess = x * reciprocal
+        remainder = tl.fma(-guess, y, x)
+        result = tl.where(tl.abs(guess) < 1e30, tl.fma(remainder, reciprocal, guess), guess)
+    return result

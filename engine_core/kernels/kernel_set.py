@@ -1,0 +1,43 @@
+"""Which implementation of each fused operation a model runs with, decided once when it is built."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from engine_core.kernels import reference, reference_qk
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSet:
+    """Functions with the signatures and the meaning of `kernels.reference` and `kernels.reference_qk`."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    rope_and_kv_write: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float], Tensor
+    ]
+    """With the norms of queries and keys, where the model has them."""
+    silu_mul: Callable[[Tensor], Tensor]
+
+
+def torch_kernels() -> KernelSet:
+    """The oracles, on any device."""
+    return KernelSet(
+        reference.rms_norm, reference.add_rms_norm, reference_qk.qk_norm_rope_and_kv_write, reference.silu_mul
+    )
+
+
+def triton_kernels() -> KernelSet:
+    """One launch each, chained by programmatic dependent launch: a kernel's prologue overlaps its predecessor's end."""
+    from engine_core.kernels.activation import silu_mul
+    from engine_core.kernels.norm import add_rms_norm, rms_norm
+    from engine_core.kernels.rope import rope_and_kv_write
+
+    return KernelSet(
+        partial(rms_norm, pdl=True),
+        partial(add_rms_norm, pdl=True),
+        partial(rope_and_kv_write, pdl=True),
+        partial(silu_mul, pdl=True),
+    )

@@ -1,0 +1,141 @@
+"""Which kernel multiplies by a weight, per shape and number of rows: constants measured on one H200 with bf16 weights.
+
+Measured over Llama-3.2-1B, Llama-3.1-8B and Qwen3-4B; the rules hold the plans that were best or nearly so there, the
+tables what departs from them. None stands for the library (cuBLAS).
+"""
+
+from dataclasses import dataclass
+
+MULTIPROCESSORS = 132
+TILE = 64
+"""Weight rows of a tensor core tile."""
+MAX_ROWS = 64
+BUCKETS = (1, 16, 32, MAX_ROWS)
+"""A plan holds for every number of rows up to its bucket."""
+MAX_SPLIT = 8
+MAX_NORM = 8192
+"""Inputs that one program can hold for a fused norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemvPlan:
+    """A program makes `rows` x `tiles` outputs, `block_k` inputs at a time."""
+
+    rows: int
+    block_k: int
+    tiles: int = 1
+    warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SplitKPlan:
+    """Tiles of `block_n` weight rows by `block_k` columns; `split` programs share K."""
+
+    block_n: int
+    block_k: int
+    split: int
+    stages: int = 4
+    warps: int = 4
+
+
+Plan = GemvPlan | SplitKPlan | None
+
+_GEMV = {
+    (3072, 2048): GemvPlan(4, 1024),
+    (2048, 2048): GemvPlan(4, 1024),
+    (16384, 2048): GemvPlan(4, 1024),
+    (2048, 8192): GemvPlan(4, 1024),
+    (128256, 2048): GemvPlan(4, 1024),
+    (6144, 4096): GemvPlan(4, 2048, warps=8),
+    (4096, 4096): GemvPlan(4, 2048, warps=8),
+    (28672, 4096): GemvPlan(4, 2048, warps=8),
+    (4096, 14336): GemvPlan(2, 2048),
+    (128256, 4096): GemvPlan(2, 1024),
+    (6144, 2560): GemvPlan(2, 2048),
+    (2560, 4096): GemvPlan(4, 1024),
+    (19456, 2560): GemvPlan(2, 2048),
+    (2560, 9728): GemvPlan(2, 2048),
+    (151936, 2560): GemvPlan(2, 2048),
+}
+_GEMM: dict[tuple[int, int], dict[int, Plan]] = {
+    (19456, 2560): {16: SplitKPlan(128, 64, 1), 64: None},
+    (6144, 2560): {64: SplitKPlan(64, 128, 1)},
+}
+_LONE_STAGES = {16: 6, 32: 5, 64: 4}
+"""By bucket: stages that take more than half of a multiprocessor's shared memory.
+
+A kernel launched early finds the previous one's programs still there. Where two of its own fit side by side, they crowd
+onto the multiprocessors that empty first and leave others idle: the products of a step then took up to 15 % longer
+together than one by one.
+"""
+
+
+def bucket(rows: int) -> int | None:
+    """The bucket of a number of rows, None past the last."""
+    return next((size for size in BUCKETS if rows <= size), None)
+
+
+def choose(rows: int, outputs: int, inputs: int, itemsize: int) -> Plan:
+    """For y = x W^T. rows: of x; outputs, inputs: of W; itemsize: bytes of an element of both."""
+    size = bucket(rows)
+    if size is None or inputs % 8:
+        return None
+    if size == 1:
+        # The rule's plan was within 16 % of the best everywhere.
+        return _GEMV.get((outputs, inputs), GemvPlan(2, 1024))
+    if itemsize != 2 or inputs % 128:
+        return None
+    exceptions = _GEMM.get((outputs, inputs), {})
+    if size in exceptions:
+        return exceptions[size]
+    tiles = -(-outputs // TILE)
+    if size > 32 and tiles < 256 and inputs < 8192:
+        return None
+    stages = _LONE_STAGES[size] if tiles <= MULTIPROCESSORS else 3 if size > 32 else 4
+    return SplitKPlan(TILE, 128, _split(tiles, inputs), stages)
+
+
+def choose_gated(rows: int, width: int, inputs: int, itemsize: int) -> Plan:
+    """For silu(x G^T) * (x U^T) in one kernel. width: outputs. None: a product and `silu_mul`."""
+    size = bucket(rows)
+    if size is None or inputs % 8:
+        return None
+    if size == 1:
+        return choose_normed(inputs, True)
+    if itemsize != 2 or inputs % 128:
+        return None
+    tiles = -(-width // TILE)
+    split, lone = _split(tiles, inputs), tiles <= MULTIPROCESSORS
+    if size <= 16:
+        return SplitKPlan(TILE, 128, split, 4 if lone else 3)
+    return SplitKPlan(TILE, 64, split, 6 if lone else 4)
+
+
+def choose_normed(inputs: int, gated: bool) -> GemvPlan | None:
+    """For one row behind a norm, in one kernel (gated: and before SwiGLU's product). None: in kernels of their own."""
+    if inputs % 8 or inputs > MAX_NORM:
+        return None
+    whole = 1 << (inputs - 1).bit_length()
+    if whole <= 2048:
+        return GemvPlan(2, whole, 2) if gated else GemvPlan(8, whole)
+    if whole <= 4096:
+        return GemvPlan(4, whole) if gated else GemvPlan(4, whole, 2, 8)
+    return GemvPlan(2, whole, 1, 8)
+
+
+def block_rows(rows: int) -> int:
+    """The padded row count of x in a split-K product. Below 16 the compiler does without Hopper's instruction."""
+    return max(16, 1 << (rows - 1).bit_length())
+
+
+def workspace_size(rows: int, outputs: int, plan: SplitKPlan, gated: bool = False) -> tuple[int, int]:
+    """Floats and counters that a split-K product needs; outputs: columns of y."""
+    if plan.split == 1:
+        return 0, 0
+    tiles = -(-outputs // plan.block_n)
+    return tiles * plan.split * plan.block_n * block_rows(rows) * (2 if gated else 1), tiles
+
+
+def _split(tiles: int, inputs: int) -> int:
+    """Parts of K: as many programs as there are multiprocessors, never more."""
+    return max(1, min(MULTIPROCESSORS // tiles, MAX_SPLIT, inputs // 128))

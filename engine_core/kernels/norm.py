@@ -1,0 +1,105 @@
+"""Root mean square norm, alone and fused with the addition to the residual stream, in Triton.
+
+One program a row, which it holds in registers, so memory is read once. Oracle: `reference.rms_norm`, `add_rms_norm`.
+
+About programmatic dependent launch (`pdl`), here and in every kernel of this package: a kernel may start while the
+one before it still runs; it reads what that one wrote only after `gdc_wait`, and lets its own successor start only
+after that wait. So at a kernel's start everything up to the last but one before it has finished.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_HIDDEN = 16384
+WARPS = {1024: 2, 2048: 4, 4096: 8, 8192: 16, 16384: 16}
+"""Warps by the hidden size rounded up to a power of two; smaller sizes take one or two."""
+
+
+@triton.jit
+def _rms_norm_kernel(
+    normed,
+    total,
+    x,
+    residual,
+    weight,
+    x_stride,
+    residual_stride,
+    eps,
+    hidden: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden
+    # The weight is no kernel's output, so it is fetched while the kernel before still runs.
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    stream = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
+    if ADD:
+        before = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
+        stream = (stream.to(tl.float32) + before.to(tl.float32)).to(stream.dtype)
+        tl.store(total + row * hidden + columns, stream, mask=inside)
+    wide = stream.to(tl.float32)
+    mean = tl.sum(wide * wide, axis=0) / hidden
+    quotient = (wide * tl.rsqrt(mean + eps)).to(stream.dtype).to(tl.float32)
+    tl.store(normed + row * hidden + columns, (quotient * scale).to(stream.dtype), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
+    """Root mean square norm over the last dimension; see `reference.rms_norm`.
+
+    x: [T, hidden], its rows contiguous, float32, bfloat16 or float16; weight: [hidden] of the same dtype.
+    Returns [T, hidden], contiguous. ValueError for a hidden size above 16384 or scattered rows.
+    """
+    normed = _empty_like(x)
+    _launch(normed, normed, x, x, weight, eps, False, pdl)
+    return normed
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """Adds x to the residual stream and normalises the sum, rounded; see `reference.add_rms_norm`.
+
+    All [T, hidden] as in `rms_norm`. Returns (normalised, sum), both new.
+    """
+    normed, total = _empty_like(x), _empty_like(x)
+    _launch(normed, total, x, residual, weight, eps, True, pdl)
+    return normed, total
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _launch(
+    normed: Tensor, total: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add: bool, pdl: bool
+) -> None:
+    tokens, hidden = x.shape
+    if hidden > MAX_HIDDEN or x.stride(1) != 1 or residual.stride(1) != 1:
+        raise ValueError(f"rms_norm takes contiguous rows of at most {MAX_HIDDEN}, not {tuple(x.shape)}, {x.stride()}")
+    if tokens == 0:
+        return
+    block = triton.next_power_of_2(hidden)
+    _rms_norm_kernel[(tokens,)](
+        normed,
+        total,
+        x,
+        residual,
+        weight,
+        x.stride(0),
+        residual.stride(0),
+        eps,
+        hidden,
+        BLOCK=block,
+        ADD=add,
+        PDL=pdl,
+        num_warps=WARPS.get(block, 1 if block <= 256 else 2),
+        **({"launch_pdl": True} if pdl else {}),
+    )

@@ -1,0 +1,148 @@
+"""Rotary embedding fused with the KV write, and optionally with norms of queries and keys, in Triton.
+
+A program takes a few heads of one token, whatever their kind: queries, keys and values lie beside each other in the
+projection's output. Oracle: `reference_qk.qk_norm_rope_and_kv_write`. `pdl`: see the head of `kernels.norm`.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEAD_DIMS = (32, 64, 128, 256)
+ELEMENTS, WARPS = 1024, 2
+"""Elements of one program, and its warps."""
+
+
+@triton.jit
+def _rope_kernel(
+    query,
+    keys,
+    values,
+    qkv,
+    cos,
+    sin,
+    kv_index,
+    q_norm,
+    k_norm,
+    qkv_stride,
+    cos_stride,
+    sin_stride,
+    place_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    pair = tl.arange(0, HALF)
+    is_query = head < HEADS
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+    inside = (head < HEADS + 2 * KV_HEADS)[:, None]
+    if NORM:
+        first_weight = tl.where(is_query[:, None], tl.load(q_norm + pair)[None, :], tl.load(k_norm + pair)[None, :])
+        second_weight = tl.where(
+            is_query[:, None], tl.load(q_norm + HALF + pair)[None, :], tl.load(k_norm + HALF + pair)[None, :]
+        )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    source = qkv + token * qkv_stride + head[:, None] * D + pair[None, :]
+    first_raw = tl.load(source, mask=inside, other=0.0)
+    second_raw = tl.load(source + HALF, mask=inside, other=0.0)
+    place = tl.load(kv_index + token)
+    # The cosine's halves are equal and the sine's first half is its second, negated: half of each is enough.
+    c = tl.load(cos + token * cos_stride + pair)[None, :]
+    s = tl.load(sin + token * sin_stride + HALF + pair)[None, :]
+    dtype: tl.constexpr = first_raw.dtype
+    first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
+    if NORM:
+        mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / D
+        inverse = tl.rsqrt(mean + eps)[:, None]
+        first = ((first * inverse).to(dtype).to(tl.float32) * first_weight.to(tl.float32)).to(dtype).to(tl.float32)
+        second = ((second * inverse).to(dtype).to(tl.float32) * second_weight.to(tl.float32)).to(dtype).to(tl.float32)
+    rotated_first = (first * c - second * s).to(dtype)
+    rotated_second = (second * c + first * s).to(dtype)
+
+    out = query + (token * HEADS + head[:, None]) * D + pair[None, :]
+    tl.store(out, rotated_first, mask=is_query[:, None])
+    tl.store(out + HALF, rotated_second, mask=is_query[:, None])
+    pool = place.to(tl.int64) * place_stride
+    out = keys + pool + (head[:, None] - HEADS) * D + pair[None, :]
+    tl.store(out, rotated_first, mask=is_key[:, None])
+    tl.store(out + HALF, rotated_second, mask=is_key[:, None])
+    out = values + pool + (head[:, None] - HEADS - KV_HEADS) * D + pair[None, :]
+    tl.store(out, first_raw, mask=is_value[:, None])
+    tl.store(out + HALF, second_raw, mask=is_value[:, None])
+
+
+def rope_and_kv_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_index: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    pdl: bool = False,
+) -> Tensor:
+    """Rotates queries and keys, after their norms where weights are given, and stores keys and values in the pool.
+
+    qkv: [T, heads + 2 * kv_heads, D], heads contiguous, D one of 32, 64, 128, 256; cos, sin: [T, 1, D] float32 as in
+    `reference.rope`; kv_index: [T] int64; keys, values: [places, kv_heads, D], written, with one stride for places;
+    q_norm, k_norm: [D], both or neither (Qwen 3). Dtypes float32, bfloat16 or float16, all but the tables' the same.
+    Returns the rotated queries, [T, heads, D], contiguous. ValueError for another D or layout.
+    """
+    tokens, all_heads, head_dim = qkv.shape
+    kv_heads = keys.shape[1]
+    heads = all_heads - 2 * kv_heads
+    if head_dim not in HEAD_DIMS or (q_norm is None) != (k_norm is None):
+        raise ValueError(f"head_dim must be one of {HEAD_DIMS} and both norms given or none, not {head_dim}")
+    _check_layout(qkv, cos, sin, keys, values)
+    query = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if tokens == 0:
+        return query
+    block = max(1, ELEMENTS // head_dim)
+    _rope_kernel[(tokens, triton.cdiv(all_heads, block))](
+        query,
+        keys,
+        values,
+        qkv,
+        cos,
+        sin,
+        kv_index,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        qkv.stride(0),
+        cos.stride(0),
+        sin.stride(0),
+        keys.stride(0),
+        eps,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=head_dim,
+        HALF=head_dim // 2,
+        BLOCK=block,
+        NORM=q_norm is not None,
+        PDL=pdl,
+        num_warps=WARPS,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return query
+
+
+def _check_layout(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor) -> None:
+    inner = {(t.shape[2], *t.stride()[1:]) for t in (qkv, keys, values)}
+    tables = cos.stride(2) == sin.stride(2) == 1
+    if inner != {(qkv.shape[2], qkv.shape[2], 1)} or keys.stride(0) != values.stride(0) or not tables:
+        raise ValueError("heads of qkv, keys and values must be contiguous, and keys and values laid out alike")

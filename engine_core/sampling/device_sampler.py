@@ -1,0 +1,179 @@
+"""Sampling of a decode step on the device alone, so that a CUDA graph can hold it: greedy, plain or full.
+
+Everything about a row is read from device tables by row index; grids depend on the shapes only, and no call allocates,
+synchronises or reads the host. The three methods give one row the same token wherever more than one of them applies:
+`greedy` for steps whose rows all take their best token, `plain` where some draw from the whole softmax, `full` for the
+rest. Semantics, in order: `sampling.sampler.sample`.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from engine_core.kernels.penalties import adjust, mark
+from engine_core.kernels.sample_bracket import PIVOTS
+from engine_core.kernels.sample_cutoff import find_cutoff
+from engine_core.kernels.sample_full import narrow
+from engine_core.kernels.sample_greedy import NOTHING, check_logits, sample_greedy
+from engine_core.kernels.sample_plain import draw, row_best
+
+TILE = 4096
+"""Tokens a program holds. It must not depend on the batch: a row's sums would change with it."""
+GROUP = 64
+"""Tokens of which only the largest counts when top-k looks for its bound."""
+CAPACITY = 2048
+"""Tokens of a row among which its cutoff is searched quickly."""
+
+
+class DeviceSampler:
+    """The tables that sampling reads, and its scratch: about 8 bytes for each token of the vocabulary and row.
+
+    One instance serves all steps that are enqueued one after the other on one stream, graphs included.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        ints: Tensor,
+        floats: Tensor,
+        bias: Tensor,
+        suppressed: Tensor,
+        vocab_size: int,
+        max_batch: int,
+        *,
+        tile: int = TILE,
+        group: int = GROUP,
+        capacity: int = CAPACITY,
+    ) -> None:
+        """tokens: [R, max_len] int32; ints: [R, 6] int64 (row, prompt_len, top_k, choice, seed, unused); floats:
+        [R, 6] float32 (temperature, top_p, min_p, repetition, presence, frequency); bias: [2, R * K] int32, ids (-1
+        for none) and the bits of float32 values, K a power of two; suppressed: [R, E] int32, -1 for none. Row 0 is
+        padding. `tile`, `group` and `capacity` are powers of two.
+        """
+        self.tokens = tokens
+        self.ints = ints
+        self.floats = floats
+        self.bias = bias.view(2, len(tokens), -1)
+        self.suppressed = suppressed
+        self.vocab_size = vocab_size
+        self.max_batch = max_batch
+        self.tile = tile
+        self.group = group
+        self.pdl = tokens.is_cuda
+        device = tokens.device
+        tiles = triton.cdiv(vocab_size, tile)
+        width = triton.cdiv(vocab_size, 64) * 64
+
+        def scratch(*shape: int, dtype: torch.dtype = torch.float32, fill: int = 0) -> Tensor:
+            return torch.full((max_batch, *shape), fill, dtype=dtype, device=device)
+
+        self._winner = scratch(dtype=torch.int64, fill=NOTHING.value)
+        self._arrivals = scratch(dtype=torch.int32)
+        self._best = scratch(tiles, dtype=torch.int64)
+        self._marks = scratch(width, dtype=torch.int32)
+        self._adjusted = scratch(width)
+        self._touched = scratch(dtype=torch.int32)
+        self._stats = scratch(tiles, 3)
+        self._peaks = scratch(tiles, tile // group)
+        self._bound = scratch()
+        self._pivots = scratch(2, PIVOTS.value)
+        self._above = scratch(2, tiles, PIVOTS.value)
+        self._sums = scratch(tiles, 2)
+        self._found = scratch(dtype=torch.int32)
+        self._found_ids = scratch(capacity, dtype=torch.int32)
+        self._found_logits = scratch(capacity)
+        self._cutoff = scratch(dtype=torch.int64)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device memory of the scratch buffers."""
+        return sum(value.nbytes for name, value in vars(self).items() if name.startswith("_"))
+
+    def greedy(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        suppress: Tensor,
+        sampled: Tensor,
+        allowed: Tensor | None = None,
+    ) -> None:
+        """Each row's largest logit, whatever its parameters. `suppress` is not looked at; ValueError for a mask."""
+        if allowed is not None:
+            raise ValueError("a mask needs the full mode")
+        self._check(logits, rows)
+        if len(rows):
+            common = (self.tokens, self._winner, self._arrivals, sampled, self.tile, self.pdl)
+            sample_greedy(logits, rows, positions, *common)
+
+    def plain(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        suppress: Tensor,
+        sampled: Tensor,
+        allowed: Tensor | None = None,
+    ) -> None:
+        """Draws at each row's temperature and uses no other parameter. As `greedy` about `suppress` and masks."""
+        if allowed is not None:
+            raise ValueError("a mask needs the full mode")
+        self._check(logits, rows)
+        if len(rows):
+            row_best(logits, rows, self._best, self.tile, self.pdl)
+            self._draw(logits, rows, positions, None, sampled)
+
+    def full(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        suppress: Tensor,
+        sampled: Tensor,
+        allowed: Tensor | None = None,
+    ) -> None:
+        """Samples with everything a row's parameters ask for.
+
+        logits: [B, V] float32, bfloat16 or float16, rows contiguous, not modified; rows: [B] int32; positions: [B]
+        int32, the position whose logits these are; suppress: [B] int32, whether the row's suppressed ids may not be
+        sampled now; sampled: [B] int32, written, as is tokens[rows[b], positions[b] + 1]; allowed: None, or [B,
+        ceil(V / 32)] int32 as in `apply_bitmask`. ValueError for logits of another kind, vocabulary or batch.
+        """
+        self._check(logits, rows)
+        if not len(rows):
+            return
+        ints, floats, pdl = self.ints, self.floats, self.pdl
+        marks = (self._marks, self._adjusted, self._touched)
+        tables = (self.tokens, ints, floats, self.bias, self.suppressed)
+        mark(rows, positions, suppress, *tables, *marks, self.vocab_size, allowed is not None, pdl)
+        seen = (self._best, self._stats, self._peaks)
+        adjust(logits, rows, ints, floats, allowed, *marks, *seen, self.tile, self.group, pdl)
+        row = (logits, rows, ints, floats, self._adjusted, self._touched)
+        found = (self._sums, self._found, self._found_ids, self._found_logits)
+        narrow(*row, *seen, self._bound, self._pivots, self._above, *found, self.tile, self.group, pdl)
+        find_cutoff(*row, self._best, *found, self._cutoff, self.tile, pdl)
+        self._draw(logits, rows, positions, (self._adjusted, self._touched, self._cutoff), sampled)
+
+    def _draw(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        truncated: tuple[Tensor, Tensor, Tensor] | None,
+        sampled: Tensor,
+    ) -> None:
+        draw(
+            *(logits, rows, positions, self.ints, self.floats, self._best),
+            truncated,
+            *(self.tokens, self._winner, self._arrivals, sampled),
+            block=self.tile,
+            pdl=self.pdl,
+        )
+
+    def _check(self, logits: Tensor, rows: Tensor) -> None:
+        check_logits(logits)
+        if logits.shape[1] != self.vocab_size or not len(rows) == len(logits) <= self.max_batch:
+            raise ValueError(
+                f"logits of shape {tuple(logits.shape)} for {len(rows)} rows do not fit a vocabulary of "
+                f"{self.vocab_size} and steps of up to {self.max_batch} rows"
+            )

@@ -1,0 +1,44 @@
+"""The Triton norms against their oracle, in float32."""
+
+import pytest
+import torch
+
+from engine_core.kernels import reference
+from engine_core.kernels.norm import add_rms_norm, rms_norm
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (3, 48), (2, 300)])
+def test_rms_norm(tokens: int, hidden: int, device: str) -> None:
+    x, weight = torch.randn(tokens, hidden, device=device) * 3, torch.rand(hidden, device=device) + 0.5
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), atol=1e-5, rtol=1e-5)
+
+
+def test_rows_may_be_strided(device: str) -> None:
+    x, weight = torch.randn(3, 96, device=device)[:, :40], torch.rand(40, device=device)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), atol=1e-5, rtol=1e-5)
+
+
+def test_zeros_stay_zero(device: str) -> None:
+    assert not rms_norm(torch.zeros(2, 8, device=device), torch.ones(8, device=device), 1e-6).any()
+
+
+def test_add_rms_norm(device: str) -> None:
+    x, residual, weight = (torch.randn(*shape, device=device) for shape in ((3, 80), (3, 80), (80,)))
+    kept = residual.clone()
+    normed, total = add_rms_norm(x, residual, weight, 1e-6)
+    expected, stream = reference.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, stream)
+    assert torch.equal(residual, kept)
+    torch.testing.assert_close(normed, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_no_rows(device: str) -> None:
+    assert rms_norm(torch.empty(0, 16, device=device), torch.ones(16, device=device), 1e-6).shape == (0, 16)
+
+
+def test_what_is_refused(device: str) -> None:
+    wide = torch.empty(1, 16385, device=device)
+    with pytest.raises(ValueError, match="16384"):
+        rms_norm(wide, wide[0], 1e-6)
+    with pytest.raises(ValueError, match="contiguous"):
+        rms_norm(torch.empty(8, 4, device=device).T, torch.empty(8, device=device), 1e-6)

@@ -1,0 +1,51 @@
+"""The Triton rotary embedding and KV write against their oracle, in float32."""
+
+import pytest
+import torch
+
+from engine_core.kernels.reference_qk import qk_norm_rope_and_kv_write
+from engine_core.kernels.rope import rope_and_kv_write
+
+
+def inputs(tokens: int, heads: int, kv_heads: int, head_dim: int, device: str) -> tuple[torch.Tensor, ...]:
+    """qkv, cos, sin and kv_index. The tables are halves of one lookup, as `RotaryTable` gives them."""
+    angles = torch.rand(tokens, head_dim // 2) * 6
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(device)
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, device=device)
+    return qkv, table[:, :1], table[:, 1:], torch.randperm(20, device=device)[:tokens]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 64), (2, 2, 256)])
+def test_equals_the_oracle(heads: int, kv_heads: int, head_dim: int, norm: bool, device: str) -> None:
+    given = inputs(3, heads, kv_heads, head_dim, device)
+    weights = tuple(torch.rand(head_dim, device=device) + 0.5 for _ in range(2)) if norm else (None, None)
+    pools = [torch.full((2, 20, kv_heads, head_dim), 7.0, device=device) for _ in range(2)]
+    query = rope_and_kv_write(*given, *pools[0].unbind(0), *weights, eps=1e-5)
+    expected = qk_norm_rope_and_kv_write(*given, *pools[1].unbind(0), *weights, eps=1e-5)
+    torch.testing.assert_close(query, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(pools[0], pools[1], atol=1e-5, rtol=1e-5)
+    assert (pools[0][:, sorted(set(range(20)) - set(given[3].tolist()))] == 7).all()
+
+
+def test_a_layer_of_a_pool_and_strided_tokens(device: str) -> None:
+    qkv, cos, sin, index = inputs(2, 2, 1, 32, device)
+    wide = torch.randn(2, 6, 32, device=device)
+    wide[:, :4] = qkv
+    keys, values = torch.zeros(20, 2, 1, 32, device=device).unbind(1)
+    other = torch.zeros(2, 20, 1, 32, device=device)
+    query = rope_and_kv_write(wide[:, :4], cos, sin, index, keys, values)
+    torch.testing.assert_close(query, qk_norm_rope_and_kv_write(qkv, cos, sin, index, other[0], other[1]))
+    torch.testing.assert_close(torch.stack((keys, values)), other)
+
+
+def test_what_is_refused(device: str) -> None:
+    pool = torch.zeros(20, 1, 48, device=device)
+    with pytest.raises(ValueError, match="head_dim"):
+        rope_and_kv_write(*inputs(1, 2, 1, 48, device), pool, pool)
+    pool = torch.zeros(20, 1, 32, device=device)
+    with pytest.raises(ValueError, match="norms"):
+        rope_and_kv_write(*inputs(1, 2, 1, 32, device), pool, pool, torch.ones(32, device=device))
+    with pytest.raises(ValueError, match="contiguous"):
+        rope_and_kv_write(*inputs(1, 2, 1, 32, device), pool[:, :, :16], pool[:, :, :16])

@@ -1,0 +1,211 @@
+"""The compiled kernels of a decode step, in bfloat16 and float16, against the torch oracles computed in float32."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from engine_core.kernels import reference, reference_activation, reference_decode
+from engine_core.kernels.activation import gelu_mul, silu_mul
+from engine_core.kernels.decode_inputs import decode_inputs, decode_inputs_reference
+from engine_core.kernels.norm import add_rms_norm, rms_norm
+from engine_core.kernels.paged_decode import choose_splits, paged_decode
+from engine_core.kernels.reference_qk import qk_norm_rope_and_kv_write
+from engine_core.kernels.rope import rope_and_kv_write
+
+pytestmark = pytest.mark.gpu
+
+STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Largest relative error of rounding once."""
+DTYPES = list(STEP)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def assert_rounded(found: Tensor, exact: Tensor, roundings: float, floor: float = 1e-3) -> None:
+    """Every element within so many roundings of the exact one, which is in float32; small ones within the floor's."""
+    step = STEP[found.dtype]
+    assert found.isfinite().all()
+    excess = (found.float() - exact).abs() - roundings * step * (exact.abs() + floor)
+    assert excess.max().item() <= 0, f"{excess.max().item():.3g} over"
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 2048), (7, 4096), (64, 576), (300, 16384), (8192, 2048)])
+def test_norms(tokens: int, hidden: int, dtype: torch.dtype, pdl: bool) -> None:
+    x, residual, weight = (
+        randn(tokens, hidden, dtype=dtype),
+        randn(tokens, hidden, dtype=dtype),
+        randn(hidden).to(dtype),
+    )
+    assert_rounded(rms_norm(x, weight, 1e-5, pdl), reference.rms_norm(x.float(), weight.float(), 1e-5), 2.1)
+    normed, total = add_rms_norm(x, residual, weight, 1e-5, pdl)
+    assert torch.equal(total, x + residual)
+    assert_rounded(normed, reference.rms_norm(total.float(), weight.float(), 1e-5), 2.1)
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kernel", "oracle"), [(silu_mul, reference.silu_mul), (gelu_mul, reference_activation.gelu_mul)]
+)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 8192), (5, 100), (64, 14336), (2048, 8192)])
+def test_activations(
+    kernel: Callable[..., Tensor],
+    oracle: Callable[..., Tensor],
+    tokens: int,
+    width: int,
+    dtype: torch.dtype,
+    pdl: bool,
+) -> None:
+    gate_up = randn(tokens, 2 * width, dtype=dtype)
+    # Far in the tail the approximations of tanh part from each other: hence the floor.
+    assert_rounded(kernel(gate_up, pdl), oracle(gate_up.float()), 2.1, floor=1e-2)
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "head_dim"),
+    [(1, 32, 8, 64), (9, 32, 8, 128), (64, 8, 4, 256), (500, 14, 2, 64), (3, 5, 5, 32)],
+)
+def test_rope_and_kv_write(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool, dtype: torch.dtype, pdl: bool
+) -> None:
+    angles = torch.rand(tokens, head_dim // 2, device="cuda") * 6
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+    qkv = randn(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    index = torch.randperm(1000, device="cuda")[:tokens]
+    weights = tuple(randn(head_dim).to(dtype) for _ in range(2)) if norm else (None, None)
+    pool, exact = (torch.zeros(2, 1000, kv_heads, head_dim, device="cuda", dtype=t) for t in (dtype, torch.float32))
+    query = rope_and_kv_write(qkv, table[:, :1], table[:, 1:], index, pool[0], pool[1], *weights, pdl=pdl)
+    wide = (None if w is None else w.float() for w in weights)
+    expected = qk_norm_rope_and_kv_write(qkv.float(), table[:, :1], table[:, 1:], index, exact[0], exact[1], *wide)
+    # A rotated element is a sum of two, each rounded twice by the norm: bounded by their size, not by the sum's.
+    pairs = (lambda t: t.float().abs() + t.float().abs().roll(head_dim // 2, -1)) if norm else torch.zeros_like
+    for found, wanted in ((query, expected), (pool[0], exact[0])):
+        slack = 2.1 * STEP[dtype] * pairs(wanted) * 1.5
+        assert_rounded(found, wanted + (found.float() - wanted).clamp(-slack, slack), 1.1, floor=1e-2)
+    assert torch.equal(pool[1][index], qkv[:, heads + kv_heads :])
+    assert torch.equal(pool[1].float(), exact[1])
+
+
+@pytest.mark.parametrize("batch", [1, 64, 1000])
+def test_decode_inputs(batch: int) -> None:
+    tokens = torch.randint(0, 128256, (257, 4096), dtype=torch.int32, device="cuda")
+    pages = torch.randint(0, 2**31 - 1, (257, 256), dtype=torch.int32, device="cuda")
+    rows = torch.randint(0, 257, (batch,), dtype=torch.int32, device="cuda")
+    positions = torch.randint(0, 4096, (batch,), dtype=torch.int32, device="cuda")
+    found = decode_inputs(tokens, pages, rows, positions, 16, pdl=True)
+    for ours, wanted in zip(found, decode_inputs_reference(tokens, pages, rows, positions, 16), strict=True):
+        assert torch.equal(ours, wanted)
+
+
+def paged(lengths: list[int], heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype) -> list[Tensor]:
+    """query, keys, values, rows, positions, page_table, with scattered pages and NaN wherever no row has a token."""
+    count = torch.tensor([-(-n // page) for n in lengths])
+    order = torch.randperm(int(count.sum())) + 1
+    table = torch.zeros(len(lengths) + 1, int(count.max()), dtype=torch.int32)
+    rows = torch.randperm(len(lengths)) + 1
+    for row, pages in zip(rows.tolist(), order.split(count.tolist()), strict=True):
+        table[row, : len(pages)] = pages
+    shape = ((int(count.sum()) + 1) * page, kv_heads, head_dim)
+    keys, values = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
+    for row, n in zip(rows.tolist(), lengths, strict=True):
+        if n % page:
+            start = int(table[row, n // page]) * page
+            keys[start + n % page : start + page] = torch.nan
+            values[start + n % page : start + page] = torch.nan
+    keys[:page], values[:page] = torch.nan, torch.nan
+    positions = torch.tensor(lengths, dtype=torch.int32) - 1
+    query = randn(len(lengths), heads, head_dim, dtype=dtype)
+    return [query, keys, values, rows.int().cuda(), positions.cuda(), table.cuda()]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pdl"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)], ids=str
+)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "page"),
+    [(32, 8, 64, 16), (32, 8, 128, 16), (8, 4, 256, 16), (14, 2, 64, 64), (32, 1, 64, 1), (6, 6, 128, 256)],
+)
+@pytest.mark.parametrize(
+    "lengths", [[1], [448], [1, 2, 16, 17, 64, 65, 1000, 4097], list(range(1, 600, 9)), [131072, 5]]
+)
+def test_paged_decode(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype, pdl: bool
+) -> None:
+    given = paged(lengths, heads, kv_heads, head_dim, page, dtype)
+    scale = head_dim**-0.5
+    exact = reference_decode.paged_decode(*given, page, scale)
+    # Weights are rounded to the pool's dtype before they meet values of size about 1: a few roundings of that size.
+    tolerance = 2 * STEP[dtype]
+    for splits in {1, 3, choose_splits(len(lengths), kv_heads, 132, max(lengths)), 64}:
+        for _ in range(2):
+            found = paged_decode(*given, page, scale, splits, pdl=pdl)
+            torch.testing.assert_close(found.float(), exact, atol=tolerance, rtol=tolerance)
+
+
+def test_one_graph_serves_every_length() -> None:
+    given = paged([700] * 4, 32, 8, 64, 16, torch.bfloat16)
+    given[1].nan_to_num_(0.5)
+    given[2].nan_to_num_(0.5)
+    paged_decode(*given, 16, 0.125, 8, pdl=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = paged_decode(*given, 16, 0.125, 8, pdl=True)
+    for _ in range(20):
+        given[4].copy_(torch.randint(0, 700, (4,), dtype=torch.int32))
+        given[3].copy_(torch.randint(1, 5, (4,), dtype=torch.int32))
+        given[0].copy_(randn(4, 32, 64))
+        graph.replay()
+        exact = reference_decode.paged_decode(*given, 16, 0.125)
+        torch.testing.assert_close(found.float(), exact, atol=2**-7, rtol=2**-7)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_a_chain_with_early_launches_equals_one_without(batch: int) -> None:
+    """Norm, rotation and attention of several layers in one graph, each kernel started before its predecessor ends."""
+    lengths = [37 + 31 * i for i in range(batch)]
+    layers = [paged(lengths, 32, 8, 64, 16, torch.bfloat16) for _ in range(4)]
+    _, _, _, rows, positions, table = layers[0]
+    pools = [(given[1].nan_to_num_(0.5), given[2].nan_to_num_(0.5)) for given in layers]
+    index = table[rows.long(), positions.long() // 16].long() * 16 + positions.long() % 16
+    angles = torch.rand(batch, 1, 64, device="cuda") * 6
+    cos, sin = angles.cos(), angles.sin()
+    weight = randn(3072).bfloat16()
+    start = randn(batch, 3072, dtype=torch.bfloat16)
+
+    def chain(pdl: bool) -> Tensor:
+        stream, update = start, start
+        for keys, values in pools:
+            normed, stream = add_rms_norm(update, stream, weight, 1e-5, pdl)
+            query = rope_and_kv_write(normed.view(batch, 48, 64), cos, sin, index, keys, values, pdl=pdl)
+            attended = paged_decode(query, keys, values, rows, positions, table, 16, 0.125, 6, pdl=pdl)
+            update = silu_mul(torch.cat((attended.flatten(1), stream, attended.flatten(1)[:, :1024]), 1), pdl)
+        return stream
+
+    expected = chain(False)
+    for given in pools:
+        given[0][index], given[1][index] = 9.0, 9.0
+    torch.cuda.synchronize()
+    chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(True)
+    for _ in range(50):
+        for given in pools:
+            given[0][index], given[1][index] = 9.0, 9.0
+        graph.replay()
+        # The combining order is fixed, so early launches change no bit.
+        assert torch.equal(found, expected)

@@ -1,0 +1,123 @@
+"""The sampling kernels on a GPU against their oracles, at the sizes of real vocabularies and in every dtype."""
+
+import pytest
+import torch
+
+from engine_core.kernels.logprobs import gather_logprobs
+from tests.engine_core.kernels.sampling_case import (
+    Case,
+    ask_everything,
+    check_draw,
+    check_full,
+    expect,
+    make_case,
+    run,
+    truncations,
+)
+
+pytestmark = pytest.mark.gpu
+
+VOCABS = [128256, 50257, 999]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def case_of(batch: int, vocab: int, dtype: torch.dtype, seed: int = 0, scale: float = 3.0) -> Case:
+    case = make_case(batch, vocab, seed, max_len=3000, scale=scale)
+    case.logits = case.logits.to(dtype)
+    return case
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_greedy_and_plain(vocab: int, dtype: torch.dtype) -> None:
+    case = case_of(67, vocab, dtype)
+    case.logits[3] = torch.nan
+    case.floats[::7, 0] = 0
+    case.rows[5], case.positions[5] = 0, 0
+    case = case.to("cuda")
+    sampler = case.sampler()
+    best = case.logits.nan_to_num(nan=-torch.inf).argmax(-1)
+    best[5] = 0
+    assert torch.equal(run(sampler, case, "greedy").long(), best)
+    case.logits[3] = 0
+    case.logits[5] = 0
+    found = expect(case, full=False)
+    check_draw(found, found.kept, run(sampler, case, "plain"))
+    again = run(sampler, case, "plain")
+    assert torch.equal(again, run(sampler, case, "full"))
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0, 10.0])
+def test_truncation(vocab: int, dtype: torch.dtype, scale: float) -> None:
+    case = case_of(48, vocab, dtype, 1, scale)
+    truncations(case, [0, 50, 0, 0, 1, 900, 0, 5000, 200000], [0.9, 0.99, 1.0, 0.3, 0.999, 0.0], [0.0, 0.0, 0.03])
+    check_full(case.to("cuda"))
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_everything(vocab: int, masked: bool) -> None:
+    case = case_of(48, vocab, torch.bfloat16, 2)
+    ask_everything(case)
+    truncations(case, [0, 40, 0], [0.9, 0.95, 1.0], [0.0, 0.01])
+    if masked:
+        generator = torch.Generator().manual_seed(3)
+        case.allowed = torch.randint(-(2**31), 2**31, (48, -(-vocab // 32)), generator=generator).int()
+    check_full(case.to("cuda"))
+
+
+def test_rows_with_thousands_of_equal_logits() -> None:
+    case = case_of(12, 128256, torch.float32, 4)
+    case.logits[:3] = 0.25
+    case.logits[3:6] = case.logits[3:6].round()
+    case.logits[6:9, ::2] = -torch.inf
+    truncations(case, [0, 3000, 0, 0], [0.7, 0.95, 0.2], [0.0])
+    check_full(case.to("cuda"))
+
+
+def test_a_graph_replays_like_eager_calls_whatever_the_rows_ask_for() -> None:
+    case = case_of(16, 128256, torch.bfloat16, 5)
+    case = case.to("cuda")
+    sampler, sampled = case.sampler(), torch.zeros(16, dtype=torch.int32, device="cuda")
+    args = (case.logits, case.rows, case.positions, case.suppress, sampled)
+    sampler.full(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sampler.full(*args)
+    for seed in range(3):
+        other = case_of(16, 128256, torch.bfloat16, 10 + seed)
+        ask_everything(other, seed)
+        truncations(other, [0, 20 * seed, 0], [0.9, 0.8], [0.0, 0.02])
+        for name in ("tokens", "ints", "floats", "bias", "suppressed", "rows", "positions", "suppress", "logits"):
+            getattr(case, name).copy_(getattr(other, name))
+        expected = run(sampler, case, "full")
+        for _ in range(5):
+            graph.replay()
+            assert torch.equal(sampled, expected)
+
+
+def test_one_row_is_the_same_in_every_batch() -> None:
+    case = case_of(64, 128256, torch.bfloat16, 6, 1.0)
+    ask_everything(case)
+    truncations(case, [0, 0, 30], [0.9, 0.97], [0.0])
+    case = case.to("cuda")
+    tokens, sampler = case.tokens.clone(), case.sampler()
+    together = run(sampler, case, "full")
+    for index in range(0, 64, 5):
+        one = slice(index, index + 1)
+        parts = (case.rows[one], case.positions[one], case.suppress[one], case.logits[one])
+        case.tokens.copy_(tokens)
+        alone = Case(case.tokens, case.ints, case.floats, case.bias, case.suppressed, *parts)
+        assert run(sampler, alone, "full").item() == together[index]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logprobs(dtype: torch.dtype) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    logits = (torch.randn(40, 128256, device="cuda", generator=generator) * 5).to(dtype)
+    ids = torch.randint(0, 128256, (40, 21), device="cuda", generator=generator)
+    found = gather_logprobs(logits, ids, pdl=True)
+    torch.testing.assert_close(found, logits.float().log_softmax(-1).gather(1, ids), atol=2e-5, rtol=0)
