@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from engine_core import config as configuration
-from engine_core.attention.torch import TorchAttention
+from engine_core.build_device import CpuParts, CudaParts, DeviceParts, check_installed
 from engine_core.config import EngineConfig, Machine, ModelShape
 from engine_core.contracts import Mailbox
 from engine_core.control import Control
@@ -18,14 +18,15 @@ from engine_core.errors import ConfigError
 from engine_core.heartbeat import Status
 from engine_core.kv_cache.pages import PageAllocator
 from engine_core.kv_cache.storage import KVStorage
+from engine_core.loader.noise import fill_with_noise
 from engine_core.loader.weights import load_weights
 from engine_core.models.config import ModelConfig
-from engine_core.models.registry import build_model
+from engine_core.models.registry import Model, build_model
 from engine_core.pipeline import PipelineState
 from engine_core.runtime.device import Device, open_device
 from engine_core.runtime.runtime import TorchRuntime
 from engine_core.runtime.slots import StepSlot
-from engine_core.runtime.staging import capacity
+from engine_core.runtime.staging import MAX_END_IDS, capacity
 from engine_core.runtime.tables import DeviceTables
 from engine_core.runtime.warmup import warm_up
 from engine_core.scheduler.admission import PageGate, RowGate
@@ -45,13 +46,17 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
     status.enter(Phase.LOADING)
     model_config = ModelConfig.read(directory)
     kind = configuration.resolve_device(options, torch.cuda.is_available())
+    if len(model_config.eos_ids) > MAX_END_IDS:
+        raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")
     dtype = configuration.resolve_dtype(options, kind, model_config.dtype or "float32")
     if kind == "cpu":
-        torch.set_num_threads(configuration.resolve_threads(options, os.cpu_count() or 1))
+        torch.set_num_threads(configuration.resolve_threads(options, len(os.sched_getaffinity(0))))
+    if kind == "cuda":
+        check_installed()
     device = open_device(kind)
     name = "tandem-default" if directory == DEFAULT_MODEL else directory.resolve().name
     runtime, config = _build_runtime(options, directory, name, model_config, device, getattr(torch, dtype), status)
-    status.enter(Phase.WARMING)
+    status.enter(Phase.WARMING, 90)
     warm_up(runtime, config)
     engine = _build_loop(config, runtime, mailbox, status, _facts(config, model_config, directory))
     logger.info(
@@ -71,18 +76,43 @@ def _build_runtime(
     dtype: torch.dtype,
     status: Status,
 ) -> tuple[TorchRuntime, EngineConfig]:
-    """Weights first, then the KV pool from what memory they leave (I7: nothing is allocated after this)."""
-    model = build_model(model_config, device.kind, dtype)
-    load_weights(model, directory, lambda percent: status.enter(Phase.LOADING, int(percent)))
+    """Weights first, then the KV pool from what memory they leave, then graphs (I7: the last to allocate)."""
+    parts: DeviceParts = CudaParts(device) if device.kind.type == "cuda" else CpuParts(device)
+    model = build_model(model_config, device.kind, dtype, options.max_len, parts.placement(dtype))
+    _load(options, model, directory, status)
     kv_shape = {"layers": model_config.layers, "kv_heads": model_config.kv_heads, "head_dim": model_config.head_dim}
     shape = ModelShape(name, model_config.max_positions, KVStorage.bytes_per_token(**kv_shape, dtype=dtype))
-    machine = Machine(device.kind.type, device.free_bytes(), os.cpu_count() or 1)
+    machine = Machine(device.kind.type, device.free_bytes())
     config = configuration.resolve(options, shape, machine, str(dtype).removeprefix("torch."))
-    kv = KVStorage.allocate(**kv_shape, pages=config.pages, page_size=config.page_size, dtype=dtype, device=device.kind)
+    try:
+        kv = KVStorage.allocate(
+            **kv_shape, pages=config.pages, page_size=config.page_size, dtype=dtype, device=device.kind
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"a KV pool of {config.kv_tokens} tokens cannot be had ({error}); lower --kv-tokens"
+        ) from error
     tables = DeviceTables.allocate(config.max_rows, config.max_len, config.pages_per_row, device.kind)
     words = capacity(config.max_rows, config.max_step_tokens, config.pages)
-    slots = [StepSlot.allocate(device, words, config.max_rows, model_config.vocab_size) for _ in range(config.depth)]
-    return TorchRuntime(device, model, TorchAttention(), kv, tables, slots, config.page_size), config
+    slots = [
+        StepSlot.allocate(
+            device, words, config.max_rows, model_config.vocab_size, parts.attention(model_config, config, dtype)
+        )
+        for _ in range(config.depth)
+    ]
+    sampler = parts.sampler(tables, model_config.vocab_size, config.max_rows)
+    status.enter(Phase.WARMING)
+    graphs = parts.graphs(config, model, kv, tables, sampler, slots, lambda p: status.enter(Phase.WARMING, p * 9 // 10))
+    return TorchRuntime(
+        device, model, kv, tables, sampler, slots, config.page_size, graphs=graphs, clock=parts.clock()
+    ), config
+
+
+def _load(options: EngineOptions, model: Model, directory: Path, status: Status) -> None:
+    if options.load_format == "dummy":
+        fill_with_noise(model)
+    else:
+        load_weights(model, directory, lambda percent: status.enter(Phase.LOADING, int(percent)))
 
 
 def _build_loop(
@@ -104,8 +134,6 @@ def _build_loop(
 def _facts(config: EngineConfig, model: ModelConfig, directory: Path) -> ModelFacts:
     tokenizer = directory / "tokenizer.json"
     fingerprint = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
-    if len(model.eos_ids) > 32:
-        raise ConfigError(f"the model has {len(model.eos_ids)} end ids, at most 32 are supported")
     return ModelFacts(
         name=config.model_name,
         vocab_size=model.vocab_size,

@@ -9,10 +9,15 @@ from engine_core.errors import ConfigError
 from protocol.engine_options import EngineOptions
 
 CPU_MAX_ROWS, CUDA_MAX_ROWS = 32, 256
-CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 512, 8192
+CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 128, 2048
+"""Small enough that a step full of prompts does not hold up the streams that run beside it for long."""
 CPU_KV_BYTES = 4 * 2**30
 CPU_KV_SHARE, CUDA_KV_SHARE = 0.25, 0.85
 """Share of the memory still free after loading that the KV pool takes when nobody says how large it is."""
+
+
+DTYPES = ("bfloat16", "float16", "float32")
+GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
 class ModelShape(Struct, frozen=True):
@@ -28,7 +33,6 @@ class Machine(Struct, frozen=True):
 
     device: str
     free_bytes: int
-    cores: int
 
 
 class EngineConfig(Struct, frozen=True):
@@ -46,6 +50,8 @@ class EngineConfig(Struct, frozen=True):
     pages: int
     """Pages of the pool, the reserved page 0 among them."""
     max_waiting: int
+    graph_rows: tuple[int, ...] = ()
+    """Row counts for which decode steps are captured as CUDA graphs, ascending; none on a CPU."""
 
     @property
     def kv_tokens(self) -> int:
@@ -70,7 +76,11 @@ def resolve_dtype(options: EngineOptions, device: str, checkpoint: str) -> str:
     """A CPU computes in float32: its bfloat16 is slower, and not what its tests compare."""
     if options.dtype != "auto":
         return options.dtype
-    return "float32" if device == "cpu" else checkpoint
+    if device == "cpu":
+        return "float32"
+    if checkpoint not in DTYPES:
+        raise ConfigError(f"the checkpoint's dtype is {checkpoint}; choose --dtype " + ", ".join(DTYPES))
+    return checkpoint
 
 
 def resolve_threads(options: EngineOptions, cores: int) -> int:
@@ -86,9 +96,8 @@ def resolve(options: EngineOptions, model: ModelShape, machine: Machine, dtype: 
         raise ConfigError(f"--page-size {page_size} is no power of two")
     max_rows = _at_least_one("--max-rows", options.max_rows, CPU_MAX_ROWS if cpu else CUDA_MAX_ROWS)
     max_waiting = _at_least_one("--max-waiting", options.max_waiting, options.max_waiting)
-    step_tokens = _at_least_one(
-        "--max-step-tokens", options.max_step_tokens, CPU_STEP_TOKENS if cpu else CUDA_STEP_TOKENS
-    )
+    usual = max(CPU_STEP_TOKENS if cpu else CUDA_STEP_TOKENS, max_rows)
+    step_tokens = _at_least_one("--max-step-tokens", options.max_step_tokens, usual)
     if step_tokens < max_rows:
         raise ConfigError(
             f"--max-step-tokens {step_tokens} is below --max-rows {max_rows}: some decoding rows would starve; "
@@ -121,13 +130,29 @@ def resolve(options: EngineOptions, model: ModelShape, machine: Machine, dtype: 
         dtype=dtype,
         depth=2 if (options.pipeline or ("off" if cpu else "on")) == "on" else 1,
         max_rows=max_rows,
-        max_len=min(wanted_len, pages * page_size),
+        max_len=wanted_len,
         max_step_tokens=step_tokens,
         prefill_chunk=chunk,
         page_size=page_size,
         pages=pages + 1,
         max_waiting=max_waiting,
+        graph_rows=() if cpu else _graph_rows(options.graph_rows, max_rows),
     )
+
+
+def _graph_rows(asked: str | None, max_rows: int) -> tuple[int, ...]:
+    """A smaller step is padded to the next count, a larger one runs eagerly."""
+    if asked == "off":
+        return ()
+    if asked is None:
+        return (*(rows for rows in GRAPH_ROWS if rows < max_rows), min(max_rows, GRAPH_ROWS[-1]))
+    try:
+        counts = sorted({int(part) for part in asked.split(",")})
+    except ValueError:
+        raise ConfigError(f"--graph-rows {asked}: a list of row counts like 1,2,4,8, or off") from None
+    if counts[0] < 1 or counts[-1] > max_rows:
+        raise ConfigError(f"--graph-rows {asked}: from 1 to --max-rows {max_rows}")
+    return tuple(counts)
 
 
 def _at_least_one(flag: str, value: int | None, default: int) -> int:

@@ -30,6 +30,14 @@ class Constraint(Protocol):
         """Advances by one committed token."""
 
 
+class DeviceTimes(Struct):
+    """Sums over a sample of steps, in seconds; nothing where a device cannot tell."""
+
+    busy: float = 0.0
+    idle: float = 0.0
+    steps: int = 0
+
+
 class Runtime(Protocol):
     """The device. Launch and sample enqueue work and return; only collect waits, for one step's own results.
 
@@ -50,6 +58,9 @@ class Runtime(Protocol):
 
     def synchronize(self) -> None:
         """Waits until nothing is in flight. Never called on the launch path."""
+
+    def device_times(self) -> DeviceTimes:
+        """How long the device has worked and waited, over the steps that were timed."""
 
 
 class Mailbox(Protocol):

@@ -1,7 +1,9 @@
 """Streams, events and pinned memory, real on CUDA and inert on a CPU, so that the runtime is written once."""
 
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,12 +24,9 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """One device and its two streams (I1)."""
+    """One device and its two streams (I1). The compute stream is current unless `copy` says otherwise."""
 
     kind: torch.device
-
-    def compute(self) -> AbstractContextManager[Any]:
-        """Makes the compute stream current."""
 
     def copy(self) -> AbstractContextManager[Any]:
         """Makes the copy stream current."""
@@ -62,9 +61,6 @@ class CpuDevice:
     def __init__(self) -> None:
         self.kind = torch.device("cpu")
 
-    def compute(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
     def copy(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
@@ -78,7 +74,7 @@ class CpuDevice:
         return None
 
     def free_bytes(self) -> int:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(_available(), _cgroup_room())
 
 
 class CudaEvent:
@@ -98,15 +94,11 @@ class CudaEvent:
 
 
 class CudaDevice:
-    """The current CUDA device, with one stream for forwards and sampling and one for copies to the host."""
+    """The current CUDA device. Its compute stream stays current on the thread that opened it; see `open_device`."""
 
     def __init__(self, compute: torch.cuda.Stream, copy: torch.cuda.Stream) -> None:
         self.kind = torch.device("cuda", compute.device_index)
-        self._compute = compute
         self._copy = copy
-
-    def compute(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._compute)
 
     def copy(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._copy)
@@ -125,8 +117,31 @@ class CudaDevice:
         return free
 
 
+def _available() -> int:
+    """What the kernel would give, page cache included."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_room() -> int:
+    """What a container's limit leaves; effectively nothing less than everything where there is none."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (folder / "memory.max").read_text().strip(), (folder / "memory.current").read_text()
+    except OSError:
+        return sys.maxsize
+    return sys.maxsize if limit == "max" else max(0, int(limit) - int(used))
+
+
 def open_device(kind: str) -> Device:
-    """The device of a resolved kind, "cpu" or "cuda"."""
+    """The device of a resolved kind, "cpu" or "cuda".
+
+    Makes the compute stream current on this thread for good: switching at each call would cost microseconds a step.
+    """
     if kind == "cuda":
-        return CudaDevice(torch.cuda.Stream(), torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        compute = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        torch.cuda.set_stream(compute)
+        return CudaDevice(compute, torch.cuda.Stream())  # type: ignore[no-untyped-call]
     return CpuDevice()

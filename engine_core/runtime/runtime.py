@@ -1,19 +1,26 @@
 """Executes step plans on a device: `contracts.Runtime`, written once for CUDA and CPU."""
 
+import time
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine_core.attention.base import AttentionBackend, ForwardBatch, Span
-from engine_core.contracts import Masks
+from engine_core.attention.base import ForwardBatch, Span
+from engine_core.contracts import DeviceTimes, Masks
 from engine_core.kv_cache.storage import KVStorage
 from engine_core.models.registry import Model
 from engine_core.plan import StepPlan
+from engine_core.runtime.decode_graphs import DecodeGraphs, pack_decode
 from engine_core.runtime.device import Device
+from engine_core.runtime.gpu_clock import GpuClock
 from engine_core.runtime.slots import StepSlot
-from engine_core.runtime.staging import Packed, pack
+from engine_core.runtime.staging import pack
 from engine_core.runtime.tables import DeviceTables, field
-from engine_core.sampling.sampler import sample
+from engine_core.runtime.token_sampler import TokenSampler
+
+CONTINUOUS_SECONDS = 0.02
+"""A launch this soon after the last results belongs to the same run of work; a longer pause is not the loop's."""
 
 
 class TorchRuntime:
@@ -23,33 +30,49 @@ class TorchRuntime:
         self,
         device: Device,
         model: Model,
-        attention: AttentionBackend,
         kv: KVStorage,
         tables: DeviceTables,
+        sampler: TokenSampler,
         slots: list[StepSlot],
         page_size: int,
+        graphs: DecodeGraphs | None = None,
+        clock: GpuClock | None = None,
     ) -> None:
         self.device = device
         self.model = model
-        self.attention = attention
         self.kv = kv
         self.tables = tables
+        self.sampler = sampler
         self.slots = slots
         self.page_size = page_size
+        self.graphs = graphs
+        self.clock = clock
+        self._collected = 0.0
 
     @torch.inference_mode()
     def launch(self, slot: int, plan: StepPlan) -> None:
         """Enqueues one copy to the device, the news for the tables, and the forward pass."""
         s = self.slots[slot]
-        max_len, pages_per_row = self.tables.tokens.shape[1], self.tables.pages.shape[1]
-        packed = pack(plan, max_len, pages_per_row, s.inputs_view)
+        bucket = self.graphs.bucket(plan) if self.graphs is not None else None
+        if bucket is not None:
+            packed = pack_decode(plan, bucket, s.inputs_view)
+        else:
+            max_len, pages_per_row = self.tables.tokens.shape[1], self.tables.pages.shape[1]
+            packed = pack(plan, max_len, pages_per_row, s.inputs_view)
         self.tables.note(plan.admitted)
-        s.plan, s.packed = plan, packed
-        with self.device.compute():
-            inputs = s.device_inputs[: packed.total]
-            inputs.copy_(s.host_inputs[: packed.total], non_blocking=True)
+        s.plan, s.packed, s.captured = plan, packed, None
+        if self.clock is not None:
+            self.clock.begin(plan.step_id, time.monotonic() - self._collected < CONTINUOUS_SECONDS)
+        inputs = s.device_inputs[: packed.total]
+        inputs.copy_(s.host_inputs[: packed.total], non_blocking=True)
+        if bucket is not None:
+            assert self.graphs is not None
+            s.captured = self.graphs.steps[slot][bucket]
+            s.captured.forward.replay()
+            s.logits = s.captured.logits
+        else:
             self.tables.apply(inputs, packed)
-            hidden = self.model.forward(self._batch(plan, inputs, packed), self.kv)
+            hidden = self.model.forward(self._batch(s, inputs), self.kv)
             s.logits = self.model.logits(hidden) if len(hidden) else hidden
 
     @torch.inference_mode()
@@ -57,15 +80,16 @@ class TorchRuntime:
         """Enqueues sampling, the write of the tokens into the table, and their copy to the host (I3)."""
         s = self.slots[slot]
         assert s.plan is not None and s.packed is not None and s.logits is not None, f"slot {slot} was not launched"
-        count = len(s.logits)
-        if count == 0:
-            return
-        with self.device.compute():
+        count = len(s.packed.sample_rows)
+        if s.captured is not None:
+            s.captured.sampling[self.tables.mode(s.packed)].replay()
+        elif count:
             allowed = self._upload_masks(s, masks) if masks is not None else None
-            rows = self.tables.sampling_rows(s.device_inputs, s.packed)
-            s.sampled[:count] = sample(s.logits, rows, allowed)
-            self.tables.append(s.device_inputs, s.packed, s.sampled[:count])
-            s.sampling_done.record()
+            self.sampler.run(s.logits, s.device_inputs, s.packed, allowed, s.sampled[:count])
+        # A step of chunks alone has no tokens, but its end has to be waited for like any other's (I6).
+        s.sampling_done.record()
+        if self.clock is not None:
+            self.clock.end(s.plan.step_id)
         with self.device.copy():
             s.sampling_done.wait()
             s.results[:count].copy_(s.sampled[:count], non_blocking=True)
@@ -76,6 +100,9 @@ class TorchRuntime:
         s = self.slots[slot]
         assert s.plan is not None and s.packed is not None, f"slot {slot} was not launched"
         s.copy_done.synchronize()
+        self._collected = time.monotonic()
+        if self.clock is not None:
+            self.clock.read(s.plan.step_id)
         tokens: list[int] = s.results[: len(s.packed.sample_rows)].tolist()
         rows, s.plan, s.packed = s.plan.rows, None, None
         if len(tokens) == len(rows):
@@ -86,7 +113,12 @@ class TorchRuntime:
     def synchronize(self) -> None:
         self.device.synchronize()
 
-    def _batch(self, plan: StepPlan, inputs: Tensor, packed: Packed) -> ForwardBatch:
+    def device_times(self) -> DeviceTimes:
+        return self.clock.times if self.clock is not None else DeviceTimes()
+
+    def _batch(self, s: StepSlot, inputs: Tensor) -> ForwardBatch:
+        assert s.plan is not None and s.packed is not None
+        packed = s.packed
         rows = field(inputs, packed, "token_rows").long()
         positions = field(inputs, packed, "positions").long()
         places = self.tables.pages[rows, positions // self.page_size].long() * self.page_size
@@ -97,8 +129,8 @@ class TorchRuntime:
             positions=positions,
             kv_index=places + positions % self.page_size,
             sample_index=field(inputs, packed, "sample_index").long(),
-            backend=self.attention,
-            plan=self.attention.plan(_spans(plan), pages, self.page_size),
+            backend=s.attention,
+            plan=s.attention.plan(_spans(s.plan), pages, self.page_size),
         )
 
     def _upload_masks(self, s: StepSlot, masks: Masks) -> Tensor:

@@ -7,7 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine_core.attention.base import AttentionBackend
 from engine_core.plan import StepPlan
+from engine_core.runtime.captured import CapturedStep
 from engine_core.runtime.device import Device, Event
 from engine_core.runtime.staging import Packed
 
@@ -30,12 +32,18 @@ class StepSlot:
     """[max_rows] int32, pinned."""
     sampling_done: Event
     copy_done: Event
+    attention: AttentionBackend
+    """For the steps that no graph holds; its plan belongs to the step in this slot."""
     plan: StepPlan | None = None
     packed: Packed | None = None
     logits: Tensor | None = None
+    captured: CapturedStep | None = None
+    """The graphs that the step runs from, if it does."""
 
     @classmethod
-    def allocate(cls, device: Device, capacity: int, max_rows: int, vocab_size: int) -> "StepSlot":
+    def allocate(
+        cls, device: Device, capacity: int, max_rows: int, vocab_size: int, attention: AttentionBackend
+    ) -> "StepSlot":
         def on_device(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device.kind)
 
@@ -51,4 +59,5 @@ class StepSlot:
             results=device.host_buffer(max_rows),
             sampling_done=device.event(),
             copy_done=device.event(),
+            attention=attention,
         )

@@ -9,13 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_core.errors import RowError
 from engine_core.plan import Admission, StepPlan
 from protocol.codec import unpack_floats, unpack_ids
+from protocol.errors import ErrorCode
 from protocol.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 Ints = NDArray[np.int32]
 
-MAX_SUPPRESSED = MAX_STOP_TOKEN_IDS + 32
+MAX_END_IDS = 32
+"""End ids that one model may have."""
+MAX_SUPPRESSED = MAX_STOP_TOKEN_IDS + MAX_END_IDS
 """Ids one row may suppress: its stop ids and the model's own end ids."""
 ADMISSION_INTS = 6
 """row, prompt_len, top_k, choice, seed (low and high half)."""
@@ -125,6 +129,13 @@ def _pack_admissions(admitted: tuple[Admission, ...], parts: dict[str, Ints]) ->
     suppressed: list[int] = []
     for a in admitted:
         p = a.params
+        if len(p.logit_bias_ids) > 4 * MAX_LOGIT_BIAS or len(a.end_ids) > MAX_SUPPRESSED:
+            raise RowError(
+                a.seq_id,
+                ErrorCode.INVALID_VALUE,
+                f"{len(p.logit_bias_ids) // 4} biases and {len(a.end_ids)} end ids, at most {MAX_LOGIT_BIAS} and "
+                f"{MAX_SUPPRESSED}: the next row's would be overwritten",
+            )
         ints.extend((a.row, a.prompt_len, p.top_k, p.choice, p.seed & 0xFFFF_FFFF, p.seed >> 32))
         floats.extend((p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty))
         ids = unpack_ids(p.logit_bias_ids)

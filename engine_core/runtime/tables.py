@@ -4,6 +4,8 @@ All token values live here: prompts and samples are written, every forward gathe
 on the device" needs no special case. Row 0 and page 0 are padding.
 """
 
+from enum import Enum
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,6 +14,15 @@ from engine_core.plan import Admission
 from engine_core.runtime.staging import ADMISSION_FLOATS, ADMISSION_INTS, MAX_SUPPRESSED, Packed
 from engine_core.sampling.sampler import Bias, Draw, Penalties, SamplingRows, Truncation
 from protocol.params import MAX_LOGIT_BIAS
+
+
+class Mode(Enum):
+    """The three ways of sampling a step: all rows greedy; some draw from the whole softmax; anything else."""
+
+    GREEDY = "greedy"
+    PLAIN = "plain"
+    FULL = "full"
+
 
 RANDOM, TRUNCATES, PENALIZES, BIASED = 1, 2, 4, 8
 """Bits of what a row asks of sampling, kept on the host so that no step has to ask the device."""
@@ -61,6 +72,13 @@ class DeviceTables:
                 | PENALIZES * p.penalizes
                 | BIASED * bool(p.logit_bias_ids)
             )
+
+    def mode(self, packed: Packed) -> Mode:
+        """The cheapest way of sampling that serves every row of a step."""
+        modes = int(np.bitwise_or.reduce(self.modes[packed.sample_rows]))
+        if modes & ~RANDOM:
+            return Mode.FULL
+        return Mode.PLAIN if modes else Mode.GREEDY
 
     def apply(self, inputs: Tensor, packed: Packed) -> None:
         """Writes a step's news, out of its packed inputs on the device, into the tables."""

@@ -15,15 +15,16 @@ def warm_up(runtime: Runtime, config: EngineConfig) -> None:
     """One prefill and one decode step in every slot, greedy and with everything on. Leaves nothing in flight."""
     for slot in range(config.depth):
         for params in (GREEDY, FULL):
-            _run(runtime, slot, params, min(4, config.max_len - 1))
+            _run(runtime, slot, params, config.max_len)
     runtime.synchronize()
 
 
-def _run(runtime: Runtime, slot: int, params: SamplingParams, length: int) -> None:
-    """The padding row's page table holds nothing but the padding page."""
+def _run(runtime: Runtime, slot: int, params: SamplingParams, max_len: int) -> None:
+    """The padding row's page table holds nothing but the padding page. It samples only where it has room for it."""
+    length = max(1, min(4, max_len - 2))
     prefill = Row(-1, PADDING_ROW, 0, length, True, tokens=pack_ids([0] * length))
-    decode = Row(-1, PADDING_ROW, prefill.end, 1, True)
-    admission = Admission(-1, PADDING_ROW, prefill.length, params)
+    decode = Row(-1, PADDING_ROW, length, 1, length + 1 < max_len)
+    admission = Admission(-1, PADDING_ROW, length, params)
     for plan in (StepPlan.of(0, (prefill,), (admission,)), StepPlan.of(0, (decode,))):
         runtime.launch(slot, plan)
         runtime.sample(slot, None)

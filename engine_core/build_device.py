@@ -1,0 +1,145 @@
+"""What differs between devices when an engine is put together: implementations, not structure."""
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from engine_core.attention.base import AttentionBackend
+from engine_core.attention.torch import TorchAttention
+from engine_core.config import EngineConfig
+from engine_core.errors import ConfigError
+from engine_core.kv_cache.storage import KVStorage
+from engine_core.layers.placement import Placement, torch_placement
+from engine_core.models.config import ModelConfig
+from engine_core.models.registry import Model
+from engine_core.runtime.decode_graphs import DecodeGraphs, capture
+from engine_core.runtime.device import Device
+from engine_core.runtime.gpu_clock import GpuClock
+from engine_core.runtime.slots import StepSlot
+from engine_core.runtime.tables import DeviceTables, Mode
+from engine_core.runtime.token_sampler import TokenSampler, TorchSampler
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+
+
+def check_installed() -> None:
+    """Raises ConfigError where a CUDA engine lacks its kernels' compiler."""
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("--device cuda needs triton: pip install 'tandem-llm[cuda]'")
+
+
+class DeviceParts(Protocol):
+    """The choices of one device."""
+
+    def placement(self, dtype: torch.dtype) -> Placement: ...
+
+    def attention(self, model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> AttentionBackend:
+        """For the steps that no graph holds; a new one for each slot."""
+
+    def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler: ...
+
+    def graphs(
+        self,
+        config: EngineConfig,
+        model: Model,
+        kv: KVStorage,
+        tables: DeviceTables,
+        sampler: TokenSampler,
+        slots: list[StepSlot],
+        progress: Callable[[int], None],
+    ) -> DecodeGraphs | None: ...
+
+    def clock(self) -> GpuClock | None: ...
+
+
+class CpuParts:
+    """Torch throughout."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def placement(self, dtype: torch.dtype) -> Placement:
+        return torch_placement(self.device.kind, dtype)
+
+    def attention(self, model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> AttentionBackend:
+        return TorchAttention()
+
+    def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
+        return TorchSampler(tables)
+
+    def graphs(self, *_parts: object) -> None:
+        return None
+
+    def clock(self) -> None:
+        return None
+
+
+class CudaParts:
+    """Triton kernels, FlashInfer for ragged attention where it has the shape, CUDA graphs for decode steps."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def placement(self, dtype: torch.dtype) -> Placement:
+        from engine_core.kernels.kernel_set import triton_kernels
+        from engine_core.layers.cuda_linear import TritonMethod
+
+        return Placement(self.device.kind, dtype, TritonMethod(), triton_kernels())
+
+    def attention(self, model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> AttentionBackend:
+        usable = model.head_dim in FLASHINFER_HEAD_DIMS and dtype.itemsize == 2
+        if not usable or importlib.util.find_spec("flashinfer") is None:
+            logger.warning(
+                "prefill runs on plain torch attention: no FlashInfer for head_dim %d in %s", model.head_dim, dtype
+            )
+            return TorchAttention()
+        from engine_core.attention.flashinfer import FlashInferAttention, Heads
+
+        heads = Heads(model.heads, model.kv_heads, model.head_dim, model.head_dim**-0.5, dtype)
+        return FlashInferAttention.allocate(
+            self.device.host_buffer, self.device.kind, heads, config.max_rows, config.pages, config.page_size
+        )
+
+    def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
+        from engine_core.runtime.triton_sampler import triton_sampler
+
+        return triton_sampler(tables, vocab_size, max_rows)
+
+    def graphs(
+        self,
+        config: EngineConfig,
+        model: Model,
+        kv: KVStorage,
+        tables: DeviceTables,
+        sampler: TokenSampler,
+        slots: list[StepSlot],
+        progress: Callable[[int], None],
+    ) -> DecodeGraphs | None:
+        from engine_core.runtime.cuda_decode import DecodeForward
+        from engine_core.runtime.triton_sampler import TritonSampler
+
+        if not config.graph_rows:
+            return None
+        assert isinstance(sampler, TritonSampler)
+
+        def sampling(mode: Mode, logits: "Tensor", rows: "Tensor", positions: "Tensor", out: "Tensor") -> None:
+            sampler.launch(mode, logits, rows, positions, sampler.nobody[: len(rows)], out)
+
+        before = torch.cuda.memory_reserved(self.device.kind)
+        forward = DecodeForward(model, kv, tables, config.page_size)
+        with torch.inference_mode():
+            graphs = capture(config.graph_rows, slots, forward, sampling, progress)
+        used = torch.cuda.memory_reserved(self.device.kind) - before
+        logger.info("captured decode graphs for %s rows in %.2f GiB", config.graph_rows, used / 2**30)
+        return graphs
+
+    def clock(self) -> GpuClock:
+        return GpuClock(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]

@@ -1,0 +1,11 @@
+"""One small model for all tests of the runtime."""
+
+import pytest
+
+from engine_core.models.llama import LlamaModel
+from tests.fakes.tiny_llama import random_model
+
+
+@pytest.fixture(scope="session")
+def model() -> LlamaModel:
+    return random_model()

@@ -1,0 +1,48 @@
+"""I3 and I6: what `collect` waits for is recorded by the step itself, whatever the step holds."""
+
+from engine_core.models.llama import LlamaModel
+from engine_core.plan import StepPlan
+from protocol.params import SamplingParams
+from tests.fakes.tiny_llama import Shape, TinyEngine
+
+
+class CountingEvent:
+    """Notes how often it was recorded, and what a wait found."""
+
+    def __init__(self) -> None:
+        self.records = 0
+
+    def record(self) -> None:
+        self.records += 1
+
+    def wait(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+
+def test_every_step_is_waited_for_even_if_it_samples_nothing(model: LlamaModel) -> None:
+    """A step of prompt chunks has no tokens; its slot's buffers are still read until the device is done with it."""
+    engine = TinyEngine(model, Shape(chunk=4, step_tokens=8))
+    runtime = engine.runtime
+    events = []
+    for slot in runtime.slots:
+        slot.sampling_done, slot.copy_done = CountingEvent(), CountingEvent()
+        events.append(slot.copy_done)
+    launched, silent = [0] * len(events), 0
+    launch, collect = runtime.launch, runtime.collect
+
+    def count_launch(slot: int, plan: StepPlan) -> None:
+        nonlocal silent
+        launched[slot] += 1
+        silent += not any(row.samples for row in plan.rows)
+        launch(slot, plan)
+
+    def check_collect(slot: int) -> list[int]:
+        assert events[slot].records == launched[slot], "the step before would be waited for, not this one"
+        return collect(slot)
+
+    runtime.launch, runtime.collect = count_launch, check_collect  # type: ignore[method-assign]
+    engine.generate([list(range(2, 42))] * 2, [SamplingParams(5, temperature=0.0)] * 2)
+    assert silent >= 3, "prompts of ten chunks make steps without a sample"

@@ -1,0 +1,174 @@
+"""Packing, field by field, against a reference without numpy."""
+
+import struct
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_core.plan import Admission, Row, StepPlan
+from engine_core.runtime.staging import MAX_SUPPRESSED, capacity, pack
+from protocol.codec import pack_floats, pack_ids, unpack_floats, unpack_ids
+from protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
+
+MAX_LEN, PAGES_PER_ROW, ROWS = 50, 13, 8
+IDS = st.integers(0, 2**31 - 1)
+FLOATS = st.floats(0.0, 2.0, width=32)
+
+
+@st.composite
+def params(draw: st.DrawFn) -> SamplingParams:
+    biases = draw(st.dictionaries(IDS, FLOATS, max_size=5))
+    return SamplingParams(
+        draw(st.integers(1, 9)),
+        temperature=draw(FLOATS),
+        top_k=draw(st.integers(0, 2**31 - 1)),
+        top_p=draw(FLOATS),
+        min_p=draw(FLOATS),
+        repetition_penalty=draw(FLOATS),
+        presence_penalty=draw(FLOATS),
+        frequency_penalty=draw(FLOATS),
+        seed=draw(st.integers(0, MAX_SEED)),
+        choice=draw(st.integers(0, 2**31 - 1)),
+        logit_bias_ids=pack_ids(list(biases)),
+        logit_bias_values=pack_floats(list(biases.values())),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    """Prompts at their beginning, chunks in their middle and decoding rows, in any order."""
+    numbers = draw(st.lists(st.integers(1, ROWS), min_size=1, max_size=ROWS, unique=True))
+    rows, admitted = [], []
+    for number in numbers:
+        kind = draw(st.sampled_from(["first", "chunk", "decode", "decode"]))
+        start = 0 if kind == "first" else draw(st.integers(1, MAX_LEN - 10))
+        length = 1 if kind == "decode" else draw(st.integers(1, 9))
+        ids = draw(st.lists(IDS, min_size=length, max_size=length))
+        rows.append(
+            Row(
+                100 + number,
+                number,
+                start,
+                length,
+                samples=kind == "decode" or draw(st.booleans()),
+                suppress_ends=draw(st.booleans()) if kind != "decode" else draw(st.integers(0, 5)) == 0,
+                tokens=b"" if kind == "decode" else pack_ids(ids),
+                new_pages=tuple(draw(st.lists(st.integers(1, 99), max_size=PAGES_PER_ROW - 3)))
+                if kind == "first"
+                else (),
+                first_page=draw(st.integers(0, 3)) if kind == "first" else 3,
+            )
+        )
+        if kind == "first":
+            ends = tuple(draw(st.lists(IDS, max_size=4)))
+            admitted.append(Admission(100 + number, number, draw(st.integers(1, 40)), draw(params()), ends))
+    return StepPlan.of(7, tuple(rows), tuple(admitted))
+
+
+def bits(value: float) -> int:
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+def signed(value: int) -> int:
+    return value - 2**32 if value >= 2**31 else value
+
+
+def by_hand(plan: StepPlan) -> dict[str, list[int]]:
+    fields: dict[str, list[int]] = {name: [] for name in ("rows", "token_rows", "positions", "sample_index")}
+    fields |= {name: [] for name in ("sample_rows", "sample_positions")}
+    uploads: dict[str, list[int]] = {name: [] for name in ("upload_index", "upload_tokens", "page_index", "pages")}
+    suppress = []
+    for row in plan.rows:
+        fields["rows"].append(row.row)
+        for position in range(row.start, row.end):
+            fields["token_rows"].append(row.row)
+            fields["positions"].append(position)
+        if row.samples:
+            fields["sample_index"].append(len(fields["positions"]) - 1)
+            fields["sample_rows"].append(row.row)
+            fields["sample_positions"].append(row.end)
+            suppress.append(int(row.suppress_ends))
+        for index, token in enumerate(unpack_ids(row.tokens)):
+            uploads["upload_index"].append(row.row * MAX_LEN + row.start + index)
+            uploads["upload_tokens"].append(token)
+        for index, page in enumerate(row.new_pages):
+            uploads["page_index"].append(row.row * PAGES_PER_ROW + row.first_page + index)
+            uploads["pages"].append(page)
+    if any(row.suppress_ends for row in plan.rows):
+        fields["suppress"] = suppress
+    if any(row.tokens or row.new_pages for row in plan.rows):
+        fields |= uploads
+    return fields | (admissions_by_hand(plan) if plan.admitted else {})
+
+
+def admissions_by_hand(plan: StepPlan) -> dict[str, list[int]]:
+    names = ("ints", "floats", "bias_index", "bias_ids", "biases", "suppress_index", "suppressed")
+    fields: dict[str, list[int]] = {name: [] for name in names}
+    for a in plan.admitted:
+        p = a.params
+        fields["ints"] += [a.row, a.prompt_len, p.top_k, p.choice, signed(p.seed % 2**32), p.seed >> 32]
+        floats = (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+        fields["floats"] += [bits(value) for value in floats]
+        for index, (token, value) in enumerate(
+            zip(unpack_ids(p.logit_bias_ids), unpack_floats(p.logit_bias_values), strict=True)
+        ):
+            fields["bias_index"].append(a.row * MAX_LOGIT_BIAS + index)
+            fields["bias_ids"].append(token)
+            fields["biases"].append(bits(value))
+        for index, token in enumerate(a.end_ids):
+            fields["suppress_index"].append(a.row * MAX_SUPPRESSED + index)
+            fields["suppressed"].append(token)
+    return fields
+
+
+@settings(deadline=None, max_examples=80, print_blob=True)
+@given(plans())
+def test_every_field(plan: StepPlan) -> None:
+    out = np.full(capacity(ROWS, 9 * ROWS, 100), -77, dtype=np.int32)
+    packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out)
+    found = {name: out[start : start + length].tolist() for name, (start, length) in packed.fields.items()}
+    assert found == by_hand(plan)
+    assert (out[packed.total :] == -77).all(), "nothing is written past the end"
+    places = {place for place in packed.fields.values() if place[1]}
+    assert sum(length for _, length in places) == packed.total, "the fields fill it without a gap"
+    assert packed.sample_rows.tolist() == found["sample_rows"]
+    assert packed.longest == max(row.end for row in plan.rows)
+
+
+def worst(rows: int, step_tokens: int, pages: int) -> StepPlan:
+    """Every row is new, brings every bias and end id there can be, and the pool's pages between them."""
+    full = SamplingParams(
+        1,
+        logit_bias_ids=pack_ids([5] * MAX_LOGIT_BIAS),
+        logit_bias_values=pack_floats([1.0] * MAX_LOGIT_BIAS),
+        stop_token_ids=pack_ids([6] * MAX_STOP_TOKEN_IDS),
+    )
+    share, rest = divmod(step_tokens, rows)
+    made: list[Row] = []
+    for number in range(rows):
+        length = share + (rest if number == 0 else 0)
+        mine = tuple(range(1, pages)) if number == 0 else ()
+        made.append(Row(number, number + 1, 0, length, True, True, True, pack_ids([1] * length), mine))
+    admitted = [Admission(row.seq_id, row.row, 9, full, tuple(range(MAX_SUPPRESSED))) for row in made]
+    return StepPlan.of(1, tuple(made), tuple(admitted))
+
+
+@settings(deadline=None, max_examples=30, print_blob=True)
+@given(st.integers(1, 20), st.integers(0, 60), st.integers(2, 200))
+def test_capacity_is_enough_for_the_worst_step(rows: int, more: int, pages: int) -> None:
+    step_tokens = rows + more
+    out = np.zeros(capacity(rows, step_tokens, pages), dtype=np.int32)
+    packed = pack(worst(rows, step_tokens, pages), 10_000, 1000, out)
+    assert packed.total <= len(out)
+    fields: dict[str, Any] = packed.fields
+    assert fields["suppress_index"][1] == rows * MAX_SUPPRESSED
+    assert fields["pages"][1] == pages - 1
+
+
+def test_steady_decode_is_small() -> None:
+    rows = tuple(Row(number, number, 10 + number, 1, True) for number in range(1, 5))
+    out = np.zeros(100, dtype=np.int32)
+    packed = pack(StepPlan.of(1, rows), MAX_LEN, PAGES_PER_ROW, out)
+    assert packed.total <= 4 * len(rows), "columns with the same content share their place"
