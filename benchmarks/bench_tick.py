@@ -19,7 +19,7 @@ import numpy as np
 import zmq
 
 from benchmarks.results import save
-from engine_core.contracts import Masks
+from engine_core.contracts import DeviceTimes, Masks
 from engine_core.control import Control
 from engine_core.engine import Engine
 from engine_core.kv_cache.pages import PageAllocator
@@ -60,6 +60,9 @@ class StagingRuntime:
 
     def synchronize(self) -> None:
         return None
+
+    def device_times(self) -> DeviceTimes:
+        return DeviceTimes()
 
 
 def build(rows: int, router: Any) -> Engine:
@@ -125,8 +128,8 @@ def median_us(call: Any, repeats: int = 2000) -> float:
 
 def measure_messages(rows: int) -> dict[str, float]:
     """One step's output on the wire, and reading it back; then the bare loops it is compared with."""
-    ids, counts, tokens = list(range(rows)), [1] * rows, [7] * rows
-    message: StepOutput = step_output(1, ids, counts, tokens)
+    ids, tokens = list(range(rows)), [7] * rows
+    message: StepOutput = step_output(1, ids, tokens)
     data = encode(message)
 
     def decode() -> list[tuple[int, list[int]]]:
@@ -136,7 +139,7 @@ def measure_messages(rows: int) -> dict[str, float]:
 
     table = {row: object() for row in ids}
     return {
-        "build and encode us": median_us(lambda: encode(step_output(1, ids, counts, tokens))),
+        "build and encode us": median_us(lambda: encode(step_output(1, ids, tokens))),
         "decode and split us": median_us(decode),
         "bytes": len(data),
         "ceiling: three loops of lookups us": 3 * median_us(lambda: [table[row] for row in ids]),

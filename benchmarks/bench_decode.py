@@ -1,0 +1,227 @@
+"""Steady decode on the GPU: milliseconds a step against the memory floor, pipelined and blocking in one run.
+
+    python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.2-1b [--batches 1 8 ...] [--save NAME]
+
+Prompts of 256 random tokens, random weights, greedy; measured while the context grows from 320 to 576. Named beside
+every step: the floor (weights and KV read once at the read bandwidth measured in the same run), the linear layers
+alone through cuBLAS in a CUDA graph, the GPU's own time of a step (F), the CPU's time of a tick (C), and how much of
+the time between two steps the GPU waited.
+"""
+
+import argparse
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from benchmarks.results import save
+from engine_core.build import build_engine
+from engine_core.engine import Engine
+from engine_core.heartbeat import Status
+from engine_core.models.config import ModelConfig
+from engine_core.pipeline import PipelineState
+from engine_core.runtime.runtime import TorchRuntime
+from engine_core.stats import STAGES, new_stats
+from protocol.codec import pack_ids
+from protocol.commands import Hello, Submit
+from protocol.engine_options import EngineOptions
+from protocol.params import SamplingParams
+from protocol.version import PROTOCOL_VERSION
+from tests.fakes.mailbox import FakeMailbox
+
+PROMPT, FIRST, LAST = 256, 64, 320
+CLIENT, EPOCH = b"bench", 1
+GREEDY = SamplingParams(LAST + 40, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(LAST + 40, temperature=0.8, top_p=0.95, ignore_eos=True, seed=1)
+
+
+@dataclass
+class Figures:
+    """One batch size in one way of running. Times in milliseconds a step."""
+
+    rows: int
+    mode: str
+    step: float
+    gpu: float
+    cpu: float
+    gpu_idle_percent: float
+    tokens_per_second: float
+    floor: float
+    linears: float
+    stages_us: dict[str, float]
+
+
+class Bench:
+    """One engine and its mailbox; the pipeline's depth changes between runs, the runtime stays."""
+
+    def __init__(self, shape: Path, max_rows: int) -> None:
+        self.mailbox = FakeMailbox()
+        options = EngineOptions(
+            model=str(shape),
+            load_format="dummy",
+            device="cuda",
+            dtype="bfloat16",
+            max_rows=max_rows,
+            max_len=1024,
+            kv_tokens=max_rows * 768,
+        )
+        started = time.perf_counter()
+        self.engine = build_engine(options, self.mailbox, Status(EPOCH, new_stats()))
+        self.ready_seconds = time.perf_counter() - started
+        self.model = ModelConfig.read(shape)
+        self.requests = 0
+        self.mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "bench")))
+
+    @property
+    def runtime(self) -> TorchRuntime:
+        runtime = self.engine.runtime
+        assert isinstance(runtime, TorchRuntime)
+        return runtime
+
+    def with_depth(self, depth: int) -> Engine:
+        engine = self.engine
+        engine.pipeline = PipelineState(depth)
+        return engine
+
+    def run(self, rows: int, depth: int, params: SamplingParams) -> dict[str, float]:
+        """Fills the batch, waits for the context to reach 320, measures until 576."""
+        engine = self.with_depth(depth)
+        rng = random.Random(rows)
+        first = self.requests + 1
+        for _ in range(rows):
+            self.requests += 1
+            prompt = [rng.randrange(self.model.vocab_size) for _ in range(PROMPT)]
+            self.mailbox.inbox.append((CLIENT, Submit(self.requests, pack_ids(prompt), params)))
+        newest = (CLIENT, self.requests)
+        while len(self.mailbox.received[newest]) < FIRST:
+            engine.tick()
+        times = engine.runtime.device_times()
+        busy, idle, timed = times.busy, times.idle, times.steps
+        stages = dict(engine.stats.stage_seconds)
+        steps, started = engine.stats.steps_committed, time.perf_counter()
+        while len(self.mailbox.received[newest]) < LAST:
+            engine.tick()
+        seconds = time.perf_counter() - started
+        steps = engine.stats.steps_committed - steps
+        figures = {f"stage {name}": (engine.stats.stage_seconds[name] - stages[name]) / steps for name in STAGES}
+        timed = max(1, times.steps - timed)
+        figures |= {"step": seconds / steps, "gpu": (times.busy - busy) / timed, "idle": (times.idle - idle) / timed}
+        while any((CLIENT, number) not in self.mailbox.outcomes for number in range(first, self.requests + 1)):
+            engine.tick()
+        for number in range(first, self.requests + 1):
+            del self.mailbox.received[CLIENT, number]
+        return figures
+
+
+def read_bandwidth() -> float:
+    """Bytes a second of `torch.sum` over 8 GB."""
+    data = torch.ones(2 * 2**30, dtype=torch.float32, device="cuda")
+    return data.nbytes / graph_seconds(lambda: data.sum())
+
+
+def graph_seconds(work: Any, repeats: int = 20) -> float:
+    """Median time of a captured piece of work."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return sorted(times)[len(times) // 2]
+
+
+def linear_seconds(model: Any, rows: int) -> float:
+    """All linear layers of the model, head included, through cuBLAS on random inputs."""
+    weights = [layer.attention.qkv.weight for layer in model.layers]
+    weights += [layer.attention.output.weight for layer in model.layers]
+    weights += [layer.mlp.gate_up.weight for layer in model.layers]
+    weights += [layer.mlp.down.weight for layer in model.layers] + [model.head.weight]
+    inputs = {k: torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") for k in {w.shape[1] for w in weights}}
+
+    def work() -> None:
+        for weight in weights:
+            functional.linear(inputs[weight.shape[1]], weight)
+
+    return graph_seconds(work)
+
+
+def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]:
+    found: list[Figures] = []
+    config = bench.model
+    weights = sum(
+        slot.target.nbytes for name, slot in bench.runtime.model.weight_slots().items() if "_proj" not in name
+    )
+    weights += sum(
+        slot.target.nbytes for name, slot in bench.runtime.model.weight_slots().items() if name.endswith(FUSED)
+    )
+    if config.tie_embeddings:
+        weights -= config.vocab_size * config.hidden_size * 2
+    kv_token = 2 * config.layers * config.kv_heads * config.head_dim * 2
+    context = PROMPT + (FIRST + LAST) / 2
+    for rows in batches:
+        floor = (weights + rows * context * kv_token) / bandwidth
+        linears = linear_seconds(bench.runtime.model, rows)
+        ways = [("pipelined", 2, GREEDY), ("blocking", 1, GREEDY)] + ([("sampled", 2, SAMPLED)] if rows == 64 else [])
+        for mode, depth, params in ways:
+            f = bench.run(rows, depth, params)
+            cpu = sum(f[f"stage {name}"] for name in STAGES if name != "collect")
+            found.append(
+                Figures(
+                    rows=rows,
+                    mode=mode,
+                    step=f["step"] * 1e3,
+                    gpu=f["gpu"] * 1e3,
+                    cpu=cpu * 1e3,
+                    gpu_idle_percent=100 * f["idle"] / (f["gpu"] + f["idle"]),
+                    tokens_per_second=rows / f["step"],
+                    floor=floor * 1e3,
+                    linears=linears * 1e3,
+                    stages_us={name: f[f"stage {name}"] * 1e6 for name in STAGES},
+                )
+            )
+            print(line(found[-1]), flush=True)
+    return found
+
+
+FUSED = ("qkv_proj.weight", "o_proj.weight", "gate_up_proj.weight", "down_proj.weight")
+COLUMNS = ("rows", 5), ("mode", 10), ("step ms", 8), ("GPU ms", 7), ("CPU ms", 7), ("idle %", 7), ("tok/s", 9)
+HEAD = " ".join(f"{name:>{width}}" for name, width in (*COLUMNS, ("floor", 6), ("x floor", 8), ("cuBLAS", 7)))
+
+
+def line(f: Figures) -> str:
+    return (
+        f"{f.rows:>5} {f.mode:>10} {f.step:>8.3f} {f.gpu:>7.3f} {f.cpu:>7.3f} {f.gpu_idle_percent:>7.2f} "
+        f"{f.tokens_per_second:>9.0f} {f.floor:>6.3f} {f.step / f.floor:>8.2f} {f.linears:>7.3f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=Path, required=True, help="folder with a config.json")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+    arguments = parser.parse_args()
+    bandwidth = read_bandwidth()
+    bench = Bench(arguments.shape, max(arguments.batches))
+    print(f"{arguments.shape.name}: read bandwidth {bandwidth / 1e9:.0f} GB/s, ready in {bench.ready_seconds:.1f} s")
+    print(HEAD, flush=True)
+    figures = measure(bench, arguments.batches, bandwidth)
+    if arguments.save:
+        config = {"shape": arguments.shape.name, "batches": arguments.batches, "prompt": PROMPT, "context": [320, 576]}
+        result = {"bandwidth": bandwidth, "ready_seconds": bench.ready_seconds, "steps": [asdict(f) for f in figures]}
+        print(save(arguments.save, config | {"gpu": torch.cuda.get_device_name()}, result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""One client process: its share of the streams or arrivals of a load.
+
+A chunk costs a client some 50 us on a slow core, so that one process follows twenty thousand a second at most. A
+benchmark therefore runs several and reports the CPU time of each: near 100 % of a core, the figures are the client's.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from benchmarks.serving.completion import Dialect, RequestFailedError, complete
+from benchmarks.serving.connection import ConnectionPool, Endpoint
+from benchmarks.serving.record import Record, Share
+from benchmarks.workloads import Load, Workload
+
+ERROR_PAUSE = 0.1
+"""Seconds that a stream waits after a failure, lest it ask a server that refuses thousands of times a second."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A load and everything needed to send it."""
+
+    endpoints: list[Endpoint]
+    dialect: Dialect
+    workload: Workload
+    load: Load
+    timeout: float
+
+
+class Client:
+    """Runs its share of one job on the running event loop."""
+
+    def __init__(self, job: Job, process: int, processes: int, finished: Callable[[], None]) -> None:
+        self._job = job
+        self._streams = job.load.streams_of(process, processes)
+        self._arrivals: list[tuple[int, float]] = []
+        if job.load.rate is not None:
+            self._arrivals = job.load.arrivals_of(process, processes, job.workload.seed)
+        self._finished = finished
+        self._pool = ConnectionPool(job.endpoints)
+        self._prepared: dict[int, tuple[Record, bytes]] = {}
+        self._records: list[Record] = []
+        self._deadline = float("inf")
+
+    async def prepare(self) -> None:
+        """Connections and bodies that the first moment needs; a burst should not wait for the client."""
+        firsts = [*self._streams, *(index for index, _ in self._arrivals)]
+        for index in firsts:
+            self._prepared[index] = self._build(index)
+        # Whoever cannot be reached is counted with the requests.
+        await asyncio.gather(*(self._pool.connect(self._pool.place(i)) for i in self._streams), return_exceptions=True)
+
+    async def run(self, start: float) -> list[Record]:
+        """Everything from the start time, on the monotonic clock, to the last reply."""
+        load = self._job.load
+        if load.duration is not None:
+            self._deadline = start + load.duration
+        await asyncio.sleep(start - time.monotonic())
+        if load.rate is None:
+            await asyncio.gather(*(self._stream(stream) for stream in self._streams))
+        else:
+            await self._open_loop(start)
+        return self._records
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def _stream(self, stream: int) -> None:
+        for index in self._job.load.indices_of(stream):
+            if time.monotonic() >= self._deadline:
+                return
+            if not await self._request(index):
+                await asyncio.sleep(ERROR_PAUSE)
+
+    async def _open_loop(self, start: float) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for index, due in self._arrivals:
+                if (wait := start + due - time.monotonic()) > 0:
+                    await asyncio.sleep(wait)
+                tasks.create_task(self._request(index, start + due))
+
+    def _build(self, index: int) -> tuple[Record, bytes]:
+        request = self._job.workload.request(self._job.load.label, index)
+        record = Record(index, request.max_tokens, prompt_tokens=len(request.prompt))
+        return record, self._job.dialect.body(request)
+
+    async def _request(self, index: int, due: float | None = None) -> bool:
+        """Whether the reply came whole. The record is kept either way."""
+        record, body = self._prepared.pop(index) if index in self._prepared else self._build(index)
+        record.start = time.monotonic()
+        record.lag = 0.0 if due is None else record.start - due
+        try:
+            async with asyncio.timeout(self._job.timeout):
+                await complete(self._pool, body, record)
+        except TimeoutError:
+            record.error, record.detail = "timed out", f"after {self._job.timeout:g} s"
+        except RequestFailedError as failure:
+            record.error, record.detail = failure.kind, failure.detail
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            record.error, record.detail = type(error).__name__, str(error)[:300]
+        record.end = time.monotonic()
+        self._records.append(record)
+        self._finished()
+        return record.error is None
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop where it is installed: it halves what a token costs the client."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+async def take_part(
+    job: Job, process: int, processes: int, finished: Callable[[], None], go: Callable[[], float]
+) -> Share:
+    """Prepares, waits for `go` to name the common start, and runs."""
+    client = Client(job, process, processes, finished)
+    try:
+        await client.prepare()
+        start, cpu = go(), time.process_time()
+        records = await client.run(start)
+        return Share(records, time.process_time() - cpu)
+    finally:
+        await client.close()
+
+
+def serve_jobs(pipe: Any, process: int, processes: int, counts: Any) -> None:
+    """What a client process runs: jobs from a pipe until None comes.
+
+    The answers are: anything when ready, upon which the start time is sent, and the share as msgpack. `counts` is
+    shared memory with one number a process, for the progress bar.
+    """
+
+    def finished() -> None:
+        counts[process] += 1
+
+    def go() -> float:
+        pipe.send(None)
+        start: float = pipe.recv()
+        return start
+
+    while (job := pipe.recv()) is not None:
+        counts[process] = 0
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            share = runner.run(take_part(job, process, processes, finished, go))
+        pipe.send_bytes(msgspec.msgpack.encode(share))

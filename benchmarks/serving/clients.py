@@ -1,0 +1,81 @@
+"""The client processes, seen from the one that reports."""
+
+import multiprocessing
+import time
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+
+import msgspec
+
+from benchmarks.serving.client import Job, serve_jobs
+from benchmarks.serving.progress import Progress
+from benchmarks.serving.record import Share
+
+HEAD_START = 0.05
+"""Seconds between the last process being ready and the first request, so that all of them know the start in time."""
+
+
+class ClientDiedError(Exception):
+    """A client process ended without its share of the records."""
+
+
+class Clients:
+    """Starts its processes on entry and ends them on exit.
+
+    They are spawned, not forked: the parent's threads and sockets are none of theirs.
+    """
+
+    def __init__(self, processes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._counts = context.Array("Q", processes, lock=False)
+        ends = [context.Pipe() for _ in range(processes)]
+        self._pipes = [ours for ours, _ in ends]
+        self._far_ends = [theirs for _, theirs in ends]
+        self._processes = [
+            context.Process(target=serve_jobs, args=(far_end, place, processes, self._counts), daemon=True)
+            for place, far_end in enumerate(self._far_ends)
+        ]
+
+    def __enter__(self) -> "Clients":
+        for process, far_end in zip(self._processes, self._far_ends, strict=True):
+            process.start()
+            # With a second holder of its end, the death of a process would not show on the pipe.
+            far_end.close()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            if kind is None:
+                pipe.send(None)
+            else:
+                process.terminate()
+            process.join()
+            pipe.close()
+
+    def run(self, job: Job, progress: Progress) -> list[Share]:
+        """Runs a job on all of them; one share each."""
+        for pipe in self._pipes:
+            pipe.send(job)
+        for pipe in self._pipes:
+            self._receive(pipe)
+        start = time.monotonic() + HEAD_START
+        for pipe in self._pipes:
+            pipe.send(start)
+        shares: dict[int, Share] = {}
+        while len(shares) < len(self._pipes):
+            pending = [pipe for place, pipe in enumerate(self._pipes) if place not in shares]
+            ready = wait(pending, timeout=progress.interval)
+            for pipe in (pipe for pipe in pending if pipe in ready):
+                shares[self._pipes.index(pipe)] = msgspec.msgpack.decode(self._receive(pipe), type=Share)
+            progress.draw(sum(self._counts), time.monotonic() - start)
+        return [shares[place] for place in range(len(self._pipes))]
+
+    def _receive(self, pipe: Connection) -> bytes:
+        try:
+            return pipe.recv_bytes()
+        except EOFError:
+            place = self._pipes.index(pipe)
+            self._processes[place].join()
+            raise ClientDiedError(f"client process {place} exited with {self._processes[place].exitcode}") from None

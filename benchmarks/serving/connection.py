@@ -1,0 +1,161 @@
+"""A minimal HTTP/1.1 client: POST, keep-alive, a body read as it comes.
+
+A general client spends more CPU time on a token than the server under test does, and so measures itself.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from benchmarks.serving.framing import Chunked, Framing, Sized, UntilClose
+
+READ_BYTES = 1 << 16
+_HEAD_END = b"\r\n\r\n"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where completions are asked for."""
+
+    host: str
+    port: int
+    path: str
+
+    @classmethod
+    def parse(cls, url: str) -> "Endpoint":
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"the URL must be http://host:port, not {url!r}")
+        return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/").removesuffix("/v1") + "/v1/completions")
+
+    def head(self, length: int) -> bytes:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return (
+            f"POST {self.path} HTTP/1.1\r\nhost: {host}:{self.port}\r\ncontent-type: application/json\r\n"
+            f"accept: text/event-stream\r\ncontent-length: {length}\r\n\r\n"
+        ).encode()
+
+
+def parse_head(head: bytes) -> tuple[int, dict[str, str]]:
+    """Status and headers, names in lower case. Raises ValueError."""
+    first, *lines = head.decode("latin-1").split("\r\n")
+    version, _, rest = first.partition(" ")
+    if not version.startswith("HTTP/1."):
+        raise ValueError(f"no HTTP/1 response: {first[:40]!r}")
+    fields = (line.partition(":") for line in lines if line)
+    return int(rest[:3]), {name.strip().lower(): value.strip() for name, _, value in fields}
+
+
+def framing_of(headers: dict[str, str]) -> Framing:
+    if "chunked" in headers.get("transfer-encoding", "").lower():
+        return Chunked()
+    if "content-length" in headers:
+        return Sized(int(headers["content-length"]))
+    return UntilClose()
+
+
+class Connection:
+    """One connection, one request at a time."""
+
+    def __init__(self, endpoint: Endpoint, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._endpoint, self._reader, self._writer = endpoint, reader, writer
+        self._framing: Framing = Sized(0)
+        self._keep = True
+        self.status = 0
+
+    @classmethod
+    async def open(cls, endpoint: Endpoint) -> "Connection":
+        return cls(endpoint, *await asyncio.open_connection(endpoint.host, endpoint.port, limit=READ_BYTES))
+
+    async def post(self, body: bytes) -> None:
+        """Sends a request and reads the head of its response; then `status` holds."""
+        self._keep = False
+        self._writer.write(self._endpoint.head(len(body)) + body)
+        await self._writer.drain()
+        head = await self._reader.readuntil(_HEAD_END)
+        self.status, headers = parse_head(head[: -len(_HEAD_END)])
+        self._framing = framing_of(headers)
+        self._keep = headers.get("connection", "").lower() != "close"
+
+    async def read(self) -> bytes | None:
+        """More of the body (perhaps nothing yet), None at its end. Raises EOFError if it is cut off."""
+        if self._framing.done:
+            return None
+        data = await self._reader.read(READ_BYTES)
+        if not data:
+            if self._framing.ends_at_eof:
+                return None
+            raise EOFError("the connection closed inside a response")
+        return self._framing.feed(data)
+
+    async def read_all(self) -> bytes:
+        pieces = []
+        while (data := await self.read()) is not None:
+            pieces.append(data)
+        return b"".join(pieces)
+
+    @property
+    def reusable(self) -> bool:
+        return self._keep and self._framing.done and self._framing.clean and not self._reader.at_eof()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def closed(self) -> None:
+        """Waits until a close is through; how the other side took it does not matter any more."""
+        try:
+            await self._writer.wait_closed()
+        except OSError:
+            return
+
+
+class ConnectionPool:
+    """Idle connections of one process, by endpoint."""
+
+    def __init__(self, endpoints: list[Endpoint]) -> None:
+        self._endpoints = endpoints
+        self._idle: list[list[Connection]] = [[] for _ in endpoints]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._idle))
+
+    def place(self, index: int) -> int:
+        """Which endpoint a request goes to: round-robin by its index."""
+        return index % len(self._endpoints)
+
+    async def connect(self, place: int) -> None:
+        """Opens a connection ahead of its first request."""
+        self._idle[place].append(await Connection.open(self._endpoints[place]))
+
+    async def post(self, place: int, body: bytes) -> Connection:
+        """A connection that has read the head of the response to this request; give it back with `release`."""
+        if idle := self._idle[place]:
+            connection = idle.pop()
+            try:
+                await connection.post(body)
+                return connection
+            except (ConnectionError, EOFError):
+                # The server may close what has been idle for long, just as a request is on its way: once again, anew.
+                connection.close()
+            except BaseException:
+                connection.close()
+                raise
+        connection = await Connection.open(self._endpoints[place])
+        try:
+            await connection.post(body)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def release(self, place: int, connection: Connection) -> None:
+        if connection.reusable:
+            self._idle[place].append(connection)
+        else:
+            connection.close()
+
+    async def close(self) -> None:
+        connections = [connection for idle in self._idle for connection in idle]
+        for connection in connections:
+            connection.close()
+        await asyncio.gather(*(connection.closed() for connection in connections))

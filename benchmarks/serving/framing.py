@@ -1,0 +1,109 @@
+"""Where the body of an HTTP/1.1 response ends, and its bytes without their framing. No I/O."""
+
+import re
+from enum import Enum, auto
+from typing import Protocol
+
+_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;.*)?")
+
+
+class Framing(Protocol):
+    @property
+    def done(self) -> bool:
+        """Whether the body is complete."""
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing came after the body, so that the connection can take another request."""
+
+    @property
+    def ends_at_eof(self) -> bool:
+        """Whether the body has no other end than the connection's."""
+
+    def feed(self, data: bytes) -> bytes: ...
+
+
+class Sized:
+    """A body of `content-length` bytes."""
+
+    ends_at_eof = False
+
+    def __init__(self, length: int) -> None:
+        self._left = length
+        self.done = length == 0
+        self.clean = True
+
+    def feed(self, data: bytes) -> bytes:
+        self.clean = len(data) <= self._left
+        body = data[: self._left]
+        self._left -= len(body)
+        self.done = self._left == 0
+        return body
+
+
+class UntilClose:
+    """A body that ends when the server closes the connection."""
+
+    ends_at_eof = True
+    done = False
+    clean = False
+
+    def feed(self, data: bytes) -> bytes:
+        return data
+
+
+class _Next(Enum):
+    SIZE = auto()
+    DATA = auto()
+    DATA_END = auto()
+    TRAILER = auto()
+
+
+class Chunked:
+    """`transfer-encoding: chunked`, cut anywhere on its way here. Raises ValueError for what is none."""
+
+    ends_at_eof = False
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self._left = 0
+        self._next = _Next.SIZE
+        self.done = False
+
+    @property
+    def clean(self) -> bool:
+        return self.done and not self._pending
+
+    def feed(self, data: bytes) -> bytes:
+        """What these bytes add to the body."""
+        buffer, at, body = self._pending + data, 0, []
+        while not self.done and at < len(buffer):
+            if self._next is _Next.DATA:
+                piece = buffer[at : at + self._left]
+                body.append(piece)
+                at += len(piece)
+                self._left -= len(piece)
+                if self._left == 0:
+                    self._next = _Next.DATA_END
+                continue
+            end = buffer.find(b"\r\n", at)
+            if end < 0:
+                break
+            self._line(buffer[at:end])
+            at = end + 2
+        self._pending = buffer[at:]
+        return b"".join(body)
+
+    def _line(self, line: bytes) -> None:
+        if self._next is _Next.SIZE:
+            size = _SIZE.fullmatch(line)
+            if size is None:
+                raise ValueError(f"no chunk size: {line[:40]!r}")
+            self._left = int(size[1], 16)
+            self._next = _Next.DATA if self._left else _Next.TRAILER
+        elif self._next is _Next.DATA_END:
+            if line:
+                raise ValueError(f"a chunk is longer than its size: {line[:40]!r}")
+            self._next = _Next.SIZE
+        elif not line:
+            self.done = True

@@ -1,0 +1,102 @@
+"""The figures of one load level, from the records of all clients.
+
+Failed requests count as errors and against goodput; no token of theirs enters a throughput or a latency. The seconds
+of a level run from the first request's start to the last one's end, the tail where streams run out included.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from msgspec import Struct
+
+from benchmarks.serving.distribution import distribution
+from benchmarks.serving.record import Record, Share
+from benchmarks.workloads import Load
+
+
+@dataclass(frozen=True)
+class Slo:
+    """What a user would call good, in milliseconds."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+    def met(self, record: Record) -> bool:
+        """A reply of one token has no TPOT and is judged by TTFT alone."""
+        if record.error is not None or record.ttft is None:
+            return False
+        return record.ttft * 1e3 <= self.ttft_ms and (record.tpot is None or record.tpot * 1e3 <= self.tpot_ms)
+
+
+class Goodput(Struct):
+    ttft_slo_ms: float
+    tpot_slo_ms: float
+    good: int
+    share: float
+    """Of all requests sent, failed ones included."""
+    requests_per_s: float
+
+
+class Level(Struct):
+    load: Load
+    seconds: float
+    completed: int
+    errors: dict[str, int]
+    error_example: str
+    output_tokens: int
+    prompt_tokens: int
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    requests_per_s: float
+    concurrency: float
+    """Mean number of requests open."""
+    other_length: int
+    """Complete replies with other than the number of tokens asked for."""
+    counted_by: dict[str, int]
+    ttft_ms: dict[str, float]
+    tpot_ms: dict[str, float]
+    itl_ms: dict[str, float]
+    e2e_ms: dict[str, float]
+    lag_ms: dict[str, float]
+    goodput: Goodput
+    client_cpu_percent: list[float]
+    """Of one core over the level's seconds, for each client process."""
+
+
+def _present(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def summarise(load: Load, shares: list[Share], slo: Slo) -> Level:
+    """Everything a level reports."""
+    records = [record for share in shares for record in share.records]
+    done = [record for record in records if record.error is None]
+    failed = [record for record in records if record.error is not None]
+    seconds = max((r.end for r in records), default=0.0) - min((r.start for r in records), default=0.0)
+    rate = 1.0 / seconds if seconds > 0 else 0.0
+    output, prompt = sum(r.tokens for r in done), sum(r.prompt_tokens for r in done)
+    good = sum(map(slo.met, records))
+    return Level(
+        load=load,
+        seconds=seconds,
+        completed=len(done),
+        errors=dict(Counter(str(record.error) for record in failed).most_common()),
+        error_example=f"{failed[0].error}: {failed[0].detail}" if failed else "",
+        output_tokens=output,
+        prompt_tokens=prompt,
+        output_tokens_per_s=output * rate,
+        total_tokens_per_s=(output + prompt) * rate,
+        requests_per_s=len(done) * rate,
+        concurrency=math.fsum(record.e2e for record in records) * rate,
+        other_length=sum(record.tokens != record.asked for record in done),
+        counted_by=dict(Counter(record.counted_by for record in done)),
+        ttft_ms=distribution(_present(record.ttft for record in done), 1e3),
+        tpot_ms=distribution(_present(record.tpot for record in done), 1e3),
+        itl_ms=distribution((gap for record in done for gap in record.gaps), 1e3),
+        e2e_ms=distribution((record.e2e for record in done), 1e3),
+        lag_ms=distribution((record.lag for record in done), 1e3),
+        goodput=Goodput(slo.ttft_ms, slo.tpot_ms, good, good / len(records) if records else 0.0, good * rate),
+        client_cpu_percent=[100 * share.cpu_seconds * rate for share in shares],
+    )

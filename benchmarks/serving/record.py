@@ -1,0 +1,48 @@
+"""What is kept of one request. Times are seconds of the machine's monotonic clock, which all its processes share."""
+
+from msgspec import Struct, field
+
+
+class Record(Struct):
+    index: int
+    asked: int
+    """Tokens asked for; a server that stops earlier has done less work than the others."""
+    start: float = 0.0
+    """Before the connection is taken, so that waiting for one counts."""
+    lag: float = 0.0
+    """Open loop: how late the client itself was."""
+    first: float | None = None
+    """Arrival of the first chunk with output."""
+    last: float | None = None
+    """Arrival of the last chunk of the choice."""
+    end: float = 0.0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    counted_by: str = ""
+    """Where `tokens` comes from: usage, token_ids or chunks, in this order of trust."""
+    gaps: list[float] = field(default_factory=list)
+    error: str | None = None
+    """What kind of failure, in few distinct words; None for a complete reply."""
+    detail: str = ""
+
+    @property
+    def ttft(self) -> float | None:
+        return None if self.first is None else self.first - self.start
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time of an output token after the first; a single token has none."""
+        if self.first is None or self.last is None or self.tokens < 2:
+            return None
+        return (self.last - self.first) / (self.tokens - 1)
+
+    @property
+    def e2e(self) -> float:
+        return self.end - self.start
+
+
+class Share(Struct):
+    """What one client process did under one load."""
+
+    records: list[Record]
+    cpu_seconds: float

@@ -1,0 +1,26 @@
+"""Server-sent events out of a stream of bytes. No I/O."""
+
+
+class SseDecoder:
+    """Collects the `data` of each event, cut anywhere on its way here; comments and other fields are dropped.
+
+    Lines end in LF or CRLF. A bare CR, which the standard also allows and no such server sends, is no line end here.
+    """
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self._data: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of every event that these bytes complete."""
+        lines = (self._pending + data).split(b"\n")
+        self._pending = lines.pop()
+        events: list[bytes] = []
+        for raw in lines:
+            line = raw.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data = []
+        return events

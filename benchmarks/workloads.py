@@ -1,0 +1,107 @@
+"""What a benchmark asks for: prompts, lengths and arrival times that follow from a seed alone.
+
+Every request is drawn from its own generator, seeded by (seed, label, index), so that the same requests are sent
+whatever the number of client processes and whichever of them sends one. The label differs between load levels: no
+level finds its prompts in a prefix cache that an earlier one filled. Two runs with one seed against one living server
+do repeat each other; change the seed between them.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+
+@dataclass(frozen=True)
+class Span:
+    """Whole numbers from `low` to `high`, both included; written as `256` or `128:512`."""
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.low <= self.high:
+            raise ValueError(f"a span needs 1 <= low <= high, not {self.low}:{self.high}")
+
+    @classmethod
+    def parse(cls, text: str) -> "Span":
+        low, _, high = text.partition(":")
+        return cls(int(low), int(high or low))
+
+    def draw(self, generator: random.Random) -> int:
+        return self.low if self.low == self.high else generator.randint(self.low, self.high)
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt as token ids, and how many tokens to continue it by."""
+
+    prompt: list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests by index. Token ids are uniform over `prompt_ids`, lengths over their spans."""
+
+    seed: int
+    input_len: Span
+    output_len: Span
+    prompt_ids: Span
+
+    def request(self, label: str, index: int) -> Request:
+        generator = random.Random(f"{self.seed}/{label}/{index}")
+        length, max_tokens = self.input_len.draw(generator), self.output_len.draw(generator)
+        return Request(generator.choices(range(self.prompt_ids.low, self.prompt_ids.high + 1), k=length), max_tokens)
+
+
+@dataclass(frozen=True)
+class Load:
+    """One level of load: `streams` that each send their next request at once, or `rate` Poisson arrivals a second.
+
+    It ends by number (`requests` a stream; in all, under a rate) or after `duration` seconds of sending.
+    """
+
+    label: str
+    streams: int = 0
+    rate: float | None = None
+    requests: int | None = None
+    duration: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.streams > 0) == (self.rate is not None):
+            raise ValueError("a load has either streams or a rate")
+        if (self.requests is None) == (self.duration is None):
+            raise ValueError("a load ends either by number of requests or after a duration")
+
+    def total(self) -> int | None:
+        """How many requests there will be, where that is known beforehand."""
+        return None if self.requests is None else self.requests * max(1, self.streams)
+
+    def streams_of(self, process: int, processes: int) -> range:
+        """The streams that one of several client processes runs."""
+        return range(process, self.streams, processes)
+
+    def indices_of(self, stream: int) -> Iterator[int]:
+        """The requests of one stream, in order; without end under a duration."""
+        turns = count() if self.requests is None else range(self.requests)
+        return (turn * self.streams + stream for turn in turns)
+
+    def arrivals(self, seed: int) -> list[float]:
+        """When each request of an open loop is due, in seconds from the start."""
+        if self.rate is None:
+            raise ValueError("only a load with a rate has arrivals")
+        generator = random.Random(f"{seed}/{self.label}/arrivals")
+        due: list[float] = []
+        at = generator.expovariate(self.rate)
+        while len(due) < self.requests if self.requests is not None else at < (self.duration or 0.0):
+            due.append(at)
+            at += generator.expovariate(self.rate)
+        return due
+
+    def arrivals_of(self, process: int, processes: int, seed: int) -> list[tuple[int, float]]:
+        """Index and due time of the requests that one of several client processes sends."""
+        return list(enumerate(self.arrivals(seed)))[process::processes]
