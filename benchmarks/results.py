@@ -1,6 +1,7 @@
 """Where results go, and what every one of them says about its origin."""
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -27,10 +28,13 @@ def _processor() -> str:
 
 
 def origin() -> dict[str, Any]:
-    """Machine, versions and git hash; the hash ends in "+" when the tree was changed."""
+    """Machine, versions and git hash; the hash ends in "+" when the tree was changed.
+
+    On a machine that has only a copy of the tree, the environment's GIT_HASH says which.
+    """
     git = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=False)
     return {
-        "git": git.stdout.strip() or None,
+        "git": git.stdout.strip() or os.environ.get("GIT_HASH"),
         "python": sys.version.split()[0],
         "machine": {"processor": _processor(), "system": platform.platform()},
         "versions": {package: found for package in PACKAGES if (found := _version(package))},

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import torch
+from msgspec import Struct
 
 from engine_core import config as configuration
 from engine_core.build_device import CpuParts, CudaParts, DeviceParts, check_installed
@@ -31,6 +32,7 @@ from engine_core.runtime.tables import DeviceTables
 from engine_core.runtime.warmup import warm_up
 from engine_core.scheduler.admission import PageGate, RowGate
 from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
+from engine_core.start_log import StartLog
 from engine_core.stats import StageClock
 from protocol.engine_options import EngineOptions
 from protocol.events import Limits, ModelFacts, Phase
@@ -55,9 +57,12 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
         check_installed()
     device = open_device(kind)
     name = "tandem-default" if directory == DEFAULT_MODEL else directory.resolve().name
-    runtime, config = _build_runtime(options, directory, name, model_config, device, getattr(torch, dtype), status)
+    log = StartLog(time.monotonic, device.held_bytes)
+    source = Source(directory, name, model_config, getattr(torch, dtype))
+    runtime, config = _build_runtime(options, source, device, status, log)
     status.enter(Phase.WARMING, 90)
     warm_up(runtime, config)
+    log.mark("warm-up")
     engine = _build_loop(config, runtime, mailbox, status, _facts(config, model_config, directory))
     logger.info(
         "%s on %s in %s: %d rows, %d KV tokens in pages of %d, %d positions a step, %s",
@@ -67,45 +72,67 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
     return engine
 
 
+class Source(Struct, frozen=True):
+    """What is loaded."""
+
+    directory: Path
+    name: str
+    model: ModelConfig
+    dtype: torch.dtype
+
+    @property
+    def kv_shape(self) -> dict[str, int]:
+        return {"layers": self.model.layers, "kv_heads": self.model.kv_heads, "head_dim": self.model.head_dim}
+
+
 def _build_runtime(
-    options: EngineOptions,
-    directory: Path,
-    name: str,
-    model_config: ModelConfig,
-    device: Device,
-    dtype: torch.dtype,
-    status: Status,
+    options: EngineOptions, source: Source, device: Device, status: Status, log: StartLog
 ) -> tuple[TorchRuntime, EngineConfig]:
     """Weights first, then the KV pool from what memory they leave, then graphs (I7: the last to allocate)."""
     parts: DeviceParts = CudaParts(device) if device.kind.type == "cuda" else CpuParts(device)
-    model = build_model(model_config, device.kind, dtype, options.max_len, parts.placement(dtype))
-    _load(options, model, directory, status)
-    kv_shape = {"layers": model_config.layers, "kv_heads": model_config.kv_heads, "head_dim": model_config.head_dim}
-    shape = ModelShape(name, model_config.max_positions, KVStorage.bytes_per_token(**kv_shape, dtype=dtype))
+    model = build_model(source.model, device.kind, source.dtype, options.max_len, parts.placement(source.dtype))
+    _load(options, model, source.directory, status)
+    log.mark("weights")
+    config = _resolve(options, source, device)
+    kv = _allocate_kv(config, source, device)
+    log.mark("KV pool")
+    vocab_size = source.model.vocab_size
+    tables = DeviceTables.allocate(config.max_rows, config.max_len, config.pages_per_row, device.kind)
+    words = capacity(config.max_rows, config.max_step_tokens, config.pages)
+    slots = [
+        StepSlot.allocate(
+            device, words, config.max_rows, vocab_size, parts.attention(source.model, config, source.dtype)
+        )
+        for _ in range(config.depth)
+    ]
+    sampler = parts.sampler(tables, vocab_size, config.max_rows)
+    log.mark("tables and slots")
+    status.enter(Phase.WARMING)
+    graphs = parts.graphs(config, model, kv, tables, sampler, slots, lambda p: status.enter(Phase.WARMING, p * 9 // 10))
+    log.mark(f"graphs of {len(config.graph_rows)} row counts and {config.depth} slots")
+    return TorchRuntime(
+        device, model, kv, tables, sampler, slots, config.page_size, graphs=graphs, clock=parts.clock()
+    ), config
+
+
+def _resolve(options: EngineOptions, source: Source, device: Device) -> EngineConfig:
+    bytes_per_token = KVStorage.bytes_per_token(**source.kv_shape, dtype=source.dtype)
+    shape = ModelShape(source.name, source.model.max_positions, bytes_per_token)
     machine = Machine(device.kind.type, device.free_bytes())
-    config = configuration.resolve(options, shape, machine, str(dtype).removeprefix("torch."))
+    return configuration.resolve(options, shape, machine, str(source.dtype).removeprefix("torch."))
+
+
+def _allocate_kv(config: EngineConfig, source: Source, device: Device) -> KVStorage:
+    """Raises ConfigError if the memory is not there."""
+    pages, page_size = config.pages, config.page_size
     try:
-        kv = KVStorage.allocate(
-            **kv_shape, pages=config.pages, page_size=config.page_size, dtype=dtype, device=device.kind
+        return KVStorage.allocate(
+            **source.kv_shape, pages=pages, page_size=page_size, dtype=source.dtype, device=device.kind
         )
     except RuntimeError as error:
         raise ConfigError(
             f"a KV pool of {config.kv_tokens} tokens cannot be had ({error}); lower --kv-tokens"
         ) from error
-    tables = DeviceTables.allocate(config.max_rows, config.max_len, config.pages_per_row, device.kind)
-    words = capacity(config.max_rows, config.max_step_tokens, config.pages)
-    slots = [
-        StepSlot.allocate(
-            device, words, config.max_rows, model_config.vocab_size, parts.attention(model_config, config, dtype)
-        )
-        for _ in range(config.depth)
-    ]
-    sampler = parts.sampler(tables, model_config.vocab_size, config.max_rows)
-    status.enter(Phase.WARMING)
-    graphs = parts.graphs(config, model, kv, tables, sampler, slots, lambda p: status.enter(Phase.WARMING, p * 9 // 10))
-    return TorchRuntime(
-        device, model, kv, tables, sampler, slots, config.page_size, graphs=graphs, clock=parts.clock()
-    ), config
 
 
 def _load(options: EngineOptions, model: Model, directory: Path, status: Status) -> None:

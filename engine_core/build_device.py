@@ -133,13 +133,9 @@ class CudaParts:
         def sampling(mode: Mode, logits: "Tensor", rows: "Tensor", positions: "Tensor", out: "Tensor") -> None:
             sampler.launch(mode, logits, rows, positions, sampler.nobody[: len(rows)], out)
 
-        before = torch.cuda.memory_reserved(self.device.kind)
         forward = DecodeForward(model, kv, tables, config.page_size)
         with torch.inference_mode():
-            graphs = capture(config.graph_rows, slots, forward, sampling, progress)
-        used = torch.cuda.memory_reserved(self.device.kind) - before
-        logger.info("captured decode graphs for %s rows in %.2f GiB", config.graph_rows, used / 2**30)
-        return graphs
+            return capture(config.graph_rows, slots, forward, sampling, progress)
 
     def clock(self) -> GpuClock:
         return GpuClock(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]

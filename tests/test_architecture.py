@@ -29,7 +29,10 @@ L3_NAMES = (
 )
 L3 = {f"engine_core.{name}" for name in L3_NAMES}
 L4 = {"engine_core.runtime", "engine_core.constraints"}
-L5_NAMES = ("engine", "control", "mailbox", "outbox", "heartbeat", "build", "build_device", "stats", "__main__")
+L5_NAMES = (
+    *("engine", "control", "mailbox", "outbox", "heartbeat", "stats"),
+    *("build", "build_device", "start_log", "__main__"),
+)
 L5 = {f"engine_core.{name}" for name in L5_NAMES}
 LEVELS = (L0, L1, L2, L3, L4, L5)
 

@@ -172,12 +172,11 @@ def _cutoff_kernel(
     else:
         usable &= (above < target) & (above + gathered >= target)
     if usable & (count <= FEW):
-        slots = tl.arange(0, FEW)
-        inside = slots < count
-        ids = tl.load(found_ids + index * CAPACITY + slots, mask=inside, other=0)
-        x = tl.load(found_logits + index * CAPACITY + slots, mask=inside, other=0.0)
-        packed, weights = _ranks(x, ids, inside, top, temperature, slope)
-        least = _rank_few(packed, weights, inside, above, target, top_p, top_k, mode)
+        few = tl.arange(0, FEW)
+        few_ids = tl.load(found_ids + index * CAPACITY + few, mask=few < count, other=0)
+        few_logits = tl.load(found_logits + index * CAPACITY + few, mask=few < count, other=0.0)
+        few_packed, few_weights = _ranks(few_logits, few_ids, few < count, top, temperature, slope)
+        least = _rank_few(few_packed, few_weights, few < count, above, target, top_p, top_k, mode)
     elif usable:
         high = tl.max(packed, axis=0)
         least = tl.min(tl.where(inside, packed, high), axis=0)

@@ -269,6 +269,6 @@ def narrow(
             **options,
         )
     places = (found, found_ids, found_logits)
-    _gather_kernel[(tiles, batch)](
-        *state, bound, pivots, above, sums, *places, *strides, **shared, **launch_options(pdl, warps_for(block, 16))
-    )
+    # The compiler would take so many registers that one program filled a multiprocessor.
+    options = launch_options(pdl, warps_for(block, 16)) | {"maxnreg": 80}
+    _gather_kernel[(tiles, batch)](*state, bound, pivots, above, sums, *places, *strides, **shared, **options)

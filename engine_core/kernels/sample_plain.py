@@ -21,7 +21,6 @@ from engine_core.kernels.sample_greedy import (
     best_of,
     launch_options,
     load_logits,
-    pack,
     packed_id,
     packed_value,
     publish,

@@ -41,6 +41,9 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Memory that could still be allocated."""
 
+    def held_bytes(self) -> int:
+        """Memory that this process holds."""
+
 
 class InertEvent:
     """On a CPU everything has happened by the time the call returns."""
@@ -75,6 +78,9 @@ class CpuDevice:
 
     def free_bytes(self) -> int:
         return min(_available(), _cgroup_room())
+
+    def held_bytes(self) -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class CudaEvent:
@@ -115,6 +121,9 @@ class CudaDevice:
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.kind)
         return free
+
+    def held_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.kind)
 
 
 def _available() -> int:

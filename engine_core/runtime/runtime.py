@@ -53,6 +53,7 @@ class TorchRuntime:
     def launch(self, slot: int, plan: StepPlan) -> None:
         """Enqueues one copy to the device, the news for the tables, and the forward pass."""
         s = self.slots[slot]
+        assert s.plan is None, f"slot {slot} launched while step {s.plan.step_id} holds it (I6)"
         bucket = self.graphs.bucket(plan) if self.graphs is not None else None
         if bucket is not None:
             packed = pack_decode(plan, bucket, s.inputs_view)
