@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
 # Serves a shape with random weights through one engine core and N frontends, and loads it with bench_serving.
 #   benchmarks/serve_shape.sh SHAPE_FOLDER FRONTENDS NAME [bench_serving flags ...]
-# Results go to benchmarks/results/NAME.json. Needs a CUDA device and the extras `engine`, `cuda`.
+# Results go to benchmarks/results/NAME.json; SERVE_FLAGS are added to `tandem serve`. Needs a CUDA device and the extras `engine`, `cuda`.
 set -euo pipefail
 shape=$1 frontends=$2 name=$3
 shift 3
 work=$(mktemp -d)
 chmod 700 "$work"
 trap 'kill $(jobs -p) 2>/dev/null || true; wait; rm -rf "$work"' EXIT
-tandem() { python3 -c 'import sys; from frontend.cli import main; sys.exit(main())' "$@"; }
+tandem=(python3 -c 'import sys; from frontend.cli import main; sys.exit(main())')
 
 python3 -m benchmarks.shapes.make_folder "$shape" "$work/model"
-tandem serve --model "$work/model" --load-format dummy --device cuda --max-len 4096 --endpoint "ipc://$work/engine" \
-    --port 8400 --ops-port 8499 --max-concurrent 4096 &
+"${tandem[@]}" serve --model "$work/model" --load-format dummy --device cuda --max-len 4096 --endpoint "ipc://$work/engine" \
+    --port 8400 --ops-port 8499 --max-concurrent 4096 ${SERVE_FLAGS:-} &
 urls=http://127.0.0.1:8400
 for ((i = 1; i < frontends; i++)); do
-    tandem frontend --model-dir "$work/model" --endpoint "ipc://$work/engine" --port $((8400 + i)) \
+    "${tandem[@]}" frontend --model-dir "$work/model" --endpoint "ipc://$work/engine" --port $((8400 + i)) \
         --max-concurrent 4096 --log-level warning &
     urls=$urls,http://127.0.0.1:$((8400 + i))
 done
