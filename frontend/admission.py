@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from frontend.errors import ApiError, malformed, unavailable, unsupported
-from frontend.schemas.completion import CompletionRequest, Prompt
+from frontend.schemas.completion import CompletionRequest
+from frontend.schemas.prompts import Prompt
 from frontend.tokenizer import Tokenizer
+from frontend.workers import Workers
 from protocol.codec import pack_floats, pack_ids
 from protocol.errors import ErrorCode
-from protocol.events import ModelFacts, Ready
+from protocol.events import Limits, ModelFacts, Ready
 from protocol.params import MAX_SEED, SamplingParams
+
+MANY_IDS = 2048
+"""Prompts of more ids are checked and packed in a thread."""
 
 
 class AdmittedPrompt(Struct, frozen=True):
@@ -19,10 +24,12 @@ class AdmittedPrompt(Struct, frozen=True):
 
     text: str
     ids: list[int]
+    packed: bytes
+    max_tokens: int
 
 
 class Admitted(Struct, frozen=True):
-    """A request that the engine can be asked for; `sampling` is that of choice 0."""
+    """A request that the engine can be asked for; `sampling` is that of choice 0 of the first prompt."""
 
     request: CompletionRequest
     model: ModelFacts
@@ -38,7 +45,9 @@ class Admitted(Struct, frozen=True):
         return sum(len(prompt.ids) for prompt in self.prompts)
 
 
-async def admit(request: CompletionRequest, ready: Ready, tokenizer: Tokenizer) -> Admitted:
+async def admit(
+    request: CompletionRequest, ready: Ready, tokenizer: Tokenizer, workers: Workers, max_concurrent: int
+) -> Admitted:
     """Encodes and checks against the model. Raises ApiError with the numbers."""
     model = ready.model
     if request.model != model.name:
@@ -50,10 +59,26 @@ async def admit(request: CompletionRequest, ready: Ready, tokenizer: Tokenizer) 
         )
     _check_ids(request.stop_token_ids, model.vocab_size, "stop_token_ids")
     _check_ids(tuple(request.logit_bias), model.vocab_size, "logit_bias")
+    _check_count(request, ready.limits, max_concurrent)
     prompts: list[AdmittedPrompt] = []
     for prompt in request.prompts:
-        prompts.append(await _admit_prompt(prompt, request, model, tokenizer))
+        prompts.append(await _admit_prompt(prompt, request, model, tokenizer, workers))
     return Admitted(request, model, prompts, _sampling(request))
+
+
+def _check_count(request: CompletionRequest, limits: Limits, max_concurrent: int) -> None:
+    """Raises ApiError 422 for more sequences than there can ever be at once: to try again would not help."""
+    wanted = request.n * len(request.prompts)
+    for most, flags in (
+        (max_concurrent, "--max-concurrent"),
+        (limits.max_rows + limits.max_waiting, "--max-rows and --max-waiting"),
+    ):
+        if request.max_tokens and wanted > most:
+            raise unsupported(
+                f"'n' times the number of prompts is {wanted} ({request.n} times {len(request.prompts)}); "
+                f"this server takes at most {most} sequences at once ({flags})",
+                "n" if request.n > 1 else "prompt",
+            )
 
 
 def check_overload(open_sequences: int, wanted: int, most: int) -> None:
@@ -67,24 +92,38 @@ def check_overload(open_sequences: int, wanted: int, most: int) -> None:
 
 
 async def _admit_prompt(
-    prompt: Prompt, request: CompletionRequest, model: ModelFacts, tokenizer: Tokenizer
+    prompt: Prompt, request: CompletionRequest, model: ModelFacts, tokenizer: Tokenizer, workers: Workers
 ) -> AdmittedPrompt:
     if isinstance(prompt, str):
-        _check_length(tokenizer.fewest(prompt), request.max_tokens, model.max_len, "at least ")
+        _check_length(
+            tokenizer.fewest(prompt), _room(tokenizer.fewest(prompt), request, model), model.max_len, "at least "
+        )
         ids = await tokenizer.encode(prompt)
         if not ids:
             raise malformed(
                 "the prompt is empty and the model has no begin token; give at least one character", "prompt"
             )
-        _check_length(len(ids), request.max_tokens, model.max_len)
-        # A tokenizer may know ids that the model lacks.
-        _check_ids(ids, model.vocab_size, "prompt")
-        return AdmittedPrompt(prompt, ids)
-    if not prompt:
+    elif prompt:
+        ids = prompt
+    else:
         raise malformed("a prompt of token ids must hold at least one id", "prompt")
-    _check_length(len(prompt), request.max_tokens, model.max_len)
-    _check_ids(prompt, model.vocab_size, "prompt")
-    return AdmittedPrompt(tokenizer.decode(prompt) if request.echo else "", prompt)
+    max_tokens = _room(len(ids), request, model)
+    _check_length(len(ids), max_tokens, model.max_len)
+
+    def finish() -> AdmittedPrompt:
+        # A tokenizer, too, may know ids that the model lacks.
+        _check_ids(ids, model.vocab_size, "prompt")
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(ids) if request.echo else ""
+        return AdmittedPrompt(text, ids, pack_ids(ids), max_tokens)
+
+    return finish() if len(ids) <= MANY_IDS else await workers.run(finish)
+
+
+def _room(prompt_len: int, request: CompletionRequest, model: ModelFacts) -> int:
+    """The `max_tokens` of one prompt: what was asked for, or the default as far as the model has room for it."""
+    if not request.max_tokens_by_default:
+        return request.max_tokens
+    return min(request.max_tokens, max(model.max_len - prompt_len, request.min_tokens, 1))
 
 
 def _check_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:

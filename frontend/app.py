@@ -43,6 +43,7 @@ def create_app(service: Service) -> FastAPI:
         finally:
             await service.client.stop()
             service.tokenizer.close()
+            service.parser.close()
 
     app = FastAPI(title="Tandem", version=distribution_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(completions_router(service))

@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from protocol.errors import ExitCode
 
@@ -19,22 +19,14 @@ LAST_BACKOFF = 10.0
 STEADY_SECONDS = 30.0
 """A process that ran for so long starts over with the first backoff."""
 
-_PR_SET_PDEATHSIG = 1
+_TIE = Path(__file__).with_name("tie.py")
 
 
-def die_with_parent() -> Callable[[], None] | None:
-    """What a child runs before its program, so that it does not outlive a parent that was killed. Linux alone."""
+def tied(argv: Sequence[str]) -> list[str]:
+    """A command that does not outlive this process, even if that is killed. Linux alone."""
     if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    parent = os.getpid()
-
-    def tie() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call above
-            os._exit(1)
-
-    return tie
+        return list(argv)
+    return [sys.executable, "-I", "-S", str(_TIE), str(os.getpid()), *argv]
 
 
 class Child:
@@ -49,6 +41,7 @@ class Child:
         name: str,
         argv: Sequence[str],
         pass_fds: Sequence[int] = (),
+        on_exit: Callable[[], None] = lambda: None,
         backoff: float = FIRST_BACKOFF,
         last_backoff: float = LAST_BACKOFF,
     ) -> None:
@@ -56,6 +49,7 @@ class Child:
         self.restarts = 0
         self._argv = argv
         self._pass_fds = pass_fds
+        self._on_exit = on_exit
         self._first_backoff = backoff
         self._last_backoff = last_backoff
         self._process: asyncio.subprocess.Process | None = None
@@ -73,6 +67,7 @@ class Child:
         while not self._stopping.is_set():
             started = time.monotonic()
             code = await self._run_once()
+            self._on_exit()
             if self._stopping.is_set():
                 break
             if code == ExitCode.CONFIG:
@@ -105,14 +100,19 @@ class Child:
             await process.wait()
 
     def kill(self) -> None:
+        """Ends it at once, for good."""
         self._stopping.set()
+        self.restart()
+
+    def restart(self) -> None:
+        """Kills the running process, if there is one; `keep` starts the next."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
     async def _run_once(self) -> int:
         self._process = await asyncio.create_subprocess_exec(
-            *self._argv, pass_fds=self._pass_fds, start_new_session=True, preexec_fn=die_with_parent()
+            *tied(self._argv), pass_fds=self._pass_fds, start_new_session=True
         )
         if self._stopping.is_set():  # stopped while it was being started
             self.kill()

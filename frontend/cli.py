@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from frontend.config import add_http_arguments, add_watch_arguments, frontend_config
+from frontend.config import add_http_arguments, add_watch_arguments, check_bounds, frontend_config
 from protocol.engine_options import add_engine_arguments
 from protocol.errors import ExitCode
 from protocol.sockets import make_curve
@@ -23,6 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=getattr(arguments, "log_level", "info").upper(), format="%(levelname)s %(name)s: %(message)s"
     )
+    try:
+        check_bounds(arguments)
+    except ValueError as error:
+        return _refuse(str(error))
     return int(arguments.run(arguments))
 
 

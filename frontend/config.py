@@ -10,6 +10,16 @@ from protocol.transport_options import transport
 
 MEBIBYTE = 2**20
 
+_MOST_SECONDS = 1e7
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "port": (0, 65535),
+    "ops_port": (0, 65535),
+    "max_concurrent": (1, 2**31 - 1),
+    "beat_timeout": (0.001, _MOST_SECONDS),
+    "step_timeout": (0.001, _MOST_SECONDS),
+    "drain_timeout": (0, _MOST_SECONDS),
+}
+
 
 class FrontendConfig(Struct, frozen=True):
     """Everything a frontend needs to know. Times in seconds."""
@@ -68,13 +78,19 @@ def http_argv(arguments: argparse.Namespace) -> list[str]:
     return argv
 
 
+def check_bounds(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for a number out of range, in whichever of these flags a command has."""
+    for name, (low, high) in _BOUNDS.items():
+        value = getattr(arguments, name, None)
+        # Written so that nan is refused, too.
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"--{name.replace('_', '-')} must be between {low:.10g} and {high:.10g}, not {value}")
+
+
 def frontend_config(arguments: argparse.Namespace) -> FrontendConfig:
     """Raises ValueError where the flags contradict each other or name keys that are not there."""
     settings = transport(arguments)
     settings.check(arguments.endpoint)
-    for name in ("max_concurrent", "beat_timeout", "step_timeout"):
-        if getattr(arguments, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {getattr(arguments, name)}")
     return FrontendConfig(
         endpoint=arguments.endpoint,
         model_dir=Path(arguments.model_dir),

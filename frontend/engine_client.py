@@ -32,6 +32,11 @@ HELLO_TIMEOUT = 5.0
 """Seconds after which an unanswered Hello is sent again, on a new link."""
 
 
+STALE_SECONDS = 1.0
+"""After a broken connection beats of that life are not heard for so long: they may have left before it ended. An
+engine that still beats afterwards lives, and only the connection to it was lost."""
+
+
 class EngineClient:
     """Everything here runs in one event loop; no method but `start` and `stop` awaits.
 
@@ -57,6 +62,8 @@ class EngineClient:
         self._context: zmq.asyncio.Context | None = None
         self._link: EngineLink | None = None
         self._refusal: tuple[int, str] | None = None
+        self._broken: tuple[int, float, str] | None = None
+        """Epoch, time and reason of the last connection that broke, until there is another."""
         self._streams: dict[int, TokenStream] = {}
         self._ids = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
@@ -93,6 +100,8 @@ class EngineClient:
         assert beat is not None
         if self._refusal is not None and self._refusal[0] == beat.engine_epoch:
             return Verdict(False, "refused", self._refusal[1])
+        if self._link is None and self._broken is not None:
+            return Verdict(False, "lost", self._broken[2])
         if self._link is None or self._link.ready is None:
             return Verdict(False, "connecting", "the handshake with the engine is under way")
         return verdict
@@ -164,6 +173,8 @@ class EngineClient:
 
     def _on_beat(self, beat: Beat) -> None:
         now = self._clock()
+        if self._broken is not None and self._broken[0] == beat.engine_epoch and now - self._broken[1] < STALE_SECONDS:
+            return
         self._watch.observe(beat, now)
         link = self._link
         if link is not None and link.epoch != beat.engine_epoch:
@@ -180,9 +191,12 @@ class EngineClient:
         assert self._context is not None
         link = EngineLink(self._context, epoch, self._on_event, self._on_break)
         self._link = link
+        self._broken = None
         link.open(self._endpoint, self._transport, f"frontend-{os.getpid()}", now)
 
     def _on_break(self, reason: str) -> None:
+        if self._link is not None:
+            self._broken = (self._link.epoch, self._clock(), reason)
         self._lose(ErrorCode.ENGINE_UNAVAILABLE, reason)
 
     def _lose(self, code: ErrorCode, reason: str) -> None:

@@ -29,12 +29,25 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "tandem_engine_steps_launched": ("Steps launched.", lambda stats: stats.steps_launched),
     "tandem_engine_steps_committed": ("Steps committed.", lambda stats: stats.steps_committed),
     "tandem_zombie_rows": ("Rows computed for sequences that had ended.", lambda stats: stats.zombie_rows),
+    "tandem_gpu_busy_seconds": (
+        "Time in timed steps (a sample) that the GPU worked.",
+        lambda stats: stats.gpu_busy_seconds,
+    ),
+    "tandem_gpu_idle_seconds": (
+        "Time between a timed step and the next that the GPU waited for the CPU.",
+        lambda stats: stats.gpu_idle_seconds,
+    ),
+    "tandem_gpu_timed_steps": ("Steps that were timed on the GPU.", lambda stats: stats.gpu_timed_steps),
 }
 
 _LABELLED: dict[str, tuple[str, str, Callable[[EngineStats], Mapping[str, float]]]] = {
     "tandem_request_success": ("Requests ended well.", "finished_reason", lambda stats: stats.requests_finished),
     "tandem_request_failed": ("Requests ended in an error.", "code", lambda stats: stats.requests_failed),
-    "tandem_engine_stage_seconds": ("CPU time of the engine's loop.", "stage", lambda stats: stats.stage_seconds),
+    "tandem_engine_stage_seconds": (
+        "Wall time of the engine's loop by stage; collect is the wait for the device.",
+        "stage",
+        lambda stats: stats.stage_seconds,
+    ),
 }
 
 _HISTOGRAMS: dict[str, tuple[str, Callable[[EngineStats], Histogram]]] = {

@@ -43,6 +43,18 @@ class EngineMonitor:
     def verdict(self) -> Verdict:
         return self._watch.verdict(self._clock())
 
+    def hopeless(self) -> str:
+        """Why the engine should be killed, to be started again; nothing while it may recover."""
+        return self._watch.hopeless(self._clock())
+
+    def excuse(self) -> None:
+        """This process was held up: what it missed is not the engine's silence."""
+        self._watch.excuse(self._clock())
+
+    def forget(self) -> None:
+        """The engine's process has ended."""
+        self._watch.forget()
+
     async def listen(self) -> None:
         """Follows the heartbeat until it is cancelled."""
         context = zmq.asyncio.Context()

@@ -7,6 +7,9 @@ from msgspec import Struct
 
 from protocol.events import Beat, Phase
 
+SILENCE_FACTOR = 3
+"""Beat timeouts until a silent engine is not only unready but to be killed."""
+
 _PREPARING = (Phase.STARTING, Phase.LOADING, Phase.WARMING)
 
 
@@ -15,7 +18,8 @@ class Verdict(Struct, frozen=True):
 
     ready: bool
     status: str
-    """For programs: ready, waiting, loading, draining, failed, silent or hung."""
+    """For programs: ready, waiting, loading, draining, failed, silent or hung; in a frontend connecting, lost or
+    refused as well."""
     reason: str = ""
     percent: int | None = None
 
@@ -33,8 +37,11 @@ class EngineWatch:
         self.beat: Beat | None = None
         self._beat_at = 0.0
         self._moved_at = 0.0
+        self._gone: int | None = None
 
     def observe(self, beat: Beat, now: float) -> None:
+        if beat.engine_epoch == self._gone:  # it was on its way when the process ended
+            return
         before, self.beat = self.beat, beat
         self._beat_at = now
         owes_steps = beat.pending > 0 and beat.phase is Phase.READY
@@ -45,6 +52,12 @@ class EngineWatch:
     def excuse(self, now: float) -> None:
         """The listener itself was held up: what it missed is not the engine's silence."""
         self._beat_at = max(self._beat_at, now)
+        self._moved_at = max(self._moved_at, now)
+
+    def forget(self) -> None:
+        """The process has ended: nothing is known of the next, and late beats of this life are not heard."""
+        if self.beat is not None:
+            self._gone, self.beat = self.beat.engine_epoch, None
 
     def silence(self, now: float) -> float:
         """Seconds since the last beat; 0 before the first."""
@@ -70,6 +83,21 @@ class EngineWatch:
                 False, "hung", f"the engine made no step for {stuck:.0f} s while {beat.pending} requests wait for it"
             )
         return Verdict(True, "ready")
+
+    def hopeless(self, now: float) -> str:
+        """Why the process should be killed, to be started again; nothing while it may recover.
+
+        What loads is silent for longer, as code that loads may hold the interpreter, and with it the beats. A
+        process that has not beaten yet is left alone: it may be reading its programs from a slow disk.
+        """
+        beat, verdict = self.beat, self.verdict(now)
+        if beat is None:
+            return ""
+        patience = SILENCE_FACTOR * self.beat_timeout
+        if beat.phase in _PREPARING:
+            patience = max(patience, self.step_timeout)
+        given_up = verdict.status == "hung" or self.silence(now) > patience
+        return verdict.reason if given_up else ""
 
 
 def _position(beat: Beat) -> tuple[int, int, int]:

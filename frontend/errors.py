@@ -47,9 +47,6 @@ class ApiError(Exception):
     def body(self) -> bytes:
         return error_body(self.status, self.message, self.param, self.code)
 
-    def headers(self) -> dict[str, str]:
-        return error_headers(self.status)
-
 
 def error_headers(status: int) -> dict[str, str]:
     """Headers every error response of this status carries."""

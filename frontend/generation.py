@@ -13,7 +13,6 @@ from frontend.metrics import FrontendMetrics
 from frontend.stop_strings import StopMatcher
 from frontend.streams import Delta, TokenStream, Waker
 from frontend.tokenizer import Tokenizer
-from protocol.codec import pack_ids
 from protocol.commands import Submit
 from protocol.errors import ErrorCode, FinishReason
 from protocol.events import Failure
@@ -31,6 +30,7 @@ class Generation:
     """The choices of one request, numbered prompt by prompt.
 
     Whoever calls `start` calls `close` in the end, whatever happened between: it frees what is still open.
+    `arrived` is when the HTTP request did, on the same clock.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Generation:
         tokenizer: Tokenizer,
         metrics: FrontendMetrics,
         admitted: Admitted,
+        arrived: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.admitted = admitted
@@ -46,7 +47,7 @@ class Generation:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._clock = clock
-        self._arrived = clock()
+        self._arrived = arrived
         self._waker = Waker()
         self._choices: list[Choice] = []
         self._open: dict[int, float] = {}
@@ -70,10 +71,10 @@ class Generation:
         if self.without_engine:
             return
         check_overload(self._client.num_open, count, max_concurrent)
-        prompts = [pack_ids(prompt.ids) for prompt in self.admitted.prompts]
         for index in range(count):
-            sampling = structs.replace(self.admitted.sampling, choice=index % request.n)
-            command = Submit(self._client.next_id(), prompts[index // request.n], sampling)
+            prompt = self.admitted.prompts[index // request.n]
+            sampling = structs.replace(self.admitted.sampling, choice=index % request.n, max_tokens=prompt.max_tokens)
+            command = Submit(self._client.next_id(), prompt.packed, sampling)
             self._client.submit(command, index, self._waker)
             self._open[command.request_id] = self._arrived
             self._metrics.running.inc()
@@ -81,14 +82,19 @@ class Generation:
     async def batches(self) -> AsyncIterator[list[Piece]]:
         """What each turn of the event loop brought, never an empty list, until every choice has ended.
 
-        Raises ApiError when one choice fails, after what came before it; the caller closes the rest.
+        Raises ApiError when one choice fails; the caller closes the rest. What came before is yielded first, unless
+        it is the first batch: nothing was sent yet, so the failure of any choice in it can be an HTTP status, as
+        where the engine has room for some choices alone.
         """
+        begun = False
         if self.without_engine:
             yield [Piece(choice.index, "", [], FinishReason.LENGTH.value) for choice in self._choices]
         while self._open:
             ready = await self._waker.wait()
             pieces = [self._advance(stream) for stream in ready if stream.request_id in self._open]
-            if shown := [piece for piece in pieces if not piece.is_empty]:
+            shown = [piece for piece in pieces if not piece.is_empty]
+            if shown and (begun or self._error is None):
+                begun = True
                 yield shown
             if self._error is not None:
                 raise self._error

@@ -109,14 +109,14 @@ async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
         endpoint = stack.enter_context(private_endpoint(arguments.endpoint))
         settings = _transport(arguments, endpoint)
         ops_socket = stack.enter_context(_listen(arguments.ops_host, arguments.ops_port, "--ops-port"))
-        engine = Child("engine core", engine_command(arguments, endpoint))
+        monitor = EngineMonitor(endpoint, settings, EngineWatch(arguments.beat_timeout, arguments.step_timeout))
+        engine = Child("engine core", engine_command(arguments, endpoint), on_exit=monitor.forget)
         frontend: Child | None = None
         http_socket: socket.socket | None = None
         if with_frontend:
             http_socket = stack.enter_context(_listen(arguments.host, arguments.port, "--port"))
             command = frontend_command(arguments, endpoint, folder, http_socket.fileno())
             frontend = Child("frontend", command, [http_socket.fileno()])
-        monitor = EngineMonitor(endpoint, settings, EngineWatch(arguments.beat_timeout, arguments.step_timeout))
         registry = CollectorRegistry()
         registry.register(EngineCollector(monitor, lambda: engine.restarts))
         ops = ops_server(monitor, registry)

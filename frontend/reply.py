@@ -54,7 +54,7 @@ class CompletionReply(Response):
             system_fingerprint=f"tandem-{distribution_version()}-{admitted.model.device}-{admitted.model.dtype}",
         )
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
         answer = self._stream(send) if self._request.stream else self._whole(send)
         reason = "cancelled"

@@ -9,6 +9,7 @@ import uvicorn
 
 from frontend.app import build_service, create_app
 from frontend.config import FrontendConfig
+from frontend.http_protocol import JsonErrorProtocol
 from frontend.listening import listen
 from frontend.service import Service
 
@@ -29,7 +30,7 @@ class DrainingServer(uvicorn.Server):
         gc.collect()
         gc.freeze()
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Runs in a signal handler. uvicorn would raise the signal again at the end; the exit here is a clean one."""
         if self._service.draining or self._loop is None:
             self.should_exit = True
@@ -56,6 +57,7 @@ def build_server(config: FrontendConfig) -> DrainingServer:
         create_app(service),
         host=config.host,
         port=config.port,
+        http=JsonErrorProtocol,
         log_level=config.log_level,
         log_config=None,
         access_log=False,

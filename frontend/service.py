@@ -2,12 +2,14 @@
 
 import asyncio
 
+from frontend.body import BodyBudget
 from frontend.config import FrontendConfig
 from frontend.engine_client import EngineClient
 from frontend.engine_watch import Verdict
 from frontend.errors import unavailable
 from frontend.metrics import FrontendMetrics
 from frontend.tokenizer import Tokenizer
+from frontend.workers import Workers
 from protocol.errors import ErrorCode
 from protocol.events import Ready
 
@@ -26,6 +28,9 @@ class Service:
         self.client = client
         self.tokenizer = tokenizer
         self.metrics = metrics
+        self.bodies = BodyBudget()
+        # One thread: what is large is taken in turn, so that requests beside it wait for one decoder at most.
+        self.parser = Workers(1, "parse")
         self.draining = False
         self.replies = 0
         """Completions being answered, from admission to the last byte."""

@@ -1,7 +1,7 @@
 """Tokens on their way from the engine's messages to the coroutine that answers a request."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -13,7 +13,6 @@ Terminal = Finished | Failure
 class Delta(Struct, frozen=True):
     """Tokens that one stream gained since the last look, and how it ended if it has."""
 
-    stream: "TokenStream"
     tokens: list[int]
     terminal: Terminal | None
 
@@ -53,17 +52,13 @@ class TokenStream:
 
     __slots__ = ("_marked", "_pending", "_terminal", "_waker", "choice", "request_id")
 
-    def __init__(self, request_id: int, choice: int = 0, waker: Waker | None = None) -> None:
+    def __init__(self, request_id: int, choice: int, waker: Waker) -> None:
         self.request_id = request_id
         self.choice = choice
-        self._waker = waker or Waker()
+        self._waker = waker
         self._pending: list[int] = []
         self._terminal: Terminal | None = None
         self._marked = False
-
-    @property
-    def ended(self) -> bool:
-        return self._terminal is not None
 
     def put(self, tokens: Sequence[int]) -> None:
         if self._terminal is None and tokens:
@@ -80,10 +75,7 @@ class TokenStream:
         """All there is, for a consumer that was woken."""
         tokens, self._pending = self._pending, []
         self._marked = False
-        return Delta(self, tokens, self._terminal)
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return deltas(self._waker, 1)
+        return Delta(tokens, self._terminal)
 
     def _end(self, terminal: Terminal) -> None:
         if self._terminal is None:
@@ -94,12 +86,3 @@ class TokenStream:
         if not self._marked:
             self._marked = True
             self._waker.mark(self)
-
-
-async def deltas(waker: Waker, open_streams: int) -> AsyncIterator[Delta]:
-    """The deltas of all streams that share a waker, until so many of them have ended."""
-    while open_streams:
-        for stream in await waker.wait():
-            delta = stream.take()
-            open_streams -= delta.terminal is not None
-            yield delta

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from frontend.child import Child
+from frontend.engine_guard import guard_engine
 from frontend.engine_monitor import EngineMonitor
 from frontend.ops import QuietServer
 
@@ -56,19 +57,21 @@ class Supervisor:
             loop.add_signal_handler(sig, self.signalled)
         ops = asyncio.create_task(self._ops.serve(sockets=[self._ops_socket]))
         background = [asyncio.create_task(self._monitor.listen()), asyncio.create_task(self._announce())]
-        for task in (ops, *background):
+        guard = asyncio.create_task(guard_engine(self._engine, self._monitor))
+        for task in (ops, guard, *background):
             task.add_done_callback(_report)
         children = [self._engine] + ([self._frontend] if self._frontend else [])
         keepers = [asyncio.create_task(child.keep()) for child in children]
         stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait([stop, *keepers], return_when=asyncio.FIRST_COMPLETED)
+            guard.cancel()  # from here on the stop timeout is what ends it
             await self._stop_children()
             codes = await asyncio.gather(*keepers)
         finally:
             for child in children:
                 child.kill()
-            await self._end(ops, [*background, stop, *keepers])
+            await self._end(ops, [*background, guard, stop, *keepers])
         return _FORCED if self._forced else max(codes)
 
     def signalled(self) -> None:

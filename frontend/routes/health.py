@@ -14,11 +14,13 @@ from protocol.version import PROTOCOL_VERSION, distribution_version
 def health_router(service: Service) -> APIRouter:
     router = APIRouter()
 
+    @router.head("/health/live", include_in_schema=False)
     @router.get("/health/live")
     async def live() -> dict[str, str]:
         """200 for as long as this process answers."""
         return {"status": "live"}
 
+    @router.head("/health/ready", include_in_schema=False)
     @router.get("/health/ready")
     async def ready() -> JSONResponse:
         """200 when a completion would be taken, else 503 with the reason."""

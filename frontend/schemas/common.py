@@ -1,10 +1,11 @@
 """Reading a JSON body field by field: what is wrong is named, and nothing is accepted and then ignored."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 from frontend.errors import ApiError, malformed, unsupported
 
@@ -14,20 +15,56 @@ _TYPE_NAMES: dict[type, str] = {
 }  # fmt: skip
 
 IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-"""Fields that cannot change the output, whatever they hold."""
+"""Fields that cannot change the output, whatever they hold. They are checked to be JSON and never built."""
+
+MAX_FIELD_BYTES = 256 * 1024
+"""Most JSON of one field, prompts and ignored ones aside: more than any value in bounds needs, and built quickly."""
+
+_UNKNOWN_FIELD = "Object contains unknown field `"
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """A JSON object. Raises ApiError 400 for anything else, however it is broken."""
+class BodyFormat:
+    """Splits a JSON object into the JSON of its fields, all of whose names are known beforehand.
+
+    Nothing is built of what a field holds before somebody takes it, and the first unknown name ends it, so a body
+    costs no more than one look at its bytes.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        fields = [(name, Raw, Raw()) for name in dict.fromkeys((*IGNORED, *names))]
+        shape = msgspec.defstruct("Body", fields, forbid_unknown_fields=True)
+        self._decoder = msgspec.json.Decoder(shape)
+
+    def split(self, body: bytes) -> dict[str, Raw]:
+        """The fields that are there. Raises ApiError 400 for what is no JSON object, 422 for an unknown field."""
+        try:
+            fields = msgspec.structs.asdict(self._decoder.decode(body))
+        except RecursionError:
+            raise malformed("the body is nested too deeply") from None
+        except msgspec.ValidationError as error:
+            text = str(error)
+            if text.startswith(_UNKNOWN_FIELD):
+                raise not_supported(text.removeprefix(_UNKNOWN_FIELD).removesuffix("`")) from None
+            raise malformed(f"the body must be a JSON object: {error}") from None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise malformed(f"the body is no valid JSON: {error}") from None
+        return {name: raw for name, raw in fields.items() if len(memoryview(raw))}
+
+
+def decode_field(raw: bytes | Raw, name: str, shape: Any = Any) -> Any:
+    """The value of a field. Raises ApiError 400 where it cannot be read, ValidationError for another shape."""
     try:
-        value = msgspec.json.decode(body)
-    except RecursionError:
-        raise malformed("the body is nested too deeply") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise malformed(f"the body is no valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise malformed(f"the body must be a JSON object, not {type_name(value)}")
-    return value
+        return msgspec.json.decode(raw, type=shape)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        # Of any shape at all a value is invalid only as a number that no float can hold.
+        if isinstance(error, msgspec.ValidationError) and shape is not Any:
+            raise
+        raise malformed(f"{name!r} is no valid JSON: {error}", name) from None
+
+
+def not_supported(name: str) -> ApiError:
+    """422 for a field that nobody knows."""
+    return unsupported(f"the field {name[:100]!r} is not supported", name[:100])
 
 
 def type_name(value: object) -> str:
@@ -46,13 +83,22 @@ class FieldReader:
     supported are 422. Both name the field.
     """
 
-    def __init__(self, body: Mapping[str, Any]) -> None:
+    def __init__(self, body: Mapping[str, Raw]) -> None:
         self._body = body
         self._taken: set[str] = set(IGNORED)
 
-    def take(self, name: str) -> Any:
+    def raw(self, name: str) -> Raw | None:
+        """The JSON of a field, of whatever size."""
         self._taken.add(name)
         return self._body.get(name)
+
+    def take(self, name: str) -> Any:
+        raw = self.raw(name)
+        if raw is None:
+            return None
+        if (size := len(memoryview(raw))) > MAX_FIELD_BYTES:
+            raise unsupported(f"{name!r} has {size} bytes of JSON, at most {MAX_FIELD_BYTES}", name)
+        return decode_field(raw, name)
 
     def required_text(self, name: str) -> str:
         value = self.take(name)
@@ -101,8 +147,9 @@ class FieldReader:
         if value is None:
             return ()
         values = [value] if isinstance(value, str) else value
-        if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
+        if not isinstance(values, list):
             raise wrong_type(name, "a string or an array of strings", value)
+        _check_items(name, "a string or an array of strings", values, str)
         if len(values) > most:
             raise unsupported(f"{name!r} takes at most {most} strings, not {len(values)}", name)
         for item in values:
@@ -115,8 +162,9 @@ class FieldReader:
         value = self.take(name)
         if value is None:
             return ()
-        if not isinstance(value, list) or not all(type(item) is int for item in value):
+        if not isinstance(value, list):
             raise wrong_type(name, "an array of token ids", value)
+        _check_items(name, "an array of token ids", value, int)
         if len(value) > most:
             raise unsupported(f"{name!r} takes at most {most} ids, not {len(value)}", name)
         return tuple(value)
@@ -153,4 +201,10 @@ class FieldReader:
         """Refuses, by name, whatever was not taken."""
         for name in self._body:
             if name not in self._taken:
-                raise unsupported(f"the field {name[:100]!r} is not supported", name[:100])
+                raise not_supported(name)
+
+
+def _check_items(name: str, expected: str, values: Sequence[object], kind: type) -> None:
+    for index, item in enumerate(values):
+        if type(item) is not kind:
+            raise malformed(f"{name!r} must be {expected}; its element {index} is {type_name(item)}", name)

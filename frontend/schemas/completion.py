@@ -3,22 +3,20 @@
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
-from frontend.errors import malformed, unsupported
-from frontend.schemas.common import FieldReader, parse_object, type_name, wrong_type
+from frontend.errors import unsupported
+from frontend.schemas.common import BodyFormat, FieldReader, wrong_type
+from frontend.schemas.prompts import Prompt, parse_prompts
 from protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS
 
 MAX_N = 128
-MAX_PROMPTS = 256
 MAX_SEQUENCES = 256
 """Most prompts times choices of one request."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 DEFAULT_MAX_TOKENS = 16
 _INT32_MAX = 2**31 - 1
-
-Prompt = str | list[int]
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
@@ -46,6 +44,8 @@ class CompletionRequest(Struct, frozen=True):
     model: str
     prompts: list[Prompt]
     max_tokens: int
+    max_tokens_by_default: bool
+    """Nobody asked for so many: where the model has room for fewer, it is fewer."""
     n: int
     stream: bool
     include_usage: bool
@@ -66,12 +66,16 @@ class CompletionRequest(Struct, frozen=True):
     logit_bias: dict[int, float]
 
 
+# Names of the request that no body may have are refused in the end, as nobody takes them.
+_BODY = BodyFormat((*CompletionRequest.__struct_fields__, *_NEUTRAL, "prompt", "best_of", "stream_options"))
+
+
 def parse_completion(body: bytes) -> CompletionRequest:
     """Raises ApiError 400 for what is malformed, 422 for what is out of range or not supported."""
-    fields = FieldReader(parse_object(body))
+    fields = FieldReader(_BODY.split(body))
     fields.neutral(_NEUTRAL)
     model = fields.required_text("model")
-    prompts = _prompts(fields)
+    prompts = parse_prompts(fields.raw("prompt"))
     n = fields.integer("n", 1, 1, MAX_N)
     best_of = fields.integer("best_of", n, 1, MAX_N)
     if best_of not in (1, n):
@@ -86,6 +90,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
         model=model,
         prompts=prompts,
         max_tokens=max_tokens,
+        max_tokens_by_default=fields.take("max_tokens") is None,
         n=n,
         stream=stream,
         include_usage=_include_usage(fields, stream),
@@ -122,37 +127,8 @@ def _include_usage(fields: FieldReader, stream: bool) -> bool:
         raise wrong_type("stream_options", "an object", options)
     if not stream:
         raise unsupported("'stream_options' needs 'stream': true", "stream_options")
-    inner = FieldReader(options)
+    inner = FieldReader({name: Raw(msgspec.json.encode(value)) for name, value in options.items()})
     inner.neutral({"include_obfuscation": (False,)})
     include = inner.boolean("include_usage", False)
     inner.finish()
     return include
-
-
-def _prompts(fields: FieldReader) -> list[Prompt]:
-    """The four shapes a prompt may have, as a list."""
-    value = fields.take("prompt")
-    if value is None:
-        raise malformed("the field 'prompt' is required", "prompt")
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise malformed(
-            f"'prompt' must be a string, an array of strings, of token ids, or of token-id arrays, "
-            f"not {type_name(value)}",
-            "prompt",
-        )
-    if not value:
-        raise malformed("'prompt' is an empty array; give at least one prompt or token id", "prompt")
-    try:
-        if isinstance(value[0], int):
-            return [msgspec.convert(value, list[int])]
-        if len(value) > MAX_PROMPTS:
-            raise unsupported(f"'prompt' takes at most {MAX_PROMPTS} prompts, not {len(value)}", "prompt")
-        if isinstance(value[0], list):
-            return list(msgspec.convert(value, list[list[int]]))
-        return list(msgspec.convert(value, list[str]))
-    except msgspec.ValidationError as error:
-        raise malformed(
-            f"'prompt' must be a string, an array of strings, of token ids, or of token-id arrays: {error}", "prompt"
-        ) from None

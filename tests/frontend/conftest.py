@@ -23,6 +23,7 @@ DEADLINE = 30.0
 
 # By itself httpx builds a TLS context for every call, which takes longer than the call.
 _CONTEXT = ssl.create_default_context()
+head = partial(httpx.head, verify=_CONTEXT, timeout=DEADLINE)
 get = partial(httpx.get, verify=_CONTEXT, timeout=DEADLINE)
 post = partial(httpx.post, verify=_CONTEXT, timeout=DEADLINE)
 open_stream = partial(httpx.stream, verify=_CONTEXT, timeout=DEADLINE)

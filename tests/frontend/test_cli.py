@@ -45,12 +45,29 @@ def test_what_cannot_be_started_is_one_line(tmp_path: Path, capsys: pytest.Captu
                 "has no tokenizer.json",
             ),
             (["frontend", "--model-dir", str(tmp_path), "--endpoint", "http://x"], "neither ipc:// nor tcp://"),
-            (["frontend", "--model-dir", ".", "--endpoint", "ipc:///x", "--max-concurrent", "0"], "must be above 0"),
+            (["frontend", "--model-dir", ".", "--endpoint", "ipc:///x", "--max-concurrent", "0"], "must be between 1"),
         ):
             assert main(argv) == 2, argv
             error = capsys.readouterr().err
             assert reason in error
             assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--port", "65536"), ("--port", "-1"), ("--ops-port", "70000"), ("--drain-timeout", "-1"),
+        ("--drain-timeout", "nan"), ("--drain-timeout", "inf"), ("--beat-timeout", "nan"), ("--beat-timeout", "inf"),
+        ("--beat-timeout", "0"), ("--step-timeout", "nan"), ("--step-timeout", "inf"), ("--step-timeout", "-1"),
+    ],
+)  # fmt: skip
+def test_a_number_out_of_range_is_refused_by_its_flag(
+    flag: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--model", str(tmp_path), f"{flag}={value}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{flag} must be between" in error
+    assert error.count("\n") == 1
 
 
 def test_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

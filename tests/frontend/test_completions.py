@@ -242,6 +242,17 @@ def test_a_failure_of_one_choice_frees_the_others(server: RunningServer, engine:
     until(lambda: engine.num_running == 0, "the other choices are aborted")
 
 
+def test_the_default_length_is_clamped_to_the_room_that_is_left(server: RunningServer, engine: FakeEngine) -> None:
+    reply = post(server, prompt=[[5] * 2040, [5] * 2000, [5] * 2047]).json()
+    assert [submit.sampling.max_tokens for submit in engine.submits] == [8, 16, 1]
+    assert reply["usage"]["completion_tokens"] == 25
+    assert post(server, prompt="x" * 2040).status_code == 200
+    for fields in ({"prompt": [5] * 2040, "max_tokens": 16}, {"prompt": [5] * 2048}, {"prompt": "x" * 2048},
+                   {"prompt": [5] * 2040, "min_tokens": 9}):  # fmt: skip
+        response = post(server, **fields)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 def test_the_openai_client(server: RunningServer, engine: FakeEngine) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
         reply = client.completions.create(model="fake-model", prompt=TEXT, max_tokens=len(encode(TEXT)))

@@ -73,6 +73,14 @@ def test_every_number_of_the_engine() -> None:
         assert line in lines, line
 
 
+def test_the_stages_are_called_what_they_are() -> None:
+    watch = EngineWatch(5.0, 60.0)
+    watch.observe(Beat(1, Phase.READY, 100, "", 5, STATS), 10.0)
+    (line,) = [line for line in exposition(watch) if line.startswith("# HELP tandem_engine_stage_seconds")]
+    assert "Wall time" in line
+    assert "collect is the wait for the device" in line
+
+
 def test_an_engine_without_pages_or_observations() -> None:
     watch = EngineWatch(5.0, 60.0)
     watch.observe(Beat(1, Phase.LOADING, 10, "", 0, EngineStats()), 0.0)

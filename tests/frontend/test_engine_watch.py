@@ -72,3 +72,49 @@ def test_a_new_epoch_starts_afresh() -> None:
         judge.observe(beat(pending=1, steps=3), float(second))
     judge.observe(beat(pending=1, steps=3, epoch=2), 70.0)
     assert judge.verdict(70.0).ready
+
+
+def test_a_hung_engine_is_hopeless() -> None:
+    judge = watch()
+    for second in range(61):
+        assert judge.hopeless(float(second)) == ""
+        judge.observe(beat(pending=2, steps=7), float(second))
+    assert "no step for 61 s while 2 requests" in judge.hopeless(61.0)
+
+
+def test_silence_becomes_hopeless_after_three_timeouts_and_later_while_loading() -> None:
+    judge, loading = watch(), watch()
+    judge.observe(beat(), 10.0)
+    loading.observe(beat(Phase.LOADING), 10.0)
+    assert judge.verdict(25.0).status == "silent"
+    assert judge.hopeless(25.0) == ""
+    assert "no heartbeat" in judge.hopeless(25.1)
+    assert loading.hopeless(70.0) == ""
+    assert "no heartbeat" in loading.hopeless(70.1)
+
+
+def test_what_moves_or_was_never_heard_is_left_alone() -> None:
+    judge, loading = watch(), watch()
+    assert judge.hopeless(1000.0) == ""
+    for second in range(1000):
+        loading.observe(beat(Phase.LOADING, percent=3), float(second))
+    assert loading.hopeless(999.0) == ""
+
+
+def test_a_listener_that_was_held_up_calls_nobody_hung() -> None:
+    judge = watch()
+    judge.observe(beat(pending=1), 10.0)
+    judge.excuse(100.0)
+    assert judge.hopeless(101.0) == ""
+
+
+def test_after_its_end_late_beats_of_a_life_are_not_heard() -> None:
+    judge = watch()
+    judge.observe(beat(), 10.0)
+    judge.forget()
+    assert judge.verdict(11.0).status == "waiting"
+    judge.observe(beat(), 11.0)
+    assert judge.beat is None
+    assert judge.hopeless(1000.0) == ""
+    judge.observe(beat(epoch=2), 12.0)
+    assert judge.verdict(12.0).ready

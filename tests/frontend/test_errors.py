@@ -1,6 +1,13 @@
 """Every error status has the OpenAI body."""
 
+import gzip
+import http.client
+import json
+import socket
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -12,7 +19,7 @@ from frontend.errors import _STATUS, from_failure
 from protocol.errors import ErrorCode
 from protocol.events import Failure, Phase
 from tests.fakes.engine import FakeEngine
-from tests.frontend.conftest import RunningServer, get, until
+from tests.frontend.conftest import DEADLINE, RunningServer, get, until
 from tests.frontend.conftest import post as send
 
 
@@ -57,7 +64,7 @@ def test_400_for_what_is_no_json_object(server: RunningServer) -> None:
         b'"x"',
         b"\xff\xfe",
         b"[" * 100_000,
-        b'{"a": 1e999}',
+        b'{"model": "fake-model", "prompt": "one", "temperature": 1e999}',
         b'{"prompt": "\\ud800"}',
         b"nan",
     ):
@@ -130,13 +137,60 @@ def test_413_for_a_body_too_large(small: RunningServer, announced: bool) -> None
     assert "5000 bytes" in error_of(response)["message"]
 
 
+def test_413_reaches_a_client_that_sends_all_of_its_body_first(small: RunningServer) -> None:
+    request = urllib.request.Request(small.url + "/v1/completions", b" " * 16_000_000)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=DEADLINE)
+    with caught.value as refusal:
+        assert refusal.code == 413
+        assert json.load(refusal)["error"]["code"] == "request_too_large"
+
+
+def test_415_for_a_compressed_body(server: RunningServer) -> None:
+    url, body = server.url + "/v1/completions", b'{"model": "fake-model", "prompt": "one"}'
+    response = send(url, content=gzip.compress(body), headers={"content-encoding": "gzip"})
+    assert response.status_code == 415
+    assert "'gzip' is not supported" in error_of(response)["message"]
+    assert send(url, content=body, headers={"content-encoding": "identity"}).status_code == 200
+
+
+def test_400_for_what_is_no_http_has_the_same_body(server: RunningServer) -> None:
+    with socket.create_connection(server.sock.getsockname(), timeout=DEADLINE) as client:
+        client.sendall(b"no http at all\r\n\r\n")
+        reply = http.client.HTTPResponse(client)
+        reply.begin()
+        assert (reply.status, reply.getheader("content-type")) == (400, "application/json")
+        error = json.loads(reply.read())["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
+
+
+def test_422_for_more_sequences_than_there_can_ever_be(small: RunningServer, engine: FakeEngine) -> None:
+    for fields, param, numbers in (
+        ({"n": 3}, "n", "3 (3 times 1)"),
+        ({"prompt": ["one"] * 4}, "prompt", "4 (1 times 4)"),
+    ):
+        response = post(small, **fields)
+        assert response.status_code == 422
+        error = error_of(response)
+        assert error["param"] == param
+        assert f"is {numbers}; this server takes at most 2" in error["message"]
+    assert engine.submits == []
+
+
 def test_503_when_too_many_are_open(small: RunningServer, engine: FakeEngine) -> None:
-    response = post(small, n=3)
+    engine.hold = True
+    body = {"model": "fake-model", "prompt": "one"}
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(send, small.url + "/v1/completions", json=body)
+        until(lambda: engine.num_running == 1, "one sequence is open")
+        response = post(small, n=2)
+        engine.hold = False
+        assert first.result().status_code == 200
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"
     error = error_of(response)
     assert error["code"] == "overloaded"
-    assert "3 more were asked for, at most 2" in error["message"]
+    assert "2 more were asked for, at most 2" in error["message"]
     assert post(small, n=2).status_code == 200
     assert engine.aborts == []
 

@@ -1,7 +1,17 @@
 """Liveness, readiness, models, version and metrics over HTTP."""
 
+import re
+import time
+from typing import Any
+
+import pytest
+
+from frontend.body import read_body
+from frontend.routes import completions
+from protocol.events import Phase
 from protocol.version import PROTOCOL_VERSION, distribution_version
-from tests.frontend.conftest import RunningServer, get, post
+from tests.fakes.engine import FakeEngine
+from tests.frontend.conftest import RunningServer, get, head, post, until
 
 
 def test_ready_names_what_is_served(server: RunningServer) -> None:
@@ -14,6 +24,31 @@ def test_ready_names_what_is_served(server: RunningServer) -> None:
         "kv_tokens": 65536,
     }
     assert get(server.url + "/health/live").json() == {"status": "live"}
+
+
+def test_health_answers_head(server: RunningServer, engine: FakeEngine) -> None:
+    for path in ("/health/live", "/health/ready"):
+        response = head(server.url + path)
+        assert (response.status_code, response.content) == (200, b"")
+    engine.phase = Phase.DRAINING
+    until(lambda: head(server.url + "/health/ready").status_code == 503)
+
+
+def test_latencies_begin_before_the_body_is_read(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = [1000.0]
+
+    async def read(*arguments: Any) -> bytes:
+        earlier[0] = 0.0
+        return await read_body(*arguments)
+
+    monkeypatch.setattr(completions, "monotonic", lambda: time.monotonic() - earlier[0])
+    monkeypatch.setattr(completions, "read_body", read)
+    assert post(server.url + "/v1/completions", json={"model": "fake-model", "prompt": "one"}).status_code == 200
+    text = get(server.url + "/metrics").text
+    for name in ("tandem_time_to_first_token_seconds", "tandem_e2e_request_latency_seconds"):
+        match = re.search(rf"^{name}_sum (\S+)$", text, re.MULTILINE)
+        assert match is not None
+        assert float(match[1]) >= 1000
 
 
 def test_models(server: RunningServer) -> None:

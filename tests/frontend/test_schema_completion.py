@@ -1,5 +1,6 @@
 """What a completion's body may hold, field by field."""
 
+import json
 from typing import Any
 
 import msgspec
@@ -8,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontend.errors import ApiError
-from frontend.schemas.completion import CompletionRequest, parse_completion
+from frontend.schemas import common
+from frontend.schemas.common import MAX_FIELD_BYTES
+from frontend.schemas.completion import MAX_STOP_CHARS, MAX_STOPS, CompletionRequest, parse_completion
 
 BASE = {"model": "m", "prompt": "p"}
 
@@ -88,6 +91,52 @@ def test_bounds_are_in_the_message() -> None:
     assert "between 0 and 2, not 2.5" in refused(temperature=2.5).message
     assert "between 1 and 128, not 500" in refused(n=500).message
     assert "at most 256" in refused(prompt=["p"] * 100, n=3).message
+
+
+def test_an_element_of_a_wrong_type_is_named() -> None:
+    assert refused(stop=["a", None]).message.endswith("its element 1 is null")
+    assert refused(stop_token_ids=[1, "2"]).message.endswith("its element 1 is a string")
+
+
+def test_large_prompts_are_what_small_ones_are() -> None:
+    ids = [*range(-7, 100_000), 2**40]
+    assert parse(prompt=ids).prompts == [ids]
+    assert parse(prompt=[ids, [], [1]]).prompts == [ids, [], [1]]
+    text = 'a "quoted\\" [1, 2] text\\' * 10_000
+    assert parse(prompt=text).prompts == [text]
+    assert parse(prompt=[text, "b"] * 128).prompts == [text, "b"] * 128
+
+
+@pytest.mark.parametrize(
+    ("prompt", "status"),
+    [
+        ([*range(100_000), "a"], 400), ([*range(100_000), [1]], 400), ([*range(100_000), 1.5], 400),
+        ([[*range(100_000)], 1], 400), ([[*range(100_000)], {"a": [1]}], 400), ([[*range(100_000), [1]]], 400),
+        (["a"] * 100_000, 422), (["\\"] * 100_000, 422), ([[1]] * 100_000, 422), (["a" * 100_000, 1], 400),
+    ],
+)  # fmt: skip
+def test_large_prompts_are_refused_as_small_ones_are(prompt: Any, status: int) -> None:
+    error = refused(prompt=prompt)
+    assert (error.status, error.param) == (status, "prompt")
+
+
+def test_only_a_prompt_may_be_large() -> None:
+    assert parse(metadata={"a": "b" * MAX_FIELD_BYTES}) == parse()
+    error = refused(stop=["b"] * MAX_FIELD_BYTES)
+    assert (error.status, error.param) == (422, "stop")
+    assert "bytes of JSON" in error.message
+    stops = ["\U0001f642" * MAX_STOP_CHARS] * MAX_STOPS
+    body = json.dumps({**BASE, "stop": stops}).encode()
+    assert parse_completion(body).stop == tuple(stops)
+
+
+def test_nothing_is_built_of_what_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    decode = common.decode_field
+    monkeypatch.setattr(common, "decode_field", lambda raw, name: built.append(name) or decode(raw, name))
+    parse(metadata=[{}] * 1000, n=1)
+    assert "n" in built
+    assert "metadata" not in built
 
 
 def test_stream_options() -> None:

@@ -9,17 +9,26 @@ from protocol.events import Failure, Finished
 END = Finished(1, FinishReason.LENGTH)
 
 
-async def collect(stream: TokenStream) -> list[Delta]:
-    return [delta async for delta in stream]
+def stream_of(waker: Waker) -> TokenStream:
+    return TokenStream(1, 0, waker)
+
+
+async def collect(waker: Waker) -> list[Delta]:
+    """What a consumer of one stream sees until its end."""
+    seen: list[Delta] = []
+    while not seen or seen[-1].terminal is None:
+        seen += [stream.take() for stream in await waker.wait()]
+    return seen
 
 
 def test_a_lagging_consumer_gets_one_delta() -> None:
     async def run() -> list[Delta]:
-        stream = TokenStream(1)
+        waker = Waker()
+        stream = stream_of(waker)
         for token in range(1000):
             stream.put([token])
         stream.finish(END)
-        return await collect(stream)
+        return await collect(waker)
 
     (delta,) = asyncio.run(run())
     assert delta.tokens == list(range(1000))
@@ -28,8 +37,9 @@ def test_a_lagging_consumer_gets_one_delta() -> None:
 
 def test_a_waiting_consumer_is_woken_for_each_turn() -> None:
     async def run() -> list[Delta]:
-        stream = TokenStream(1)
-        reading = asyncio.create_task(collect(stream))
+        waker = Waker()
+        stream = stream_of(waker)
+        reading = asyncio.create_task(collect(waker))
         for token in range(3):
             await asyncio.sleep(0)
             stream.put([token])
@@ -46,11 +56,12 @@ def test_a_waiting_consumer_is_woken_for_each_turn() -> None:
 
 def test_nothing_follows_the_end() -> None:
     async def run() -> list[Delta]:
-        stream = TokenStream(1)
+        waker = Waker()
+        stream = stream_of(waker)
         stream.fail(Failure(1, ErrorCode.ENGINE_FAILED, "first"))
         stream.finish(END)
         stream.put([1])
-        return await collect(stream)
+        return await collect(waker)
 
     (delta,) = asyncio.run(run())
     assert isinstance(delta.terminal, Failure)

@@ -1,5 +1,6 @@
 """`tandem serve` as a process, with a fake `engine_core` package beside it."""
 
+import asyncio
 import os
 import re
 import signal
@@ -8,11 +9,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 
+from frontend.child import Child
 from tests.fakes.tokenizer import write_tokenizer
 from tests.frontend.conftest import DEADLINE, get, open_stream, post, until
 
@@ -24,6 +27,20 @@ from pathlib import Path
 from tests.fakes.engine import run_as_process
 engine = run_as_process(sys.argv)
 Path("last_words").write_text(f"goodbyes {engine.goodbyes}")
+"""
+
+HANGING_ONCE = """
+import sys
+from pathlib import Path
+from tests.fakes import engine
+hangs = not Path("hung").exists()
+Path("hung").touch()
+class Engine(engine.FakeEngine):
+    def __init__(self, endpoint):
+        super().__init__(endpoint)
+        self.hold = hangs
+engine.FakeEngine = Engine
+engine.run_as_process(sys.argv)
 """
 
 IMPOSSIBLE = """
@@ -175,6 +192,40 @@ def complete_when_ready(url: str) -> httpx.Response:
 
     until(serves, "the new frontend serves")
     return complete(url)
+
+
+def test_a_silent_engine_is_killed_and_started_again(tandem: Start) -> None:
+    process = tandem(SERVING, *SERVE, "--beat-timeout", "1")
+    url = process.url()
+    engine = process.child("engine_core")
+    engine.suspend()
+    process.find(f"the engine core, process {engine.pid}, is killed: no heartbeat from the engine")
+    until(lambda: get(url + "/health/ready").status_code == 200, "the frontend finds the new engine")
+    assert process.child("engine_core").pid != engine.pid
+    assert complete(url).status_code == 200
+
+
+def test_a_hung_engine_is_killed_and_started_again(tandem: Start) -> None:
+    process = tandem(HANGING_ONCE, *SERVE, "--step-timeout", "1")
+    url = process.url()
+    engine = process.child("engine_core")
+    assert complete(url).status_code == 503
+    process.find(f"the engine core, process {engine.pid}, is killed: the engine made no step")
+    until(lambda: get(url + "/health/ready").status_code == 200, "the frontend finds the new engine")
+    assert complete(url).status_code == 200
+
+
+def test_no_python_runs_between_fork_and_exec(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    start = asyncio.create_subprocess_exec
+
+    async def spy(*argv: str, **options: Any) -> asyncio.subprocess.Process:
+        given.update(options)
+        return await start(*argv, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spy)
+    assert asyncio.run(Child("child", [sys.executable, "-c", "raise SystemExit(2)"]).keep()) == 2
+    assert "preexec_fn" not in given
 
 
 def test_an_engine_that_refuses_its_settings_ends_everything(tandem: Start) -> None:
