@@ -82,5 +82,14 @@ def main() -> int:
     return ExitCode.OK
 
 
+def leave(code: int) -> None:
+    """Ends the process. After a CUDA error the destructors of pinned memory would abort it on its way out."""
+    if code == ExitCode.FATAL:
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

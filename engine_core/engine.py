@@ -57,12 +57,17 @@ class Engine:
                     self.mailbox.wait(RETRY_SECONDS if self.mailbox.backlog else IDLE_SECONDS)
         except Exception as error:
             logger.exception("fatal: %s; scheduler holds %s", self.pipeline, list(self.scheduler.held)[:8])
-            self._close(ErrorCode.ENGINE_FAILED, f"the engine failed: {type(error).__name__}: {error}")
+            reason = next(iter(str(error).splitlines()), "")
+            self._close(ErrorCode.ENGINE_FAILED, f"the engine failed: {type(error).__name__}: {reason}")
             raise FatalError(str(error)) from error
         self._close(ErrorCode.SHUTTING_DOWN, "the engine is shutting down; retry on another replica or later")
 
     def tick(self) -> bool:
-        """One turn: sample what waited for its mask, commit, plan, launch. False if there was nothing to do."""
+        """One turn: sample what waited for its mask, commit, plan, launch. False if there was nothing to do.
+
+        A step with a constrained row is sampled a tick after its launch, once the step before has been committed:
+        what such a row may sample depends on that step's token. All other steps are sampled right behind their launch.
+        """
         self.stages.start()
         self._drain()
         idle = self.pipeline.in_flight == 0

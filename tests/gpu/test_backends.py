@@ -1,0 +1,85 @@
+"""Random small models on CUDA beside transformers in float32, through every attention backend.
+
+Tokens are compared where the reference's top-2 gap exceeds twice the largest logit error found; the rest is counted.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_core.attention.torch import TorchAttention
+from engine_core.runtime.runtime import TorchRuntime
+from protocol.engine_options import Device, Dtype, EngineOptions
+from tests.fakes.driving import DrivenEngine
+from tests.gpu.recording import reset, runtime_of
+from tests.gpu.teacher import Agreement, Forced, random_sequences, reference_logits, save_random
+
+pytestmark = pytest.mark.gpu
+
+ROWS, LONGEST = 6, 160
+DEVICE: Device = "cuda"
+SHAPES = {64: (8, 2), 128: (4, 2)}
+"""Query and key heads by head_dim."""
+BOUNDS: dict[str, float] = {"float32": 5e-3, "bfloat16": 0.5}
+SORTS = {"chunks", "mixed", "decode from graphs"}
+
+
+class Checkpoint:
+    """A random model, two sets of sequences, and transformers' logits for them."""
+
+    def __init__(self, directory: Path, head_dim: int) -> None:
+        self.directory = directory
+        save_random(directory, head_dim, *SHAPES[head_dim], seed=head_dim)
+        self.sequences = [random_sequences(ROWS, LONGEST, seed) for seed in (1, 2)]
+        self.reference = [reference_logits(directory, sequences, DEVICE) for sequences in self.sequences]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Checkpoint]:
+    return {head_dim: Checkpoint(tmp_path_factory.mktemp(f"d{head_dim}"), head_dim) for head_dim in SHAPES}
+
+
+def build(checkpoint: Checkpoint, dtype: Dtype) -> TorchRuntime:
+    options = EngineOptions(
+        model=str(checkpoint.directory), device=DEVICE, dtype=dtype, max_rows=ROWS, max_len=LONGEST + 16,
+        max_step_tokens=ROWS * 32, kv_tokens=ROWS * (LONGEST + 32), graph_rows="1,4,6",
+    )  # fmt: skip
+    return runtime_of(DrivenEngine.build(options))
+
+
+def check(runtime: TorchRuntime, checkpoint: Checkpoint, label: str, bound: float) -> None:
+    """Runs both sets of sequences; every sort of step has to agree by itself."""
+    mine: dict[str, list[Tensor]] = {}
+    theirs: dict[str, list[Tensor]] = {}
+    for seed, (sequences, reference) in enumerate(zip(checkpoint.sequences, checkpoint.reference, strict=True)):
+        reset(runtime)
+        forced = Forced(runtime, sequences)
+        forced.run(seed)
+        assert forced.steps.keys() >= SORTS, forced.steps
+        for sort, found in forced.found.items():
+            mine.setdefault(sort, []).extend(logits for _, _, logits in found)
+            theirs.setdefault(sort, []).extend(reference[index][position] for index, position, _ in found)
+    for sort in sorted(mine):
+        agreement = Agreement.of(torch.stack(mine[sort]), torch.stack(theirs[sort]))
+        print(f"\n{label}, {sort}: {agreement}", end="")
+        assert agreement.different == 0
+        assert agreement.excluded < agreement.compared
+        assert agreement.error < bound
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head_dim", list(SHAPES))
+def test_beside_transformers(checkpoints: dict[int, Checkpoint], head_dim: int, dtype: Dtype) -> None:
+    """bfloat16: FlashInfer for chunks and mixed steps, then torch attention for the same; decode in Triton always."""
+    checkpoint = checkpoints[head_dim]
+    runtime = build(checkpoint, dtype)
+    label = f"head_dim {head_dim}, {dtype}"
+    backends = [slot.attention for slot in runtime.slots]
+    if dtype == "bfloat16":
+        assert not any(isinstance(backend, TorchAttention) for backend in backends), "needs FlashInfer"
+        check(runtime, checkpoint, f"{label}, flashinfer", BOUNDS[dtype])
+        for slot in runtime.slots:
+            slot.attention = TorchAttention()
+    check(runtime, checkpoint, f"{label}, torch", BOUNDS[dtype])
