@@ -165,8 +165,8 @@ def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]
     weights += sum(
         slot.target.nbytes for name, slot in bench.runtime.model.weight_slots().items() if name.endswith(FUSED)
     )
-    if config.tie_embeddings:
-        weights -= config.vocab_size * config.hidden_size * 2
+    # Of the embedding a step reads a row a token; tied, it is the head, which is counted once.
+    weights -= config.vocab_size * config.hidden_size * 2
     kv_token = 2 * config.layers * config.kv_heads * config.head_dim * 2
     context = PROMPT + (FIRST + LAST) / 2
     for rows in batches:

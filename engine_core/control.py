@@ -45,6 +45,8 @@ class Control:
         self.stats = stats
         self.clock = clock
         self.clients: dict[bytes, str] = {}
+        self._identities: dict[bytes, bytes] = {}
+        """One object for each identity, whichever message brought it: `Scheduler.commit` compares by object."""
         self._sequences = 0
 
     def apply(self, client: bytes, command: AnyCommand) -> Ready | Refused | Failure | None:
@@ -67,6 +69,7 @@ class Control:
 
     def forget(self, client: bytes) -> bool:
         """Ends a connection; whether there was one."""
+        self._identities.pop(client, None)
         return self.clients.pop(client, None) is not None
 
     def _hello(self, client: bytes, hello: Hello) -> Ready | Refused | None:
@@ -79,6 +82,7 @@ class Control:
             logger.warning("ignored a Hello of %s for another engine", hello.name)
             return None
         self.clients[client] = hello.name
+        self._identities[client] = client
         return Ready(PROTOCOL_VERSION, self.epoch, self.model, self.limits)
 
     def _submit(self, client: bytes, submit: Submit) -> Failure | None:
@@ -122,7 +126,7 @@ class Control:
             )
         end_ids = frozenset(stop_ids) if params.ignore_eos else frozenset(stop_ids) | frozenset(self.model.end_ids)
         self._sequences += 1
-        return Sequence(self._sequences, client, submit.request_id, prompt, params, end_ids, self.clock())
+        return Sequence(self._sequences, self._identities[client], submit.request_id, prompt, params, end_ids, self.clock())
 
     def _check_ids(self, what: str, ids: list[int]) -> None:
         for token in ids:

@@ -142,14 +142,19 @@ def folder_generator(folder: Path, chat: bool) -> Generate:
     return generate
 
 
-def server_generator(url: str, chat: bool, model: str | None) -> Generate:
+def served_model(url: str) -> str:
+    """The first model that a server says it serves."""
+    with urllib.request.urlopen(url.rstrip("/") + "/v1/models", timeout=120) as reply:
+        return str(json.load(reply)["data"][0]["id"])
+
+
+def server_generator(url: str, chat: bool, model: str) -> Generate:
     """The same through an OpenAI-compatible server."""
     path = "/v1/chat/completions" if chat else "/v1/completions"
 
     def generate(prompt: str) -> tuple[str, bool]:
-        body: dict[str, Any] = {"temperature": 0, "max_tokens": MAX_TOKENS}
+        body: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": MAX_TOKENS}
         body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-        body |= {"model": model} if model else {}
         request = urllib.request.Request(
             url.rstrip("/") + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -193,7 +198,7 @@ def main() -> None:
     parser.add_argument("--chat", action="store_true", help="through the chat template instead of the bare prompt")
     arguments = parser.parse_args()
     if arguments.url:
-        generate = server_generator(arguments.url, arguments.chat, arguments.name)
+        generate = server_generator(arguments.url, arguments.chat, arguments.name or served_model(arguments.url))
     else:
         generate = folder_generator(arguments.model, arguments.chat)
     rows = load()

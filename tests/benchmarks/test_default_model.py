@@ -188,7 +188,7 @@ def test_server_is_asked_for_completions() -> None:
     with HTTPServer(("127.0.0.1", 0), _Completions) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        generate = judge.server_generator(f"http://127.0.0.1:{server.server_port}/", chat=False, model=None)
+        generate = judge.server_generator(f"http://127.0.0.1:{server.server_port}/", chat=False, model="m")
         assert generate("short") == ("short", True)
         assert generate("long") == ("long", False)
         server.shutdown()
