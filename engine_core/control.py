@@ -126,7 +126,8 @@ class Control:
             )
         end_ids = frozenset(stop_ids) if params.ignore_eos else frozenset(stop_ids) | frozenset(self.model.end_ids)
         self._sequences += 1
-        return Sequence(self._sequences, self._identities[client], submit.request_id, prompt, params, end_ids, self.clock())
+        identity = self._identities[client]
+        return Sequence(self._sequences, identity, submit.request_id, prompt, params, end_ids, self.clock())
 
     def _check_ids(self, what: str, ids: list[int]) -> None:
         for token in ids:
