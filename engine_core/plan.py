@@ -54,7 +54,7 @@ class StepPlan(Struct, frozen=True):
     total_tokens: int
     needs_mask: bool
     plain: bool
-    """Whether no row brings news (tokens, pages), is constrained or suppresses its end: steady decode."""
+    """Whether every row is one sampled position and nothing else (news, constraint, suppressed end): steady decode."""
 
     @classmethod
     def of(cls, step_id: int, rows: tuple[Row, ...], admitted: tuple[Admission, ...] = ()) -> "StepPlan":
@@ -64,5 +64,9 @@ class StepPlan(Struct, frozen=True):
             admitted,
             total_tokens=sum([row.length for row in rows]),
             needs_mask=any(row.constrained and row.samples for row in rows),
-            plain=not any(row.tokens or row.new_pages or row.constrained or row.suppress_ends for row in rows),
+            plain=all(row.length == 1 and row.samples and not _special(row) for row in rows),
         )
+
+
+def _special(row: Row) -> bool:
+    return bool(row.tokens or row.new_pages or row.constrained or row.suppress_ends)

@@ -12,6 +12,7 @@ from engine_core.runtime.device import CpuDevice, open_device
 from engine_core.runtime.slots import StepSlot
 from engine_core.runtime.staging import Packed, capacity, pack
 from engine_core.runtime.tables import BIASED, PENALIZES, RANDOM, TRUNCATES, DeviceTables
+from engine_core.runtime.token_sampler import TorchSampler
 from engine_core.runtime.warmup import warm_up
 from protocol.codec import pack_floats, pack_ids
 from protocol.params import MAX_SEED, SamplingParams
@@ -114,10 +115,12 @@ def test_warming_up_touches_padding_alone(model: LlamaModel, depth: int, max_len
     runtime = build_runtime(model, Shape(depth))
     pages_per_row = -(-max_len // 4)
     runtime.tables = DeviceTables.allocate(4, max_len, pages_per_row, torch.device("cpu"))
+    runtime.sampler = TorchSampler(runtime.tables)
     config = EngineConfig("x", "cpu", "float32", depth, 4, max_len, 32, 32, 4, 50, 10)
     warm_up(runtime, config)
     assert len(runtime.results) == depth * 4
-    assert all(0 <= token < VOCAB for tokens in runtime.results for token in tokens)
+    lowest = 0 if max_len > 2 else -1
+    assert all(lowest <= token < VOCAB for tokens in runtime.results for token in tokens), "-1: no room for a sample"
     assert not runtime.tables.tokens[1:].any(), "a row that requests use was written"
     assert not runtime.tables.pages.any()
     for pool in (*runtime.kv.keys, *runtime.kv.values):
