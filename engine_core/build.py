@@ -109,7 +109,10 @@ def _build_runtime(
     log.mark("tables and slots")
     status.enter(Phase.WARMING)
     graphs = parts.graphs(config, model, kv, tables, sampler, slots, lambda p: status.enter(Phase.WARMING, p * 9 // 10))
-    log.mark(f"graphs of {len(config.graph_rows)} row counts and {config.depth} slots")
+    log.mark(
+        f"graphs of {len(config.graph_rows)} row counts, {len(config.graph_singles) * len(config.graph_tokens)} mixed "
+        f"shapes and {config.depth} slots"
+    )
     return TorchRuntime(
         device, model, kv, tables, sampler, slots, config.page_size, graphs=graphs, clock=parts.clock()
     ), config

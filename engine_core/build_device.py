@@ -3,11 +3,12 @@
 import importlib.util
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from engine_core.attention.base import AttentionBackend
+from engine_core.attention.mixed import PromptAttention
 from engine_core.attention.torch import TorchAttention
 from engine_core.config import EngineConfig
 from engine_core.errors import ConfigError
@@ -15,15 +16,19 @@ from engine_core.kv_cache.storage import KVStorage
 from engine_core.layers.placement import Placement, torch_placement
 from engine_core.models.config import ModelConfig
 from engine_core.models.registry import Model
-from engine_core.runtime.decode_graphs import DecodeGraphs, capture
+from engine_core.runtime.captured import CapturedMixed
 from engine_core.runtime.device import Device
 from engine_core.runtime.gpu_clock import GpuClock
+from engine_core.runtime.shape import Shape
 from engine_core.runtime.slots import StepSlot
+from engine_core.runtime.step_graphs import PROMPTS, StepGraphs, capture_decode, capture_mixed
 from engine_core.runtime.tables import DeviceTables, Mode
 from engine_core.runtime.token_sampler import TokenSampler, TorchSampler
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from engine_core.runtime.cuda_forward import CudaForward
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +60,7 @@ class DeviceParts(Protocol):
         sampler: TokenSampler,
         slots: list[StepSlot],
         progress: Callable[[int], None],
-    ) -> DecodeGraphs | None: ...
+    ) -> StepGraphs | None: ...
 
     def clock(self) -> GpuClock | None: ...
 
@@ -83,7 +88,7 @@ class CpuParts:
 
 
 class CudaParts:
-    """Triton kernels, FlashInfer for ragged attention where it has the shape, CUDA graphs for decode steps."""
+    """Triton kernels, FlashInfer for ragged attention where it has the shape, CUDA graphs for most steps."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -122,8 +127,8 @@ class CudaParts:
         sampler: TokenSampler,
         slots: list[StepSlot],
         progress: Callable[[int], None],
-    ) -> DecodeGraphs | None:
-        from engine_core.runtime.cuda_decode import DecodeForward
+    ) -> StepGraphs | None:
+        from engine_core.runtime.cuda_forward import CudaForward
         from engine_core.runtime.triton_sampler import TritonSampler
 
         if not config.graph_rows:
@@ -133,9 +138,37 @@ class CudaParts:
         def sampling(mode: Mode, logits: "Tensor", rows: "Tensor", positions: "Tensor", out: "Tensor") -> None:
             sampler.launch(mode, logits, rows, positions, sampler.nobody[: len(rows)], out)
 
-        forward = DecodeForward(model, kv, tables, config.page_size)
+        forward = CudaForward(model, kv, tables, config.page_size)
+        pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode():
-            return capture(config.graph_rows, slots, forward, sampling, progress)
+            mixed = self._mixed(pool, config, forward, slots, lambda p: progress(p // 2))
+            rows = config.graph_rows
+            decode = capture_decode(pool, rows, slots, forward.decode, sampling, lambda p: progress(50 + p // 2))
+        singles, tokens = (config.graph_singles, config.graph_tokens) if mixed else ((), ())
+        return StepGraphs(rows, singles, tokens, decode, mixed)
+
+    def _mixed(
+        self,
+        pool: Any,
+        config: EngineConfig,
+        forward: "CudaForward",
+        slots: list[StepSlot],
+        progress: Callable[[int], None],
+    ) -> list[dict[Shape, CapturedMixed]]:
+        """Nothing where prompts have no attention that a graph can hold."""
+        if not config.graph_tokens or isinstance(slots[0].attention, TorchAttention):
+            return []
+        from engine_core.attention.flashinfer import FlashInferAttention
+
+        def prompts(slot: StepSlot, tokens: int) -> PromptAttention:
+            assert isinstance(slot.attention, FlashInferAttention)
+            return slot.attention.for_graph(min(PROMPTS, config.max_rows), tokens)
+
+        largest, width = config.graph_singles[-1] + config.graph_tokens[-1], forward.model.config.hidden_size
+        hidden = torch.zeros(largest, width, dtype=getattr(torch, config.dtype), device=self.device.kind)
+        return capture_mixed(
+            pool, config.graph_singles, config.graph_tokens, slots, forward.mixed, prompts, hidden, progress
+        )
 
     def clock(self) -> GpuClock:
         return GpuClock(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]

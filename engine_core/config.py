@@ -18,6 +18,8 @@ CPU_KV_SHARE, CUDA_KV_SHARE = 0.25, 0.85
 
 DTYPES = ("bfloat16", "float16", "float32")
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+GRAPH_SINGLES = (0, 8, 32, 64, 128, 192, 256)
+GRAPH_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
 class ModelShape(Struct, frozen=True):
@@ -52,6 +54,10 @@ class EngineConfig(Struct, frozen=True):
     max_waiting: int
     graph_rows: tuple[int, ...] = ()
     """Row counts for which decode steps are captured as CUDA graphs, ascending; none on a CPU."""
+    graph_singles: tuple[int, ...] = ()
+    """Decoding rows, and"""
+    graph_tokens: tuple[int, ...] = ()
+    """positions of prompts, for all pairs of which steps that hold both are captured; ascending."""
 
     @property
     def kv_tokens(self) -> int:
@@ -136,23 +142,35 @@ def resolve(options: EngineOptions, model: ModelShape, machine: Machine, dtype: 
         page_size=page_size,
         pages=pages + 1,
         max_waiting=max_waiting,
-        graph_rows=() if cpu else _graph_rows(options.graph_rows, max_rows),
+        graph_rows=() if cpu else _sizes("--graph-rows", options.graph_rows, GRAPH_ROWS, "--max-rows", max_rows),
+        graph_singles=() if cpu else _up_to(GRAPH_SINGLES, max_rows),
+        graph_tokens=() if cpu else _graph_tokens(options.graph_tokens, step_tokens, pages * page_size),
     )
 
 
-def _graph_rows(asked: str | None, max_rows: int) -> tuple[int, ...]:
-    """A smaller step is padded to the next count, a larger one runs eagerly."""
+def _graph_tokens(asked: str | None, step_tokens: int, kv_tokens: int) -> tuple[int, ...]:
+    sizes = _sizes("--graph-tokens", asked, GRAPH_TOKENS, "--max-step-tokens", step_tokens)
+    return tuple(size for size in sizes if size <= kv_tokens)
+
+
+def _sizes(flag: str, asked: str | None, usual: tuple[int, ...], limit_flag: str, limit: int) -> tuple[int, ...]:
+    """What graphs are captured for: a smaller step is padded to the next size, a larger one runs eagerly."""
     if asked == "off":
         return ()
     if asked is None:
-        return (*(rows for rows in GRAPH_ROWS if rows < max_rows), min(max_rows, GRAPH_ROWS[-1]))
+        return _up_to(usual, limit)
     try:
         counts = sorted({int(part) for part in asked.split(",")})
     except ValueError:
-        raise ConfigError(f"--graph-rows {asked}: a list of row counts like 1,2,4,8, or off") from None
-    if counts[0] < 1 or counts[-1] > max_rows:
-        raise ConfigError(f"--graph-rows {asked}: from 1 to --max-rows {max_rows}")
+        raise ConfigError(f"{flag} {asked}: a list of sizes like 1,2,4,8, or off") from None
+    if counts[0] < 1 or counts[-1] > limit:
+        raise ConfigError(f"{flag} {asked}: from 1 to {limit_flag} {limit}")
     return tuple(counts)
+
+
+def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
+    """The sizes below the limit, and the limit itself unless it is beyond all of them."""
+    return (*(size for size in sizes if size < limit), min(limit, sizes[-1]))
 
 
 def _at_least_one(flag: str, value: int | None, default: int) -> int:

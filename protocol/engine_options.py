@@ -33,6 +33,7 @@ class EngineOptions(Struct, frozen=True):
     threads: int | None = None
     load_format: LoadFormat = "auto"
     graph_rows: str | None = None
+    graph_tokens: str | None = None
 
 
 _HELP: dict[str, str] = {
@@ -52,6 +53,8 @@ _HELP: dict[str, str] = {
     "load_format": "auto reads the folder's safetensors; dummy takes random weights of the shape of its config.json",
     "graph_rows": "cuda: decode steps of up to so many rows are replayed from CUDA graphs, a list like 1,2,4,8; "
     "'off' for none; default: up to 256",
+    "graph_tokens": "cuda: so do steps with up to so many positions of prompts, a list like 128,512,2048; 'off' for "
+    "none; default: up to 8192",
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
@@ -59,7 +62,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "pipeline": ("on", "off"),
     "load_format": ("auto", "dummy"),
 }
-_TEXT = {"model", "served_model_name", "graph_rows"}
+_TEXT = {"model", "served_model_name", "graph_rows", "graph_tokens"}
 
 
 def _flag(name: str) -> str:

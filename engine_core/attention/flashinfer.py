@@ -1,7 +1,8 @@
 """Ragged attention over the paged pool through FlashInfer (Ye et al., 2025): prefill, chunks and mixed steps.
 
-One instance a slot, because planning writes into pinned memory that the device still reads (I6). Every host tensor
-given to the library is a pinned buffer of this instance: from pageable memory its copies would synchronise (I7).
+One instance a slot (and, for graphs, a number of tokens), because planning writes into pinned memory that the device
+still reads (I6). Every host tensor given to the library is a pinned buffer of this instance: from pageable memory its
+copies would synchronise (I7).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from torch import Tensor
 from engine_core.attention.base import Span
 
 WORKSPACE_BYTES = 256 * 2**20
+GRAPH_PLAN_BYTES = 2 * 2**20
+"""Room for the plan of one graph: some hundred bytes a tile of queries and head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +37,24 @@ class FlashInferAttention:
     def __init__(
         self,
         wrapper: BatchPrefillWithPagedKVCacheWrapper,
+        workspace: Tensor,
         heads: Heads,
         page_size: int,
         host: Tensor,
         device_index: Tensor,
+        batch: int | None = None,
     ) -> None:
-        """host: pinned int32; device_index: int32 on the device, as long as the pool has pages."""
+        """workspace: of the wrapper; host: pinned int32; device_index: int32 on the device, as long as the pool has
+        pages; batch: rows that every plan is padded to, for a wrapper that a graph holds."""
         self.wrapper = wrapper
+        self.workspace = workspace
+        self.batch = batch
         self.heads = heads
         self.page_size = page_size
         self.host = host
         self.view = host.numpy()
+        self.tokens = 0
+        """Queries of the present plan; a graph gives more, and what is beyond them stays as it is."""
         self.device_index = device_index
 
     @classmethod
@@ -61,22 +71,45 @@ class FlashInferAttention:
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return cls(
             BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="NHD"),
+            workspace,
             heads,
             page_size,
             pinned(4 * (max_rows + 1) + pages),
             torch.zeros(pages, dtype=torch.int32, device=device),
         )
 
+    def for_graph(self, batch: int, tokens: int) -> "FlashInferAttention":
+        """Another instance for the same slot, whose `run` can be captured: for up to so many rows and tokens.
+
+        Planned for a full step already. Kernels read the plan where the next call of `plan` will write it.
+        """
+        device, pages = self.device_index.device, len(self.device_index)
+
+        def ints(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            self.workspace, "NHD", True, ints(batch + 1), ints(batch + 1), ints(pages), ints(batch)
+        )
+        wrapper.reset_workspace_buffer(self.workspace, torch.empty(GRAPH_PLAN_BYTES, dtype=torch.uint8, device=device))
+        common = (self.workspace, self.heads, self.page_size, self.host, self.device_index)
+        graphed = FlashInferAttention(wrapper, *common, batch)
+        used = -(-tokens // self.page_size)
+        graphed.plan([Span(0, 0, tokens)], torch.zeros(1, used, dtype=torch.int32, device=device), self.page_size)
+        return graphed
+
     def plan(self, spans: Sequence[Span], pages: Tensor, page_size: int) -> None:
         """As in `AttentionBackend`. The plan lives in the wrapper."""
-        count = len(spans)
-        lengths = np.array([span.length for span in spans], dtype=np.int32)
-        ends = np.array([span.start + span.length for span in spans], dtype=np.int32)
+        count = self.batch or len(spans)
+        padding = count - len(spans)
+        lengths = np.array([span.length for span in spans] + [0] * padding, dtype=np.int32)
+        ends = np.array([span.start + span.length for span in spans] + [0] * padding, dtype=np.int32)
         used = -(-ends // page_size)
         queries, tables, last, totals = (self._part(index, count + 1) for index in range(4))
         queries[0] = tables[0] = 0
         np.cumsum(lengths, out=queries[1:])
         np.cumsum(used, out=tables[1:])
+        self.tokens = int(queries[-1])
         last[:count] = (ends - 1) % page_size + 1
         totals[:count] = ends
         self.wrapper.plan(
@@ -93,13 +126,17 @@ class FlashInferAttention:
             q_data_type=self.heads.dtype,
             kv_data_type=self.heads.dtype,
             seq_lens=self._host(3, count),
+            max_token_per_sequence=int(lengths.max()),
         )
 
-    def run(self, plan: None, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """As in `AttentionBackend`."""
+    def run(
+        self, plan: None, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor | None = None
+    ) -> Tensor:
+        """As in `AttentionBackend`. out: where to write, shaped like query."""
         shape = (-1, self.page_size, *keys.shape[1:])
-        attended: Tensor = self.wrapper.run(query, (keys.view(shape), values.view(shape)))
-        return attended
+        planned = None if out is None else out[: self.tokens]
+        attended: Tensor = self.wrapper.run(query[: self.tokens], (keys.view(shape), values.view(shape)), out=planned)
+        return attended if out is None else out
 
     def _page_ids(self, used: np.ndarray, pages: Tensor) -> Tensor:
         """The used pages of all rows, one row after the other, out of a page table on the device."""

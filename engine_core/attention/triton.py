@@ -31,8 +31,10 @@ class TritonDecode:
         """There is nothing to plan on the host; the runtime makes the `DecodeRows` of a slot once."""
         raise TypeError("decode steps are not planned; give the batch a DecodeRows")
 
-    def run(self, plan: DecodeRows, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """As in `AttentionBackend`."""
+    def run(
+        self, plan: DecodeRows, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor | None = None
+    ) -> Tensor:
+        """As in `AttentionBackend`. out: where to write, shaped like query."""
         return paged_decode(
             query,
             keys,
@@ -44,4 +46,5 @@ class TritonDecode:
             scale,
             plan.splits,
             pdl=True,
+            out=out,
         )

@@ -214,14 +214,15 @@ def paged_decode(
     pdl: bool = False,
     tile: Tile | None = None,
     least: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token a row over its row's positions 0 to `positions` inclusive, already in the pool.
 
     query: [B, heads, D], heads contiguous; keys, values: [places, kv_heads, D], float32, bfloat16 or float16 as the
     query, D one of 32, 64, 128, 256; rows, positions: [B] integers on the device, contiguous; page_table:
     [R, pages_per_row] int32, whose row r holds the pages of r in order; page_size: a power of two; splits: from
-    `choose_splits`; tile, least (positions worth a program of their own): measured defaults if None.
-    Returns [B, heads, D], contiguous.
+    `choose_splits`; tile, least (positions worth a program of their own): measured defaults if None; out: where to
+    write. Returns [B, heads, D], contiguous.
 
     With `pdl` the kernel right before may write the query, keys and values, but not rows, positions or the page table,
     which are read before it has finished. Launches on one device must be ordered, as they share counters; the first
@@ -230,7 +231,8 @@ def paged_decode(
     batch, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
     _check(query, keys, values, page_table, page_size, splits)
-    out = torch.empty((batch, heads, head_dim), dtype=query.dtype, device=query.device)
+    if out is None:
+        out = torch.empty((batch, heads, head_dim), dtype=query.dtype, device=query.device)
     if batch == 0:
         return out
     pairs = batch * kv_heads

@@ -1,18 +1,29 @@
-"""One decode step as CUDA graphs."""
+"""What a CUDA graph of a step is, for one slot."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine_core.attention.mixed import PromptAttention
 from engine_core.runtime.tables import Mode
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedStep:
-    """The graphs of one slot and bucket."""
+class CapturedDecode:
+    """A step of single tokens. What the graphs leave is held, so that no other graph gets its memory."""
 
     forward: torch.cuda.CUDAGraph
     logits: Tensor
-    """[bucket, V], where the forward graph leaves its result. Held, so that no other graph gets its memory."""
+    """[bucket, V]."""
     sampling: dict[Mode, torch.cuda.CUDAGraph]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedMixed:
+    """A step with prompts."""
+
+    forward: torch.cuda.CUDAGraph
+    hidden: Tensor
+    """[T, hidden], final states of every place of its shape."""
+    prompts: PromptAttention

@@ -11,11 +11,12 @@ from engine_core.contracts import DeviceTimes, Masks
 from engine_core.kv_cache.storage import KVStorage
 from engine_core.models.registry import Model
 from engine_core.plan import StepPlan
-from engine_core.runtime.decode_graphs import DecodeGraphs, pack_decode
 from engine_core.runtime.device import Device
 from engine_core.runtime.gpu_clock import GpuClock
+from engine_core.runtime.shape import Shape, long_spans, pack_shaped
 from engine_core.runtime.slots import StepSlot
-from engine_core.runtime.staging import pack
+from engine_core.runtime.staging import Packed, pack
+from engine_core.runtime.step_graphs import StepGraphs, pack_decode
 from engine_core.runtime.tables import DeviceTables, field
 from engine_core.runtime.token_sampler import TokenSampler
 
@@ -35,7 +36,7 @@ class TorchRuntime:
         sampler: TokenSampler,
         slots: list[StepSlot],
         page_size: int,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
         clock: GpuClock | None = None,
     ) -> None:
         self.device = device
@@ -54,27 +55,20 @@ class TorchRuntime:
         """Enqueues one copy to the device, the news for the tables, and the forward pass."""
         s = self.slots[slot]
         assert s.plan is None, f"slot {slot} launched while step {s.plan.step_id} holds it (I6)"
-        bucket = self.graphs.bucket(plan) if self.graphs is not None else None
-        if bucket is not None:
-            packed = pack_decode(plan, bucket, s.inputs_view)
-        else:
-            max_len, pages_per_row = self.tables.tokens.shape[1], self.tables.pages.shape[1]
-            packed = pack(plan, max_len, pages_per_row, s.inputs_view)
+        shape = self.graphs.shape(plan) if self.graphs is not None else None
+        packed = self._pack(plan, shape, s)
         self.tables.note(plan.admitted)
         s.plan, s.packed, s.captured = plan, packed, None
         if self.clock is not None:
             self.clock.begin(plan.step_id, time.monotonic() - self._collected < CONTINUOUS_SECONDS)
         inputs = s.device_inputs[: packed.total]
         inputs.copy_(s.host_inputs[: packed.total], non_blocking=True)
-        if bucket is not None:
-            assert self.graphs is not None
-            s.captured = self.graphs.steps[slot][bucket]
-            s.captured.forward.replay()
-            s.logits = s.captured.logits
-        else:
-            self.tables.apply(inputs, packed)
+        self.tables.apply(inputs, packed)
+        if shape is None:
             hidden = self.model.forward(self._batch(s, inputs), self.kv)
             s.logits = self.model.logits(hidden) if len(hidden) else hidden
+        else:
+            self._replay(slot, shape, inputs)
 
     @torch.inference_mode()
     def sample(self, slot: int, masks: Masks | None) -> None:
@@ -82,11 +76,11 @@ class TorchRuntime:
         s = self.slots[slot]
         assert s.plan is not None and s.packed is not None and s.logits is not None, f"slot {slot} was not launched"
         count = len(s.packed.sample_rows)
-        if s.captured is not None:
+        if s.captured is not None and masks is None and "suppress" not in s.packed.fields:
             s.captured.sampling[self.tables.mode(s.packed)].replay()
         elif count:
             allowed = self._upload_masks(s, masks) if masks is not None else None
-            self.sampler.run(s.logits, s.device_inputs, s.packed, allowed, s.sampled[:count])
+            self.sampler.run(s.logits[:count], s.device_inputs, s.packed, allowed, s.sampled[:count])
         # A step of chunks alone has no tokens, but its end has to be waited for like any other's (I6).
         s.sampling_done.record()
         if self.clock is not None:
@@ -116,6 +110,31 @@ class TorchRuntime:
 
     def device_times(self) -> DeviceTimes:
         return self.clock.times if self.clock is not None else DeviceTimes()
+
+    def _pack(self, plan: StepPlan, shape: Shape | None, s: StepSlot) -> Packed:
+        if plan.plain and shape is not None:
+            return pack_decode(plan, shape.singles, s.inputs_view)
+        max_len, pages_per_row = self.tables.tokens.shape[1], self.tables.pages.shape[1]
+        if shape is None:
+            return pack(plan, max_len, pages_per_row, s.inputs_view)
+        return pack_shaped(plan, shape, max_len, pages_per_row, s.inputs_view)
+
+    def _replay(self, slot: int, shape: Shape, inputs: Tensor) -> None:
+        """Enqueues the forward pass out of a graph."""
+        s, graphs = self.slots[slot], self.graphs
+        assert graphs is not None and s.plan is not None and s.packed is not None
+        if shape.tokens == 0:
+            s.captured = graphs.decode[slot][shape.singles]
+            s.captured.forward.replay()
+            s.logits = s.captured.logits
+            return
+        mixed = graphs.mixed[slot][shape]
+        used = -(-s.packed.longest // self.page_size)
+        pages = self.tables.pages[:, :used][field(inputs, s.packed, "rows").long()]
+        mixed.prompts.plan(long_spans(s.plan), pages, self.page_size)
+        mixed.forward.replay()
+        hidden = mixed.hidden[field(inputs, s.packed, "sample_index").long()]
+        s.logits = self.model.logits(hidden) if len(hidden) else hidden
 
     def _batch(self, s: StepSlot, inputs: Tensor) -> ForwardBatch:
         assert s.plan is not None and s.packed is not None

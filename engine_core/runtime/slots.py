@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine_core.attention.base import AttentionBackend
 from engine_core.plan import StepPlan
-from engine_core.runtime.captured import CapturedStep
+from engine_core.runtime.captured import CapturedDecode
 from engine_core.runtime.device import Device, Event
 from engine_core.runtime.staging import Packed
 
@@ -37,8 +37,8 @@ class StepSlot:
     plan: StepPlan | None = None
     packed: Packed | None = None
     logits: Tensor | None = None
-    captured: CapturedStep | None = None
-    """The graphs that the step runs from, if it does."""
+    captured: CapturedDecode | None = None
+    """The graphs that a step of single tokens runs from, if it does."""
 
     @classmethod
     def allocate(

@@ -41,10 +41,9 @@ class Packed:
 
 def capacity(max_rows: int, max_step_tokens: int, pages: int) -> int:
     """Most int32 words that a step can need."""
-    admissions = max_rows * (ADMISSION_INTS + ADMISSION_FLOATS)
-    return (
-        4 * max_step_tokens + 2 * pages + 5 * max_rows + admissions + max_rows * 3 * (MAX_LOGIT_BIAS + MAX_SUPPRESSED)
-    )
+    tokens = 4 * max_step_tokens + 2 * max_rows
+    admissions = max_rows * (ADMISSION_INTS + ADMISSION_FLOATS + 3 * (MAX_LOGIT_BIAS + MAX_SUPPRESSED))
+    return tokens + 2 * pages + 5 * max_rows + admissions
 
 
 def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints) -> Packed:
@@ -61,7 +60,7 @@ def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints) -> Packed:
         last = np.arange(len(row), dtype=np.int32)
         parts = {"rows": row, "token_rows": row, "positions": start}
         parts |= {"sample_index": last, "sample_rows": row, "sample_positions": start + 1}
-        return _lay_out(parts, out, row, int(start.max()) + 1)
+        return lay_out(parts, out, row, int(start.max()) + 1)
     length = np.array([r.length for r in plan.rows], dtype=np.int32)
     last = np.cumsum(length, dtype=np.int32) - 1
     samples = np.array([r.samples for r in plan.rows], dtype=bool)
@@ -77,13 +76,14 @@ def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints) -> Packed:
     }
     if suppress.any():
         parts["suppress"] = suppress[samples]
-    _pack_uploads(plan, max_len, pages_per_row, parts)
+    pack_uploads(plan, max_len, pages_per_row, parts)
     if plan.admitted:
-        _pack_admissions(plan.admitted, parts)
-    return _lay_out(parts, out, parts["sample_rows"], int(end.max()))
+        pack_admissions(plan.admitted, parts)
+    return lay_out(parts, out, parts["sample_rows"], int(end.max()))
 
 
-def _lay_out(parts: dict[str, Ints], out: Ints, sample_rows: Ints, longest: int) -> Packed:
+def lay_out(parts: dict[str, Ints], out: Ints, sample_rows: Ints, longest: int) -> Packed:
+    """Writes the fields into `out`, in order."""
     fields: dict[str, tuple[int, int]] = {}
     placed: dict[int, tuple[int, int]] = {}
     offset = 0
@@ -97,8 +97,8 @@ def _lay_out(parts: dict[str, Ints], out: Ints, sample_rows: Ints, longest: int)
     return Packed(fields, offset, sample_rows, longest)
 
 
-def _pack_uploads(plan: StepPlan, max_len: int, pages_per_row: int, parts: dict[str, Ints]) -> None:
-    """Tokens and pages that the device does not know yet; in steady decode there are none."""
+def pack_uploads(plan: StepPlan, max_len: int, pages_per_row: int, parts: dict[str, Ints]) -> None:
+    """Adds the tokens and pages that the device does not know yet; in steady decode there are none."""
     fresh = [r for r in plan.rows if r.tokens or r.new_pages]
     if not fresh:
         return
@@ -120,7 +120,8 @@ def _pack_uploads(plan: StepPlan, max_len: int, pages_per_row: int, parts: dict[
     )
 
 
-def _pack_admissions(admitted: tuple[Admission, ...], parts: dict[str, Ints]) -> None:
+def pack_admissions(admitted: tuple[Admission, ...], parts: dict[str, Ints]) -> None:
+    """Adds what admitted rows ask of sampling. Raises RowError where it does not fit."""
     ints, floats = array("I"), array("f")
     bias_index: list[int] = []
     bias_ids: list[int] = []

@@ -54,7 +54,7 @@ def recorded(runtime: TorchRuntime) -> Iterator[Recording]:
         assert s.logits is not None and s.packed is not None
         recording.plans.append(plan)
         recording.logits.append(s.logits[: len(s.packed.sample_rows)].clone())
-        recording.graphed.append(s.captured is not None)
+        recording.graphed.append(runtime.graphs is not None and runtime.graphs.shape(plan) is not None)
 
     def on_sample(slot: int, masks: Masks | None) -> None:
         recording.masks.append(masks)

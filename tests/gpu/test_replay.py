@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine_core.plan import StepPlan
-from engine_core.runtime.cuda_decode import DecodeForward
+from engine_core.runtime.cuda_forward import CudaForward
 from engine_core.runtime.runtime import TorchRuntime
 from engine_core.runtime.tables import Mode
 from engine_core.runtime.triton_sampler import TritonSampler
@@ -122,9 +122,10 @@ class Eager:
     def __init__(self, runtime: TorchRuntime) -> None:
         assert isinstance(runtime.sampler, TritonSampler)
         self.runtime, self.sampler = runtime, runtime.sampler
-        self.forward = DecodeForward(runtime.model, runtime.kv, runtime.tables, PAGE_SIZE)
+        self.forward = CudaForward(runtime.model, runtime.kv, runtime.tables, PAGE_SIZE)
         self.modes: set[Mode] = set()
         self.equal: list[Tensor] = []
+        self.mixed = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -132,15 +133,25 @@ class Eager:
 
         def on_launch(slot: int, plan: StepPlan) -> None:
             launch(slot, plan)
-            s = self.runtime.slots[slot]
+            s, graphs = self.runtime.slots[slot], self.runtime.graphs
+            assert graphs is not None
+            shape = graphs.shape(plan)
             if s.captured is not None:
-                self.equal.append((s.captured.logits == self.forward(*self.inputs(slot))).all())
+                self.equal.append((s.captured.logits == self.forward.decode(*self.inputs(slot))).all())
+            elif shape is not None:
+                mixed, total = graphs.mixed[slot][shape], sum(shape)
+                rows, positions = s.device_inputs[:total], s.device_inputs[total : 2 * total]
+                again = self.forward.mixed(rows, positions, shape, mixed.prompts)
+                self.equal.append((mixed.hidden == again).all())
+                self.mixed += 1
 
         def on_sample(slot: int, masks: Any) -> None:
             s = self.runtime.slots[slot]
             sample(slot, masks)
             if s.captured is not None and s.packed is not None:
                 rows, positions = self.inputs(slot)
+                if masks is not None or "suppress" in s.packed.fields:
+                    return
                 mode, out = self.runtime.tables.mode(s.packed), torch.empty_like(rows)
                 nobody = self.sampler.nobody[: len(rows)]
                 with torch.inference_mode():
@@ -167,8 +178,9 @@ def test_graphs_give_the_bits_of_the_same_kernels_run_eagerly(
         reset(runtime)
         with eager.watching():
             assert_same(play(runtime, recording, (0, 1)), recording)
-    print(f"\n{len(eager.equal)} comparisons, sampling {sorted(mode.value for mode in eager.modes)}")
-    assert eager.modes == set(Mode)
+    modes = sorted(mode.value for mode in eager.modes)
+    print(f"\n{len(eager.equal)} comparisons, {eager.mixed} of them of mixed steps, sampling {modes}")
+    assert eager.modes == set(Mode) and eager.mixed > 20
     assert all(equal.item() for equal in eager.equal)
 
 

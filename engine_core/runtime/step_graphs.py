@@ -1,0 +1,174 @@
+"""Steps as CUDA graphs: a slot's inputs lie at fixed places, and the CPU only fills and replays.
+
+A step takes the graph of the smallest shape that it fits; what it leaves free is padding: row 0, position 0, page 0.
+Of a step of single tokens the forward pass and the three ways of sampling are captured apart and replayed one after the
+other, so their number is a sum, not a product. Of a step with prompts the forward pass is captured, as far as the
+final hidden states. All graphs share one memory pool: they run one at a time, in stream order (I1).
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_core.attention.mixed import PromptAttention
+from engine_core.plan import StepPlan
+from engine_core.runtime.captured import CapturedDecode, CapturedMixed
+from engine_core.runtime.shape import Shape, lies
+from engine_core.runtime.slots import StepSlot
+from engine_core.runtime.staging import Ints, Packed
+from engine_core.runtime.tables import Mode
+
+Forward = Callable[[Tensor, Tensor], Tensor]
+"""(rows [B] int32, positions [B] int32) -> logits [B, V]."""
+Sampling = Callable[[Mode, Tensor, Tensor, Tensor, Tensor], None]
+"""(mode, logits, rows, positions, out [B] int32)."""
+MixedForward = Callable[[Tensor, Tensor, Shape, Any], Tensor]
+"""(rows [T] int32, positions [T] int32, shape, prompts) -> hidden [T, hidden]."""
+PROMPTS = 32
+"""Rows of several tokens that a graph has room for; a step of more is short of tokens a row, and runs eagerly."""
+
+
+class StepGraphs:
+    """Captured steps by slot and shape."""
+
+    def __init__(
+        self,
+        rows: tuple[int, ...],
+        singles: tuple[int, ...],
+        tokens: tuple[int, ...],
+        decode: list[dict[int, CapturedDecode]],
+        mixed: list[dict[Shape, CapturedMixed]],
+    ) -> None:
+        """rows: of decode steps; singles, tokens: of the shapes of mixed ones; all ascending. decode, mixed: one
+        dictionary a slot."""
+        self.rows = rows
+        self.singles = singles
+        self.tokens = tokens
+        self.decode = decode
+        self.mixed = mixed
+
+    def shape(self, plan: StepPlan) -> Shape | None:
+        """The smallest shape that a step fits, or None: no graph is large enough, or a single token is no sample."""
+        if plan.plain:
+            rows = _at_least(len(plan.rows), self.rows)
+            return None if rows is None else Shape(rows, 0)
+        wanted = lies(plan)
+        if wanted.tokens == 0:
+            rows = _at_least(wanted.singles, self.rows) if all(row.samples for row in plan.rows) else None
+            return None if rows is None else Shape(rows, 0)
+        singles, tokens = _at_least(wanted.singles, self.singles), _at_least(wanted.tokens, self.tokens)
+        if singles is None or tokens is None or len(plan.rows) - wanted.singles > PROMPTS:
+            return None
+        return Shape(singles, tokens)
+
+
+def _at_least(wanted: int, sizes: tuple[int, ...]) -> int | None:
+    index = bisect_left(sizes, wanted)
+    return sizes[index] if index < len(sizes) else None
+
+
+def pack_decode(plan: StepPlan, bucket: int, out: Ints) -> Packed:
+    """Writes a plain plan where its bucket's graphs read it: rows, then positions, each padded with zeros."""
+    count = len(plan.rows)
+    rows = np.array([r.row for r in plan.rows], dtype=np.int32)
+    positions = np.array([r.start for r in plan.rows], dtype=np.int32)
+    out[:count] = rows
+    out[count:bucket] = 0
+    out[bucket : bucket + count] = positions
+    out[bucket + count : 2 * bucket] = 0
+    fields = {"rows": (0, bucket), "positions": (bucket, bucket)}
+    return Packed(fields, 2 * bucket, rows, int(positions.max()) + 1)
+
+
+def capture_decode(
+    pool: Any,
+    buckets: tuple[int, ...],
+    slots: list[StepSlot],
+    forward: Forward,
+    sampling: Sampling,
+    progress: Callable[[int], None],
+) -> list[dict[int, CapturedDecode]]:
+    """Captures every slot's decode steps, the largest bucket first, so that the smaller ones reuse its memory.
+
+    Every path runs once before it is captured: kernels are compiled and scratch memory is allocated by that. The
+    inputs are padding meanwhile. progress: called with a percentage.
+    """
+    steps: list[dict[int, CapturedDecode]] = [{} for _ in slots]
+    for done, bucket in enumerate(reversed(buckets)):
+        for slot, captured in zip(slots, steps, strict=True):
+            rows, positions = slot.device_inputs[:bucket], slot.device_inputs[bucket : 2 * bucket]
+            out = slot.sampled[:bucket]
+            if slot is slots[0]:
+                logits = forward(rows, positions)
+                for mode in Mode:
+                    sampling(mode, logits, rows, positions, out)
+                torch.cuda.current_stream().synchronize()
+            captured[bucket] = _capture_step(pool, rows, positions, out, forward, sampling)
+        progress(100 * (done + 1) // len(buckets))
+    return steps
+
+
+def capture_mixed(
+    pool: Any,
+    singles: tuple[int, ...],
+    tokens: tuple[int, ...],
+    slots: list[StepSlot],
+    forward: MixedForward,
+    prompts: Callable[[StepSlot, int], PromptAttention],
+    hidden: Tensor,
+    progress: Callable[[int], None],
+) -> list[dict[Shape, CapturedMixed]]:
+    """Captures every slot's steps with prompts, the largest first.
+
+    prompts: makes the attention of a slot's graphs for so many tokens of prompts; hidden: [largest T, hidden], where
+    every one of them leaves its result, since it is used up before the next forward pass begins (I1).
+    """
+    steps: list[dict[Shape, CapturedMixed]] = [{} for _ in slots]
+    for done, count in enumerate(reversed(tokens)):
+        for slot, captured in zip(slots, steps, strict=True):
+            attention = prompts(slot, count)
+            for rows_before in reversed(singles):
+                shape = Shape(rows_before, count)
+                total = sum(shape)
+                rows, positions = slot.device_inputs[:total], slot.device_inputs[total : 2 * total]
+                if slot is slots[0]:
+                    forward(rows, positions, shape, attention)
+                    torch.cuda.current_stream().synchronize()
+                out = hidden[:total]
+                graph, _ = _record(pool, _into(out, forward, rows, positions, shape, attention))
+                captured[shape] = CapturedMixed(graph, out, attention)
+        progress(100 * (done + 1) // len(tokens))
+    return steps
+
+
+def _into(
+    out: Tensor, forward: MixedForward, rows: Tensor, positions: Tensor, shape: Shape, prompts: PromptAttention
+) -> Callable[[], None]:
+    def work() -> None:
+        out.copy_(forward(rows, positions, shape, prompts))
+
+    return work
+
+
+def _capture_step(
+    pool: Any, rows: Tensor, positions: Tensor, out: Tensor, forward: Forward, sampling: Sampling
+) -> CapturedDecode:
+    graph, logits = _record(pool, lambda: forward(rows, positions))
+    assert logits is not None
+    ways = {}
+    for mode in Mode:
+        ways[mode], _ = _record(pool, lambda mode=mode: sampling(mode, logits, rows, positions, out))  # type: ignore[misc]
+    return CapturedDecode(graph, logits, ways)
+
+
+def _record(pool: Any, work: Callable[[], Tensor | None]) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
+    """`torch.cuda.graph` would collect garbage and empty caches at each of some hundred captures."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool)
+    result = work()
+    graph.capture_end()
+    return graph, result
