@@ -28,7 +28,21 @@ CEILING = 4385
 """GB/s: `torch.sum` over 8 GB on an H200."""
 WORKING_SET = 256e6
 PAGE = 16
-SWEPT = [Tile(*t) for t in ((16, 2, 3), (32, 1, 3), (32, 2, 3), (32, 4, 3), (64, 2, 3), (64, 4, 3), (64, 4, 4))]
+SWEPT = [
+    Tile(*t)
+    for t in (
+        (16, 2, 3),
+        (32, 1, 3),
+        (32, 2, 3),
+        (32, 4, 3),
+        (32, 1, 4),
+        (64, 2, 2),
+        (64, 2, 3),
+        (64, 4, 2),
+        (64, 4, 3),
+        (64, 4, 4),
+    )
+]
 
 Launch = Callable[[], Any]
 
@@ -78,7 +92,7 @@ def paged_sets(batch: int, context: int, heads: int, kv_heads: int, head_dim: in
 
 def bench_paged(sweep: bool) -> Iterator[tuple[str, float, float]]:
     shapes = [(32, 8, 64), (32, 8, 128)]
-    loads = [(1, 448), (8, 448), (32, 448), (64, 448), (256, 448), (1, 8192), (1, 131072), (16, 8192)]
+    loads = [(1, 448), (8, 448), (32, 448), (64, 448), (128, 448), (256, 448), (1, 8192), (1, 131072), (16, 8192)]
     for (heads, kv_heads, head_dim), (batch, context) in itertools.product(shapes, loads):
         given, size = paged_sets(batch, context, heads, kv_heads, head_dim)
         name = f"paged D={head_dim} B={batch} context {context}"

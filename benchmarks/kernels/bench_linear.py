@@ -72,6 +72,7 @@ def candidates(rows: int, outputs: int, inputs: int) -> Iterator[Plan]:
         (64, 128, 3),
         (64, 128, 4),
         (64, 128, 6),
+        (64, 64, 6),
         (64, 256, 3),
         (128, 128, 3),
         (128, 64, 4),

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 MULTIPROCESSORS = 132
 TILE = 64
 """Weight rows of a tensor core tile."""
-MAX_ROWS = 64
-BUCKETS = (1, 16, 32, MAX_ROWS)
+BUCKETS = (1, 16, 32, 64, 128)
 """A plan holds for every number of rows up to its bucket."""
 MAX_SPLIT = 8
 MAX_NORM = 8192
@@ -60,6 +59,7 @@ _GEMV = {
 _GEMM: dict[tuple[int, int], dict[int, Plan]] = {
     (19456, 2560): {16: SplitKPlan(128, 64, 1), 64: None},
     (6144, 2560): {64: SplitKPlan(64, 128, 1)},
+    (2048, 8192): {128: SplitKPlan(64, 64, 4, 6, 8)},
 }
 _LONE_STAGES = {16: 6, 32: 5, 64: 4}
 """By bucket: stages that take more than half of a multiprocessor's shared memory.
@@ -89,6 +89,8 @@ def choose(rows: int, outputs: int, inputs: int, itemsize: int) -> Plan:
     if size in exceptions:
         return exceptions[size]
     tiles = -(-outputs // TILE)
+    if size > 64:
+        return None
     if size > 32 and tiles < 256 and inputs < 8192:
         return None
     stages = _LONE_STAGES[size] if tiles <= MULTIPROCESSORS else 3 if size > 32 else 4
@@ -108,6 +110,10 @@ def choose_gated(rows: int, width: int, inputs: int, itemsize: int) -> Plan:
     split, lone = _split(tiles, inputs), tiles <= MULTIPROCESSORS
     if size <= 16:
         return SplitKPlan(TILE, 128, split, 4 if lone else 3)
+    if size > 64:
+        # One program fills a multiprocessor, and a second wave has to be nearly full to be worth its time.
+        waves = -(-tiles // MULTIPROCESSORS)
+        return SplitKPlan(TILE, 64, split, 6) if tiles > 0.8 * waves * MULTIPROCESSORS else None
     return SplitKPlan(TILE, 64, split, 6 if lone else 4)
 
 

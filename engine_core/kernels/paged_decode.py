@@ -34,15 +34,16 @@ class Tile(NamedTuple):
     stages: int
 
 
-FEW, MANY = 32, 256
-"""Rows times KV heads below which latency is all that counts, and from which rows alone fill the device."""
+MANY = 256
+"""Rows times KV heads from which rows alone fill the device."""
 TILES = {
-    32: (Tile(64, 4, 3), Tile(32, 1, 3), Tile(64, 4, 4)),
-    64: (Tile(64, 4, 3), Tile(32, 1, 3), Tile(64, 4, 4)),
-    128: (Tile(64, 4, 3), Tile(32, 2, 3), Tile(64, 4, 3)),
-    256: (Tile(32, 4, 2), Tile(16, 2, 3), Tile(32, 4, 2)),
+    32: {0: Tile(64, 4, 3), 32: Tile(32, 1, 3), MANY: Tile(64, 4, 4)},
+    64: {0: Tile(64, 4, 3), 32: Tile(32, 1, 3), MANY: Tile(64, 4, 4), 512: Tile(32, 1, 3), 1024: Tile(64, 2, 2)},
+    128: {0: Tile(64, 4, 3), 32: Tile(32, 2, 3), MANY: Tile(64, 4, 4), 512: Tile(64, 4, 2)},
+    256: {0: Tile(32, 4, 2), 32: Tile(16, 2, 3), MANY: Tile(32, 4, 2)},
 }
-"""By head_dim: with few, some and many rows. Measured in bfloat16 on an H200, in a graph, behind the rotation."""
+"""By head_dim, from so many rows times KV heads on: at first latency is all that counts, in the end how many programs
+fit side by side, since the last ones run alone. Measured in bfloat16 on an H200, in a graph."""
 
 _counters: dict[torch.device, Tensor] = {}
 
@@ -61,8 +62,7 @@ def choose_tile(head_dim: int, pairs: int, dtype: torch.dtype) -> Tile:
     """The tile for so many rows times KV heads. float32 is for tests: its tile only has to fit."""
     if dtype.itemsize > 2:
         return Tile(16, 4, 1)
-    few, some, many = TILES[head_dim]
-    return few if pairs < FEW else some if pairs < MANY else many
+    return next(tile for least, tile in reversed(TILES[head_dim].items()) if pairs >= least)
 
 
 LOG2_E = 1.4426950408889634

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine_core.kernels.fast_math import fast_exp2, quotient
-from engine_core.kernels.sample_greedy import best_of, launch_options, load_logits, packed_value, warps_for
+from engine_core.kernels.fast_math import quotient
+from engine_core.kernels.sample_greedy import best_of, launch_options, load_logits, warps_for
 
 COLUMNS = tl.constexpr(6)
 """Columns of the tables of integers and floats. Integers: row, prompt_len, top_k, choice, seed, unused. Floats:
@@ -24,8 +24,6 @@ BIASED = tl.constexpr(1 << 28)
 COUNT = tl.constexpr((1 << 28) - 1)
 """Bits of a mark: how often the output holds the token."""
 LOG2_E = tl.constexpr(1.4426950408889634)
-FAINT = tl.constexpr(-200.0)
-"""A binary logarithm whose power of two is 0 in float32."""
 HISTORY_PARTS = 8
 MARK_BLOCK = 1024
 
@@ -126,7 +124,6 @@ def _adjust_kernel(
     adjusted,
     touched,
     best,
-    stats,
     peaks,
     logit_stride,
     mark_stride,
@@ -152,7 +149,6 @@ def _adjust_kernel(
     # All loads that need nothing but the row go out together.
     parameters = floats + row * COLUMNS
     temperature = tl.load(parameters)
-    top_p = tl.load(parameters + 1)
     top_k = tl.load(ints + row * COLUMNS + 2)
     if tl.load(touched + index) != 0:
         places = index.to(tl.int64) * mark_stride + ids
@@ -164,21 +160,11 @@ def _adjust_kernel(
             x = tl.where(((word >> (ids % 32)) & 1) != 0, x, float("-inf"))
         tl.store(adjusted + places, x, mask=inside)
         tl.store(marks + places, 0, mask=inside & (mark != 0))
-    offer = best_of(x, ids)
-    tl.store(best + index * tiles + tile, offer)
+    tl.store(best + index * tiles + tile, best_of(x, ids))
     if (temperature != 0.0) & (top_k > 0) & (top_k < vocab):
         groups: tl.constexpr = BLOCK // GROUP
         tops = tl.max(tl.reshape(x, [groups, GROUP]), axis=1)
         tl.store(peaks + (index * tiles + tile) * groups + tl.arange(0, groups), tops)
-    elif (temperature != 0.0) & (top_p < 1.0):
-        top = packed_value(offer)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        y = tl.maximum((x - top) * log2_slope(temperature), FAINT)
-        weights = fast_exp2(y)
-        place = (index * tiles + tile) * 3
-        tl.store(stats + place, tl.sum(weights, axis=0))
-        tl.store(stats + place + 1, tl.sum(weights * y, axis=0))
-        tl.store(stats + place + 2, tl.sum(weights * y * y, axis=0))
 
 
 def mark(
@@ -240,7 +226,6 @@ def adjust(
     adjusted: Tensor,
     touched: Tensor,
     best: Tensor,
-    stats: Tensor,
     peaks: Tensor,
     block: int,
     group: int,
@@ -248,9 +233,8 @@ def adjust(
 ) -> None:
     """Adjusts the logits of touched rows into `adjusted` and zeroes their marks; logits itself stays as it is.
 
-    For each of the T = ceil(V / block) tiles of a row it writes best [B, T] int64 (packed value and id), and, where the
-    row truncates, stats [B, T, 3] float32 (sums of weight, weight times y and times y squared, with y the binary
-    logarithm of the weight, which is 1 at the tile's best) or peaks [B, T, block / group] float32 (group maxima).
+    For each of the T = ceil(V / block) tiles of a row it writes best [B, T] int64 (packed value and id) and, where the
+    row truncates by rank, peaks [B, T, block / group] float32 (group maxima).
     """
     batch, vocab = logits.shape
     _adjust_kernel[(triton.cdiv(vocab, block), batch)](
@@ -263,7 +247,6 @@ def adjust(
         adjusted,
         touched,
         best,
-        stats,
         peaks,
         logits.stride(0),
         marks.stride(0),

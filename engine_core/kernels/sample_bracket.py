@@ -9,12 +9,17 @@ import triton
 import triton.language as tl
 
 from engine_core.kernels.penalties import COLUMNS
-from engine_core.kernels.sample_greedy import ordered, packed_value
+from engine_core.kernels.sample_greedy import ordered
 
 PIVOTS = tl.constexpr(16)
 """Pivots of the second level, and places for those of either."""
 FIRST_PIVOTS = tl.constexpr(8)
 WHOLE, TOP_P, TOP_K = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""What is left to do for a row: nothing, or the search for its cutoff, by mass or by rank (and then mass)."""
+STATS = tl.constexpr(4)
+"""Sums of a tile: weight, weight times y, weight times y squared, and the weight that ranks ahead of a draw."""
+ONE = tl.constexpr(float(1 << 40))
+"""The weight of a row's best token in fixed point."""
 
 
 @triton.jit
@@ -34,23 +39,20 @@ def logarithms(x, top, slope):
 
 
 @triton.jit
-def moments(stats, best, index, tiles, top, slope, TILES_PAD: tl.constexpr):
+def moments(stats, index, tiles, TILES_PAD: tl.constexpr):
     """Mass of a row, and mean and deviation of y under the softmax."""
     places = tl.arange(0, TILES_PAD)
-    inside = places < tiles
-    tile_top = packed_value(tl.load(best + index * tiles + places, mask=inside, other=0))
-    inside = inside & (tile_top > float("-inf"))
-    shift = tl.where(inside, (tl.where(inside, tile_top, top) - top) * slope, -1000.0)
-    shift = tl.maximum(shift, -1000.0)
-    scale = tl.exp2(shift)
-    at = stats + (index * tiles + places) * 3
-    mass = tl.load(at, mask=inside, other=0.0)
-    first = tl.load(at + 1, mask=inside, other=0.0)
-    second = tl.load(at + 2, mask=inside, other=0.0)
-    total = tl.sum(scale * mass, axis=0)
-    mean = tl.sum(scale * (first + shift * mass), axis=0) / total
-    square = tl.sum(scale * (second + shift * (2.0 * first + shift * mass)), axis=0) / total
+    at = stats + (index * tiles + places) * STATS
+    total = tl.sum(tl.load(at, mask=places < tiles, other=0.0), axis=0)
+    mean = tl.sum(tl.load(at + 1, mask=places < tiles, other=0.0), axis=0) / total
+    square = tl.sum(tl.load(at + 2, mask=places < tiles, other=0.0), axis=0) / total
     return total, mean, tl.sqrt(tl.maximum(square - mean * mean, 1e-6))
+
+
+@triton.jit
+def share(top_p, mass):
+    """The mass that top-p asks for: at least the least there is, so that the first token always stays."""
+    return tl.maximum((top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit

@@ -18,12 +18,10 @@ from torch import Tensor
 
 from engine_core.kernels.fast_math import fast_exp2
 from engine_core.kernels.penalties import COLUMNS, log2_slope
-from engine_core.kernels.sample_bracket import TOP_K, WHOLE, logarithms, truncation
+from engine_core.kernels.sample_bracket import ONE, TOP_K, WHOLE, logarithms, share
 from engine_core.kernels.sample_greedy import NOTHING, launch_options, pack, packed_value
 from engine_core.kernels.sample_plain import is_endless, load_adjusted, load_best, scores_of
 
-ONE = tl.constexpr(float(1 << 40))
-"""The weight of a row's best token in fixed point."""
 FEW_TOKENS = 128
 """Tokens of which each is compared with each."""
 ROW_CHUNK = 4096
@@ -63,12 +61,6 @@ def _search(packed, values, low, high, goal):
 
 
 @triton.jit
-def _share(top_p, mass):
-    """The mass that top-p asks for: at least the least there is, so that the first token always stays."""
-    return tl.maximum((top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64), 1)
-
-
-@triton.jit
 def _rank_few(packed, weights, inside, above, target, top_p, top_k, mode):
     """The cutoff among a few tokens, each compared with each. packed, weights, inside: [N]."""
     ahead = packed[None, :] > packed[:, None]
@@ -77,7 +69,7 @@ def _rank_few(packed, weights, inside, above, target, top_p, top_k, mode):
         kept = kept & (tl.sum(ahead.to(tl.int32), axis=1) < top_k)
         above = tl.zeros_like(above)
         weights = tl.where(kept, weights, 0)
-        target = _share(top_p, tl.sum(weights, axis=0))
+        target = share(top_p, tl.sum(weights, axis=0))
     if top_p < 1.0:
         before = above + tl.sum(tl.where(ahead, weights[None, :], 0), axis=1)
         kept = kept & (before < target)
@@ -121,6 +113,7 @@ def _cutoff_kernel(
     floats,
     adjusted,
     touched,
+    state,
     best,
     sums,
     found,
@@ -142,9 +135,7 @@ def _cutoff_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.load(rows + index).to(tl.int64)
-    if row == 0:
-        return
-    mode = truncation(ints, floats, row, vocab)
+    mode = tl.load(state + index)
     top = packed_value(load_best(best, index, tiles, TILES_PAD))
     if (mode == WHOLE) | is_endless(top):
         tl.store(cutoff + index, NOTHING)
@@ -164,7 +155,7 @@ def _cutoff_kernel(
     at = sums + (index * tiles + places) * 2
     mass = tl.sum((tl.load(at, mask=places < tiles, other=0.0) * ONE).to(tl.int64), axis=0)
     above = tl.sum((tl.load(at + 1, mask=places < tiles, other=0.0) * ONE).to(tl.int64), axis=0)
-    target = _share(top_p, mass)
+    target = share(top_p, mass)
     gathered = tl.sum(weights, axis=0)
     usable = (count > 0) & (count <= CAPACITY)
     if mode == TOP_K:
@@ -183,7 +174,7 @@ def _cutoff_kernel(
         if mode == TOP_K:
             least = _search(packed, inside.to(tl.int64), least, high, top_k)
             above = tl.zeros_like(above)
-            target = _share(top_p, tl.sum(tl.where(packed >= least, weights, 0), axis=0))
+            target = share(top_p, tl.sum(tl.where(packed >= least, weights, 0), axis=0))
         if top_p < 1.0:
             least = _search(packed, weights, least, high, target - above)
     else:
@@ -199,7 +190,7 @@ def _cutoff_kernel(
         if top_p < 1.0:
             # Summed here anew, so that the share is reached by the very sums that are compared with it.
             mass = _row_sum(raw, changed, is_adjusted, vocab, top, temperature, slope, least, False, CHUNK)
-            target = _share(top_p, mass)
+            target = share(top_p, mass)
             least = _search_row(
                 raw, changed, is_adjusted, vocab, top, temperature, slope, least, high, target, False, CHUNK
             )
@@ -213,6 +204,7 @@ def find_cutoff(
     floats: Tensor,
     adjusted: Tensor,
     touched: Tensor,
+    state: Tensor,
     best: Tensor,
     sums: Tensor,
     found: Tensor,
@@ -224,7 +216,7 @@ def find_cutoff(
 ) -> None:
     """Writes cutoff [B] int64, the packed rank of the last token of each row that stays, and zeroes found.
 
-    Inputs as `sample_full.narrow` leaves them. A row that does not truncate by rank or mass keeps everything.
+    Inputs as `sample_full.narrow` leaves them. A row whose state is WHOLE keeps everything.
     """
     batch, vocab = logits.shape
     tiles = triton.cdiv(vocab, block)
@@ -235,6 +227,7 @@ def find_cutoff(
         floats,
         adjusted,
         touched,
+        state,
         best,
         sums,
         found,

@@ -12,7 +12,8 @@ Let y be the binary logarithm of a token's weight, which is 1 for the row's best
 
 Pivots and guesses only decide how many tokens are gathered, never which are kept. A sum of weights is taken in float32
 within a tile, in a fixed order, and in fixed point across tiles, so a row's result depends neither on the batch nor on
-the order of programs. Rows that truncate nothing skip all of this. min-p is a bound on the score, applied in the draw.
+the order of programs. Rows whose state is WHOLE (`sample_weigh`) skip all of this. min-p is a bound on the score,
+applied in the draw.
 Papers: Holtzman et al., 2020 (top-p); Nguyen et al., 2024 (min-p). Oracle: `reference_sampling.truncate`.
 """
 # mypy: disable-error-code="no-untyped-def"
@@ -35,7 +36,6 @@ from engine_core.kernels.sample_bracket import (
     lowest,
     moments,
     too_many,
-    truncation,
 )
 from engine_core.kernels.sample_greedy import launch_options, packed_value, warps_for
 from engine_core.kernels.sample_plain import is_endless, load_adjusted, load_best
@@ -58,6 +58,7 @@ def _pivot_kernel(
     floats,
     adjusted,
     touched,
+    state,
     best,
     stats,
     peaks,
@@ -81,12 +82,10 @@ def _pivot_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.load(rows + index).to(tl.int64)
-    if row == 0:
-        return
-    mode = truncation(ints, floats, row, vocab)
+    mode = tl.load(state + index)
     if mode == WHOLE:
         return
+    row = tl.load(rows + index).to(tl.int64)
     top = packed_value(load_best(best, index, tiles, TILES_PAD))
     if is_endless(top):
         return
@@ -97,7 +96,7 @@ def _pivot_kernel(
             tl.store(bound + index, logarithms(peak, top, slope))
         return
     top_p = tl.load(floats + row * COLUMNS + 1)
-    total, mean, deviation = moments(stats, best, index, tiles, top, slope, TILES_PAD)
+    total, mean, deviation = moments(stats, index, tiles, TILES_PAD)
     floor = lowest(total, top_p, vocab)
     # Tukey's lambda distribution stands in for the normal quantile: right to 0.01 deviations up to top-p 0.99.
     rest = tl.maximum(1.0 - top_p, 1e-7)
@@ -137,10 +136,10 @@ def _pivot_kernel(
 def _gather_kernel(
     logits,
     rows,
-    ints,
     floats,
     adjusted,
     touched,
+    state,
     best,
     stats,
     bound,
@@ -164,12 +163,10 @@ def _gather_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.load(rows + index).to(tl.int64)
-    if row == 0:
-        return
-    mode = truncation(ints, floats, row, vocab)
+    mode = tl.load(state + index)
     if mode == WHOLE:
         return
+    row = tl.load(rows + index).to(tl.int64)
     top = packed_value(load_best(best, index, tiles, TILES_PAD))
     if is_endless(top):
         return
@@ -179,7 +176,7 @@ def _gather_kernel(
         high = tl.full([], float("inf"), tl.float32)
     else:
         top_p = tl.load(floats + row * COLUMNS + 1)
-        total, _, _ = moments(stats, best, index, tiles, top, slope, TILES_PAD)
+        total, _, _ = moments(stats, index, tiles, TILES_PAD)
         target = top_p * total
         low, high, mass_low, mass_high = bracket(
             pivots,
@@ -229,6 +226,7 @@ def narrow(
     floats: Tensor,
     adjusted: Tensor,
     touched: Tensor,
+    state: Tensor,
     best: Tensor,
     stats: Tensor,
     peaks: Tensor,
@@ -256,10 +254,10 @@ def narrow(
     groups = block // group
     peaks_pad = triton.next_power_of_2(tiles) * groups
     options = launch_options(pdl, warps_for(block))
-    state = (logits, rows, ints, floats, adjusted, touched, best, stats)
+    known = (logits, rows, ints, floats, adjusted, touched, state, best, stats)
     for level in (0, 1):
         _pivot_kernel[(tiles, batch)](
-            *state,
+            *known,
             *(peaks, bound, pivots, above),
             *strides,
             GROUPS=groups,
@@ -271,4 +269,6 @@ def narrow(
     places = (found, found_ids, found_logits)
     # The compiler would take so many registers that one program filled a multiprocessor.
     options = launch_options(pdl, warps_for(block, 16)) | {"maxnreg": 80}
-    _gather_kernel[(tiles, batch)](*state, bound, pivots, above, sums, *places, *strides, **shared, **options)
+    _gather_kernel[(tiles, batch)](
+        logits, rows, *known[3:], bound, pivots, above, sums, *places, *strides, **shared, **options
+    )

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine_core.kernels.fast_math import quotient
 from engine_core.kernels.penalties import COLUMNS
 from engine_core.kernels.philox_triton import gumbel, philox_words
+from engine_core.kernels.sample_bracket import TOP_K, TOP_P, WHOLE, truncation
 from engine_core.kernels.sample_greedy import (
     ID_MASK,
     NOTHING,
@@ -29,6 +30,9 @@ from engine_core.kernels.sample_greedy import (
 
 DRAW_STEP = 512
 """Tokens whose noise a program computes together: four a thread, as they come out of one counter, in place."""
+PLAIN, FIRST, AGAIN, LAST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+"""Turns of a draw: without truncation; of every row but those with top-k, from all that min-p leaves; once more of
+those with top-p, from what ranks ahead of the token drawn; of the rows whose cutoff was searched."""
 BUSY = 1024
 """Programs from which on a program that draws takes two tiles."""
 
@@ -96,6 +100,7 @@ def _draw_kernel(
     best,
     adjusted,
     touched,
+    state,
     cutoff,
     sampled,
     tokens,
@@ -110,7 +115,7 @@ def _draw_kernel(
     TILES_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
-    FULL: tl.constexpr,
+    TURN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -118,6 +123,12 @@ def _draw_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if TURN == AGAIN:  # noqa: SIM102
+        if tl.load(state + index) != TOP_P:
+            return
+    if TURN == LAST:  # noqa: SIM102  Turns are told apart when the kernel is compiled.
+        if tl.load(state + index) == WHOLE:
+            return
     row = tl.load(rows + index).to(tl.int64)
     position = tl.load(positions + index)
     if row == 0:
@@ -128,10 +139,16 @@ def _draw_kernel(
     temperature = tl.load(floats + row * COLUMNS)
     seed = tl.load(ints + row * COLUMNS + 4)
     choice = tl.load(ints + row * COLUMNS + 3)
-    if FULL:
+    if TURN == FIRST:  # noqa: SIM102
+        if truncation(ints, floats, row, vocab) == TOP_K:
+            return
+    if TURN != PLAIN:
         changed = adjusted + index.to(tl.int64) * adjusted_stride
         is_adjusted = tl.load(touched + index) != 0
-        least, last, truncates = _limit(tl.load(cutoff + index), tl.load(floats + row * COLUMNS + 2))
+        lowest = tl.full([], NOTHING, tl.int64)
+        if TURN != FIRST:
+            lowest = tl.load(cutoff + index)
+        least, last, truncates = _limit(lowest, tl.load(floats + row * COLUMNS + 2))
     largest = load_best(best, index, tiles, TILES_PAD)
     top = packed_value(largest)
     if (temperature == 0.0) | is_endless(top):
@@ -145,7 +162,7 @@ def _draw_kernel(
     for first in range(tile * BLOCK, tl.minimum(tile * BLOCK + BLOCK, vocab), STEP):
         ids = first + tl.arange(0, STEP)
         inside = ids < vocab
-        if FULL:
+        if TURN != PLAIN:
             scores = scores_of(load_adjusted(raw, changed, is_adjusted, ids, inside), top, temperature)
             wanted = True
             if truncates:
@@ -183,7 +200,8 @@ def draw(
     ints: Tensor,
     floats: Tensor,
     best: Tensor,
-    truncated: tuple[Tensor, Tensor, Tensor] | None,
+    truncated: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    turn: int,
     tokens: Tensor,
     winner: Tensor,
     arrivals: Tensor,
@@ -193,13 +211,16 @@ def draw(
 ) -> None:
     """Draws each row's token, or takes its best where the temperature is 0.
 
-    best: as `row_best` writes it; truncated: None, or (adjusted [>= B, >= V] float32, touched [B] int32, cutoff [B]
-    int64) as `penalties` and `sample_full` leave them. The rest is as in `sample_greedy`, the tables as in `penalties`.
+    best: as `row_best` writes it; truncated: None in the turn PLAIN, or (adjusted [>= B, >= V] float32, touched [B]
+    int32, state [B] int32, cutoff [B] int64) as `penalties`, `sample_weigh` and `sample_cutoff` leave them. The rest is
+    as in `sample_greedy`, the tables as in `penalties`.
     """
     batch, vocab = logits.shape
     tiles = triton.cdiv(vocab, block)
-    wide = block * (2 if tiles * batch > BUSY else 1)
-    adjusted, touched, cutoff = truncated if truncated is not None else (best, best, best)
+    # A later turn has few rows, whose programs should be short.
+    late = turn in (AGAIN.value, LAST.value)
+    wide = block * (2 if tiles * batch > BUSY and not late else 1)
+    adjusted, touched, state, cutoff = truncated if truncated is not None else (best, best, best, best)
     _draw_kernel[(triton.cdiv(vocab, wide), batch)](
         logits,
         rows,
@@ -209,6 +230,7 @@ def draw(
         best,
         adjusted,
         touched,
+        state,
         cutoff,
         sampled,
         tokens,
@@ -223,6 +245,6 @@ def draw(
         TILES_PAD=triton.next_power_of_2(tiles),
         BLOCK=wide,
         STEP=min(block, DRAW_STEP),
-        FULL=truncated is not None,
+        TURN=turn,
         **launch_options(pdl, 4),
     )

@@ -1,4 +1,4 @@
-"""y = x W^T for a few dozen rows of x, with K divided so that small weights too occupy the whole GPU.
+"""y = x W^T for up to 128 rows of x, with K divided so that small weights too occupy the whole GPU.
 
 The weights are the left operand, so that the 64 rows a tensor core instruction wants are rows of W and not padding of
 x. Programs that share a tile of y leave float32 partial sums in a workspace; the last to arrive adds them in a fixed

@@ -11,11 +11,12 @@ import triton
 from torch import Tensor
 
 from engine_core.kernels.penalties import adjust, mark
-from engine_core.kernels.sample_bracket import PIVOTS
+from engine_core.kernels.sample_bracket import PIVOTS, STATS
 from engine_core.kernels.sample_cutoff import find_cutoff
 from engine_core.kernels.sample_full import narrow
 from engine_core.kernels.sample_greedy import NOTHING, check_logits, sample_greedy
-from engine_core.kernels.sample_plain import draw, row_best
+from engine_core.kernels.sample_plain import AGAIN, FIRST, LAST, PLAIN, draw, row_best
+from engine_core.kernels.sample_weigh import weigh
 
 TILE = 4096
 """Tokens a program holds. It must not depend on the batch: a row's sums would change with it."""
@@ -23,6 +24,8 @@ GROUP = 64
 """Tokens of which only the largest counts when top-k looks for its bound."""
 CAPACITY = 2048
 """Tokens of a row among which its cutoff is searched quickly."""
+TRIES = 2
+"""Draws of a row with top-p before its cutoff is searched: at 0.9 one row in about two hundred is left for that."""
 
 
 class DeviceSampler:
@@ -44,11 +47,12 @@ class DeviceSampler:
         tile: int = TILE,
         group: int = GROUP,
         capacity: int = CAPACITY,
+        tries: int = TRIES,
     ) -> None:
         """tokens: [R, max_len] int32; ints: [R, 6] int64 (row, prompt_len, top_k, choice, seed, unused); floats:
         [R, 6] float32 (temperature, top_p, min_p, repetition, presence, frequency); bias: [2, R * K] int32, ids (-1
         for none) and the bits of float32 values, K a power of two; suppressed: [R, E] int32, -1 for none. Row 0 is
-        padding. `tile`, `group` and `capacity` are powers of two.
+        padding. `tile`, `group` and `capacity` are powers of two. tries: 0 searches every cutoff, for tests.
         """
         self.tokens = tokens
         self.ints = ints
@@ -59,6 +63,7 @@ class DeviceSampler:
         self.max_batch = max_batch
         self.tile = tile
         self.group = group
+        self.tries = tries
         self.pdl = tokens.is_cuda
         device = tokens.device
         tiles = triton.cdiv(vocab_size, tile)
@@ -73,7 +78,7 @@ class DeviceSampler:
         self._marks = scratch(width, dtype=torch.int32)
         self._adjusted = scratch(width)
         self._touched = scratch(dtype=torch.int32)
-        self._stats = scratch(tiles, 3)
+        self._stats = scratch(tiles, STATS.value)
         self._peaks = scratch(tiles, tile // group)
         self._bound = scratch()
         self._pivots = scratch(2, PIVOTS.value)
@@ -83,6 +88,7 @@ class DeviceSampler:
         self._found_ids = scratch(capacity, dtype=torch.int32)
         self._found_logits = scratch(capacity)
         self._cutoff = scratch(dtype=torch.int64)
+        self._state = scratch(dtype=torch.int32)
 
     @property
     def scratch_bytes(self) -> int:
@@ -121,7 +127,7 @@ class DeviceSampler:
         self._check(logits, rows)
         if len(rows):
             row_best(logits, rows, self._best, self.tile, self.pdl)
-            self._draw(logits, rows, positions, None, sampled)
+            self._draw(logits, rows, positions, PLAIN.value, sampled)
 
     def full(
         self,
@@ -146,25 +152,30 @@ class DeviceSampler:
         marks = (self._marks, self._adjusted, self._touched)
         tables = (self.tokens, ints, floats, self.bias, self.suppressed)
         mark(rows, positions, suppress, *tables, *marks, self.vocab_size, allowed is not None, pdl)
-        seen = (self._best, self._stats, self._peaks)
-        adjust(logits, rows, ints, floats, allowed, *marks, *seen, self.tile, self.group, pdl)
-        row = (logits, rows, ints, floats, self._adjusted, self._touched)
+        adjust(logits, rows, ints, floats, allowed, *marks, self._best, self._peaks, self.tile, self.group, pdl)
+        self._try(logits, rows, positions, sampled)
+        row = (logits, rows, ints, floats, self._adjusted, self._touched, self._state)
+        seen = (self._best, self._stats, self._peaks, self._bound, self._pivots, self._above)
         found = (self._sums, self._found, self._found_ids, self._found_logits)
-        narrow(*row, *seen, self._bound, self._pivots, self._above, *found, self.tile, self.group, pdl)
+        narrow(*row, *seen, *found, self.tile, self.group, pdl)
         find_cutoff(*row, self._best, *found, self._cutoff, self.tile, pdl)
-        self._draw(logits, rows, positions, (self._adjusted, self._touched, self._cutoff), sampled)
+        self._draw(logits, rows, positions, LAST.value, sampled)
 
-    def _draw(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        truncated: tuple[Tensor, Tensor, Tensor] | None,
-        sampled: Tensor,
-    ) -> None:
+    def _try(self, logits: Tensor, rows: Tensor, positions: Tensor, sampled: Tensor) -> None:
+        """Draws rows without top-k, and leaves in the state of each whether its cutoff must be known after all."""
+        row = (logits, rows, self.ints, self.floats, self._adjusted, self._touched, self._best, sampled)
+        written = (self._stats, self._state, self._cutoff, self._arrivals)
+        attempts = max(1, self.tries)
+        for attempt in range(attempts):
+            first, last = attempt == 0, attempt == attempts - 1
+            self._draw(logits, rows, positions, FIRST.value if first else AGAIN.value, sampled)
+            weigh(*row, *written, self.tile, first=first, last=last, accept=self.tries > 0, pdl=self.pdl)
+
+    def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, turn: int, sampled: Tensor) -> None:
         draw(
             *(logits, rows, positions, self.ints, self.floats, self._best),
-            truncated,
+            None if turn == PLAIN.value else (self._adjusted, self._touched, self._state, self._cutoff),
+            turn,
             *(self.tokens, self._winner, self._arrivals, sampled),
             block=self.tile,
             pdl=self.pdl,

@@ -181,8 +181,10 @@ def check_draw(found: Expected, kept: Tensor, tokens: Tensor, least_sure: float 
 def check_full(case: Case, **sizes: int) -> None:
     """`full` keeps what the oracle keeps, wherever rounding cannot decide, and draws what the oracle draws."""
     found = expect(case)
-    sampler = case.sampler(**sizes)
+    quick = run(case.sampler(**sizes), case, "full")
+    sampler = case.sampler(**sizes, tries=0)
     tokens = run(sampler, case, "full")
+    assert torch.equal(quick, tokens), "drawing before the cutoff is known changed a token"
     kept = kept_by(sampler, case, found)
     greedy = case.floats[case.rows.long(), 0] == 0
     kept = torch.where(greedy.unsqueeze(1), found.kept, kept)

@@ -41,9 +41,16 @@ def test_the_library_takes_what_the_kernels_cannot() -> None:
     assert choose(1, 64, 50, 2) is None
     assert choose(8, 2048, 2000, 2) is None
     assert choose(8, 2048, 2048, 4) is None
-    assert choose(65, 2048, 8192, 2) is None
-    assert choose_gated(65, 8192, 2048, 2) is None
+    assert choose(129, 2048, 8192, 2) is None
+    assert choose_gated(129, 8192, 2048, 2) is None
     assert choose_normed(16384, False) is None
+
+
+def test_from_65_rows_on_a_wave_has_to_be_nearly_full() -> None:
+    assert choose_gated(65, 8192, 2048, 2) == SplitKPlan(64, 64, 1, 6)
+    assert choose_gated(128, 14336, 4096, 2) == SplitKPlan(64, 64, 1, 6)
+    assert choose_gated(128, 9728, 2560, 2) is None
+    assert choose(128, 4096, 14336, 2) is None
 
 
 def test_small_weights_are_split_into_one_wave() -> None:
@@ -62,7 +69,7 @@ def test_a_norm_needs_whole_rows(inputs: int, gated: bool) -> None:
 
 
 def test_workspace_grows_with_rows_up_to_the_bucket() -> None:
-    assert [bucket(rows) for rows in (1, 2, 8, 9, 33, 64, 65)] == [1, 16, 16, 16, 64, 64, None]
+    assert [bucket(rows) for rows in (1, 2, 8, 9, 33, 64, 65, 129)] == [1, 16, 16, 16, 64, 64, 128, None]
     assert [block_rows(rows) for rows in (2, 16, 17, 64)] == [16, 16, 32, 64]
     plan = SplitKPlan(64, 128, 4)
     assert workspace_size(8, 2048, plan) == (32 * 4 * 64 * 16, 32)

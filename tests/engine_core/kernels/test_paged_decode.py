@@ -81,8 +81,8 @@ def test_splits_fill_the_device_and_bound_a_long_row() -> None:
 
 
 def test_tiles_follow_the_work() -> None:
-    tiles = [choose_tile(64, pairs, torch.bfloat16) for pairs in (8, 64, 512)]
-    assert len(set(tiles)) == 3
+    tiles = [choose_tile(64, pairs, torch.bfloat16) for pairs in (8, 64, 256, 2048)]
+    assert len(set(tiles)) == 4
     assert choose_tile(256, 8, torch.float32).stages == 1
 
 

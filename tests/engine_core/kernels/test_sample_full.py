@@ -17,6 +17,18 @@ def test_top_p(scale: float, device: str) -> None:
     check_full(case.to(device), **SIZES)
 
 
+@pytest.mark.parametrize("tries", [1, 3])
+def test_drawing_before_the_cutoff_is_known_changes_no_token(tries: int, device: str) -> None:
+    case = make_case(16, 200, seed=11, scale=0.5)
+    truncations(case, [0, 0, 0, 7], [0.05, 0.2, 0.5, 1.0], [0.0, 0.0, 0.3])
+    case = case.to(device)
+    sampler = case.sampler(**SIZES, tries=tries)
+    tokens = run(sampler, case, "full")
+    left = sampler._state[:16]
+    assert (left == 0).any() and (left == 1).any(), "some draws lie within top-p and some do not"
+    assert torch.equal(tokens, run(case.sampler(**SIZES, tries=0), case, "full"))
+
+
 def test_top_k_then_top_p_then_min_p(device: str) -> None:
     case = make_case(8, 200, seed=2)
     truncations(case, [1, 5, 0, 17, 400], [1.0, 0.5, 0.95], [0.0, 0.02, 0.3, 1.0])
