@@ -1,6 +1,6 @@
 """The figure of a decode benchmark, drawn from its JSON.
 
-    python -m benchmarks.plot_decode benchmarks/results/decode_1b.json
+python -m benchmarks.plot_decode benchmarks/results/decode_1b.json
 """
 
 import argparse

@@ -30,11 +30,11 @@ def _processor() -> str:
 def origin() -> dict[str, Any]:
     """Machine, versions and git hash; the hash ends in "+" when the tree was changed.
 
-    On a machine that has only a copy of the tree, the environment's GIT_HASH says which.
+    Where the tree is a copy of another's, the environment's GIT_HASH says which.
     """
     git = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=False)
     return {
-        "git": git.stdout.strip() or os.environ.get("GIT_HASH"),
+        "git": os.environ.get("GIT_HASH") or git.stdout.strip(),
         "python": sys.version.split()[0],
         "machine": {"processor": _processor(), "system": platform.platform()},
         "versions": {package: found for package in PACKAGES if (found := _version(package))},
