@@ -11,6 +11,7 @@ trap 'kill $(jobs -p) 2>/dev/null || true; wait; rm -rf "$work"' EXIT
 tandem=(python3 -c 'import sys; from frontend.cli import main; sys.exit(main())')
 
 python3 -m benchmarks.shapes.make_folder "$shape" "$work/model"
+started=$(date +%s%N)
 "${tandem[@]}" serve --model "$work/model" --load-format dummy --device cuda --max-len 4096 --endpoint "ipc://$work/engine" \
     --port 8400 --ops-port 8499 --max-concurrent 4096 ${SERVE_FLAGS:-} &
 urls=http://127.0.0.1:8400
@@ -20,7 +21,8 @@ for ((i = 1; i < frontends; i++)); do
     urls=$urls,http://127.0.0.1:$((8400 + i))
 done
 for ((i = 0; i < frontends; i++)); do
-    until curl -sf "http://127.0.0.1:$((8400 + i))/health/ready" >/dev/null; do sleep 0.2; done
+    until curl -sf "http://127.0.0.1:$((8400 + i))/health/ready" >/dev/null; do sleep 0.05; done
 done
+echo "ready after $((($(date +%s%N) - started) / 1000000)) ms"
 python3 -m benchmarks.bench_serving --url "$urls" --model model --token-ids --save "$name" "$@"
 curl -s http://127.0.0.1:8499/metrics | grep -E '^tandem_(gpu|engine_stage|engine_steps)'
