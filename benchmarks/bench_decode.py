@@ -4,8 +4,9 @@
 
 Prompts of 256 random tokens, random weights, greedy; measured while the context grows from 320 to 576. Named beside
 every step: the floor (weights and KV read once at the read bandwidth measured in the same run), the linear layers
-alone through cuBLAS in a CUDA graph, the GPU's own time of a step (F), the CPU's time of a tick (C), and how much of
-the time between two steps the GPU waited.
+alone through cuBLAS in a CUDA graph, the GPU's own time of a step (F: its graphs replayed back to back, with nothing
+from the host between them, at the middle of the range), the CPU's time of a tick (C; without the wire, whose end is a
+double here), and how long the GPU was idle: the step less F, and by timed events the gap between two steps alone.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from engine_core.heartbeat import Status
 from engine_core.models.config import ModelConfig
 from engine_core.pipeline import PipelineState
 from engine_core.runtime.runtime import TorchRuntime
+from engine_core.runtime.tables import Mode
 from engine_core.stats import STAGES, new_stats
 from protocol.codec import pack_ids
 from protocol.commands import Hello, Submit
@@ -52,7 +54,12 @@ class Figures:
     step: float
     gpu: float
     cpu: float
+    over_slower: float
+    """step / max(C, F)"""
     gpu_idle_percent: float
+    """of the step, by F; what F's own replay misses, such as copies and the host's news, counts as idle"""
+    gap_percent: float
+    """of the step, between the end of one and the first work of the next, by events"""
     tokens_per_second: float
     floor: float
     linears: float
@@ -167,6 +174,28 @@ def linear_seconds(model: Any, rows: int) -> float:
     return graph_seconds(work)
 
 
+def replayed_seconds(runtime: TorchRuntime, rows: int, mode: Mode, repeats: int = 60) -> float:
+    """One step's graphs, over the context of the middle of a run, as often as it takes to keep the device busy.
+
+    Called after a run: the rows' pages and parameters are those it left.
+    """
+    assert runtime.graphs is not None
+    bucket = next(size for size in runtime.graphs.rows if size >= rows)
+    slot, graphs = runtime.slots[0], runtime.graphs.decode[0][bucket]
+    slot.device_inputs[: 2 * bucket] = 0
+    slot.device_inputs[:rows] = torch.arange(1, rows + 1, dtype=torch.int32)
+    slot.device_inputs[bucket : bucket + rows] = PROMPT + (FIRST + LAST) // 2
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for number in range(repeats + 5):
+        if number == 5:
+            start.record()
+        graphs.forward.replay()
+        graphs.sampling[mode].replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000 / repeats
+
+
 def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]:
     found: list[Figures] = []
     config = bench.model
@@ -190,6 +219,7 @@ def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]
         blocking = None
         for mode, depth, params in ways:
             measured = bench.run(rows, depth, params)
+            measured["alone"] = replayed_seconds(bench.runtime, rows, Mode.GREEDY if params is GREEDY else Mode.FULL)
             found.append(figures_of(rows, mode, measured, bounds, blocking if mode == "pipelined" else None))
             blocking = found[-1].step
             print(line(found[-1]), flush=True)
@@ -207,36 +237,38 @@ class Bounds:
 
 def figures_of(rows: int, mode: str, f: dict[str, float], bounds: Bounds, blocking: float | None) -> Figures:
     """blocking: the step's time with one step in flight, ms, if it is known."""
-    cpu = sum(f[f"stage {name}"] for name in STAGES if name != "collect")
+    cpu, gpu = sum(f[f"stage {name}"] for name in STAGES if name != "collect"), f["alone"]
     return Figures(
         rows=rows,
         mode=mode,
         step=f["step"] * 1e3,
-        gpu=f["gpu"] * 1e3,
+        gpu=gpu * 1e3,
         cpu=cpu * 1e3,
-        gpu_idle_percent=100 * f["idle"] / (f["gpu"] + f["idle"]),
+        over_slower=f["step"] / max(cpu, gpu),
+        gpu_idle_percent=100 * max(0.0, 1 - gpu / f["step"]),
+        gap_percent=100 * f["idle"] / (f["gpu"] + f["idle"]),
         tokens_per_second=rows / f["step"],
         floor=bounds.floor,
         linears=bounds.linears,
         accepted=bounds.accepted,
         gain=blocking / (f["step"] * 1e3) - 1 if blocking is not None else None,
-        gain_ideal=(cpu + f["gpu"]) / max(cpu, f["gpu"]) - 1,
+        gain_ideal=(cpu + gpu) / max(cpu, gpu) - 1,
         stages_us={name: f[f"stage {name}"] * 1e6 for name in STAGES},
     )
 
 
 FUSED = ("qkv_proj.weight", "o_proj.weight", "gate_up_proj.weight", "down_proj.weight")
-COLUMNS = ("rows", 5), ("mode", 10), ("step ms", 8), ("GPU ms", 7), ("CPU ms", 7), ("idle %", 7), ("tok/s", 9)
-LIMITS = ("floor", 6), ("x floor", 8), ("cuBLAS", 7), ("accepted", 9), ("gain %", 7), ("ideal %", 8)
+COLUMNS = ("rows", 5), ("mode", 10), ("step ms", 8), ("F ms", 7), ("C ms", 7), ("idle %", 7), ("gap %", 7), ("tok/s", 9)
+LIMITS = ("floor", 6), ("x floor", 8), ("cuBLAS", 7), ("accepted", 9), ("gain %", 7), ("ideal %", 8), ("x max", 7)
 HEAD = " ".join(f"{name:>{width}}" for name, width in (*COLUMNS, *LIMITS))
 
 
 def line(f: Figures) -> str:
     gain = "" if f.gain is None else f"{100 * f.gain:.1f}"
     return (
-        f"{f.rows:>5} {f.mode:>10} {f.step:>8.3f} {f.gpu:>7.3f} {f.cpu:>7.3f} {f.gpu_idle_percent:>7.2f} "
+        f"{f.rows:>5} {f.mode:>10} {f.step:>8.3f} {f.gpu:>7.3f} {f.cpu:>7.3f} {f.gpu_idle_percent:>7.2f} {f.gap_percent:>7.2f} "
         f"{f.tokens_per_second:>9.0f} {f.floor:>6.3f} {f.step / f.floor:>8.2f} {f.linears:>7.3f} {f.accepted:>9.3f} "
-        f"{gain:>7} {100 * f.gain_ideal:>8.1f}"
+        f"{gain:>7} {100 * f.gain_ideal:>8.1f} {f.over_slower:>7.3f}"
     )
 
 

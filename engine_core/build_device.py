@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from engine_core.attention.base import AttentionBackend
-from engine_core.attention.mixed import PromptAttention
+from engine_core.attention.base import AttentionBackend, PromptAttention
 from engine_core.attention.torch import TorchAttention
 from engine_core.config import EngineConfig
 from engine_core.errors import ConfigError

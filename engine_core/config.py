@@ -170,7 +170,7 @@ def _sizes(flag: str, asked: str | None, usual: tuple[int, ...], limit_flag: str
 
 def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
     """The sizes below the limit, and the limit itself unless it is beyond all of them."""
-    return (*(size for size in sizes if size < limit), min(limit, sizes[-1]))
+    return tuple(sorted({*(size for size in sizes if size < limit), min(limit, sizes[-1])}))
 
 
 def _at_least_one(flag: str, value: int | None, default: int) -> int:

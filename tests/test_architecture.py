@@ -174,8 +174,8 @@ BLOCKED = """
 import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"torch", "numpy", "zmq"}:
-            raise ImportError(f"{name} is blocked")
+        if name.partition(".")[0] in {}:
+            raise ImportError(f"{{name}} is blocked")
 sys.meta_path.insert(0, Block())
 """
 
@@ -183,7 +183,15 @@ sys.meta_path.insert(0, Block())
 def test_pure_modules_load_without_torch_numpy_and_zmq() -> None:
     pure = [name for name in MODULES if within(name, L1 | L2) and name not in SHELLS]
     assert len(pure) > 8
-    run(BLOCKED + "import importlib\n" + "\n".join(f"importlib.import_module({name!r})" for name in pure))
+    run(
+        BLOCKED.format({"torch", "numpy", "zmq"})
+        + "import importlib\n"
+        + "\n".join(f"importlib.import_module({name!r})" for name in pure)
+    )
+
+
+def test_an_engine_on_a_cpu_needs_neither_triton_nor_flashinfer() -> None:
+    run(BLOCKED.format({"triton", "flashinfer"}) + "import engine_core.build, engine_core.__main__")
 
 
 def test_the_only_marker_is_gpu(pytestconfig: pytest.Config) -> None:

@@ -54,3 +54,15 @@ class AttentionBackend(Protocol):
         query: [T, heads, head_dim]; keys, values: [places, kv_heads, head_dim], the layer's whole pool, indexed by
         `kv_index`. Returns [T, heads, head_dim].
         """
+
+
+class PromptAttention(Protocol):
+    """Attention of rows of several tokens that a graph can hold, and that is planned anew for each step."""
+
+    def plan(self, spans: Sequence[Span], pages: Tensor, page_size: int) -> None:
+        """As in `AttentionBackend`, into memory that the graph reads."""
+
+    def run(
+        self, plan: None, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor | None = None
+    ) -> Tensor:
+        """As in `AttentionBackend`. out: where to write, shaped like query."""

@@ -5,25 +5,12 @@ A ragged kernel would take a whole tile of queries for each single token and rea
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine_core.attention.base import Span
+from engine_core.attention.base import PromptAttention, Span
 from engine_core.attention.triton import DecodeRows, TritonDecode
-
-
-class PromptAttention(Protocol):
-    """Attention of rows of several tokens that a graph can hold, and that is planned anew for each step."""
-
-    def plan(self, spans: Sequence[Span], pages: Tensor, page_size: int) -> None:
-        """As in `AttentionBackend`, into memory that the graph reads."""
-
-    def run(
-        self, plan: None, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor | None = None
-    ) -> Tensor:
-        """As in `AttentionBackend`. out: where to write, shaped like query."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ The Gumbel maximum of all tokens, if top-p keeps it, is that of the tokens that 
 with a probability of p. If not, nothing that ranks behind the token is kept either, so the next draw is among the
 tokens ahead of it, and fails more rarely still. Few rows are left for the search of `sample_full`. Rejection against a
 rising bound is FlashInfer's idea (Ye et al., 2025); with the noise of a token fixed by the seed, any number of rounds
-yields the very token that the search would.
+yields the very token that the search would, but where a mass is within rounding of top-p: the two add up in different
+orders.
 """
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803

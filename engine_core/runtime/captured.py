@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine_core.attention.mixed import PromptAttention
+from engine_core.attention.base import PromptAttention
 from engine_core.runtime.tables import Mode
 
 

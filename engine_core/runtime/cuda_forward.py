@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from engine_core.attention.base import ForwardBatch
-from engine_core.attention.mixed import MixedAttention, MixedRows, PromptAttention
+from engine_core.attention.base import ForwardBatch, PromptAttention
+from engine_core.attention.mixed import MixedAttention, MixedRows
 from engine_core.attention.triton import DecodeRows, TritonDecode
 from engine_core.kernels.decode_inputs import decode_inputs
 from engine_core.kernels.paged_decode import choose_splits

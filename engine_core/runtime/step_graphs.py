@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine_core.attention.mixed import PromptAttention
+from engine_core.attention.base import PromptAttention
 from engine_core.plan import StepPlan
 from engine_core.runtime.captured import CapturedDecode, CapturedMixed
 from engine_core.runtime.shape import Shape, lies
@@ -28,8 +28,9 @@ Sampling = Callable[[Mode, Tensor, Tensor, Tensor, Tensor], None]
 """(mode, logits, rows, positions, out [B] int32)."""
 MixedForward = Callable[[Tensor, Tensor, Shape, Any], Tensor]
 """(rows [T] int32, positions [T] int32, shape, prompts) -> hidden [T, hidden]."""
-PROMPTS = 32
-"""Rows of several tokens that a graph has room for; a step of more is short of tokens a row, and runs eagerly."""
+PROMPTS = 64
+"""Rows of several tokens that a graph has room for; a step of more runs eagerly. FlashInfer's planning looks at each
+place for one, used or not."""
 
 
 class StepGraphs:

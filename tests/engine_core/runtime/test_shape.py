@@ -82,7 +82,7 @@ GRAPHS = StepGraphs((1, 2, 4), (0, 2, 8), (16, 64), [], [])
         ([*decode(1), prompt(9, 16)], Shape(2, 16)),
         ([*decode(8), prompt(9, 10), prompt(10, 7)], Shape(8, 64)),
         ([*decode(9), prompt(10, 10)], None),
-        ([prompt(number, 2) for number in range(1, PROMPTS + 1)], Shape(0, 64)),
+        ([prompt(number, 2) for number in range(1, 33)], Shape(0, 64)),
     ],
 )
 def test_the_smallest_shape_that_fits(rows: list[Row], shape: Shape | None) -> None:
