@@ -265,11 +265,10 @@ HEAD = " ".join(f"{name:>{width}}" for name, width in (*COLUMNS, *LIMITS))
 
 def line(f: Figures) -> str:
     gain = "" if f.gain is None else f"{100 * f.gain:.1f}"
-    return (
-        f"{f.rows:>5} {f.mode:>10} {f.step:>8.3f} {f.gpu:>7.3f} {f.cpu:>7.3f} {f.gpu_idle_percent:>7.2f} "
-        f"{f.gap_percent:>7.2f} {f.tokens_per_second:>9.0f} {f.floor:>6.3f} {f.step / f.floor:>8.2f} {f.linears:>7.3f} {f.accepted:>9.3f} "
-        f"{gain:>7} {100 * f.gain_ideal:>8.1f} {f.over_slower:>7.3f}"
-    )
+    times = f"{f.step:>8.3f} {f.gpu:>7.3f} {f.cpu:>7.3f} {f.gpu_idle_percent:>7.2f} {f.gap_percent:>7.2f}"
+    limits = f"{f.floor:>6.3f} {f.step / f.floor:>8.2f} {f.linears:>7.3f} {f.accepted:>9.3f}"
+    overlap = f"{gain:>7} {100 * f.gain_ideal:>8.1f} {f.over_slower:>7.3f}"
+    return f"{f.rows:>5} {f.mode:>10} {times} {f.tokens_per_second:>9.0f} {limits} {overlap}"
 
 
 def main() -> None:
