@@ -26,10 +26,10 @@ from benchmarks.serving.clients import ClientDiedError, Clients
 from benchmarks.serving.completion import Dialect
 from benchmarks.serving.connection import Endpoint
 from benchmarks.serving.level import Level, Slo, summarise
-from benchmarks.serving.progress import Progress
 from benchmarks.serving.reference import Reference, load_reference
 from benchmarks.serving.table import number, reference_table, remarks, table
 from benchmarks.workloads import Load, Span, Workload
+from frontend.progress import Progress
 
 STREAMS = [1, 16, 64, 256]
 REQUESTS = 10

@@ -1,6 +1,6 @@
 """CPU time of one tick of the engine by stage, over a runtime that computes nothing.
 
-    python -m benchmarks.bench_tick [--rows 1 32 256] [--steps 2000] [--save]
+    python -m benchmarks.bench_tick [--rows 1 32 256] [--constrained 0] [--steps 2000] [--save]
 
 Everything but the device is real: mailbox over ZMQ to a frontend that reads, scheduler, pipeline, codec, and the
 staging of each plan into its packed buffer. The aim is under 400 us at 256 rows for plan + stage + commit + encode,
@@ -9,27 +9,36 @@ dictionary lookups, which nothing written in Python gets under.
 """
 
 import argparse
+import os
 import statistics
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import zmq
+from llguidance import LLExecutor, LLMatcher
 
 from benchmarks.results import save
-from engine_core.contracts import DeviceTimes, Masks
+from engine_core.build import DEFAULT_MODEL
+from engine_core.constraints.compiler import GrammarCompiler
+from engine_core.constraints.grammars import Grammars
+from engine_core.constraints.matchers import Matchers
+from engine_core.contracts import DeviceTimes, Masks, StepLogprobs
 from engine_core.control import Control
 from engine_core.engine import Engine
 from engine_core.kv_cache.pages import PageAllocator
 from engine_core.mailbox import ZmqMailbox
 from engine_core.pipeline import PipelineState
 from engine_core.plan import StepPlan
+from engine_core.runtime.mask_filler import MaskFiller
 from engine_core.runtime.staging import capacity, pack
 from engine_core.scheduler.admission import PageGate, RowGate
 from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
 from engine_core.stats import STAGES, StageClock, new_stats
+from engine_core.wakeup import Wakeup
 from protocol.codec import decode_event, encode, pack_ids, runs, step_output
 from protocol.commands import Hello, Submit
 from protocol.events import Limits, ModelFacts, StepOutput
@@ -39,24 +48,32 @@ from protocol.version import PROTOCOL_VERSION
 
 EPOCH, VOCAB, MAX_LEN, PAGE_SIZE, STEP_TOKENS = 1, 128_256, 4096, 16, 8192
 PROMPT = 64
+ANYTHING = LLMatcher.grammar_from_regex(r"(.|\n)*")
+"""A grammar without an end."""
 
 
 class StagingRuntime:
     """Stages every plan as the real runtime does, and yields the same token for every row."""
 
-    def __init__(self, max_rows: int, pages: int) -> None:
+    def __init__(self, max_rows: int, pages: int, filler: MaskFiller) -> None:
         self.buffers = [np.zeros(capacity(max_rows, STEP_TOKENS, pages), dtype=np.int32) for _ in range(2)]
         self.rows = [0, 0]
+        self.filler = filler
+        self.masks = np.zeros((max_rows, VOCAB // 32), dtype=np.int32)
 
     def launch(self, slot: int, plan: StepPlan) -> None:
         pack(plan, MAX_LEN, MAX_LEN // PAGE_SIZE, self.buffers[slot])
         self.rows[slot] = len(plan.rows)
 
     def sample(self, slot: int, masks: Masks | None) -> None:
-        return None
+        if masks:
+            self.filler.fill([(constraint, place) for place, (_, constraint) in enumerate(masks)], self.masks)
 
     def collect(self, slot: int) -> list[int]:
         return [7] * self.rows[slot]
+
+    def logprobs(self, slot: int, plan: StepPlan) -> StepLogprobs:
+        raise AssertionError(f"nobody asked for the log-probabilities of step {plan.step_id}")
 
     def synchronize(self) -> None:
         return None
@@ -65,18 +82,22 @@ class StagingRuntime:
         return DeviceTimes()
 
 
-def build(rows: int, router: Any) -> Engine:
+def build(rows: int, router: Any, wakeup: Wakeup) -> Engine:
     pages = rows * MAX_LEN // PAGE_SIZE + 1
-    scheduler = Scheduler(
-        RowGate(rows), PageGate(PageAllocator(pages), PAGE_SIZE), SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096)
-    )
     stats = new_stats()
+    gates = RowGate(rows), PageGate(PageAllocator(pages), PAGE_SIZE)
+    threads = len(os.sched_getaffinity(0)) // 2
+    matchers = Matchers(LLExecutor(threads) if threads > 1 else None, [2], stats, time.monotonic)
+    scheduler = Scheduler(*gates, SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096), matchers)
+    mailbox = ZmqMailbox(router, wakeup)
+    grammars = Grammars(DEFAULT_MODEL / "tokenizer.json", VOCAB, (2,))
+    compiler = GrammarCompiler(grammars.compile, ThreadPoolExecutor(1), mailbox.wake, stats, time.monotonic)
     facts = ModelFacts("bench", VOCAB, MAX_LEN, [2], "", "none", "none", 0)
     limits = Limits(rows, (pages - 1) * PAGE_SIZE, PAGE_SIZE, STEP_TOKENS, 4096)
-    control = Control(scheduler, EPOCH, facts, limits, stats, time.monotonic)
+    control = Control(scheduler, compiler, EPOCH, facts, limits, stats, time.monotonic)
     stages = StageClock(stats.stage_seconds, time.thread_time)
-    runtime = StagingRuntime(rows, pages)
-    return Engine(scheduler, PipelineState(), runtime, ZmqMailbox(router), control, stats, stages)
+    runtime = StagingRuntime(rows, pages, matchers)
+    return Engine(scheduler, PipelineState(), runtime, mailbox, control, compiler, stats, stages)
 
 
 def read_everything(dealer: Any, stop: threading.Event) -> None:
@@ -86,17 +107,22 @@ def read_everything(dealer: Any, stop: threading.Event) -> None:
             dealer.recv()
 
 
-def measure(rows: int, steps: int) -> dict[str, float]:
-    """Median microseconds of each stage over a run of full decode steps."""
+def measure(rows: int, steps: int, constrained: int) -> dict[str, float]:
+    """Median microseconds of each stage over a run of full decode steps; so many percent of the rows are constrained.
+
+    CPU time of the loop's thread: masks are filled, and tokens accepted, by other threads, which it waits for.
+    """
     context = zmq.Context()
     with tempfile.TemporaryDirectory() as directory:
         endpoint = f"ipc://{directory}/engine.sock"
         router, dealer = bind_router(context, endpoint), connect_dealer(context, endpoint)
-        engine = build(rows, router)
+        wakeup = Wakeup.open()
+        engine = build(rows, router, wakeup)
         dealer.send(encode(Hello(PROTOCOL_VERSION, EPOCH, "bench")))
         params = SamplingParams(MAX_LEN - PROMPT, ignore_eos=True)
         for request_id in range(rows):
-            dealer.send(encode(Submit(request_id, pack_ids(range(PROMPT)), params)))
+            follows = (request_id + 1) * constrained // 100 > request_id * constrained // 100
+            dealer.send(encode(Submit(request_id, pack_ids(range(PROMPT)), params, ANYTHING if follows else None)))
         while engine.stats.running < rows:
             engine.tick()
         stop = threading.Event()
@@ -113,6 +139,7 @@ def measure(rows: int, steps: int) -> dict[str, float]:
         assert engine.stats.running == rows, "the run ended before its measurement"
         stop.set()
         reader.join()
+        wakeup.close()
     context.destroy(linger=0)
     return {stage: statistics.median(values) * 1e6 for stage, values in samples.items()}
 
@@ -150,9 +177,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--constrained", type=int, default=0, metavar="PERCENT", help="rows that follow a grammar")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/bench_tick.json")
     arguments = parser.parse_args()
-    ticks = {rows: measure(rows, arguments.steps) for rows in arguments.rows}
+    ticks = {rows: measure(rows, arguments.steps, arguments.constrained) for rows in arguments.rows}
     print(f"{'median us':>12}" + "".join(f"{rows:>10} rows" for rows in ticks))
     for stage in (*STAGES, "tick"):
         print(f"{stage:>12}" + "".join(f"{ticks[rows][stage]:>15.1f}" for rows in ticks))

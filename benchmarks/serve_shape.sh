@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Serves a shape with random weights through one engine core and N frontends, and loads it with bench_serving.
-#   benchmarks/serve_shape.sh SHAPE_FOLDER FRONTENDS NAME [bench_serving flags ...]
+# Serves a shape with random weights through one engine core and N frontends, and loads it with bench_serving, or with
+# bench_constrained where CONSTRAINED=1.
+#   benchmarks/serve_shape.sh SHAPE_FOLDER FRONTENDS NAME [flags of that benchmark ...]
 # Results go to benchmarks/results/NAME.json; SERVE_FLAGS are added to `tandem serve`. Needs a CUDA device and the extras `engine`, `cuda`.
 set -euo pipefail
 shape=$1 frontends=$2 name=$3
@@ -24,5 +25,9 @@ for ((i = 0; i < frontends; i++)); do
     until curl -sf "http://127.0.0.1:$((8400 + i))/health/ready" >/dev/null; do sleep 0.05; done
 done
 echo "ready after $((($(date +%s%N) - started) / 1000000)) ms"
-python3 -m benchmarks.bench_serving --url "$urls" --model model --token-ids --save "$name" "$@"
+bench=(benchmarks.bench_serving --token-ids)
+if [[ -n ${CONSTRAINED:-} ]]; then
+    bench=(benchmarks.bench_constrained --model-dir "$work/model")
+fi
+python3 -m "${bench[@]}" --url "$urls" --model model --save "$name" "$@"
 curl -s http://127.0.0.1:8499/metrics | grep -E '^tandem_(gpu|engine_stage|engine_steps)'

@@ -15,6 +15,7 @@ from engine_core.errors import ConfigError
 from engine_core.heartbeat import Heartbeat, Status
 from engine_core.mailbox import ZmqMailbox
 from engine_core.stats import new_stats
+from engine_core.wakeup import Wakeup
 from protocol.engine_options import add_engine_arguments, engine_options
 from protocol.errors import ExitCode
 from protocol.events import Phase
@@ -36,8 +37,9 @@ def serve(arguments: argparse.Namespace) -> None:
     context = zmq.Context()
     status = Status(int.from_bytes(os.urandom(7), "little"), new_stats())
     router, heartbeat = _open_wire(context, arguments, status)
+    wakeup = Wakeup.open()
     try:
-        engine = build_engine(engine_options(arguments), ZmqMailbox(router), status)
+        engine = build_engine(engine_options(arguments), ZmqMailbox(router, wakeup), status)
 
         def stop(_signal: int, _frame: FrameType | None) -> None:
             status.enter(Phase.DRAINING)
@@ -52,6 +54,7 @@ def serve(arguments: argparse.Namespace) -> None:
         raise
     finally:
         heartbeat.stop()
+        wakeup.close()
         context.destroy(linger=500)
 
 

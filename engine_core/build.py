@@ -4,14 +4,19 @@ import hashlib
 import logging
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from llguidance import LLExecutor
 from msgspec import Struct
 
 from engine_core import config as configuration
 from engine_core.build_device import CpuParts, CudaParts, DeviceParts, check_installed
 from engine_core.config import EngineConfig, Machine, ModelShape
+from engine_core.constraints.compiler import GrammarCompiler
+from engine_core.constraints.grammars import Grammars
+from engine_core.constraints.matchers import Matchers
 from engine_core.contracts import Mailbox
 from engine_core.control import Control
 from engine_core.engine import Engine
@@ -25,6 +30,7 @@ from engine_core.models.config import ModelConfig
 from engine_core.models.registry import Model, build_model
 from engine_core.pipeline import PipelineState
 from engine_core.runtime.device import Device, open_device
+from engine_core.runtime.mask_filler import MaskFiller
 from engine_core.runtime.runtime import TorchRuntime
 from engine_core.runtime.slots import StepSlot
 from engine_core.runtime.staging import MAX_END_IDS, capacity
@@ -35,10 +41,13 @@ from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
 from engine_core.start_log import StartLog
 from engine_core.stats import StageClock
 from protocol.engine_options import EngineOptions
-from protocol.events import Limits, ModelFacts, Phase
+from protocol.events import EngineStats, Limits, ModelFacts, Phase
 
 logger = logging.getLogger(__name__)
 
+COMPILE_THREADS = 2
+"""Grammars compiled at once."""
+MASK_THREADS = 8
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
 
 
@@ -59,11 +68,13 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
     name = "tandem-default" if directory == DEFAULT_MODEL else directory.resolve().name
     log = StartLog(time.monotonic, device.held_bytes)
     source = Source(directory, name, model_config, getattr(torch, dtype))
-    runtime, config = _build_runtime(options, source, device, status, log)
+    constraints = _start_constraints(source, mailbox, status.stats)
+    runtime, config = _build_runtime(options, source, device, constraints.matchers, status, log)
     status.enter(Phase.WARMING, 90)
     warm_up(runtime, config)
     log.mark("warm-up")
-    engine = _build_loop(config, runtime, mailbox, status, _facts(config, model_config, directory))
+    facts = _facts(config, model_config, directory)
+    engine = _build_loop(config, runtime, mailbox, constraints, status, facts)
     logger.info(
         "%s on %s in %s: %d rows, %d KV tokens in pages of %d, %d positions a step, %s",
         config.model_name, config.device, config.dtype, config.max_rows, config.kv_tokens, config.page_size,
@@ -85,8 +96,33 @@ class Source(Struct, frozen=True):
         return {"layers": self.model.layers, "kv_heads": self.model.kv_heads, "head_dim": self.model.head_dim}
 
 
+class Constraints(Struct, frozen=True):
+    """What makes constraints, and what works with them."""
+
+    compiler: GrammarCompiler
+    matchers: Matchers
+
+
+def _start_constraints(source: Source, mailbox: Mailbox, stats: EngineStats) -> Constraints:
+    """Begins with the tokenizer at once, so that it is there by the time the weights are."""
+    end_ids = source.model.eos_ids
+    grammars = Grammars(source.directory / "tokenizer.json", source.model.vocab_size, end_ids)
+    threads = ThreadPoolExecutor(COMPILE_THREADS, "grammars")
+    threads.submit(grammars.prepare)
+    return Constraints(
+        GrammarCompiler(grammars.compile, threads, mailbox.wake, stats, time.monotonic),
+        Matchers(_executor(), end_ids, stats, time.monotonic),
+    )
+
+
+def _executor() -> LLExecutor | None:
+    """Threads that fill masks: all cores but the loop's and one more. One thread would only be another to wake."""
+    threads = min(len(os.sched_getaffinity(0)) - 2, MASK_THREADS)
+    return LLExecutor(threads) if threads > 1 else None
+
+
 def _build_runtime(
-    options: EngineOptions, source: Source, device: Device, status: Status, log: StartLog
+    options: EngineOptions, source: Source, device: Device, filler: MaskFiller, status: Status, log: StartLog
 ) -> tuple[TorchRuntime, EngineConfig]:
     """Weights first, then the KV pool from what memory they leave, then graphs (I7: the last to allocate)."""
     parts: DeviceParts = CudaParts(device) if device.kind.type == "cuda" else CpuParts(device)
@@ -101,11 +137,17 @@ def _build_runtime(
     words = capacity(config.max_rows, config.max_step_tokens, config.pages)
     slots = [
         StepSlot.allocate(
-            device, words, config.max_rows, vocab_size, parts.attention(source.model, config, source.dtype)
+            device,
+            words,
+            config.max_rows,
+            config.max_step_tokens,
+            vocab_size,
+            parts.attention(source.model, config, source.dtype),
         )
         for _ in range(config.depth)
     ]
     sampler = parts.sampler(tables, vocab_size, config.max_rows)
+    scorer = parts.scorer(vocab_size, config.max_rows)
     log.mark("tables and slots")
     status.enter(Phase.WARMING)
     graphs = parts.graphs(config, model, kv, tables, sampler, slots, lambda p: status.enter(Phase.WARMING, p * 9 // 10))
@@ -114,7 +156,7 @@ def _build_runtime(
         f"shapes and {config.depth} slots"
     )
     return TorchRuntime(
-        device, model, kv, tables, sampler, slots, config.page_size, graphs=graphs, clock=parts.clock()
+        device, model, kv, tables, sampler, scorer, filler, slots, config.page_size, graphs=graphs, clock=parts.clock()
     ), config
 
 
@@ -146,19 +188,25 @@ def _load(options: EngineOptions, model: Model, directory: Path, status: Status)
 
 
 def _build_loop(
-    config: EngineConfig, runtime: TorchRuntime, mailbox: Mailbox, status: Status, facts: ModelFacts
+    config: EngineConfig,
+    runtime: TorchRuntime,
+    mailbox: Mailbox,
+    constraints: Constraints,
+    status: Status,
+    facts: ModelFacts,
 ) -> Engine:
     stats = status.stats
     stats.rows_total, stats.pages_total = config.max_rows, config.pages - 1
     pages = PageGate(PageAllocator(config.pages), config.page_size)
     limits = SchedulerLimits(config.max_step_tokens, config.prefill_chunk, config.max_waiting)
-    scheduler = Scheduler(RowGate(config.max_rows), pages, limits)
+    scheduler = Scheduler(RowGate(config.max_rows), pages, limits, constraints.matchers)
     wire_limits = Limits(
         config.max_rows, config.kv_tokens, config.page_size, config.max_step_tokens, config.max_waiting
     )
-    control = Control(scheduler, status.epoch, facts, wire_limits, stats, time.monotonic)
+    compiler = constraints.compiler
+    control = Control(scheduler, compiler, status.epoch, facts, wire_limits, stats, time.monotonic)
     stages = StageClock(stats.stage_seconds, time.monotonic)
-    return Engine(scheduler, PipelineState(config.depth), runtime, mailbox, control, stats, stages)
+    return Engine(scheduler, PipelineState(config.depth), runtime, mailbox, control, compiler, stats, stages)
 
 
 def _facts(config: EngineConfig, model: ModelConfig, directory: Path) -> ModelFacts:

@@ -23,6 +23,8 @@ from engine_core.runtime.slots import StepSlot
 from engine_core.runtime.step_graphs import PROMPTS, StepGraphs, capture_decode, capture_mixed
 from engine_core.runtime.tables import DeviceTables, Mode
 from engine_core.runtime.token_sampler import TokenSampler, TorchSampler
+from engine_core.runtime.token_scorer import SLICE, TokenScorer, TorchScorer
+from protocol.params import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +51,8 @@ class DeviceParts(Protocol):
         """For the steps that no graph holds; a new one for each slot."""
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler: ...
+
+    def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer: ...
 
     def graphs(
         self,
@@ -78,6 +82,9 @@ class CpuParts:
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
         return TorchSampler(tables)
+
+    def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
+        return TorchScorer()
 
     def graphs(self, *_parts: object) -> None:
         return None
@@ -117,6 +124,11 @@ class CudaParts:
 
         return triton_sampler(tables, vocab_size, max_rows)
 
+    def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
+        from engine_core.kernels.logprobs import LogprobKernels
+
+        return LogprobKernels(vocab_size, max(max_rows, SLICE), MAX_TOP_LOGPROBS, self.device.kind)
+
     def graphs(
         self,
         config: EngineConfig,
@@ -134,8 +146,15 @@ class CudaParts:
             return None
         assert isinstance(sampler, TritonSampler)
 
-        def sampling(mode: Mode, logits: "Tensor", rows: "Tensor", positions: "Tensor", out: "Tensor") -> None:
-            sampler.launch(mode, logits, rows, positions, sampler.nobody[: len(rows)], out)
+        def sampling(
+            mode: Mode,
+            logits: "Tensor",
+            rows: "Tensor",
+            positions: "Tensor",
+            out: "Tensor",
+            allowed: "Tensor | None",
+        ) -> None:
+            sampler.launch(mode, logits, rows, positions, sampler.nobody[: len(rows)], out, allowed)
 
         forward = CudaForward(model, kv, tables, config.page_size)
         pool = torch.cuda.graph_pool_handle()

@@ -5,12 +5,10 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from engine_core.errors import RequestError
 from engine_core.plan import StepPlan
 from protocol.commands import AnyCommand
-from protocol.events import AnyEvent, Failure, Finished
-
-Masks = Sequence[bytes | None]
-"""One entry a row of the plan: bits of the allowed token ids (bit i of little-endian uint32 word i // 32), or None."""
+from protocol.events import AnyEvent, Failure, Finished, TokenLogprobs
 
 
 class Delta(Struct, frozen=True):
@@ -18,16 +16,64 @@ class Delta(Struct, frozen=True):
 
     request_ids: list[int]
     tokens: list[int]
+    logprobs: list[TokenLogprobs] = []
+
+
+class StepLogprobs(Struct, frozen=True):
+    """Log-probabilities of one step, in lines as of `TokenLogprobs` with `top` alternatives: one for each row that
+    samples, in the plan's order, then one for each scored position (`Row.targets`), in the plan's order."""
+
+    top: int
+    lines: bytes
 
 
 class Constraint(Protocol):
-    """What a sequence's next token may be, given the tokens it has."""
+    """What a sequence's next token may be, given the tokens it has. It belongs to one sequence, and to the loop."""
 
-    def mask(self) -> bytes:
-        """Bits of the tokens allowed next, as in `Masks`."""
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow but an end."""
 
-    def accept(self, token: int) -> None:
-        """Advances by one committed token."""
+    @property
+    def problem(self) -> str:
+        """Why a token was refused, for the client. Empty before that."""
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token only says that the output ends, and is none of its text."""
+
+    def forced(self) -> list[int]:
+        """Tokens that follow whatever is sampled, maybe none. Changes nothing."""
+
+
+Masks = Sequence[tuple[int, Constraint]]
+"""The rows of a step, by their number in the device's tables, whose sampling is constrained, each with its own."""
+
+
+class Verifier(Protocol):
+    """Advances constraints."""
+
+    def accept(self, sampled: Sequence[tuple[Constraint, int]]) -> list[bool]:
+        """Advances each constraint by one token. False for one that does not allow its token, or that can tell no
+        more: it has a `problem` from then on, and accepts nothing."""
+
+
+class Compiler(Protocol):
+    """Makes constraints of grammars, away from the loop's thread. All calls come from the loop's."""
+
+    def start(self, seq_id: int, grammar: str, ignore_ends: bool) -> None:
+        """Asks for the constraint of one sequence. `ignore_ends`: end ids are allowed only where nothing else is."""
+
+    def forget(self, seq_id: int) -> None:
+        """The sequence wants no constraint any more. Idempotent."""
+
+    def finished(self) -> list[tuple[int, Constraint | RequestError]]:
+        """The constraints that have become ready, or why they never will, since the last call. Never blocks.
+
+        Called while a sequence waits for one.
+        """
+
+    def close(self) -> None:
+        """Starts nothing more. What is being compiled ends by itself."""
 
 
 class DeviceTimes(Struct):
@@ -51,10 +97,17 @@ class Runtime(Protocol):
         """
 
     def sample(self, slot: int, masks: Masks | None) -> None:
-        """Enqueues sampling of the launched step, and the copy of its tokens to the host."""
+        """Enqueues sampling of the launched step, and the copy of its tokens to the host.
+
+        masks: for a step that `needs_mask`, its constrained rows that are still wanted. A row whose mask allows
+        nothing yields id 0.
+        """
 
     def collect(self, slot: int) -> list[int]:
         """Waits for the step's tokens: one a row of its plan, meaningless where the row does not sample."""
+
+    def logprobs(self, slot: int, plan: StepPlan) -> StepLogprobs:
+        """Of the step that was collected last from this slot, whose plan wanted them (`StepPlan.logprobs`)."""
 
     def synchronize(self) -> None:
         """Waits until nothing is in flight. Never called on the launch path."""
@@ -70,7 +123,10 @@ class Mailbox(Protocol):
         """Every command that has arrived, with its sender. Never blocks."""
 
     def wait(self, seconds: float) -> None:
-        """Blocks until a command arrives or the time is up."""
+        """Blocks until a command arrives, somebody wakes it, or the time is up."""
+
+    def wake(self) -> None:
+        """Ends the wait that runs, or else the next one. For other threads that have news for the loop."""
 
     def reply(self, client: bytes, event: AnyEvent) -> None:
         """Sends one event to a frontend, at once or dropped."""

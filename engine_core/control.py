@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from engine_core.contracts import Compiler
 from engine_core.errors import RequestError
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.scheduler.sequence import Sequence
@@ -20,7 +21,7 @@ from protocol.codec import unpack_floats, unpack_ids
 from protocol.commands import Abort, AnyCommand, Goodbye, Hello, Submit
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.events import EngineStats, Failure, Limits, ModelFacts, Ready, Refused
-from protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
+from protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from protocol.version import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class Control:
     def __init__(
         self,
         scheduler: Scheduler,
+        compiler: Compiler,
         epoch: int,
         model: ModelFacts,
         limits: Limits,
@@ -39,6 +41,7 @@ class Control:
         clock: Callable[[], float],
     ) -> None:
         self.scheduler = scheduler
+        self.compiler = compiler
         self.epoch = epoch
         self.model = model
         self.limits = limits
@@ -93,12 +96,16 @@ class Control:
             logger.error("frontend %s reused open request id %d; ignored", self.clients[client], submit.request_id)
             return None
         try:
-            self.scheduler.add(self._sequence(client, submit))
+            seq = self._sequence(client, submit)
+            self.scheduler.add(seq)
         except RequestError as error:
             refusal = Failure(submit.request_id, error.code, error.message)
             count_outcome(self.stats, refusal)
             return refusal
         self.stats.requests_accepted += 1
+        if submit.constraint is not None:
+            self.stats.requests_constrained += 1
+            self.compiler.start(seq.id, submit.constraint, submit.sampling.ignore_eos)
         return None
 
     def _sequence(self, client: bytes, submit: Submit) -> Sequence:
@@ -117,6 +124,9 @@ class Control:
         _require(len(bias_ids) <= MAX_LOGIT_BIAS, f"{len(bias_ids)} logit_bias entries, at most {MAX_LOGIT_BIAS}")
         _require(all(math.isfinite(bias) for bias in biases), "a logit_bias is not finite")
         check_params(params)
+        most = min(MAX_TOP_LOGPROBS, self.model.vocab_size)
+        for name, top in (("logprobs", submit.logprobs), ("prompt_logprobs", submit.prompt_logprobs)):
+            _require(top is None or 0 <= top <= most, f"{name} is {top}, 0 to {most}")
         total = len(prompt) + params.max_tokens
         if total > self.model.max_len:
             raise RequestError(
@@ -127,7 +137,10 @@ class Control:
         end_ids = frozenset(stop_ids) if params.ignore_eos else frozenset(stop_ids) | frozenset(self.model.end_ids)
         self._sequences += 1
         identity = self._identities[client]
-        return Sequence(self._sequences, identity, submit.request_id, prompt, params, end_ids, self.clock())
+        return Sequence(
+            self._sequences, identity, submit.request_id, prompt, params, end_ids, self.clock(),
+            logprobs=submit.logprobs, prompt_logprobs=submit.prompt_logprobs, compiling=submit.constraint is not None,
+        )  # fmt: skip
 
     def _check_ids(self, what: str, ids: list[int]) -> None:
         for token in ids:

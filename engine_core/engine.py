@@ -6,12 +6,13 @@ step queued behind the running one: the tick commits step t-1 and launches t+1 w
 
 import logging
 
-from engine_core.contracts import Mailbox, Runtime
+from engine_core.contracts import Compiler, Mailbox, Runtime
 from engine_core.control import Control
 from engine_core.errors import FatalError, RowError
 from engine_core.pipeline import PipelineState, Step
 from engine_core.plan import StepPlan
 from engine_core.scheduler.scheduler import Scheduler
+from engine_core.scheduler.sequence import Sequence
 from engine_core.stats import StageClock, count_outcome
 from protocol.errors import ErrorCode
 from protocol.events import EngineStats, Failure
@@ -36,6 +37,7 @@ class Engine:
         runtime: Runtime,
         mailbox: Mailbox,
         control: Control,
+        compiler: Compiler,
         stats: EngineStats,
         stages: StageClock,
     ) -> None:
@@ -44,6 +46,7 @@ class Engine:
         self.runtime = runtime
         self.mailbox = mailbox
         self.control = control
+        self.compiler = compiler
         self.stats = stats
         self.stages = stages
         self.stopping = False
@@ -97,6 +100,9 @@ class Engine:
                 refused = True
             elif answer is not None:
                 self.mailbox.reply(client, answer)
+        if self.scheduler.compiling:
+            for seq_id, result in self.compiler.finished():
+                self.scheduler.constrain(seq_id, result)
         self.stages.mark("drain")
         if refused:
             self._send()
@@ -104,12 +110,23 @@ class Engine:
     def _plan(self) -> StepPlan | None:
         """Admits what fits, then selects the next step."""
         now = self.stages.clock()
-        for seq in self.scheduler.admit_waiting():
-            self.stats.queue_time.observe(now - seq.arrival)
-            self.stats.prompt_tokens += seq.prompt_len
+        while admitted := self.scheduler.admit_waiting():
+            for seq in admitted:
+                self.stats.queue_time.observe(now - seq.arrival)
+                self.stats.prompt_tokens += seq.prompt_len
+                if seq.constraint is not None:
+                    self._begin(seq)
         plan = self.scheduler.plan_step(self._steps + 1)
         self.stages.mark("plan")
         return plan
+
+    def _begin(self, seq: Sequence) -> None:
+        """Takes what the grammar of a sequence forces at its beginning, which may be all of it; the next flush sends
+        it."""
+        delta = self.scheduler.start(seq)
+        if delta.tokens:
+            self.stats.generation_tokens += len(delta.tokens)
+            self.mailbox.tokens(seq.client, delta)
 
     def _launch(self, plan: StepPlan) -> None:
         """Enqueues a step, and its sampling unless that has to wait for the step before (then the next tick does)."""
@@ -139,8 +156,10 @@ class Engine:
         """Waits for the oldest step (I2), applies its tokens and sends them; then its slot is free (I6)."""
         step = self.pipeline.begin_commit()
         tokens = self.runtime.collect(step.slot)
+        wanted = step.plan.logprobs >= 0
+        logprobs = self.runtime.logprobs(step.slot, step.plan) if wanted else None
         self.stages.mark("collect")
-        committed = self.scheduler.commit(step.plan, tokens)
+        committed = self.scheduler.commit(step.plan, tokens, logprobs)
         self.pipeline.finish_commit(step)
         self.stats.steps_committed += 1
         self.stats.generation_tokens += committed.tokens
@@ -155,6 +174,8 @@ class Engine:
         for seq in self.scheduler.take_ended():
             assert seq.outcome is not None, f"ended without an outcome: {seq}"
             count_outcome(self.stats, seq.outcome)
+            if seq.compiling:
+                self.compiler.forget(seq.id)
             self.mailbox.ended(seq.client, seq.outcome)
         for client in self.mailbox.flush(self._steps):
             if self.control.forget(client):
@@ -166,7 +187,7 @@ class Engine:
         """The gauges of the metrics, taken once a tick."""
         scheduler, stats = self.scheduler, self.stats
         stats.running = len(scheduler.running)
-        stats.waiting = len(scheduler.waiting)
+        stats.waiting = len(scheduler.waiting) + len(scheduler.compiling)
         stats.pages_used = scheduler.pages.pages.used
         stats.steps_in_flight = self.pipeline.in_flight
         times = self.runtime.device_times()
@@ -178,6 +199,7 @@ class Engine:
         self.pipeline.abandon()
         self.scheduler.fail_all(code, message)
         self._send()
+        self.compiler.close()
         for _ in range(FAREWELL_TRIES):
             if not self.mailbox.backlog:
                 return

@@ -8,6 +8,7 @@ import zmq
 
 from engine_core.contracts import Delta
 from engine_core.outbox import Outbox
+from engine_core.wakeup import Wakeup
 from protocol.codec import decode_command, encode
 from protocol.commands import AnyCommand
 from protocol.errors import ProtocolError
@@ -22,8 +23,12 @@ DRAIN_LIMIT = 256
 class ZmqMailbox:
     """Implements `contracts.Mailbox` over one ROUTER socket."""
 
-    def __init__(self, router: Any) -> None:
+    def __init__(self, router: Any, wakeup: Wakeup) -> None:
         self.router = router
+        self.wakeup = wakeup
+        self._poller = zmq.Poller()
+        self._poller.register(router, zmq.POLLIN)
+        self._poller.register(wakeup.reader, zmq.POLLIN)
         self._outboxes: dict[bytes, Outbox] = {}
         self._kept = False
 
@@ -47,7 +52,11 @@ class ZmqMailbox:
         return commands
 
     def wait(self, seconds: float) -> None:
-        self.router.poll(int(seconds * 1000), zmq.POLLIN)
+        self._poller.poll(int(seconds * 1000))
+        self.wakeup.clear()
+
+    def wake(self) -> None:
+        self.wakeup.wake()
 
     def reply(self, client: bytes, event: AnyEvent) -> None:
         try:
@@ -63,6 +72,8 @@ class ZmqMailbox:
         box = self._outboxes.setdefault(client, Outbox())
         box.request_ids += delta.request_ids
         box.tokens += delta.tokens
+        if delta.logprobs:
+            box.logprobs += delta.logprobs
 
     def ended(self, client: bytes, outcome: Finished | Failure) -> None:
         box = self._outboxes.setdefault(client, Outbox())

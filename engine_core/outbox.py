@@ -1,7 +1,7 @@
 """What the engine still has to tell one frontend."""
 
 from protocol.codec import encode, step_output
-from protocol.events import Failure, Finished
+from protocol.events import Failure, Finished, TokenLogprobs
 
 
 class Outbox:
@@ -12,11 +12,12 @@ class Outbox:
     message that could not go is kept encoded, and what comes after it waits: a try costs nothing but the try.
     """
 
-    __slots__ = ("failures", "finished", "request_ids", "stuck", "tokens")
+    __slots__ = ("failures", "finished", "logprobs", "request_ids", "stuck", "tokens")
 
     def __init__(self) -> None:
         self.request_ids: list[int] = []
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.finished: list[Finished] = []
         self.failures: list[Failure] = []
         self.stuck: bytes | None = None
@@ -25,13 +26,14 @@ class Outbox:
     @property
     def fresh(self) -> bool:
         """Whether there is something beside the stuck message."""
-        return bool(self.request_ids or self.finished or self.failures)
+        return bool(self.request_ids or self.finished or self.failures or self.logprobs)
 
     def encode(self, step_id: int) -> bytes:
         """Everything that is not stuck as one message; empties the columns."""
         output = step_output(step_id, self.request_ids, self.tokens)
         output.finished.extend(self.finished)
         output.failures.extend(self.failures)
-        for column in (self.request_ids, self.tokens, self.finished, self.failures):
+        output.logprobs.extend(self.logprobs)
+        for column in (self.request_ids, self.tokens, self.finished, self.failures, self.logprobs):
             column.clear()
         return encode(output)

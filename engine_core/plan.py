@@ -27,6 +27,9 @@ class Row(Struct, frozen=True, gc=False):
     new_pages: tuple[int, ...] = ()
     first_page: int = 0
     """Index of `new_pages[0]` in the row's page table."""
+    targets: bytes = b""
+    """Packed int32 ids of the tokens that follow the leading positions, where their log-probabilities are wanted: these
+    positions are scored."""
 
     @property
     def end(self) -> int:
@@ -55,18 +58,27 @@ class StepPlan(Struct, frozen=True):
     needs_mask: bool
     plain: bool
     """Whether every row is one sampled position and nothing else (news, constraint, suppressed end): steady decode."""
+    single: bool
+    """Whether every row is one sampled position without news, constrained or not: its logits can come from a graph."""
+    logprobs: int = -1
+    """Most alternatives that a row wants with its log-probabilities; -1: no row wants any."""
 
     @classmethod
-    def of(cls, step_id: int, rows: tuple[Row, ...], admitted: tuple[Admission, ...] = ()) -> "StepPlan":
+    def of(
+        cls, step_id: int, rows: tuple[Row, ...], admitted: tuple[Admission, ...] = (), logprobs: int = -1
+    ) -> "StepPlan":
+        single = all(row.length == 1 and row.samples and not _brings_news(row) for row in rows)
         return cls(
             step_id,
             rows,
             admitted,
             total_tokens=sum([row.length for row in rows]),
             needs_mask=any(row.constrained and row.samples for row in rows),
-            plain=all(row.length == 1 and row.samples and not _special(row) for row in rows),
+            plain=single and not any(row.constrained or row.suppress_ends for row in rows),
+            single=single,
+            logprobs=logprobs,
         )
 
 
-def _special(row: Row) -> bool:
-    return bool(row.tokens or row.new_pages or row.constrained or row.suppress_ends)
+def _brings_news(row: Row) -> bool:
+    return bool(row.tokens or row.new_pages or row.targets)

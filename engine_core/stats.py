@@ -5,6 +5,7 @@ from collections.abc import Callable
 from protocol.events import EngineStats, Failure, Finished, Histogram
 
 QUEUE_SECONDS = [0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
+COMPILE_SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0]
 STEP_ROWS = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0]
 STAGES = ("drain", "plan", "launch", "sample", "collect", "commit", "send")
 
@@ -16,6 +17,7 @@ def new_stats() -> EngineStats:
         stage_seconds=dict.fromkeys(STAGES, 0.0),
         queue_time=Histogram(QUEUE_SECONDS, [0] * (len(QUEUE_SECONDS) + 1)),
         step_rows=Histogram(STEP_ROWS, [0] * (len(STEP_ROWS) + 1)),
+        compile_time=Histogram(COMPILE_SECONDS, [0] * (len(COMPILE_SECONDS) + 1)),
     )
 
 

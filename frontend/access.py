@@ -1,10 +1,22 @@
-"""ASGI middleware that counts what was answered."""
+"""The outermost ASGI layer: every request has an id and is counted, every failure is logged with it."""
+
+import logging
+import re
+import secrets
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from frontend.metrics import FrontendMetrics
 
-_ROUTES = ("/v1/completions", "/v1/models", "/health/live", "/health/ready", "/metrics", "/version", "/openapi.json")
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = b"x-request-id"
+_SANE_ID = re.compile(rb"[\x20-\x7e]{1,128}")
+
+_ROUTES = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize"),
+    *("/health/live", "/health/ready", "/metrics", "/version", "/openapi.json", "/"),
+)
 
 
 def route_label(path: str) -> str:
@@ -14,8 +26,20 @@ def route_label(path: str) -> str:
     return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
 
 
-class CountRequests:
-    """Counts responses by route and status, without touching their bodies or the client's disconnect."""
+def request_id(scope: Scope) -> bytes:
+    """The id that the client gave, if it can stand in a header and a line of a log, or else a fresh one."""
+    for name, value in scope["headers"]:
+        if name == REQUEST_ID and _SANE_ID.fullmatch(value):
+            return bytes(value)
+    return fresh_id()
+
+
+def fresh_id() -> bytes:
+    return b"req_" + secrets.token_hex(16).encode()
+
+
+class Access:
+    """Adds the id to the start of each response. Bodies and the client's disconnect pass untouched."""
 
     def __init__(self, app: ASGIApp, metrics: FrontendMetrics) -> None:
         self._app = app
@@ -25,11 +49,28 @@ class CountRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        route = route_label(scope["path"])
+        own_id = request_id(scope)
 
-        async def counting_send(message: Message) -> None:
+        async def marking_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.requests.labels(route, str(message["status"])).inc()
+                self._answered(scope, message["status"], own_id)
+                message["headers"] = [*message["headers"], (REQUEST_ID, own_id)]
             await send(message)
 
-        await self._app(scope, receive, counting_send)
+        try:
+            await self._app(scope, receive, marking_send)
+        except Exception:
+            # The framework has sent a 500 where it still could.
+            logger.exception("%s failed, request id %s", _what(scope), own_id.decode())
+
+    def _answered(self, scope: Scope, status: int, own_id: bytes) -> None:
+        self._metrics.requests.labels(route_label(scope["path"]), str(status)).inc()
+        if status >= 400:
+            # Whoever asks for health learns it from the answer.
+            own = status >= 500 and not scope["path"].startswith("/health/")
+            level = logging.WARNING if own else logging.DEBUG
+            logger.log(level, "%d for %s, request id %s", status, _what(scope), own_id.decode())
+
+
+def _what(scope: Scope) -> str:
+    return f"{scope['method']} {scope['path'][:200]!r}"

@@ -1,38 +1,51 @@
 """The HTTP application: one function builds the parts and wires them, nothing is global."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
-from frontend.access import CountRequests
+from frontend.access import Access
+from frontend.api_keys import ApiKeys
+from frontend.authorization import RequireKey
+from frontend.chat_template import load_chat_template
 from frontend.config import FrontendConfig
 from frontend.engine_client import EngineClient
 from frontend.engine_watch import EngineWatch
 from frontend.errors import ApiError, error_body, error_headers
 from frontend.metrics import FrontendMetrics
+from frontend.openapi import document
+from frontend.routes.chat import chat_router
 from frontend.routes.completions import completions_router
 from frontend.routes.health import health_router
 from frontend.routes.models import models_router
+from frontend.routes.page import page_paths, page_router
+from frontend.routes.responses import responses_router
+from frontend.routes.tokenize import tokenize_router
 from frontend.service import Service
 from frontend.tokenizer import load_tokenizer
 from protocol.version import distribution_version
 
 
 def build_service(config: FrontendConfig) -> Service:
-    """Builds the parts. Raises TokenizerError if the model folder has no usable tokenizer."""
+    """Builds the parts. Raises TokenizerError if the model folder has no usable tokenizer, ChatTemplateError for a
+    chat template that cannot be used."""
     metrics = FrontendMetrics(CollectorRegistry())
     tokenizer = load_tokenizer(config.model_dir)
     watch = EngineWatch(config.beat_timeout, config.step_timeout)
     client = EngineClient(config.endpoint, config.transport, tokenizer.fingerprint, watch, metrics)
-    return Service(config, client, tokenizer, metrics)
+    template = load_chat_template(config.model_dir, config.chat.template, tokenizer)
+    return Service(config, client, tokenizer, template, metrics)
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(service: Service) -> ASGIApp:
     """The ASGI app over these parts; they start and stop with its lifespan."""
 
     @asynccontextmanager
@@ -41,17 +54,43 @@ def create_app(service: Service) -> FastAPI:
         try:
             yield
         finally:
-            await service.client.stop()
-            service.tokenizer.close()
-            service.parser.close()
+            await service.close()
 
     app = FastAPI(title="Tandem", version=distribution_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.include_router(completions_router(service))
-    app.include_router(models_router(service))
-    app.include_router(health_router(service))
-    app.add_middleware(CountRequests, metrics=service.metrics)
+    makers = (completions_router, chat_router, responses_router, models_router, tokenize_router, health_router)
+    routers = [*(maker(service) for maker in makers), page_router()]
+    for router in routers:
+        app.include_router(router)
     _shape_errors(app)
-    return app
+    _describe(app, routers, service)
+    return _guard(app, service)
+
+
+def _describe(app: FastAPI, routers: Sequence[APIRouter], service: Service) -> None:
+    """What `/openapi.json` answers. It names the model once there is one."""
+
+    def openapi() -> dict[str, Any]:
+        served = service.client.ready().model if service.client.verdict().ready else None
+        return document(app, routers, bool(service.config.api_keys), served)
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _guard(app: ASGIApp, service: Service) -> ASGIApp:
+    """The layers around the app, outermost last: all that they answer has a request id and is counted, and a
+    browser may read why it was not let in."""
+    config = service.config
+    if config.api_keys:
+        app = RequireKey(app, ApiKeys(config.api_keys), page_paths().keys())
+    if config.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return Access(app, service.metrics)
 
 
 def _json_error(status: int, body: bytes, headers: dict[str, str]) -> Response:

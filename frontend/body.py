@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import re
 from types import TracebackType
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from frontend.errors import ApiError, malformed, unavailable
 from protocol.errors import ErrorCode
@@ -65,7 +67,7 @@ class BodyShare:
 
 async def read_body(request: Request, limit: int, share: BodyShare) -> bytes:
     """The whole body. Raises ApiError 413 for more than `limit` bytes, announced or not, 503 beyond the budget and
-    415 for a compressed one."""
+    415 for a compressed one and for what is not JSON."""
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
         message = f"a body in content-encoding {encoding[:40]!r} is not supported; send it as it is"
@@ -77,19 +79,33 @@ async def read_body(request: Request, limit: int, share: BodyShare) -> bytes:
     parts: list[bytes] = []
     size, more = 0, True
     while more:
-        part, more = await _next(request)
+        part, more = await _next(request.receive)
         size += len(part)
         if size > limit:
             parts.clear()
             raise await _too_large(request, limit, more)
         share.grow(size)
         parts.append(part)
+    _check_type(request.headers.get("content-type"))
     return b"".join(parts)
 
 
-async def _next(request: Request) -> tuple[bytes, bool]:
-    """The next part of the body, and whether another follows."""
-    message = await request.receive()
+def _check_type(content_type: str | None) -> None:
+    """Raises ApiError 415 for a body that says to be something else than JSON in UTF-8. A page of another origin can
+    send such a body without asking first."""
+    if content_type is None:
+        return
+    kind, _, parameters = content_type.lower().partition(";")
+    charset = re.search(r"charset\s*=\s*\"?([^\s\";]*)", parameters)
+    is_json = kind.strip() == "application/json" or (kind.startswith("application/") and kind.strip().endswith("+json"))
+    if not is_json or (charset is not None and charset[1] not in ("utf-8", "utf8", "us-ascii")):
+        message = f"a body of content-type {content_type[:80]!r} is not supported; send JSON as 'application/json'"
+        raise ApiError(415, message, None, "unsupported_content_type")
+
+
+async def _next(receive: Receive) -> tuple[bytes, bool]:
+    """The next part of the body, and whether another follows. Raises ApiError 400 where the client is gone."""
+    message = await receive()
     if message["type"] == "http.disconnect":
         raise malformed("the client went away before its request was complete")
     return message.get("body", b""), message.get("more_body", False)
@@ -98,14 +114,15 @@ async def _next(request: Request) -> tuple[bytes, bool]:
 async def _too_large(request: Request, limit: int, more: bool) -> ApiError:
     """The error to raise, once the client has sent the rest of it or more than anybody waits for."""
     if more:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_SECONDS):
-                await _drain(request)
+        await drain(request.receive)
     return ApiError(413, f"the body exceeds {limit} bytes; send less at once", None, "request_too_large")
 
 
-async def _drain(request: Request) -> None:
+async def drain(receive: Receive) -> None:
+    """Reads the rest of a body, as far as anybody waits for it, and throws it away."""
     size, more = 0, True
-    while more and size <= DRAIN_BYTES:
-        part, more = await _next(request)
-        size += len(part)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_SECONDS):
+            while more and size <= DRAIN_BYTES:
+                part, more = await _next(receive)
+                size += len(part)

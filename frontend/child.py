@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from protocol.errors import ExitCode
@@ -44,6 +44,7 @@ class Child:
         on_exit: Callable[[], None] = lambda: None,
         backoff: float = FIRST_BACKOFF,
         last_backoff: float = LAST_BACKOFF,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.restarts = 0
@@ -52,6 +53,7 @@ class Child:
         self._on_exit = on_exit
         self._first_backoff = backoff
         self._last_backoff = last_backoff
+        self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
 
@@ -112,7 +114,7 @@ class Child:
 
     async def _run_once(self) -> int:
         self._process = await asyncio.create_subprocess_exec(
-            *tied(self._argv), pass_fds=self._pass_fds, start_new_session=True
+            *tied(self._argv), pass_fds=self._pass_fds, start_new_session=True, env=self._environment
         )
         if self._stopping.is_set():  # stopped while it was being started
             self.kill()

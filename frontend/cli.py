@@ -3,10 +3,12 @@
 import argparse
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from frontend.client.flags import INTERRUPTED, add_sampling_arguments, add_server_arguments
 from frontend.config import add_http_arguments, add_watch_arguments, check_bounds, frontend_config
 from protocol.engine_options import add_engine_arguments
 from protocol.errors import ExitCode
@@ -21,13 +23,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code. Usage errors and impossible settings are 2."""
     arguments = build_parser().parse_args(argv)
     logging.basicConfig(
-        level=getattr(arguments, "log_level", "info").upper(), format="%(levelname)s %(name)s: %(message)s"
+        level=getattr(arguments, "log_level", "warning").upper(), format="%(levelname)s %(name)s: %(message)s"
     )
     try:
         check_bounds(arguments)
     except ValueError as error:
         return _refuse(str(error))
-    return int(arguments.run(arguments))
+    try:
+        return int(arguments.run(arguments))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has enough; what is still buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -58,10 +66,35 @@ def build_parser() -> argparse.ArgumentParser:
     add_transport_arguments(frontend, endpoint_required=True)
     frontend.set_defaults(run=run_frontend)
 
+    _add_client_commands(commands)
+
     keys = commands.add_parser("keys", help="make the keys of a tcp endpoint", allow_abbrev=False)
     keys.add_argument("directory", type=Path, metavar="DIR")
     keys.set_defaults(run=run_keys)
     return parser
+
+
+def _add_client_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The commands that speak to a running server."""
+    chat = commands.add_parser("chat", help="a conversation with a running server", allow_abbrev=False)
+    chat.add_argument("--system", metavar="TEXT", help="the system prompt")
+    chat.set_defaults(run=run_chat)
+
+    complete = commands.add_parser("complete", help="one completion of a running server", allow_abbrev=False)
+    complete.add_argument("prompt", nargs="?", metavar="PROMPT", help="default: what stdin holds")
+    complete.set_defaults(run=run_complete)
+
+    batch = commands.add_parser("run-batch", help="a file of requests through a running server", allow_abbrev=False)
+    batch.add_argument("input", type=Path, metavar="INPUT", help="OpenAI's batch format, JSONL")
+    batch.add_argument("output", type=Path, metavar="OUTPUT", help="results, JSONL; a run that was interrupted goes on")
+    batch.add_argument("--concurrency", type=int, default=32, help="requests at a time (default 32)")
+    batch.add_argument("--retries", type=int, default=8, help="tries after the first, where the server is busy (8)")
+    batch.set_defaults(run=run_batch)
+
+    for command in (chat, complete, batch):
+        add_server_arguments(command)
+    for command in (chat, complete):
+        add_sampling_arguments(command)
 
 
 def _add_ops_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +127,7 @@ def _supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
 
 
 def run_frontend(arguments: argparse.Namespace) -> int:
+    from frontend.chat_template import ChatTemplateError
     from frontend.server import serve
     from frontend.tokenizer import TokenizerError
 
@@ -103,11 +137,29 @@ def run_frontend(arguments: argparse.Namespace) -> int:
         return _refuse(str(error))
     try:
         serve(config)
-    except TokenizerError as error:
+    except (TokenizerError, ChatTemplateError) as error:
         return _refuse(str(error))
     except OSError as error:
         return _refuse(f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror or error}")
     return ExitCode.OK
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    from frontend.client.chat import run_chat
+
+    return run_chat(arguments)
+
+
+def run_complete(arguments: argparse.Namespace) -> int:
+    from frontend.client.complete import run_complete
+
+    return run_complete(arguments)
+
+
+def run_batch(arguments: argparse.Namespace) -> int:
+    from frontend.client.batch import run_batch
+
+    return run_batch(arguments)
 
 
 def run_keys(arguments: argparse.Namespace) -> int:

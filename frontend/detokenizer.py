@@ -22,10 +22,11 @@ class Detokenizer:
     the last text came out; they begin at the edge of a character.
     """
 
-    __slots__ = ("_anchor", "_held", "_raw", "_stream")
+    __slots__ = ("_anchor", "_held", "_raw", "_skip_special", "_stream")
 
-    def __init__(self, raw: tokenizers.Tokenizer, anchor: Sequence[int] = ()) -> None:
+    def __init__(self, raw: tokenizers.Tokenizer, anchor: Sequence[int] = (), skip_special: bool = True) -> None:
         self._raw = raw
+        self._skip_special = skip_special
         self._anchor = list(anchor)
         self._held: list[int] = []
         self._stream = self._new_stream()
@@ -80,12 +81,12 @@ class Detokenizer:
         if not ids:
             return ""
         if not self._anchor:
-            return str(self._raw.decode(ids, skip_special_tokens=True))
-        shown = len(self._raw.decode(self._anchor, skip_special_tokens=True))
-        return str(self._raw.decode(self._anchor + ids, skip_special_tokens=True))[shown:]
+            return str(self._raw.decode(ids, skip_special_tokens=self._skip_special))
+        shown = len(self._raw.decode(self._anchor, skip_special_tokens=self._skip_special))
+        return str(self._raw.decode(self._anchor + ids, skip_special_tokens=self._skip_special))[shown:]
 
     def _new_stream(self) -> DecodeStream:
-        stream = DecodeStream(skip_special_tokens=True)
+        stream = DecodeStream(skip_special_tokens=self._skip_special)
         for token_id in self._anchor:
             stream.step(self._raw, token_id)
         return stream

@@ -15,6 +15,7 @@ from frontend.engine_link import EngineLink
 from frontend.engine_watch import EngineWatch, Verdict
 from frontend.errors import unavailable
 from frontend.metrics import FrontendMetrics
+from frontend.prompt_queue import PromptQueue
 from frontend.streams import TokenStream, Waker
 from protocol.codec import decode_event, runs
 from protocol.commands import Abort, Submit
@@ -35,6 +36,9 @@ HELLO_TIMEOUT = 5.0
 STALE_SECONDS = 1.0
 """After a broken connection beats of that life are not heard for so long: they may have left before it ended. An
 engine that still beats afterwards lives, and only the connection to it was lost."""
+
+
+_ID_BYTES = 4
 
 
 class EngineClient:
@@ -65,6 +69,7 @@ class EngineClient:
         self._broken: tuple[int, float, str] | None = None
         """Epoch, time and reason of the last connection that broke, until there is another."""
         self._streams: dict[int, TokenStream] = {}
+        self._waiting = PromptQueue()
         self._ids = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -90,6 +95,11 @@ class EngineClient:
     def num_open(self) -> int:
         """Streams that have had no terminal event."""
         return len(self._streams)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of streams that have had no event yet."""
+        return self._waiting.tokens
 
     def verdict(self) -> Verdict:
         """Whether a request would be taken now, and if not, why."""
@@ -124,6 +134,7 @@ class EngineClient:
         assert self._link is not None
         stream = TokenStream(command.request_id, choice, waker)
         self._streams[command.request_id] = stream
+        self._waiting.add(command.request_id, len(command.prompt_ids) // _ID_BYTES)
         self._link.send(command)
         return stream
 
@@ -134,6 +145,7 @@ class EngineClient:
             return
         if self._link is not None:
             self._link.send(Abort(open_ids))
+        self._waiting.remove_all(open_ids)
         for request_id in open_ids:
             self._streams.pop(request_id, None)
 
@@ -145,6 +157,7 @@ class EngineClient:
 
     def _end_streams(self, code: ErrorCode, message: str) -> None:
         streams, self._streams = self._streams, {}
+        self._waiting.remove_all(streams)
         for stream in streams.values():
             stream.fail(Failure(stream.request_id, code, message))
 
@@ -224,12 +237,18 @@ class EngineClient:
         streams = self._streams
         for request_id, tokens in runs(output):
             if (stream := streams.get(request_id)) is not None:
+                self._waiting.remove(request_id)
                 stream.put(tokens)
+        for logprobs in output.logprobs:
+            if (stream := streams.get(logprobs.request_id)) is not None:
+                stream.put_logprobs(logprobs)
         for finished in output.finished:
             if (stream := streams.pop(finished.request_id, None)) is not None:
+                self._waiting.remove(finished.request_id)
                 stream.finish(finished)
         for failure in output.failures:
             if (stream := streams.pop(failure.request_id, None)) is not None:
+                self._waiting.remove(failure.request_id)
                 stream.fail(failure)
 
     def _on_ready(self, ready: Ready) -> None:

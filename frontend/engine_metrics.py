@@ -38,6 +38,9 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         lambda stats: stats.gpu_idle_seconds,
     ),
     "tandem_gpu_timed_steps": ("Steps that were timed on the GPU.", lambda stats: stats.gpu_timed_steps),
+    "tandem_requests_constrained": ("Requests that follow a grammar.", lambda stats: stats.requests_constrained),
+    "tandem_mask_rows": ("Rows of steps whose sampling was masked by a grammar.", lambda stats: stats.mask_rows),
+    "tandem_mask_seconds": ("Wall time of filling those masks.", lambda stats: stats.mask_seconds),
 }
 
 _LABELLED: dict[str, tuple[str, str, Callable[[EngineStats], Mapping[str, float]]]] = {
@@ -53,6 +56,10 @@ _LABELLED: dict[str, tuple[str, str, Callable[[EngineStats], Mapping[str, float]
 _HISTOGRAMS: dict[str, tuple[str, Callable[[EngineStats], Histogram]]] = {
     "tandem_request_queue_time_seconds": ("From arrival to a row.", lambda stats: stats.queue_time),
     "tandem_engine_step_rows": ("Rows of a step.", lambda stats: stats.step_rows),
+    "tandem_grammar_compile_time_seconds": (
+        "Compilation of grammars that were not cached.",
+        lambda stats: stats.compile_time,
+    ),
 }
 
 

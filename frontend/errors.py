@@ -15,6 +15,8 @@ _STATUS: dict[ErrorCode, int] = {
     ErrorCode.INVALID_VALUE: 422,
     ErrorCode.CONTEXT_LENGTH: 400,
     ErrorCode.KV_CAPACITY: 400,
+    ErrorCode.INVALID_GRAMMAR: 400,
+    ErrorCode.GRAMMAR_FAILED: 400,
     ErrorCode.OVERLOADED: 503,
     ErrorCode.SHUTTING_DOWN: 503,
     ErrorCode.ENGINE_UNAVAILABLE: 503,

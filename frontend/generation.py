@@ -5,17 +5,19 @@ from collections.abc import AsyncIterator, Callable
 
 from msgspec import Struct, structs
 
-from frontend.admission import Admitted, check_overload
+from frontend.admission import Admitted, AdmittedPrompt, check_overload, check_queue
 from frontend.choice import Choice, Piece
 from frontend.engine_client import EngineClient
 from frontend.errors import ApiError, from_failure
 from frontend.metrics import FrontendMetrics
+from frontend.scored_tokens import EchoedPrompt, ScoredTokens, echoed_prompt
 from frontend.stop_strings import StopMatcher
 from frontend.streams import Delta, TokenStream, Waker
 from frontend.tokenizer import Tokenizer
 from protocol.commands import Submit
 from protocol.errors import ErrorCode, FinishReason
 from protocol.events import Failure
+from protocol.params import SamplingParams
 
 
 class Usage(Struct, frozen=True):
@@ -56,25 +58,24 @@ class Generation:
 
     @property
     def without_engine(self) -> bool:
-        """Nothing is to be generated: only `echo` is asked for."""
-        return self.admitted.request.max_tokens == 0
+        """Nothing is to be computed: only `echo` is asked for."""
+        options = self.admitted.options
+        return options.max_tokens == 0 and options.prompt_logprobs is None
 
-    def start(self, max_concurrent: int) -> None:
+    def start(self, max_concurrent: int, max_queued_tokens: int) -> None:
         """Submits one sequence a choice. Raises ApiError 503 where the frontend or the engine takes no more."""
-        request = self.admitted.request
-        count = self.admitted.num_choices
-        matcher = StopMatcher(request.stop) if request.stop else None
-        self._choices = [
-            Choice(index, self._tokenizer.detokenizer(), matcher and matcher.fresh(), request.min_tokens)
-            for index in range(count)
-        ]
+        admitted, options = self.admitted, self.admitted.options
+        count = admitted.num_choices
+        matcher = StopMatcher(options.stop) if options.stop else None
+        echoed = [self._echoed(prompt) for prompt in admitted.prompts]
+        self._choices = [self._choice(index, matcher, echoed[index // options.n]) for index in range(count)]
         if self.without_engine:
             return
         check_overload(self._client.num_open, count, max_concurrent)
+        check_queue(self._client.queued_tokens, admitted.prompt_tokens * options.n, max_queued_tokens)
         for index in range(count):
-            prompt = self.admitted.prompts[index // request.n]
-            sampling = structs.replace(self.admitted.sampling, choice=index % request.n, max_tokens=prompt.max_tokens)
-            command = Submit(self._client.next_id(), prompt.packed, sampling)
+            prompt = admitted.prompt_of(index)
+            command = self._command(prompt, index % options.n)
             self._client.submit(command, index, self._waker)
             self._open[command.request_id] = self._arrived
             self._metrics.running.inc()
@@ -91,8 +92,13 @@ class Generation:
             yield [Piece(choice.index, "", [], FinishReason.LENGTH.value) for choice in self._choices]
         while self._open:
             ready = await self._waker.wait()
-            pieces = [self._advance(stream) for stream in ready if stream.request_id in self._open]
-            shown = [piece for piece in pieces if not piece.is_empty]
+            shown = [
+                piece
+                for stream in ready
+                if stream.request_id in self._open
+                for piece in self._advance(stream)
+                if not piece.is_empty
+            ]
             if shown and (begun or self._error is None):
                 begun = True
                 yield shown
@@ -112,11 +118,44 @@ class Generation:
         completion = sum(choice.num_tokens for choice in self._choices)
         return Usage(self.admitted.prompt_tokens, completion, self.admitted.prompt_tokens + completion)
 
-    def _advance(self, stream: TokenStream) -> Piece:
+    def _choice(self, index: int, matcher: StopMatcher | None, echoed: EchoedPrompt | None) -> Choice:
+        options, scored = self.admitted.options, None
+        if options.logprobs is not None or options.keep is not None:
+            prompt = self.admitted.prompt_of(index)
+            scored = ScoredTokens(self._tokenizer.bytes_of, len(prompt.ids), len(prompt.text), echoed)
+        detokenizer = self._tokenizer.detokenizer(options.skip_special_tokens)
+        matcher = matcher and matcher.fresh()
+        return Choice(index, detokenizer, matcher, options.min_tokens, options.include_stop, scored)
+
+    def _echoed(self, prompt: AdmittedPrompt) -> EchoedPrompt | None:
+        """A prompt whose log-probabilities are wanted."""
+        if self.admitted.options.prompt_logprobs is None:
+            return None
+        return echoed_prompt(prompt.ids, prompt.text, self._tokenizer.detokenizer())
+
+    def _command(self, prompt: AdmittedPrompt, choice: int) -> Submit:
+        """Where a prompt is only to be scored, the engine is asked for one token, of which nobody hears."""
+        admitted, options = self.admitted, self.admitted.options
+        request_id, top = self._client.next_id(), options.prompt_logprobs
+        if options.max_tokens == 0:
+            one = SamplingParams(1, temperature=0.0, ignore_eos=True)
+            return Submit(request_id, prompt.packed, one, prompt_logprobs=top)
+        sampling = structs.replace(admitted.sampling, choice=choice, max_tokens=prompt.max_tokens)
+        # The mean that ranks choices needs no alternatives.
+        logprobs = 0 if options.logprobs is None and options.keep is not None else options.logprobs
+        return Submit(request_id, prompt.packed, sampling, admitted.constraint, logprobs, top)
+
+    def _advance(self, stream: TokenStream) -> list[Piece]:
+        """What a stream has brought, in one piece or, for a stream of events, one a token."""
         delta = stream.take()
         choice = self._choices[stream.choice]
         before = choice.num_tokens
-        piece = choice.advance(delta.tokens, delta.terminal)
+        tokens = delta.tokens if self.admitted.options.max_tokens else []
+        if self.admitted.options.stream_events:
+            pieces = choice.advance_singly(tokens, delta.terminal)
+        else:
+            pieces = [choice.advance(tokens, delta.terminal, delta.logprobs)]
+        piece = pieces[-1]
         self._measure(stream.request_id, before, choice.num_tokens)
         if delta.terminal is not None:
             self._forget(stream.request_id)
@@ -124,7 +163,7 @@ class Generation:
             self._give_up([stream.request_id], "stop_string")
         if piece.finish_reason is None and self._error is None:
             self._error = _error(delta)
-        return piece
+        return pieces
 
     def _measure(self, request_id: int, before: int, after: int) -> None:
         if after == before:

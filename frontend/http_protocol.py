@@ -2,6 +2,7 @@
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from frontend.access import REQUEST_ID, fresh_id
 from frontend.errors import error_body
 
 
@@ -11,6 +12,7 @@ class JsonErrorProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         body = error_body(400, msg, None, "invalid_http")
         lines = [b"%b: %b\r\n" % header for header in self.server_state.default_headers]
-        lines += [b"content-type: application/json\r\n", b"content-length: %d\r\n" % len(body)]
+        lines += [b"%b: %b\r\n" % (REQUEST_ID, fresh_id()), b"content-type: application/json\r\n"]
+        lines += [b"content-length: %d\r\n" % len(body)]
         self.transport.write(b"".join([STATUS_LINE[400], *lines, b"connection: close\r\n\r\n", body]))
         self.transport.close()

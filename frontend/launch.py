@@ -12,8 +12,9 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from frontend.api_keys import api_keys, key_environment
 from frontend.child import Child
-from frontend.config import http_argv
+from frontend.config import check_security, http_argv
 from frontend.engine_metrics import EngineCollector
 from frontend.engine_monitor import EngineMonitor
 from frontend.engine_watch import EngineWatch
@@ -99,6 +100,15 @@ def _listen(host: str, port: int, flag: str) -> socket.socket:
         raise LaunchError(f"cannot listen on {host}:{port} ({error.strerror}); choose another {flag}") from None
 
 
+def _http_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The keys that requests must bring, once the rest of who may ask is known to work."""
+    try:
+        check_security(arguments)
+        return api_keys(arguments)
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
+
+
 async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
     """Runs an engine core, and a frontend if wanted, until a signal; returns the exit code.
 
@@ -116,12 +126,20 @@ async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
         if with_frontend:
             http_socket = stack.enter_context(_listen(arguments.host, arguments.port, "--port"))
             command = frontend_command(arguments, endpoint, folder, http_socket.fileno())
-            frontend = Child("frontend", command, [http_socket.fileno()])
+            environment = key_environment(_http_keys(arguments))
+            frontend = Child("frontend", command, [http_socket.fileno()], environment=environment)
         registry = CollectorRegistry()
         registry.register(EngineCollector(monitor, lambda: engine.restarts))
         ops = ops_server(monitor, registry)
         supervisor = Supervisor(
-            engine, frontend, http_socket, monitor, ops, ops_socket, arguments.drain_timeout if with_frontend else 0.0
+            engine,
+            frontend,
+            http_socket,
+            monitor,
+            ops,
+            ops_socket,
+            arguments.drain_timeout if with_frontend else 0.0,
+            "https" if with_frontend and arguments.tls_cert is not None else "http",
         )
         return await supervisor.run()
 

@@ -66,6 +66,8 @@ def build_server(config: FrontendConfig) -> DrainingServer:
         # Longer than proxies keep an idle connection, so that it is not closed under a request of theirs.
         timeout_keep_alive=75,
         ws="none",
+        ssl_certfile=config.tls_cert,
+        ssl_keyfile=config.tls_key,
     )
     return DrainingServer(settings, service)
 

@@ -2,13 +2,20 @@
 
 import asyncio
 
+from frontend.admission import Admission
 from frontend.body import BodyBudget
+from frontend.chat import Chat
+from frontend.chat_template import ChatTemplate, model_type
 from frontend.config import FrontendConfig
+from frontend.constraints import Constraints
 from frontend.engine_client import EngineClient
 from frontend.engine_watch import Verdict
 from frontend.errors import unavailable
+from frontend.grammar_check import GrammarChecker
 from frontend.metrics import FrontendMetrics
+from frontend.reasoning import CLOSE
 from frontend.tokenizer import Tokenizer
+from frontend.tool_parsers.formats import tool_format
 from frontend.workers import Workers
 from protocol.errors import ErrorCode
 from protocol.events import Ready
@@ -22,7 +29,12 @@ class Service:
     """The parts of a frontend and its one state: serving, or draining on the way out."""
 
     def __init__(
-        self, config: FrontendConfig, client: EngineClient, tokenizer: Tokenizer, metrics: FrontendMetrics
+        self,
+        config: FrontendConfig,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        metrics: FrontendMetrics,
     ) -> None:
         self.config = config
         self.client = client
@@ -31,6 +43,14 @@ class Service:
         self.bodies = BodyBudget()
         # One thread: what is large is taken in turn, so that requests beside it wait for one decoder at most.
         self.parser = Workers(1, "parse")
+        special = tokenizer.special_tokens()
+        self.grammars = GrammarChecker(tokenizer.vocab_size, special)
+        constraints = Constraints(self.grammars, self.parser, special)
+        self.admission = Admission(tokenizer, self.parser, constraints, config.max_concurrent, config.limits)
+        self.renderer = Workers(1, "render")
+        form = tool_format(config.chat.tool_parser, model_type(config.model_dir))
+        close_id = tokenizer.token_id(CLOSE)
+        self.chat = Chat(template, form, config.chat.reasoning_parser, close_id, self.admission, self.renderer)
         self.draining = False
         self.replies = 0
         """Completions being answered, from admission to the last byte."""
@@ -53,6 +73,14 @@ class Service:
         await self._until_answered(self.config.drain_timeout)
         self.client.fail_all(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
         await self._until_answered(_FLUSH_SECONDS)
+
+    async def close(self) -> None:
+        """Ends the link to the engine and the threads."""
+        await self.client.stop()
+        self.tokenizer.close()
+        self.parser.close()
+        self.renderer.close()
+        await self.grammars.close()
 
     async def _until_answered(self, timeout: float) -> None:
         deadline = asyncio.get_running_loop().time() + timeout

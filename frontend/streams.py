@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from protocol.events import Failure, Finished
+from protocol.events import Failure, Finished, TokenLogprobs
 
 Terminal = Finished | Failure
 
@@ -15,6 +15,8 @@ class Delta(Struct, frozen=True):
 
     tokens: list[int]
     terminal: Terminal | None
+    logprobs: list[TokenLogprobs] = []
+    """Of these tokens, and of the prompt ahead of the first, where they were asked for."""
 
 
 class Waker:
@@ -50,13 +52,14 @@ class TokenStream:
     and a wake-up takes all there is. After the one terminal event nothing is taken any more.
     """
 
-    __slots__ = ("_marked", "_pending", "_terminal", "_waker", "choice", "request_id")
+    __slots__ = ("_logprobs", "_marked", "_pending", "_terminal", "_waker", "choice", "request_id")
 
     def __init__(self, request_id: int, choice: int, waker: Waker) -> None:
         self.request_id = request_id
         self.choice = choice
         self._waker = waker
         self._pending: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._terminal: Terminal | None = None
         self._marked = False
 
@@ -64,6 +67,11 @@ class TokenStream:
         if self._terminal is None and tokens:
             self._pending.extend(tokens)
             self._mark()
+
+    def put_logprobs(self, logprobs: TokenLogprobs) -> None:
+        """Wakes nobody: the tokens that they belong to, or the first after the prompt, do."""
+        if self._terminal is None:
+            self._logprobs.append(logprobs)
 
     def finish(self, finished: Finished) -> None:
         self._end(finished)
@@ -74,8 +82,9 @@ class TokenStream:
     def take(self) -> Delta:
         """All there is, for a consumer that was woken."""
         tokens, self._pending = self._pending, []
+        logprobs, self._logprobs = self._logprobs, []
         self._marked = False
-        return Delta(tokens, self._terminal)
+        return Delta(tokens, self._terminal, logprobs)
 
     def _end(self, terminal: Terminal) -> None:
         if self._terminal is None:

@@ -6,8 +6,9 @@ import json
 import logging
 import signal
 import socket
+import ssl
 import time
-from typing import Any
+from typing import Any, Literal
 
 from frontend.child import Child
 from frontend.engine_guard import guard_engine
@@ -38,6 +39,7 @@ class Supervisor:
         ops: QuietServer,
         ops_socket: socket.socket,
         drain_timeout: float,
+        scheme: Literal["http", "https"] = "http",
     ) -> None:
         self._engine = engine
         self._frontend = frontend
@@ -46,6 +48,7 @@ class Supervisor:
         self._ops = ops
         self._ops_socket = ops_socket
         self._drain_timeout = drain_timeout
+        self._scheme = scheme
         self._stop = asyncio.Event()
         self._forced = False
         self._started = time.monotonic()
@@ -105,9 +108,10 @@ class Supervisor:
             print(f"the engine is ready ({self._seconds()})", flush=True)
             return
         host, port = self._http_socket.getsockname()[:2]
-        facts = await _until_serving(_reachable(host), port)
+        facts = await _until_serving(self._scheme, _reachable(host), port)
         print(
-            f"tandem is ready on http://{_display(host)}:{port} (model {facts.get('model')}, {facts.get('device')}, "
+            f"tandem is ready on {self._scheme}://{_display(host)}:{port} "
+            f"(model {facts.get('model')}, {facts.get('device')}, "
             f"{facts.get('kv_tokens')} KV tokens, {self._seconds()})",
             flush=True,
         )
@@ -131,17 +135,20 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-async def _until_serving(host: str, port: int) -> dict[str, Any]:
+async def _until_serving(scheme: str, host: str, port: int) -> dict[str, Any]:
     """Asks the frontend until it is ready; returns what it says of the engine."""
     while True:
-        facts = await asyncio.to_thread(_ask_ready, host, port)
+        facts = await asyncio.to_thread(_ask_ready, scheme, host, port)
         if facts is not None:
             return facts
         await asyncio.sleep(0.1)
 
 
-def _ask_ready(host: str, port: int) -> dict[str, Any] | None:
+def _ask_ready(scheme: str, host: str, port: int) -> dict[str, Any] | None:
     connection = http.client.HTTPConnection(host, port, timeout=2)
+    if scheme == "https":
+        # Its own child, on its own socket: there is nobody else to be taken for it.
+        connection = http.client.HTTPSConnection(host, port, timeout=2, context=ssl._create_unverified_context())
     try:
         connection.request("GET", "/health/ready")
         response = connection.getresponse()

@@ -4,11 +4,13 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 
 from frontend.detokenizer import Detokenizer
+from frontend.token_bytes import TokenBytes, token_bytes
 
 SHORT_TEXT_CHARS = 256
 """Texts up to this length are encoded in place: handing them to a thread costs more than the encoding."""
@@ -28,29 +30,57 @@ class Tokenizer:
         self._anchor = _anchor(raw)
         self._longest = max((len(token) for token in raw.get_vocab()), default=1)
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh incremental decoder for one sequence."""
-        return Detokenizer(self._raw, self._anchor)
+    @property
+    def vocab_size(self) -> int:
+        return self._raw.get_vocab_size()
 
-    async def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with whatever the tokenizer's own template adds (such as a begin token)."""
+    def token_id(self, token: str) -> int | None:
+        """The id of what is one token of the vocabulary."""
+        return self._raw.token_to_id(token)
+
+    @cached_property
+    def bytes_of(self) -> TokenBytes:
+        """The bytes that a token id stands for."""
+        return token_bytes(self._raw)
+
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that no text is encoded to, by what they are called."""
+        added = self._raw.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh incremental decoder for one sequence."""
+        return Detokenizer(self._raw, self._anchor, skip_special_tokens)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a prompt, with whatever the tokenizer's own template adds (such as a begin token) or without."""
         if len(text) <= SHORT_TEXT_CHARS:
-            return self._encode(text)
-        return await asyncio.get_running_loop().run_in_executor(self._workers, self._encode, text)
+            return self._encode(text, add_special_tokens)
+        run = asyncio.get_running_loop().run_in_executor
+        return await run(self._workers, self._encode, text, add_special_tokens)
 
     def fewest(self, text: str) -> int:
         """A number of tokens that the text has at least, for nothing: refuses monsters without encoding them."""
         return len(text) // self._longest
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of these ids, without special tokens."""
-        return self._raw.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of these ids."""
+        return self._raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    async def decode_many(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Text of any number of ids, decoded in a thread."""
+        run = asyncio.get_running_loop().run_in_executor
+        return await run(self._workers, self.decode, ids, skip_special_tokens)
+
+    def names(self, ids: Sequence[int]) -> list[str]:
+        """What the vocabulary calls these tokens; empty for ids that it lacks."""
+        return [self._raw.id_to_token(token_id) or "" for token_id in ids]
 
     def close(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._raw.encode(text).ids
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
 

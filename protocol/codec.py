@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ import msgspec
 
 from protocol.commands import AnyCommand
 from protocol.errors import ProtocolError
-from protocol.events import AnyEvent, StepOutput
+from protocol.events import AnyEvent, StepOutput, TokenLogprobs
 
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
@@ -99,3 +100,14 @@ def runs(output: StepOutput) -> Iterator[tuple[int, list[int]]]:
     for request_id, count in zip(request_ids, counts, strict=True):
         yield request_id, tokens[start : start + count]
         start += count
+
+
+def read_logprobs(logprobs: TokenLogprobs) -> list[tuple[float, list[int], list[float]]]:
+    """For each token its own log-probability, then the ids of the most probable tokens and theirs. Raises ProtocolError
+    unless its lines divide into tokens."""
+    top = logprobs.top
+    size = 4 * (1 + 2 * top)
+    if top < 0 or len(logprobs.lines) % size:
+        raise ProtocolError(f"{len(logprobs.lines)} bytes do not divide into lines of {top} alternatives")
+    fields = struct.iter_unpack(f"<{1 + top}f{top}i", logprobs.lines)
+    return [(values[0], list(values[1 + top :]), list(values[1 : 1 + top])) for values in fields]

@@ -25,6 +25,12 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
     prompt_ids: bytes
     """Packed little-endian int32 token ids, at least one."""
     sampling: SamplingParams
+    constraint: str | None = None
+    """Text of an llguidance grammar that the output has to follow, as `LLMatcher.grammar_from_json_schema` makes it."""
+    logprobs: int | None = None
+    """How many of the most probable tokens come with the log-probability of each generated token; None: none of it."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first, which nothing precedes."""
 
 
 class Abort(Command, frozen=True, array_like=True, tag=2):

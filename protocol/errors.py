@@ -10,6 +10,8 @@ class ErrorCode(StrEnum):
     INVALID_VALUE = "invalid_value"
     CONTEXT_LENGTH = "context_length_exceeded"
     KV_CAPACITY = "kv_capacity_exceeded"
+    INVALID_GRAMMAR = "invalid_grammar"
+    GRAMMAR_FAILED = "grammar_failed"
     OVERLOADED = "overloaded"
     SHUTTING_DOWN = "shutting_down"
     ENGINE_UNAVAILABLE = "engine_unavailable"

@@ -71,6 +71,20 @@ class Failure(Struct, frozen=True, array_like=True):
     message: str
 
 
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """Log-probabilities of consecutive tokens of one sequence: the float32 log-softmax of the model's logits as they
+    are, before bias, penalties, temperature, truncation and masks. -inf and NaN may occur."""
+
+    request_id: int
+    start: int
+    """Position of the first token in the sequence; those below the prompt's length are prompt tokens."""
+    top: int
+    """How many of the most probable tokens of each position come along."""
+    lines: bytes
+    """Packed little-endian, one line a token: its own float32 value, the `top` largest values in descending order, and
+    their int32 ids. Of equal ones the lowest id comes first."""
+
+
 class StepOutput(Event, frozen=True, array_like=True, tag=2):
     """All that one step yielded for one frontend, in columns: the i-th request has `counts[i]` tokens.
 
@@ -86,6 +100,8 @@ class StepOutput(Event, frozen=True, array_like=True, tag=2):
     """Packed little-endian int32, `sum(counts)` of them."""
     finished: list[Finished] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the tokens that asked for them, in the order of their positions within each request."""
 
 
 class Phase(StrEnum):
@@ -144,6 +160,13 @@ class EngineStats(Struct, array_like=True):
     gpu_idle_seconds: float = 0.0
     """from there to the next step's first."""
     gpu_timed_steps: int = 0
+    requests_constrained: int = 0
+    """Of those accepted, how many have to follow a grammar."""
+    compile_time: Histogram = field(default_factory=lambda: Histogram([], [0]))
+    """Of grammars that no request had asked for before, or not lately."""
+    mask_rows: int = 0
+    mask_seconds: float = 0.0
+    """Wall time that filling the masks of those rows took, many at once."""
 
 
 class Beat(Event, frozen=True, array_like=True, tag=3):

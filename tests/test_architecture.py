@@ -30,7 +30,7 @@ L3_NAMES = (
 L3 = {f"engine_core.{name}" for name in L3_NAMES}
 L4 = {"engine_core.runtime", "engine_core.constraints"}
 L5_NAMES = (
-    *("engine", "control", "mailbox", "outbox", "heartbeat", "stats"),
+    *("engine", "control", "mailbox", "outbox", "heartbeat", "stats", "wakeup"),
     *("build", "build_device", "start_log", "__main__"),
 )
 L5 = {f"engine_core.{name}" for name in L5_NAMES}
@@ -44,7 +44,7 @@ MAY_LOAD = [WIRE, {"msgspec"}, {"msgspec"}, GPU, GPU | {"llguidance"}, GPU | {"z
 MAY_IMPORT = [L0, L0 | L1, L0 | L1 | L2, L0 | L1 | L3, L0 | L1 | L3 | L4 | PADDING, set().union(*LEVELS)]
 FRONTEND_LOADS = {
     "fastapi", "starlette", "uvicorn", "tokenizers", "llguidance", "jinja2", "prometheus_client", "pydantic",
-    "msgspec", "zmq", "numpy", "anyio",
+    "msgspec", "zmq", "numpy", "anyio", "httpx",
 }  # fmt: skip
 
 

@@ -5,13 +5,13 @@ python -m benchmarks.kernels.bench_sampling [--vocab 128256] [--batches 1,8,64,2
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.results import save
-from engine_core.kernels.logprobs import gather_logprobs
+from engine_core.kernels.logprobs import LogprobKernels
 from engine_core.sampling.device_sampler import DeviceSampler
 
 BANDWIDTH = 4.385e12
@@ -78,13 +78,18 @@ def measure(batch: int, vocab: int, dtype: torch.dtype) -> dict[str, float]:
         logits = [(torch.randn(batch, vocab, device="cuda") * scale).to(dtype) for _ in range(sets)]
         method = getattr(sampler, mode)
         found[name] = median_us(lambda i, m=method, x=logits, r=rest: m(x[i], *r), sets)
-    ids = torch.randint(0, vocab, (batch, 21), device="cuda")
-    found["logprobs of 21"] = median_us(lambda i: void(gather_logprobs(logits[i], ids, pdl=True)), sets)
+    kernels = LogprobKernels(vocab, batch, 20, torch.device("cuda"))
+    chosen = torch.randint(0, vocab, (batch,), device="cuda", dtype=torch.int32)
+    for top in (0, 5, 20):
+        lines = torch.zeros(batch, 1 + 2 * top, device="cuda", dtype=torch.int32)
+        call = partial(score, kernels, logits, chosen, top, lines)
+        found[f"logprobs, top {top}"] = median_us(call, sets)
     return found
 
 
-def void(_: Any) -> None:
-    """Lets go of a result."""
+def score(kernels: LogprobKernels, logits: list[Tensor], chosen: Tensor, top: int, lines: Tensor, index: int) -> None:
+    """One set's log-probabilities."""
+    kernels.run(logits[index], chosen, top, lines)
 
 
 def main() -> None:

@@ -17,6 +17,8 @@ class CapturedDecode:
     logits: Tensor
     """[bucket, V]."""
     sampling: dict[Mode, torch.cuda.CUDAGraph]
+    masked: torch.cuda.CUDAGraph
+    """Sampling with everything, under the masks in the slot's `allowed`."""
 
 
 @dataclass(frozen=True, slots=True)

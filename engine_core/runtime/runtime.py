@@ -2,23 +2,24 @@
 
 import time
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine_core.attention.base import ForwardBatch, Span
-from engine_core.contracts import DeviceTimes, Masks
+from engine_core.contracts import DeviceTimes, Masks, StepLogprobs
 from engine_core.kv_cache.storage import KVStorage
 from engine_core.models.registry import Model
 from engine_core.plan import StepPlan
 from engine_core.runtime.device import Device
 from engine_core.runtime.gpu_clock import GpuClock
+from engine_core.runtime.mask_filler import MaskFiller
 from engine_core.runtime.shape import Shape, long_spans, pack_shaped
 from engine_core.runtime.slots import StepSlot
-from engine_core.runtime.staging import Packed, pack
-from engine_core.runtime.step_graphs import StepGraphs, pack_decode
+from engine_core.runtime.staging import Packed, mask_places, pack, pack_decode
+from engine_core.runtime.step_graphs import StepGraphs
 from engine_core.runtime.tables import DeviceTables, field
 from engine_core.runtime.token_sampler import TokenSampler
+from engine_core.runtime.token_scorer import SLICE, TokenScorer
 
 CONTINUOUS_SECONDS = 0.02
 """A launch this soon after the last results belongs to the same run of work; a longer pause is not the loop's."""
@@ -34,6 +35,8 @@ class TorchRuntime:
         kv: KVStorage,
         tables: DeviceTables,
         sampler: TokenSampler,
+        scorer: TokenScorer,
+        filler: MaskFiller,
         slots: list[StepSlot],
         page_size: int,
         graphs: StepGraphs | None = None,
@@ -44,6 +47,8 @@ class TorchRuntime:
         self.kv = kv
         self.tables = tables
         self.sampler = sampler
+        self.scorer = scorer
+        self.filler = filler
         self.slots = slots
         self.page_size = page_size
         self.graphs = graphs
@@ -66,7 +71,7 @@ class TorchRuntime:
         self.tables.apply(inputs, packed)
         if shape is None:
             hidden = self.model.forward(self._batch(s, inputs), self.kv)
-            s.logits = self.model.logits(hidden) if len(hidden) else hidden
+            self._read_out(s, hidden, inputs)
         else:
             self._replay(slot, shape, inputs)
 
@@ -76,11 +81,15 @@ class TorchRuntime:
         s = self.slots[slot]
         assert s.plan is not None and s.packed is not None and s.logits is not None, f"slot {slot} was not launched"
         count = len(s.packed.sample_rows)
-        if s.captured is not None and masks is None and "suppress" not in s.packed.fields:
-            s.captured.sampling[self.tables.mode(s.packed)].replay()
+        allowed = self._upload_masks(s, masks) if masks is not None and count else None
+        if s.captured is not None and "suppress" not in s.packed.fields:
+            ways = s.captured
+            (ways.sampling[self.tables.mode(s.packed)] if allowed is None else ways.masked).replay()
         elif count:
-            allowed = self._upload_masks(s, masks) if masks is not None else None
             self.sampler.run(s.logits[:count], s.device_inputs, s.packed, allowed, s.sampled[:count])
+        if s.plan.logprobs >= 0 and count:
+            # Out of the logits that a graph left, before the next forward can write there (I1).
+            self.scorer.run(s.logits[:count], s.sampled[:count], s.plan.logprobs, _lines(s.lines, 0, count, s.plan))
         # A step of chunks alone has no tokens, but its end has to be waited for like any other's (I6).
         s.sampling_done.record()
         if self.clock is not None:
@@ -88,6 +97,9 @@ class TorchRuntime:
         with self.device.copy():
             s.sampling_done.wait()
             s.results[:count].copy_(s.sampled[:count], non_blocking=True)
+            if s.plan.logprobs >= 0:
+                words = _line_words(s.plan)
+                s.host_lines[:words].copy_(s.lines[:words], non_blocking=True)
             s.copy_done.record()
         s.logits = None
 
@@ -105,6 +117,10 @@ class TorchRuntime:
         sampled = iter(tokens)
         return [next(sampled) if row.samples else -1 for row in rows]
 
+    def logprobs(self, slot: int, plan: StepPlan) -> StepLogprobs:
+        lines = self.slots[slot].host_lines[: _line_words(plan)]
+        return StepLogprobs(plan.logprobs, lines.numpy().tobytes())
+
     def synchronize(self) -> None:
         self.device.synchronize()
 
@@ -112,7 +128,7 @@ class TorchRuntime:
         return self.clock.times if self.clock is not None else DeviceTimes()
 
     def _pack(self, plan: StepPlan, shape: Shape | None, s: StepSlot) -> Packed:
-        if plan.plain and shape is not None:
+        if plan.single and shape is not None:
             return pack_decode(plan, shape.singles, s.inputs_view)
         max_len, pages_per_row = self.tables.tokens.shape[1], self.tables.pages.shape[1]
         if shape is None:
@@ -133,8 +149,30 @@ class TorchRuntime:
         pages = self.tables.pages[:, :used][field(inputs, s.packed, "rows").long()]
         mixed.prompts.plan(long_spans(s.plan), pages, self.page_size)
         mixed.forward.replay()
-        hidden = mixed.hidden[field(inputs, s.packed, "sample_index").long()]
-        s.logits = self.model.logits(hidden) if len(hidden) else hidden
+        self._read_out(s, mixed.hidden[field(inputs, s.packed, "sample_index").long()], inputs)
+
+    def _read_out(self, s: StepSlot, hidden: Tensor, inputs: Tensor) -> None:
+        """Logits of the rows that sample, and the log-probabilities of the positions that are scored.
+
+        hidden: [S + P, hidden], final states of these and of those.
+        """
+        assert s.packed is not None
+        count = len(s.packed.sample_rows)
+        s.logits = self.model.logits(hidden[:count]) if count else hidden[:count]
+        if "targets" in s.packed.fields:
+            self._score_prompts(s, hidden[count:], field(inputs, s.packed, "targets"))
+
+    def _score_prompts(self, s: StepSlot, hidden: Tensor, targets: Tensor) -> None:
+        """Slice by slice, so that the logits of one slice are all the memory it takes.
+
+        hidden: [P, hidden] of the scored positions; targets: [P] int32, the tokens that follow them.
+        """
+        assert s.plan is not None and s.packed is not None
+        count = len(s.packed.sample_rows)
+        for at in range(0, len(targets), SLICE):
+            wanted = targets[at : at + SLICE]
+            lines = _lines(s.lines, count + at, len(wanted), s.plan)
+            self.scorer.run(self.model.logits(hidden[at : at + SLICE]), wanted, s.plan.logprobs, lines)
 
     def _batch(self, s: StepSlot, inputs: Tensor) -> ForwardBatch:
         assert s.plan is not None and s.packed is not None
@@ -154,18 +192,28 @@ class TorchRuntime:
         )
 
     def _upload_masks(self, s: StepSlot, masks: Masks) -> Tensor:
-        assert s.plan is not None
-        wanted = [mask for mask, row in zip(masks, s.plan.rows, strict=True) if row.samples]
-        view = s.host_masks.numpy().view(np.uint8)
-        for index, mask in enumerate(wanted):
-            if mask is None:
-                view[index] = 0xFF
-            else:
-                view[index] = 0
-                view[index, : len(mask)] = np.frombuffer(mask, dtype=np.uint8)
-        device_masks = s.device_masks[: len(wanted)]
-        device_masks.copy_(s.host_masks[: len(wanted)], non_blocking=True)
-        return device_masks
+        """Fills and copies the masks of the constrained rows alone, then gives every row that samples its own or the
+        one that allows everything. [S, words]."""
+        assert s.plan is not None and s.packed is not None
+        places = mask_places(s.plan)
+        if masks:
+            self.filler.fill([(constraint, places[row] - 1) for row, constraint in masks], s.masks_view)
+        s.device_masks[1 : 1 + len(places)].copy_(s.host_masks[: len(places)], non_blocking=True)
+        allowed = s.allowed[: len(s.packed.sample_rows)]
+        torch.index_select(s.device_masks, 0, field(s.device_inputs, s.packed, "mask_places"), out=allowed)
+        return allowed
+
+
+def _line_words(plan: StepPlan) -> int:
+    """How many words the step's log-probabilities take, as in `StepLogprobs`."""
+    lines = sum([row.samples + len(row.targets) // 4 for row in plan.rows])
+    return lines * (1 + 2 * plan.logprobs)
+
+
+def _lines(words: Tensor, first: int, count: int, plan: StepPlan) -> Tensor:
+    """`count` lines of a step from `first` on, [count, 1 + 2 * top]."""
+    width = 1 + 2 * plan.logprobs
+    return words[first * width : (first + count) * width].view(count, width)
 
 
 def _spans(plan: StepPlan) -> list[Span]:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from engine_core.attention.base import Span
 from engine_core.plan import StepPlan
-from engine_core.runtime.staging import Ints, Packed, lay_out, pack_admissions, pack_uploads
+from engine_core.runtime.staging import Ints, Packed, lay_out, pack_admissions, pack_targets, pack_uploads, restrictions
 
 
 class Shape(NamedTuple):
@@ -32,7 +32,7 @@ def pack_shaped(plan: StepPlan, shape: Shape, max_len: int, pages_per_row: int, 
     Fields as in `staging.pack`, but token_rows and positions come first, as long as the shape has places, and rows
     [N] are those of several tokens.
     """
-    row, start, length, samples, suppress = _columns(plan)
+    row, start, length, samples = _columns(plan)
     single = length == 1
     several = ~single
     first = _first_places(single, length, shape)
@@ -46,9 +46,9 @@ def pack_shaped(plan: StepPlan, shape: Shape, max_len: int, pages_per_row: int, 
     end = start + length
     parts = {"token_rows": token_rows, "positions": positions, "rows": row[several]}
     parts |= {"sample_index": (first + length - 1)[samples], "sample_rows": row[samples]}
-    parts["sample_positions"] = end[samples]
-    if suppress.any():
-        parts["suppress"] = suppress[samples]
+    parts |= {"sample_positions": end[samples]} | restrictions(plan)
+    if any(r.targets for r in plan.rows):
+        pack_targets(plan, first, parts)
     pack_uploads(plan, max_len, pages_per_row, parts)
     if plan.admitted:
         pack_admissions(plan.admitted, parts)
@@ -66,13 +66,12 @@ def long_spans(plan: StepPlan) -> list[Span]:
     return spans
 
 
-def _columns(plan: StepPlan) -> tuple[Ints, Ints, Ints, NDArray[np.bool_], Ints]:
+def _columns(plan: StepPlan) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
     return (
         np.array([r.row for r in plan.rows], dtype=np.int32),
         np.array([r.start for r in plan.rows], dtype=np.int32),
         np.array([r.length for r in plan.rows], dtype=np.int32),
         np.array([r.samples for r in plan.rows], dtype=bool),
-        np.array([r.suppress_ends for r in plan.rows], dtype=np.int32),
     )
 
 

@@ -12,6 +12,10 @@ from engine_core.plan import StepPlan
 from engine_core.runtime.captured import CapturedDecode
 from engine_core.runtime.device import Device, Event
 from engine_core.runtime.staging import Packed
+from protocol.params import MAX_TOP_LOGPROBS
+
+LINE_WORDS = 1 + 2 * MAX_TOP_LOGPROBS
+"""Most words of one line of log-probabilities."""
 
 
 @dataclass(slots=True)
@@ -24,12 +28,21 @@ class StepSlot:
     """The same memory, for writing."""
     device_inputs: Tensor
     host_masks: Tensor
-    """[max_rows, words] int32, pinned: bits of allowed ids."""
+    """[max_rows, words] int32, pinned: bits of allowed ids, by place (`staging.mask_places`) less one."""
+    masks_view: NDArray[np.int32]
+    """The same memory, for writing."""
     device_masks: Tensor
+    """[1 + max_rows, words] int32, by place."""
+    allowed: Tensor
+    """[max_rows, words] int32 on the device: the masks of the rows that sample."""
     sampled: Tensor
     """[max_rows] int32 on the device."""
     results: Tensor
     """[max_rows] int32, pinned."""
+    lines: Tensor
+    """[most lines * LINE_WORDS] int32 on the device: log-probabilities, as in `StepLogprobs`."""
+    host_lines: Tensor
+    """The same, pinned."""
     sampling_done: Event
     copy_done: Event
     attention: AttentionBackend
@@ -42,21 +55,34 @@ class StepSlot:
 
     @classmethod
     def allocate(
-        cls, device: Device, capacity: int, max_rows: int, vocab_size: int, attention: AttentionBackend
+        cls,
+        device: Device,
+        capacity: int,
+        max_rows: int,
+        max_step_tokens: int,
+        vocab_size: int,
+        attention: AttentionBackend,
     ) -> "StepSlot":
         def on_device(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device.kind)
 
         host_inputs = device.host_buffer(capacity)
         words = -(-vocab_size // 32)
+        host_masks, device_masks = device.host_buffer(max_rows, words), on_device(1 + max_rows, words)
+        device_masks[0] = -1
+        line_words = (max_rows + max_step_tokens) * LINE_WORDS
         return cls(
             host_inputs=host_inputs,
             inputs_view=host_inputs.numpy(),
             device_inputs=on_device(capacity),
-            host_masks=device.host_buffer(max_rows, words),
-            device_masks=on_device(max_rows, words),
+            host_masks=host_masks,
+            masks_view=host_masks.numpy(),
+            device_masks=device_masks,
+            allowed=on_device(max_rows, words),
             sampled=on_device(max_rows),
             results=device.host_buffer(max_rows),
+            lines=on_device(line_words),
+            host_lines=device.host_buffer(line_words),
             sampling_done=device.event(),
             copy_done=device.event(),
             attention=attention,

@@ -41,30 +41,30 @@ class Packed:
 
 def capacity(max_rows: int, max_step_tokens: int, pages: int) -> int:
     """Most int32 words that a step can need."""
-    tokens = 4 * max_step_tokens + 2 * max_rows
+    tokens = 6 * max_step_tokens + 2 * max_rows
     admissions = max_rows * (ADMISSION_INTS + ADMISSION_FLOATS + 3 * (MAX_LOGIT_BIAS + MAX_SUPPRESSED))
-    return tokens + 2 * pages + 5 * max_rows + admissions
+    return tokens + 2 * pages + 6 * max_rows + admissions
 
 
 def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints) -> Packed:
     """Writes a plan into `out`.
 
-    Fields: rows [B]; token_rows, positions [T]; sample_index, sample_rows, sample_positions [S]; suppress [S] if a row
-    suppresses its end; with news, upload_index, upload_tokens [U] into the flat token table and page_index, pages [P]
-    into the flat page table; with admitted rows, ints [A * 6], floats [A * 6], bias_index, bias_ids, biases [B],
-    suppress_index, suppressed [E].
+    Fields: rows [B]; token_rows, positions [T]; sample_rows, sample_positions [S]; sample_index [S + P], places among
+    the T positions, of the samples first and then of the scored ones; suppress [S] if a row suppresses its end; targets
+    [P] if any position is scored; mask_places [S] if a row is constrained; with news, upload_index, upload_tokens [U]
+    into the flat token table and page_index, pages [P] into the flat page table; with admitted rows, ints [A * 6],
+    floats [A * 6], bias_index, bias_ids, biases [B], suppress_index, suppressed [E].
     """
     row = np.array([r.row for r in plan.rows], dtype=np.int32)
     start = np.array([r.start for r in plan.rows], dtype=np.int32)
-    if plan.plain:
+    if plan.single:
         last = np.arange(len(row), dtype=np.int32)
         parts = {"rows": row, "token_rows": row, "positions": start}
-        parts |= {"sample_index": last, "sample_rows": row, "sample_positions": start + 1}
+        parts |= {"sample_index": last, "sample_rows": row, "sample_positions": start + 1} | restrictions(plan)
         return lay_out(parts, out, row, int(start.max()) + 1)
     length = np.array([r.length for r in plan.rows], dtype=np.int32)
     last = np.cumsum(length, dtype=np.int32) - 1
     samples = np.array([r.samples for r in plan.rows], dtype=bool)
-    suppress = np.array([r.suppress_ends for r in plan.rows], dtype=np.int32)
     end = start + length
     parts = {
         "rows": row,
@@ -73,13 +73,57 @@ def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints) -> Packed:
         "sample_index": last[samples],
         "sample_rows": row[samples],
         "sample_positions": end[samples],
-    }
-    if suppress.any():
-        parts["suppress"] = suppress[samples]
+    } | restrictions(plan)
+    if any(r.targets for r in plan.rows):
+        pack_targets(plan, last + 1 - length, parts)
     pack_uploads(plan, max_len, pages_per_row, parts)
     if plan.admitted:
         pack_admissions(plan.admitted, parts)
     return lay_out(parts, out, parts["sample_rows"], int(end.max()))
+
+
+def pack_decode(plan: StepPlan, bucket: int, out: Ints) -> Packed:
+    """Writes a step of single positions where its bucket's graphs read it: rows, then positions, each padded with
+    zeros. What only sampling needs, where that does not come out of a graph, lies behind: sample_rows,
+    sample_positions, suppress and mask_places [B] as in `pack`."""
+    count = len(plan.rows)
+    row = np.array([r.row for r in plan.rows], dtype=np.int32)
+    position = np.array([r.start for r in plan.rows], dtype=np.int32)
+    out[:count] = row
+    out[count:bucket] = 0
+    out[bucket : bucket + count] = position
+    out[bucket + count : 2 * bucket] = 0
+    fields = {"rows": (0, bucket), "positions": (bucket, bucket)}
+    if plan.plain:
+        return Packed(fields, 2 * bucket, row, int(position.max()) + 1)
+    parts = {"sample_positions": position + 1} | restrictions(plan)
+    behind = lay_out(parts, out[2 * bucket :], row, int(position.max()) + 1)
+    fields["sample_rows"] = (0, count)
+    fields |= {name: (2 * bucket + offset, length) for name, (offset, length) in behind.fields.items()}
+    return Packed(fields, 2 * bucket + behind.total, row, behind.longest)
+
+
+def mask_places(plan: StepPlan) -> dict[int, int]:
+    """Where the mask of each constrained row that samples lies, by the row's number in the device's tables.
+
+    Place 0 is nobody's and allows everything; the others follow in the plan's order.
+    """
+    rows = [row.row for row in plan.rows if row.constrained and row.samples]
+    return {row: place for place, row in enumerate(rows, start=1)}
+
+
+def restrictions(plan: StepPlan) -> dict[str, Ints]:
+    """Which rows that sample may not sample everything: suppress and mask_places, [S] each, where there are any."""
+    parts: dict[str, Ints] = {}
+    if plan.plain:
+        return parts
+    suppress = np.array([r.suppress_ends for r in plan.rows if r.samples], dtype=np.int32)
+    if suppress.any():
+        parts["suppress"] = suppress
+    if plan.needs_mask:
+        masked = np.array([r.constrained for r in plan.rows if r.samples], dtype=np.int32)
+        parts["mask_places"] = np.cumsum(masked, dtype=np.int32) * masked
+    return parts
 
 
 def lay_out(parts: dict[str, Ints], out: Ints, sample_rows: Ints, longest: int) -> Packed:
@@ -95,6 +139,14 @@ def lay_out(parts: dict[str, Ints], out: Ints, sample_rows: Ints, longest: int) 
             offset += len(part)
         fields[name] = place
     return Packed(fields, offset, sample_rows, longest)
+
+
+def pack_targets(plan: StepPlan, first: Ints, parts: dict[str, Ints]) -> None:
+    """Adds the scored positions and the tokens that follow them. first: [B], each row's place among the T positions."""
+    targets = [np.frombuffer(r.targets, dtype=np.int32) for r in plan.rows]
+    places = [np.arange(len(ids), dtype=np.int32) + at for ids, at in zip(targets, first, strict=True)]
+    parts["targets"] = np.concatenate(targets)
+    parts["sample_index"] = np.concatenate([parts["sample_index"], *places])
 
 
 def pack_uploads(plan: StepPlan, max_len: int, pages_per_row: int, parts: dict[str, Ints]) -> None:

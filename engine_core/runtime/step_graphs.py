@@ -1,31 +1,30 @@
 """Steps as CUDA graphs: a slot's inputs lie at fixed places, and the CPU only fills and replays.
 
 A step takes the graph of the smallest shape that it fits; what it leaves free is padding: row 0, position 0, page 0.
-Of a step of single tokens the forward pass and the three ways of sampling are captured apart and replayed one after the
+Of a step of single tokens the forward pass and the ways of sampling are captured apart and replayed one after the
 other, so their number is a sum, not a product. Of a step with prompts the forward pass is captured, as far as the
 final hidden states. All graphs share one memory pool: they run one at a time, in stream order (I1).
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine_core.attention.base import PromptAttention
-from engine_core.plan import StepPlan
+from engine_core.plan import Row, StepPlan
 from engine_core.runtime.captured import CapturedDecode, CapturedMixed
 from engine_core.runtime.shape import Shape, lies
 from engine_core.runtime.slots import StepSlot
-from engine_core.runtime.staging import Ints, Packed
 from engine_core.runtime.tables import Mode
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 """(rows [B] int32, positions [B] int32) -> logits [B, V]."""
-Sampling = Callable[[Mode, Tensor, Tensor, Tensor, Tensor], None]
-"""(mode, logits, rows, positions, out [B] int32)."""
+Sampling = Callable[[Mode, Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
+"""(mode, logits, rows, positions, out [B] int32, allowed [B, words] int32 or None)."""
 MixedForward = Callable[[Tensor, Tensor, Shape, Any], Tensor]
 """(rows [T] int32, positions [T] int32, shape, prompts) -> hidden [T, hidden]."""
 PROMPTS = 64
@@ -54,12 +53,12 @@ class StepGraphs:
 
     def shape(self, plan: StepPlan) -> Shape | None:
         """The smallest shape that a step fits, or None: no graph is large enough, or a single token is no sample."""
-        if plan.plain:
+        if plan.single:
             rows = _at_least(len(plan.rows), self.rows)
             return None if rows is None else Shape(rows, 0)
         wanted = lies(plan)
         if wanted.tokens == 0:
-            rows = _at_least(wanted.singles, self.rows) if all(row.samples for row in plan.rows) else None
+            rows = _at_least(wanted.singles, self.rows) if all(_sampled(row) for row in plan.rows) else None
             return None if rows is None else Shape(rows, 0)
         singles, tokens = _at_least(wanted.singles, self.singles), _at_least(wanted.tokens, self.tokens)
         if singles is None or tokens is None or len(plan.rows) - wanted.singles > PROMPTS:
@@ -67,22 +66,14 @@ class StepGraphs:
         return Shape(singles, tokens)
 
 
+def _sampled(row: Row) -> bool:
+    """Whether a single token is what a decode step's graph takes it for."""
+    return row.samples and not row.targets
+
+
 def _at_least(wanted: int, sizes: tuple[int, ...]) -> int | None:
     index = bisect_left(sizes, wanted)
     return sizes[index] if index < len(sizes) else None
-
-
-def pack_decode(plan: StepPlan, bucket: int, out: Ints) -> Packed:
-    """Writes a plain plan where its bucket's graphs read it: rows, then positions, each padded with zeros."""
-    count = len(plan.rows)
-    rows = np.array([r.row for r in plan.rows], dtype=np.int32)
-    positions = np.array([r.start for r in plan.rows], dtype=np.int32)
-    out[:count] = rows
-    out[count:bucket] = 0
-    out[bucket : bucket + count] = positions
-    out[bucket + count : 2 * bucket] = 0
-    fields = {"rows": (0, bucket), "positions": (bucket, bucket)}
-    return Packed(fields, 2 * bucket, rows, int(positions.max()) + 1)
 
 
 def capture_decode(
@@ -102,13 +93,14 @@ def capture_decode(
     for done, bucket in enumerate(reversed(buckets)):
         for slot, captured in zip(slots, steps, strict=True):
             rows, positions = slot.device_inputs[:bucket], slot.device_inputs[bucket : 2 * bucket]
-            out = slot.sampled[:bucket]
+            out, allowed = slot.sampled[:bucket], slot.allowed[:bucket]
             if slot is slots[0]:
                 logits = forward(rows, positions)
                 for mode in Mode:
-                    sampling(mode, logits, rows, positions, out)
+                    sampling(mode, logits, rows, positions, out, None)
+                sampling(Mode.FULL, logits, rows, positions, out, allowed)
                 torch.cuda.current_stream().synchronize()
-            captured[bucket] = _capture_step(pool, rows, positions, out, forward, sampling)
+            captured[bucket] = _capture_step(pool, rows, positions, out, allowed, forward, sampling)
         progress(100 * (done + 1) // len(buckets))
     return steps
 
@@ -156,14 +148,19 @@ def _into(
 
 
 def _capture_step(
-    pool: Any, rows: Tensor, positions: Tensor, out: Tensor, forward: Forward, sampling: Sampling
+    pool: Any,
+    rows: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    allowed: Tensor,
+    forward: Forward,
+    sampling: Sampling,
 ) -> CapturedDecode:
     graph, logits = _record(pool, lambda: forward(rows, positions))
     assert logits is not None
-    ways = {}
-    for mode in Mode:
-        ways[mode], _ = _record(pool, lambda mode=mode: sampling(mode, logits, rows, positions, out))  # type: ignore[misc]
-    return CapturedDecode(graph, logits, ways)
+    ways = {mode: _record(pool, partial(sampling, mode, logits, rows, positions, out, None))[0] for mode in Mode}
+    masked, _ = _record(pool, partial(sampling, Mode.FULL, logits, rows, positions, out, allowed))
+    return CapturedDecode(graph, logits, ways, masked)
 
 
 def _record(pool: Any, work: Callable[[], Tensor | None]) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:

@@ -1,15 +1,19 @@
 """Which sequences run, and what the next step computes. Composes gates, policy and stopping; knows no device."""
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Iterable
 
 from msgspec import Struct
 
-from engine_core.contracts import Delta
+from engine_core.contracts import Constraint, Delta, Masks, StepLogprobs, Verifier
 from engine_core.errors import RequestError
-from engine_core.plan import Admission, Row, StepPlan
+from engine_core.plan import Row, StepPlan
 from engine_core.scheduler.admission import PageGate, RowGate, admit
+from engine_core.scheduler.constrained import dead_end, jump_ahead, masks_of, refused_by
+from engine_core.scheduler.logprobs import attach, most_wanted
 from engine_core.scheduler.policy import choose_rows
+from engine_core.scheduler.rows import admission_of, row_of, steady_rows, steady_rows_some_constrained
 from engine_core.scheduler.sequence import Sequence
 from engine_core.scheduler.stopping import end_of
 from protocol.errors import ErrorCode, FinishReason
@@ -38,15 +42,18 @@ class Committed(Struct):
 class Scheduler:
     """First come, first served, with continuous batching.
 
-    Life of a sequence: `add` -> waiting -> `admit_waiting` -> running -> rows in steps (`plan_step`, `on_launch`,
-    `commit`) -> an outcome -> leases closed once no step in flight holds it (I4). Whoever ends stands in `ended`
-    exactly once (I8) until the engine takes it from there.
+    Life of a sequence: `add` (-> compiling -> `constrain`) -> waiting -> `admit_waiting` -> running -> rows in steps
+    (`plan_step`, `on_launch`, `commit`) -> an outcome -> leases closed once no step in flight holds it (I4). Whoever
+    ends stands in `ended` exactly once (I8) until the engine takes it from there.
     """
 
-    def __init__(self, rows: RowGate, pages: PageGate, limits: SchedulerLimits) -> None:
+    def __init__(self, rows: RowGate, pages: PageGate, limits: SchedulerLimits, verifier: Verifier) -> None:
         self.rows = rows
         self.pages = pages
         self.limits = limits
+        self.verifier = verifier
+        self.compiling: dict[int, Sequence] = {}
+        """Accepted, but their grammar is not ready: they hold up nobody."""
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.ended: list[Sequence] = []
@@ -54,7 +61,11 @@ class Scheduler:
         self._held: dict[int, Sequence] = {}
         """Every sequence whose leases are open, zombies too."""
         self._unsettled: set[int] = set()
-        """Running sequences that are not plain."""
+        """Running sequences that are not settled."""
+        self._following: set[int] = set()
+        """Running sequences that follow a grammar."""
+        self._observed: dict[int, int] = {}
+        """Running sequences that want log-probabilities, with the most alternatives that they want."""
 
     @property
     def open(self) -> int:
@@ -77,14 +88,31 @@ class Scheduler:
                 f"{seq.prompt_len} prompt tokens and max_tokens {seq.params.max_tokens} need {needed} KV pages of "
                 f"{self.pages.page_size} tokens, the pool has {total}; lower max_tokens or raise --kv-tokens",
             )
-        if len(self.waiting) >= self.limits.max_waiting + self.rows.free:
+        waiting = len(self.waiting) + len(self.compiling)
+        if waiting >= self.limits.max_waiting + self.rows.free:
             raise RequestError(
                 ErrorCode.OVERLOADED,
-                f"{len(self.waiting)} requests are waiting already, beside {self.rows.free} free rows "
+                f"{waiting} requests are waiting already, beside {self.rows.free} free rows "
                 f"--max-waiting allows {self.limits.max_waiting}; retry later",
             )
         self._open[seq.client, seq.request_id] = seq
-        self.waiting.append(seq)
+        if seq.compiling:
+            self.compiling[seq.id] = seq
+        else:
+            self.waiting.append(seq)
+
+    def constrain(self, seq_id: int, result: Constraint | RequestError) -> None:
+        """Puts a sequence whose grammar is ready where it belongs in the queue by its arrival, or ends it if the
+        grammar is not to be had. It may have ended by itself."""
+        seq = self.compiling.get(seq_id)
+        if seq is None:
+            return
+        if isinstance(result, RequestError):
+            self.end(seq, Failure(seq.request_id, result.code, result.message))
+            return
+        del self.compiling[seq_id]
+        seq.constraint, seq.compiling = result, False
+        self.waiting.insert(bisect(self.waiting, seq.id, key=lambda other: other.id), seq)
 
     def admit_waiting(self) -> list[Sequence]:
         """Moves sequences from the head of the queue to running while every gate lets them; returns those moved."""
@@ -93,8 +121,19 @@ class Scheduler:
             seq = self.waiting.popleft()
             self.running[seq.id] = self._held[seq.id] = seq
             self._unsettled.add(seq.id)
+            if seq.constraint is not None:
+                self._following.add(seq.id)
+            wanted = most_wanted(seq)
+            if wanted >= 0:
+                self._observed[seq.id] = wanted
             moved.append(seq)
         return moved
+
+    def start(self, seq: Sequence) -> Delta:
+        """What the grammar of a sequence that was just admitted forces it to begin with."""
+        delta = Delta([], [])
+        self._jump(seq, delta)
+        return delta
 
     def plan_step(self, step_id: int) -> StepPlan | None:
         """The next step over the running sequences, or None. Pure: counters change at launch and commit alone.
@@ -109,32 +148,35 @@ class Scheduler:
         takes = choose_rows(pending, self.limits.max_step_tokens, self.limits.prefill_chunk)
         rows = tuple(
             [
-                Row(seq.id, seq.row, seq.launched, take, take == wanted) if seq.plain else _row(seq, take, wanted)
+                Row(seq.id, seq.row, seq.launched, take, take == wanted, False, seq.constraint is not None)
+                if seq.settled
+                else row_of(seq, take, wanted)
                 for seq, take, wanted in zip(candidates, takes, pending, strict=True)
                 if take
             ]
         )
         if not rows:
             return None
-        admitted = tuple([_admission(self.running[row.seq_id]) for row in rows if row.start == 0])
-        return StepPlan.of(step_id, rows, admitted)
+        admitted = tuple([admission_of(self.running[row.seq_id]) for row in rows if row.start == 0])
+        return StepPlan.of(step_id, rows, admitted, self._logprobs())
 
     def _plan_steady(self, step_id: int) -> StepPlan | None:
-        """The same where the policy has nothing to choose: every sequence is plain, so each has one position pending,
-        at `launched`, and the budget serves all."""
-        rows = tuple(
-            [
-                Row(seq.id, seq.row, seq.launched, 1, True)
-                for seq in self.running.values()
-                if seq.launched + 1 < seq.total_len
-            ]
-        )
-        return StepPlan(step_id, rows, (), len(rows), needs_mask=False, plain=True) if rows else None
+        """The same where the policy has nothing to choose: every sequence is settled, and the budget serves all."""
+        running = self.running.values()
+        rows = steady_rows_some_constrained(running) if self._following else steady_rows(running)
+        if not rows:
+            return None
+        masked = bool(self._following) and any(row.constrained for row in rows)
+        return StepPlan(step_id, rows, (), len(rows), masked, plain=not masked, single=True, logprobs=self._logprobs())
+
+    def _logprobs(self) -> int:
+        """As `StepPlan.logprobs`."""
+        return max(self._observed.values()) if self._observed else -1
 
     def on_launch(self, plan: StepPlan) -> None:
         """Counts a plan that is now on the device."""
         held = self._held
-        if plan.plain:
+        if plan.plain or not self._unsettled:
             for row in plan.rows:
                 seq = held[row.seq_id]
                 seq.launched += 1
@@ -147,15 +189,18 @@ class Scheduler:
             seq.inflight += 1
             if row.samples:
                 seq.unseen += 1
-            if not seq.plain:
+            if not seq.settled:
                 seq.on_launch(len(row.new_pages))
-                if seq.plain:
+                if seq.settled:
                     self._unsettled.discard(seq.id)
 
-    def commit(self, plan: StepPlan, tokens: list[int]) -> Committed:
+    def commit(self, plan: StepPlan, tokens: list[int], logprobs: StepLogprobs | None = None) -> Committed:
         """Takes the results of the oldest step: appends tokens, ends sequences, buries zombies."""
         committed = Committed({}, 0, 0)
         deltas, held = committed.deltas, self._held
+        refused = refused_by(self.verifier, plan, tokens, held) if plan.needs_mask else set()
+        if logprobs is not None:
+            attach(plan.rows, held, refused, logprobs, deltas)
         delta = Delta([], [])
         client, append_id, append_token = None, delta.request_ids.append, delta.tokens.append
         for row, token in zip(plan.rows, tokens, strict=True):
@@ -167,6 +212,9 @@ class Scheduler:
                 committed.zombies += 1
                 if seq.inflight == 0:
                     self._bury(seq)
+            elif seq.constraint is not None:
+                if row.samples:
+                    self._follow(seq, token, seq.id in refused, deltas.setdefault(seq.client, Delta([], [])))
             elif row.samples:
                 known = seq.tokens
                 known.append(token)
@@ -176,8 +224,6 @@ class Scheduler:
                     append_id, append_token = delta.request_ids.append, delta.tokens.append
                 append_id(seq.request_id)
                 append_token(token)
-                if seq.constraint is not None:
-                    seq.constraint.accept(token)
                 if token in seq.end_ids or len(known) >= seq.total_len:
                     outcome = end_of(seq)
                     if outcome is not None:
@@ -185,14 +231,31 @@ class Scheduler:
         committed.tokens = sum([len(delta.tokens) for delta in deltas.values()])
         return committed
 
-    def masks(self, plan: StepPlan) -> list[bytes | None]:
-        """What each row of a step may sample. Called when every step before it has been committed."""
-        masks: list[bytes | None] = []
-        for row in plan.rows:
-            seq = self._held[row.seq_id]
-            live = row.samples and seq.outcome is None
-            masks.append(seq.constraint.mask() if live and seq.constraint is not None else None)
-        return masks
+    def _follow(self, seq: Sequence, token: int, refused: bool, delta: Delta) -> None:
+        """Commits a token of a sequence that has to follow a grammar."""
+        if refused:
+            self.end(seq, dead_end(seq))
+            return
+        seq.tokens.append(token)
+        delta.request_ids.append(seq.request_id)
+        delta.tokens.append(token)
+        outcome = end_of(seq)
+        if outcome is not None:
+            self.end(seq, outcome)
+        elif seq.unseen == 0:
+            self._jump(seq, delta)
+
+    def _jump(self, seq: Sequence, delta: Delta) -> None:
+        """Appends what the grammar forces, which may end the sequence."""
+        outcome = jump_ahead(self.verifier, seq, delta)
+        if outcome is not None:
+            self.end(seq, outcome)
+        elif not seq.settled:
+            self._unsettled.add(seq.id)
+
+    def masks(self, plan: StepPlan) -> Masks:
+        """What the rows of a step may sample. Called when every step before it has been committed."""
+        return masks_of(plan, self._held)
 
     def abort(self, client: bytes, request_id: int) -> None:
         """Ends a request whose frontend wants no more of it. Idempotent."""
@@ -228,10 +291,13 @@ class Scheduler:
         del self._open[seq.client, seq.request_id]
         self.ended.append(seq)
         self._unsettled.discard(seq.id)
-        if self.running.pop(seq.id, None) is None:
+        self._following.discard(seq.id)
+        self._observed.pop(seq.id, None)
+        if self.running.pop(seq.id, None) is not None:
+            if seq.inflight == 0:
+                self._bury(seq)
+        elif self.compiling.pop(seq.id, None) is None:
             self.waiting.remove(seq)
-        elif seq.inflight == 0:
-            self._bury(seq)
 
     def take_ended(self) -> list[Sequence]:
         """The sequences that ended since the last call."""
@@ -242,31 +308,3 @@ class Scheduler:
         assert seq.inflight == 0 and seq.unseen == 0, f"buried while in flight: {seq}"
         del self._held[seq.id]
         seq.leases.close()
-
-
-def _row(seq: Sequence, length: int, pending: int) -> Row:
-    """The next `length` positions of a sequence that is not plain."""
-    start = seq.launched
-    end = start + length
-    return Row(
-        seq.id,
-        seq.row,
-        start,
-        length,
-        length == pending,
-        suppress_ends=end - seq.prompt_len < seq.min_tokens,
-        constrained=seq.constraint is not None,
-        tokens=seq.tokens[start : min(end, seq.uploads)].tobytes() if start < seq.uploads else b"",
-        new_pages=tuple(seq.pages[seq.mapped :]),
-        first_page=seq.mapped,
-    )
-
-
-def _admission(seq: Sequence) -> Admission:
-    return Admission(
-        seq.id,
-        seq.row,
-        seq.prompt_len,
-        seq.params,
-        tuple(seq.end_ids) if seq.min_tokens else (),
-    )

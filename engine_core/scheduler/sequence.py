@@ -21,21 +21,24 @@ class Sequence:
     __slots__ = (
         "arrival",
         "client",
+        "compiling",
         "constraint",
         "end_ids",
         "id",
         "inflight",
         "launched",
         "leases",
+        "logprobs",
         "mapped",
         "min_tokens",
         "outcome",
         "pages",
         "params",
-        "plain",
         "prompt_len",
+        "prompt_logprobs",
         "request_id",
         "row",
+        "settled",
         "tokens",
         "total_len",
         "unseen",
@@ -52,6 +55,9 @@ class Sequence:
         end_ids: frozenset[int],
         arrival: float = 0.0,
         constraint: Constraint | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        compiling: bool = False,
     ) -> None:
         self.id = seq_id
         self.client = client
@@ -65,6 +71,11 @@ class Sequence:
         self.end_ids = end_ids
         self.arrival = arrival
         self.constraint = constraint
+        self.compiling = compiling
+        """Whether it has to wait for its constraint before anything else."""
+        self.logprobs = logprobs
+        """Alternatives wanted with the log-probability of each generated token; None: no log-probabilities."""
+        self.prompt_logprobs = prompt_logprobs
         self.launched = 0
         self.unseen = 0
         self.inflight = 0
@@ -74,8 +85,8 @@ class Sequence:
         self.pages: list[int] = []
         self.mapped = 0
         """How many of `pages` the device's page table holds."""
-        self.plain = False
-        """Whether its rows are nothing but numbers now: no news for the device, no constraint, no suppressed end."""
+        self.settled = False
+        """Whether its rows are mere numbers now, one position each: no news for the device, no suppressed end."""
         self.leases = ExitStack()
         self.outcome: Finished | Failure | None = None
 
@@ -84,16 +95,20 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def scored(self) -> bool:
+        """Whether every position of the prompt has to be computed for its log-probability, whatever a cache holds."""
+        return self.prompt_logprobs is not None
+
+    @property
     def pending(self) -> int:
         """Positions that could be computed now."""
         return len(self.tokens) + self.unseen - self.launched
 
     def on_launch(self, new_pages: int) -> None:
-        """Called after a launch that counted, while the sequence is not plain yet: is it now?"""
+        """Called after a launch that counted, while the sequence is not settled yet: is it now?"""
         self.mapped += new_pages
-        self.plain = (
-            self.constraint is None
-            and self.launched >= self.uploads
+        self.settled = (
+            self.launched >= self.uploads
             and self.mapped == len(self.pages)
             and self.launched + 1 - self.prompt_len >= self.min_tokens
         )

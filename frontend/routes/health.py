@@ -4,9 +4,10 @@ from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from frontend.errors import error_headers
+from frontend.schemas.openapi import json_response
 from frontend.service import Service
 from protocol.version import PROTOCOL_VERSION, distribution_version
 
@@ -21,7 +22,10 @@ def health_router(service: Service) -> APIRouter:
         return {"status": "live"}
 
     @router.head("/health/ready", include_in_schema=False)
-    @router.get("/health/ready")
+    @router.get(
+        "/health/ready",
+        openapi_extra={"responses": {"503": json_response("No completion would be taken.", {"type": "object"})}},
+    )
     async def ready() -> JSONResponse:
         """200 when a completion would be taken, else 503 with the reason."""
         verdict = service.verdict()
@@ -42,7 +46,7 @@ def health_router(service: Service) -> APIRouter:
             body["percent"] = verdict.percent
         return JSONResponse(body, 503, error_headers(503))
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """What this process measures, for Prometheus."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from frontend.errors import ApiError
+from frontend.schemas.openapi import STRING, closed, error_response, json_response
 from frontend.service import Service
 from protocol.events import ModelFacts
 
@@ -19,15 +20,40 @@ def _card(model: ModelFacts) -> dict[str, Any]:
     }
 
 
+_CARD = closed(
+    {
+        "id": STRING,
+        "object": {"const": "model"},
+        "created": {"type": "integer"},
+        "owned_by": STRING,
+        "max_model_len": {"type": "integer"},
+    }
+)
+_LIST = closed({"object": {"const": "list"}, "data": {"type": "array", "items": _CARD}})
+_NOT_READY = error_response("Not ready; try again later.")
+
+
 def models_router(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/v1/models")
+    @router.get(
+        "/v1/models",
+        openapi_extra={"responses": {"200": json_response("The served model.", _LIST), "503": _NOT_READY}},
+    )
     async def list_models() -> dict[str, Any]:
         """The served model, as a list."""
         return {"object": "list", "data": [_card(service.ready().model)]}
 
-    @router.get("/v1/models/{model:path}")
+    @router.get(
+        "/v1/models/{model:path}",
+        openapi_extra={
+            "responses": {
+                "200": json_response("The served model.", _CARD),
+                "404": error_response("There is no such model."),
+                "503": _NOT_READY,
+            }
+        },
+    )
     async def get_model(model: str) -> dict[str, Any]:
         """The served model, by its name."""
         served = service.ready().model

@@ -1,6 +1,7 @@
 """Reading a JSON body field by field: what is wrong is named, and nothing is accepted and then ignored."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +15,21 @@ _TYPE_NAMES: dict[type, str] = {
     int: "an integer", float: "a number", type(None): "null",
 }  # fmt: skip
 
-IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+IGNORED = (
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+)
 """Fields that cannot change the output, whatever they hold. They are checked to be JSON and never built."""
 
 MAX_FIELD_BYTES = 256 * 1024
 """Most JSON of one field, prompts and ignored ones aside: more than any value in bounds needs, and built quickly."""
 
 _UNKNOWN_FIELD = "Object contains unknown field `"
+_PLACE = re.compile(r"^(.*?) - at `\$(.*)`$", re.DOTALL)
 
 
 class BodyFormat:
@@ -76,6 +85,21 @@ def wrong_type(name: str, expected: str, value: object) -> ApiError:
     return malformed(f"{name!r} must be {expected}, not {type_name(value)}", name)
 
 
+def misshapen(error: msgspec.ValidationError, field: str) -> ApiError:
+    """What msgspec found wrong within a field, with the place of it: 422 for unknown names and values, else 400."""
+    text = str(error)
+    found = _PLACE.match(text)
+    reason, place = (found[1], field + found[2]) if found else (text, field)
+    if reason.startswith(_UNKNOWN_FIELD):
+        return not_supported(f"{place}.{reason.removeprefix(_UNKNOWN_FIELD).removesuffix('`')}")
+    if reason.startswith("Invalid "):
+        hint = "; this server takes text alone" if ".content[" in place else ""
+        return unsupported(f"{place!r}: {reason[0].lower()}{reason[1:200]} is not supported{hint}", place)
+    if reason.startswith("Expected `null`"):
+        return unsupported(f"{place!r} is not supported; leave it out", place)
+    return malformed(f"{place!r}: {reason[0].lower()}{reason[1:300]}", place)
+
+
 class FieldReader:
     """Takes the fields of an object by name and type; what nobody took is refused at the end.
 
@@ -92,13 +116,18 @@ class FieldReader:
         self._taken.add(name)
         return self._body.get(name)
 
-    def take(self, name: str) -> Any:
+    def sized(self, name: str) -> Raw | None:
+        """The JSON of a field of ordinary size. Raises ApiError 422 for more."""
         raw = self.raw(name)
         if raw is None:
             return None
         if (size := len(memoryview(raw))) > MAX_FIELD_BYTES:
             raise unsupported(f"{name!r} has {size} bytes of JSON, at most {MAX_FIELD_BYTES}", name)
-        return decode_field(raw, name)
+        return raw
+
+    def take(self, name: str) -> Any:
+        raw = self.sized(name)
+        return None if raw is None else decode_field(raw, name)
 
     def required_text(self, name: str) -> str:
         value = self.take(name)
@@ -140,6 +169,33 @@ class FieldReader:
         if type(value) is not bool:
             raise wrong_type(name, "a boolean", value)
         return value
+
+    def text(self, name: str, longest: int) -> str | None:
+        """A string of 1 to `longest` characters, or None."""
+        value = self.take(name)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise wrong_type(name, "a string", value)
+        if not 1 <= len(value) <= longest:
+            raise unsupported(f"{name!r} must have 1 to {longest} characters, not {len(value)}", name)
+        return value
+
+    def object(self, name: str) -> dict[str, Any] | None:
+        value = self.take(name)
+        if value is not None and not isinstance(value, dict):
+            raise wrong_type(name, "an object", value)
+        return value
+
+    def shaped(self, name: str, shape: Any) -> Any:
+        """A value of a msgspec type, or None. What does not fit is refused with its place within the field."""
+        raw = self.sized(name)
+        if raw is None or bytes(memoryview(raw)) == b"null":
+            return None
+        try:
+            return decode_field(raw, name, shape)
+        except msgspec.ValidationError as error:
+            raise misshapen(error, name) from None
 
     def texts(self, name: str, most: int, longest: int) -> tuple[str, ...]:
         """A string or an array of at most `most`, each of 1 to `longest` characters."""

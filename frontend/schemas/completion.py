@@ -2,133 +2,68 @@
 
 from typing import Any
 
-import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct, structs
 
 from frontend.errors import unsupported
-from frontend.schemas.common import BodyFormat, FieldReader, wrong_type
+from frontend.schemas.common import BodyFormat, FieldReader
+from frontend.schemas.options import (
+    INT32_MAX,
+    MAX_N,
+    MAX_TOP_LOGPROBS,
+    OPTION_NAMES,
+    GenerationOptions,
+    optional_integer,
+    read_options,
+    refused_with_events,
+)
 from frontend.schemas.prompts import Prompt, parse_prompts
-from protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS
 
-MAX_N = 128
 MAX_SEQUENCES = 256
 """Most prompts times choices of one request."""
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
 DEFAULT_MAX_TOKENS = 16
-_INT32_MAX = 2**31 - 1
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "suffix": ("",),
-    "logprobs": (),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "add_special_tokens": (True,),
-    "priority": (0,),
-}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"suffix": ("",), "add_special_tokens": (True,)}
 
 
 class CompletionRequest(Struct, frozen=True):
-    """A validated request. What depends on the model (vocabulary, lengths) is checked at admission."""
+    """A validated request."""
 
-    model: str
+    options: GenerationOptions
     prompts: list[Prompt]
-    max_tokens: int
-    max_tokens_by_default: bool
-    """Nobody asked for so many: where the model has room for fewer, it is fewer."""
-    n: int
-    stream: bool
-    include_usage: bool
     echo: bool
-    return_token_ids: bool
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int | None
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    min_tokens: int
-    ignore_eos: bool
-    logit_bias: dict[int, float]
 
 
 # Names of the request that no body may have are refused in the end, as nobody takes them.
-_BODY = BodyFormat((*CompletionRequest.__struct_fields__, *_NEUTRAL, "prompt", "best_of", "stream_options"))
+_BODY = BodyFormat((*OPTION_NAMES, *_NEUTRAL, "prompt", "echo", "best_of"))
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Raises ApiError 400 for what is malformed, 422 for what is out of range or not supported."""
     fields = FieldReader(_BODY.split(body))
     fields.neutral(_NEUTRAL)
-    model = fields.required_text("model")
-    prompts = parse_prompts(fields.raw("prompt"))
-    n = fields.integer("n", 1, 1, MAX_N)
-    best_of = fields.integer("best_of", n, 1, MAX_N)
-    if best_of not in (1, n):
-        raise unsupported(f"'best_of' must equal 'n' ({n}) or be left out, not {best_of}", "best_of")
-    if n * len(prompts) > MAX_SEQUENCES:
-        raise unsupported(f"'n' times the number of prompts is {n * len(prompts)}, at most {MAX_SEQUENCES}", "n")
     echo = fields.boolean("echo", False)
     # Without echo there would be nothing to answer with.
-    max_tokens = fields.integer("max_tokens", DEFAULT_MAX_TOKENS, 0 if echo else 1, _INT32_MAX)
-    stream = fields.boolean("stream", False)
-    request = CompletionRequest(
-        model=model,
-        prompts=prompts,
-        max_tokens=max_tokens,
-        max_tokens_by_default=fields.take("max_tokens") is None,
-        n=n,
-        stream=stream,
-        include_usage=_include_usage(fields, stream),
-        echo=echo,
-        return_token_ids=fields.boolean("return_token_ids", False),
-        temperature=fields.number("temperature", 1.0, 0.0, 2.0),
-        top_p=fields.number("top_p", 1.0, 0.0, 1.0, above_low=True),
-        top_k=max(0, fields.integer("top_k", 0, -1, _INT32_MAX)),
-        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, 10.0, above_low=True),
-        presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
-        frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-        seed=_seed(fields),
-        stop=fields.texts("stop", MAX_STOPS, MAX_STOP_CHARS),
-        stop_token_ids=fields.ids("stop_token_ids", MAX_STOP_TOKEN_IDS),
-        min_tokens=fields.integer("min_tokens", 0, 0, max_tokens),
-        ignore_eos=fields.boolean("ignore_eos", False),
-        logit_bias=fields.biases("logit_bias", MAX_LOGIT_BIAS),
-    )
+    max_tokens = optional_integer(fields, "max_tokens", 0 if echo else 1, INT32_MAX)
+    logprobs = optional_integer(fields, "logprobs", 0, MAX_TOP_LOGPROBS)
+    options = read_options(fields, max_tokens, DEFAULT_MAX_TOKENS, logprobs)
+    options = _best_of(fields, structs.replace(options, prompt_logprobs=logprobs if echo else None))
+    prompts = parse_prompts(fields.raw("prompt"))
+    if (wanted := options.n * len(prompts)) > MAX_SEQUENCES:
+        name = "n" if options.keep is None else "best_of"
+        raise unsupported(f"{name!r} times the number of prompts is {wanted}, at most {MAX_SEQUENCES}", name)
+    if options.stream_events and (echo or wanted > 1):
+        raise refused_with_events("echo" if echo else "prompt")
     fields.finish()
-    return request
+    return CompletionRequest(options, prompts, echo)
 
 
-def _seed(fields: FieldReader) -> int | None:
-    seed = fields.integer("seed", -1, 0, MAX_SEED)
-    return None if seed < 0 else seed
-
-
-def _include_usage(fields: FieldReader, stream: bool) -> bool:
-    options = fields.take("stream_options")
-    if options is None:
-        return False
-    if not isinstance(options, dict):
-        raise wrong_type("stream_options", "an object", options)
-    if not stream:
-        raise unsupported("'stream_options' needs 'stream': true", "stream_options")
-    inner = FieldReader({name: Raw(msgspec.json.encode(value)) for name, value in options.items()})
-    inner.neutral({"include_obfuscation": (False,)})
-    include = inner.boolean("include_usage", False)
-    inner.finish()
-    return include
+def _best_of(fields: FieldReader, options: GenerationOptions) -> GenerationOptions:
+    """The options with as many choices as are to be generated, and how many of them are shown."""
+    best_of = fields.integer("best_of", options.n, 1, MAX_N)
+    if best_of == options.n:
+        return options
+    if best_of < options.n:
+        raise unsupported(f"'best_of' ({best_of}) must be at least 'n' ({options.n})", "best_of")
+    if options.stream:
+        raise unsupported("'best_of' cannot be streamed: all choices have to end first; leave 'stream' out", "best_of")
+    return structs.replace(options, n=best_of, keep=options.n)

@@ -1,6 +1,5 @@
 """Percentiles, goodput and sums, worked out by hand."""
 
-import io
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from benchmarks.bench_serving import arguments_parser, loads
 from benchmarks.plots import PlottingUnavailableError, plot_serving, pyplot
 from benchmarks.serving.distribution import distribution, percentile
 from benchmarks.serving.level import Level, Slo, summarise
-from benchmarks.serving.progress import Progress
 from benchmarks.serving.record import Record, Share
 from benchmarks.serving.reference import load_reference
 from benchmarks.serving.table import number, reference_table, remarks, table
@@ -111,14 +109,6 @@ def test_the_reference_stands_in_the_same_columns() -> None:
 )
 def test_numbers(value: float | None, text: str) -> None:
     assert number(value) == text
-
-
-def test_progress_shows_requests_or_time_and_only_on_a_terminal() -> None:
-    assert "50 %  4/8 requests" in Progress("x", 8, None).line(4, 1.0)
-    assert "25 %  4 requests" in Progress("x", None, 8.0).line(4, 2.0)
-    out = io.StringIO()
-    Progress("x", 8, None, out).draw(4, 1.0)
-    assert out.getvalue() == ""
 
 
 def test_flags_become_loads() -> None:

@@ -1,13 +1,16 @@
 """From a model folder to an engine that answers."""
 
 import hashlib
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from llguidance import LLMatcher
 
-from engine_core.build import build_engine
+from engine_core.build import DEFAULT_MODEL, build_engine
+from engine_core.constraints.compiler import GrammarCompiler
 from engine_core.engine import Engine
 from engine_core.errors import ConfigError
 from engine_core.heartbeat import Status
@@ -15,8 +18,8 @@ from engine_core.stats import new_stats
 from protocol.codec import pack_ids
 from protocol.commands import Hello, Submit
 from protocol.engine_options import EngineOptions
-from protocol.errors import FinishReason
-from protocol.events import Finished, Phase, Ready
+from protocol.errors import ErrorCode, FinishReason
+from protocol.events import Failure, Finished, Phase, Ready
 from protocol.params import SamplingParams
 from protocol.version import PROTOCOL_VERSION
 from tests.fakes.mailbox import FakeMailbox
@@ -106,3 +109,37 @@ def test_what_cannot_be_built(folder: Path, config: dict[str, Any], options: dic
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         build(tmp_path / "missing")
+
+
+def test_compilation_wakes_the_loop() -> None:
+    """The default model's folder, because a grammar needs a tokenizer."""
+    engine, mailbox, _ = build(DEFAULT_MODEL)
+    woken = threading.Event()
+    compiler = engine.compiler
+    assert isinstance(compiler, GrammarCompiler)
+    assert compiler.wake == mailbox.wake
+    compiler.wake = woken.set
+    constraint = LLMatcher.grammar_from_regex("[0-9]{4}x")
+    submit = Submit(1, pack_ids([5, 6]), SamplingParams(9, seed=3), constraint)
+    mailbox.inbox += [(CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "x")), (CLIENT, submit)]
+    engine.tick()
+    assert woken.wait(60)
+    while not mailbox.outcomes:
+        engine.tick()
+    assert mailbox.outcomes[CLIENT, 1] == [Finished(1, FinishReason.STOP)]
+    engine.compiler.close()
+
+
+def test_a_folder_without_a_tokenizer_serves_what_needs_none(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    engine, mailbox, _ = build(folder)
+    free, bound = (Submit(number, pack_ids([5, 6]), SamplingParams(2), text) for number, text in ((1, None), (2, "x")))
+    mailbox.inbox += [(CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "x")), (CLIENT, free), (CLIENT, bound)]
+    while len(mailbox.outcomes) < 2:
+        engine.tick()
+    assert isinstance(mailbox.outcomes[CLIENT, 1][0], Finished)
+    (failure,) = mailbox.outcomes[CLIENT, 2]
+    assert isinstance(failure, Failure)
+    assert failure.code is ErrorCode.INVALID_REQUEST
+    assert "no tokenizer.json" in failure.message
+    engine.compiler.close()

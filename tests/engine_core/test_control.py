@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine_core.control import Control
 from engine_core.kv_cache.pages import PageAllocator
@@ -19,6 +20,7 @@ from protocol.events import Failure, Finished, Limits, ModelFacts, Ready, Refuse
 from protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
 from protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
+from tests.fakes.constraint import FakeCompiler, FakeVerifier
 from tests.protocol.messages import COMMANDS
 
 EPOCH, VOCAB, MAX_LEN, END = 77, 100, 48, 1
@@ -28,8 +30,9 @@ PROMPT = pack_ids([5, 6, 7])
 
 
 def new(pages: int = 21, max_waiting: int = 3) -> Control:
-    scheduler = Scheduler(RowGate(4), PageGate(PageAllocator(pages), 4), SchedulerLimits(16, 16, max_waiting))
-    return Control(scheduler, EPOCH, FACTS, LIMITS, new_stats(), FakeClock())
+    limits = SchedulerLimits(16, 16, max_waiting)
+    scheduler = Scheduler(RowGate(4), PageGate(PageAllocator(pages), 4), limits, FakeVerifier())
+    return Control(scheduler, FakeCompiler(), EPOCH, FACTS, LIMITS, new_stats(), FakeClock())
 
 
 def greeted(*clients: bytes, **sizes: int) -> Control:
@@ -41,6 +44,10 @@ def greeted(*clients: bytes, **sizes: int) -> Control:
 
 def submit(prompt: bytes = PROMPT, request_id: int = 9, **params: Any) -> Submit:
     return Submit(request_id, prompt, SamplingParams(params.pop("max_tokens", 4), **params))
+
+
+def wants(**logprobs: int) -> Submit:
+    return structs.replace(submit(), **logprobs)
 
 
 class TestHello:
@@ -166,6 +173,8 @@ REFUSED: list[tuple[Submit, ErrorCode, str]] = [
     *[(submit(frequency_penalty=bad), INVALID, f"frequency_penalty is {bad}") for bad in (-101.0, 101.0, NAN, INF)],
     *[(submit(seed=bad), INVALID, f"seed is {bad}") for bad in (-1, MAX_SEED + 1, 2**64 - 1)],
     *[(submit(choice=bad), INVALID, f"choice is {bad}") for bad in (-1, 2**31)],
+    *[(wants(logprobs=bad), INVALID, f"logprobs is {bad}, 0 to 20") for bad in (-1, 21, 2**63)],
+    *[(wants(prompt_logprobs=bad), INVALID, f"prompt_logprobs is {bad}, 0 to 20") for bad in (-1, 21)],
     (submit(max_tokens=MAX_LEN - 2), ErrorCode.CONTEXT_LENGTH, "3 prompt tokens and max_tokens 46 make 49"),
     (submit(max_tokens=2**63), ErrorCode.CONTEXT_LENGTH, "the model's context holds 48"),
 ]

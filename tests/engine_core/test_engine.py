@@ -12,6 +12,7 @@ from protocol.events import Failure, Finished, Ready
 from protocol.params import SamplingParams
 from protocol.version import PROTOCOL_VERSION
 from tests.fakes.bench import CLIENT, EPOCH, Bench
+from tests.fakes.constraint import FakeConstraint
 from tests.fakes.model import reference
 
 
@@ -44,7 +45,7 @@ class TestOrder:
     def test_masks_at_depth_two(self) -> None:
         """The mask needs the tokens of the step before: sampling waits for its commit, the launch does not."""
         bench = Bench(2)
-        bench.submit(1, 4, constrained=True)
+        bench.submit(1, 4, "parity")
         assert [bench.tick_calls() for _ in range(6)] == [
             ["launch 1"],
             ["sample 1", "launch 2"],
@@ -56,7 +57,7 @@ class TestOrder:
 
     def test_masks_at_depth_one(self) -> None:
         bench = Bench(1)
-        bench.submit(1, 2, constrained=True)
+        bench.submit(1, 2, "parity")
         assert [bench.tick_calls() for _ in range(4)] == [
             ["launch 1"],
             ["sample 1", "collect 1", "launch 2"],
@@ -67,7 +68,7 @@ class TestOrder:
     def test_a_constrained_row_among_others_holds_its_steps_only(self) -> None:
         bench = Bench(2)
         bench.submit(1, 8)
-        bench.submit(2, 1, constrained=True)
+        bench.submit(2, 1, "parity")
         assert bench.tick_calls() == ["launch 1"]
         assert bench.tick_calls() == ["sample 1", "launch 2", "sample 2"], "step 2 has no constrained row"
         assert bench.tick_calls() == ["collect 1", "launch 3", "sample 3"]
@@ -207,6 +208,97 @@ class TestFrontends:
         bench.finish()
         assert bench.outcome(1) == Finished(1, FinishReason.ABORT)
         assert bench.stats.zombie_rows == 2
+        assert bench.at_rest()
+
+
+class TestGrammars:
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_others_run_while_one_compiles(self, depth: int) -> None:
+        bench = Bench(depth, rows=1)
+        bench.compiler.delay = lambda: 12
+        bench.submit(1, 3, "parity")
+        bench.submit(2, 3)
+        bench.submit(3, 3)
+        bench.finish()
+        assert list(bench.mailbox.outcomes) == [(CLIENT, 2), (CLIENT, 3), (CLIENT, 1)]
+        assert bench.mailbox.received[CLIENT, 1] == reference([3, 4, 5], 3, frozenset(), 0, FakeConstraint("parity"))
+        assert bench.stats.requests_constrained == 1
+
+    def test_a_grammar_that_is_ready_runs_in_the_same_tick(self) -> None:
+        bench = Bench(2)
+        bench.submit(1, 3, "parity")
+        assert bench.tick_calls() == ["launch 1"]
+
+    def test_a_grammar_that_does_not_compile_is_answered_at_once(self) -> None:
+        bench = Bench(2)
+        bench.submit(1, 3, "bad")
+        assert not bench.engine.tick()
+        assert bench.outcome(1) == Failure(1, ErrorCode.INVALID_GRAMMAR, "it is bad")
+        assert bench.stats.requests_failed == {"invalid_grammar": 1}
+
+    @pytest.mark.parametrize("leave", ["abort", "goodbye", "vanish", "stop"])
+    def test_leaving_while_it_compiles(self, leave: str) -> None:
+        bench = Bench(2)
+        bench.compiler.delay = lambda: 1000
+        for request_id in (1, 2):
+            bench.submit(request_id, 3, "parity")
+        bench.submit(3, 30)
+        bench.engine.tick()
+        assert bench.stats.waiting == 2
+        assert len(bench.compiler.jobs) == 2
+        if leave == "stop":
+            bench.engine.stopping = True
+            bench.engine.run()
+            assert bench.compiler.closed
+        elif leave == "vanish":
+            bench.mailbox.gone.add(CLIENT)
+        else:
+            bench.say(Abort([1, 2, 3]) if leave == "abort" else Goodbye())
+        while leave != "stop" and bench.scheduler.open:
+            bench.engine.tick()
+        while leave != "stop" and bench.engine.tick():
+            pass
+        assert bench.compiler.jobs == {}
+        assert bench.at_rest()
+        assert all(len(outcomes) == 1 for outcomes in bench.mailbox.outcomes.values())
+        assert len(bench.mailbox.outcomes) == 3
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_what_needs_no_step_gives_its_row_to_the_next_at_once(self, depth: int) -> None:
+        """All that they may say is forced, so they end when they are admitted."""
+        bench = Bench(depth, rows=1)
+        for request_id in range(1, 5):
+            bench.submit(request_id, 2, "runs 5")
+        bench.submit(5, 1)
+        assert bench.tick_calls() == ["launch 1", "sample 1"]
+        for request_id in range(1, 5):
+            assert bench.mailbox.received[CLIENT, request_id] == [2, 9]
+            assert bench.outcome(request_id) == Finished(request_id, FinishReason.LENGTH)
+        assert bench.stats.generation_tokens == 8
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_forced_tokens_take_fewer_steps(self, depth: int) -> None:
+        bench = Bench(depth)
+        bench.submit(1, 12, "runs 8")
+        bench.finish()
+        assert bench.mailbox.received[CLIENT, 1] == reference([3, 4, 5], 12, frozenset(), 0, FakeConstraint("runs 8"))
+        assert bench.stats.generation_tokens == 12
+        assert bench.stats.steps_launched <= 4
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_a_grammar_that_cannot_go_on_harms_nobody(self, depth: int) -> None:
+        bench = Bench(depth)
+        bench.submit(1, 9, "dies 4")
+        bench.submit(2, 9, "parity")
+        bench.submit(3, 9)
+        bench.finish()
+        outcome = bench.outcome(1)
+        assert isinstance(outcome, Failure)
+        assert outcome.code is ErrorCode.GRAMMAR_FAILED
+        assert "after 4 tokens" in outcome.message
+        assert len(bench.mailbox.received[CLIENT, 1]) == 4
+        for request_id, constraint in ((2, FakeConstraint("parity")), (3, None)):
+            assert bench.mailbox.received[CLIENT, request_id] == reference([3, 4, 5], 9, frozenset(), 0, constraint)
         assert bench.at_rest()
 
 

@@ -1,6 +1,8 @@
 """The engine's end of the wire over real sockets."""
 
+import select
 import tempfile
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +11,7 @@ import zmq
 
 from engine_core.contracts import Delta
 from engine_core.mailbox import DRAIN_LIMIT, ZmqMailbox
+from engine_core.wakeup import Wakeup
 from protocol.codec import decode_event, encode, runs
 from protocol.commands import Abort, AnyCommand, Goodbye, Hello
 from protocol.errors import ErrorCode, FinishReason
@@ -26,7 +29,8 @@ class Wire:
         self.context = context
         self.endpoint = endpoint
         self.router = bind_router(context, endpoint)
-        self.mailbox = ZmqMailbox(self.router)
+        self.wakeup = Wakeup.open()
+        self.mailbox = ZmqMailbox(self.router, self.wakeup)
         self.dealers: list[Any] = []
 
     def dealer(self) -> Any:
@@ -55,7 +59,9 @@ class Wire:
 def wire() -> Iterator[Wire]:
     context = KeepingContext()
     with tempfile.TemporaryDirectory(prefix="td-") as folder:
-        yield Wire(context, f"ipc://{folder}/engine")
+        wire = Wire(context, f"ipc://{folder}/engine")
+        yield wire
+        wire.wakeup.close()
         context.destroy(linger=0)
 
 
@@ -115,13 +121,33 @@ class TestDrain:
                 assert len(calls) <= 10 * DRAIN_LIMIT, "one drain goes on and on"
                 return [b"client", b"junk"]
 
-        assert ZmqMailbox(Endless()).drain() == []
+        wakeup = Wakeup.open()
+        assert ZmqMailbox(Endless(), wakeup).drain() == []
         assert len(calls) <= DRAIN_LIMIT + 1
+        wakeup.close()
 
     def test_wait_ends_when_something_arrives(self, wire: Wire) -> None:
         wire.dealer().send(encode(Goodbye()))
         wire.mailbox.wait(WAIT_MS / 1000)
         assert [command for _, command in wire.mailbox.drain()] == [Goodbye()]
+
+    def test_another_thread_ends_the_wait(self, wire: Wire) -> None:
+        thread = threading.Thread(target=wire.mailbox.wake)
+        thread.start()
+        wire.mailbox.wait(WAIT_MS / 1000)
+        thread.join()
+        assert wire.mailbox.drain() == []
+
+    def test_a_wake_before_the_wait_ends_it_too_and_only_it(self, wire: Wire) -> None:
+        for _ in range(200_000):
+            wire.mailbox.wake()
+        wire.mailbox.wait(WAIT_MS / 1000)
+        assert not select.select([wire.wakeup.reader], [], [], 0)[0], "the next wait would end at once"
+
+    def test_nobody_is_left_to_wake(self, wire: Wire) -> None:
+        wire.wakeup.close()
+        wire.mailbox.wake()
+        assert wire.wakeup.reader.fileno() == -1
 
 
 class TestFlush:

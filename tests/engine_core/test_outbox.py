@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from engine_core.outbox import Outbox
 from protocol.codec import decode_event, runs
 from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Failure, Finished, StepOutput
+from protocol.events import Failure, Finished, StepOutput, TokenLogprobs
 
 
 def message(box: Outbox, step_id: int = 1) -> StepOutput:
@@ -41,6 +41,17 @@ def test_tokens_of_many_steps_in_one_message(told: list[tuple[int, int]]) -> Non
         box.tokens.append(token)
     received = [(request_id, token) for request_id, run in runs(message(box, 9)) for token in run]
     assert received == told
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.binary(max_size=8)), max_size=40))
+def test_log_probabilities_of_many_steps_in_one_message(told: list[tuple[int, int, bytes]]) -> None:
+    box = Outbox()
+    for start, (request_id, top, lines) in enumerate(told):
+        box.logprobs.append(TokenLogprobs(request_id, start, top, lines))
+    assert box.fresh == bool(told)
+    received = [(part.request_id, part.top, part.lines) for part in message(box).logprobs]
+    assert received == told
+    assert not box.fresh
 
 
 def test_more_tokens_than_one_count_can_hold() -> None:

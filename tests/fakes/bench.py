@@ -3,6 +3,7 @@
 from typing import Any
 
 from engine_core.contracts import Masks
+from engine_core.control import Control
 from engine_core.engine import Engine
 from engine_core.kv_cache.pages import PageAllocator
 from engine_core.pipeline import PipelineState
@@ -16,10 +17,10 @@ from protocol.events import Failure, Finished, Limits, ModelFacts
 from protocol.params import SamplingParams
 from protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
+from tests.fakes.constraint import FakeCompiler, FakeVerifier
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.model import END, VOCAB
 from tests.fakes.runtime import FakeRuntime
-from tests.sim.world import ConstrainingControl
 
 EPOCH, CLIENT = 7, b"client"
 
@@ -59,18 +60,19 @@ class Bench:
     def __init__(self, depth: int, rows: int = 4, pages: int = 100) -> None:
         self.runtime = RecordingRuntime(rows, pages, 4)
         self.pages = PageAllocator(pages)
-        self.scheduler = Scheduler(RowGate(rows), PageGate(self.pages, 4), SchedulerLimits(64, 64, 50))
+        self.scheduler = Scheduler(RowGate(rows), PageGate(self.pages, 4), SchedulerLimits(64, 64, 50), FakeVerifier())
         self.mailbox, self.clock, self.stats = FakeMailbox(), FakeClock(), new_stats()
         facts = ModelFacts("fake", VOCAB, 64, [END], "", "cpu", "float32", 0)
-        self.control = ConstrainingControl(
-            self.scheduler, EPOCH, facts, Limits(rows, 0, 4, 64, 50), self.stats, self.clock
-        )
+        self.compiler = FakeCompiler()
+        limits = Limits(rows, 0, 4, 64, 50)
+        self.control = Control(self.scheduler, self.compiler, EPOCH, facts, limits, self.stats, self.clock)
         self.engine = Engine(
             self.scheduler,
             PipelineState(depth),
             self.runtime,
             self.mailbox,
             self.control,
+            self.compiler,
             self.stats,
             StageClock(self.stats.stage_seconds, self.clock),
         )
@@ -79,11 +81,9 @@ class Bench:
     def say(self, *commands: Any, client: bytes = CLIENT) -> None:
         self.mailbox.inbox.extend((client, command) for command in commands)
 
-    def submit(self, request_id: int, max_tokens: int, constrained: bool = False, client: bytes = CLIENT) -> None:
-        if constrained:
-            self.control.constrained |= {(client, request_id)}
+    def submit(self, request_id: int, max_tokens: int, constraint: str | None = None, client: bytes = CLIENT) -> None:
         params = SamplingParams(max_tokens, ignore_eos=True)
-        self.say(Submit(request_id, pack_ids([3, 4, 5]), params), client=client)
+        self.say(Submit(request_id, pack_ids([3, 4, 5]), params, constraint), client=client)
 
     def tick_calls(self) -> list[str]:
         before = len(self.runtime.calls)

@@ -1,6 +1,7 @@
 """Runs a built engine in this process, without a wire: requests in, tokens out."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from engine_core.build import build_engine
 from engine_core.engine import Engine
@@ -32,10 +33,10 @@ class DrivenEngine:
         mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "test")))
         return cls(engine, mailbox)
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Queues a request; returns its id."""
+    def submit(self, prompt: Sequence[int], params: SamplingParams, **wanted: Any) -> int:
+        """Queues a request; returns its id. wanted: further fields of Submit."""
         self._requests += 1
-        self.mailbox.inbox.append((CLIENT, Submit(self._requests, pack_ids(prompt), params)))
+        self.mailbox.inbox.append((CLIENT, Submit(self._requests, pack_ids(prompt), params, **wanted)))
         return self._requests
 
     def run(self) -> None:

@@ -10,10 +10,22 @@ from collections.abc import Callable
 import zmq
 from msgspec import Struct
 
-from protocol.codec import decode_command, encode, step_output, unpack_ids
+from protocol.codec import decode_command, encode, pack_floats, pack_ids, step_output, unpack_ids
 from protocol.commands import Abort, Goodbye, Hello, Submit
 from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Beat, EngineStats, Failure, Finished, Limits, ModelFacts, Phase, Ready, Refused, StepOutput
+from protocol.events import (
+    Beat,
+    EngineStats,
+    Failure,
+    Finished,
+    Limits,
+    ModelFacts,
+    Phase,
+    Ready,
+    Refused,
+    StepOutput,
+    TokenLogprobs,
+)
 from protocol.sockets import bind_heartbeat, bind_router, heartbeat_endpoint
 from protocol.version import PROTOCOL_VERSION
 
@@ -30,13 +42,46 @@ def repeat_prompt(submit: Submit) -> list[int]:
     return list(itertools.islice(ids, submit.sampling.max_tokens))
 
 
+def fake_logprob(position: int, token: int) -> float:
+    """What the fake engine says of a token; a multiple of 1/8, so that float32 holds it."""
+    return -(position % 5 + 1 + token % 8 / 8)
+
+
+def fake_line(position: int, token: int, top: int) -> bytes:
+    """One line of `TokenLogprobs`: the token itself, then ids 2, 3, ..., none of which has any probability."""
+    values = [fake_logprob(position, token), *[float("-inf")] * top]
+    return pack_floats(values) + pack_ids(range(2, 2 + top))
+
+
 class Running(Struct):
     """A request that the engine owes an end."""
 
     identity: bytes
-    request_id: int
+    submit: Submit
     tokens: list[int]
     ends_by_itself: bool
+    position: int
+    """Of the next token."""
+
+    @property
+    def request_id(self) -> int:
+        return self.submit.request_id
+
+    def logprobs(self, count: int) -> list[TokenLogprobs]:
+        """Of the next `count` tokens, and of the prompt ahead of the first."""
+        submit, prompt = self.submit, unpack_ids(self.submit.prompt_ids)
+        parts: list[TokenLogprobs] = []
+        top = submit.prompt_logprobs
+        if top is not None and self.position == len(prompt) > 1:
+            half = len(prompt) // 2 + 1
+            for start, end in ((1, half), (half, len(prompt))):
+                lines = b"".join([fake_line(at, prompt[at], top) for at in range(start, end)])
+                parts.append(TokenLogprobs(submit.request_id, start, top, lines))
+        if submit.logprobs is not None and count:
+            tokens = enumerate(self.tokens[:count], self.position)
+            lines = b"".join([fake_line(at, token, submit.logprobs) for at, token in tokens])
+            parts.append(TokenLogprobs(submit.request_id, self.position, submit.logprobs, lines))
+        return parts
 
 
 class FakeEngine:
@@ -172,7 +217,9 @@ class FakeEngine:
         room = submit.sampling.max_tokens
         ends = len(tokens) < room
         tokens = [*tokens, self.end_id] if ends else tokens[:room]
-        self._running[identity, submit.request_id] = Running(identity, submit.request_id, tokens, ends)
+        self._running[identity, submit.request_id] = Running(
+            identity, submit, tokens, ends, len(submit.prompt_ids) // 4
+        )
 
     def _step(self, router: zmq.Socket[bytes]) -> None:
         """One step output for each frontend."""
@@ -188,11 +235,13 @@ class FakeEngine:
                 [len(run) for run in runs],
             )
             for row, run in zip(rows, runs, strict=True):
+                output.logprobs.extend(row.logprobs(len(run)))
                 self._advance(row, len(run), output)
             self._send(router, identity, output)
 
     def _advance(self, row: Running, count: int, output: StepOutput) -> None:
         row.tokens = row.tokens[count:]
+        row.position += count
         if self.break_after is not None:
             self.break_after -= count
             if self.break_after <= 0:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from engine_core.contracts import Delta
 from protocol.commands import AnyCommand
-from protocol.events import AnyEvent, Failure, Finished
+from protocol.events import AnyEvent, Failure, Finished, TokenLogprobs
 
 
 class FakeMailbox:
@@ -15,6 +15,7 @@ class FakeMailbox:
         self.inbox: deque[tuple[bytes, AnyCommand]] = deque()
         self.replies: list[tuple[bytes, AnyEvent]] = []
         self.received: dict[tuple[bytes, int], list[int]] = defaultdict(list)
+        self.logprobs: dict[tuple[bytes, int], list[TokenLogprobs]] = defaultdict(list)
         self.outcomes: dict[tuple[bytes, int], list[Finished | Failure]] = defaultdict(list)
         self.gone: set[bytes] = set()
         self.stuck = False
@@ -35,6 +36,9 @@ class FakeMailbox:
     def wait(self, seconds: float) -> None:
         assert seconds > 0
 
+    def wake(self) -> None:
+        return None
+
     def reply(self, client: bytes, event: AnyEvent) -> None:
         self.replies.append((client, event))
 
@@ -42,6 +46,10 @@ class FakeMailbox:
         for request_id, token in zip(delta.request_ids, delta.tokens, strict=True):
             assert (client, request_id) not in self.outcomes, f"a token for {request_id} after its terminal event"
             self.received[client, request_id].append(token)
+        for lines in delta.logprobs:
+            key = client, lines.request_id
+            assert key not in self.outcomes, f"log-probabilities for {lines.request_id} after its terminal event"
+            self.logprobs[key].append(lines)
         self._told.add(client)
 
     def ended(self, client: bytes, outcome: Finished | Failure) -> None:

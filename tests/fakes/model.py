@@ -5,6 +5,9 @@ freed, overwritten or never written changes every later token.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from protocol.codec import pack_floats, pack_ids
 
 VOCAB = 40
 END = 1
@@ -15,26 +18,39 @@ def fold(state: int, token: int) -> int:
 
 
 def choose(state: int, forbidden: frozenset[int], allowed: Callable[[int], bool]) -> int:
+    """0 where nothing is left to choose from."""
     candidates = [token for token in range(1, VOCAB) if token not in forbidden and allowed(token)]
+    if not candidates:
+        return 0
     return candidates[(state >> 3) % len(candidates)]
 
 
-class ParityConstraint:
-    """A constraint with a state: even and odd tokens take turns, the end token is allowed on even turns."""
+def logprob_line(state: int, token: int, top: int) -> bytes:
+    """What the fake device says of a token after a state, in the form of `TokenLogprobs.lines`: numbers that no other
+    state, token or width gives."""
+    values = [-float((state * 31 + token * 7 + rank) % 100_003) for rank in range(1 + top)]
+    return pack_floats(values) + pack_ids([(state + rank) % VOCAB for rank in range(top)])
 
-    def __init__(self) -> None:
-        self.turn = 0
 
-    def allows(self, token: int) -> bool:
-        return token == END or token % 2 == 0 if self.turn == 0 else token % 2 == 1 and token != END
+def reference_lines(prompt: Sequence[int], tokens: Sequence[int], top: int) -> list[bytes]:
+    """The lines of all tokens but the first, by position from 1 on."""
+    known = [*prompt, *tokens]
+    state, lines = fold(0, known[0]), []
+    for token in known[1:]:
+        lines.append(logprob_line(state, token, top))
+        state = fold(state, token)
+    return lines
 
-    def mask(self) -> bytes:
-        bits = sum(1 << token for token in range(VOCAB) if self.allows(token))
-        return bits.to_bytes(8, "little")
 
-    def accept(self, token: int) -> None:
-        assert self.allows(token), f"token {token} was not allowed on turn {self.turn}"
-        self.turn = 1 - self.turn
+class Follows(Protocol):
+    """What the reference needs of a constraint."""
+
+    @property
+    def complete(self) -> bool: ...
+
+    def allows(self, token: int) -> bool: ...
+
+    def take(self, token: int) -> bool: ...
 
 
 def reference(
@@ -42,9 +58,10 @@ def reference(
     max_tokens: int,
     end_ids: frozenset[int],
     min_tokens: int = 0,
-    constraint: ParityConstraint | None = None,
+    constraint: Follows | None = None,
 ) -> list[int]:
-    """What a sequence must yield: one token after the other, nothing batched, nothing in flight."""
+    """What a sequence must yield: one token after the other, nothing batched, nothing in flight. A constraint that
+    takes no more ends it."""
     state = 0
     for token in prompt:
         state = fold(state, token)
@@ -52,10 +69,10 @@ def reference(
     while len(tokens) < max_tokens:
         forbidden = end_ids if len(tokens) < min_tokens else frozenset()
         token = choose(state, forbidden, constraint.allows if constraint else lambda _: True)
+        if constraint and not constraint.take(token):
+            break
         tokens.append(token)
-        if constraint:
-            constraint.accept(token)
-        if token in end_ids and len(tokens) > min_tokens:
+        if (token in end_ids and len(tokens) > min_tokens) or (constraint and constraint.complete):
             break
         state = fold(state, token)
     return tokens

@@ -6,10 +6,13 @@ from typing import Any, get_type_hints
 import pytest
 
 from engine_core import contracts
+from engine_core.constraints.compiler import GrammarCompiler
+from engine_core.constraints.constraint import GrammarConstraint
+from engine_core.constraints.matchers import Matchers
 from engine_core.mailbox import ZmqMailbox
 from engine_core.runtime.runtime import TorchRuntime
+from tests.fakes.constraint import FakeCompiler, FakeConstraint, FakeVerifier
 from tests.fakes.mailbox import FakeMailbox
-from tests.fakes.model import ParityConstraint
 from tests.fakes.runtime import FakeRuntime
 
 PAIRS: list[tuple[type, type]] = [
@@ -17,7 +20,12 @@ PAIRS: list[tuple[type, type]] = [
     (TorchRuntime, contracts.Runtime),
     (FakeMailbox, contracts.Mailbox),
     (ZmqMailbox, contracts.Mailbox),
-    (ParityConstraint, contracts.Constraint),
+    (FakeConstraint, contracts.Constraint),
+    (GrammarConstraint, contracts.Constraint),
+    (FakeVerifier, contracts.Verifier),
+    (Matchers, contracts.Verifier),
+    (FakeCompiler, contracts.Compiler),
+    (GrammarCompiler, contracts.Compiler),
 ]
 
 

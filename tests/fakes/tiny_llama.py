@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine_core.attention.torch import TorchAttention
 from engine_core.contracts import Masks
+from engine_core.control import Control
 from engine_core.engine import Engine
 from engine_core.kernels.philox import gumbel_noise
 from engine_core.kernels.reference_sampling import truncate
@@ -24,6 +25,7 @@ from engine_core.runtime.slots import StepSlot
 from engine_core.runtime.staging import capacity
 from engine_core.runtime.tables import DeviceTables
 from engine_core.runtime.token_sampler import TorchSampler
+from engine_core.runtime.token_scorer import TorchScorer
 from engine_core.scheduler.admission import PageGate, RowGate
 from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
 from engine_core.stats import StageClock, new_stats
@@ -33,9 +35,9 @@ from protocol.events import Failure, Finished, Limits, ModelFacts
 from protocol.params import SamplingParams
 from protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
+from tests.fakes.constraint import FakeCompiler, FakeConstraint, FakeFiller, FakeVerifier
+from tests.fakes.fixed_masks import ReplayingFiller, as_filled
 from tests.fakes.mailbox import FakeMailbox
-from tests.fakes.model import ParityConstraint
-from tests.sim.world import ConstrainingControl
 
 CLIENT, EPOCH, VOCAB, MAX_LEN, END = b"c", 3, 96, 64, 1
 CONFIG = ModelConfig(
@@ -107,7 +109,7 @@ def dense_logits(model: LlamaModel, tokens: Sequence[int]) -> Tensor:
 
 
 def scores(
-    logits: Tensor, known: Sequence[int], prompt_len: int, params: SamplingParams, constraint: ParityConstraint | None
+    logits: Tensor, known: Sequence[int], prompt_len: int, params: SamplingParams, constraint: FakeConstraint | None
 ) -> Tensor:
     """What the token after `known` is the largest of, rule by rule for one row. [vocab] float32."""
     row = logits.float().clone()
@@ -146,7 +148,7 @@ class Compared:
     ) -> None:
         """Asserts that each token is what the dense model chooses after those before it."""
         logits = dense_logits(model, [*prompt, *tokens])
-        constraint = ParityConstraint() if constrained else None
+        constraint = FakeConstraint("parity") if constrained else None
         for index, token in enumerate(tokens):
             known = [*prompt, *tokens[:index]]
             row = scores(logits[len(known) - 1], known, len(prompt), params, constraint)
@@ -156,8 +158,7 @@ class Compared:
                 self.close += 1
             else:
                 assert token == int(best.indices[0]), f"token {index} of {tokens} after {prompt}, {params}: {best}"
-            if constraint is not None:
-                constraint.accept(token)
+            assert constraint is None or constraint.take(token)
 
 
 class RecordingTorchRuntime(TorchRuntime):
@@ -177,8 +178,8 @@ class RecordingTorchRuntime(TorchRuntime):
         self.logits.append(logits.clone())
 
     def sample(self, slot: int, masks: Masks | None) -> None:
-        self.masks.append(masks)
         super().sample(slot, masks)
+        self.masks.append(as_filled(self.slots[slot], masks))
 
     def collect(self, slot: int) -> list[int]:
         self.results.append(super().collect(slot))
@@ -213,8 +214,12 @@ def build_runtime(model: LlamaModel, shape: Shape) -> RecordingTorchRuntime:
     tables = DeviceTables.allocate(shape.max_rows, MAX_LEN, -(-MAX_LEN // shape.page_size), device.kind)
     words = capacity(shape.max_rows, shape.step_tokens, pages)
     attention = TorchAttention()
-    slots = [StepSlot.allocate(device, words, shape.max_rows, VOCAB, attention) for _ in range(shape.depth)]
-    runtime = RecordingTorchRuntime(device, model, kv, tables, TorchSampler(tables), slots, shape.page_size)
+    slots = [
+        StepSlot.allocate(device, words, shape.max_rows, shape.step_tokens, VOCAB, attention)
+        for _ in range(shape.depth)
+    ]
+    sampler, scorer, filler = TorchSampler(tables), TorchScorer(), ReplayingFiller(FakeFiller())
+    runtime = RecordingTorchRuntime(device, model, kv, tables, sampler, scorer, filler, slots, shape.page_size)
     runtime.record()
     return runtime
 
@@ -228,24 +233,26 @@ class TinyEngine:
         self.mailbox = FakeMailbox()
         gate = PageGate(PageAllocator(self.runtime.kv.pages), shape.page_size)
         limits = SchedulerLimits(shape.step_tokens, shape.chunk, 100)
-        self.scheduler = Scheduler(RowGate(shape.max_rows), gate, limits)
+        self.scheduler = Scheduler(RowGate(shape.max_rows), gate, limits, FakeVerifier())
         stats, clock = new_stats(), FakeClock()
         facts = ModelFacts("tiny", VOCAB, MAX_LEN, [END], "", "cpu", "float32", 0)
-        self.control = ConstrainingControl(self.scheduler, EPOCH, facts, Limits(0, 0, 0, 0, 0), stats, clock)
+        compiler = FakeCompiler()
+        self.control = Control(self.scheduler, compiler, EPOCH, facts, Limits(0, 0, 0, 0, 0), stats, clock)
         stages = StageClock(stats.stage_seconds, clock)
         pipeline = PipelineState(shape.depth)
-        self.engine = Engine(self.scheduler, pipeline, self.runtime, self.mailbox, self.control, stats, stages)
+        parts = (self.scheduler, pipeline, self.runtime, self.mailbox, self.control, compiler)
+        self.engine = Engine(*parts, stats, stages)
         self.mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "test")))
         self.requests = 0
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], constrained: Sequence[int] = ()
     ) -> list[list[int]]:
-        """All requests at once; each one's tokens. `constrained`: indices of those under a ParityConstraint."""
+        """All requests at once; each one's tokens. `constrained`: those whose even and odd ids take turns."""
         first, self.requests = self.requests, self.requests + len(prompts)
-        self.control.constrained |= {(CLIENT, first + index) for index in constrained}
         for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
-            self.mailbox.inbox.append((CLIENT, Submit(first + index, pack_ids(prompt), wanted)))
+            grammar = "parity" if index in constrained else None
+            self.mailbox.inbox.append((CLIENT, Submit(first + index, pack_ids(prompt), wanted, grammar)))
         for _ in range(2000):
             if len(self.mailbox.outcomes) == self.requests:
                 break

@@ -1,6 +1,7 @@
 """A small byte-level BPE tokenizer, built anew and always the same."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import tokenizers
@@ -8,6 +9,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 BEGIN = "<|begin|>"
 END = "<|end|>"
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 _CORPUS = [
     "the quick brown fox jumps over the lazy dog",
@@ -59,3 +62,8 @@ def write_tokenizer(folder: Path, with_begin: bool = False) -> str:
     path = folder / "tokenizer.json"
     byte_level_tokenizer(with_begin).save(str(path))
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_chat_template(folder: Path) -> None:
+    """Makes a folder one of a model that can chat: a line a message, then `assistant:`."""
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))

@@ -105,6 +105,6 @@ def test_many_ids_are_checked_and_packed_beside_the_event_loop(server: RunningSe
     )
     body["prompt"] = [5] * 5000
     assert post(server.url + "/v1/completions", json=body).status_code == 200
-    assert ran == ["finish"]
+    assert ran == ["_finish"]
     body["prompt"] = [5] * 5000 + [420]
     assert post(server.url + "/v1/completions", json=body).status_code == 422

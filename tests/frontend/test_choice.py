@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from frontend.choice import Choice, Piece
 from frontend.detokenizer import Detokenizer
 from frontend.stop_strings import StopMatcher
@@ -42,6 +45,18 @@ def test_a_stop_string_in_the_last_delta_wins_over_the_engine() -> None:
     assert stopped.num_tokens == len(piece.token_ids) < len(ids)
 
 
+def test_what_ended_the_text_may_be_part_of_it() -> None:
+    def including(stops: Sequence[str] = ()) -> Choice:
+        return Choice(0, Detokenizer(RAW), StopMatcher(stops) if stops else None, 0, include_stop=True)
+
+    assert including(["two"]).advance(encode("one two three"), None).text == "one two"
+    assert including().advance(encode("one two"), Finished(1, FinishReason.STOP, encode(" two")[-1])).text == "one two"
+    cut = encode("日")[:-1]
+    replacement = "\N{REPLACEMENT CHARACTER}"
+    piece = including([replacement]).advance(cut, Finished(1, FinishReason.LENGTH))
+    assert (piece.text, piece.finish_reason) == (replacement, "stop")
+
+
 def test_the_flushed_character_may_complete_a_stop_string() -> None:
     cut = encode("日")[:-1]
     piece = choice(["\N{REPLACEMENT CHARACTER}"]).advance(cut, Finished(1, FinishReason.LENGTH))
@@ -59,3 +74,16 @@ def test_pieces_that_say_nothing_are_known() -> None:
     assert Piece(0, "", [], None).is_empty
     assert not Piece(0, "", [1], None).is_empty
     assert not Piece(0, "", [], "stop").is_empty
+
+
+@given(st.text(max_size=20), st.sampled_from([(), ("b",), ("ab", "c")]), st.booleans(), st.integers(0, 5))
+def test_token_by_token_is_the_same(text: str, stops: tuple[str, ...], stop_token: bool, min_tokens: int) -> None:
+    ids = encode(text)
+    end = Finished(1, FinishReason.STOP, ids[-1]) if stop_token and ids else Finished(1, FinishReason.LENGTH)
+    at_once, singly = choice(stops, min_tokens), choice(stops, min_tokens)
+    whole, pieces = at_once.advance(ids, end), singly.advance_singly(ids, end)
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [token for piece in pieces for token in piece.token_ids] == list(whole.token_ids)
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [whole.finish_reason]
+    assert all(len(piece.token_ids) <= 1 for piece in pieces)
+    assert singly.num_tokens == at_once.num_tokens

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from frontend import launch
+from frontend.chat_options import ChatOptions
 from frontend.cli import build_parser, main
 from frontend.config import frontend_config
+from frontend.limits import RequestLimits
 from frontend.listening import listen
 from protocol.engine_options import engine_options
 from protocol.version import distribution_version
+from tests.fakes.tokenizer import write_tokenizer
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +49,10 @@ def test_what_cannot_be_started_is_one_line(tmp_path: Path, capsys: pytest.Captu
             ),
             (["frontend", "--model-dir", str(tmp_path), "--endpoint", "http://x"], "neither ipc:// nor tcp://"),
             (["frontend", "--model-dir", ".", "--endpoint", "ipc:///x", "--max-concurrent", "0"], "must be between 1"),
+            (
+                ["frontend", "--model-dir", ".", "--endpoint", "ipc:///x", "--default-max-tokens", "0"],
+                "must be between 1",
+            ),
         ):
             assert main(argv) == 2, argv
             error = capsys.readouterr().err
@@ -88,6 +95,65 @@ def test_a_supervisor_hands_its_flags_on(tmp_path: Path) -> None:
     config = frontend_config(build_parser().parse_args(["frontend", *command[3:]]))
     assert (config.endpoint, config.model_dir, config.fd) == ("ipc:///e", tmp_path, 5)
     assert (config.max_concurrent, config.drain_timeout, config.step_timeout) == (7, 3.5, 9.0)
+
+
+def test_limits_and_who_may_ask_are_handed_on(tmp_path: Path) -> None:
+    argv = ["--max-body", "2", "--max-n", "3", "--max-top-logprobs", "0", "--max-stop-strings", "1"]
+    argv += ["--max-queued-tokens", "9", "--max-prompt-tokens", "8", "--cors-origin", "*"]
+    argv += ["--cors-origin", "https://a.example", "--api-key", "secret"]
+    arguments = build_parser().parse_args(["serve", *argv])
+    command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5)
+    assert "secret" not in " ".join(command)
+    config = frontend_config(build_parser().parse_args(["frontend", *command[3:]]))
+    assert config.limits == RequestLimits(3, 0, 1, 8)
+    assert (config.max_body, config.load_limits) == (2 * 2**20, (1024, 9))
+    assert config.cors_origins == ("*", "https://a.example")
+    assert config.api_keys == ()
+
+
+def test_who_may_ask_is_checked_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cert = tmp_path / "cert.pem"
+    cert.write_text("no certificate")
+    for flags, reason in (
+        (["--cors-origin", "a.example"], "--cors-origin a.example is no origin"),
+        (["--cors-origin", "https://a.example/path"], "is no origin"),
+        (["--tls-cert", str(cert)], "--tls-cert and --tls-key belong together"),
+        (["--tls-cert", str(cert), "--tls-key", str(cert)], "cannot be used"),
+        (["--tls-cert", "/none", "--tls-key", "/none"], "cannot be used"),
+        (["--api-key", "two words"], "printable ASCII"),
+        (["--api-key-file", "/none"], "cannot be read"),
+        (["--max-n", "129"], "--max-n must be between 1 and 128"),
+        (["--max-body", "0"], "--max-body must be between 1 and 1024"),
+        (["--max-top-logprobs", "21"], "--max-top-logprobs must be between 0 and 20"),
+    ):
+        serve = ["serve", "--model", str(tmp_path), "--port", "0", "--ops-port", "0"]
+        for command in (serve, ["frontend", "--model-dir", str(tmp_path), "--endpoint", "ipc:///x"]):
+            assert main([*command, *flags]) == 2, flags
+            error = capsys.readouterr().err
+            assert reason in error, flags
+            assert error.count("\n") == 1, error
+
+
+def test_the_flags_of_chats_are_handed_on(tmp_path: Path) -> None:
+    argv = ["--chat-template", "t.jinja", "--default-max-tokens", "9", "--tool-parser", "mistral"]
+    for given, expected in (
+        ([], ChatOptions()),
+        ([*argv, "--reasoning-parser", "none"], ChatOptions(9, Path("t.jinja"), "mistral", "none")),
+    ):
+        arguments = build_parser().parse_args(["serve", *given])
+        command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5)
+        assert frontend_config(build_parser().parse_args(["frontend", *command[3:]])).chat == expected
+
+
+def test_a_chat_template_that_is_none_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "broken.jinja").write_text("{% if %}")
+    argv = ["frontend", "--model-dir", str(tmp_path), "--endpoint", "ipc:///x", "--port", "0", "--chat-template"]
+    for name, reason in (("broken.jinja", "line 1"), ("missing.jinja", "cannot be read")):
+        assert main([*argv, str(tmp_path / name)]) == 2
+        error = capsys.readouterr().err
+        assert reason in error
+        assert error.count("\n") == 1
 
 
 def test_the_private_endpoint_is_removed() -> None:

@@ -228,7 +228,7 @@ def test_a_failure_before_any_token_is_a_status(server: RunningServer, engine: F
 
 
 def test_a_failure_within_a_stream_is_an_event(server: RunningServer, engine: FakeEngine) -> None:
-    engine.break_after = 4
+    engine.break_after = 80
     *chunks, last = events(post(server, stream=True, max_tokens=100))
     assert chunks
     assert last["error"]["code"] == "engine_failed"

@@ -12,8 +12,8 @@ BPE = byte_level_tokenizer()
 PIECES = sentence_piece_tokenizer()
 
 
-def stream(raw: tokenizers.Tokenizer, ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(raw, _anchor(raw))
+def stream(raw: tokenizers.Tokenizer, ids: list[int], skip_special: bool = True) -> list[str]:
+    detokenizer = Detokenizer(raw, _anchor(raw), skip_special)
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
@@ -21,6 +21,11 @@ def stream(raw: tokenizers.Tokenizer, ids: list[int]) -> list[str]:
 @given(st.lists(st.integers(0, BPE.get_vocab_size() - 1), max_size=120))
 def test_random_ids(ids: list[int]) -> None:
     assert "".join(stream(BPE, ids)) == BPE.decode(ids, skip_special_tokens=True)
+
+
+@given(st.lists(st.integers(0, BPE.get_vocab_size() - 1), max_size=120))
+def test_random_ids_with_special_tokens_shown(ids: list[int]) -> None:
+    assert "".join(stream(BPE, ids, skip_special=False)) == BPE.decode(ids, skip_special_tokens=False)
 
 
 BYTES = [BPE.encode(text, add_special_tokens=False).ids for text in ("é", "你", "🙂")]

@@ -26,6 +26,7 @@ class Streams:
     """The client of an engine that never says anything by itself."""
 
     num_open = 0
+    queued_tokens = 0
 
     def __init__(self) -> None:
         self.streams: list[TokenStream] = []
@@ -40,13 +41,13 @@ class Streams:
     def abort(self, request_ids: list[int]) -> None:
         self.aborted += request_ids
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(byte_level_tokenizer(), ())
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        return Detokenizer(byte_level_tokenizer(), (), skip_special_tokens)
 
 
 def generation(client: Any) -> Generation:
-    request = parse_completion(b'{"model": "m", "prompt": [5], "n": 3}')
-    admitted = Admitted(request, MODEL, [AdmittedPrompt("", [5], b"\x05\0\0\0", 16)], _sampling(request))
+    options = parse_completion(b'{"model": "m", "prompt": [5], "n": 3}').options
+    admitted = Admitted(options, MODEL, [AdmittedPrompt("", [5], b"\x05\0\0\0", 16)], _sampling(options))
     return Generation(client, client, FrontendMetrics(CollectorRegistry()), admitted, 0.0, lambda: 1.0)
 
 
@@ -58,7 +59,7 @@ def test_a_choice_refused_beside_the_first_tokens_refuses_the_request() -> None:
     async def run() -> None:
         client = Streams()
         request = generation(client)
-        request.start(10)
+        request.start(10, 1000)
         client.streams[0].put([60])
         client.streams[2].fail(overloaded(2))
         with pytest.raises(ApiError) as caught:
@@ -74,7 +75,7 @@ def test_a_failure_after_the_first_batch_follows_what_came_with_it() -> None:
     async def run() -> None:
         client = Streams()
         request = generation(client)
-        request.start(10)
+        request.start(10, 1000)
         batches = request.batches()
         client.streams[0].put([60])
         assert [piece.index for piece in await anext(batches)] == [0]
@@ -98,7 +99,7 @@ def test_each_prompt_has_its_own_length() -> None:
         request = generation(Lengths())
         prompt = request.admitted.prompts[0]
         request.admitted = structs.replace(request.admitted, prompts=[prompt, structs.replace(prompt, max_tokens=3)])
-        request.start(10)
+        request.start(10, 1000)
         request.close("error")
 
     lengths: list[int] = []

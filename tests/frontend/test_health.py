@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from frontend.body import read_body
-from frontend.routes import completions
+from frontend.routes import completions, intake
 from protocol.events import Phase
 from protocol.version import PROTOCOL_VERSION, distribution_version
 from tests.fakes.engine import FakeEngine
@@ -42,7 +42,7 @@ def test_latencies_begin_before_the_body_is_read(server: RunningServer, monkeypa
         return await read_body(*arguments)
 
     monkeypatch.setattr(completions, "monotonic", lambda: time.monotonic() - earlier[0])
-    monkeypatch.setattr(completions, "read_body", read)
+    monkeypatch.setattr(intake, "read_body", read)
     assert post(server.url + "/v1/completions", json={"model": "fake-model", "prompt": "one"}).status_code == 200
     text = get(server.url + "/metrics").text
     for name in ("tandem_time_to_first_token_seconds", "tandem_e2e_request_latency_seconds"):

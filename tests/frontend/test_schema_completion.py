@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from frontend.errors import ApiError
 from frontend.schemas import common
 from frontend.schemas.common import MAX_FIELD_BYTES
-from frontend.schemas.completion import MAX_STOP_CHARS, MAX_STOPS, CompletionRequest, parse_completion
+from frontend.schemas.completion import CompletionRequest, parse_completion
+from frontend.schemas.options import MAX_STOP_CHARS, MAX_STOPS, OPTION_NAMES
 
 BASE = {"model": "m", "prompt": "p"}
 
@@ -31,7 +32,7 @@ def refused(**fields: Any) -> ApiError:
     [
         ("user", "somebody"), ("metadata", {"a": "b"}), ("safety_identifier", "x"), ("prompt_cache_key", "x"),
         ("store", False), ("store", None), ("service_tier", "auto"), ("service_tier", "default"), ("suffix", ""),
-        ("suffix", None), ("logprobs", None), ("best_of", 1), ("best_of", None), ("response_format", {"type": "text"}),
+        ("suffix", None), ("logprobs", None), ("best_of", 1), ("best_of", None), ("response_format", None),
         ("skip_special_tokens", True), ("include_stop_str_in_output", False), ("stream_options", None),
         ("top_k", -1), ("top_k", None), ("temperature", None), ("n", None), ("max_tokens", None), ("stop", None),
         ("stop", []), ("logit_bias", {}), ("logit_bias", None), ("seed", None), ("length_penalty", 1.0),
@@ -44,8 +45,9 @@ def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("store", True), ("service_tier", "flex"), ("suffix", "x"), ("logprobs", 1), ("logprobs", 0), ("best_of", 2),
-        ("skip_special_tokens", False), ("tools", []), ("messages", None), ("guided_json", {}), ("Prompt", "x"),
+        ("store", True), ("service_tier", "flex"), ("suffix", "x"), ("logprobs", 21), ("logprobs", -1),
+        ("best_of", 129), ("include_usage", True), ("priority", 1),
+        ("add_special_tokens", False), ("tools", []), ("messages", None), ("guided_json", {}), ("Prompt", "x"),
         ("temperature", -0.1), ("temperature", 2.1), ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("min_p", 1.5),
         ("repetition_penalty", 0), ("repetition_penalty", 11), ("presence_penalty", 3), ("frequency_penalty", -3),
         ("seed", -1), ("seed", 2**63), ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 2**31), ("min_tokens", 17),
@@ -127,7 +129,7 @@ def test_only_a_prompt_may_be_large() -> None:
     assert "bytes of JSON" in error.message
     stops = ["\U0001f642" * MAX_STOP_CHARS] * MAX_STOPS
     body = json.dumps({**BASE, "stop": stops}).encode()
-    assert parse_completion(body).stop == tuple(stops)
+    assert parse_completion(body).options.stop == tuple(stops)
 
 
 def test_nothing_is_built_of_what_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,15 +142,15 @@ def test_nothing_is_built_of_what_is_ignored(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_stream_options() -> None:
-    assert parse(stream=True, stream_options={"include_usage": True}).include_usage
-    assert not parse(stream=True, stream_options={"include_obfuscation": False}).include_usage
-    assert refused(stream=True, stream_options={"include_obfuscation": True}).status == 422
+    assert parse(stream=True, stream_options={"include_usage": True}).options.include_usage
+    assert not parse(stream=True, stream_options={"include_obfuscation": True}).options.include_usage
+    assert refused(stream=True, stream_options={"include_obfuscation": 1}).status == 400
     assert refused(stream=True, stream_options={"other": 1}).param == "other"
     assert refused(stream=True, stream_options={"include_usage": 1}).status == 400
 
 
 def test_max_tokens_0_needs_echo() -> None:
-    assert parse(max_tokens=0, echo=True).max_tokens == 0
+    assert parse(max_tokens=0, echo=True).options.max_tokens == 0
     assert refused(max_tokens=0).status == 422
 
 
@@ -158,9 +160,9 @@ def test_best_of_may_repeat_n() -> None:
 
 
 def test_defaults_are_those_of_openai() -> None:
-    request = parse()
-    assert (request.max_tokens, request.n, request.temperature, request.top_p) == (16, 1, 1.0, 1.0)
-    assert (request.seed, request.stop, request.stream, request.echo) == (None, (), False, False)
+    options = parse().options
+    assert (options.max_tokens, options.n, options.temperature, options.top_p) == (16, 1, 1.0, 1.0)
+    assert (options.seed, options.stop, options.stream, parse().echo) == (None, (), False, False)
 
 
 json_values = st.recursive(
@@ -168,7 +170,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-names = st.sampled_from([*CompletionRequest.__struct_fields__, "prompt", "stream_options", "suffix", "other"])
+names = st.sampled_from([*OPTION_NAMES, "prompt", "echo", "suffix", "other"])
 
 
 @given(st.dictionaries(names, json_values, max_size=4))

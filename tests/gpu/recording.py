@@ -17,8 +17,9 @@ from engine_core.plan import StepPlan
 from engine_core.runtime.runtime import TorchRuntime
 from protocol.commands import Abort
 from protocol.params import SamplingParams
+from tests.fakes.constraint import FakeCompiler, FakeFiller, FakeVerifier
 from tests.fakes.driving import CLIENT, DrivenEngine
-from tests.sim.world import ConstrainingControl
+from tests.fakes.fixed_masks import ReplayingFiller, as_filled
 
 TABLES = ("tokens", "pages", "ints", "floats", "bias", "suppressed")
 Request = tuple[list[int], SamplingParams]
@@ -57,8 +58,8 @@ def recorded(runtime: TorchRuntime) -> Iterator[Recording]:
         recording.graphed.append(runtime.graphs is not None and runtime.graphs.shape(plan) is not None)
 
     def on_sample(slot: int, masks: Masks | None) -> None:
-        recording.masks.append(masks)
         sample(slot, masks)
+        recording.masks.append(as_filled(runtime.slots[slot], masks))
 
     def on_collect(slot: int) -> list[int]:
         recording.results.append(collect(slot))
@@ -116,12 +117,12 @@ def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
 
 
-def constraining(engine: Engine) -> ConstrainingControl:
-    """Gives the engine a control that knows constraints, which no command carries yet. Before the first tick."""
-    old = engine.control
-    new = ConstrainingControl(old.scheduler, old.epoch, old.model, old.limits, old.stats, old.clock)
-    engine.control = new
-    return new
+def constraining(engine: Engine) -> None:
+    """Gives the engine constraints that need no grammar, and that can be played again. Before the first tick."""
+    assert isinstance(engine.runtime, TorchRuntime)
+    engine.compiler = engine.control.compiler = FakeCompiler()
+    engine.scheduler.verifier = FakeVerifier()
+    engine.runtime.filler = ReplayingFiller(FakeFiller())
 
 
 def drive(
@@ -133,14 +134,11 @@ def drive(
     """
     waiting, ids = deque(requests), list[int]()
     outcomes, inbox = driven.mailbox.outcomes, driven.mailbox.inbox
-    control = driven.engine.control
     while waiting or any((CLIENT, number) not in outcomes for number in ids) or driven.engine.pipeline.in_flight:
         if waiting and rng.random() < 0.3:
             for _ in range(min(len(waiting), rng.randint(1, 4))):
-                ids.append(driven.submit(*waiting.popleft()))
-                if constrained and len(ids) % constrained == 0:
-                    assert isinstance(control, ConstrainingControl)
-                    control.constrained |= {(CLIENT, ids[-1])}
+                grammar = "parity" if constrained and (len(ids) + 1) % constrained == 0 else None
+                ids.append(driven.submit(*waiting.popleft(), constraint=grammar))
         if ids and rng.random() < aborts:
             inbox.append((CLIENT, Abort([rng.choice(ids)])))
         driven.engine.tick()

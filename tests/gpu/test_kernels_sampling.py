@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from engine_core.kernels.logprobs import gather_logprobs
+from engine_core.kernels.logprobs import LogprobKernels
+from engine_core.kernels.reference_logprobs import logprob_lines
 from tests.engine_core.kernels.sampling_case import (
     Case,
     ask_everything,
@@ -118,6 +119,12 @@ def test_one_row_is_the_same_in_every_batch() -> None:
 def test_logprobs(dtype: torch.dtype) -> None:
     generator = torch.Generator(device="cuda").manual_seed(1)
     logits = (torch.randn(40, 128256, device="cuda", generator=generator) * 5).to(dtype)
-    ids = torch.randint(0, 128256, (40, 21), device="cuda", generator=generator)
-    found = gather_logprobs(logits, ids, pdl=True)
-    torch.testing.assert_close(found, logits.float().log_softmax(-1).gather(1, ids), atol=2e-5, rtol=0)
+    chosen = torch.randint(0, 128256, (40,), device="cuda", generator=generator, dtype=torch.int32)
+    kernels = LogprobKernels(128256, 40, 20, logits.device)
+    for top in (0, 1, 16, 20):
+        found = torch.zeros(40, 1 + 2 * top, device="cuda", dtype=torch.int32)
+        kernels.run(logits, chosen, top, found)
+        expected = logprob_lines(logits, chosen, top)
+        assert torch.equal(found[:, 1 + top :], expected[:, 1 + top :])
+        values, wanted = (lines[:, : 1 + top].contiguous().view(torch.float32) for lines in (found, expected))
+        torch.testing.assert_close(values, wanted, atol=2e-5, rtol=0)

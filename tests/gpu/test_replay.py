@@ -149,7 +149,7 @@ class Eager:
         def on_sample(slot: int, masks: Any) -> None:
             s = self.runtime.slots[slot]
             sample(slot, masks)
-            if s.captured is not None and s.packed is not None:
+            if s.captured is not None and s.packed is not None and s.plan is not None and s.plan.plain:
                 rows, positions = self.inputs(slot)
                 if masks is not None or "suppress" in s.packed.fields:
                     return

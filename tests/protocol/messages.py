@@ -16,6 +16,7 @@ from protocol.events import (
     Ready,
     Refused,
     StepOutput,
+    TokenLogprobs,
 )
 from protocol.params import SamplingParams
 
@@ -47,7 +48,15 @@ SAMPLING = st.builds(
 )
 COMMANDS = (
     st.builds(Hello, protocol_version=ANY_INT, engine_epoch=ANY_INT, name=TEXT)
-    | st.builds(Submit, request_id=ANY_INT, prompt_ids=BLOB, sampling=SAMPLING)
+    | st.builds(
+        Submit,
+        request_id=ANY_INT,
+        prompt_ids=BLOB,
+        sampling=SAMPLING,
+        constraint=st.none() | TEXT,
+        logprobs=st.none() | ANY_INT,
+        prompt_logprobs=st.none() | ANY_INT,
+    )
     | st.builds(Abort, request_ids=st.lists(ANY_INT, max_size=5))
     | st.builds(Goodbye)
 )
@@ -68,6 +77,7 @@ FINISHED = st.builds(
     Finished, request_id=ANY_INT, reason=st.sampled_from(FinishReason), stop_token_id=st.none() | ANY_INT
 )
 FAILURE = st.builds(Failure, request_id=ANY_INT, code=st.sampled_from(ErrorCode), message=TEXT)
+LOGPROBS = st.builds(TokenLogprobs, request_id=ANY_INT, start=ANY_INT, top=ANY_INT, lines=BLOB)
 HISTOGRAM = st.builds(Histogram, bounds=st.lists(REAL, max_size=4), counts=st.lists(ANY_INT, max_size=5), total=REAL)
 COUNTS = st.dictionaries(TEXT, ANY_INT, max_size=3)
 STATS = st.builds(
@@ -102,6 +112,7 @@ EVENTS = (
         tokens=BLOB,
         finished=st.lists(FINISHED, max_size=3),
         failures=st.lists(FAILURE, max_size=3),
+        logprobs=st.lists(LOGPROBS, max_size=3),
     )
     | st.builds(
         Beat,

@@ -11,13 +11,14 @@ from protocol.codec import (
     encode,
     pack_floats,
     pack_ids,
+    read_logprobs,
     runs,
     step_output,
     unpack_floats,
     unpack_ids,
 )
 from protocol.errors import ProtocolError
-from protocol.events import StepOutput
+from protocol.events import StepOutput, TokenLogprobs
 from tests.protocol.messages import FLOAT32, INT32, UINT64
 
 RUNS = st.lists(st.tuples(UINT64, st.lists(INT32, max_size=6)), max_size=8)
@@ -110,3 +111,33 @@ def test_hostile_columns_yield_runs_or_a_protocol_error(ids: bytes, counts: byte
         return
     assert 8 * len(received) == len(ids)
     assert 4 * sum(len(run) for _, run in received) == len(tokens)
+
+
+@st.composite
+def scored(draw: st.DrawFn) -> tuple[int, list[tuple[float, list[int], list[float]]]]:
+    """A number of alternatives, and tokens with so many."""
+    top = draw(st.integers(0, 20))
+    alternatives = {"min_size": top, "max_size": top}
+    line = st.tuples(FLOAT32, st.lists(INT32, **alternatives), st.lists(FLOAT32, **alternatives))
+    return top, draw(st.lists(line, max_size=5))
+
+
+@given(scored(), UINT64, st.integers(0, 2**40))
+def test_log_probabilities_come_back_as_they_went_in(
+    expected: tuple[int, list[tuple[float, list[int], list[float]]]], request_id: int, start: int
+) -> None:
+    top, tokens = expected
+    lines = b"".join([pack_floats([own, *values]) + pack_ids(ids) for own, ids, values in tokens])
+    output = step_output(1, [], [])
+    output.logprobs.append(TokenLogprobs(request_id, start, top, lines))
+    received = decode_event(encode(output))
+    assert isinstance(received, StepOutput)
+    (found,) = received.logprobs
+    assert (found.request_id, found.start, found.top) == (request_id, start, top)
+    assert read_logprobs(found) == tokens
+
+
+@pytest.mark.parametrize(("top", "size"), [(0, 3), (1, 4), (20, 41), (-1, 4), (-1, 0)])
+def test_lines_that_do_not_divide(top: int, size: int) -> None:
+    with pytest.raises(ProtocolError, match=f"{size} bytes do not divide"):
+        read_logprobs(TokenLogprobs(1, 0, top, bytes(size)))

@@ -1,11 +1,13 @@
 """Thousands of random traffics against a sequential reference."""
 
 import pytest
+from msgspec import structs
 
 from engine_core.errors import FatalError
 from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Failure, Finished
-from tests.sim.world import Shape, World
+from protocol.events import Failure, Finished, TokenLogprobs
+from tests.fakes.model import reference_lines
+from tests.sim.world import Request, Shape, World
 
 SEEDS_A_BATCH = 250
 SHAPES = {
@@ -16,6 +18,11 @@ SHAPES = {
 }
 
 
+CUT_SHORT = {FinishReason.ABORT, *ErrorCode}
+CUT_SHORT -= {ErrorCode.INVALID_GRAMMAR, ErrorCode.GRAMMAR_FAILED}
+"""Ends that the reference does not know."""
+
+
 def check_tokens(world: World) -> int:
     """Every request that was heard of: its tokens are the reference's, or a prefix of them where it was cut short."""
     refused = 0
@@ -24,23 +31,43 @@ def check_tokens(world: World) -> int:
         if not outcomes:
             assert request.key in world.aborted or request.client in world.mailbox.gone, f"{request} was never answered"
             continue
-        tokens, expected, outcome = world.mailbox.received[request.key], request.reference(), outcomes[0]
-        if isinstance(outcome, Failure):
+        tokens, (expected, end), outcome = world.mailbox.received[request.key], request.reference(), outcomes[0]
+        reason = outcome.code if isinstance(outcome, Failure) else outcome.reason
+        if reason in CUT_SHORT:
             assert tokens == expected[: len(tokens)], request
-            refused += 1
-        elif outcome.reason is FinishReason.ABORT:
-            assert tokens == expected[: len(tokens)], request
+            refused += reason is not FinishReason.ABORT
         else:
             assert tokens == expected, f"{request}: {tokens}, reference {expected}"
-            stopped = bool(expected) and expected[-1] in request.end_ids and len(expected) > request.params.min_tokens
-            assert outcome.reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+            assert reason is end, f"{request}: {outcome}, reference {end}"
+        check_logprobs(world, request, tokens)
     return refused
+
+
+def check_logprobs(world: World, request: Request, tokens: list[int]) -> None:
+    """Each token that was told has its own log-probability where it was asked for, and each of the prompt's as well
+    once a token was told; never another's."""
+    prompt = request.prompt
+    found: dict[int, TokenLogprobs] = {}
+    for part in world.mailbox.logprobs[request.key]:
+        size = 4 * (1 + 2 * part.top)
+        for offset in range(len(part.lines) // size):
+            assert part.start + offset not in found
+            lines = part.lines[offset * size : (offset + 1) * size]
+            found[part.start + offset] = structs.replace(part, lines=lines)
+    first = 1 if request.prompt_logprobs is not None else len(prompt)
+    last = len(prompt) + len(tokens) if request.logprobs is not None else len(prompt)
+    if tokens:
+        assert list(found) == list(range(first, last)), request
+    for position, part in found.items():
+        top = request.prompt_logprobs if position < len(prompt) else request.logprobs
+        assert part.top == top and first <= position < last
+        assert part.lines == reference_lines(prompt, tokens, part.top)[position - 1], f"{request}: position {position}"
 
 
 @pytest.mark.parametrize("batch", range(4))
 @pytest.mark.parametrize("name", SHAPES)
 def test_same_tokens_as_one_by_one(name: str, batch: int) -> None:
-    launches = overlaps = 0
+    launches = overlaps = jumped = 0
     for seed in range(batch * SEEDS_A_BATCH, (batch + 1) * SEEDS_A_BATCH):
         world = World(seed, SHAPES[name])
         try:
@@ -51,6 +78,8 @@ def test_same_tokens_as_one_by_one(name: str, batch: int) -> None:
             raise AssertionError(f"traffic {name}, seed {seed}: {error}") from error
         launches += world.launches
         overlaps += world.overlaps
+        jumped += world.runtime.jumped
+    assert (jumped > 0) == (SHAPES[name].constrained > 0)
     if SHAPES[name].depth == 2:
         assert overlaps > launches / 2, f"only {overlaps} of {launches} launches had a step in flight before them"
     else:
@@ -109,4 +138,4 @@ def _runs_into_fatal(world: World) -> bool:
 def _check_prefixes(world: World) -> None:
     for request in world.requests:
         tokens = world.mailbox.received.get(request.key, [])
-        assert tokens == request.reference()[: len(tokens)], request
+        assert tokens == request.reference()[0][: len(tokens)], request

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine_core.contracts import Masks
@@ -13,20 +14,30 @@ from engine_core.pipeline import PipelineState
 from engine_core.plan import StepPlan
 from engine_core.scheduler.admission import PageGate, RowGate
 from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
-from engine_core.scheduler.sequence import Sequence
 from engine_core.stats import StageClock, new_stats
 from protocol.codec import pack_ids
 from protocol.commands import Abort, Hello, Submit
-from protocol.errors import ErrorCode
+from protocol.errors import ErrorCode, FinishReason
 from protocol.events import Limits, ModelFacts
 from protocol.params import SamplingParams
 from protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
+from tests.fakes.constraint import FakeCompiler, FakeConstraint, FakeVerifier
 from tests.fakes.mailbox import FakeMailbox
-from tests.fakes.model import END, VOCAB, ParityConstraint, reference
+from tests.fakes.model import END, VOCAB, reference
 from tests.fakes.runtime import FakeRuntime
 
 EPOCH = 77
+GRAMMARS: tuple[Callable[[random.Random], str], ...] = (
+    lambda _: "parity",
+    lambda _: "runs",
+    lambda rng: f"runs {rng.randint(1, 20)}",
+    lambda rng: f"stops {rng.randint(1, 20)}",
+    lambda rng: f"dies {rng.randint(0, 20)}",
+    lambda rng: f"breaks {rng.randint(0, 20)}",
+    lambda rng: rng.choice(["parity", "bad"]),
+)
+"""How often each rule of `FakeConstraint` comes up."""
 CLIENTS = (b"client-a", b"client-b", b"client-c")
 
 
@@ -36,7 +47,9 @@ class Request:
     request_id: int
     prompt: tuple[int, ...]
     params: SamplingParams
-    constrained: bool
+    grammar: str | None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def key(self) -> tuple[bytes, int]:
@@ -46,9 +59,17 @@ class Request:
     def end_ids(self) -> frozenset[int]:
         return frozenset() if self.params.ignore_eos else frozenset({END})
 
-    def reference(self) -> list[int]:
-        constraint = ParityConstraint() if self.constrained else None
-        return reference(self.prompt, self.params.max_tokens, self.end_ids, self.params.min_tokens, constraint)
+    def reference(self) -> tuple[list[int], str]:
+        """Its tokens, and how it ends: a FinishReason or an ErrorCode."""
+        if self.grammar == "bad":
+            return [], ErrorCode.INVALID_GRAMMAR
+        constraint = FakeConstraint(self.grammar) if self.grammar else None
+        params, ends = self.params, self.end_ids
+        tokens = reference(self.prompt, params.max_tokens, ends, params.min_tokens, constraint)
+        if constraint and constraint.problem:
+            return tokens, ErrorCode.GRAMMAR_FAILED
+        stopped = (tokens[-1] in ends and len(tokens) > params.min_tokens) or (constraint and constraint.complete)
+        return tokens, FinishReason.STOP if stopped else FinishReason.LENGTH
 
 
 @dataclass(frozen=True)
@@ -91,18 +112,6 @@ class FaultyRuntime(FakeRuntime):
             raise RuntimeError(f"device lost in {place}")
 
 
-class ConstrainingControl(Control):
-    """Gives the constrained among the submitted their constraint; no command of the protocol carries one yet."""
-
-    constrained: frozenset[tuple[bytes, int]] = frozenset()
-
-    def _sequence(self, client: bytes, submit: Submit) -> Sequence:
-        seq = super()._sequence(client, submit)
-        if (client, submit.request_id) in self.constrained:
-            seq.constraint = ParityConstraint()
-        return seq
-
-
 class World:
     """Builds the engine of one traffic and drives it through its mailbox."""
 
@@ -117,25 +126,25 @@ class World:
         self.runtime = FaultyRuntime(max_rows, pages, page_size, fault=shape.faults, rng=rng)
         limits = SchedulerLimits(step_tokens, rng.randint(1, step_tokens), rng.choice([3, 100]))
         self.rows = RowGate(max_rows)
-        self.scheduler = Scheduler(self.rows, PageGate(self.pages, page_size), limits)
+        self.scheduler = Scheduler(self.rows, PageGate(self.pages, page_size), limits, FakeVerifier())
+        self.compiler = FakeCompiler(lambda: rng.choice([0, 0, 1, 5, 40]))
         self.pipeline = PipelineState(shape.depth)
         self.mailbox = FakeMailbox()
         stats, clock = new_stats(), FakeClock()
         facts = ModelFacts("fake", VOCAB, 48, [END], "", "cpu", "float32", 0)
-        self.control = ConstrainingControl(
-            self.scheduler, EPOCH, facts, Limits(max_rows, 0, page_size, step_tokens, 100), stats, clock
-        )
+        wire_limits = Limits(max_rows, 0, page_size, step_tokens, 100)
+        self.control = Control(self.scheduler, self.compiler, EPOCH, facts, wire_limits, stats, clock)
         self.engine = Engine(
             self.scheduler,
             self.pipeline,
             self.runtime,
             self.mailbox,
             self.control,
+            self.compiler,
             stats,
             StageClock(stats.stage_seconds, clock),
         )
         self.requests = [self._request(number) for number in range(rng.randint(1, 14))]
-        self.control.constrained = frozenset(request.key for request in self.requests if request.constrained)
         self.arrivals = list(self.requests)
         self.aborted: set[tuple[bytes, int]] = set()
         self.ticks = 0
@@ -150,14 +159,15 @@ class World:
     def _request(self, number: int) -> Request:
         rng = self.rng
         max_tokens = rng.randint(1, 18)
-        constrained = rng.random() < self.shape.constrained
+        grammar = rng.choice(GRAMMARS)(rng) if rng.random() < self.shape.constrained else None
         params = SamplingParams(
             max_tokens,
-            min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]) if not constrained else 0,
+            min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
             ignore_eos=rng.random() < 0.2,
         )
         prompt = tuple(rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 32)))
-        return Request(rng.choice(CLIENTS), number, prompt, params, constrained)
+        tops = [rng.choice([0, 1, 5]) if rng.random() < 0.2 else None for _ in range(2)]
+        return Request(rng.choice(CLIENTS), number, prompt, params, grammar, *tops)
 
     def _before_tick(self) -> None:
         """Arrivals, aborts and vanishing frontends; then whatever must hold between two ticks."""
@@ -168,7 +178,17 @@ class World:
         while self.arrivals and rng.random() < 0.5:
             request = self.arrivals.pop(0)
             self.mailbox.inbox.append(
-                (request.client, Submit(request.request_id, pack_ids(request.prompt), request.params))
+                (
+                    request.client,
+                    Submit(
+                        request.request_id,
+                        pack_ids(request.prompt),
+                        request.params,
+                        request.grammar,
+                        request.logprobs,
+                        request.prompt_logprobs,
+                    ),
+                )
             )
         if rng.random() < 0.06:
             victim = rng.choice(self.requests)
@@ -205,6 +225,8 @@ class World:
         assert self.pages.free == self.pages.total
         assert self.rows.free == self.rows.total
         assert not self.scheduler.open
+        assert not self.scheduler.compiling
+        assert not self.compiler.jobs, "grammars are compiled for nobody"
         assert not list(self.scheduler.held)
         for key, outcomes in self.mailbox.outcomes.items():
             assert len(outcomes) == 1, f"{key} ended {len(outcomes)} times: {outcomes}"

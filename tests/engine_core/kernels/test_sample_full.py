@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from engine_core.sampling.sampler import sample
 from tests.engine_core.kernels.sampling_case import Case, ask_everything, check_full, make_case, run, truncations
 
 # The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.
@@ -77,6 +78,39 @@ def test_everything_with_a_mask(vocab: int, device: str) -> None:
     words = torch.randint(-(2**31), 2**31, (6, -(-vocab // 32)), generator=generator)
     case.allowed = words.int()
     check_full(case.to(device), **SIZES)
+
+
+def test_a_row_that_may_sample_nothing_yields_0_and_harms_nobody(device: str) -> None:
+    case = make_case(4, 140, seed=11)
+    truncations(case, [0, 9], [0.8, 1.0], [0.0])
+    case.allowed = torch.full((4, 5), -1, dtype=torch.int32)
+    case = case.to(device)
+    tokens, sampler = case.tokens.clone(), case.sampler(**SIZES)
+    before = run(sampler, case, "full")
+    case.tokens[:] = tokens
+    assert case.allowed is not None
+    case.allowed[2] = 0
+    after = run(sampler, case, "full")
+    assert after[2] == sample(case.logits, case.sampling_rows(True), case.allowed)[2] == 0
+    others = [0, 1, 3]
+    assert torch.equal(before[others], after[others])
+
+
+@pytest.mark.parametrize("vocab", [140])
+def test_masks_for_some_rows(vocab: int, device: str) -> None:
+    """Rows without a constraint are masked by all ones and draw what they draw in a step without masks."""
+    case = make_case(6, vocab, seed=12).to(device)
+    tokens, sampler = case.tokens.clone(), case.sampler(**SIZES)
+    free = run(sampler, case, "full")
+    case.allowed = torch.full((6, -(-vocab // 32)), -1, dtype=torch.int32, device=device)
+    case.allowed[[1, 4]] = torch.tensor([1 << 7, 3, 0, 1 << 30, 0], dtype=torch.int32, device=device)
+    case.tokens[:] = tokens
+    masked = run(sampler, case, "full")
+    others = [0, 2, 3, 5]
+    assert torch.equal(masked[others], free[others])
+    assert set(masked[[1, 4]].tolist()) <= {7, 32, 33, 126}
+    case.tokens[:] = tokens
+    check_full(case, **SIZES)
 
 
 def test_a_token_listed_twice_gets_both_biases(device: str) -> None:

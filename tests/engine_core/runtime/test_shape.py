@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from engine_core.attention.base import Span
 from engine_core.plan import Row, StepPlan
 from engine_core.runtime.shape import Shape, lies, long_spans, pack_shaped
-from engine_core.runtime.staging import Packed, capacity, pack
-from engine_core.runtime.step_graphs import PROMPTS, StepGraphs, pack_decode
+from engine_core.runtime.staging import Packed, capacity, pack, pack_decode
+from engine_core.runtime.step_graphs import PROMPTS, StepGraphs
 from tests.engine_core.runtime.test_staging import MAX_LEN, PAGES_PER_ROW, ROWS, plans
 
 LAYOUT = {"token_rows", "positions", "rows", "sample_index"}
@@ -39,9 +39,8 @@ def test_every_token_lies_where_the_shape_has_it(plan: StepPlan, free_rows: int,
     longer = [(row.row, position) for row in plan.rows if row.length > 1 for position in range(row.start, row.end)]
     assert tokens[: shape.singles] == singles + [(0, 0)] * free_rows
     assert tokens[shape.singles :] == longer + [(0, 0)] * free_tokens
-    assert [tokens[index] for index in found["sample_index"]] == [
-        (row.row, row.end - 1) for row in plan.rows if row.samples
-    ]
+    in_order = list(zip(eager["token_rows"], eager["positions"], strict=True))
+    assert [tokens[index] for index in found["sample_index"]] == [in_order[index] for index in eager["sample_index"]]
     assert found["rows"] == [row.row for row in plan.rows if row.length > 1]
     spans = long_spans(plan)
     assert [(span.start, span.length) for span in spans] == [
@@ -74,6 +73,7 @@ GRAPHS = StepGraphs((1, 2, 4), (0, 2, 8), (16, 64), [], [])
         (decode(5), None),
         ([*decode(2), Row(9, 9, 32, 1, True, new_pages=(4,), first_page=2)], Shape(4, 0)),
         ([*decode(2), Row(9, 9, 3, 1, True, constrained=True)], Shape(4, 0)),
+        ([*decode(2), Row(9, 9, 3, 1, True, targets=b"\0\0\0\0")], None),
         (decode(2, samples=False), None),
         ([prompt(1, 2)], Shape(0, 16)),
         ([prompt(1, 17)], Shape(0, 64)),

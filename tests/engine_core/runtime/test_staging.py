@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_core.plan import Admission, Row, StepPlan
-from engine_core.runtime.staging import MAX_SUPPRESSED, capacity, pack
+from engine_core.runtime.staging import MAX_SUPPRESSED, capacity, mask_places, pack, pack_decode
 from protocol.codec import pack_floats, pack_ids, unpack_floats, unpack_ids
 from protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
 
@@ -54,11 +54,13 @@ def plans(draw: st.DrawFn) -> StepPlan:
                 length,
                 samples=kind == "decode" or draw(st.booleans()),
                 suppress_ends=draw(st.booleans()) if kind != "decode" else draw(st.integers(0, 5)) == 0,
+                constrained=draw(st.integers(0, 3)) == 0,
                 tokens=b"" if kind == "decode" else pack_ids(ids),
                 new_pages=tuple(draw(st.lists(st.integers(1, 99), max_size=PAGES_PER_ROW - 3)))
                 if kind == "first"
                 else (),
                 first_page=draw(st.integers(0, 3)) if kind == "first" else 3,
+                targets=b"" if kind == "decode" else pack_ids(ids[: draw(st.integers(0, length))]),
             )
         )
         if kind == "first":
@@ -79,9 +81,15 @@ def by_hand(plan: StepPlan) -> dict[str, list[int]]:
     fields: dict[str, list[int]] = {name: [] for name in ("rows", "token_rows", "positions", "sample_index")}
     fields |= {name: [] for name in ("sample_rows", "sample_positions")}
     uploads: dict[str, list[int]] = {name: [] for name in ("upload_index", "upload_tokens", "page_index", "pages")}
-    suppress = []
+    suppress: list[int] = []
+    places: list[int] = []
+    scored: list[int] = []
+    targets: list[int] = []
     for row in plan.rows:
         fields["rows"].append(row.row)
+        following = unpack_ids(row.targets)
+        scored += range(len(fields["positions"]), len(fields["positions"]) + len(following))
+        targets += following
         for position in range(row.start, row.end):
             fields["token_rows"].append(row.row)
             fields["positions"].append(position)
@@ -90,14 +98,20 @@ def by_hand(plan: StepPlan) -> dict[str, list[int]]:
             fields["sample_rows"].append(row.row)
             fields["sample_positions"].append(row.end)
             suppress.append(int(row.suppress_ends))
+            places.append(1 + max(places, default=0) if row.constrained else 0)
         for index, token in enumerate(unpack_ids(row.tokens)):
             uploads["upload_index"].append(row.row * MAX_LEN + row.start + index)
             uploads["upload_tokens"].append(token)
         for index, page in enumerate(row.new_pages):
             uploads["page_index"].append(row.row * PAGES_PER_ROW + row.first_page + index)
             uploads["pages"].append(page)
-    if any(row.suppress_ends for row in plan.rows):
+    if targets:
+        fields["targets"] = targets
+        fields["sample_index"] += scored
+    if any(suppress):
         fields["suppress"] = suppress
+    if any(places):
+        fields["mask_places"] = places
     if any(row.tokens or row.new_pages for row in plan.rows):
         fields |= uploads
     return fields | (admissions_by_hand(plan) if plan.admitted else {})
@@ -137,6 +151,36 @@ def test_every_field(plan: StepPlan) -> None:
     assert packed.longest == max(row.end for row in plan.rows)
 
 
+@settings(deadline=None, max_examples=60, print_blob=True)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.booleans(), st.booleans()), min_size=1, max_size=ROWS), st.integers(0, 4)
+)
+def test_a_decode_step_where_graphs_read_it(drawn: list[tuple[int, bool, bool]], padding: int) -> None:
+    rows = [
+        Row(50 + number, number + 1, start, 1, True, suppress_ends=suppressed, constrained=constrained)
+        for number, (start, suppressed, constrained) in enumerate(drawn)
+    ]
+    plan, bucket = StepPlan.of(3, tuple(rows)), len(rows) + padding
+    out = np.full(capacity(len(rows), bucket, 2), -77, dtype=np.int32)
+    packed = pack_decode(plan, bucket, out)
+    found = {name: out[start : start + length].tolist() for name, (start, length) in packed.fields.items()}
+    expected = by_hand(plan)
+    assert found["rows"] == [row.row for row in rows] + [0] * padding
+    assert found["positions"] == [row.start for row in rows] + [0] * padding
+    assert packed.fields["rows"] == (0, bucket) and packed.fields["positions"] == (bucket, bucket)
+    for name in ("sample_rows", "sample_positions", "suppress", "mask_places"):
+        assert found.get(name) == (None if plan.plain else expected.get(name)), name
+    assert (out[packed.total :] == -77).all()
+    assert packed.sample_rows.tolist() == expected["sample_rows"]
+    assert packed.longest == max(row.end for row in rows)
+
+
+def test_the_mask_of_a_row_is_found_by_its_row() -> None:
+    rows = [Row(1, 7, 0, 1, True, constrained=True), Row(2, 3, 0, 1, True), Row(3, 5, 0, 1, False, constrained=True)]
+    rows += [Row(4, 2, 0, 1, True, constrained=True)]
+    assert mask_places(StepPlan.of(1, tuple(rows))) == {7: 1, 2: 2}
+
+
 def worst(rows: int, step_tokens: int, pages: int) -> StepPlan:
     """Every row is new, brings every bias and end id there can be, and the pool's pages between them."""
     full = SamplingParams(
@@ -150,7 +194,8 @@ def worst(rows: int, step_tokens: int, pages: int) -> StepPlan:
     for number in range(rows):
         length = share + (rest if number == 0 else 0)
         mine = tuple(range(1, pages)) if number == 0 else ()
-        made.append(Row(number, number + 1, 0, length, True, True, True, pack_ids([1] * length), mine))
+        tokens = pack_ids([1] * length)
+        made.append(Row(number, number + 1, 0, length, True, True, True, tokens, mine, targets=tokens[4:]))
     admitted = [Admission(row.seq_id, row.row, 9, full, tuple(range(MAX_SUPPRESSED))) for row in made]
     return StepPlan.of(1, tuple(made), tuple(admitted))
 

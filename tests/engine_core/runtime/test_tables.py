@@ -118,7 +118,7 @@ def test_warming_up_touches_padding_alone(model: LlamaModel, depth: int, max_len
     runtime.sampler = TorchSampler(runtime.tables)
     config = EngineConfig("x", "cpu", "float32", depth, 4, max_len, 32, 32, 4, 50, 10)
     warm_up(runtime, config)
-    assert len(runtime.results) == depth * 4
+    assert len(runtime.results) == depth * 6
     lowest = 0 if max_len > 2 else -1
     assert all(lowest <= token < VOCAB for tokens in runtime.results for token in tokens), "-1: no room for a sample"
     assert not runtime.tables.tokens[1:].any(), "a row that requests use was written"
@@ -147,8 +147,10 @@ class TestCpuDevice:
         assert not buffer.any()
 
     def test_a_slot_writes_through_its_view(self) -> None:
-        slot = StepSlot.allocate(CpuDevice(), 10, 4, 33, TorchAttention())
+        slot = StepSlot.allocate(CpuDevice(), 10, 4, 8, 33, TorchAttention())
         slot.inputs_view[3] = 7
         assert slot.host_inputs[3] == 7
-        assert slot.host_masks.shape == slot.device_masks.shape == (4, 2)
+        slot.masks_view[2] = 9
+        assert slot.host_masks[2].tolist() == [9, 9]
+        assert slot.device_masks.tolist() == [[-1, -1]] + 4 * [[0, 0]], "one mask allows everything"
         assert slot.plan is None

@@ -17,14 +17,15 @@ from engine_core.scheduler.sequence import Sequence
 from protocol.errors import ErrorCode, FinishReason
 from protocol.events import Failure, Finished
 from protocol.params import SamplingParams
-from tests.fakes.model import ParityConstraint
+from tests.fakes.constraint import FakeConstraint, FakeVerifier
 
 END = 1
 CLIENTS = st.sampled_from([b"a", b"b"])
 
 
 def new(rows: int = 4, pages: int = 40, step: int = 16, chunk: int = 16, waiting: int = 50) -> Scheduler:
-    return Scheduler(RowGate(rows), PageGate(PageAllocator(pages), 4), SchedulerLimits(step, chunk, waiting))
+    limits = SchedulerLimits(step, chunk, waiting)
+    return Scheduler(RowGate(rows), PageGate(PageAllocator(pages), 4), limits, FakeVerifier())
 
 
 def sequence(number: int, prompt: int = 5, max_tokens: int = 3, client: bytes = b"c", min_tokens: int = 0) -> Sequence:
@@ -126,12 +127,12 @@ def test_refusals() -> None:
 def test_masks_for_live_constrained_rows_alone() -> None:
     scheduler = new()
     plain, constrained, ended = sequence(1), sequence(2), sequence(3)
-    constrained.constraint, ended.constraint = ParityConstraint(), ParityConstraint()
+    constrained.constraint, ended.constraint = FakeConstraint("parity"), FakeConstraint("parity")
     added(scheduler, plain, constrained, ended)
     plan = launched(scheduler, 1)
     scheduler.abort(b"c", 3)
     assert plan.needs_mask
-    assert scheduler.masks(plan) == [None, ParityConstraint().mask(), None]
+    assert scheduler.masks(plan) == [(constrained.row, constrained.constraint)]
 
 
 def test_two_outcomes_are_a_bug() -> None:

@@ -1,4 +1,4 @@
-"""How far a load has come, on a terminal's stderr; silent where stderr is none."""
+"""How far a piece of work has come, on a terminal's stderr; silent where stderr is none."""
 
 import sys
 from typing import TextIO
@@ -7,11 +7,14 @@ WIDTH = 30
 
 
 class Progress:
-    def __init__(self, label: str, total: int | None, duration: float | None, out: TextIO = sys.stderr) -> None:
+    """A bar of requests done."""
+
+    def __init__(self, label: str, total: int | None, duration: float | None, out: TextIO | None = None) -> None:
         self.label = label
         self.interval = 0.25
-        self._total, self._duration, self._out = total, duration, out
-        self._shown = out.isatty()
+        self._total, self._duration = total, duration
+        self._out = out or sys.stderr
+        self._shown = self._out.isatty()
 
     def line(self, done: int, seconds: float) -> str:
         """The share is of requests where their number is known, else of the time."""

@@ -1,0 +1,202 @@
+"""What constrained output costs: to compile a grammar, to fill a mask, and in tokens a second.
+
+    python -m benchmarks.bench_constrained [--model-dir DIR] [--save NAME]
+        [--url http://host:port --model NAME [--shares 0 20 80 100] [--streams 16] [--rounds 3] ...]
+
+Grammars: each schema of `benchmarks/grammars.py` is compiled a few times, then followed at random, every allowed token
+equally likely. Mask time is CPU time of one row, on one thread; a step fills those of many rows in parallel.
+
+With --url, a running server is loaded with requests of which a share asks for `response_format`, a JSON schema that no
+output comes to the end of, so that all requests yield the same number of tokens. Rounds go through the shares in turn,
+and a share's loss is against 0 % in the same round.
+"""
+
+import argparse
+import random
+import statistics
+import time
+import zlib
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher
+
+from benchmarks.grammars import ENDLESS, SCHEMAS, Schema
+from benchmarks.results import save
+from benchmarks.serving.client import Job
+from benchmarks.serving.clients import Clients
+from benchmarks.serving.completion import Dialect
+from benchmarks.serving.connection import Endpoint
+from benchmarks.serving.distribution import distribution
+from benchmarks.serving.level import Level, Slo, summarise
+from benchmarks.workloads import Load, Request, Span, Workload
+from engine_core.build import DEFAULT_MODEL
+from engine_core.constraints.grammars import Grammars
+from engine_core.constraints.matchers import Matchers
+from engine_core.models.config import ModelConfig
+from engine_core.stats import new_stats
+from frontend.progress import Progress
+
+COMPILATIONS, WALKS, LONGEST_WALK = 5, 20, 80
+SLO = Slo(500.0, 50.0)
+
+
+def measure_grammar(grammars: Grammars, matchers: Matchers, schema: Schema, rng: random.Random) -> dict[str, Any]:
+    """Times of one schema: compilation in milliseconds, a mask in microseconds."""
+    text = LLMatcher.grammar_from_json_schema(schema)
+    compilations = []
+    for _ in range(COMPILATIONS):
+        start = time.perf_counter()
+        prototype = grammars.compile(text)
+        compilations.append(time.perf_counter() - start)
+    mask = np.zeros((1, -(-grammars.vocab_size // 32)), dtype=np.int32)
+    masks = []
+    for _ in range(WALKS):
+        constraint = prototype.constraint(ignore_ends=True)
+        for _ in range(LONGEST_WALK):
+            start = time.thread_time()
+            matchers.fill([(constraint, 0)], mask)
+            masks.append(time.thread_time() - start)
+            allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little"))
+            (taken,) = matchers.accept([(constraint, int(rng.choice(allowed)))])
+            assert taken, constraint.problem
+            if constraint.complete:
+                break
+    return {
+        "compile_ms": statistics.median(compilations) * 1e3,
+        "mask_us": distribution(masks, 1e6),
+        "masks": len(masks),
+    }
+
+
+def measure_grammars(model_dir: Path) -> dict[str, Any]:
+    model = ModelConfig.read(model_dir)
+    grammars = Grammars(model_dir / "tokenizer.json", model.vocab_size, model.eos_ids)
+    start = time.perf_counter()
+    grammars.prepare()
+    seconds = time.perf_counter() - start
+    matchers = Matchers(None, model.eos_ids, new_stats(), time.perf_counter)
+    rng = random.Random(0)
+    found = {name: measure_grammar(grammars, matchers, schema, rng) for name, schema in SCHEMAS.items()}
+    return {"vocab_size": model.vocab_size, "tokenizer_seconds": seconds, "schemas": found}
+
+
+def print_grammars(figures: dict[str, Any]) -> None:
+    print(f"tokenizer of {figures['vocab_size']} tokens: {figures['tokenizer_seconds']:.2f} s, once")
+    print(f"{'schema':>28}{'compile ms':>12}{'mask us p50':>13}{'p99':>9}{'masks':>8}")
+    for name, found in figures["schemas"].items():
+        mask = found["mask_us"]
+        print(f"{name:>28}{found['compile_ms']:>12.2f}{mask['p50']:>13.1f}{mask['p99']:>9.1f}{found['masks']:>8}")
+
+
+@dataclass(frozen=True)
+class ConstrainedDialect(Dialect):
+    """Adds a schema to so many per cent of the requests. Which ones follows from their prompts."""
+
+    share: int = 0
+    schema: Schema = field(default_factory=dict)
+
+    def body(self, request: Request) -> bytes:
+        plain = super().body(request)
+        if zlib.crc32(array("i", request.prompt).tobytes()) % 100 >= self.share:
+            return plain
+        wanted = {"type": "json_schema", "json_schema": {"name": "bench", "schema": self.schema}}
+        return plain[:-1] + b',"response_format":' + msgspec.json.encode(wanted) + b"}"
+
+
+class Server:
+    """A running server, loaded the same way for every share."""
+
+    def __init__(self, arguments: argparse.Namespace, clients: Clients) -> None:
+        self._arguments = arguments
+        self._clients = clients
+        self._endpoints = [Endpoint.parse(url) for url in arguments.url.split(",")]
+
+    def level(self, share: int, turn: int) -> Level:
+        """Raises ConnectionError where a request failed: the rest could not be compared."""
+        a = self._arguments
+        dialect = ConstrainedDialect(a.model, a.temperature, token_ids=True, share=share, schema=ENDLESS[a.output])
+        workload = Workload(turn, a.input_len, a.output_len, a.prompt_ids)
+        load = Load(f"{share} % constrained, round {turn + 1}", a.streams, requests=a.requests)
+        progress = Progress(load.label, load.total(), load.duration)
+        level = summarise(
+            load, self._clients.run(Job(self._endpoints, dialect, workload, load, a.timeout), progress), SLO
+        )
+        progress.clear()
+        if level.errors or level.other_length:
+            raise ConnectionError(f"{load.label}: {level.errors or 'replies of another length'} {level.error_example}")
+        return level
+
+
+def measure_server(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Tokens a second by share, and the loss against none in per cent."""
+    rates: dict[int, list[float]] = {share: [] for share in arguments.shares}
+    losses: dict[int, list[float]] = {share: [] for share in arguments.shares}
+    with Clients(arguments.clients) as clients:
+        server = Server(arguments, clients)
+        server.level(100, -1)
+        for turn in range(arguments.rounds):
+            levels = {share: server.level(share, turn) for share in arguments.shares}
+            free = levels[0].output_tokens_per_s
+            for share, level in levels.items():
+                rates[share].append(level.output_tokens_per_s)
+                losses[share].append(100 * (1 - level.output_tokens_per_s / free))
+    return {
+        f"{share} %": {
+            "output_tokens_per_s": statistics.median(rates[share]),
+            "loss_percent": statistics.median(losses[share]),
+            "rounds": rates[share],
+        }
+        for share in arguments.shares
+    }
+
+
+def print_server(figures: dict[str, Any]) -> None:
+    print(f"{'constrained':>12}{'tokens/s':>12}{'loss %':>9}   by round")
+    for share, found in figures.items():
+        rounds = ", ".join(f"{rate:,.0f}" for rate in found["rounds"])
+        print(f"{share:>12}{found['output_tokens_per_s']:>12,.0f}{found['loss_percent']:>9.1f}   {rounds}")
+
+
+def arguments_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-dir", type=Path, default=DEFAULT_MODEL, help="config.json and tokenizer.json")
+    parser.add_argument("--url", help="http://host:port of a running server, or several with commas")
+    parser.add_argument("--model", default="tandem-default", help="the name that the server knows")
+    parser.add_argument(
+        "--shares", type=int, nargs="+", default=[0, 20, 80, 100], help="per cent; 0 is always measured"
+    )
+    parser.add_argument("--output", choices=list(ENDLESS), default="records", help="what is asked for")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=4, help="of a stream, for each share and round (default 4)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clients", type=int, default=1, help="client processes (default 1)")
+    parser.add_argument("--input-len", type=Span.parse, default="64")
+    parser.add_argument("--output-len", type=Span.parse, default="128")
+    parser.add_argument("--prompt-ids", type=Span.parse, default="100:1000")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--timeout", type=float, default=600.0)
+    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = arguments_parser().parse_args(argv)
+    arguments.shares = sorted({0, *arguments.shares})
+    figures = {"grammars": measure_grammars(arguments.model_dir)}
+    print_grammars(figures["grammars"])
+    if arguments.url:
+        figures["serving"] = measure_server(arguments)
+        print_server(figures["serving"])
+    if arguments.save:
+        config = {name: value if isinstance(value, int | float | list) else str(value)
+                  for name, value in vars(arguments).items() if value is not None}  # fmt: skip
+        print(save(arguments.save, config, figures))
+
+
+if __name__ == "__main__":
+    main()

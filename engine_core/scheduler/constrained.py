@@ -1,0 +1,74 @@
+"""What a grammar means for the sequences that have to follow one, between two steps. Pure, like the scheduler."""
+
+from collections.abc import Mapping
+
+from engine_core.contracts import Constraint, Delta, Masks, Verifier
+from engine_core.plan import StepPlan
+from engine_core.scheduler.sequence import Sequence
+from engine_core.scheduler.stopping import end_of
+from protocol.errors import ErrorCode
+from protocol.events import Failure, Finished
+
+
+def masks_of(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:
+    """The constraints that the sampling of a step waits for. Rows that have ended meanwhile need none."""
+    return [(plan.rows[index].row, constraint) for index, constraint in _constrained(plan, held)]
+
+
+def refused_by(verifier: Verifier, plan: StepPlan, tokens: list[int], held: Mapping[int, Sequence]) -> set[int]:
+    """Advances the constraints of a step by what was sampled; the sequences whose grammar does not take their token.
+
+    The mask leaves such a token no chance, so this is a grammar too complex to go on with, or one that allows nothing
+    beside what `min_tokens` forbids.
+    """
+    rows = _constrained(plan, held)
+    accepted = verifier.accept([(constraint, tokens[index]) for index, constraint in rows])
+    return {plan.rows[index].seq_id for (index, _), taken in zip(rows, accepted, strict=True) if not taken}
+
+
+def _constrained(plan: StepPlan, held: Mapping[int, Sequence]) -> list[tuple[int, Constraint]]:
+    """The rows, by index, that sample under a constraint and whose sequence lives."""
+    found = []
+    for index, row in enumerate(plan.rows):
+        if row.constrained and row.samples:
+            seq = held[row.seq_id]
+            if seq.outcome is None and seq.constraint is not None:
+                found.append((index, seq.constraint))
+    return found
+
+
+def dead_end(seq: Sequence) -> Failure:
+    """The end of a sequence whose grammar refused its newest token."""
+    problem = seq.constraint.problem if seq.constraint is not None else ""
+    message = f"the grammar cannot be followed any further after {seq.generated} tokens: {problem}"
+    return Failure(seq.request_id, ErrorCode.GRAMMAR_FAILED, message)
+
+
+def jump_ahead(verifier: Verifier, seq: Sequence, delta: Delta) -> Finished | Failure | None:
+    """Appends the tokens that the grammar forces, without computing the steps that would sample them.
+
+    Only for a sequence with no sample in flight. They are generated tokens like others: they go to the client, count,
+    and may end the sequence. The device does not have them, so the next row uploads them. Log-probabilities are those
+    of sampling, so a sequence that wants them never jumps.
+    """
+    constraint = seq.constraint
+    assert constraint is not None and seq.unseen == 0, f"no jump for {seq}"
+    if seq.logprobs is not None or seq.scored:
+        return None
+    before = len(seq.tokens)
+    outcome: Finished | Failure | None = None
+    for token in constraint.forced():
+        if token in seq.end_ids and seq.generated < seq.min_tokens:
+            break
+        if not verifier.accept([(constraint, token)])[0]:
+            outcome = dead_end(seq)
+            break
+        seq.tokens.append(token)
+        delta.request_ids.append(seq.request_id)
+        delta.tokens.append(token)
+        outcome = end_of(seq)
+        if outcome is not None:
+            break
+    if len(seq.tokens) > before:
+        seq.uploads, seq.settled = len(seq.tokens), False
+    return outcome

@@ -1,0 +1,86 @@
+"""A streamed answer: shown as it comes, kept with its usage and its times."""
+
+import re
+from collections.abc import Callable, Generator
+from contextlib import closing
+from typing import Any, TextIO
+
+# Colours and cursor movements are for the program to send, not for the model.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Answer:
+    """Takes the events of `/v1/completions` and `/v1/chat/completions`.
+
+    On a terminal, control characters are shown as U+FFFD and reasoning is dim; elsewhere the content is written
+    unchanged, and nothing else.
+    """
+
+    def __init__(self, out: TextIO, clock: Callable[[], float]) -> None:
+        self.content = ""
+        self._out = out
+        self._clock = clock
+        self._terminal = out.isatty()
+        self._started = clock()
+        self._first: float | None = None
+        self._last = self._started
+        self._reasoning = False
+        self._finish_reason: str | None = None
+        self._usage: dict[str, Any] = {}
+
+    def follow(self, events: Generator[dict[str, Any], None, None]) -> bool:
+        """Shows all of them; False if an interrupt stopped it. Whatever ends it, the line is completed."""
+        try:
+            with closing(events):
+                for event in events:
+                    self.take(event)
+        except KeyboardInterrupt:
+            return False
+        finally:
+            if self._first is not None:
+                self._end_line()
+        return True
+
+    def take(self, event: dict[str, Any]) -> None:
+        self._usage = event.get("usage") or self._usage
+        for choice in event.get("choices", ()):
+            delta = choice.get("delta", choice)
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            self._show(delta.get("reasoning_content"), reasoning=True)
+            content = delta.get("content") or choice.get("text")
+            self._show(content, reasoning=False)
+            self.content += content or ""
+
+    def summary(self) -> str:
+        """Usage and times, in one line."""
+        count = self._usage.get("completion_tokens", 0)
+        parts = [f"{self._usage.get('prompt_tokens', 0)} tokens in, {count} out"]
+        if self._first is not None:
+            parts.append(f"first after {self._first - self._started:.2f} s")
+            if count > 1 and self._last > self._first:
+                parts.append(f"{(count - 1) / (self._last - self._first):.1f} tokens/s")
+        parts.append(f"ended by {self._finish_reason}" if self._finish_reason else "stopped")
+        return ", ".join(parts)
+
+    def _end_line(self) -> None:
+        self._set_reasoning(False)
+        if not self.content.endswith("\n"):
+            self._out.write("\n")
+        self._out.flush()
+
+    def _show(self, text: str | None, reasoning: bool) -> None:
+        if not text:
+            return
+        self._last = self._clock()
+        if self._first is None:
+            self._first = self._last
+        if reasoning and not self._terminal:
+            return
+        self._set_reasoning(reasoning)
+        self._out.write(_CONTROLS.sub("\ufffd", text) if self._terminal else text)
+        self._out.flush()
+
+    def _set_reasoning(self, reasoning: bool) -> None:
+        if reasoning != self._reasoning:
+            self._reasoning = reasoning
+            self._out.write("\x1b[2m" if reasoning else "\x1b[0m\n")

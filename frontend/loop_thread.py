@@ -1,0 +1,59 @@
+"""An event loop in a thread of its own, for callers that have none."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError, Future, wait
+from functools import partial
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
+
+
+class LoopThread:
+    """The thread does not keep the process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs there, where it must not wait for it."""
+        return threading.current_thread() is self._thread
+
+    def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+        """Runs it there and waits. An interrupt of the wait cancels it, and is raised once it has ended."""
+        future: Future[_Result] = Future()
+        tasks: list[asyncio.Task[_Result]] = []
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(coroutine))
+            tasks[0].add_done_callback(partial(_hand_over, future))
+
+        self._loop.call_soon_threadsafe(begin)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            # What was called first has created the task.
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            wait([future])
+            raise
+
+    def stop(self) -> None:
+        """Ends the loop and the thread; what still runs there is dropped."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _hand_over(future: "Future[_Result]", task: "asyncio.Task[_Result]") -> None:
+    if task.cancelled():
+        future.set_exception(CancelledError())
+    elif (error := task.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())

@@ -1,0 +1,53 @@
+// The parameters as they stand in the form, and the fields of a request that they become.
+
+const field = (id) => document.getElementById(id);
+
+const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+
+export const apiKey = () => field("api_key").value;
+
+export const mode = () => document.querySelector("input[name=mode]:checked").value;
+
+export const systemPrompt = () => field("system").value.trim();
+
+export function showModels(names) {
+  const select = field("model");
+  const chosen = select.value;
+  select.replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
+}
+
+// What was filled in; the rest is the server's to decide. Undefined, with the reason shown, where a field is no JSON.
+export function requestFields() {
+  const fields = { model: field("model").value };
+  for (const name of NUMBERS.filter((one) => field(one).value !== "")) {
+    fields[name] = Number(field(name).value);
+  }
+  const stops = field("stop_strings").value.split("\n").filter((line) => line !== "");
+  if (stops.length > 0) {
+    fields.stop = stops;
+  }
+  const schema = parseSchema();
+  if (schema === undefined) {
+    return undefined;
+  }
+  if (schema !== null) {
+    fields.response_format = { type: "json_schema", json_schema: { name: "answer", strict: true, schema } };
+  }
+  return fields;
+}
+
+export function parseSchema() {
+  const text = field("schema").value.trim();
+  let schema = null;
+  let problem = "";
+  try {
+    schema = text === "" ? null : JSON.parse(text);
+  } catch (error) {
+    schema = undefined;
+    problem = `The JSON schema is no JSON: ${error.message}`;
+  }
+  field("problem").textContent = problem;
+  field("problem").hidden = problem === "";
+  field("schema").setAttribute("aria-invalid", String(problem !== ""));
+  return schema;
+}

@@ -1,0 +1,52 @@
+"""`POST /tokenize` and `POST /detokenize`: what the model sees of a text, and back."""
+
+from fastapi import APIRouter, Request
+from msgspec import Struct
+from starlette.responses import Response
+
+from frontend.admission import check_ids, check_model
+from frontend.routes.intake import encoded, parse_body
+from frontend.schemas.openapi import json_response, takes
+from frontend.schemas.openapi_tokenize import DETOKENIZE, DETOKENIZED, TOKENIZE, TOKENIZED
+from frontend.schemas.tokenize import parse_detokenize, parse_tokenize
+from frontend.service import Service
+
+
+class Tokenized(Struct, frozen=True, omit_defaults=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Struct, frozen=True):
+    prompt: str
+
+
+def tokenize_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/tokenize", openapi_extra=takes(TOKENIZE, json_response("Its tokens.", TOKENIZED)))
+    async def tokenize(request: Request) -> Response:
+        """The token ids of a text or of a rendered conversation."""
+        with service.bodies.share() as share:
+            parsed = await parse_body(request, share, service, parse_tokenize)
+            model = service.ready().model
+            check_model(parsed.model or model.name, model)
+            text = parsed.source if isinstance(parsed.source, str) else await service.chat.render(parsed.source)
+            ids = await service.tokenizer.encode(text, parsed.add_special_tokens)
+        names = service.tokenizer.names(ids) if parsed.return_token_strs else None
+        return encoded(Tokenized(len(ids), model.max_len, ids, names))
+
+    @router.post("/detokenize", openapi_extra=takes(DETOKENIZE, json_response("Their text.", DETOKENIZED)))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids, special tokens included unless they are to be skipped."""
+        with service.bodies.share() as share:
+            parsed = await parse_body(request, share, service, parse_detokenize)
+            model = service.ready().model
+            check_model(parsed.model or model.name, model)
+            check_ids(parsed.tokens, model.vocab_size, "tokens")
+            text = await service.tokenizer.decode_many(parsed.tokens, parsed.skip_special_tokens)
+        return encoded(Detokenized(text))
+
+    return router

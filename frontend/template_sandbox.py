@@ -1,0 +1,295 @@
+"""Jinja templates that come with a checkpoint: they can reach nothing, and are stopped where they do not end.
+
+A template is a program. Beside jinja's own sandbox, every turn of a loop and every call looks at the deadline, and no
+value grows beyond MAX_CHARS: what would is refused before it is built. One call of a filter over values within that
+bound is not interrupted; it takes seconds at the worst.
+"""
+
+import datetime
+import functools
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+MAX_CHARS = 64 * 2**20
+"""Longest string that a template may build, its output included."""
+MAX_SECONDS = 5.0
+MAX_SOURCE_CHARS = 2**20
+MAX_ITEMS = 2**20
+MAX_BITS = 4096
+MAX_WIDTH = 4096
+"""Largest width, indent or count that a filter or method may be given."""
+
+_WIDE_FORMAT = re.compile(r"\d{5}")
+_BOUNDED_FILTERS = ("center", "indent", "wordwrap", "batch", "slice", "tojson", "pprint", "format", "replace", "join")
+_BOUNDED_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "replace", "join")
+
+
+class RenderError(Exception):
+    """A template that cannot be compiled, that refused what it was given, or that was stopped."""
+
+
+class _StoppedError(TemplateError):
+    """The template took too long or built too much."""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}`: marks what the model wrote, for training. Here it renders as its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Dict:
+    """`dict(...)` without the class behind it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """`namespace(...)` whose attributes cannot take the place of Python's own."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # Without a named `self`, a template may use that name itself.
+        this, *given = args
+        for name in dict(*given, **kwargs):
+            _check_attribute(name)
+        Namespace.__init__(*(this, *given), **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: str) -> None:
+    if name.startswith("_"):
+        raise TemplateError(f"a namespace may hold no attribute {name!r}; it begins with an underscore")
+
+
+class SandboxedTemplates(ImmutableSandboxedEnvironment):
+    """The environment of chat templates, set up as transformers does. One render at a time."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, max_seconds: float = MAX_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        self._max_seconds = max_seconds
+        self._clock = clock
+        self._deadline = 0.0
+        self._lock = threading.Lock()
+        del self.globals["lipsum"]
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+            "dict": _Dict(),
+            "namespace": _Namespace,
+        }
+        self.filters["tojson"] = _tojson
+        for name in _BOUNDED_FILTERS:
+            self.filters[name] = _bounded(self.filters[name], name)
+
+    def compiled(self, source: str) -> Template:
+        """Raises RenderError for a source that is no template."""
+        if len(source) > MAX_SOURCE_CHARS:
+            raise RenderError(f"it has {len(source)} characters, at most {MAX_SOURCE_CHARS}")
+        with _failures():
+            return self.from_string(source)
+
+    def rendered(self, template: Template, variables: Mapping[str, Any]) -> str:
+        """Raises RenderError, also where the template was stopped."""
+        with self._lock, _failures():
+            self._deadline = self._clock() + self._max_seconds
+            parts: list[str] = []
+            size = 0
+            for part in template.generate(variables):
+                size += len(part)
+                _check_size(size)
+                parts.append(part)
+            return "".join(parts)
+
+    @property
+    def in_time(self) -> bool:
+        """Read by every turn of a loop. True, or raises where the time is up."""
+        self._check_time()
+        return True
+
+    def _check_time(self) -> None:
+        if self._clock() > self._deadline:
+            raise _StoppedError("it took too long and was stopped")
+
+    def joined(self, *parts: Any) -> str:
+        """The operator `~`."""
+        return self.concat([str(part) for part in parts])
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """Joins the output of macros and blocks."""
+        found = list(parts)
+        _check_size(sum(map(len, found)))
+        return "".join(found)
+
+    def _generate(
+        self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
+    ) -> str:
+        _instrument(source)
+        return super()._generate(source, name, filename, defer_init)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_format(value.__self__)
+        return wrapped
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and type(left) is str and type(right) is str:
+            _check_size(len(left) + len(right))
+            return left + right
+        _check_binop(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        # jinja names them so, for templates may pass keyword arguments of any name.
+        __self._check_time()
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str) and (name := __obj.__name__) in _BOUNDED_METHODS:
+            _check_growth(name, owner, args, kwargs)
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Turns whatever a template raises into a RenderError."""
+    try:
+        yield
+    except RenderError:
+        raise
+    except MemoryError:
+        raise RenderError("it ran out of memory") from None
+    except RecursionError:
+        raise RenderError("it recurses too deeply") from None
+    except Exception as error:  # templates are programs: they may raise anything
+        raise RenderError(_reason(error)) from error
+
+
+def _raise_exception(message: str) -> None:
+    raise RenderError(str(message))
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # jinja's own escapes for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _instrument(template: nodes.Template) -> None:
+    """Puts a look at the deadline into each loop, and a look at the size into each `~`."""
+    for loop in template.find_all(nodes.For):
+        tick = nodes.EnvironmentAttribute("in_time")
+        loop.test = tick if loop.test is None else nodes.And(tick, loop.test)
+    _replace_concats(template)
+
+
+def _replace_concats(node: nodes.Node) -> None:
+    for field, value in node.iter_fields():
+        if isinstance(value, list):
+            setattr(node, field, [_without_concat(item) for item in value])
+        elif isinstance(value, nodes.Node):
+            setattr(node, field, _without_concat(value))
+
+
+def _without_concat(value: Any) -> Any:
+    if not isinstance(value, nodes.Node):
+        return value
+    _replace_concats(value)
+    if not isinstance(value, nodes.Concat):
+        return value
+    call = nodes.Call(nodes.EnvironmentAttribute("joined"), value.nodes, [], None, None)
+    return call.set_lineno(value.lineno)
+
+
+def _bounded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A filter that looks at its arguments first. Its first one may be the context or the like."""
+    skip = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if name == "join" and not isinstance(args[skip], str):
+            args = (*args[:skip], list(args[skip]), *args[skip + 1 :])
+        _check_growth(name, args[skip], args[skip + 1 :], kwargs)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuses a call of a filter or string method whose result could be far larger than what it is given."""
+    given = (*args, *kwargs.values())
+    text = value if isinstance(value, str) else ""
+    if name == "replace" and len(given) >= 2:
+        old, new = str(given[0]), str(given[1])
+        _check_size(len(text) + (text.count(old) if old else len(text) + 1) * len(new))
+    elif name == "join":
+        _check_join(value, given)
+    elif name == "format":
+        _check_format(text)
+    elif any(isinstance(item, int) and item > MAX_WIDTH for item in given):
+        raise _StoppedError(f"it calls {name} with a number above {MAX_WIDTH}")
+
+
+def _check_join(value: Any, given: tuple[Any, ...]) -> None:
+    """The filter has the items in front and the separator behind, the method the other way round."""
+    items, separator = (given[0], value) if isinstance(value, str) and given else (value, given[0] if given else "")
+    if isinstance(items, list | tuple | str):
+        size = sum(len(item) if isinstance(item, str) else 1 for item in items)
+        _check_size(size + len(items) * len(str(separator)))
+
+
+def _check_binop(operator: str, left: Any, right: Any) -> None:
+    if operator == "%" and isinstance(left, str):
+        _check_format(left)
+    elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+        _check_size(len(left) + len(right), isinstance(left, str))
+    elif operator == "*":
+        for sequence, count in ((left, right), (right, left)):
+            if hasattr(sequence, "__len__") and isinstance(count, int):
+                _check_size(len(sequence) * count, isinstance(sequence, str))
+    if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
+        if bits > MAX_BITS:
+            raise _StoppedError(f"it computes a number of more than {MAX_BITS} bits")
+
+
+def _check_format(text: str) -> None:
+    if _WIDE_FORMAT.search(text):
+        raise _StoppedError("it formats with a width of five digits or more")
+
+
+def _check_size(size: int, is_text: bool = True) -> None:
+    most = MAX_CHARS if is_text else MAX_ITEMS
+    if size > most:
+        raise _StoppedError(f"it builds more than {most} {'characters' if is_text else 'items'} and was stopped")
+
+
+def _reason(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    line = getattr(error, "lineno", None)
+    return f"{text[:500]} (line {line})" if line else text[:500]

@@ -1,0 +1,66 @@
+"""What each token id stands for, in bytes: half a character is a token too, and text cannot show it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import tokenizers
+
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""SentencePiece's space."""
+
+
+class TokenBytes:
+    """Looks tokens up one by one, and remembers them."""
+
+    def __init__(self, raw: tokenizers.Tokenizer, to_bytes: Callable[[str], bytes], added: dict[int, bytes]) -> None:
+        """to_bytes: of a token of the vocabulary as it is written there; added: tokens that are written as they are."""
+        self._raw = raw
+        self._to_bytes = to_bytes
+        self._known = added
+
+    def __call__(self, token_id: int) -> bytes:
+        """Empty for an id that the tokenizer does not have: a model's vocabulary may be padded."""
+        found = self._known.get(token_id)
+        if found is None:
+            token = self._raw.id_to_token(token_id)
+            found = self._known[token_id] = b"" if token is None else self._to_bytes(token)
+        return found
+
+
+def token_bytes(raw: tokenizers.Tokenizer) -> TokenBytes:
+    """For byte-level vocabularies and those in the manner of SentencePiece, with byte fallback or without."""
+    added = {token_id: token.content.encode() for token_id, token in raw.get_added_tokens_decoder().items()}
+    byte_level = raw.decoder is not None and "ByteLevel" in _kinds(msgspec.json.decode(raw.decoder.__getstate__()))
+    return TokenBytes(raw, _byte_level if byte_level else _sentence_piece, added)
+
+
+def _kinds(decoder: dict[str, Any]) -> set[str]:
+    return {decoder["type"]}.union(*[_kinds(part) for part in decoder.get("decoders", ())])
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level vocabularies write bytes with (Radford et al., 2019): printable ones of Latin-1
+    stand for themselves, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(rest)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes([_ALPHABET[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def _sentence_piece(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            return token.encode()
+    return token.replace(SPACE, " ").encode()

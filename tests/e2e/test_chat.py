@@ -1,0 +1,183 @@
+"""Chats with the default model through the official client, over real processes, sockets and pages."""
+
+import json
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
+
+from tests.e2e.serving import Serving, until
+
+MODEL = "tandem-default"
+ANSWER = "textwrap.dedent(text): Remove any common leading whitespace from every line in `text`."
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What does textwrap.dedent do?"}]
+TOOLS: list[ChatCompletionToolParam] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"unit": {"enum": ["celsius", "kelvin"]}, "days": {"enum": [1, 2, 3]}},
+                "required": ["unit", "days"],
+                "additionalProperties": False,
+            },
+            "strict": True,
+        },
+    }
+    for name in ("forecast", "history")
+]  # fmt: skip
+
+
+def all_is_free(serving: Serving) -> bool:
+    running = serving.engine_metric("tandem_num_requests_running")
+    return running == 0 and serving.engine_metric("tandem_kv_cache_usage_perc") == 0
+
+
+def test_a_trained_answer(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0)
+    choice = reply.choices[0]
+    assert choice.message.role == "assistant"
+    assert choice.message.content == ANSWER
+    assert choice.finish_reason == "stop"
+    assert reply.object == "chat.completion"
+    assert reply.id.startswith("chatcmpl-")
+    assert reply.system_fingerprint is not None
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+    assert reply.usage.prompt_tokens_details is not None
+
+
+def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    first, *middle, last = list(stream)
+    assert first.choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in middle) == ANSWER
+    assert middle[-1].choices[0].finish_reason == "stop"
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == len(middle)
+
+
+def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
+    turns: list[ChatCompletionMessageParam] = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be short."}]},
+        *MESSAGES,
+        {"role": "assistant", "content": ANSWER},
+        {"role": "user", "content": "What does os.path.join do?"},
+    ]
+    reply = client.chat.completions.create(model=MODEL, messages=turns, max_completion_tokens=12, temperature=0)
+    assert reply.choices[0].message.content
+    assert reply.choices[0].finish_reason in ("stop", "length")
+    continued: list[ChatCompletionMessageParam] = [
+        *MESSAGES,
+        {"role": "assistant", "content": "textwrap.dedent(text):"},
+    ]
+    reply = client.chat.completions.create(
+        model=MODEL, messages=continued, temperature=0, extra_body={"continue_final_message": True}
+    )
+    assert reply.choices[0].message.content == ANSWER.removeprefix("textwrap.dedent(text):")
+
+
+@pytest.mark.parametrize("choice", ["required", "named"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_call(client: openai.OpenAI, serving: Serving, choice: str, stream: bool) -> None:
+    wanted: Any = choice if choice == "required" else {"type": "function", "function": {"name": "history"}}
+    fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": wanted, "seed": 5, "parallel_tool_calls": False}
+    for temperature in (0.0, 1.5):
+        if stream:
+            with client.chat.completions.stream(
+                model=MODEL, messages=MESSAGES, temperature=temperature, **fields
+            ) as events:
+                reply: Any = events.until_done().get_final_completion()
+        else:
+            reply = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=temperature, **fields)
+        (found,) = reply.choices[0].message.tool_calls
+        assert found.id.startswith("call_")
+        assert found.function.name in (("forecast", "history") if choice == "required" else ("history",))
+        arguments = json.loads(found.function.arguments)
+        assert arguments["unit"] in ("celsius", "kelvin")
+        assert arguments["days"] in (1, 2, 3)
+        assert reply.choices[0].finish_reason == "tool_calls"
+        assert reply.choices[0].message.content is None
+    until(lambda: all_is_free(serving), "rows and pages to come back")
+
+
+def test_the_result_of_a_call_goes_into_the_prompt(client: openai.OpenAI) -> None:
+    turns: list[ChatCompletionMessageParam] = [
+        *MESSAGES,
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "forecast", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    reply = client.chat.completions.create(model=MODEL, messages=turns, tools=TOOLS, max_tokens=4)
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens > 13
+
+
+class Weather(pydantic.BaseModel):
+    unit: Literal["celsius", "kelvin"]
+    days: Literal[1, 2, 3]
+
+
+def test_a_reply_parsed_into_a_model(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Weather, temperature=1.5)
+    assert isinstance(reply.choices[0].message.parsed, Weather)
+    with client.chat.completions.stream(model=MODEL, messages=MESSAGES, response_format=Weather) as stream:
+        final = stream.until_done().get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Weather)
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=0, max_tokens=6, logprobs=True, top_logprobs=2
+    )
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == 6
+    assert "".join(token.token for token in logprobs.content) == reply.choices[0].message.content
+    assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in logprobs.content)
+
+
+def test_choices_and_seeds(client: openai.OpenAI) -> None:
+    def draw(seed: int) -> list[str | None]:
+        reply = client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "Hm"}], max_tokens=24, temperature=2, seed=seed, n=3
+        )
+        return [choice.message.content for choice in reply.choices]
+
+    assert draw(7) == draw(7)
+    assert len(set(draw(7))) == 3
+
+
+def test_errors(client: openai.OpenAI) -> None:
+    def refuse(**fields: Any) -> openai.APIStatusError:
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, **fields})
+        return caught.value
+
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}]
+    assert (refuse(messages=image).status_code, refuse(messages=image).param) == (422, "messages[0].content[0].type")
+    assert isinstance(refuse(model="other"), openai.NotFoundError)
+    assert isinstance(refuse(messages=[]), openai.BadRequestError)
+    assert refuse(messages=[{"role": "user", "content": "word " * 3000}]).code == "context_length_exceeded"
+    assert refuse(functions=[]).param == "functions"
+    assert refuse(extra_body={"priority": 1}).param == "priority"
+    assert refuse(audio={"voice": "alloy", "format": "wav"}).param == "audio"
+
+
+def test_a_client_that_drops_frees_its_rows(client: openai.OpenAI, serving: Serving) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=1500, stream=True, n=2, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    until(lambda: all_is_free(serving), "rows and pages of a dropped client to come back")

@@ -1,0 +1,139 @@
+"""Responses and event streams of the default model through the official client, over real processes and sockets."""
+
+import json
+from typing import Any, Literal
+
+import httpx
+import openai
+import pydantic
+import pytest
+from openai.types.responses import FunctionToolParam, ResponseInputParam
+
+from tests.e2e.serving import GUARD_SECONDS, Serving, until
+from tests.e2e.test_chat import ANSWER, MODEL, all_is_free
+
+QUESTION = "What does textwrap.dedent do?"
+
+
+class Weather(pydantic.BaseModel):
+    unit: Literal["celsius", "kelvin"]
+    days: Literal[1, 2, 3]
+
+
+TOOLS: list[FunctionToolParam] = [
+    {
+        "type": "function",
+        "name": name,
+        "parameters": {
+            "type": "object",
+            "properties": {"unit": {"enum": ["celsius", "kelvin"]}, "days": {"enum": [1, 2, 3]}},
+            "required": ["unit", "days"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    }
+    for name in ("forecast", "history")
+]  # fmt: skip
+
+
+def test_a_trained_answer(client: openai.OpenAI) -> None:
+    reply = client.responses.create(model=MODEL, input=QUESTION, temperature=0, store=False, metadata={"a": "b"})
+    assert reply.output_text == ANSWER
+    assert (reply.status, reply.object, reply.error) == ("completed", "response", None)
+    assert reply.id.startswith("resp_")
+    assert reply.metadata == {"a": "b"}
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == reply.usage.input_tokens + reply.usage.output_tokens
+    assert reply.usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+    events = list(client.responses.create(model=MODEL, input=QUESTION, temperature=0, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == ANSWER
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert last.response.output_text == ANSWER
+    with client.responses.stream(model=MODEL, input=QUESTION, temperature=0) as stream:
+        assert stream.get_final_response().output_text == ANSWER
+
+
+def test_an_output_that_was_cut(client: openai.OpenAI) -> None:
+    reply = client.responses.create(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=3)
+    assert reply.status == "incomplete"
+    assert reply.incomplete_details is not None
+    assert reply.incomplete_details.reason == "max_output_tokens"
+    assert ANSWER.startswith(reply.output_text)
+
+
+def test_a_conversation_goes_on_by_its_items(client: openai.OpenAI) -> None:
+    items: ResponseInputParam = [{"role": "user", "content": QUESTION}]
+    reply = client.responses.create(model=MODEL, input=items, temperature=0, instructions="Be short.")
+    taken_back: Any = [*items, *reply.output, {"role": "user", "content": "What does os.path.join do?"}]
+    longer = client.responses.create(model=MODEL, input=taken_back, max_output_tokens=4)
+    assert longer.usage is not None
+    assert reply.usage is not None
+    assert longer.usage.input_tokens > reply.usage.input_tokens
+
+
+def test_a_reply_parsed_into_a_model(client: openai.OpenAI) -> None:
+    reply = client.responses.parse(model=MODEL, input=QUESTION, text_format=Weather, temperature=1.5)
+    assert isinstance(reply.output_parsed, Weather)
+    with client.responses.stream(model=MODEL, input=QUESTION, text_format=Weather, temperature=1.5) as stream:
+        final = stream.get_final_response()
+    assert isinstance(final.output_parsed, Weather)
+
+
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_a_required_call_and_its_result(client: openai.OpenAI, serving: Serving, choice: str) -> None:
+    wanted: Any = choice if choice == "required" else {"type": "function", "name": "history"}
+    fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": wanted, "parallel_tool_calls": False}
+    whole = client.responses.create(model=MODEL, input=QUESTION, temperature=1.5, **fields)
+    with client.responses.stream(model=MODEL, input=QUESTION, temperature=1.5, **fields) as stream:
+        streamed = stream.get_final_response()
+    outputs: Any = (whole.output, streamed.output)
+    for (call,) in outputs:
+        assert call.type == "function_call"
+        assert call.name in (("forecast", "history") if choice == "required" else ("history",))
+        assert Weather.model_validate_json(call.arguments)
+    result = {"type": "function_call_output", "call_id": outputs[0][0].call_id, "output": "rain"}
+    items: Any = [{"role": "user", "content": QUESTION}, *whole.output, result]
+    assert client.responses.create(model=MODEL, input=items, tools=TOOLS, max_output_tokens=4).output
+    until(lambda: all_is_free(serving), "rows and pages to come back")
+
+
+def test_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="other", input=QUESTION)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_1")
+    with pytest.raises(openai.BadRequestError, match="context length"):
+        client.responses.create(model=MODEL, input="word " * 3000)
+    with pytest.raises(openai.UnprocessableEntityError) as caught:
+        client.responses.create(model=MODEL, input=QUESTION, previous_response_id="resp_1")
+    assert caught.value.param == "previous_response_id"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "import os"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
+    ],
+)
+def test_a_stream_of_events(serving: Serving, path: str, fields: dict[str, Any]) -> None:
+    body = {"model": MODEL, "max_tokens": 12, "temperature": 0, **fields}
+    whole = serving.post(path, {**body, "return_token_ids": True})[1]
+    events = {**body, "stream": True, "stream_format": "events"}
+    *blocks, rest = httpx.post(serving.url + path, json=events, timeout=GUARD_SECONDS).text.split("\n\n")
+    *tokens, end = [(block.split("\n")[0], json.loads(block.split("data: ", 1)[1])) for block in blocks]
+    choice = whole["choices"][0]
+    assert rest == ""
+    assert {name for name, _ in tokens} == {"event: token"}
+    assert [data["token_id"] for _, data in tokens] == choice["token_ids"]
+    text = choice["text"] if "text" in choice else choice["message"]["content"]
+    assert "".join(data["text"] for _, data in tokens) == text
+    assert end[0] == "event: done"
+    assert end[1]["finish_reason"] == choice["finish_reason"]
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert {name: end[1]["usage"][name] for name in counts} == {name: whole["usage"][name] for name in counts}

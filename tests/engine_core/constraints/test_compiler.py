@@ -1,0 +1,193 @@
+"""Compilation beside the loop: who gets what, and when."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from engine_core.constraints.compiler import GrammarCompiler
+from engine_core.constraints.constraint import GrammarConstraint, Prototype
+from engine_core.constraints.grammars import Grammars
+from engine_core.errors import RequestError
+from engine_core.stats import new_stats
+from protocol.errors import ErrorCode
+from tests.fakes.clock import FakeClock
+
+WAIT = 30.0
+
+
+class Workshop:
+    """A compiler whose grammars are texts; one that begins with "slow" waits until it is let go."""
+
+    def __init__(self, prototype: Prototype, threads: int = 2, **sizes: Any) -> None:
+        self.prototype = prototype
+        self.compiled: list[str] = []
+        self.gate = threading.Event()
+        self.news = threading.Semaphore(0)
+        self.clock = FakeClock()
+        self.pool = ThreadPoolExecutor(threads)
+        self.compiler = GrammarCompiler(
+            self.compile, self.pool, self.news.release, new_stats(), self.clock, limit_seconds=10.0, **sizes
+        )
+
+    def compile(self, grammar: str) -> Prototype:
+        self.compiled.append(grammar)
+        if grammar.startswith("slow"):
+            assert self.gate.wait(WAIT)
+        if grammar == "bad":
+            raise RequestError(ErrorCode.INVALID_GRAMMAR, "it is bad")
+        if grammar == "bug":
+            raise KeyboardInterrupt("a panic")
+        return self.prototype
+
+    def start(self, seq_id: int, grammar: str) -> None:
+        self.compiler.start(seq_id, grammar, ignore_ends=seq_id % 2 == 1)
+
+    def after_news(self) -> dict[int, Any]:
+        assert self.news.acquire(timeout=WAIT), "the loop was never woken"
+        return dict(self.compiler.finished())
+
+
+@pytest.fixture(scope="module")
+def prototype(grammars: Grammars) -> Prototype:
+    return grammars.compile(LLMatcher.grammar_from_regex("a+"))
+
+
+@pytest.fixture
+def shop(prototype: Prototype) -> Iterator[Workshop]:
+    shop = Workshop(prototype)
+    yield shop
+    shop.gate.set()
+    shop.pool.shutdown()
+
+
+def test_a_grammar_is_ready_after_the_loop_was_woken(shop: Workshop) -> None:
+    shop.start(7, "x")
+    ready = shop.after_news()
+    assert isinstance(ready[7], GrammarConstraint)
+    assert ready[7].ignore_ends
+    assert shop.compiler.finished() == []
+    assert sum(shop.compiler.stats.compile_time.counts) == 1
+
+
+def test_one_compilation_serves_all_who_wait_and_all_who_come_later(shop: Workshop) -> None:
+    for seq_id in (1, 2, 3):
+        shop.start(seq_id, "slow")
+    assert shop.compiler.finished() == []
+    shop.gate.set()
+    ready = shop.after_news()
+    assert sorted(ready) == [1, 2, 3]
+    assert [ready[seq_id].ignore_ends for seq_id in (1, 2, 3)] == [True, False, True]
+    assert len({id(each.matcher) for each in ready.values()}) == 3
+    shop.start(4, "slow")
+    ((seq_id, _),) = shop.compiler.finished()
+    assert seq_id == 4, "at once"
+    assert shop.compiled == ["slow"]
+
+
+def test_a_slow_grammar_holds_up_no_other(shop: Workshop) -> None:
+    shop.start(1, "slow")
+    shop.start(2, "quick")
+    assert list(shop.after_news()) == [2]
+    shop.gate.set()
+    assert list(shop.after_news()) == [1]
+
+
+@pytest.mark.parametrize(("grammar", "message"), [("bad", "it is bad"), ("bug", "does not compile: a panic")])
+def test_a_grammar_that_fails_is_tried_again_for_the_next(shop: Workshop, grammar: str, message: str) -> None:
+    for seq_id in (1, 2):
+        shop.start(seq_id, grammar)
+        error = shop.after_news()[seq_id]
+        assert isinstance(error, RequestError)
+        assert error.code is ErrorCode.INVALID_GRAMMAR
+        assert message in error.message
+    assert shop.compiled == [grammar, grammar]
+
+
+def test_past_its_time_a_request_is_given_up_and_the_next_one_profits(shop: Workshop) -> None:
+    shop.start(1, "slow")
+    shop.clock.advance(6)
+    shop.start(2, "slow")
+    shop.clock.advance(4)
+    ((seq_id, error),) = shop.compiler.finished()
+    assert seq_id == 1
+    assert isinstance(error, RequestError)
+    assert error.code is ErrorCode.INVALID_GRAMMAR
+    assert "not compiled within 10 s" in error.message
+    shop.gate.set()
+    assert list(shop.after_news()) == [2]
+    shop.start(3, "slow")
+    assert [seq_id for seq_id, _ in shop.compiler.finished()] == [3]
+
+
+def test_who_is_forgotten_gets_nothing(shop: Workshop) -> None:
+    shop.start(1, "slow")
+    shop.start(2, "slow")
+    shop.compiler.forget(1)
+    shop.compiler.forget(1)
+    shop.compiler.forget(99)
+    shop.gate.set()
+    assert list(shop.after_news()) == [2]
+
+
+def test_who_is_forgotten_when_it_is_ready_gets_nothing_either(shop: Workshop) -> None:
+    shop.start(1, "x")
+    shop.after_news()
+    for seq_id in (2, 3):
+        shop.start(seq_id, "x")
+    shop.compiler.forget(2)
+    assert [seq_id for seq_id, _ in shop.compiler.finished()] == [3]
+
+
+def test_what_nobody_waits_for_is_not_begun(prototype: Prototype) -> None:
+    shop = Workshop(prototype, threads=1)
+    shop.start(1, "slow")
+    shop.start(2, "never")
+    shop.compiler.forget(2)
+    shop.start(3, "later")
+    shop.gate.set()
+    ready = shop.after_news() | shop.after_news()
+    assert list(ready) == [1, 3]
+    assert shop.compiled == ["slow", "later"]
+    shop.compiler.close()
+
+
+def test_a_grammar_given_up_by_all_while_it_compiles_may_be_joined_again(shop: Workshop) -> None:
+    shop.start(1, "slow")
+    while not shop.compiled:
+        assert not shop.gate.wait(0.001)
+    shop.compiler.forget(1)
+    shop.start(2, "slow")
+    shop.gate.set()
+    assert list(shop.after_news()) == [2]
+    assert shop.compiled == ["slow"]
+
+
+def test_the_least_recently_used_is_dropped(prototype: Prototype) -> None:
+    shop = Workshop(prototype, cached=2)
+    for seq_id, grammar in enumerate(["a", "b"]):
+        shop.start(seq_id, grammar)
+        shop.after_news()
+    shop.start(2, "a")
+    assert len(shop.compiler.finished()) == 1
+    shop.start(3, "c")
+    shop.after_news()
+    shop.start(4, "a")
+    assert len(shop.compiler.finished()) == 1, "used after b"
+    shop.start(5, "b")
+    assert list(shop.after_news()) == [5]
+    assert shop.compiled == ["a", "b", "c", "b"]
+    shop.compiler.close()
+
+
+def test_closing_drops_what_has_not_begun(prototype: Prototype) -> None:
+    shop = Workshop(prototype, threads=1)
+    shop.start(1, "slow")
+    shop.start(2, "never")
+    shop.compiler.close()
+    shop.gate.set()
+    assert list(shop.after_news()) == [1]
+    assert shop.compiled == ["slow"]

@@ -1,0 +1,126 @@
+"""What compiles, what does not, and what a constraint says of its sequence."""
+
+import shutil
+from pathlib import Path
+from random import Random
+
+import pytest
+from llguidance import LLMatcher
+
+from engine_core.build import DEFAULT_MODEL
+from engine_core.constraints.grammars import Grammars
+from engine_core.errors import RequestError
+from protocol.errors import ErrorCode
+from protocol.params import MAX_GRAMMAR_SYMBOLS
+from tests.engine_core.constraints.conftest import ENDS, VOCAB
+
+REGEX, SCHEMA = LLMatcher.grammar_from_regex, LLMatcher.grammar_from_json_schema
+
+
+def ids(grammars: Grammars, text: str) -> list[int]:
+    return grammars.prepare().tokenize_str(text)
+
+
+def test_the_tokenizer_is_built_once_and_has_the_models_vocabulary(grammars: Grammars) -> None:
+    tokenizer = grammars.prepare()
+    assert grammars.prepare() is tokenizer
+    assert (tokenizer.vocab_size, tokenizer.eos_tokens) == (VOCAB, list(ENDS))
+
+
+def test_a_model_without_end_ids_has_its_tokenizers(grammars: Grammars) -> None:
+    tokenizer = Grammars(grammars.tokenizer_file, VOCAB, ()).prepare()
+    assert tokenizer.is_special_token(tokenizer.eos_token)
+
+
+def test_a_grammar_from_its_start_to_its_end(grammars: Grammars) -> None:
+    constraint = grammars.compile(REGEX("ab(cd)?")).constraint(ignore_ends=False)
+    for token in ids(grammars, "ab"):
+        assert not constraint.complete
+        assert constraint.matcher.consume_token(token)
+    assert not constraint.complete, "it may end, and it may go on"
+    for token in ids(grammars, "cd"):
+        assert constraint.matcher.consume_token(token)
+    assert constraint.complete
+    assert constraint.problem == ""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_every_end_id_ends_a_grammar_that_may_end(grammars: Grammars, end: int) -> None:
+    constraint = grammars.compile(REGEX("a*")).constraint(ignore_ends=False)
+    assert constraint.is_end(end)
+    assert not constraint.is_end(ids(grammars, "a")[0])
+    assert constraint.matcher.consume_token(end)
+    assert constraint.complete
+
+
+def test_forced_tokens_leave_the_state(grammars: Grammars) -> None:
+    constraint = grammars.compile(REGEX("exactly this text")).constraint(ignore_ends=False)
+    assert constraint.forced() == constraint.forced() == ids(grammars, "exactly this text")
+    assert constraint.matcher.consume_tokens(constraint.forced())
+    assert constraint.complete
+    assert constraint.forced() == []
+
+
+def test_copies_of_a_prototype_do_not_know_each_other(grammars: Grammars) -> None:
+    prototype = grammars.compile(REGEX("[ab]c"))
+    one, other = prototype.constraint(False), prototype.constraint(False)
+    assert one.matcher.consume_tokens(ids(grammars, "a") + ids(grammars, "c"))
+    assert (one.complete, other.complete) == (True, False)
+
+
+def test_a_refused_token_is_a_problem_in_one_line(grammars: Grammars) -> None:
+    constraint = grammars.compile(REGEX("[0-9]+")).constraint(ignore_ends=False)
+    assert not constraint.matcher.consume_token(ids(grammars, "z")[0])
+    assert "doesn't satisfy the grammar" in constraint.problem
+    assert "\n" not in constraint.problem
+
+
+@pytest.mark.parametrize(
+    ("grammar", "named"),
+    [
+        ("garbage {", "Expected token"),
+        (REGEX("a(b"), "unclosed group"),
+        (SCHEMA({"type": "strinx"}), "strinx"),
+        (SCHEMA({"type": "object", "properties": {"a": False}, "required": ["a"]}), "unsatisfiable"),
+        (SCHEMA({"$ref": "#/definitions/nowhere"}), "nowhere"),
+        ('start: "a" missing_rule', "missing_rule"),
+        ("", "Empty grammar"),
+    ],
+)
+def test_what_does_not_compile(grammars: Grammars, grammar: str, named: str) -> None:
+    with pytest.raises(RequestError, match=r"^the grammar does not compile: .") as caught:
+        grammars.compile(grammar)
+    assert caught.value.code is ErrorCode.INVALID_GRAMMAR
+    assert named in caught.value.message
+
+
+def test_a_grammar_too_large_is_refused(grammars: Grammars) -> None:
+    words = " | ".join(f'"{number}" next' for number in range(MAX_GRAMMAR_SYMBOLS))
+    with pytest.raises(RequestError, match=f"too big .*{MAX_GRAMMAR_SYMBOLS}"):
+        grammars.compile(f'start: {words}\nnext: "q" | start')
+
+
+def test_a_lexer_that_would_grow_without_bound_is_refused(grammars: Grammars) -> None:
+    """Three hundred terminals that differ in what comes before and after one letter: states multiply."""
+    rng = Random(0)
+    terms = [f"T{i}: /[a-z ]*{rng.choice('abcdefghij')}[a-z ]{{{rng.randrange(20)}}}/" for i in range(300)]
+    starts = "|".join(f"T{i}" for i in range(300))
+    with pytest.raises(RequestError, match="does not compile") as caught:
+        grammars.compile(LLMatcher.grammar_from_lark(f"start: ({starts})*\n" + "\n".join(terms)))
+    assert caught.value.code is ErrorCode.INVALID_GRAMMAR
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"the model's folder has no tokenizer\.json"):
+        Grammars(tmp_path / "tokenizer.json", VOCAB, ENDS).compile(REGEX("a"))
+
+
+def test_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    with pytest.raises(RequestError, match="cannot be used") as caught:
+        Grammars(file, VOCAB, ENDS).compile(REGEX("a"))
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+    shutil.copy(DEFAULT_MODEL / "tokenizer.json", file)
+    with pytest.raises(RequestError, match="vocab size too small; 4000 vs 4096"):
+        Grammars(file, 4000, ENDS).compile(REGEX("a"))

@@ -1,0 +1,234 @@
+"""Sequences that follow a grammar: waiting for it, its verdicts, and the tokens that it forces."""
+
+from array import array
+
+import pytest
+
+from engine_core.errors import RequestError
+from engine_core.kv_cache.pages import PageAllocator
+from engine_core.scheduler.admission import PageGate, RowGate
+from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
+from engine_core.scheduler.sequence import Sequence
+from protocol.errors import ErrorCode, FinishReason
+from protocol.events import Failure, Finished
+from protocol.params import SamplingParams
+from tests.fakes.constraint import FakeConstraint, FakeVerifier
+from tests.fakes.model import END
+
+PROMPT = [10, 11, 12]
+
+
+def new(rows: int = 4, step: int = 16, waiting: int = 50) -> Scheduler:
+    limits = SchedulerLimits(step, step, waiting)
+    return Scheduler(RowGate(rows), PageGate(PageAllocator(60), 4), limits, FakeVerifier())
+
+
+def sequence(
+    number: int, grammar: str | None = None, max_tokens: int = 10, min_tokens: int = 0, logprobs: int | None = None
+) -> Sequence:
+    """With a grammar it is compiled already, unless the grammar is called "later"."""
+    params = SamplingParams(max_tokens, min_tokens=min_tokens)
+    constraint = FakeConstraint(grammar) if grammar not in (None, "later") else None
+    return Sequence(
+        number, b"c", number, array("i", PROMPT), params, frozenset({END}),
+        constraint=constraint, logprobs=logprobs, compiling=grammar == "later",
+    )  # fmt: skip
+
+
+def began(seq: Sequence, scheduler: Scheduler | None = None) -> tuple[Scheduler, list[int]]:
+    """A scheduler that runs the sequence, and what its grammar forced at once."""
+    scheduler = scheduler or new()
+    scheduler.add(seq)
+    scheduler.admit_waiting()
+    return scheduler, scheduler.start(seq).tokens
+
+
+def step(scheduler: Scheduler, step_id: int, *tokens: int) -> list[int]:
+    """Launches a step and commits it; the tokens that went out."""
+    plan = scheduler.plan_step(step_id)
+    assert plan is not None
+    scheduler.on_launch(plan)
+    committed = scheduler.commit(plan, list(tokens))
+    return [token for delta in committed.deltas.values() for token in delta.tokens]
+
+
+class TestCompiling:
+    def test_it_holds_up_nobody_and_keeps_its_place(self) -> None:
+        scheduler = new(rows=1)
+        for number, grammar in enumerate([None, None, "later", None]):
+            scheduler.add(sequence(number, grammar))
+        assert [seq.id for seq in scheduler.admit_waiting()] == [0]
+        assert [seq.id for seq in scheduler.waiting] == [1, 3]
+        constraint = FakeConstraint("parity")
+        scheduler.constrain(2, constraint)
+        assert [seq.id for seq in scheduler.waiting] == [1, 2, 3]
+        assert scheduler.waiting[1].constraint is constraint
+        assert not scheduler.compiling
+
+    def test_a_grammar_that_fails_ends_its_request_alone(self) -> None:
+        scheduler = new()
+        scheduler.add(sequence(1, "later"))
+        scheduler.add(sequence(2))
+        scheduler.constrain(1, RequestError(ErrorCode.INVALID_GRAMMAR, "no"))
+        assert [seq.outcome for seq in scheduler.take_ended()] == [Failure(1, ErrorCode.INVALID_GRAMMAR, "no")]
+        assert scheduler.open == 1
+        assert not scheduler.compiling
+
+    def test_an_abort_meanwhile_and_a_result_for_nobody(self) -> None:
+        scheduler = new()
+        scheduler.add(sequence(1, "later"))
+        scheduler.abort(b"c", 1)
+        assert [seq.outcome for seq in scheduler.take_ended()] == [Finished(1, FinishReason.ABORT)]
+        scheduler.constrain(1, FakeConstraint("parity"))
+        scheduler.constrain(1, RequestError(ErrorCode.INVALID_GRAMMAR, "no"))
+        assert scheduler.open == 0
+        assert not scheduler.waiting
+        assert scheduler.take_ended() == []
+
+    def test_a_shutdown_meanwhile(self) -> None:
+        scheduler = new()
+        scheduler.add(sequence(1, "later"))
+        scheduler.fail_all(ErrorCode.SHUTTING_DOWN, "bye")
+        assert [seq.outcome for seq in scheduler.take_ended()] == [Failure(1, ErrorCode.SHUTTING_DOWN, "bye")]
+        assert not scheduler.compiling
+
+    def test_they_count_as_waiting(self) -> None:
+        scheduler = new(rows=1, waiting=2)
+        for number in range(3):
+            scheduler.add(sequence(number, "later"))
+        with pytest.raises(RequestError, match="3 requests are waiting already"):
+            scheduler.add(sequence(4))
+
+
+class TestVerdicts:
+    def test_a_refused_token_ends_its_request_alone_and_goes_to_nobody(self) -> None:
+        scheduler, _ = began(one := sequence(1, "breaks 1"))
+        began(other := sequence(2, "parity"), scheduler)
+        assert step(scheduler, 1, 20, 30) == [20, 30]
+        assert step(scheduler, 2, 21, 31) == [31]
+        message = "the grammar cannot be followed any further after 1 tokens: 21 cannot follow 1 tokens"
+        assert one.outcome == Failure(1, ErrorCode.GRAMMAR_FAILED, message)
+        assert other.outcome is None
+
+    def test_a_complete_grammar_stops_whatever_min_tokens_says(self) -> None:
+        scheduler, _ = began(seq := sequence(1, "stops 2", min_tokens=9))
+        step(scheduler, 1, 20)
+        assert seq.outcome is None
+        assert step(scheduler, 2, 21) == [21]
+        assert seq.outcome == Finished(1, FinishReason.STOP)
+
+    def test_complete_at_the_last_token_is_a_stop(self) -> None:
+        scheduler, _ = began(seq := sequence(1, "stops 1", max_tokens=1))
+        step(scheduler, 1, 20)
+        assert seq.outcome == Finished(1, FinishReason.STOP)
+
+    def test_an_end_id_that_the_grammar_allows_stops(self) -> None:
+        scheduler, _ = began(seq := sequence(1, "parity"))
+        assert step(scheduler, 1, END) == [END]
+        assert seq.outcome == Finished(1, FinishReason.STOP, END)
+
+    def test_cut_at_its_length(self) -> None:
+        scheduler, _ = began(seq := sequence(1, "parity", max_tokens=1))
+        step(scheduler, 1, 20)
+        assert seq.outcome == Finished(1, FinishReason.LENGTH)
+
+    def test_a_zombie_is_asked_for_nothing(self) -> None:
+        scheduler, _ = began(seq := sequence(1, "parity"))
+        plan = scheduler.plan_step(1)
+        assert plan is not None
+        scheduler.on_launch(plan)
+        scheduler.abort(b"c", 1)
+        assert scheduler.masks(plan) == []
+        assert scheduler.commit(plan, [21]).zombies == 1
+        assert seq.constraint is not None
+        assert seq.constraint.problem == ""
+
+
+class TestJumps:
+    """ "runs": 3 is followed by 5 8 11 14 (3 * 1 to 4, and 2), 12 by 14, 21 by 23 6 and the end."""
+
+    def test_forced_tokens_follow_their_cause_and_become_one_row(self) -> None:
+        scheduler, _ = began(seq := sequence(1, "runs"))
+        assert step(scheduler, 1, 3) == [3, 5, 8, 11, 14]
+        plan = scheduler.plan_step(2)
+        assert plan is not None
+        (row,) = plan.rows
+        assert (row.start, row.length, row.samples, row.constrained) == (3, 5, True, True)
+        assert array("i", row.tokens).tolist() == [3, 5, 8, 11, 14]
+        assert not plan.plain
+        assert step(scheduler, 2, 20) == [20]
+        plan = scheduler.plan_step(3)
+        assert plan is not None
+        assert (plan.rows[0].start, plan.rows[0].length, plan.rows[0].tokens) == (8, 1, b"")
+        assert list(seq.tokens) == [*PROMPT, 3, 5, 8, 11, 14, 20]
+
+    def test_a_long_jump_is_computed_in_chunks(self) -> None:
+        scheduler, _ = began(sequence(1, "runs"), new(step=3))
+        assert step(scheduler, 1, 3) == [3, 5, 8, 11, 14]
+        lengths = []
+        for step_id in (2, 3):
+            plan = scheduler.plan_step(step_id)
+            assert plan is not None
+            scheduler.on_launch(plan)
+            lengths.append([(row.start, array("i", row.tokens).tolist(), row.samples) for row in plan.rows])
+            assert scheduler.commit(plan, [20]).tokens == int(plan.rows[0].samples)
+        assert lengths == [[(3, [3, 5, 8], False)], [(6, [11, 14], True)]]
+
+    def test_the_beginning_rides_with_the_prompt(self) -> None:
+        scheduler, forced = began(seq := sequence(1, "runs 2"))
+        assert forced == [2, 9]
+        plan = scheduler.plan_step(1)
+        assert plan is not None
+        (row,) = plan.rows
+        assert (row.start, row.length, array("i", row.tokens).tolist()) == (0, 5, [*PROMPT, 2, 9])
+        assert [admission.prompt_len for admission in plan.admitted] == [3]
+        assert seq.generated == 2
+
+    def test_they_count_against_the_length(self) -> None:
+        scheduler, forced = began(seq := sequence(1, "runs 9", max_tokens=4))
+        assert len(forced) == 4
+        assert seq.outcome == Finished(1, FinishReason.LENGTH)
+        assert scheduler.pages.pages.used == 0
+        assert scheduler.plan_step(1) is None
+
+    def test_a_forced_end_ends(self) -> None:
+        scheduler, _ = began(seq := sequence(1, "runs"))
+        assert step(scheduler, 1, 21) == [21, 23, 6, END]
+        assert seq.outcome == Finished(1, FinishReason.STOP, END)
+
+    def test_no_end_is_forced_before_min_tokens(self) -> None:
+        scheduler, _ = began(seq := sequence(1, "runs", min_tokens=5))
+        assert step(scheduler, 1, 21) == [21, 23, 6]
+        assert seq.outcome is None
+        assert step(scheduler, 2, 0) == []
+        assert isinstance(seq.outcome, Failure), "nothing was left to sample"
+
+    def test_not_while_a_sample_is_in_flight(self) -> None:
+        scheduler, _ = began(seq := sequence(1, "runs"))
+        plans = []
+        for step_id in (1, 2):
+            plan = scheduler.plan_step(step_id)
+            assert plan is not None
+            scheduler.on_launch(plan)
+            plans.append(plan)
+        assert scheduler.commit(plans[0], [12]).deltas[b"c"].tokens == [12]
+        assert seq.constraint is not None
+        assert seq.constraint.forced() == [14]
+        assert scheduler.commit(plans[1], [14]).deltas[b"c"].tokens == [14]
+
+    def test_not_where_log_probabilities_are_wanted(self) -> None:
+        scheduler, forced = began(sequence(1, "runs 2", logprobs=0))
+        assert forced == []
+        assert step(scheduler, 1, 2) == [2]
+
+    def test_a_forced_token_that_is_refused_ends_the_request(self) -> None:
+        class Liar(FakeConstraint):
+            def forced(self) -> list[int]:
+                return [4, 5]
+
+        seq = sequence(1)
+        seq.constraint = Liar("breaks 1")
+        _, forced = began(seq)
+        assert forced == [4]
+        assert isinstance(seq.outcome, Failure)
+        assert seq.outcome.code is ErrorCode.GRAMMAR_FAILED

@@ -1,0 +1,126 @@
+"""Grammars of a few words, each a rule about ids, and the parts that compile, verify and mask with them."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_core.contracts import Constraint
+from engine_core.errors import RequestError
+from protocol.errors import ErrorCode
+from tests.fakes.model import END, VOCAB
+
+
+class FakeConstraint:
+    """What the next token may be, never 0, which is what sampling yields where nothing is allowed. By name:
+
+    - parity: even and odd ids take turns, the end is allowed on even turns
+    - runs N: begins with N forced ids; some of the others are followed by a forced run, which may end with the end id
+    - stops N: any id but the end, and complete after N
+    - dies N: any id, and after N nothing is allowed
+    - breaks N: anything is allowed, but the token after N is refused
+    """
+
+    def __init__(self, grammar: str) -> None:
+        self.rule, _, number = grammar.partition(" ")
+        self.limit = int(number or 0)
+        self.taken = 0
+        self.queue = [2 + step * 7 % (VOCAB - 2) for step in range(self.limit)] if self.rule == "runs" else []
+        """Forced ids."""
+        self.problem_text = ""
+
+    @property
+    def complete(self) -> bool:
+        return self.rule == "stops" and self.taken >= self.limit
+
+    @property
+    def problem(self) -> str:
+        return self.problem_text
+
+    def is_end(self, token: int) -> bool:
+        return token == END
+
+    def forced(self) -> list[int]:
+        return list(self.queue)
+
+    def allows(self, token: int) -> bool:
+        if token == 0:
+            return False
+        match self.rule:
+            case "parity" if self.taken % 2:
+                return token % 2 == 1 and token != END
+            case "parity":
+                return token == END or token % 2 == 0
+            case "runs" if self.queue:
+                return token == self.queue[0]
+            case "stops":
+                return token != END and not self.complete
+            case "dies":
+                return self.taken < self.limit
+        return True
+
+    def take(self, token: int) -> bool:
+        """Advances; whether the token was taken."""
+        broken = self.rule == "breaks" and self.taken >= self.limit
+        if self.problem_text or broken or not self.allows(token):
+            self.problem_text = f"{token} cannot follow {self.taken} tokens"
+            return False
+        self.taken += 1
+        if self.queue:
+            self.queue.pop(0)
+        elif self.rule == "runs" and token % 3 == 0:
+            self.queue = [2 + (token * step) % (VOCAB - 2) for step in range(1, 2 + token % 4)]
+            self.queue += [END] * (token % 7 == 0)
+        return True
+
+
+class FakeVerifier:
+    """Takes what `FakeConstraint` takes."""
+
+    def accept(self, sampled: Sequence[tuple[Constraint, int]]) -> list[bool]:
+        return [own(constraint).take(token) for constraint, token in sampled]
+
+
+class FakeFiller:
+    """Masks of real width; ids that the fakes do not know are never allowed."""
+
+    def fill(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
+        for constraint, place in masks:
+            bits = sum(1 << token for token in range(1, VOCAB) if own(constraint).allows(token))
+            out[place] = np.frombuffer(bits.to_bytes(out.shape[1] * 4, "little"), dtype=np.int32)
+
+
+class FakeCompiler:
+    """Takes as many looks as it is told to; a grammar called "bad" does not compile."""
+
+    def __init__(self, delay: Callable[[], int] = lambda: 0) -> None:
+        self.delay = delay
+        self.jobs: dict[int, tuple[str, int]] = {}
+        """By sequence: its grammar, and after how many looks it is ready."""
+        self.closed = False
+
+    def start(self, seq_id: int, grammar: str, ignore_ends: bool) -> None:
+        assert not self.closed and seq_id not in self.jobs
+        self.jobs[seq_id] = (grammar, self.delay())
+
+    def forget(self, seq_id: int) -> None:
+        self.jobs.pop(seq_id, None)
+
+    def finished(self) -> list[tuple[int, Constraint | RequestError]]:
+        ready = [(seq_id, _compiled(grammar)) for seq_id, (grammar, looks) in self.jobs.items() if looks == 0]
+        self.jobs = {seq_id: (grammar, looks - 1) for seq_id, (grammar, looks) in self.jobs.items() if looks}
+        return ready
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def own(constraint: Constraint) -> FakeConstraint:
+    assert isinstance(constraint, FakeConstraint), constraint
+    return constraint
+
+
+def _compiled(grammar: str) -> Constraint | RequestError:
+    if grammar == "bad":
+        return RequestError(ErrorCode.INVALID_GRAMMAR, "it is bad")
+    return FakeConstraint(grammar)

@@ -1,0 +1,43 @@
+"""Masks as they were, so that a recorded step can be sampled again after its constraints have moved on."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_core.contracts import Constraint, Masks
+from engine_core.runtime.mask_filler import MaskFiller
+from engine_core.runtime.slots import StepSlot
+from engine_core.runtime.staging import mask_places
+from tests.fakes.constraint import FakeConstraint
+
+
+class FixedMask(FakeConstraint):
+    """Allows what it once allowed."""
+
+    def __init__(self, words: NDArray[np.int32]) -> None:
+        super().__init__("fixed")
+        self.words = words
+
+
+class ReplayingFiller:
+    """Writes fixed masks as they are; the others are another filler's."""
+
+    def __init__(self, inner: MaskFiller) -> None:
+        self.inner = inner
+
+    def fill(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
+        for constraint, place in masks:
+            if isinstance(constraint, FixedMask):
+                out[place] = constraint.words
+            else:
+                self.inner.fill([(constraint, place)], out)
+
+
+def as_filled(slot: StepSlot, masks: Masks | None) -> Masks | None:
+    """The masks of a step that has just been sampled, fixed: those of rows that had ended, too, as they lay there."""
+    if masks is None:
+        return None
+    assert slot.plan is not None
+    places = mask_places(slot.plan)
+    return [(row, FixedMask(slot.masks_view[place - 1].copy())) for row, place in places.items()]

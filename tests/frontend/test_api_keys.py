@@ -1,0 +1,62 @@
+"""Where keys come from, and that a key is compared with all of them."""
+
+import hmac
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+import pytest
+
+from frontend.api_keys import ENVIRONMENT, ApiKeys, add_key_arguments, api_keys, key_environment
+
+
+def parsed(*argv: str) -> Namespace:
+    parser = ArgumentParser()
+    add_key_arguments(parser.add_argument_group("keys"))
+    return parser.parse_args(argv)
+
+
+def test_keys_of_all_sources_each_once(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("file-1\n\n  file-2\nflag-1\n")
+    arguments = parsed("--api-key", "flag-1", "--api-key", "flag-2", "--api-key-file", str(file))
+    environ = {ENVIRONMENT: " env-1, env-2\n"}
+    assert api_keys(arguments, environ) == ("flag-1", "flag-2", "env-1", "env-2", "file-1", "file-2")
+    assert api_keys(parsed(), {}) == api_keys(parsed(), {ENVIRONMENT: ""}) == ()
+
+
+def test_keys_are_handed_on_in_the_environment() -> None:
+    environ = key_environment(("a", "b"), {"PATH": "/bin", ENVIRONMENT: "old"})
+    assert environ["PATH"] == "/bin"
+    assert api_keys(parsed(), environ) == ("a", "b")
+    assert api_keys(parsed(), key_environment((), environ)) == ()
+
+
+@pytest.mark.parametrize("key", ["", "two words", "a,b", "naïve", "x" * 513, "tab\t"])
+def test_what_can_be_no_key_is_refused_without_being_shown(key: str) -> None:
+    with pytest.raises(ValueError, match="printable ASCII") as caught:
+        api_keys(parsed("--api-key", key), {})
+    assert not key or key not in str(caught.value)
+
+
+def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    for path, reason in ((empty, "holds no key"), (tmp_path / "none", "cannot be read"), (tmp_path, "cannot be read")):
+        with pytest.raises(ValueError, match=reason):
+            api_keys(parsed("--api-key-file", str(path)), {})
+
+
+def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def compare(ours: bytes, theirs: bytes) -> bool:
+        compared.append((ours, theirs))
+        return ours == theirs
+
+    keys = ApiKeys(["first", "second", "third"])
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    for key, known in (("first", True), ("third", True), ("fourth", False), ("", False), ("x" * 10_000, False)):
+        compared.clear()
+        assert keys.knows(key.encode()) == known
+        assert len(compared) == 3
+        assert {len(side) for pair in compared for side in pair} == {32}
