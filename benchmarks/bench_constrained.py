@@ -193,9 +193,14 @@ def main(argv: list[str] | None = None) -> None:
         figures["serving"] = measure_server(arguments)
         print_server(figures["serving"])
     if arguments.save:
-        config = {name: value if isinstance(value, int | float | list) else str(value)
-                  for name, value in vars(arguments).items() if value is not None}  # fmt: skip
-        print(save(arguments.save, config, figures))
+        print(save(arguments.save, {name: _plain(value) for name, value in vars(arguments).items()}, figures))
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON has it; of a folder its name alone, which says the same on any machine."""
+    if isinstance(value, Path):
+        return value.name
+    return value if isinstance(value, int | float | list | None) else str(value)
 
 
 if __name__ == "__main__":
