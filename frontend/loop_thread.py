@@ -34,12 +34,19 @@ class LoopThread:
             tasks.append(self._loop.create_task(coroutine))
             tasks[0].add_done_callback(partial(_hand_over, future))
 
-        self._loop.call_soon_threadsafe(begin)
+        def end() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:
+                coroutine.close()
+                future.cancel()
+
         try:
+            self._loop.call_soon_threadsafe(begin)
             return future.result()
         except KeyboardInterrupt:
-            # What was called first has created the task.
-            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            # If it was to begin at all, it has by the time that this is called.
+            self._loop.call_soon_threadsafe(end)
             wait([future])
             raise
 
