@@ -1,11 +1,12 @@
 """CPU time of one tick of the engine by stage, over a runtime that computes nothing.
 
-    python -m benchmarks.bench_tick [--rows 1 32 256] [--constrained 0] [--steps 2000] [--save]
+    python -m benchmarks.bench_tick [--rows 1 32 256] [--constrained 0] [--steps 2000] [--cached-pages 100000] [--save]
 
 Everything but the device is real: mailbox over ZMQ to a frontend that reads, scheduler, pipeline, codec, and the
-staging of each plan into its packed buffer. The aim is under 400 us at 256 rows for plan + stage + commit + encode,
-so that the loop never holds up a GPU step of 1 ms. The ceiling beside it: how long 256 rows take as bare loops of
-dictionary lookups, which nothing written in Python gets under.
+staging of each plan into its packed buffer. The prefix cache holds `--cached-pages` pages and the pool has no other
+free ones, so every page that a row grows by evicts one: at 256 rows 16 of them a tick. The aim is under 400 us at 256
+rows for plan + stage + commit + encode, so that the loop never holds up a GPU step of 1 ms. The ceiling beside it: how
+long 256 rows take as bare loops of dictionary lookups, which nothing written in Python gets under.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import statistics
 import tempfile
 import threading
 import time
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,13 +32,16 @@ from engine_core.contracts import DeviceTimes, Masks, StepLogprobs
 from engine_core.control import Control
 from engine_core.engine import Engine
 from engine_core.kv_cache.pages import PageAllocator
+from engine_core.kv_cache.radix import ROOT, RadixTree
 from engine_core.mailbox import ZmqMailbox
 from engine_core.pipeline import PipelineState
 from engine_core.plan import StepPlan
 from engine_core.runtime.mask_filler import MaskFiller
 from engine_core.runtime.staging import capacity, pack
-from engine_core.scheduler.admission import PageGate, RowGate
-from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
+from engine_core.scheduler.admission import RowGate
+from engine_core.scheduler.limits import SchedulerLimits
+from engine_core.scheduler.memory import CACHE, KVMemory
+from engine_core.scheduler.scheduler import Scheduler
 from engine_core.stats import STAGES, StageClock, new_stats
 from engine_core.wakeup import Wakeup
 from protocol.codec import decode_event, encode, pack_ids, runs, step_output
@@ -55,8 +60,9 @@ ANYTHING = LLMatcher.grammar_from_regex(r"(.|\n)*")
 class StagingRuntime:
     """Stages every plan as the real runtime does, and yields the same token for every row."""
 
-    def __init__(self, max_rows: int, pages: int, filler: MaskFiller) -> None:
-        self.buffers = [np.zeros(capacity(max_rows, STEP_TOKENS, pages), dtype=np.int32) for _ in range(2)]
+    def __init__(self, max_rows: int, filler: MaskFiller) -> None:
+        words = capacity(max_rows, STEP_TOKENS, max_rows * MAX_LEN // PAGE_SIZE, max_rows * MAX_LEN)
+        self.buffers = [np.zeros(words, dtype=np.int32) for _ in range(2)]
         self.rows = [0, 0]
         self.filler = filler
         self.masks = np.zeros((max_rows, VOCAB // 32), dtype=np.int32)
@@ -82,21 +88,37 @@ class StagingRuntime:
         return DeviceTimes()
 
 
-def build(rows: int, router: Any, wakeup: Wakeup) -> Engine:
-    pages = rows * MAX_LEN // PAGE_SIZE + 1
+def full_cache(pages: int) -> KVMemory:
+    """A pool whose pages all lie in the prefix cache, in prompts of 64 pages, and nobody reads them."""
+    tree = RadixTree(pages + 1, PAGE_SIZE)
+    allocator = PageAllocator(pages + 1)
+    for first in range(0, pages, 64):
+        path = allocator.allocate(CACHE, min(64, pages - first))
+        assert path is not None
+        parent = ROOT
+        for index, page in enumerate(path):
+            tokens = array("i", [first + index] * PAGE_SIZE)
+            parent = tree.insert(tree.key(b"", tokens, 0, parent), page, parent)
+        tree.lock(path)
+        tree.unlock(path)
+    return KVMemory(allocator, PAGE_SIZE, tree)
+
+
+def build(rows: int, cached_pages: int, router: Any, wakeup: Wakeup) -> Engine:
+    pages = cached_pages or rows * MAX_LEN // PAGE_SIZE
+    memory = full_cache(pages) if cached_pages else KVMemory(PageAllocator(pages + 1), PAGE_SIZE)
     stats = new_stats()
-    gates = RowGate(rows), PageGate(PageAllocator(pages), PAGE_SIZE)
     threads = len(os.sched_getaffinity(0)) // 2
     matchers = Matchers(LLExecutor(threads) if threads > 1 else None, [2], stats, time.monotonic)
-    scheduler = Scheduler(*gates, SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096), matchers)
+    scheduler = Scheduler(RowGate(rows), memory, SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096), matchers)
     mailbox = ZmqMailbox(router, wakeup)
     grammars = Grammars(DEFAULT_MODEL / "tokenizer.json", VOCAB, (2,))
     compiler = GrammarCompiler(grammars.compile, ThreadPoolExecutor(1), mailbox.wake, stats, time.monotonic)
     facts = ModelFacts("bench", VOCAB, MAX_LEN, [2], "", "none", "none", 0)
-    limits = Limits(rows, (pages - 1) * PAGE_SIZE, PAGE_SIZE, STEP_TOKENS, 4096)
+    limits = Limits(rows, pages * PAGE_SIZE, PAGE_SIZE, STEP_TOKENS, 4096)
     control = Control(scheduler, compiler, EPOCH, facts, limits, stats, time.monotonic)
     stages = StageClock(stats.stage_seconds, time.thread_time)
-    runtime = StagingRuntime(rows, pages, matchers)
+    runtime = StagingRuntime(rows, matchers)
     return Engine(scheduler, PipelineState(), runtime, mailbox, control, compiler, stats, stages)
 
 
@@ -107,7 +129,7 @@ def read_everything(dealer: Any, stop: threading.Event) -> None:
             dealer.recv()
 
 
-def measure(rows: int, steps: int, constrained: int) -> dict[str, float]:
+def measure(rows: int, steps: int, constrained: int, cached_pages: int) -> dict[str, float]:
     """Median microseconds of each stage over a run of full decode steps; so many percent of the rows are constrained.
 
     CPU time of the loop's thread: masks are filled, and tokens accepted, by other threads, which it waits for.
@@ -117,12 +139,13 @@ def measure(rows: int, steps: int, constrained: int) -> dict[str, float]:
         endpoint = f"ipc://{directory}/engine.sock"
         router, dealer = bind_router(context, endpoint), connect_dealer(context, endpoint)
         wakeup = Wakeup.open()
-        engine = build(rows, router, wakeup)
+        engine = build(rows, cached_pages, router, wakeup)
         dealer.send(encode(Hello(PROTOCOL_VERSION, EPOCH, "bench")))
         params = SamplingParams(MAX_LEN - PROMPT, ignore_eos=True)
         for request_id in range(rows):
             follows = (request_id + 1) * constrained // 100 > request_id * constrained // 100
-            dealer.send(encode(Submit(request_id, pack_ids(range(PROMPT)), params, ANYTHING if follows else None)))
+            prompt = [request_id] * (PROMPT - request_id % PAGE_SIZE)
+            dealer.send(encode(Submit(request_id, pack_ids(prompt), params, ANYTHING if follows else None)))
         while engine.stats.running < rows:
             engine.tick()
         stop = threading.Event()
@@ -137,6 +160,7 @@ def measure(rows: int, steps: int, constrained: int) -> dict[str, float]:
             for stage in STAGES:
                 samples[stage].append(engine.stats.stage_seconds[stage] - before[stage])
         assert engine.stats.running == rows, "the run ended before its measurement"
+        assert not engine.stats.preemptions and bool(engine.stats.pages_evicted) == bool(cached_pages)
         stop.set()
         reader.join()
         wakeup.close()
@@ -178,9 +202,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--constrained", type=int, default=0, metavar="PERCENT", help="rows that follow a grammar")
+    parser.add_argument("--cached-pages", type=int, default=100_000, help="0: no prefix cache")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/bench_tick.json")
     arguments = parser.parse_args()
-    ticks = {rows: measure(rows, arguments.steps, arguments.constrained) for rows in arguments.rows}
+    ticks = {
+        rows: measure(rows, arguments.steps, arguments.constrained, arguments.cached_pages) for rows in arguments.rows
+    }
     print(f"{'median us':>12}" + "".join(f"{rows:>10} rows" for rows in ticks))
     for stage in (*STAGES, "tick"):
         print(f"{stage:>12}" + "".join(f"{ticks[rows][stage]:>15.1f}" for rows in ticks))
@@ -190,7 +217,14 @@ def main() -> None:
     if arguments.save:
         print(
             save(
-                "bench_tick", {"rows": arguments.rows, "steps": arguments.steps}, {"ticks": ticks, "messages": messages}
+                "bench_tick",
+                {
+                    "rows": arguments.rows,
+                    "steps": arguments.steps,
+                    "constrained": arguments.constrained,
+                    "cached_pages": arguments.cached_pages,
+                },
+                {"ticks": ticks, "messages": messages},
             )
         )
 

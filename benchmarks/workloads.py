@@ -41,21 +41,34 @@ class Request:
 
     prompt: list[int]
     max_tokens: int
+    priority: int = 0
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests by index. Token ids are uniform over `prompt_ids`, lengths over their spans."""
+    """Requests by index. Token ids are uniform over `prompt_ids`, lengths over their spans.
+
+    Every prompt begins with the same `shared` tokens, which follow from the seed and `shared_label` alone and come on
+    top of `input_len`: a system prompt. `priorities` are given out in turn, by the request's index.
+    """
 
     seed: int
     input_len: Span
     output_len: Span
     prompt_ids: Span
+    shared: int = 0
+    shared_label: str = ""
+    priorities: tuple[int, ...] = (0,)
 
     def request(self, label: str, index: int) -> Request:
         generator = random.Random(f"{self.seed}/{label}/{index}")
         length, max_tokens = self.input_len.draw(generator), self.output_len.draw(generator)
-        return Request(generator.choices(range(self.prompt_ids.low, self.prompt_ids.high + 1), k=length), max_tokens)
+        common = self._ids(random.Random(f"{self.seed}/shared/{self.shared_label}"), self.shared)
+        priority = self.priorities[index % len(self.priorities)]
+        return Request(common + self._ids(generator, length), max_tokens, priority)
+
+    def _ids(self, generator: random.Random, count: int) -> list[int]:
+        return generator.choices(range(self.prompt_ids.low, self.prompt_ids.high + 1), k=count)
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import torch
 from llguidance import LLExecutor
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from engine_core import config as configuration
-from engine_core.build_device import CpuParts, CudaParts, DeviceParts, check_installed
-from engine_core.config import EngineConfig, Machine, ModelShape
+from engine_core.build_device import check_installed
+from engine_core.build_runtime import Source, build_runtime
+from engine_core.config import EngineConfig
 from engine_core.constraints.compiler import GrammarCompiler
 from engine_core.constraints.grammars import Grammars
 from engine_core.constraints.matchers import Matchers
@@ -23,21 +25,18 @@ from engine_core.engine import Engine
 from engine_core.errors import ConfigError
 from engine_core.heartbeat import Status
 from engine_core.kv_cache.pages import PageAllocator
-from engine_core.kv_cache.storage import KVStorage
-from engine_core.loader.noise import fill_with_noise
-from engine_core.loader.weights import load_weights
+from engine_core.kv_cache.radix import RadixTree
+from engine_core.kv_sizing import check_flags
 from engine_core.models.config import ModelConfig
-from engine_core.models.registry import Model, build_model
 from engine_core.pipeline import PipelineState
-from engine_core.runtime.device import Device, open_device
-from engine_core.runtime.mask_filler import MaskFiller
+from engine_core.runtime.device import open_device
 from engine_core.runtime.runtime import TorchRuntime
-from engine_core.runtime.slots import StepSlot
-from engine_core.runtime.staging import MAX_END_IDS, capacity
-from engine_core.runtime.tables import DeviceTables
-from engine_core.runtime.warmup import warm_up
-from engine_core.scheduler.admission import PageGate, RowGate
-from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
+from engine_core.runtime.staging import MAX_END_IDS
+from engine_core.scheduler.admission import RowGate
+from engine_core.scheduler.limits import SchedulerLimits
+from engine_core.scheduler.memory import KVMemory
+from engine_core.scheduler.scheduler import Scheduler
+from engine_core.scheduler.sessions import Sessions
 from engine_core.start_log import StartLog
 from engine_core.stats import StageClock
 from protocol.engine_options import EngineOptions
@@ -57,6 +56,7 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
     status.enter(Phase.LOADING)
     model_config = ModelConfig.read(directory)
     kind = configuration.resolve_device(options, torch.cuda.is_available())
+    check_flags(options, kind)
     if len(model_config.eos_ids) > MAX_END_IDS:
         raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")
     dtype = configuration.resolve_dtype(options, kind, model_config.dtype or "float32")
@@ -66,15 +66,16 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
         check_installed()
     device = open_device(kind)
     name = "tandem-default" if directory == DEFAULT_MODEL else directory.resolve().name
+    kv_dtype = torch.float8_e4m3fn if options.kv_dtype == "fp8" else getattr(torch, dtype)
+    source = Source(directory, name, model_config, getattr(torch, dtype), kv_dtype)
     log = StartLog(time.monotonic, device.held_bytes)
-    source = Source(directory, name, model_config, getattr(torch, dtype))
     constraints = _start_constraints(source, mailbox, status.stats)
-    runtime, config = _build_runtime(options, source, device, constraints.matchers, status, log)
-    status.enter(Phase.WARMING, 90)
-    warm_up(runtime, config)
-    log.mark("warm-up")
-    facts = _facts(config, model_config, directory)
-    engine = _build_loop(config, runtime, mailbox, constraints, status, facts)
+    runtime, config = build_runtime(options, source, device, constraints.matchers, status, log)
+    engine = _build_loop(config, runtime, mailbox, constraints, status, _facts(config, model_config, directory))
+    _log_settings(config, source)
+    if options.page_size == "max" and config.page_size > config.max_len:
+        text = "--page-size max: %d positions a sequence, --max-len %d rounded up to a power of two"
+        logger.info(text, config.page_size, config.max_len)
     logger.info(
         "%s on %s in %s: %d rows, %d KV tokens in pages of %d, %d positions a step, %s",
         config.model_name, config.device, config.dtype, config.max_rows, config.kv_tokens, config.page_size,
@@ -83,17 +84,15 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
     return engine
 
 
-class Source(Struct, frozen=True):
-    """What is loaded."""
-
-    directory: Path
-    name: str
-    model: ModelConfig
-    dtype: torch.dtype
-
-    @property
-    def kv_shape(self) -> dict[str, int]:
-        return {"layers": self.model.layers, "kv_heads": self.model.kv_heads, "head_dim": self.model.head_dim}
+def _log_settings(config: EngineConfig, source: Source) -> None:
+    """Every decision that was made for this engine, on one line of JSON."""
+    settings = structs.asdict(config) | {
+        "kv_tokens": config.kv_tokens,
+        "kv_dtype": str(source.kv_dtype).removeprefix("torch."),
+    }
+    if config.device == "cpu":
+        settings["threads"] = torch.get_num_threads()
+    logger.info("settings: %s", msgspec.json.encode(settings).decode())
 
 
 class Constraints(Struct, frozen=True):
@@ -121,72 +120,6 @@ def _executor() -> LLExecutor | None:
     return LLExecutor(threads) if threads > 1 else None
 
 
-def _build_runtime(
-    options: EngineOptions, source: Source, device: Device, filler: MaskFiller, status: Status, log: StartLog
-) -> tuple[TorchRuntime, EngineConfig]:
-    """Weights first, then the KV pool from what memory they leave, then graphs (I7: the last to allocate)."""
-    parts: DeviceParts = CudaParts(device) if device.kind.type == "cuda" else CpuParts(device)
-    model = build_model(source.model, device.kind, source.dtype, options.max_len, parts.placement(source.dtype))
-    _load(options, model, source.directory, status)
-    log.mark("weights")
-    config = _resolve(options, source, device)
-    kv = _allocate_kv(config, source, device)
-    log.mark("KV pool")
-    vocab_size = source.model.vocab_size
-    tables = DeviceTables.allocate(config.max_rows, config.max_len, config.pages_per_row, device.kind)
-    words = capacity(config.max_rows, config.max_step_tokens, config.pages)
-    slots = [
-        StepSlot.allocate(
-            device,
-            words,
-            config.max_rows,
-            config.max_step_tokens,
-            vocab_size,
-            parts.attention(source.model, config, source.dtype),
-        )
-        for _ in range(config.depth)
-    ]
-    sampler = parts.sampler(tables, vocab_size, config.max_rows)
-    scorer = parts.scorer(vocab_size, config.max_rows)
-    log.mark("tables and slots")
-    status.enter(Phase.WARMING)
-    graphs = parts.graphs(config, model, kv, tables, sampler, slots, lambda p: status.enter(Phase.WARMING, p * 9 // 10))
-    log.mark(
-        f"graphs of {len(config.graph_rows)} row counts, {len(config.graph_singles) * len(config.graph_tokens)} mixed "
-        f"shapes and {config.depth} slots"
-    )
-    return TorchRuntime(
-        device, model, kv, tables, sampler, scorer, filler, slots, config.page_size, graphs=graphs, clock=parts.clock()
-    ), config
-
-
-def _resolve(options: EngineOptions, source: Source, device: Device) -> EngineConfig:
-    bytes_per_token = KVStorage.bytes_per_token(**source.kv_shape, dtype=source.dtype)
-    shape = ModelShape(source.name, source.model.max_positions, bytes_per_token)
-    machine = Machine(device.kind.type, device.free_bytes())
-    return configuration.resolve(options, shape, machine, str(source.dtype).removeprefix("torch."))
-
-
-def _allocate_kv(config: EngineConfig, source: Source, device: Device) -> KVStorage:
-    """Raises ConfigError if the memory is not there."""
-    pages, page_size = config.pages, config.page_size
-    try:
-        return KVStorage.allocate(
-            **source.kv_shape, pages=pages, page_size=page_size, dtype=source.dtype, device=device.kind
-        )
-    except RuntimeError as error:
-        raise ConfigError(
-            f"a KV pool of {config.kv_tokens} tokens cannot be had ({error}); lower --kv-tokens"
-        ) from error
-
-
-def _load(options: EngineOptions, model: Model, directory: Path, status: Status) -> None:
-    if options.load_format == "dummy":
-        fill_with_noise(model)
-    else:
-        load_weights(model, directory, lambda percent: status.enter(Phase.LOADING, int(percent)))
-
-
 def _build_loop(
     config: EngineConfig,
     runtime: TorchRuntime,
@@ -197,9 +130,11 @@ def _build_loop(
 ) -> Engine:
     stats = status.stats
     stats.rows_total, stats.pages_total = config.max_rows, config.pages - 1
-    pages = PageGate(PageAllocator(config.pages), config.page_size)
-    limits = SchedulerLimits(config.max_step_tokens, config.prefill_chunk, config.max_waiting)
-    scheduler = Scheduler(RowGate(config.max_rows), pages, limits, constraints.matchers)
+    limits = SchedulerLimits(
+        config.max_step_tokens, config.prefill_chunk, config.max_waiting, config.prompts_a_step, config.max_uploads,
+        config.static,
+    )  # fmt: skip
+    scheduler = Scheduler(RowGate(config.max_rows), _kv_memory(config), limits, constraints.matchers, config.policy)
     wire_limits = Limits(
         config.max_rows, config.kv_tokens, config.page_size, config.max_step_tokens, config.max_waiting
     )
@@ -207,6 +142,12 @@ def _build_loop(
     control = Control(scheduler, compiler, status.epoch, facts, wire_limits, stats, time.monotonic)
     stages = StageClock(stats.stage_seconds, time.monotonic)
     return Engine(scheduler, PipelineState(config.depth), runtime, mailbox, control, compiler, stats, stages)
+
+
+def _kv_memory(config: EngineConfig) -> KVMemory:
+    tree = RadixTree(config.pages, config.page_size) if config.prefix_cache else None
+    sessions = Sessions(tree, config.max_sessions, config.session_ttl)
+    return KVMemory(PageAllocator(config.pages), config.page_size, tree, sessions)
 
 
 def _facts(config: EngineConfig, model: ModelConfig, directory: Path) -> ModelFacts:

@@ -9,7 +9,7 @@ import torch
 
 from engine_core.attention.base import AttentionBackend, PromptAttention
 from engine_core.attention.torch import TorchAttention
-from engine_core.config import EngineConfig
+from engine_core.config import StepConfig
 from engine_core.errors import ConfigError
 from engine_core.kv_cache.storage import KVStorage
 from engine_core.layers.placement import Placement, torch_placement
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
+FP8_CAPABILITY = (8, 9)
+"""From which on a GPU converts to and from e4m3."""
 
 
 def check_installed() -> None:
@@ -47,7 +49,12 @@ class DeviceParts(Protocol):
 
     def placement(self, dtype: torch.dtype) -> Placement: ...
 
-    def attention(self, model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> AttentionBackend:
+    def check_kv(self, kv_dtype: torch.dtype) -> None:
+        """Raises ConfigError for a dtype of keys and values that the device's kernels cannot read."""
+
+    def attention(
+        self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> AttentionBackend:
         """For the steps that no graph holds; a new one for each slot."""
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler: ...
@@ -56,7 +63,7 @@ class DeviceParts(Protocol):
 
     def graphs(
         self,
-        config: EngineConfig,
+        config: StepConfig,
         model: Model,
         kv: KVStorage,
         tables: DeviceTables,
@@ -64,6 +71,9 @@ class DeviceParts(Protocol):
         slots: list[StepSlot],
         progress: Callable[[int], None],
     ) -> StepGraphs | None: ...
+
+    def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:
+        """What the attention of one slot's graphs for one count of prompt tokens holds; 0: it has no such graphs."""
 
     def clock(self) -> GpuClock | None: ...
 
@@ -77,7 +87,12 @@ class CpuParts:
     def placement(self, dtype: torch.dtype) -> Placement:
         return torch_placement(self.device.kind, dtype)
 
-    def attention(self, model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> AttentionBackend:
+    def check_kv(self, kv_dtype: torch.dtype) -> None:
+        return None
+
+    def attention(
+        self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> AttentionBackend:
         return TorchAttention()
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
@@ -88,6 +103,9 @@ class CpuParts:
 
     def graphs(self, *_parts: object) -> None:
         return None
+
+    def prompt_graph_bytes(self, *_parts: object) -> int:
+        return 0
 
     def clock(self) -> None:
         return None
@@ -105,18 +123,32 @@ class CudaParts:
 
         return Placement(self.device.kind, dtype, TritonMethod(), triton_kernels())
 
-    def attention(self, model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> AttentionBackend:
-        usable = model.head_dim in FLASHINFER_HEAD_DIMS and dtype.itemsize == 2
-        if not usable or importlib.util.find_spec("flashinfer") is None:
-            logger.warning(
-                "prefill runs on plain torch attention: no FlashInfer for head_dim %d in %s", model.head_dim, dtype
+    def check_kv(self, kv_dtype: torch.dtype) -> None:
+        major, minor = torch.cuda.get_device_capability(self.device.kind)
+        if kv_dtype == torch.float8_e4m3fn and (major, minor) < FP8_CAPABILITY:
+            raise ConfigError(
+                f"--kv-dtype fp8 with --device cuda: the GPU's compute capability is {major}.{minor}, "
+                f"below {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]}, and cannot convert fp8; use --kv-dtype auto"
             )
-            return TorchAttention()
+
+    def attention(
+        self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> AttentionBackend:
+        usable = model.head_dim in FLASHINFER_HEAD_DIMS and dtype.itemsize == 2 and kv_dtype == dtype
+        if not usable or importlib.util.find_spec("flashinfer") is None:
+            logger.info("prefill runs on Triton: head_dim %d, %s, keys in %s", model.head_dim, dtype, kv_dtype)
+            from engine_core.attention.triton import TritonRagged
+            from engine_core.kernels.paged_prefill import tile_queries
+
+            queries = tile_queries(model.heads, model.kv_heads, model.head_dim, dtype)
+            return TritonRagged.allocate(
+                self.device.host_buffer, self.device.kind, queries, config.max_rows, config.max_step_tokens
+            )
         from engine_core.attention.flashinfer import FlashInferAttention, Heads
 
         heads = Heads(model.heads, model.kv_heads, model.head_dim, model.head_dim**-0.5, dtype)
         return FlashInferAttention.allocate(
-            self.device.host_buffer, self.device.kind, heads, config.max_rows, config.pages, config.page_size
+            self.device.host_buffer, self.device.kind, heads, config.max_rows, config.row_pages, config.page_size
         )
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
@@ -131,7 +163,7 @@ class CudaParts:
 
     def graphs(
         self,
-        config: EngineConfig,
+        config: StepConfig,
         model: Model,
         kv: KVStorage,
         tables: DeviceTables,
@@ -168,19 +200,19 @@ class CudaParts:
     def _mixed(
         self,
         pool: Any,
-        config: EngineConfig,
+        config: StepConfig,
         forward: "CudaForward",
         slots: list[StepSlot],
         progress: Callable[[int], None],
     ) -> list[dict[Shape, CapturedMixed]]:
         """Nothing where prompts have no attention that a graph can hold."""
-        if not config.graph_tokens or isinstance(slots[0].attention, TorchAttention):
+        if not config.graph_tokens or not _graphs_prompts(slots):
             return []
         from engine_core.attention.flashinfer import FlashInferAttention
 
         def prompts(slot: StepSlot, tokens: int) -> PromptAttention:
             assert isinstance(slot.attention, FlashInferAttention)
-            return slot.attention.for_graph(min(PROMPTS, config.max_rows), tokens)
+            return slot.attention.for_graph(min(PROMPTS, config.max_rows), tokens, _prompt_pages(config))
 
         largest, width = config.graph_singles[-1] + config.graph_tokens[-1], forward.model.config.hidden_size
         hidden = torch.zeros(largest, width, dtype=getattr(torch, config.dtype), device=self.device.kind)
@@ -188,5 +220,25 @@ class CudaParts:
             pool, config.graph_singles, config.graph_tokens, slots, forward.mixed, prompts, hidden, progress
         )
 
+    def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:
+        if not _graphs_prompts(slots):
+            return 0
+        from engine_core.attention.flashinfer import GRAPH_PLAN_BYTES
+
+        return GRAPH_PLAN_BYTES + 4 * (_prompt_pages(config) + 3 * (PROMPTS + 1))
+
     def clock(self) -> GpuClock:
         return GpuClock(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+
+
+def _graphs_prompts(slots: list[StepSlot]) -> bool:
+    """Whether the attention of prompts can be captured: FlashInfer's can."""
+    from engine_core.attention.triton import TritonRagged
+
+    return not isinstance(slots[0].attention, TritonRagged)
+
+
+def _prompt_pages(config: StepConfig) -> int:
+    """Most entries of page tables that the prompts in a graph can name."""
+    longest = -(-config.graph_tokens[-1] // config.page_size)
+    return max(min(PROMPTS, config.max_rows) * config.pages_per_row, longest)

@@ -3,18 +3,20 @@
 Everything is decided here, once: `resolve` is pure and returns a frozen `EngineConfig`.
 """
 
+import math
+
 from msgspec import Struct
 
 from engine_core.errors import ConfigError
-from protocol.engine_options import EngineOptions
+from protocol.engine_options import EngineOptions, PageSize, Policy
 
 CPU_MAX_ROWS, CUDA_MAX_ROWS = 32, 256
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 128, 2048
 """Small enough that a step full of prompts does not hold up the streams that run beside it for long."""
-CPU_KV_BYTES = 4 * 2**30
-CPU_KV_SHARE, CUDA_KV_SHARE = 0.25, 0.85
-"""Share of the memory still free after loading that the KV pool takes when nobody says how large it is."""
-
+MAX_SESSIONS, SESSION_TTL = 256, 600.0
+PAGE_SIZE = 16
+STEP_UPLOADS = 65_536
+"""Prompts of so many cached tokens can begin in one step."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -23,22 +25,14 @@ GRAPH_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144,
 
 
 class ModelShape(Struct, frozen=True):
-    """What sizing needs to know of a loaded model."""
+    """What the decisions depend on of a model."""
 
     name: str
     max_positions: int
-    kv_bytes_per_token: int
 
 
-class Machine(Struct, frozen=True):
-    """What sizing needs to know of the machine, after the weights are in place."""
-
-    device: str
-    free_bytes: int
-
-
-class EngineConfig(Struct, frozen=True):
-    """Every decision of one engine core."""
+class StepConfig(Struct, frozen=True, kw_only=True):
+    """Every decision of one engine core but the size of its KV pool: that follows from what its steps need."""
 
     model_name: str
     device: str
@@ -48,10 +42,17 @@ class EngineConfig(Struct, frozen=True):
     max_len: int
     max_step_tokens: int
     prefill_chunk: int
+    """0: prompts are computed whole."""
     page_size: int
-    pages: int
-    """Pages of the pool, the reserved page 0 among them."""
     max_waiting: int
+    prompts_a_step: int = 0
+    """Prompts that one step may take part of; 0: any number."""
+    policy: Policy = "fcfs"
+    static: bool = False
+    """Whether each batch runs to its end before the next is admitted."""
+    prefix_cache: bool = False
+    max_sessions: int = 0
+    session_ttl: float = 0.0
     graph_rows: tuple[int, ...] = ()
     """Row counts for which decode steps are captured as CUDA graphs, ascending; none on a CPU."""
     graph_singles: tuple[int, ...] = ()
@@ -60,13 +61,30 @@ class EngineConfig(Struct, frozen=True):
     """positions of prompts, for all pairs of which steps that hold both are captured; ascending."""
 
     @property
+    def pages_per_row(self) -> int:
+        return -(-self.max_len // self.page_size)
+
+    @property
+    def row_pages(self) -> int:
+        """Most entries of page tables that one step can name: rows may share pages, so the pool is no bound."""
+        return self.max_rows * self.pages_per_row
+
+    @property
+    def max_uploads(self) -> int:
+        """Cached tokens that one step can bring to the device's table, for rows that begin behind them."""
+        return min(self.max_rows * self.max_len, max(self.max_len, STEP_UPLOADS))
+
+
+class EngineConfig(StepConfig, frozen=True, kw_only=True):
+    """Every decision of one engine core."""
+
+    pages: int
+    """Pages of the pool, the reserved page 0 among them."""
+
+    @property
     def kv_tokens(self) -> int:
         """Positions that sequences can use."""
         return (self.pages - 1) * self.page_size
-
-    @property
-    def pages_per_row(self) -> int:
-        return -(-self.max_len // self.page_size)
 
 
 def resolve_device(options: EngineOptions, cuda: bool) -> str:
@@ -94,63 +112,157 @@ def resolve_threads(options: EngineOptions, cores: int) -> int:
     return _at_least_one("--threads", options.threads, max(1, cores - 1))
 
 
-def resolve(options: EngineOptions, model: ModelShape, machine: Machine, dtype: str) -> EngineConfig:
+def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str) -> StepConfig:
     """Raises ConfigError, with the numbers and what to change, for settings that contradict each other."""
-    cpu = machine.device == "cpu"
-    page_size = options.page_size
-    if page_size < 1 or page_size & (page_size - 1):
-        raise ConfigError(f"--page-size {page_size} is no power of two")
+    cpu = device == "cpu"
     max_rows = _at_least_one("--max-rows", options.max_rows, CPU_MAX_ROWS if cpu else CUDA_MAX_ROWS)
     max_waiting = _at_least_one("--max-waiting", options.max_waiting, options.max_waiting)
-    usual = max(CPU_STEP_TOKENS if cpu else CUDA_STEP_TOKENS, max_rows)
-    step_tokens = _at_least_one("--max-step-tokens", options.max_step_tokens, usual)
-    if step_tokens < max_rows:
-        raise ConfigError(
-            f"--max-step-tokens {step_tokens} is below --max-rows {max_rows}: some decoding rows would starve; "
-            "raise the one or lower the other"
-        )
-    chunk = min(_at_least_one("--prefill-chunk", options.prefill_chunk, step_tokens), step_tokens)
     wanted_len = _at_least_one("--max-len", options.max_len, model.max_positions)
     if wanted_len < 2:
         raise ConfigError(f"--max-len {wanted_len}: at least 2, a prompt token and a generated one")
     if wanted_len > model.max_positions:
         raise ConfigError(f"--max-len {wanted_len}, but the model's positions end at {model.max_positions}")
-    if options.kv_tokens is not None:
-        kv_tokens = options.kv_tokens
-    else:
-        kv_tokens = _affordable_tokens(model, machine, max_rows * wanted_len)
-    pages = kv_tokens // page_size
-    if pages * page_size < 2:
-        raise ConfigError(
-            f"the KV pool has {kv_tokens} tokens ({machine.free_bytes / 2**30:.2f} GiB free, "
-            f"{model.kv_bytes_per_token} bytes a token), less than one page of {max(page_size, 2)}; raise --kv-tokens"
-        )
-    if options.max_len is not None and pages * page_size < wanted_len:
-        raise ConfigError(
-            f"--max-len {wanted_len} does not fit the KV pool of {pages * page_size} tokens; "
-            "lower it or raise --kv-tokens"
-        )
-    return EngineConfig(
+    _check_switches(options)
+    _check_graphs(options, cpu)
+    step_tokens, chunk = _step_size(options, CPU_STEP_TOKENS if cpu else CUDA_STEP_TOKENS, max_rows, wanted_len)
+    prefix_cache = _prefix_cache(options)
+    return StepConfig(
         model_name=options.served_model_name or model.name,
-        device=machine.device,
+        device=device,
         dtype=dtype,
         depth=2 if (options.pipeline or ("off" if cpu else "on")) == "on" else 1,
         max_rows=max_rows,
         max_len=wanted_len,
         max_step_tokens=step_tokens,
         prefill_chunk=chunk,
-        page_size=page_size,
-        pages=pages + 1,
+        page_size=_page_size(options.page_size, wanted_len),
         max_waiting=max_waiting,
+        prompts_a_step=_at_least_one("--max-prefill-chunks-per-step", options.max_prefill_chunks_per_step, 0),
+        policy=options.policy,
+        static=options.batching == "static",
+        prefix_cache=prefix_cache,
+        max_sessions=_max_sessions(options, prefix_cache),
+        session_ttl=_session_ttl(options),
         graph_rows=() if cpu else _sizes("--graph-rows", options.graph_rows, GRAPH_ROWS, "--max-rows", max_rows),
         graph_singles=() if cpu else _up_to(GRAPH_SINGLES, max_rows),
-        graph_tokens=() if cpu else _graph_tokens(options.graph_tokens, step_tokens, pages * page_size),
+        graph_tokens=() if cpu else _graph_tokens(options.graph_tokens, step_tokens, max_rows * wanted_len),
     )
 
 
-def _graph_tokens(asked: str | None, step_tokens: int, kv_tokens: int) -> tuple[int, ...]:
+def _check_switches(options: EngineOptions) -> None:
+    """Raises ConfigError for switches that exclude each other, naming both."""
+    static = options.batching == "static"
+    chunked = options.prefill_chunk not in (None, "off")
+    cached = options.prefix_cache == "on"
+    uncached = not _prefix_cache(options)
+    ttl = "" if options.session_ttl is None else f"--session-ttl {options.session_ttl:g}"
+    for wrong, one, other, why in (
+        (static and options.policy != "fcfs", "--batching static", f"--policy {options.policy}",
+         "a batch is served as it was admitted; leave the policy at fcfs"),
+        (static and chunked, "--batching static", f"--prefill-chunk {options.prefill_chunk}",
+         "a batch computes its prompts whole; use --prefill-chunk off"),
+        (static and cached, "--batching static", "--prefix-cache on",
+         "of a batch nobody could wait for another's pages; use --prefix-cache off"),
+        (options.page_size == "max" and cached, "--page-size max", "--prefix-cache on",
+         "sequences share whole pages, and this page is a whole sequence's; use --prefix-cache off"),
+        (uncached and bool(options.max_sessions), _uncached(options), f"--max-sessions {options.max_sessions}",
+         "sessions keep their KV in the prefix cache; use --max-sessions 0"),
+        (uncached and bool(ttl), _uncached(options), ttl,
+         "sessions keep their KV in the prefix cache; leave their time out"),
+        (options.max_sessions == 0 and bool(ttl), "--max-sessions 0", ttl, "there are no sessions; leave one out"),
+    ):  # fmt: skip
+        if wrong:
+            raise ConfigError(f"{one} and {other} exclude each other: {why}")
+
+
+def _check_graphs(options: EngineOptions, cpu: bool) -> None:
+    """Raises ConfigError for CUDA graphs where there are none."""
+    for flag, sizes in (("--graph-rows", options.graph_rows), ("--graph-tokens", options.graph_tokens)):
+        if sizes not in (None, "off") and cpu:
+            raise ConfigError(f"{flag} {sizes} with --device cpu: only cuda has graphs; leave it out")
+    if options.graph_rows == "off" and options.graph_tokens not in (None, "off"):
+        raise ConfigError(
+            f"--graph-rows off and --graph-tokens {options.graph_tokens} exclude each other: steps with prompts are "
+            "captured beside those without; leave --graph-tokens out, or give --graph-rows sizes"
+        )
+
+
+def _step_size(options: EngineOptions, usual: int, max_rows: int, max_len: int) -> tuple[int, int]:
+    """Positions of a step, and of one prompt in it, 0 for whole prompts."""
+    whole = options.prefill_chunk == "off" or (options.prefill_chunk is None and options.batching == "static")
+    least = max_len + max_rows if whole else max_rows
+    asked = None if options.prefill_chunk == "off" else options.prefill_chunk
+    chunk = 0 if asked is None else min(_at_least_one("--prefill-chunk", asked, 0), max_len)
+    step_tokens = _at_least_one("--max-step-tokens", options.max_step_tokens, max(usual, least, chunk))
+    if step_tokens < max_rows:
+        raise ConfigError(
+            f"--max-step-tokens {step_tokens} is below --max-rows {max_rows}: some decoding rows would starve; "
+            "raise the one or lower the other"
+        )
+    if step_tokens < least:
+        raise ConfigError(
+            f"--max-step-tokens {step_tokens} does not hold a whole prompt of --max-len {max_len} beside --max-rows "
+            f"{max_rows}; raise it to {least}, lower these, or set --prefill-chunk"
+        )
+    if whole:
+        return step_tokens, 0
+    if options.max_step_tokens is not None and asked is not None and asked > step_tokens:
+        raise ConfigError(
+            f"--prefill-chunk {asked} is more than the --max-step-tokens {step_tokens} of a whole step; lower the one "
+            "or raise the other"
+        )
+    return step_tokens, chunk or step_tokens
+
+
+def _prefix_cache(options: EngineOptions) -> bool:
+    if options.prefix_cache is None:
+        return options.page_size != "max" and options.batching != "static"
+    return options.prefix_cache == "on"
+
+
+def _uncached(options: EngineOptions) -> str:
+    """The switch without which there would be a prefix cache."""
+    if options.prefix_cache == "off":
+        return "--prefix-cache off"
+    return "--batching static" if options.batching == "static" else "--page-size max"
+
+
+def _max_sessions(options: EngineOptions, prefix_cache: bool) -> int:
+    if options.max_sessions is None:
+        return MAX_SESSIONS if prefix_cache else 0
+    if options.max_sessions < 0:
+        raise ConfigError(f"--max-sessions {options.max_sessions}: at least 0")
+    return options.max_sessions
+
+
+def _session_ttl(options: EngineOptions) -> float:
+    if options.session_ttl is None:
+        return SESSION_TTL
+    if not 0 <= options.session_ttl < math.inf:
+        raise ConfigError(f"--session-ttl {options.session_ttl:g}: a number of seconds, at least 0")
+    return options.session_ttl
+
+
+def _page_size(asked: PageSize | None, max_len: int) -> int:
+    """`max` makes a page hold any sequence: the next power of two, which kernels divide by."""
+    whole = 1 << (max_len - 1).bit_length()
+    if asked is None:
+        return PAGE_SIZE
+    if asked == "max":
+        return whole
+    if asked < 1 or asked & (asked - 1):
+        raise ConfigError(f"--page-size {asked} is no power of two; a power of two, or max for one page a sequence")
+    if asked > whole:
+        raise ConfigError(
+            f"--page-size {asked} is more than a sequence of --max-len {max_len} can use; at most {whole}, or max"
+        )
+    return asked
+
+
+def _graph_tokens(asked: str | None, step_tokens: int, positions: int) -> tuple[int, ...]:
+    """positions: that all rows have together."""
     sizes = _sizes("--graph-tokens", asked, GRAPH_TOKENS, "--max-step-tokens", step_tokens)
-    return tuple(size for size in sizes if size <= kv_tokens)
+    return tuple(size for size in sizes if size <= positions)
 
 
 def _sizes(flag: str, asked: str | None, usual: tuple[int, ...], limit_flag: str, limit: int) -> tuple[int, ...]:
@@ -179,11 +291,3 @@ def _at_least_one(flag: str, value: int | None, default: int) -> int:
     if value < 1:
         raise ConfigError(f"{flag} {value}: at least 1")
     return value
-
-
-def _affordable_tokens(model: ModelShape, machine: Machine, useful: int) -> int:
-    """As many as the free memory gives, and on a CPU no more than all rows together could use."""
-    if machine.device == "cpu":
-        budget = min(int(machine.free_bytes * CPU_KV_SHARE), CPU_KV_BYTES)
-        return min(budget // model.kv_bytes_per_token, useful)
-    return int(machine.free_bytes * CUDA_KV_SHARE) // model.kv_bytes_per_token

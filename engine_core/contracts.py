@@ -8,7 +8,7 @@ from msgspec import Struct
 from engine_core.errors import RequestError
 from engine_core.plan import StepPlan
 from protocol.commands import AnyCommand
-from protocol.events import AnyEvent, Failure, Finished, TokenLogprobs
+from protocol.events import AnyEvent, Failure, Finished, Started, TokenLogprobs
 
 
 class Delta(Struct, frozen=True):
@@ -133,6 +133,9 @@ class Mailbox(Protocol):
 
     def tokens(self, client: bytes, delta: Delta) -> None:
         """Adds one step's tokens to what the next flush sends."""
+
+    def started(self, client: bytes, started: Started) -> None:
+        """Adds one request's start to what the next flush sends."""
 
     def ended(self, client: bytes, outcome: Finished | Failure) -> None:
         """Adds one terminal event to what the next flush sends."""

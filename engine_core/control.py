@@ -14,13 +14,26 @@ import numpy as np
 
 from engine_core.contracts import Compiler
 from engine_core.errors import RequestError
+from engine_core.scheduler.inspection import inspect
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.scheduler.sequence import Sequence
 from engine_core.stats import count_outcome
 from protocol.codec import unpack_floats, unpack_ids
-from protocol.commands import Abort, AnyCommand, Goodbye, Hello, Submit
+from protocol.commands import (
+    MAX_NAME_BYTES,
+    MAX_PRIORITY,
+    Abort,
+    AnyCommand,
+    EndSession,
+    Goodbye,
+    Hello,
+    Inspect,
+    SetPolicy,
+    Submit,
+)
+from protocol.engine_options import POLICIES
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.events import EngineStats, Failure, Limits, ModelFacts, Ready, Refused
+from protocol.events import Answer, AnyEvent, EngineStats, Failure, Limits, ModelFacts, Ready, Refused
 from protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from protocol.version import PROTOCOL_VERSION
 
@@ -52,7 +65,7 @@ class Control:
         """One object for each identity, whichever message brought it: `Scheduler.commit` compares by object."""
         self._sequences = 0
 
-    def apply(self, client: bytes, command: AnyCommand) -> Ready | Refused | Failure | None:
+    def apply(self, client: bytes, command: AnyCommand) -> AnyEvent | Failure | None:
         """Carries out one command of a frontend; the answer, if it needs one, goes back to it."""
         if isinstance(command, Hello):
             return self._hello(client, command)
@@ -68,6 +81,13 @@ class Control:
             case Goodbye():
                 self.forget(client)
                 self.scheduler.abort_client(client)
+            case EndSession(call, session):
+                known = self.scheduler.memory.sessions.end(session)
+                return Answer(call, known, "" if known else f"there is no session {session!r}")
+            case SetPolicy(call, policy):
+                return self._set_policy(call, policy)
+            case Inspect(call):
+                return inspect(self.scheduler, call, self.stats, self.clock())
         return None
 
     def forget(self, client: bytes) -> bool:
@@ -87,6 +107,16 @@ class Control:
         self.clients[client] = hello.name
         self._identities[client] = client
         return Ready(PROTOCOL_VERSION, self.epoch, self.model, self.limits)
+
+    def _set_policy(self, call: int, asked: str) -> Answer:
+        policy = next((name for name in POLICIES if name == asked), None)
+        if policy is None:
+            return Answer(call, False, f"there is no policy {asked!r}; choose one of {', '.join(POLICIES)}")
+        if self.scheduler.limits.static and policy != "fcfs":
+            return Answer(call, False, f"policy {policy} needs --batching continuous, this engine runs static batches")
+        self.scheduler.set_policy(policy)
+        logger.info("policy %s", policy)
+        return Answer(call, True)
 
     def _submit(self, client: bytes, submit: Submit) -> Failure | None:
         if not 0 <= submit.request_id < 2**64:
@@ -127,6 +157,7 @@ class Control:
         most = min(MAX_TOP_LOGPROBS, self.model.vocab_size)
         for name, top in (("logprobs", submit.logprobs), ("prompt_logprobs", submit.prompt_logprobs)):
             _require(top is None or 0 <= top <= most, f"{name} is {top}, 0 to {most}")
+        _check_scheduling(submit)
         total = len(prompt) + params.max_tokens
         if total > self.model.max_len:
             raise RequestError(
@@ -140,6 +171,7 @@ class Control:
         return Sequence(
             self._sequences, identity, submit.request_id, prompt, params, end_ids, self.clock(),
             logprobs=submit.logprobs, prompt_logprobs=submit.prompt_logprobs, compiling=submit.constraint is not None,
+            priority=submit.priority, session=submit.session, namespace=submit.cache_salt.encode(),
         )  # fmt: skip
 
     def _check_ids(self, what: str, ids: list[int]) -> None:
@@ -169,6 +201,14 @@ def _prompt(data: bytes, vocab_size: int) -> array[int]:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise RequestError(ErrorCode.INVALID_VALUE, message)
+
+
+def _check_scheduling(submit: Submit) -> None:
+    priority = submit.priority
+    _require(-MAX_PRIORITY <= priority <= MAX_PRIORITY, f"priority is {priority}, {-MAX_PRIORITY} to {MAX_PRIORITY}")
+    for what, name in (("session_id", submit.session), ("cache_salt", submit.cache_salt)):
+        size = len(name.encode())
+        _require(size <= MAX_NAME_BYTES, f"{what} has {size} bytes in UTF-8, at most {MAX_NAME_BYTES}")
 
 
 def check_params(params: SamplingParams) -> None:

@@ -11,6 +11,7 @@ from engine_core.control import Control
 from engine_core.errors import FatalError, RowError
 from engine_core.pipeline import PipelineState, Step
 from engine_core.plan import StepPlan
+from engine_core.scheduler.inspection import oldest_wait
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.scheduler.sequence import Sequence
 from engine_core.stats import StageClock, count_outcome
@@ -110,10 +111,12 @@ class Engine:
     def _plan(self) -> StepPlan | None:
         """Admits what fits, then selects the next step."""
         now = self.stages.clock()
+        self.scheduler.advance(now)
         while admitted := self.scheduler.admit_waiting():
             for seq in admitted:
-                self.stats.queue_time.observe(now - seq.arrival)
-                self.stats.prompt_tokens += seq.prompt_len
+                if not seq.preemptions:
+                    self.stats.queue_time.observe(now - seq.arrival)
+                    self.stats.prompt_tokens += seq.prompt_len
                 if seq.constraint is not None:
                     self._begin(seq)
         plan = self.scheduler.plan_step(self._steps + 1)
@@ -126,7 +129,12 @@ class Engine:
         delta = self.scheduler.start(seq)
         if delta.tokens:
             self.stats.generation_tokens += len(delta.tokens)
+            self._tell_started()
             self.mailbox.tokens(seq.client, delta)
+
+    def _tell_started(self) -> None:
+        for client, started in self.scheduler.take_started():
+            self.mailbox.started(client, started)
 
     def _launch(self, plan: StepPlan) -> None:
         """Enqueues a step, and its sampling unless that has to wait for the step before (then the next tick does)."""
@@ -139,6 +147,7 @@ class Engine:
             return
         step = self.pipeline.launch(plan)
         self.scheduler.on_launch(plan)
+        self._tell_started()
         self._steps = plan.step_id
         self.stats.steps_launched += 1
         self.stats.step_rows.observe(len(plan.rows))
@@ -186,13 +195,17 @@ class Engine:
     def _gauge(self) -> None:
         """The gauges of the metrics, taken once a tick."""
         scheduler, stats = self.scheduler, self.stats
+        memory = scheduler.memory
         stats.running = len(scheduler.running)
         stats.waiting = len(scheduler.waiting) + len(scheduler.compiling)
-        stats.pages_used = scheduler.pages.pages.used
+        stats.pages_used, stats.pages_cached, stats.pages_evicted = memory.in_use, memory.cached, memory.evicted
+        stats.prefix_queries, stats.prefix_hits = memory.queried, memory.hit
+        stats.preemptions = scheduler.preemptions
+        stats.sessions, stats.sessions_evicted = len(memory.sessions), memory.sessions.evicted
         stats.steps_in_flight = self.pipeline.in_flight
         times = self.runtime.device_times()
         stats.gpu_busy_seconds, stats.gpu_idle_seconds, stats.gpu_timed_steps = times.busy, times.idle, times.steps
-        stats.oldest_wait = self.stages.clock() - scheduler.waiting[0].arrival if scheduler.waiting else 0.0
+        stats.oldest_wait = oldest_wait(scheduler, self.stages.clock())
 
     def _close(self, code: ErrorCode, message: str) -> None:
         """Ends everything that is open; the device is not touched again."""

@@ -12,7 +12,7 @@ from engine_core.wakeup import Wakeup
 from protocol.codec import decode_command, encode
 from protocol.commands import AnyCommand
 from protocol.errors import ProtocolError
-from protocol.events import AnyEvent, Failure, Finished
+from protocol.events import AnyEvent, Failure, Finished, Started
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,9 @@ class ZmqMailbox:
         box.tokens += delta.tokens
         if delta.logprobs:
             box.logprobs += delta.logprobs
+
+    def started(self, client: bytes, started: Started) -> None:
+        self._outboxes.setdefault(client, Outbox()).started.append(started)
 
     def ended(self, client: bytes, outcome: Finished | Failure) -> None:
         box = self._outboxes.setdefault(client, Outbox())

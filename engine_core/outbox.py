@@ -1,7 +1,7 @@
 """What the engine still has to tell one frontend."""
 
 from protocol.codec import encode, step_output
-from protocol.events import Failure, Finished, TokenLogprobs
+from protocol.events import Failure, Finished, Started, TokenLogprobs
 
 
 class Outbox:
@@ -12,7 +12,7 @@ class Outbox:
     message that could not go is kept encoded, and what comes after it waits: a try costs nothing but the try.
     """
 
-    __slots__ = ("failures", "finished", "logprobs", "request_ids", "stuck", "tokens")
+    __slots__ = ("failures", "finished", "logprobs", "request_ids", "started", "stuck", "tokens")
 
     def __init__(self) -> None:
         self.request_ids: list[int] = []
@@ -20,13 +20,14 @@ class Outbox:
         self.logprobs: list[TokenLogprobs] = []
         self.finished: list[Finished] = []
         self.failures: list[Failure] = []
+        self.started: list[Started] = []
         self.stuck: bytes | None = None
         """The message that could not be sent, encoded."""
 
     @property
     def fresh(self) -> bool:
         """Whether there is something beside the stuck message."""
-        return bool(self.request_ids or self.finished or self.failures or self.logprobs)
+        return bool(self.request_ids or self.finished or self.failures or self.logprobs or self.started)
 
     def encode(self, step_id: int) -> bytes:
         """Everything that is not stuck as one message; empties the columns."""
@@ -34,6 +35,8 @@ class Outbox:
         output.finished.extend(self.finished)
         output.failures.extend(self.failures)
         output.logprobs.extend(self.logprobs)
-        for column in (self.request_ids, self.tokens, self.finished, self.failures, self.logprobs):
+        output.started.extend(self.started)
+        columns = (self.request_ids, self.tokens, self.finished, self.failures, self.logprobs, self.started)
+        for column in columns:
             column.clear()
         return encode(output)

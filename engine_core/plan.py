@@ -23,13 +23,16 @@ class Row(Struct, frozen=True, gc=False):
     constrained: bool = False
     """Whether sampling has to wait for a mask that depends on the tokens of the step before."""
     tokens: bytes = b""
-    """Packed int32 ids of the leading positions that the device does not know yet (prompt tokens)."""
+    """Packed int32 ids of positions that the device does not know yet (prompt tokens), from `start - skipped` on."""
     new_pages: tuple[int, ...] = ()
     first_page: int = 0
     """Index of `new_pages[0]` in the row's page table."""
     targets: bytes = b""
     """Packed int32 ids of the tokens that follow the leading positions, where their log-probabilities are wanted: these
     positions are scored."""
+    skipped: int = 0
+    """How many positions before `start` are not computed by any row of the sequence, for their KV was cached: `tokens`
+    begins with theirs."""
 
     @property
     def end(self) -> int:
@@ -57,17 +60,20 @@ class StepPlan(Struct, frozen=True):
     total_tokens: int
     needs_mask: bool
     plain: bool
-    """Whether every row is one sampled position and nothing else (news, constraint, suppressed end): steady decode."""
+    """Whether every row is one sampled position and nothing else (tokens to upload, constraint, suppressed end), maybe
+    with new pages: steady decode."""
     single: bool
-    """Whether every row is one sampled position without news, constrained or not: its logits can come from a graph."""
+    """The same, constrained or not, and with a suppressed end or not: its logits can come from a graph."""
     logprobs: int = -1
     """Most alternatives that a row wants with its log-probabilities; -1: no row wants any."""
+    news: tuple[Row, ...] = ()
+    """The rows that bring tokens or pages."""
 
     @classmethod
     def of(
         cls, step_id: int, rows: tuple[Row, ...], admitted: tuple[Admission, ...] = (), logprobs: int = -1
     ) -> "StepPlan":
-        single = all(row.length == 1 and row.samples and not _brings_news(row) for row in rows)
+        single = all(row.length == 1 and row.samples and not (row.tokens or row.targets) for row in rows)
         return cls(
             step_id,
             rows,
@@ -77,8 +83,5 @@ class StepPlan(Struct, frozen=True):
             plain=single and not any(row.constrained or row.suppress_ends for row in rows),
             single=single,
             logprobs=logprobs,
+            news=tuple([row for row in rows if row.tokens or row.new_pages]),
         )
-
-
-def _brings_news(row: Row) -> bool:
-    return bool(row.tokens or row.new_pages or row.targets)

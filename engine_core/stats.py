@@ -4,7 +4,11 @@ from collections.abc import Callable
 
 from protocol.events import EngineStats, Failure, Finished, Histogram
 
-QUEUE_SECONDS = [0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
+QUEUE_SECONDS = [
+    *(0.001, 0.0015, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0),
+]
+"""No bound is more than twice the one before, so that a percentile read from them is right to that."""
 COMPILE_SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0]
 STEP_ROWS = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0]
 STAGES = ("drain", "plan", "launch", "sample", "collect", "commit", "send")

@@ -15,15 +15,17 @@ _SANE_ID = re.compile(rb"[\x20-\x7e]{1,128}")
 
 _ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize"),
-    *("/health/live", "/health/ready", "/metrics", "/version", "/openapi.json", "/"),
+    *("/health/live", "/health/ready", "/metrics", "/version", "/openapi.json", "/", "/admin/scheduler"),
 )
+_NAMED = {"/v1/models/": "/v1/models/{model}", "/v1/sessions/": "/v1/sessions/{session_id}"}
+"""Beginnings of paths that end with a name."""
 
 
 def route_label(path: str) -> str:
     """The route of a path: a bounded set, so that clients cannot make up metric labels."""
     if path in _ROUTES:
         return path
-    return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
+    return next((label for start, label in _NAMED.items() if path.startswith(start)), "other")
 
 
 def request_id(scope: Scope) -> bytes:

@@ -100,10 +100,10 @@ class Admission:
         self._check_count(options, len(prompts), ready.limits)
         admitted: list[AdmittedPrompt] = []
         for prompt in prompts:
-            ids = await self._encode(prompt, options, model, field, add_special_tokens)
+            ids = await self._encode(prompt, options, ready, field, add_special_tokens)
             self._limits.check_prompt(len(ids), field)
-            max_tokens = _room(len(ids), options, model)
-            _check_length(len(ids), max_tokens, model.max_len, field)
+            max_tokens = _room(len(ids), options, ready)
+            _check_length(len(ids), max_tokens, ready, field)
             finish = (prompt, ids, max_tokens, model.vocab_size, field, with_text)
             few = len(ids) <= MANY_IDS
             admitted.append(self._finish(*finish) if few else await self._workers.run(self._finish, *finish))
@@ -126,7 +126,7 @@ class Admission:
                 )
 
     async def _encode(
-        self, prompt: Prompt, options: GenerationOptions, model: ModelFacts, field: str, add_special_tokens: bool
+        self, prompt: Prompt, options: GenerationOptions, ready: Ready, field: str, add_special_tokens: bool
     ) -> list[int]:
         if not isinstance(prompt, str):
             if not prompt:
@@ -134,7 +134,7 @@ class Admission:
             return prompt
         fewest = self._tokenizer.fewest(prompt)
         self._limits.check_prompt(fewest, field, "at least ")
-        _check_length(fewest, _room(fewest, options, model), model.max_len, field, "at least ")
+        _check_length(fewest, _room(fewest, options, ready), ready, field, "at least ")
         ids = await self._tokenizer.encode(prompt, add_special_tokens)
         if not ids:
             raise malformed("the prompt is empty and the model has no begin token; give at least one character", field)
@@ -177,11 +177,13 @@ def check_queue(queued: int, wanted: int, most: int) -> None:
         )
 
 
-def _room(prompt_len: int, options: GenerationOptions, model: ModelFacts) -> int:
-    """The `max_tokens` of one prompt: what was asked for, or the default as far as the model has room for it."""
+def _room(prompt_len: int, options: GenerationOptions, ready: Ready) -> int:
+    """The `max_tokens` of one prompt: what was asked for, or the default as far as the model and the KV pool have room
+    for it. The KV of the last token is never computed."""
     if not options.max_tokens_by_default:
         return options.max_tokens
-    return min(options.max_tokens, max(model.max_len - prompt_len, options.min_tokens, 1))
+    most = min(ready.model.max_len, ready.limits.kv_tokens + 1)
+    return min(options.max_tokens, max(most - prompt_len, options.min_tokens, 1))
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
@@ -191,8 +193,10 @@ def check_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
         raise unsupported(f"token id {bad} in {name!r} is not between 0 and {vocab_size - 1}", name)
 
 
-def _check_length(prompt_len: int, max_tokens: int, max_len: int, field: str, qualifier: str = "") -> None:
-    total = prompt_len + max_tokens
+def _check_length(prompt_len: int, max_tokens: int, ready: Ready, field: str, qualifier: str = "") -> None:
+    """Raises ApiError 400 for more than the model takes, or for a prompt that the KV pool cannot hold. How much of an
+    answer it can hold, the engine says."""
+    total, max_len, pool = prompt_len + max_tokens, ready.model.max_len, ready.limits.kv_tokens
     if total > max_len:
         raise ApiError(
             400,
@@ -201,6 +205,14 @@ def _check_length(prompt_len: int, max_tokens: int, max_len: int, field: str, qu
             "of the prompt or of the completion.",
             field if prompt_len >= max_len else "max_tokens",
             ErrorCode.CONTEXT_LENGTH.value,
+        )
+    if prompt_len > pool:
+        raise ApiError(
+            400,
+            f"the prompt has {qualifier}{prompt_len} tokens, this server's KV pool holds {pool} (--kv-tokens); please "
+            "reduce the length of the prompt",
+            field,
+            ErrorCode.KV_CAPACITY.value,
         )
 
 

@@ -28,6 +28,8 @@ from frontend.routes.health import health_router
 from frontend.routes.models import models_router
 from frontend.routes.page import page_paths, page_router
 from frontend.routes.responses import responses_router
+from frontend.routes.scheduler import scheduler_router
+from frontend.routes.sessions import sessions_router
 from frontend.routes.tokenize import tokenize_router
 from frontend.service import Service
 from frontend.tokenizer import load_tokenizer
@@ -56,9 +58,13 @@ def create_app(service: Service) -> ASGIApp:
         finally:
             await service.close()
 
-    app = FastAPI(title="Tandem", version=distribution_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
-    makers = (completions_router, chat_router, responses_router, models_router, tokenize_router, health_router)
-    routers = [*(maker(service) for maker in makers), page_router()]
+    app = FastAPI(
+        title="Tandem", version=distribution_version(), lifespan=lifespan, docs_url=None, redoc_url=None,
+        redirect_slashes=False,
+    )  # fmt: skip
+    generating = (completions_router, chat_router, responses_router)
+    others = (models_router, tokenize_router, sessions_router, scheduler_router, health_router)
+    routers = [*(maker(service) for maker in (*generating, *others)), page_router()]
     for router in routers:
         app.include_router(router)
     _shape_errors(app)
@@ -86,7 +92,7 @@ def _guard(app: ASGIApp, service: Service) -> ASGIApp:
         app = CORSMiddleware(
             app,
             allow_origins=config.cors_origins,
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )

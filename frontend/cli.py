@@ -18,6 +18,14 @@ from protocol.version import distribution_version
 
 # Each command imports what it needs, so that `tandem --version` and the refusals below stay quick.
 
+_INSPECTED = (
+    "Prints what the scheduler of a running server holds: a summary, the sequences that run and wait, the sessions. "
+    "PROMPT, OUTPUT and COMPUTED are tokens; CACHED, tokens of the prompt whose KV was there already. Of its PAGES of "
+    "KV, SHARED lie in the prefix cache, where others find them. AGE counts from the arrival of a request, WAIT from "
+    "when it last came to the queue. KEPT are the pages that a session has from turns that ended, IDLE the time since "
+    "the last."
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code. Usage errors and impossible settings are 2."""
@@ -91,7 +99,13 @@ def _add_client_commands(commands: "argparse._SubParsersAction[argparse.Argument
     batch.add_argument("--retries", type=int, default=8, help="tries after the first, where the server is busy (8)")
     batch.set_defaults(run=run_batch)
 
-    for command in (chat, complete, batch):
+    look = commands.add_parser(
+        "inspect", help="what the scheduler of a running server holds", description=_INSPECTED, allow_abbrev=False
+    )
+    look.add_argument("--watch", type=float, metavar="SECONDS", help="shows it again and again, until Ctrl-C")
+    look.set_defaults(run=run_inspect)
+
+    for command in (chat, complete, batch, look):
         add_server_arguments(command)
     for command in (chat, complete):
         add_sampling_arguments(command)
@@ -160,6 +174,12 @@ def run_batch(arguments: argparse.Namespace) -> int:
     from frontend.client.batch import run_batch
 
     return run_batch(arguments)
+
+
+def run_inspect(arguments: argparse.Namespace) -> int:
+    from frontend.client.inspect import run_inspect
+
+    return run_inspect(arguments)
 
 
 def run_keys(arguments: argparse.Namespace) -> int:

@@ -36,6 +36,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "concurrency": (1, 4096),
     "retries": (0, 1000),
     "timeout": (0.001, _MOST_SECONDS),
+    "watch": (0.1, _MOST_SECONDS),
 }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import zmq
 import zmq.asyncio
 
+from frontend.engine_calls import Call, EngineCalls
 from frontend.engine_link import EngineLink
 from frontend.engine_watch import EngineWatch, Verdict
 from frontend.errors import unavailable
@@ -20,7 +21,7 @@ from frontend.streams import TokenStream, Waker
 from protocol.codec import decode_event, runs
 from protocol.commands import Abort, Submit
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.events import AnyEvent, Beat, Failure, Phase, Ready, Refused, StepOutput
+from protocol.events import Answer, AnyEvent, Beat, Failure, Inspection, Phase, Ready, Refused, StepOutput
 from protocol.sockets import Transport, connect_heartbeat, heartbeat_endpoint
 from protocol.version import PROTOCOL_VERSION
 
@@ -42,7 +43,7 @@ _ID_BYTES = 4
 
 
 class EngineClient:
-    """Everything here runs in one event loop; no method but `start` and `stop` awaits.
+    """Everything here runs in one event loop; what concerns streams awaits nothing.
 
     A stream is open from `submit` until its terminal event. That comes from the engine, from the loss of the
     engine, or not at all once the caller has given the request up with `abort`.
@@ -71,6 +72,7 @@ class EngineClient:
         self._streams: dict[int, TokenStream] = {}
         self._waiting = PromptQueue()
         self._ids = itertools.count(1)
+        self.calls = EngineCalls(self._send_call)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -149,6 +151,11 @@ class EngineClient:
         for request_id in open_ids:
             self._streams.pop(request_id, None)
 
+    def _send_call(self, call: Call) -> None:
+        self.ready()
+        assert self._link is not None
+        self._link.send(call)
+
     def fail_all(self, code: ErrorCode, message: str) -> None:
         """Ends every open stream with this error and frees what the engine holds for them."""
         if self._link is not None and self._streams:
@@ -160,6 +167,7 @@ class EngineClient:
         self._waiting.remove_all(streams)
         for stream in streams.values():
             stream.fail(Failure(stream.request_id, code, message))
+        self.calls.fail_all(unavailable(message, code))
 
     async def _listen(self, subscriber: zmq.asyncio.Socket) -> None:
         with contextlib.closing(subscriber):
@@ -228,6 +236,8 @@ class EngineClient:
                 self._on_step(event)
             case Ready():
                 self._on_ready(event)
+            case Answer() | Inspection():
+                self.calls.answer(event)
             case Refused(message):
                 self._refuse(f"the engine refused this frontend: {message}")
             case Beat():
@@ -235,6 +245,9 @@ class EngineClient:
 
     def _on_step(self, output: StepOutput) -> None:
         streams = self._streams
+        for started in output.started:
+            if (stream := streams.get(started.request_id)) is not None:
+                stream.cached_tokens = started.cached_tokens
         for request_id, tokens in runs(output):
             if (stream := streams.get(request_id)) is not None:
                 self._waiting.remove(request_id)

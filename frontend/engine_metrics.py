@@ -14,10 +14,12 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "tandem_num_requests_waiting": ("Requests that wait for a row or pages.", lambda stats: stats.waiting),
     "tandem_num_rows": ("Rows there are.", lambda stats: stats.rows_total),
     "tandem_kv_cache_usage_perc": (
-        "Used part of the KV pages; 1 is all of them.",
+        "Part of the KV pages that requests and sessions hold; 1 is all of them.",
         lambda stats: stats.pages_used / stats.pages_total if stats.pages_total else 0.0,
     ),
     "tandem_kv_cache_pages": ("KV pages there are.", lambda stats: stats.pages_total),
+    "tandem_kv_cache_cached_pages": ("KV pages in the prefix cache, in use or not.", lambda stats: stats.pages_cached),
+    "tandem_num_sessions": ("Sessions that keep their KV.", lambda stats: stats.sessions),
     "tandem_steps_in_flight": ("Steps launched and not committed.", lambda stats: stats.steps_in_flight),
     "tandem_oldest_wait_seconds": ("How long the oldest waiting request waits.", lambda stats: stats.oldest_wait),
 }
@@ -28,6 +30,17 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "tandem_requests_accepted": ("Requests accepted.", lambda stats: stats.requests_accepted),
     "tandem_engine_steps_launched": ("Steps launched.", lambda stats: stats.steps_launched),
     "tandem_engine_steps_committed": ("Steps committed.", lambda stats: stats.steps_committed),
+    "tandem_prefix_cache_queries": (
+        "Prompt tokens looked for in the prefix cache.",
+        lambda stats: stats.prefix_queries,
+    ),
+    "tandem_prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda stats: stats.prefix_hits),
+    "tandem_kv_cache_evicted_pages": ("Pages that left the prefix cache.", lambda stats: stats.pages_evicted),
+    "tandem_num_preemptions": ("Times a running request gave up its pages.", lambda stats: stats.preemptions),
+    "tandem_sessions_evicted": (
+        "Sessions that ended for lack of memory or room.",
+        lambda stats: stats.sessions_evicted,
+    ),
     "tandem_zombie_rows": ("Rows computed for sequences that had ended.", lambda stats: stats.zombie_rows),
     "tandem_gpu_busy_seconds": (
         "Time in timed steps (a sample) that the GPU worked.",

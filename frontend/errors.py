@@ -8,7 +8,7 @@ from protocol.errors import ErrorCode
 from protocol.events import Failure
 
 RETRY_AFTER_SECONDS = 1
-"""Sent with every 503: clients of the OpenAI API sleep this long before they try again."""
+"""Sent where to try again may help: clients of the OpenAI API sleep this long before they do."""
 
 _STATUS: dict[ErrorCode, int] = {
     ErrorCode.INVALID_REQUEST: 400,
@@ -18,10 +18,14 @@ _STATUS: dict[ErrorCode, int] = {
     ErrorCode.INVALID_GRAMMAR: 400,
     ErrorCode.GRAMMAR_FAILED: 400,
     ErrorCode.OVERLOADED: 503,
+    ErrorCode.SESSION_BUSY: 409,
+    ErrorCode.SESSIONS_OFF: 422,
     ErrorCode.SHUTTING_DOWN: 503,
     ErrorCode.ENGINE_UNAVAILABLE: 503,
     ErrorCode.ENGINE_FAILED: 500,
 }
+_PARAM = {ErrorCode.SESSION_BUSY: "session_id", ErrorCode.SESSIONS_OFF: "session_id"}
+"""The field at fault, where a code tells it."""
 
 
 def error_type(status: int) -> str:
@@ -52,7 +56,7 @@ class ApiError(Exception):
 
 def error_headers(status: int) -> dict[str, str]:
     """Headers every error response of this status carries."""
-    if status == 503:
+    if status in (409, 503):
         return {"retry-after": str(RETRY_AFTER_SECONDS)}
     # What is left of a refused body is not read, so the connection cannot be used again.
     return {"connection": "close"} if status == 413 else {}
@@ -81,4 +85,4 @@ def unavailable(message: str, code: ErrorCode = ErrorCode.ENGINE_UNAVAILABLE) ->
 
 def from_failure(failure: Failure) -> ApiError:
     """The HTTP face of a request that the engine, or the loss of it, ended."""
-    return ApiError(_STATUS[failure.code], failure.message, None, failure.code.value)
+    return ApiError(_STATUS[failure.code], failure.message, _PARAM.get(failure.code), failure.code.value)

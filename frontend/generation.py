@@ -20,12 +20,20 @@ from protocol.events import Failure
 from protocol.params import SamplingParams
 
 
+class PromptDetails(Struct, frozen=True):
+    """What became of a request's prompts."""
+
+    cached_tokens: int = 0
+    """Tokens whose KV was there before the first choice of each prompt began."""
+
+
 class Usage(Struct, frozen=True):
     """Tokens of a request as OpenAI counts them: a prompt once, however many choices it has."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails = PromptDetails()
 
 
 class Generation:
@@ -52,6 +60,8 @@ class Generation:
         self._arrived = arrived
         self._waker = Waker()
         self._choices: list[Choice] = []
+        self._firsts: list[TokenStream] = []
+        """The stream of each prompt's first choice: the others find in the cache what that one computed."""
         self._open: dict[int, float] = {}
         """Request ids without an end yet, each with the time of its last tokens."""
         self._error: ApiError | None = None
@@ -76,7 +86,9 @@ class Generation:
         for index in range(count):
             prompt = admitted.prompt_of(index)
             command = self._command(prompt, index % options.n)
-            self._client.submit(command, index, self._waker)
+            stream = self._client.submit(command, index, self._waker)
+            if index % options.n == 0:
+                self._firsts.append(stream)
             self._open[command.request_id] = self._arrived
             self._metrics.running.inc()
 
@@ -116,7 +128,8 @@ class Generation:
 
     def usage(self) -> Usage:
         completion = sum(choice.num_tokens for choice in self._choices)
-        return Usage(self.admitted.prompt_tokens, completion, self.admitted.prompt_tokens + completion)
+        prompt, cached = self.admitted.prompt_tokens, sum(stream.cached_tokens for stream in self._firsts)
+        return Usage(prompt, completion, prompt + completion, PromptDetails(cached))
 
     def _choice(self, index: int, matcher: StopMatcher | None, echoed: EchoedPrompt | None) -> Choice:
         options, scored = self.admitted.options, None
@@ -136,14 +149,24 @@ class Generation:
     def _command(self, prompt: AdmittedPrompt, choice: int) -> Submit:
         """Where a prompt is only to be scored, the engine is asked for one token, of which nobody hears."""
         admitted, options = self.admitted, self.admitted.options
-        request_id, top = self._client.next_id(), options.prompt_logprobs
+        sampling, constraint, logprobs = admitted.sampling, admitted.constraint, options.logprobs
         if options.max_tokens == 0:
-            one = SamplingParams(1, temperature=0.0, ignore_eos=True)
-            return Submit(request_id, prompt.packed, one, prompt_logprobs=top)
-        sampling = structs.replace(admitted.sampling, choice=choice, max_tokens=prompt.max_tokens)
-        # The mean that ranks choices needs no alternatives.
-        logprobs = 0 if options.logprobs is None and options.keep is not None else options.logprobs
-        return Submit(request_id, prompt.packed, sampling, admitted.constraint, logprobs, top)
+            sampling, constraint, logprobs = SamplingParams(1, temperature=0.0, ignore_eos=True), None, None
+        else:
+            sampling = structs.replace(sampling, choice=choice, max_tokens=prompt.max_tokens)
+            if options.keep is not None and logprobs is None:
+                logprobs = 0  # the mean that ranks choices needs no alternatives
+        return Submit(
+            self._client.next_id(),
+            prompt.packed,
+            sampling,
+            constraint,
+            logprobs,
+            options.prompt_logprobs,
+            options.priority,
+            options.session_id,
+            options.cache_salt,
+        )
 
     def _advance(self, stream: TokenStream) -> list[Piece]:
         """What a stream has brought, in one piece or, for a stream of events, one a token."""

@@ -1,10 +1,8 @@
-"""Grammars are compiled once here, in a process that may fail at it, before the engine gets to see them."""
+"""Grammars are compiled once here, in processes that may fail at it, before the engine gets to see them."""
 
 import asyncio
-import contextlib
 import hashlib
 import re
-import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -13,35 +11,32 @@ import msgspec
 
 from frontend.errors import ApiError, unavailable
 from frontend.grammar import Grammar, place_in_regex
+from frontend.grammar_process import MAX_GRAMMAR_CHARS, TOO_COMPLEX, GrammarProcess
 from frontend.grammar_schema import OPTIONS, locate, with_options
 from protocol.errors import ErrorCode
 
-MAX_GRAMMAR_CHARS = 2**20
-CHECK_SECONDS = 10.0
-"""On the clock. The process has a limit of its own on CPU time, which ends it sooner unless the machine is busy."""
+PROCESSES = 2
+"""How many work side by side, so that one slow grammar does not hold the others up."""
 WAIT_SECONDS = 15.0
 """What a request waits for those ahead of it."""
 MAX_CACHED = 1024
 MAX_PLACE_CHECKS = 200
-_ARGV = (sys.executable, "-m", "frontend.grammar_worker")
 
 _REGEX_PLACE = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^+\nerror: (.*)")
 _REGEX_OTHER = re.compile(r"\(in regex\): (.*?) in regex", re.DOTALL)
 _LARK_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 
-TOO_COMPLEX = "it takes too much time, memory or depth to compile; make it smaller or simpler"
-
 
 class GrammarChecker:
-    """Checks grammars one at a time, remembers what it found, and replaces a process that did not survive one."""
+    """Checks grammars in a few processes and remembers what it found."""
 
     def __init__(self, vocab_size: int, special: Mapping[str, int]) -> None:
-        self._hello = msgspec.json.encode([vocab_size, {str(token_id): text for text, token_id in special.items()}])
+        hello = msgspec.json.encode([vocab_size, {str(token_id): text for text, token_id in special.items()}])
         self._known: OrderedDict[bytes, str | None] = OrderedDict()
-        self._lock = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
-        self._ending: set[asyncio.Task[int]] = set()
-        """Processes that were killed and are not gone yet."""
+        self._asking: dict[bytes, asyncio.Task[str | None]] = {}
+        self._free = asyncio.Semaphore(PROCESSES)
+        self._idle = [GrammarProcess(hello) for _ in range(PROCESSES)]
+        """The one that was used last is at the end, and used next: no more are started than are needed."""
 
     async def check(self, grammar: Grammar) -> None:
         """Raises ApiError 400 for a grammar that cannot be compiled, naming the place, and 503 where too many others
@@ -54,77 +49,47 @@ class GrammarChecker:
             raise _refused(grammar, await self._explain(grammar, error))
 
     async def close(self) -> None:
-        self._end_process()
-        await asyncio.gather(*self._ending)
+        asking = list(self._asking.values())
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await asyncio.gather(*(process.close() for process in self._idle))
 
     async def _verdict(self, text: str) -> str | None:
         key = hashlib.sha256(text.encode()).digest()
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
+        # Many requests with the same slow grammar take up one process.
+        if key not in self._asking:
+            self._asking[key] = asyncio.create_task(self._ask(key, text))
+            self._asking[key].add_done_callback(lambda task: self._asked(key, task))
+        return await asyncio.shield(self._asking[key])
+
+    async def _ask(self, key: bytes, text: str) -> str | None:
         try:
             async with asyncio.timeout(WAIT_SECONDS):
-                await self._lock.acquire()
+                await self._free.acquire()
         except TimeoutError:
             raise unavailable(
                 "other grammars are still being compiled; try again later", ErrorCode.OVERLOADED
             ) from None
+        process = self._idle.pop()
         try:
-            # Somebody may have asked the same meanwhile.
-            verdict = self._known[key] if key in self._known else await self._ask(text)
+            verdict = await process.ask(text)
         finally:
-            self._lock.release()
+            self._idle.append(process)
+            self._free.release()
         # Also what was too complex: to ask again would cost as much.
         self._known[key] = verdict
         if len(self._known) > MAX_CACHED:
             self._known.popitem(last=False)
         return verdict
 
-    async def _ask(self, text: str) -> str | None:
-        """One question to the process; what it does not survive, it cannot compile."""
-        process = self._process
-        if process is None or process.returncode is not None:
-            self._end_process()
-            process = await self._start()
-        assert process.stdin is not None and process.stdout is not None
-        answer = b""
-        try:
-            process.stdin.write(msgspec.json.encode([text]) + b"\n")
-            async with asyncio.timeout(CHECK_SECONDS):
-                with contextlib.suppress(ConnectionError):
-                    await process.stdin.drain()
-                answer = await process.stdout.readline()
-        except TimeoutError:
-            raise unavailable(
-                "the machine is too busy to compile a grammar; try again later", ErrorCode.OVERLOADED
-            ) from None
-        finally:
-            # Whoever asks next must not get this answer.
-            if not answer:
-                self._end_process()
-        return TOO_COMPLEX if not answer else msgspec.json.decode(answer, type=tuple[str | None])[0]
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        pipe = asyncio.subprocess.PIPE
-        # A session of its own: an interrupt from the terminal is not meant for it.
-        process = await asyncio.create_subprocess_exec(
-            *_ARGV, stdin=pipe, stdout=pipe, limit=2 * MAX_GRAMMAR_CHARS, start_new_session=True
-        )
-        assert process.stdin is not None
-        process.stdin.write(self._hello + b"\n")
-        self._process = process
-        return process
-
-    def _end_process(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            assert process.stdin is not None
-            process.stdin.close()
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            gone = asyncio.create_task(process.wait())
-            self._ending.add(gone)
-            gone.add_done_callback(self._ending.discard)
+    def _asked(self, key: bytes, task: asyncio.Task[str | None]) -> None:
+        del self._asking[key]
+        if not task.cancelled():
+            task.exception()  # seen, also where nobody waits for it any more
 
     async def _explain(self, grammar: Grammar, error: str) -> str:
         """The error for people, with its place in the source."""

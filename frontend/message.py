@@ -33,7 +33,8 @@ class MessageShape(Struct, frozen=True):
         tools: ToolParser | None = None
         if self.tool_format is not None:
             names = frozenset(tool.name for tool in self.tool_use.tools)
-            tools = ToolParser(self.tool_format, names, self.tool_use.parallel)
+            required = self.tool_use.choice.mode == "required"
+            tools = ToolParser(self.tool_format, names, self.tool_use.parallel, required)
         return MessageParser(reasoning, tools, self.close_id)
 
 

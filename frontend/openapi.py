@@ -30,14 +30,15 @@ def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, served: 
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
     # As the routes have them: on its way through the framework an integer bound becomes a float, and another number.
     bodies = {
-        route.path: route.openapi_extra["requestBody"]
+        (route.path_format, method.lower()): route.openapi_extra["requestBody"]
         for router in routers
         for route in router.routes
         if isinstance(route, APIRoute) and route.openapi_extra is not None and "requestBody" in route.openapi_extra
+        for method in route.methods or ()
     }
     for path, operations in found["paths"].items():
         keyless = path.startswith(_KEYLESS)
-        for operation in operations.values():
+        for method, operation in operations.items():
             responses = operation["responses"]
             # The framework's own idea of a refused parameter; nothing here is refused so.
             if "HTTPValidationError" in str(responses.get("422")):
@@ -47,7 +48,7 @@ def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, served: 
             if guarded and not keyless:
                 operation["security"] = [{"apiKey": []}]
                 responses["401"] = error_response("There is no API key, or not a known one.")
-            body = bodies.get(path)
+            body = bodies.get((path, method))
             if body is not None:
                 operation["requestBody"] = body if served is None else _about(served, body)
             for response in responses.values():

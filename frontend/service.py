@@ -3,6 +3,7 @@
 import asyncio
 
 from frontend.admission import Admission
+from frontend.arrivals import Arrivals
 from frontend.body import BodyBudget
 from frontend.chat import Chat
 from frontend.chat_template import ChatTemplate, model_type
@@ -41,6 +42,7 @@ class Service:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.bodies = BodyBudget()
+        self.arrivals = Arrivals(self.bodies)
         # One thread: what is large is taken in turn, so that requests beside it wait for one decoder at most.
         self.parser = Workers(1, "parse")
         special = tokenizer.special_tokens()
@@ -71,6 +73,7 @@ class Service:
         """Takes nothing new, gives what is open its grace period, then ends the rest with an error."""
         self.draining = True
         await self._until_answered(self.config.drain_timeout)
+        self.arrivals.end_all()
         self.client.fail_all(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
         await self._until_answered(_FLUSH_SECONDS)
 
@@ -84,5 +87,5 @@ class Service:
 
     async def _until_answered(self, timeout: float) -> None:
         deadline = asyncio.get_running_loop().time() + timeout
-        while self.replies and asyncio.get_running_loop().time() < deadline:
+        while (self.replies or len(self.arrivals)) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_POLL_SECONDS)

@@ -52,11 +52,13 @@ class TokenStream:
     and a wake-up takes all there is. After the one terminal event nothing is taken any more.
     """
 
-    __slots__ = ("_logprobs", "_marked", "_pending", "_terminal", "_waker", "choice", "request_id")
+    __slots__ = ("_logprobs", "_marked", "_pending", "_terminal", "_waker", "cached_tokens", "choice", "request_id")
 
     def __init__(self, request_id: int, choice: int, waker: Waker) -> None:
         self.request_id = request_id
         self.choice = choice
+        self.cached_tokens = 0
+        """Prompt tokens that the engine did not have to compute; known when the first token arrives."""
         self._waker = waker
         self._pending: list[int] = []
         self._logprobs: list[TokenLogprobs] = []

@@ -65,7 +65,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of these ids."""
-        return self._raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        (text,) = self._raw.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return text
 
     async def decode_many(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of any number of ids, decoded in a thread."""
@@ -80,7 +81,9 @@ class Tokenizer:
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+        # Calls for one text keep the interpreter to themselves to their end; those for several do not.
+        (encoded,) = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
         return ids
 
 

@@ -4,6 +4,10 @@ from msgspec import Struct
 
 from protocol.params import SamplingParams
 
+MAX_PRIORITY = 100
+MAX_NAME_BYTES = 256
+"""Of a session's name or a cache salt, in UTF-8."""
+
 
 class Command(Struct, frozen=True, array_like=True, tag_field="t"):
     """Base of every message on the way to the engine."""
@@ -31,6 +35,13 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
     """How many of the most probable tokens come with the log-probability of each generated token; None: none of it."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first, which nothing precedes."""
+    priority: int = 0
+    """Higher is more urgent, -MAX_PRIORITY to MAX_PRIORITY: it orders queue and steps under the policy `priority`, and
+    under any the lowest is preempted first."""
+    session: str = ""
+    """Conversation whose KV stays between turns; "": none. Any frontend may go on with it."""
+    cache_salt: str = ""
+    """Cached KV is shared only among requests of the same salt."""
 
 
 class Abort(Command, frozen=True, array_like=True, tag=2):
@@ -44,4 +55,25 @@ class Goodbye(Command, frozen=True, array_like=True, tag=3):
     """The frontend leaves: everything it still has open is aborted."""
 
 
-AnyCommand = Hello | Submit | Abort | Goodbye
+class EndSession(Command, frozen=True, array_like=True, tag=4):
+    """Forgets a session, at once or with its turn in progress. Answered by an `Answer`, not ok if there is none."""
+
+    call: int
+    """Number of the sender's own, which the answer repeats."""
+    session: str
+
+
+class SetPolicy(Command, frozen=True, array_like=True, tag=5):
+    """Changes the scheduling policy from the next step on. Answered by an `Answer`."""
+
+    call: int
+    policy: str
+
+
+class Inspect(Command, frozen=True, array_like=True, tag=6):
+    """Asks for an `Inspection`."""
+
+    call: int
+
+
+AnyCommand = Hello | Submit | Abort | Goodbye | EndSession | SetPolicy | Inspect

@@ -13,6 +13,8 @@ class ErrorCode(StrEnum):
     INVALID_GRAMMAR = "invalid_grammar"
     GRAMMAR_FAILED = "grammar_failed"
     OVERLOADED = "overloaded"
+    SESSION_BUSY = "session_busy"
+    SESSIONS_OFF = "sessions_off"
     SHUTTING_DOWN = "shutting_down"
     ENGINE_UNAVAILABLE = "engine_unavailable"
     ENGINE_FAILED = "engine_failed"

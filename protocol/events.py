@@ -1,6 +1,7 @@
 """What the engine core tells a frontend, and what its heartbeat tells everybody."""
 
 from enum import StrEnum
+from typing import Literal, get_args
 
 from msgspec import Struct, field
 
@@ -85,6 +86,14 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
     their int32 ids. Of equal ones the lowest id comes first."""
 
 
+class Started(Struct, frozen=True, array_like=True):
+    """A request is about to yield its first token. Sent for those of which part of the prompt was cached."""
+
+    request_id: int
+    cached_tokens: int
+    """Prompt tokens whose KV was there already."""
+
+
 class StepOutput(Event, frozen=True, array_like=True, tag=2):
     """All that one step yielded for one frontend, in columns: the i-th request has `counts[i]` tokens.
 
@@ -102,6 +111,7 @@ class StepOutput(Event, frozen=True, array_like=True, tag=2):
     failures: list[Failure] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens that asked for them, in the order of their positions within each request."""
+    started: list[Started] = field(default_factory=list)
 
 
 class Phase(StrEnum):
@@ -144,6 +154,7 @@ class EngineStats(Struct, array_like=True):
     steps_launched: int = 0
     steps_committed: int = 0
     oldest_wait: float = 0.0
+    """Since who has waited longest came to the queue, for the first time or after a preemption; 0: nobody waits."""
     prompt_tokens: int = 0
     generation_tokens: int = 0
     zombie_rows: int = 0
@@ -167,6 +178,84 @@ class EngineStats(Struct, array_like=True):
     mask_rows: int = 0
     mask_seconds: float = 0.0
     """Wall time that filling the masks of those rows took, many at once."""
+    pages_cached: int = 0
+    """Pages in the prefix cache, in use or not; `pages_used` counts those in use alone."""
+    prefix_queries: int = 0
+    """Prompt tokens that were looked for in the prefix cache, and"""
+    prefix_hits: int = 0
+    """those of them that were found."""
+    pages_evicted: int = 0
+    preemptions: int = 0
+    sessions: int = 0
+    sessions_evicted: int = 0
+    """Sessions that ended because memory or numbers were short."""
+
+
+class Answer(Event, frozen=True, array_like=True, tag=4):
+    """Answer to a command that has a `call` of this number."""
+
+    call: int
+    ok: bool
+    message: str = ""
+    """What is wrong, if it is not ok."""
+
+
+SequenceState = Literal["waiting", "compiling", "following", "prefill", "decode", "leaving", "zombie"]
+"""Waits, or for its grammar (compiling), or for a page that another computes (following); runs (prefill, decode); was
+preempted (leaving) or has ended (zombie) while a step in flight holds it."""
+SEQUENCE_STATES: tuple[SequenceState, ...] = get_args(SequenceState)
+
+
+class InspectedSequence(Struct, frozen=True, array_like=True):
+    """One request as the scheduler sees it."""
+
+    client: str
+    request_id: int
+    state: SequenceState
+    row: int
+    """-1: none."""
+    prompt_len: int
+    generated: int
+    launched: int
+    """Positions computed or on their way."""
+    pages: int
+    shared_pages: int
+    """Those of its pages that lie in the prefix cache."""
+    cached_tokens: int
+    priority: int
+    preemptions: int
+    age: float
+    """Seconds since its arrival."""
+    session: str = ""
+    wait: float = 0.0
+    """Seconds since it came to the queue, for the first time or after a preemption; 0 for one that does not wait."""
+
+
+class InspectedSession(Struct, frozen=True, array_like=True):
+    """One session."""
+
+    name: str
+    busy: bool
+    pages: int
+    idle: float
+    """Seconds since its last turn ended; 0 while one is in progress."""
+
+
+class Inspection(Event, frozen=True, array_like=True, tag=5):
+    """Answer to an `Inspect`: what the scheduler holds at this moment."""
+
+    call: int
+    policy: str
+    stats: EngineStats
+    pages_free: int
+    pages_settling: int
+    """Pages that nobody needs but a step in flight."""
+    sequences: list[InspectedSequence]
+    """Running ones in the order of admission, leaving ones and zombies, then waiting ones in the order of the queue,
+    then compiling ones."""
+    sessions: list[InspectedSession]
+    omitted: int = 0
+    """Waiting requests beyond those listed."""
 
 
 class Beat(Event, frozen=True, array_like=True, tag=3):
@@ -181,4 +270,4 @@ class Beat(Event, frozen=True, array_like=True, tag=3):
     stats: EngineStats
 
 
-AnyEvent = Ready | Refused | StepOutput | Beat
+AnyEvent = Ready | Refused | StepOutput | Beat | Answer | Inspection

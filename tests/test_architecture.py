@@ -12,7 +12,7 @@ PACKAGES = ("protocol", "engine_core", "frontend")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 L0 = {"protocol"}
-L1 = {f"engine_core.{name}" for name in ("config", "errors", "plan", "contracts")}
+L1 = {f"engine_core.{name}" for name in ("config", "errors", "plan", "contracts", "kv_sizing")}
 L2 = {"engine_core.pipeline", "engine_core.scheduler"} | {
     f"engine_core.kv_cache.{name}" for name in ("pages", "radix", "eviction")
 }
@@ -31,7 +31,7 @@ L3 = {f"engine_core.{name}" for name in L3_NAMES}
 L4 = {"engine_core.runtime", "engine_core.constraints"}
 L5_NAMES = (
     *("engine", "control", "mailbox", "outbox", "heartbeat", "stats", "wakeup"),
-    *("build", "build_device", "start_log", "__main__"),
+    *("build", "build_runtime", "build_device", "start_log", "__main__"),
 )
 L5 = {f"engine_core.{name}" for name in L5_NAMES}
 LEVELS = (L0, L1, L2, L3, L4, L5)

@@ -86,7 +86,7 @@ class Client:
 
     def _build(self, index: int) -> tuple[Record, bytes]:
         request = self._job.workload.request(self._job.load.label, index)
-        record = Record(index, request.max_tokens, prompt_tokens=len(request.prompt))
+        record = Record(index, request.max_tokens, prompt_tokens=len(request.prompt), priority=request.priority)
         return record, self._job.dialect.body(request)
 
     async def _request(self, index: int, due: float | None = None) -> bool:

@@ -50,7 +50,8 @@ _decode = msgspec.json.Decoder(Chunk).decode
 
 @dataclass(frozen=True)
 class Dialect:
-    """What every body of a run says. `ignore_eos` and `token_ids` ask for what OpenAI's own API does not know."""
+    """What every body of a run says. `ignore_eos`, `token_ids` and a priority ask for what OpenAI's own API does not
+    know."""
 
     model: str
     temperature: float = 0.0
@@ -58,7 +59,7 @@ class Dialect:
     token_ids: bool = False
 
     def body(self, request: Request) -> bytes:
-        body = {
+        body: dict[str, Any] = {
             "model": self.model,
             "prompt": request.prompt,
             "max_tokens": request.max_tokens,
@@ -70,6 +71,8 @@ class Dialect:
             body["ignore_eos"] = True
         if self.token_ids:
             body["return_token_ids"] = True
+        if request.priority:
+            body["priority"] = request.priority
         return msgspec.json.encode(body)
 
 

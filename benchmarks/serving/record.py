@@ -24,6 +24,7 @@ class Record(Struct):
     error: str | None = None
     """What kind of failure, in few distinct words; None for a complete reply."""
     detail: str = ""
+    priority: int = 0
 
     @property
     def ttft(self) -> float | None:

@@ -25,15 +25,20 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def make_folder(shape: Path, out: Path) -> None:
+    """Writes the folder of a shape, which has a config.json."""
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(shape / "config.json", out / "config.json")
+    vocab_size = json.loads((shape / "config.json").read_text())["vocab_size"]
+    build_tokenizer(vocab_size).save(str(out / "tokenizer.json"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", type=Path)
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(arguments.shape / "config.json", arguments.out / "config.json")
-    vocab_size = json.loads((arguments.shape / "config.json").read_text())["vocab_size"]
-    build_tokenizer(vocab_size).save(str(arguments.out / "tokenizer.json"))
+    make_folder(arguments.shape, arguments.out)
 
 
 if __name__ == "__main__":

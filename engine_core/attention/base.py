@@ -52,7 +52,7 @@ class AttentionBackend(Protocol):
         """Causal attention of one layer, whose new keys and values are in the pool already.
 
         query: [T, heads, head_dim]; keys, values: [places, kv_heads, head_dim], the layer's whole pool, indexed by
-        `kv_index`. Returns [T, heads, head_dim].
+        `kv_index`, in the query's dtype or as in `kernels.kv_dtype`. Returns [T, heads, head_dim] in the query's.
         """
 
 

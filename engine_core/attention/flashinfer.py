@@ -44,8 +44,8 @@ class FlashInferAttention:
         device_index: Tensor,
         batch: int | None = None,
     ) -> None:
-        """workspace: of the wrapper; host: pinned int32; device_index: int32 on the device, as long as the pool has
-        pages; batch: rows that every plan is padded to, for a wrapper that a graph holds."""
+        """workspace: of the wrapper; host: pinned int32; device_index: int32 on the device, as long as one step's page
+        tables may be; batch: rows that every plan is padded to, for a wrapper that a graph holds."""
         self.wrapper = wrapper
         self.workspace = workspace
         self.batch = batch
@@ -67,7 +67,8 @@ class FlashInferAttention:
         pages: int,
         page_size: int,
     ) -> "FlashInferAttention":
-        """pinned: makes int32 host memory of a length that copies without synchronising."""
+        """pinned: makes int32 host memory of a length that copies without synchronising; pages: most that the rows of
+        one step can name, shared ones counted each time."""
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return cls(
             BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="NHD"),
@@ -78,12 +79,13 @@ class FlashInferAttention:
             torch.zeros(pages, dtype=torch.int32, device=device),
         )
 
-    def for_graph(self, batch: int, tokens: int) -> "FlashInferAttention":
-        """Another instance for the same slot, whose `run` can be captured: for up to so many rows and tokens.
+    def for_graph(self, batch: int, tokens: int, pages: int) -> "FlashInferAttention":
+        """Another instance for the same slot, whose `run` can be captured: for up to so many rows and tokens, and
+        entries of the rows' page tables.
 
         Planned for a full step already. Kernels read the plan where the next call of `plan` will write it.
         """
-        device, pages = self.device_index.device, len(self.device_index)
+        device = self.device_index.device
 
         def ints(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine_core.attention.base import Span
+from engine_core.kernels.kv_dtype import read_pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class SingleQueries:
     def run(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         kv_heads, head_dim = keys.shape[1:]
         shape = (self.rows, self.longest, kv_heads, head_dim)
-        k = keys.index_select(0, self.places).view(shape).transpose(1, 2)
-        v = values.index_select(0, self.places).view(shape).transpose(1, 2)
+        k = read_pool(keys, self.places, query.dtype).view(shape).transpose(1, 2)
+        v = read_pool(values, self.places, query.dtype).view(shape).transpose(1, 2)
         # [rows, kv_heads, group, head_dim]: all queries of a group see the same keys, so they pass as positions.
         q = query.reshape(self.rows, kv_heads, -1, head_dim)
         return functional.scaled_dot_product_attention(q, k, v, self.mask, scale=scale).reshape(query.shape)
@@ -54,8 +55,8 @@ class QueryRun:
         # The key heads stand in the place of a batch, the queries of a group in the place of heads.
         q = query.reshape(self.rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         shape = (kv_heads, q.shape[1], -1, head_dim)
-        k = keys.index_select(0, self.places).transpose(0, 1).unsqueeze(1).expand(shape)
-        v = values.index_select(0, self.places).transpose(0, 1).unsqueeze(1).expand(shape)
+        k = read_pool(keys, self.places, query.dtype).transpose(0, 1).unsqueeze(1).expand(shape)
+        v = read_pool(values, self.places, query.dtype).transpose(0, 1).unsqueeze(1).expand(shape)
         causal = self.mask is None
         out = functional.scaled_dot_product_attention(q, k, v, self.mask, is_causal=causal, scale=scale)
         return out.permute(2, 0, 1, 3).reshape(query.shape)

@@ -69,10 +69,12 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _attend(q, k, v, n, length, scale, best, weight, acc, PRECISION: tl.constexpr):
-    """One step of the online softmax (Milakov and Gimelshein, 2018), in powers of two."""
+def attend(q, k, v, visible, scale, best, weight, acc, PRECISION: tl.constexpr):
+    """One step of the online softmax (Milakov and Gimelshein, 2018), in powers of two. Keys and values of a narrower
+    dtype than the query's are widened, which is exact. visible: bool, broadcast to [queries, keys]."""
+    k, v = k.to(q.dtype), v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    scores = tl.where((n < length)[None, :], scores, float("-inf"))
+    scores = tl.where(visible, scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, axis=1))
     shrink = tl.exp2(best - new_best)
     p = tl.exp2(scores - new_best[:, None])
@@ -179,7 +181,7 @@ def _paged_decode_kernel(
         k = tl.load(head_keys + at, mask=(m < length)[:, None], other=0.0)
         v = tl.load(head_values + at, mask=(m < length)[:, None], other=0.0)
         page = tl.load(page_row + tl.minimum(m + BLOCK, end) // PAGE)
-        best, weight, acc = _attend(q, k, v, m, length, scale, best, weight, acc, PRECISION)
+        best, weight, acc = attend(q, k, v, (m < length)[None, :], scale, best, weight, acc, PRECISION)
     acc = acc / weight[:, None]
 
     out_group = out + (b.to(tl.int64) * KV_HEADS + head) * GROUP * D
@@ -219,10 +221,10 @@ def paged_decode(
     """Attention of one new token a row over its row's positions 0 to `positions` inclusive, already in the pool.
 
     query: [B, heads, D], heads contiguous; keys, values: [places, kv_heads, D], float32, bfloat16 or float16 as the
-    query, D one of 32, 64, 128, 256; rows, positions: [B] integers on the device, contiguous; page_table:
-    [R, pages_per_row] int32, whose row r holds the pages of r in order; page_size: a power of two; splits: from
-    `choose_splits`; tile, least (positions worth a program of their own): measured defaults if None; out: where to
-    write. Returns [B, heads, D], contiguous.
+    query, or as in `kv_dtype`, D one of 32, 64, 128, 256; rows, positions: [B] integers on the device, contiguous;
+    page_table: [R, pages_per_row] int32, whose row r holds the pages of r in order; page_size: a power of two; splits:
+    from `choose_splits`; tile, least (positions worth a program of their own): measured defaults if None; out: where
+    to write. Returns [B, heads, D], contiguous.
 
     With `pdl` the kernel right before may write the query, keys and values, but not rows, positions or the page table,
     which are read before it has finished. Launches on one device must be ordered, as they share counters; the first
@@ -237,8 +239,7 @@ def paged_decode(
         return out
     pairs = batch * kv_heads
     tile = tile or choose_tile(head_dim, pairs, query.dtype)
-    if least is None:
-        least = LONG_SPLIT if pairs >= MANY else SHORT_SPLIT
+    least = least or (LONG_SPLIT if pairs >= MANY else SHORT_SPLIT)
     partial, logs = _split_scratch(query, splits)
     _paged_decode_kernel[(kv_heads, splits, batch)](
         *(out, partial, logs, _counters_of(query.device), query, keys, values, rows, positions, page_table),
@@ -246,11 +247,8 @@ def paged_decode(
         triton.cdiv(least, tile.positions),
         KV_HEADS=kv_heads,
         SHARED=splits > 1,
-        D=head_dim,
         PAGE=page_size,
-        PDL=pdl,
-        **_options(tile, heads // kv_heads, head_dim, query.dtype),
-        **({"launch_pdl": True} if pdl else {}),
+        **_options(tile, heads // kv_heads, head_dim, query.dtype, pdl),
     )
     return out
 
@@ -262,9 +260,10 @@ def _split_scratch(query: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     return partial, torch.empty(heads, dtype=torch.float32, device=query.device)
 
 
-def _options(tile: Tile, group: int, head_dim: int, dtype: torch.dtype) -> dict[str, object]:
+def _options(tile: Tile, group: int, head_dim: int, dtype: torch.dtype, pdl: bool) -> dict[str, object]:
     combine_rows = triton.next_power_of_2(group)
     return {
+        "D": head_dim,
         "GROUP": group,
         "ROWS": max(16, combine_rows),
         "BLOCK": tile.positions,
@@ -273,6 +272,8 @@ def _options(tile: Tile, group: int, head_dim: int, dtype: torch.dtype) -> dict[
         "CHUNK": max(1, min(32, 1024 * tile.warps // (combine_rows * head_dim))),
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "num_warps": tile.warps,
+        "PDL": pdl,
+        **({"launch_pdl": True} if pdl else {}),
     }
 
 

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine_core.kernels.kv_dtype import write_pool
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square norm (Zhang and Sennrich, 2019) over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
@@ -34,13 +36,14 @@ def rope_and_kv_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_index: Tensor, k
     """Rotates queries and keys, and stores keys and values in the pool.
 
     qkv: [T, heads + 2 * kv_heads, head_dim]; cos, sin: as in `rope`; kv_index: [T] int64, places in the pool;
-    keys, values: [places, kv_heads, head_dim], written. Returns the rotated queries, [T, heads, head_dim].
+    keys, values: [places, kv_heads, head_dim], written, in qkv's dtype or as in `kv_dtype`. Returns the rotated
+    queries, [T, heads, head_dim].
     """
     kv_heads = keys.shape[1]
     query_heads = qkv.shape[1] - 2 * kv_heads
     rotated = rope(qkv[:, : query_heads + kv_heads], cos, sin)
-    keys.index_copy_(0, kv_index, rotated[:, query_heads:])
-    values.index_copy_(0, kv_index, qkv[:, query_heads + kv_heads :])
+    write_pool(keys, kv_index, rotated[:, query_heads:])
+    write_pool(values, kv_index, qkv[:, query_heads + kv_heads :])
     return rotated[:, :query_heads]
 
 

@@ -11,9 +11,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine_core.kernels import kv_dtype
+
+LARGEST = tl.constexpr(kv_dtype.LARGEST)
 HEAD_DIMS = (32, 64, 128, 256)
 ELEMENTS, WARPS = 1024, 2
 """Elements of one program, and its warps."""
+
+
+@triton.jit
+def _stored(x, pool):
+    """x as `kv_dtype.to_pool` has it for the pool's dtype."""
+    dtype: tl.constexpr = pool.dtype.element_ty
+    if dtype.is_fp8():
+        x = tl.clamp(x.to(tl.float32), -LARGEST, LARGEST)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -77,11 +89,11 @@ def _rope_kernel(
     tl.store(out + HALF, rotated_second, mask=is_query[:, None])
     pool = place.to(tl.int64) * place_stride
     out = keys + pool + (head[:, None] - HEADS) * D + pair[None, :]
-    tl.store(out, rotated_first, mask=is_key[:, None])
-    tl.store(out + HALF, rotated_second, mask=is_key[:, None])
+    tl.store(out, _stored(rotated_first, out), mask=is_key[:, None])
+    tl.store(out + HALF, _stored(rotated_second, out), mask=is_key[:, None])
     out = values + pool + (head[:, None] - HEADS - KV_HEADS) * D + pair[None, :]
-    tl.store(out, first_raw, mask=is_value[:, None])
-    tl.store(out + HALF, second_raw, mask=is_value[:, None])
+    tl.store(out, _stored(first_raw, out), mask=is_value[:, None])
+    tl.store(out + HALF, _stored(second_raw, out), mask=is_value[:, None])
 
 
 def rope_and_kv_write(
@@ -100,7 +112,8 @@ def rope_and_kv_write(
 
     qkv: [T, heads + 2 * kv_heads, D], heads contiguous, D one of 32, 64, 128, 256; cos, sin: [T, 1, D] float32 as in
     `reference.rope`; kv_index: [T] int64; keys, values: [places, kv_heads, D], written, with one stride for places;
-    q_norm, k_norm: [D], both or neither (Qwen 3). Dtypes float32, bfloat16 or float16, all but the tables' the same.
+    q_norm, k_norm: [D], both or neither (Qwen 3). Dtypes float32, bfloat16 or float16, all but the tables' the same;
+    keys and values may be as in `kv_dtype`.
     Returns the rotated queries, [T, heads, D], contiguous. ValueError for another D or layout.
     """
     tokens, all_heads, head_dim = qkv.shape
@@ -114,20 +127,9 @@ def rope_and_kv_write(
         return query
     block = max(1, ELEMENTS // head_dim)
     _rope_kernel[(tokens, triton.cdiv(all_heads, block))](
-        query,
-        keys,
-        values,
-        qkv,
-        cos,
-        sin,
-        kv_index,
-        qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm,
-        qkv.stride(0),
-        cos.stride(0),
-        sin.stride(0),
-        keys.stride(0),
-        eps,
+        *(query, keys, values, qkv, cos, sin, kv_index),
+        *(qkv if norm is None else norm for norm in (q_norm, k_norm)),
+        *(qkv.stride(0), cos.stride(0), sin.stride(0), keys.stride(0), eps),
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,

@@ -9,7 +9,7 @@ PADDING_PAGE = 0
 class PageAllocator:
     """Hands out pages in O(1) each and knows every page's owner, so a double free or a leak is found where it happens.
 
-    `pages` counts the reserved page 0.
+    Owners are numbers: sequences by their id, others by names of their own. `pages` counts the reserved page 0.
     """
 
     def __init__(self, pages: int) -> None:
@@ -27,25 +27,40 @@ class PageAllocator:
         return self.total - len(self._free)
 
     def allocate(self, owner: int, count: int) -> list[int] | None:
-        """`count` pages for a sequence, or None if so many are not free: all or nothing."""
-        assert count > 0, f"sequence {owner} asks for {count} pages"
+        """`count` pages for an owner, or None if so many are not free: all or nothing."""
+        assert count > 0, f"{owner} asks for {count} pages"
         if count > len(self._free):
             return None
         taken = self._free[-count:]
         del self._free[-count:]
         for page in taken:
-            assert self._owner[page] is None, f"free page {page} is owned by sequence {self._owner[page]}"
+            assert self._owner[page] is None, f"free page {page} is owned by {self._owner[page]}"
+            self._owner[page] = owner
+        return taken
+
+    def allocate_each(self, owners: Sequence[int]) -> list[int] | None:
+        """One page for each of several owners, in their order, or None if so many are not free."""
+        first = len(self._free) - len(owners)
+        if first < 0:
+            return None
+        taken = self._free[first:]
+        del self._free[first:]
+        for page, owner in zip(taken, owners, strict=True):
+            assert self._owner[page] is None, f"free page {page} is owned by {self._owner[page]}"
             self._owner[page] = owner
         return taken
 
     def release(self, owner: int, pages: Sequence[int]) -> None:
         """Takes pages back. Asserts that each one is the owner's: a page freed twice would serve two sequences."""
         for page in pages:
-            assert self._owner[page] == owner, (
-                f"sequence {owner} frees page {page}, owned by {self._owner[page]}; {self}"
-            )
+            assert self._owner[page] == owner, f"{owner} frees page {page}, owned by {self._owner[page]}; {self}"
             self._owner[page] = None
         self._free.extend(pages)
+
+    def transfer(self, owner: int, heir: int, page: int) -> None:
+        """Gives a page to another owner."""
+        assert self._owner[page] == owner, f"{owner} hands over page {page}, owned by {self._owner[page]}; {self}"
+        self._owner[page] = heir
 
     def owned(self) -> dict[int, list[int]]:
         """Pages by owner."""
@@ -67,7 +82,7 @@ class PageAllocator:
             if page == PADDING_PAGE:
                 continue
             if owner is not None and page in free:
-                problems.append(f"page {page} is free and owned by sequence {owner}")
+                problems.append(f"page {page} is free and owned by {owner}")
             if owner is None and page not in free:
                 problems.append(f"page {page} leaked: neither free nor owned")
         return problems

@@ -41,8 +41,14 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Memory that could still be allocated."""
 
+    def total_bytes(self) -> int:
+        """Memory of the device in all."""
+
     def held_bytes(self) -> int:
         """Memory that this process holds."""
+
+    def release_unused(self) -> None:
+        """Gives back what the allocator keeps for later."""
 
 
 class InertEvent:
@@ -79,8 +85,14 @@ class CpuDevice:
     def free_bytes(self) -> int:
         return min(_available(), _cgroup_room())
 
+    def total_bytes(self) -> int:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
     def held_bytes(self) -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def release_unused(self) -> None:
+        return None
 
 
 class CudaEvent:
@@ -122,8 +134,16 @@ class CudaDevice:
         free, _ = torch.cuda.mem_get_info(self.kind)
         return free
 
+    def total_bytes(self) -> int:
+        _, total = torch.cuda.mem_get_info(self.kind)
+        return total
+
     def held_bytes(self) -> int:
         return torch.cuda.memory_reserved(self.kind)
+
+    def release_unused(self) -> None:
+        torch.cuda.synchronize(self.kind)
+        torch.cuda.empty_cache()
 
 
 def _available() -> int:

@@ -128,9 +128,9 @@ class TorchRuntime:
         return self.clock.times if self.clock is not None else DeviceTimes()
 
     def _pack(self, plan: StepPlan, shape: Shape | None, s: StepSlot) -> Packed:
-        if plan.single and shape is not None:
-            return pack_decode(plan, shape.singles, s.inputs_view)
         max_len, pages_per_row = self.tables.tokens.shape[1], self.tables.pages.shape[1]
+        if plan.single and shape is not None:
+            return pack_decode(plan, shape.singles, pages_per_row, s.inputs_view)
         if shape is None:
             return pack(plan, max_len, pages_per_row, s.inputs_view)
         return pack_shaped(plan, shape, max_len, pages_per_row, s.inputs_view)

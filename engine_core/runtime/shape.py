@@ -7,7 +7,16 @@ from numpy.typing import NDArray
 
 from engine_core.attention.base import Span
 from engine_core.plan import StepPlan
-from engine_core.runtime.staging import Ints, Packed, lay_out, pack_admissions, pack_targets, pack_uploads, restrictions
+from engine_core.runtime.staging import (
+    Ints,
+    Packed,
+    lay_out,
+    new_pages,
+    pack_admissions,
+    pack_targets,
+    restrictions,
+    uploads,
+)
 
 
 class Shape(NamedTuple):
@@ -49,7 +58,7 @@ def pack_shaped(plan: StepPlan, shape: Shape, max_len: int, pages_per_row: int, 
     parts |= {"sample_positions": end[samples]} | restrictions(plan)
     if any(r.targets for r in plan.rows):
         pack_targets(plan, first, parts)
-    pack_uploads(plan, max_len, pages_per_row, parts)
+    parts |= uploads(plan, max_len) | new_pages(plan, pages_per_row)
     if plan.admitted:
         pack_admissions(plan.admitted, parts)
     return lay_out(parts, out, parts["sample_rows"], int(end.max()))

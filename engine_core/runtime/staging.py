@@ -39,11 +39,11 @@ class Packed:
     """Most positions that any row's attention covers."""
 
 
-def capacity(max_rows: int, max_step_tokens: int, pages: int) -> int:
-    """Most int32 words that a step can need."""
-    tokens = 6 * max_step_tokens + 2 * max_rows
+def capacity(max_rows: int, max_step_tokens: int, pages: int, uploads: int) -> int:
+    """Most int32 words that a step can need. pages: entries of page tables that it can bring; uploads: tokens that it
+    can bring beside those that it computes."""
     admissions = max_rows * (ADMISSION_INTS + ADMISSION_FLOATS + 3 * (MAX_LOGIT_BIAS + MAX_SUPPRESSED))
-    return tokens + 2 * pages + 6 * max_rows + admissions
+    return 6 * max_step_tokens + 2 * (uploads + pages) + 8 * max_rows + admissions
 
 
 def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints) -> Packed:
@@ -51,9 +51,9 @@ def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints) -> Packed:
 
     Fields: rows [B]; token_rows, positions [T]; sample_rows, sample_positions [S]; sample_index [S + P], places among
     the T positions, of the samples first and then of the scored ones; suppress [S] if a row suppresses its end; targets
-    [P] if any position is scored; mask_places [S] if a row is constrained; with news, upload_index, upload_tokens [U]
-    into the flat token table and page_index, pages [P] into the flat page table; with admitted rows, ints [A * 6],
-    floats [A * 6], bias_index, bias_ids, biases [B], suppress_index, suppressed [E].
+    [P] if any position is scored; mask_places [S] if a row is constrained; with tokens to upload, upload_index,
+    upload_tokens [U] into the flat token table; with new pages, page_index, pages [P] into the flat page table; with
+    admitted rows, ints [A * 6], floats [A * 6], bias_index, bias_ids, biases [B], suppress_index, suppressed [E].
     """
     row = np.array([r.row for r in plan.rows], dtype=np.int32)
     start = np.array([r.start for r in plan.rows], dtype=np.int32)
@@ -61,6 +61,7 @@ def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints) -> Packed:
         last = np.arange(len(row), dtype=np.int32)
         parts = {"rows": row, "token_rows": row, "positions": start}
         parts |= {"sample_index": last, "sample_rows": row, "sample_positions": start + 1} | restrictions(plan)
+        parts |= new_pages(plan, pages_per_row)
         return lay_out(parts, out, row, int(start.max()) + 1)
     length = np.array([r.length for r in plan.rows], dtype=np.int32)
     last = np.cumsum(length, dtype=np.int32) - 1
@@ -76,16 +77,16 @@ def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints) -> Packed:
     } | restrictions(plan)
     if any(r.targets for r in plan.rows):
         pack_targets(plan, last + 1 - length, parts)
-    pack_uploads(plan, max_len, pages_per_row, parts)
+    parts |= uploads(plan, max_len) | new_pages(plan, pages_per_row)
     if plan.admitted:
         pack_admissions(plan.admitted, parts)
     return lay_out(parts, out, parts["sample_rows"], int(end.max()))
 
 
-def pack_decode(plan: StepPlan, bucket: int, out: Ints) -> Packed:
+def pack_decode(plan: StepPlan, bucket: int, pages_per_row: int, out: Ints) -> Packed:
     """Writes a step of single positions where its bucket's graphs read it: rows, then positions, each padded with
-    zeros. What only sampling needs, where that does not come out of a graph, lies behind: sample_rows,
-    sample_positions, suppress and mask_places [B] as in `pack`."""
+    zeros. Behind lie new pages, if it brings any, and what only sampling needs, where that does not come out of a
+    graph: sample_rows, sample_positions, suppress and mask_places [B]; all as in `pack`."""
     count = len(plan.rows)
     row = np.array([r.row for r in plan.rows], dtype=np.int32)
     position = np.array([r.start for r in plan.rows], dtype=np.int32)
@@ -94,11 +95,11 @@ def pack_decode(plan: StepPlan, bucket: int, out: Ints) -> Packed:
     out[bucket : bucket + count] = position
     out[bucket + count : 2 * bucket] = 0
     fields = {"rows": (0, bucket), "positions": (bucket, bucket)}
-    if plan.plain:
-        return Packed(fields, 2 * bucket, row, int(position.max()) + 1)
-    parts = {"sample_positions": position + 1} | restrictions(plan)
+    parts = new_pages(plan, pages_per_row)
+    if not plan.plain:
+        fields["sample_rows"] = (0, count)
+        parts |= {"sample_positions": position + 1} | restrictions(plan)
     behind = lay_out(parts, out[2 * bucket :], row, int(position.max()) + 1)
-    fields["sample_rows"] = (0, count)
     fields |= {name: (2 * bucket + offset, length) for name, (offset, length) in behind.fields.items()}
     return Packed(fields, 2 * bucket + behind.total, row, behind.longest)
 
@@ -149,27 +150,24 @@ def pack_targets(plan: StepPlan, first: Ints, parts: dict[str, Ints]) -> None:
     parts["sample_index"] = np.concatenate([parts["sample_index"], *places])
 
 
-def pack_uploads(plan: StepPlan, max_len: int, pages_per_row: int, parts: dict[str, Ints]) -> None:
-    """Adds the tokens and pages that the device does not know yet; in steady decode there are none."""
-    fresh = [r for r in plan.rows if r.tokens or r.new_pages]
+def uploads(plan: StepPlan, max_len: int) -> dict[str, Ints]:
+    """Tokens that the device does not know yet, and their places in the flat token table."""
+    fresh = [(r.row * max_len + r.start - r.skipped, np.frombuffer(r.tokens, np.int32)) for r in plan.news if r.tokens]
     if not fresh:
-        return
-    tokens = [np.frombuffer(r.tokens, dtype=np.int32) for r in fresh]
-    parts["upload_tokens"] = np.concatenate(tokens)
-    parts["upload_index"] = np.concatenate(
-        [
-            np.arange(len(ids), dtype=np.int32) + (r.row * max_len + r.start)
-            for r, ids in zip(fresh, tokens, strict=True)
-        ]
-    )
-    pages = [np.array(r.new_pages, dtype=np.int32) for r in fresh]
-    parts["pages"] = np.concatenate(pages)
-    parts["page_index"] = np.concatenate(
-        [
-            np.arange(len(ids), dtype=np.int32) + (r.row * pages_per_row + r.first_page)
-            for r, ids in zip(fresh, pages, strict=True)
-        ]
-    )
+        return {}
+    places = [np.arange(first, first + len(tokens), dtype=np.int32) for first, tokens in fresh]
+    return {"upload_index": np.concatenate(places), "upload_tokens": np.concatenate([tokens for _, tokens in fresh])}
+
+
+def new_pages(plan: StepPlan, pages_per_row: int) -> dict[str, Ints]:
+    """Pages that the device does not know yet, and their places in the flat page table."""
+    places: list[int] = []
+    pages: list[int] = []
+    for r in plan.news:
+        first = r.row * pages_per_row + r.first_page
+        places += range(first, first + len(r.new_pages))
+        pages += r.new_pages
+    return {"page_index": np.array(places, np.int32), "pages": np.array(pages, np.int32)} if pages else {}
 
 
 def pack_admissions(admitted: tuple[Admission, ...], parts: dict[str, Ints]) -> None:

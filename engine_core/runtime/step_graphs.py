@@ -92,6 +92,7 @@ def capture_decode(
     steps: list[dict[int, CapturedDecode]] = [{} for _ in slots]
     for done, bucket in enumerate(reversed(buckets)):
         for slot, captured in zip(slots, steps, strict=True):
+            slot.device_inputs.zero_()
             rows, positions = slot.device_inputs[:bucket], slot.device_inputs[bucket : 2 * bucket]
             out, allowed = slot.sampled[:bucket], slot.allowed[:bucket]
             if slot is slots[0]:
@@ -123,6 +124,7 @@ def capture_mixed(
     steps: list[dict[Shape, CapturedMixed]] = [{} for _ in slots]
     for done, count in enumerate(reversed(tokens)):
         for slot, captured in zip(slots, steps, strict=True):
+            slot.device_inputs.zero_()
             attention = prompts(slot, count)
             for rows_before in reversed(singles):
                 shape = Shape(rows_before, count)

@@ -31,7 +31,16 @@ RANDOM, TRUNCATES, PENALIZES, BIASED = 1, 2, 4, 8
 class DeviceTables:
     """Tables by row. Written in stream order by the launches that bring news, read by every forward and sampling."""
 
-    def __init__(self, tokens: Tensor, pages: Tensor, ints: Tensor, floats: Tensor, bias: Tensor, suppressed: Tensor):
+    def __init__(
+        self,
+        tokens: Tensor,
+        pages: Tensor,
+        ints: Tensor,
+        floats: Tensor,
+        bias: Tensor,
+        suppressed: Tensor,
+        places: Tensor,
+    ) -> None:
         self.tokens = tokens
         """[rows, max_len] int32."""
         self.pages = pages
@@ -44,6 +53,8 @@ class DeviceTables:
         """[2, rows * MAX_LOGIT_BIAS] int32: ids (-1 for none), and the bits of their float32 values."""
         self.suppressed = suppressed
         """[rows, MAX_SUPPRESSED] int32, -1 for none."""
+        self.places = places
+        """[4 * rows] int64, scratch: new pages of a decode step are written without an allocation (I7)."""
         self.modes = np.zeros(len(tokens), dtype=np.uint8)
 
     @classmethod
@@ -60,6 +71,7 @@ class DeviceTables:
             zeros(rows, ADMISSION_FLOATS, dtype=torch.float32),
             zeros(2, rows * MAX_LOGIT_BIAS),
             zeros(rows, MAX_SUPPRESSED),
+            zeros(4 * rows, dtype=torch.int64),
         )
 
     def note(self, admitted: tuple[Admission, ...]) -> None:
@@ -84,9 +96,15 @@ class DeviceTables:
         """Writes a step's news, out of its packed inputs on the device, into the tables."""
         if "upload_index" in packed.fields:
             _scatter(self.tokens, field(inputs, packed, "upload_index"), field(inputs, packed, "upload_tokens"))
-            _scatter(self.pages, field(inputs, packed, "page_index"), field(inputs, packed, "pages"))
+        if "page_index" in packed.fields:
+            self._map(field(inputs, packed, "page_index"), field(inputs, packed, "pages"))
         if "ints" in packed.fields:
             self._admit(inputs, packed)
+
+    def _map(self, index: Tensor, pages: Tensor) -> None:
+        room = self.places[: len(index)]
+        places = torch.add(index, 0, out=room) if len(room) == len(index) else index.long()
+        self.pages.view(-1).index_copy_(0, places, pages)
 
     def _admit(self, inputs: Tensor, packed: Packed) -> None:
         words = field(inputs, packed, "ints").view(-1, ADMISSION_INTS).long()

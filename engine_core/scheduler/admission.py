@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Protocol
 
-from engine_core.kv_cache.pages import PageAllocator
+from engine_core.scheduler.memory import KVMemory
 from engine_core.scheduler.sequence import Sequence
 
 PADDING_ROW = 0
 """Reserved, like page 0: padded rows of a step live here."""
+RESERVE = 16
+"""An admission leaves a page for each sequence that may still grow, but no more than one in so many of the pool."""
 
 
 class Gate(Protocol):
@@ -45,26 +47,36 @@ class RowGate:
 
 
 class PageGate:
-    """Pages for prompt and output together: without preemption, a sequence that starts must be able to end."""
+    """Pages for what a sequence computes first; it grows while it runs.
 
-    def __init__(self, pages: PageAllocator, page_size: int) -> None:
-        self.pages = pages
-        self.page_size = page_size
+    A reserve for those that run keeps an admission from being paid for with a preemption soon after. A sequence that
+    was preempted asks for everything it has to compute again, and for a larger reserve each time.
+    """
 
-    def needed(self, positions: int) -> int:
-        return -(-positions // self.page_size)
+    def __init__(self, memory: KVMemory, chunk: int) -> None:
+        """chunk: positions computed first; 0: all of them."""
+        self.memory = memory
+        self.chunk = chunk
+        self._holders: dict[int, Sequence] = {}
 
     def acquire(self, seq: Sequence) -> Callable[[], None] | None:
-        taken = self.pages.allocate(seq.id, self.needed(seq.total_len))
-        if taken is None:
+        whole = seq.preemptions or not self.chunk
+        first = len(seq.tokens) if whole else self.chunk
+        if not self.memory.admit(seq, first, self._reserve() * (1 + seq.preemptions)):
             return None
-        seq.pages = taken
+        self._holders[seq.id] = seq
 
         def release() -> None:
-            self.pages.release(seq.id, seq.pages)
-            seq.pages = []
+            del self._holders[seq.id]
+            self.memory.release(seq)
 
         return release
+
+    def _reserve(self) -> int:
+        """Nothing while nobody can grow, so that any sequence the pool can hold gets its turn."""
+        needed = self.memory.needed
+        growing = sum([needed(seq.kv_len) > len(seq.pages) for seq in self._holders.values()])
+        return min(growing, -(-self.memory.pages.total // RESERVE))
 
 
 def admit(seq: Sequence, gates: Iterable[Gate]) -> bool:

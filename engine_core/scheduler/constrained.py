@@ -70,5 +70,5 @@ def jump_ahead(verifier: Verifier, seq: Sequence, delta: Delta) -> Finished | Fa
         if outcome is not None:
             break
     if len(seq.tokens) > before:
-        seq.uploads, seq.settled = len(seq.tokens), False
+        seq.jumped()
     return outcome

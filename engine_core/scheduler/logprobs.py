@@ -31,8 +31,10 @@ def attach(
         seq = held[row.seq_id]
         targets = len(row.targets) // 4
         if seq.outcome is None:
-            if targets and seq.prompt_logprobs is not None:
-                _add(deltas, seq, row.start + 1, seq.prompt_logprobs, logprobs, scored, targets)
+            told = min(targets, max(0, seq.told - row.start))
+            if targets > told and seq.prompt_logprobs is not None:
+                first = row.start + told
+                _add(deltas, seq, first + 1, seq.prompt_logprobs, logprobs, scored + told, targets - told)
             if row.samples and seq.logprobs is not None and seq.id not in refused:
                 _add(deltas, seq, row.end, seq.logprobs, logprobs, sampled, 1)
         sampled += row.samples

@@ -1,31 +1,28 @@
-"""Which sequences run, and what the next step computes. Composes gates, policy and stopping; knows no device."""
+"""Which sequences run, and how each of them ends. Composes gates, planning and stopping; knows no device."""
 
-from bisect import bisect
-from collections import deque
 from collections.abc import Iterable
 
 from msgspec import Struct
 
 from engine_core.contracts import Constraint, Delta, Masks, StepLogprobs, Verifier
 from engine_core.errors import RequestError
-from engine_core.plan import Row, StepPlan
+from engine_core.plan import StepPlan
 from engine_core.scheduler.admission import PageGate, RowGate, admit
 from engine_core.scheduler.constrained import dead_end, jump_ahead, masks_of, refused_by
-from engine_core.scheduler.logprobs import attach, most_wanted
-from engine_core.scheduler.policy import choose_rows
-from engine_core.scheduler.rows import admission_of, row_of, steady_rows, steady_rows_some_constrained
+from engine_core.scheduler.limits import SchedulerLimits
+from engine_core.scheduler.logprobs import attach
+from engine_core.scheduler.memory import KVMemory
+from engine_core.scheduler.planning import Planner
+from engine_core.scheduler.queue import WaitingQueue
+from engine_core.scheduler.running import Running
 from engine_core.scheduler.sequence import Sequence
 from engine_core.scheduler.stopping import end_of
+from protocol.engine_options import Policy
 from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Failure, Finished
+from protocol.events import Failure, Finished, Started
 
-
-class SchedulerLimits(Struct, frozen=True):
-    """What bounds a step and the queue."""
-
-    max_step_tokens: int
-    prefill_chunk: int
-    max_waiting: int
+PASSED_BY = 64
+"""So many at the head of the queue may wait for a page that another computes while those behind them are admitted."""
 
 
 class Committed(Struct):
@@ -40,37 +37,53 @@ class Committed(Struct):
 
 
 class Scheduler:
-    """First come, first served, with continuous batching.
+    """Continuous batching, or static.
 
     Life of a sequence: `add` (-> compiling -> `constrain`) -> waiting -> `admit_waiting` -> running -> rows in steps
-    (`plan_step`, `on_launch`, `commit`) -> an outcome -> leases closed once no step in flight holds it (I4). Whoever
-    ends stands in `ended` exactly once (I8) until the engine takes it from there.
+    (`plan_step`, `on_launch`, `commit`) -> an outcome -> leases closed once no step in flight holds it (I4). One that
+    is preempted goes back to waiting, again when no step holds it. Whoever ends stands in `ended` exactly once (I8)
+    until the engine takes it from there.
     """
 
-    def __init__(self, rows: RowGate, pages: PageGate, limits: SchedulerLimits, verifier: Verifier) -> None:
+    def __init__(
+        self, rows: RowGate, memory: KVMemory, limits: SchedulerLimits, verifier: Verifier, policy: Policy = "fcfs"
+    ) -> None:
         self.rows = rows
-        self.pages = pages
+        self.memory = memory
         self.limits = limits
         self.verifier = verifier
         self.compiling: dict[int, Sequence] = {}
         """Accepted, but their grammar is not ready: they hold up nobody."""
-        self.waiting: deque[Sequence] = deque()
-        self.running: dict[int, Sequence] = {}
+        self.waiting = WaitingQueue(policy == "priority")
         self.ended: list[Sequence] = []
+        self.preemptions = 0
+        self._gates = (rows, PageGate(memory, limits.prefill_chunk))
+        self._planner = Planner(memory, limits, policy, self.preempt)
+        self._running = Running()
         self._open: dict[tuple[bytes, int], Sequence] = {}
         self._held: dict[int, Sequence] = {}
         """Every sequence whose leases are open, zombies too."""
-        self._unsettled: set[int] = set()
-        """Running sequences that are not settled."""
-        self._following: set[int] = set()
-        """Running sequences that follow a grammar."""
-        self._observed: dict[int, int] = {}
-        """Running sequences that want log-probabilities, with the most alternatives that they want."""
+        self._leaving: list[Sequence] = []
+        """Preempted ones that a step in flight still holds."""
+        self._started: list[tuple[bytes, Started]] = []
+        self._refused = (-1, -1)
+        """Whom the gates refused last, and when by `KVMemory.moves`: until it moves they would again."""
+        self._newest_step = 0
+        self._now = 0.0
 
     @property
     def open(self) -> int:
         """Sequences that are still owed a terminal event."""
         return len(self._open)
+
+    @property
+    def running(self) -> dict[int, Sequence]:
+        """By id, in the order of admission."""
+        return self._running.members
+
+    @property
+    def policy(self) -> Policy:
+        return self._planner.policy
 
     @property
     def held(self) -> Iterable[Sequence]:
@@ -81,12 +94,12 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Accepts a sequence. Raises RequestError, with the numbers, if it can never fit or the queue is full."""
-        needed, total = self.pages.needed(seq.total_len), self.pages.pages.total
+        needed, total = self.memory.needed(seq.kv_len), self.memory.pages.total
         if needed > total:
             raise RequestError(
                 ErrorCode.KV_CAPACITY,
                 f"{seq.prompt_len} prompt tokens and max_tokens {seq.params.max_tokens} need {needed} KV pages of "
-                f"{self.pages.page_size} tokens, the pool has {total}; lower max_tokens or raise --kv-tokens",
+                f"{self.memory.page_size} tokens, the pool has {total}; lower max_tokens or raise --kv-tokens",
             )
         waiting = len(self.waiting) + len(self.compiling)
         if waiting >= self.limits.max_waiting + self.rows.free:
@@ -95,15 +108,18 @@ class Scheduler:
                 f"{waiting} requests are waiting already, beside {self.rows.free} free rows "
                 f"--max-waiting allows {self.limits.max_waiting}; retry later",
             )
+        if seq.session:
+            self.memory.sessions.check(seq.session)
+            self.memory.sessions.begin(seq.session, seq.id)
         self._open[seq.client, seq.request_id] = seq
         if seq.compiling:
             self.compiling[seq.id] = seq
         else:
-            self.waiting.append(seq)
+            self.waiting.push(seq)
 
     def constrain(self, seq_id: int, result: Constraint | RequestError) -> None:
-        """Puts a sequence whose grammar is ready where it belongs in the queue by its arrival, or ends it if the
-        grammar is not to be had. It may have ended by itself."""
+        """Puts a sequence whose grammar is ready where it belongs in the queue, or ends it if the grammar is not to be
+        had. It may have ended by itself."""
         seq = self.compiling.get(seq_id)
         if seq is None:
             return
@@ -112,87 +128,92 @@ class Scheduler:
             return
         del self.compiling[seq_id]
         seq.constraint, seq.compiling = result, False
-        self.waiting.insert(bisect(self.waiting, seq.id, key=lambda other: other.id), seq)
+        self.waiting.push(seq)
 
     def admit_waiting(self) -> list[Sequence]:
-        """Moves sequences from the head of the queue to running while every gate lets them; returns those moved."""
+        """Moves sequences from the queue to running while every gate lets them; returns those moved.
+
+        In order, but whoever would first have to compute a page that a running sequence is computing waits for that
+        one without holding up the others.
+        """
+        if not self.rows.free or (self.running and self._planner.lacking) or (self.limits.static and self._held):
+            return []
         moved: list[Sequence] = []
-        while self.waiting and admit(self.waiting[0], (self.rows, self.pages)):
-            seq = self.waiting.popleft()
-            self.running[seq.id] = self._held[seq.id] = seq
-            self._unsettled.add(seq.id)
-            if seq.constraint is not None:
-                self._following.add(seq.id)
-            wanted = most_wanted(seq)
-            if wanted >= 0:
-                self._observed[seq.id] = wanted
+        passed_by = 0
+        for seq in self.waiting:
+            if self.memory.awaits(seq):
+                passed_by += 1
+                if passed_by > PASSED_BY:
+                    break
+                continue
+            if self._refused == (seq.id, self.memory.moves):
+                break
+            if not admit(seq, self._gates):
+                self._refused = (seq.id, self.memory.moves)
+                break
+            self.waiting.remove(seq)
+            self._held[seq.id] = seq
+            self._running.enter(seq)
             moved.append(seq)
         return moved
 
     def start(self, seq: Sequence) -> Delta:
-        """What the grammar of a sequence that was just admitted forces it to begin with."""
+        """What the grammar of a sequence that was just admitted forces it to go on with."""
         delta = Delta([], [])
         self._jump(seq, delta)
+        if delta.tokens:
+            self._announce(seq)
         return delta
 
+    def _announce(self, seq: Sequence) -> None:
+        """Its first token is on its way."""
+        if seq.cached and not seq.announced:
+            self._started.append((seq.client, Started(seq.request_id, seq.cached)))
+        seq.announced = True
+
     def plan_step(self, step_id: int) -> StepPlan | None:
-        """The next step over the running sequences, or None. Pure: counters change at launch and commit alone.
+        """The next step over the running sequences, or None.
 
-        Length caps are foreseen: samples in flight count. An end of sequence cannot be, hence zombies.
-        Written out for speed, as is `commit`: both run for every row of every step.
+        Counters change at launch and commit alone; planning finds pages, so planning again gives the same plan.
         """
-        if not self._unsettled and len(self.running) <= self.limits.max_step_tokens:
-            return self._plan_steady(step_id)
-        candidates = [seq for seq in self.running.values() if len(seq.tokens) + seq.unseen < seq.total_len]
-        pending = [len(seq.tokens) + seq.unseen - seq.launched for seq in candidates]
-        takes = choose_rows(pending, self.limits.max_step_tokens, self.limits.prefill_chunk)
-        rows = tuple(
-            [
-                Row(seq.id, seq.row, seq.launched, take, take == wanted, False, seq.constraint is not None)
-                if seq.settled
-                else row_of(seq, take, wanted)
-                for seq, take, wanted in zip(candidates, takes, pending, strict=True)
-                if take
-            ]
-        )
-        if not rows:
-            return None
-        admitted = tuple([admission_of(self.running[row.seq_id]) for row in rows if row.start == 0])
-        return StepPlan.of(step_id, rows, admitted, self._logprobs())
-
-    def _plan_steady(self, step_id: int) -> StepPlan | None:
-        """The same where the policy has nothing to choose: every sequence is settled, and the budget serves all."""
-        running = self.running.values()
-        rows = steady_rows_some_constrained(running) if self._following else steady_rows(running)
-        if not rows:
-            return None
-        masked = bool(self._following) and any(row.constrained for row in rows)
-        return StepPlan(step_id, rows, (), len(rows), masked, plain=not masked, single=True, logprobs=self._logprobs())
-
-    def _logprobs(self) -> int:
-        """As `StepPlan.logprobs`."""
-        return max(self._observed.values()) if self._observed else -1
+        return self._planner.plan(step_id, self._running, self._held.values(), self._newest_step)
 
     def on_launch(self, plan: StepPlan) -> None:
         """Counts a plan that is now on the device."""
-        held = self._held
-        if plan.plain or not self._unsettled:
+        held, self._newest_step = self._held, plan.step_id
+        if plan.single:
             for row in plan.rows:
                 seq = held[row.seq_id]
                 seq.launched += 1
                 seq.inflight += 1
                 seq.unseen += 1
-            return
-        for row in plan.rows:
-            seq = held[row.seq_id]
-            seq.launched = row.start + row.length
-            seq.inflight += 1
+        else:
+            for row in plan.rows:
+                seq = held[row.seq_id]
+                seq.launched = row.start + row.length
+                seq.inflight += 1
+                if row.samples:
+                    seq.unseen += 1
+        for row in plan.news:
+            held[row.seq_id].map(row.first_page + len(row.new_pages), self.memory.page_size)
+        if self._running.unsettled:
+            self._settle(plan)
+
+    def _settle(self, plan: StepPlan) -> None:
+        """What a launch means for the sequences that are not plain, and for those that had no row in it."""
+        served = {row.seq_id: row for row in plan.rows}
+        unsettled = self._running.unsettled
+        for seq_id in [seq_id for seq_id in unsettled if seq_id in served]:
+            seq, row = self.running[seq_id], served[seq_id]
+            seq.on_launch()
+            if row.tokens:
+                self.memory.publish(seq, plan.step_id)
             if row.samples:
-                seq.unseen += 1
-            if not seq.settled:
-                seq.on_launch(len(row.new_pages))
-                if seq.settled:
-                    self._unsettled.discard(seq.id)
+                self._announce(seq)
+            if seq.settled:
+                unsettled.discard(seq_id)
+        for seq in self.running.values():
+            seq.passed = 0 if seq.id in served else seq.passed + 1
 
     def commit(self, plan: StepPlan, tokens: list[int], logprobs: StepLogprobs | None = None) -> Committed:
         """Takes the results of the oldest step: appends tokens, ends sequences, buries zombies."""
@@ -228,6 +249,9 @@ class Scheduler:
                     outcome = end_of(seq)
                     if outcome is not None:
                         self.end(seq, outcome)
+        if self._leaving:
+            self._requeue()
+        self.memory.settle(plan.step_id)
         committed.tokens = sum([len(delta.tokens) for delta in deltas.values()])
         return committed
 
@@ -250,8 +274,8 @@ class Scheduler:
         outcome = jump_ahead(self.verifier, seq, delta)
         if outcome is not None:
             self.end(seq, outcome)
-        elif not seq.settled:
-            self._unsettled.add(seq.id)
+        elif not seq.settled and seq.id in self.running:
+            self._running.unsettled.add(seq.id)
 
     def masks(self, plan: StepPlan) -> Masks:
         """What the rows of a step may sample. Called when every step before it has been committed."""
@@ -283,6 +307,7 @@ class Scheduler:
         for seq in list(self._held.values()):
             seq.inflight = seq.unseen = 0
             self._bury(seq)
+        self.memory.abandon()
 
     def end(self, seq: Sequence, outcome: Finished | Failure) -> None:
         """Gives a sequence its one outcome; its leases stay while a step in flight holds it (I4)."""
@@ -290,19 +315,64 @@ class Scheduler:
         seq.outcome = outcome
         del self._open[seq.client, seq.request_id]
         self.ended.append(seq)
-        self._unsettled.discard(seq.id)
-        self._following.discard(seq.id)
-        self._observed.pop(seq.id, None)
-        if self.running.pop(seq.id, None) is not None:
-            if seq.inflight == 0:
-                self._bury(seq)
-        elif self.compiling.pop(seq.id, None) is None:
+        self._running.leave(seq)
+        if seq.session:
+            self.memory.end_turn(seq, self._newest_step, self._now)
+        if self.compiling.pop(seq.id, None) is not None:
+            return
+        if seq.id not in self._held:
             self.waiting.remove(seq)
+            return
+        if seq in self._leaving:
+            self._leaving.remove(seq)
+        if seq.inflight == 0:
+            self._bury(seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Stops a running sequence, to go on later: no new rows; what is in flight still commits, and then it waits
+        again."""
+        assert seq.outcome is None and seq.id in self.running, f"preempted without running: {seq}"
+        self._running.leave(seq)
+        self.preemptions += 1
+        self._leaving.append(seq)
+        self._requeue()
+
+    def _requeue(self) -> None:
+        """Puts preempted sequences back into the queue that nothing in flight holds any more."""
+        for seq in [seq for seq in self._leaving if seq.inflight == 0]:
+            self._leaving.remove(seq)
+            del self._held[seq.id]
+            seq.restart()
+            seq.leases.close()
+            seq.queued_at = self._now
+            self.waiting.push(seq)
 
     def take_ended(self) -> list[Sequence]:
         """The sequences that ended since the last call."""
         ended, self.ended = self.ended, []
         return ended
+
+    def take_started(self) -> list[tuple[bytes, Started]]:
+        """What frontends should know of sequences whose first token has been launched since the last call."""
+        started, self._started = self._started, []
+        return started
+
+    def set_policy(self, policy: Policy) -> None:
+        """Changes the policy from the next step and the next admission on."""
+        self._planner.policy = policy
+        self.waiting.reorder(policy == "priority")
+
+    def advance(self, now: float) -> None:
+        """Tells the time, in seconds: sessions that were idle for too long end."""
+        self._now = now
+        self.memory.sessions.expire(now)
+
+    def audit(self) -> list[str]:
+        """What is wrong with pages and rows, a line each. Empty when all is well."""
+        problems = self.memory.audit(self._held.values())
+        if self.rows.free + len(self._held) != self.rows.total:
+            problems.append(f"{self.rows.free} of {self.rows.total} rows are free, {len(self._held)} are held")
+        return problems
 
     def _bury(self, seq: Sequence) -> None:
         assert seq.inflight == 0 and seq.unseen == 0, f"buried while in flight: {seq}"

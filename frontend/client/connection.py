@@ -41,14 +41,21 @@ class Connection:
 
     def first_model(self) -> str:
         """The name of the first model that the server has."""
+        try:
+            return str(self.get("/v1/models")["data"][0]["id"])
+        except (LookupError, TypeError):
+            raise ServerError(f"{self._url}/v1/models names no model; give one with --model") from None
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at a path."""
         with self._reaching():
-            response = self._http.get(self._url + "/v1/models")
+            response = self._http.get(self._url + path)
         if response.status_code != 200:
             raise refusal(response)
         try:
-            return str(response.json()["data"][0]["id"])
-        except (ValueError, LookupError, TypeError):
-            raise ServerError(f"{self._url}/v1/models names no model; give one with --model") from None
+            return msgspec.json.decode(response.content, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise ServerError(f"{self._url}{path} is no JSON object: {error}") from None
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The events of a streamed answer. To close the iterator is to stop the answer."""

@@ -105,7 +105,7 @@ class ChatFormat:
     def _usage(self, usage: Usage) -> dict[str, Any]:
         counts = [parser.reasoning_tokens for parser in self._parsers]
         known = [count for count in counts if count is not None]
-        shown: dict[str, Any] = {**msgspec.structs.asdict(usage), "prompt_tokens_details": {"cached_tokens": 0}}
+        shown: dict[str, Any] = msgspec.structs.asdict(usage)
         if len(known) == len(counts):
             shown["completion_tokens_details"] = {"reasoning_tokens": sum(known)}
         return shown

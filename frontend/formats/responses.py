@@ -87,7 +87,10 @@ class ResponsesFormat:
     def _usage(self, usage: Usage) -> dict[str, Any]:
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": usage.completion_tokens,
             # The count is required; thoughts that no token of their own closes cannot be counted.
             "output_tokens_details": {"reasoning_tokens": self._parser.reasoning_tokens or 0},

@@ -24,7 +24,7 @@ def chat_router(service: Service) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Continues a conversation."""
         arrived = monotonic()
-        with service.bodies.share() as share:
+        async with service.arrivals.request() as share:
             parsed = await parse_body(request, share, service, parse)
             admitted, shape = await service.chat.admit(
                 parsed.options, parsed.conversation, parsed.tool_use, service.ready()

@@ -22,7 +22,7 @@ def completions_router(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continues a prompt."""
         arrived = monotonic()
-        with service.bodies.share() as share:
+        async with service.arrivals.request() as share:
             parsed = await parse_body(request, share, service, parse_completion)
             # Where a token begins is told in characters from the beginning of the prompt.
             with_text = parsed.echo or parsed.options.logprobs is not None

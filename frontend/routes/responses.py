@@ -36,7 +36,7 @@ def responses_router(service: Service) -> APIRouter:
     async def responses(request: Request) -> Response:
         """Continues a conversation; OpenAI's newer interface, without its memory."""
         arrived = monotonic()
-        with service.bodies.share() as share:
+        async with service.arrivals.request() as share:
             parsed = await parse_body(request, share, service, parse)
             with _own_names():
                 admitted, shape = await service.chat.admit(

@@ -4,12 +4,13 @@ from fastapi import APIRouter, Request
 from msgspec import Struct
 from starlette.responses import Response
 
-from frontend.admission import check_ids, check_model
+from frontend.admission import MANY_IDS, check_ids, check_model
 from frontend.routes.intake import encoded, parse_body
 from frontend.schemas.openapi import json_response, takes
 from frontend.schemas.openapi_tokenize import DETOKENIZE, DETOKENIZED, TOKENIZE, TOKENIZED
 from frontend.schemas.tokenize import parse_detokenize, parse_tokenize
 from frontend.service import Service
+from frontend.tokenizer import Tokenizer
 
 
 class Tokenized(Struct, frozen=True, omit_defaults=True):
@@ -29,19 +30,19 @@ def tokenize_router(service: Service) -> APIRouter:
     @router.post("/tokenize", openapi_extra=takes(TOKENIZE, json_response("Its tokens.", TOKENIZED)))
     async def tokenize(request: Request) -> Response:
         """The token ids of a text or of a rendered conversation."""
-        with service.bodies.share() as share:
+        async with service.arrivals.request() as share:
             parsed = await parse_body(request, share, service, parse_tokenize)
             model = service.ready().model
             check_model(parsed.model or model.name, model)
             text = parsed.source if isinstance(parsed.source, str) else await service.chat.render(parsed.source)
             ids = await service.tokenizer.encode(text, parsed.add_special_tokens)
-        names = service.tokenizer.names(ids) if parsed.return_token_strs else None
-        return encoded(Tokenized(len(ids), model.max_len, ids, names))
+        answer = (service.tokenizer, ids, model.max_len, parsed.return_token_strs)
+        return _tokenized(*answer) if len(ids) <= MANY_IDS else await service.parser.run(_tokenized, *answer)
 
     @router.post("/detokenize", openapi_extra=takes(DETOKENIZE, json_response("Their text.", DETOKENIZED)))
     async def detokenize(request: Request) -> Response:
         """The text of token ids, special tokens included unless they are to be skipped."""
-        with service.bodies.share() as share:
+        async with service.arrivals.request() as share:
             parsed = await parse_body(request, share, service, parse_detokenize)
             model = service.ready().model
             check_model(parsed.model or model.name, model)
@@ -50,3 +51,8 @@ def tokenize_router(service: Service) -> APIRouter:
         return encoded(Detokenized(text))
 
     return router
+
+
+def _tokenized(tokenizer: Tokenizer, ids: list[int], max_len: int, with_names: bool) -> Response:
+    names = tokenizer.names(ids) if with_names else None
+    return encoded(Tokenized(len(ids), max_len, ids, names))

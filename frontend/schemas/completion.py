@@ -15,6 +15,7 @@ from frontend.schemas.options import (
     optional_integer,
     read_options,
     refused_with_events,
+    refused_with_session,
 )
 from frontend.schemas.prompts import Prompt, parse_prompts
 
@@ -53,6 +54,14 @@ def parse_completion(body: bytes) -> CompletionRequest:
         raise unsupported(f"{name!r} times the number of prompts is {wanted}, at most {MAX_SEQUENCES}", name)
     if options.stream_events and (echo or wanted > 1):
         raise refused_with_events("echo" if echo else "prompt")
+    if options.session_id and wanted > 1:
+        raise refused_with_session("best_of" if options.n > 1 else "prompt")
+    if options.session_id and options.max_tokens == 0 and options.prompt_logprobs is None:
+        raise unsupported(
+            "'session_id' keeps what is computed for a prompt, and with 'echo' and 'max_tokens' 0 nothing is; ask for "
+            "'logprobs' or raise 'max_tokens', or leave 'session_id' out",
+            "session_id",
+        )
     fields.finish()
     return CompletionRequest(options, prompts, echo)
 

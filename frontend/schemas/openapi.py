@@ -17,6 +17,7 @@ from frontend.schemas.options import (
 )
 from frontend.schemas.prompts import MAX_PROMPTS
 from frontend.schemas.tools import MAX_NAME_CHARS, MAX_TOOLS
+from protocol.commands import MAX_NAME_BYTES, MAX_PRIORITY
 from protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS
 
 Schema = dict[str, Any]
@@ -105,7 +106,21 @@ OPTIONS: dict[str, Schema] = {
     "grammar": text(MAX_PATTERN_CHARS),
     "store": constant(False),
     "service_tier": constant("auto", "default"),
-    "priority": {**constant(0), "description": "Requests are served in the order of their arrival."},
+    "priority": integer(
+        -MAX_PRIORITY,
+        MAX_PRIORITY,
+        default=0,
+        description="Higher is more urgent; under any policy low ones are "
+        "preempted first, and under the policy `priority` high ones are served first.",
+    ),
+    "session_id": {
+        **text(MAX_NAME_BYTES),
+        "description": "Keeps the KV of this conversation for its next turn. One sequence and one turn at a time.",
+    },
+    "cache_salt": {
+        **text(MAX_NAME_BYTES),
+        "description": "The cached KV of prompts is shared only among requests of the same salt.",
+    },
     "user": ANY,
     "metadata": ANY,
     "safety_identifier": ANY,
@@ -199,7 +214,7 @@ CHAT = closed(
         **OPTIONS,
         "max_tokens": integer(1, INT32_MAX, deprecated=True),
         "max_completion_tokens": integer(
-            1, INT32_MAX, description="By default the rest of the context, at most the server's --default-max-tokens."
+            1, INT32_MAX, description="By default what there is room for, at most the server's --default-max-tokens."
         ),
         "logprobs": BOOLEAN,
         "top_logprobs": integer(0, MAX_TOP_LOGPROBS),
@@ -233,11 +248,11 @@ def json_response(description: str, schema: Schema) -> Schema:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
-def takes(body: Schema, answer: Schema) -> Schema:
+def takes(body: Schema, answer: Schema, names_model: bool = True) -> Schema:
     """What a route with such a body adds to its description; `answer` is its response."""
     errors = {
         "400": "The body is malformed, or more than the model can take.",
-        "404": "There is no such model.",
+        **({"404": "There is no such model."} if names_model else {}),
         "413": "The body is too large.",
         "415": "The body is compressed, or not JSON.",
         "422": "A value is out of range or not supported.",
@@ -252,4 +267,6 @@ def takes(body: Schema, answer: Schema) -> Schema:
 def generates(body: Schema) -> Schema:
     """The same for a route that answers with what the model says."""
     content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": STRING}}
-    return takes(body, {"description": "The answer, or with `stream` its events.", "content": content})
+    described = takes(body, {"description": "The answer, or with `stream` its events.", "content": content})
+    described["responses"]["409"] = error_response("The session has a turn in progress; try again later.")
+    return described

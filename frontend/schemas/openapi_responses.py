@@ -85,7 +85,7 @@ RESPONSES = closed(
         **{name: schema for name, schema in OPTIONS.items() if name not in NOT_HERE},
         "instructions": _TEXT_OR_NULL,
         "max_output_tokens": integer(
-            1, INT32_MAX, description="By default the rest of the context, at most the server's --default-max-tokens."
+            1, INT32_MAX, description="By default what there is room for, at most the server's --default-max-tokens."
         ),
         "metadata": one_of(
             {

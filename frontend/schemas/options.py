@@ -7,6 +7,7 @@ from msgspec import Raw, Struct
 
 from frontend.errors import ApiError, unsupported
 from frontend.schemas.common import FieldReader, wrong_type
+from protocol.commands import MAX_NAME_BYTES, MAX_PRIORITY
 from protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS
 
 MAX_N = 128
@@ -28,7 +29,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
     "spaces_between_special_tokens": (True,),
-    "priority": (0,),
 }
 """Fields that are not supported, with the values that change nothing and are therefore accepted."""
 
@@ -73,6 +73,12 @@ class GenerationOptions(Struct, frozen=True, kw_only=True):
     regex: str | None
     choice: tuple[str, ...]
     grammar: str | None
+    priority: int
+    """Higher is more urgent."""
+    session_id: str
+    """Conversation whose KV stays for its next turn; "" for none."""
+    cache_salt: str
+    """Cached KV is shared among requests of the same salt alone."""
 
 
 OPTION_NAMES = (
@@ -121,8 +127,13 @@ def read_options(
         regex=fields.text("regex", MAX_PATTERN_CHARS),
         choice=fields.texts("choice", MAX_CHOICES, MAX_STOP_CHARS),
         grammar=fields.text("grammar", MAX_PATTERN_CHARS),
+        priority=fields.integer("priority", 0, -MAX_PRIORITY, MAX_PRIORITY),
+        session_id=_name(fields, "session_id"),
+        cache_salt=_name(fields, "cache_salt"),
     )
     _check_events(options)
+    if options.session_id and options.n > 1:
+        raise refused_with_session("n")
     return options
 
 
@@ -130,6 +141,13 @@ def optional_integer(fields: FieldReader, name: str, low: int, high: int) -> int
     """An integer in bounds, or None where the field is absent or null."""
     value = fields.integer(name, low - 1, low, high)
     return None if value < low else value
+
+
+def _name(fields: FieldReader, field: str) -> str:
+    value = fields.text(field, MAX_NAME_BYTES) or ""
+    if (size := len(value.encode())) > MAX_NAME_BYTES:
+        raise unsupported(f"{field!r} has {size} bytes in UTF-8, at most {MAX_NAME_BYTES}", field)
+    return value
 
 
 def _seed(fields: FieldReader) -> int | None:
@@ -166,6 +184,11 @@ def _check_events(options: GenerationOptions) -> None:
 def refused_with_events(name: str) -> ApiError:
     """422 for a field that a stream of events has no place for."""
     return unsupported(f"{name!r} cannot be combined with 'stream_format': \"events\"; leave one of them out", name)
+
+
+def refused_with_session(name: str) -> ApiError:
+    """422 for a field that asks for more than the one sequence that a turn of a session is."""
+    return unsupported(f"'session_id' takes one sequence at a time; {name!r} asks for more", name)
 
 
 def _include_usage(fields: FieldReader, stream: bool) -> bool:

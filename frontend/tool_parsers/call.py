@@ -60,6 +60,10 @@ class CallReader:
         self._pending.clear()
         return text
 
+    def cut(self) -> None:
+        """The text ends here, within what can only be a call: one of the tool that was named, if one was."""
+        self._announce()
+
     def push(self, character: str) -> bool:
         """Takes a character; false where the call had broken before it, and the character is not part of it."""
         if self._expects is _Expects.IN_VALUE:

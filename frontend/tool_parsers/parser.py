@@ -28,13 +28,17 @@ class _Mode(Enum):
 
 
 class ToolParser:
-    """Reads the text of one choice. With `parallel` off, calls after the first are dropped."""
+    """Reads the text of one choice. With `parallel` off, calls after the first are dropped.
 
-    def __init__(self, form: ToolFormat, names: Set[str], parallel: bool = True) -> None:
+    `required` says that a grammar allows nothing but calls, so that what does not end is a call that was cut.
+    """
+
+    def __init__(self, form: ToolFormat, names: Set[str], parallel: bool = True, required: bool = False) -> None:
         self.num_calls = 0
         self._form = form
         self._names = names
         self._parallel = parallel
+        self._required = required
         self._trigger = form.syntax.trigger
         self._closer = form.syntax.after.strip()
         self._mode = _Mode.TEXT if self._trigger else _Mode.START
@@ -67,12 +71,23 @@ class ToolParser:
 
     def finish(self) -> list[MessageDelta]:
         """What was held back, at the end of the text. A call that had begun stays as far as it came."""
+        if self._required:
+            self._cut()
+            return self._taken()
         if self._reader is not None and self._reader.name is None:
             self._give_up("")
         held, self._held = self._held, ""
         if not (self.num_calls and not held.strip(BLANK)):
             self._content(held)
         return self._taken()
+
+    def _cut(self) -> None:
+        """Shows the name of a call that has no arguments yet. What comes ahead of it, or closes a call, is no text."""
+        reader, self._held = self._reader, ""
+        if reader is not None and reader.name is None:
+            reader.cut()
+            if reader.name is not None:
+                self._announce(reader.name)
 
     def _taken(self) -> list[MessageDelta]:
         out, self._out = self._out, []

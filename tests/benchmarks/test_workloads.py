@@ -89,3 +89,24 @@ def test_a_span_refuses(text: str) -> None:
 def test_a_load_refuses_what_is_ambiguous(fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="a load"):
         Load("bad", **fields)  # type: ignore[arg-type]
+
+
+def test_a_shared_beginning_is_everybodys_and_comes_on_top() -> None:
+    chats = Workload(7, Span(4, 4), Span(1, 9), Span(100, 199), shared=50, shared_label="x")
+    requests = [chats.request(label, index) for label in "ab" for index in range(10)]
+    assert len({tuple(request.prompt[:50]) for request in requests}) == 1
+    assert len({tuple(request.prompt[50:]) for request in requests}) == 20
+    assert {len(request.prompt) for request in requests} == {54}
+    other = Workload(7, Span(4, 4), Span(1, 9), Span(100, 199), shared=50, shared_label="y")
+    assert other.request("a", 0).prompt[:50] != requests[0].prompt[:50]
+    assert other.request("a", 0).prompt[50:] == requests[0].prompt[50:]
+
+
+def test_priorities_are_given_out_in_turn() -> None:
+    spans = (Span(4, 32), Span(1, 9), Span(100, 199))
+    classes = Workload(7, *spans, priorities=(0, 1, 2))
+    requests = [classes.request("a", index) for index in range(6)]
+    assert [request.priority for request in requests] == [0, 1, 2, 0, 1, 2]
+    plain = [WORKLOAD.request("a", index) for index in range(6)]
+    assert [request.prompt for request in requests] == [request.prompt for request in plain]
+    assert {request.priority for request in plain} == {0}

@@ -170,7 +170,7 @@ def test_errors(client: openai.OpenAI) -> None:
     assert isinstance(refuse(messages=[]), openai.BadRequestError)
     assert refuse(messages=[{"role": "user", "content": "word " * 3000}]).code == "context_length_exceeded"
     assert refuse(functions=[]).param == "functions"
-    assert refuse(extra_body={"priority": 1}).param == "priority"
+    assert refuse(extra_body={"priority": 101}).param == "priority"
     assert refuse(audio={"voice": "alloy", "format": "wav"}).param == "audio"
 
 

@@ -14,6 +14,7 @@ from engine_core.constraints.compiler import GrammarCompiler
 from engine_core.engine import Engine
 from engine_core.errors import ConfigError
 from engine_core.heartbeat import Status
+from engine_core.runtime.runtime import TorchRuntime
 from engine_core.stats import new_stats
 from protocol.codec import pack_ids
 from protocol.commands import Hello, Submit
@@ -63,6 +64,38 @@ def test_a_built_engine_answers(folder: Path, pipeline: Any) -> None:
     Compared().check(random_model(), prompt, mailbox.received[CLIENT, 1], params, False)
 
 
+@pytest.mark.parametrize("page_size", [1, 2, 8, 64, "max"])
+def test_any_page_size(folder: Path, page_size: Any) -> None:
+    engine, mailbox, _ = build(folder, page_size=page_size, max_len=60)
+    prompts, params = [[5, 6, 7], [9] * 30, [3]], SamplingParams(25, temperature=0.0, ignore_eos=True)
+    mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "x")))
+    mailbox.inbox += [(CLIENT, Submit(index, pack_ids(prompt), params)) for index, prompt in enumerate(prompts)]
+    while len(mailbox.outcomes) < len(prompts):
+        engine.tick()
+    compared = Compared()
+    for index, prompt in enumerate(prompts):
+        compared.check(random_model(), prompt, mailbox.received[CLIENT, index], params, False)
+
+
+@pytest.mark.parametrize(("max_len", "rounded"), [(32, False), (33, True)])
+def test_a_region_that_is_rounded_up_is_told(
+    folder: Path, max_len: int, rounded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        build(folder, page_size="max", max_len=max_len)
+    assert ("64 positions a sequence, --max-len 33 rounded up to a power of two" in caplog.text) == rounded
+
+
+def test_memory_of_the_pool_as_asked(folder: Path) -> None:
+    token_bytes = 2 * CONFIG.layers * CONFIG.kv_heads * CONFIG.head_dim * 4
+    for kv_dtype, width in (("auto", 1), ("fp8", 4)):
+        engine, _, status = build(folder, kv_memory=100 * 16 * token_bytes, kv_dtype=kv_dtype)
+        assert status.stats.pages_total == 100 * width - 1
+        assert isinstance(engine.runtime, TorchRuntime)
+        pools = (*engine.runtime.kv.keys, *engine.runtime.kv.values)
+        assert sum(pool.nbytes for pool in pools) == 100 * 16 * token_bytes
+
+
 def test_the_facts(folder: Path) -> None:
     engine, mailbox, status = build(folder, kv_tokens=100, max_waiting=7, max_step_tokens=33, served_model_name="mine")
     mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "x")))
@@ -91,6 +124,9 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"max_rows": 0}, "--max-rows"),
     ({}, {"kv_tokens": 1, "page_size": 1}, "--kv-tokens"),
     ({}, {"threads": -1}, "--threads"),
+    ({}, {"kv_tokens": 100, "kv_memory": 2**20}, "--kv-memory and --kv-tokens"),
+    ({}, {"gpu_memory": 0.5}, "--gpu-memory with --device cpu"),
+    ({}, {"kv_memory": 2**50}, "cannot be had"),
     ({"architectures": ["GPT2LMHeadModel"]}, {}, "GPT2LMHeadModel is not supported"),
     ({"hidden_size": 64}, {}, "does not fit the model"),
     ({"eos_token_id": list(range(33))}, {}, "33 end ids, at most 32"),

@@ -6,27 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_core import config as configuration
-from engine_core.config import (
-    EngineConfig,
-    Machine,
-    ModelShape,
-    resolve,
-    resolve_device,
-    resolve_dtype,
-    resolve_threads,
-)
+from engine_core.config import ModelShape, StepConfig, resolve, resolve_device, resolve_dtype, resolve_threads
 from engine_core.errors import ConfigError
 from protocol.engine_options import EngineOptions
 
-GIB = 2**30
-MODEL = ModelShape("tiny", max_positions=2048, kv_bytes_per_token=1024)
-CPU = Machine("cpu", 8 * GIB)
-CUDA = Machine("cuda", 64 * GIB)
+MODEL = ModelShape("tiny", max_positions=2048)
 
 
-def decide(machine: Machine = CPU, model: ModelShape = MODEL, **options: Any) -> EngineConfig:
-    return resolve(EngineOptions(**options), model, machine, "float32")
+def decide(device: str = "cpu", model: ModelShape = MODEL, **options: Any) -> StepConfig:
+    return resolve(EngineOptions(**options), model, device, "float32")
 
 
 class TestDefaults:
@@ -34,18 +22,11 @@ class TestDefaults:
         config = decide()
         assert (config.depth, config.max_rows, config.max_step_tokens, config.prefill_chunk) == (1, 32, 128, 128)
         assert (config.max_len, config.page_size, config.max_waiting) == (2048, 16, 1024)
-        assert config.kv_tokens == 32 * 2048, "no more than all rows together could use"
         assert (config.model_name, config.device, config.dtype) == ("tiny", "cpu", "float32")
 
     def test_of_cuda(self) -> None:
-        config = decide(CUDA)
+        config = decide("cuda")
         assert (config.depth, config.max_rows, config.max_step_tokens, config.prefill_chunk) == (2, 256, 2048, 2048)
-        assert config.kv_tokens == int(64 * GIB * 0.85) // 1024 // 16 * 16
-
-    def test_a_cpu_pool_is_bounded_by_share_and_by_size(self) -> None:
-        model = ModelShape("big", 100_000, 1 << 20)
-        assert decide(Machine("cpu", 4 * GIB), model).kv_tokens == 1024
-        assert decide(Machine("cpu", 1000 * GIB), model).kv_tokens == 4096
 
     def test_a_small_pool_leaves_the_context_to_the_model(self) -> None:
         """A request that does not fit the pool is refused with the pool's numbers, not as too long for the model."""
@@ -57,37 +38,48 @@ class TestDefaults:
     def test_a_name_to_serve_under(self) -> None:
         assert decide(served_model_name="mine").model_name == "mine"
 
-    @pytest.mark.parametrize(("machine", "pipeline", "depth"), [(CPU, "on", 2), (CPU, "off", 1), (CUDA, "off", 1)])
-    def test_the_pipeline_as_asked(self, machine: Machine, pipeline: str, depth: int) -> None:
-        assert decide(machine, pipeline=pipeline).depth == depth
+    @pytest.mark.parametrize(("device", "pipeline", "depth"), [("cpu", "on", 2), ("cpu", "off", 1), ("cuda", "off", 1)])
+    def test_the_pipeline_as_asked(self, device: str, pipeline: str, depth: int) -> None:
+        assert decide(device, pipeline=pipeline).depth == depth
 
-    def test_a_chunk_is_no_longer_than_a_step(self) -> None:
-        assert decide(prefill_chunk=10_000).prefill_chunk == 128
-        assert decide(prefill_chunk=100).prefill_chunk == 100
+    @pytest.mark.parametrize(("asked", "chunk", "step"), [(100, 100, 128), (500, 500, 500), (10_000, 2048, 2048)])
+    def test_a_step_holds_the_chunk_that_was_asked_for(self, asked: int, chunk: int, step: int) -> None:
+        config = decide(prefill_chunk=asked)
+        assert (config.prefill_chunk, config.max_step_tokens) == (chunk, step)
 
-    @pytest.mark.parametrize(("max_len", "page_size", "pages"), [(32, 16, 2), (33, 16, 3), (2, 16, 1), (5, 1, 5)])
-    def test_pages_of_a_row(self, max_len: int, page_size: int, pages: int) -> None:
-        assert decide(max_len=max_len, page_size=page_size).pages_per_row == pages
+    @pytest.mark.parametrize(
+        ("max_len", "page_size", "pages"), [(32, 16, 2), (33, 16, 3), (2, None, 1), (5, 1, 5), (33, 64, 1)]
+    )
+    def test_pages_of_a_row(self, max_len: int, page_size: int | None, pages: int) -> None:
+        config = decide(max_len=max_len, page_size=page_size)
+        assert (config.pages_per_row, config.row_pages) == (pages, 32 * pages)
+
+    @pytest.mark.parametrize(
+        ("max_len", "page_size"), [(None, 2048), (2, 2), (3, 4), (4, 4), (5, 8), (1024, 1024), (1025, 2048)]
+    )
+    def test_one_page_a_sequence(self, max_len: int | None, page_size: int) -> None:
+        config = decide(max_len=max_len, page_size="max")
+        assert (config.page_size, config.pages_per_row) == (page_size, 1)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"page_size": 0}, "--page-size 0"),
     ({"page_size": -16}, "--page-size -16"),
     ({"page_size": 12}, "--page-size 12 is no power of two"),
+    ({"page_size": 4096}, "--page-size 4096 is more than a sequence of --max-len 2048 can use; at most 2048, or max"),
+    ({"page_size": 128, "max_len": 33}, "--page-size 128 is more than a sequence of --max-len 33 can use; at most 64"),
     ({"max_rows": 0}, "--max-rows 0: at least 1"),
     ({"max_rows": -1}, "--max-rows -1: at least 1"),
     ({"max_waiting": 0}, "--max-waiting 0: at least 1"),
     ({"max_step_tokens": 0}, "--max-step-tokens 0: at least 1"),
     ({"max_step_tokens": 31}, "--max-step-tokens 31 is below --max-rows 32"),
     ({"prefill_chunk": 0}, "--prefill-chunk 0: at least 1"),
+    ({"max_step_tokens": 512, "prefill_chunk": 513}, "--prefill-chunk 513 is more than the --max-step-tokens 512"),
+    ({"graph_rows": "1,2"}, "--graph-rows 1,2 with --device cpu"),
+    ({"graph_tokens": "64"}, "--graph-tokens 64 with --device cpu"),
     ({"max_len": 0}, "--max-len 0: at least 1"),
     ({"max_len": 1}, "--max-len 1: at least 2"),
     ({"max_len": 2049}, "--max-len 2049, but the model's positions end at 2048"),
-    ({"kv_tokens": 0}, "less than one page of 16; raise --kv-tokens"),
-    ({"kv_tokens": -5}, "less than one page"),
-    ({"kv_tokens": 15}, "the KV pool has 15 tokens"),
-    ({"kv_tokens": 100, "max_len": 97}, "--max-len 97 does not fit the KV pool of 96 tokens"),
-    ({"kv_tokens": 1, "page_size": 1}, "--kv-tokens"),
 ]
 
 
@@ -98,9 +90,12 @@ def test_contradictions_are_named_with_numbers(options: dict[str, Any], text: st
     assert text in str(caught.value)
 
 
-def test_no_memory_left() -> None:
-    with pytest.raises(ConfigError, match=r"0\.00 GiB free, 1024 bytes a token"):
-        decide(Machine("cuda", 1000))
+def test_graphs_of_prompts_come_with_those_of_rows() -> None:
+    with pytest.raises(ConfigError, match="--graph-rows off and --graph-tokens 128 exclude each other"):
+        decide("cuda", graph_rows="off", graph_tokens="128")
+    for off in ({"graph_rows": "off"}, {"graph_rows": "off", "graph_tokens": "off"}):
+        assert (decide("cpu", **off).graph_rows, decide("cuda", **off).graph_rows) == ((), ())
+    assert decide("cuda", graph_rows="4", graph_tokens="128").graph_tokens == (128,)
 
 
 class TestDevice:
@@ -157,16 +152,15 @@ MAYBE = st.none() | st.integers(-2, 700)
         max_len=MAYBE,
         max_step_tokens=MAYBE,
         prefill_chunk=MAYBE,
-        page_size=st.sampled_from([1, 2, 8, 16, 64]),
-        kv_tokens=st.none() | st.integers(2, 5000),
+        page_size=st.sampled_from([1, 2, 8, 16, 64, "max"]),
         max_waiting=st.integers(1, 9),
     ),
-    st.builds(ModelShape, st.just("m"), st.integers(2, 600), st.integers(1, 1 << 22)),
-    st.builds(Machine, st.sampled_from(["cpu", "cuda"]), st.integers(0, 64 * GIB)),
+    st.builds(ModelShape, st.just("m"), st.integers(2, 600)),
+    st.sampled_from(["cpu", "cuda"]),
 )
-def test_whatever_is_decided_holds_together(options: EngineOptions, model: ModelShape, machine: Machine) -> None:
+def test_whatever_is_decided_holds_together(options: EngineOptions, model: ModelShape, device: str) -> None:
     try:
-        config = resolve(options, model, machine, "float32")
+        config = resolve(options, model, device, "float32")
     except ConfigError:
         return
     assert 2 <= config.max_len <= model.max_positions
@@ -174,10 +168,9 @@ def test_whatever_is_decided_holds_together(options: EngineOptions, model: Model
     assert 1 <= config.prefill_chunk <= config.max_step_tokens
     assert config.depth in (1, 2)
     assert (config.pages_per_row - 1) * config.page_size < config.max_len <= config.pages_per_row * config.page_size
-    if options.kv_tokens is not None:
-        assert config.kv_tokens <= options.kv_tokens
-    elif machine.device == "cpu":
-        assert config.kv_tokens * model.kv_bytes_per_token <= configuration.CPU_KV_BYTES
+    assert config.page_size.bit_count() == 1
     for name in ("max_len", "max_rows", "max_step_tokens"):
         if getattr(options, name) is not None:
             assert getattr(config, name) == getattr(options, name), "what is asked for is given or refused"
+    if options.prefill_chunk is not None:
+        assert config.prefill_chunk == min(int(options.prefill_chunk), config.max_len)

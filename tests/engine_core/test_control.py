@@ -9,18 +9,19 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from engine_core.control import Control
-from engine_core.kv_cache.pages import PageAllocator
-from engine_core.scheduler.admission import PageGate, RowGate
-from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
+from engine_core.scheduler.admission import RowGate
+from engine_core.scheduler.limits import SchedulerLimits
+from engine_core.scheduler.scheduler import Scheduler
 from engine_core.stats import new_stats
 from protocol.codec import pack_floats, pack_ids
-from protocol.commands import Abort, AnyCommand, Goodbye, Hello, Submit
+from protocol.commands import Abort, AnyCommand, EndSession, Goodbye, Hello, Inspect, SetPolicy, Submit
 from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Failure, Finished, Limits, ModelFacts, Ready, Refused
+from protocol.events import Answer, Failure, Finished, Inspection, Limits, ModelFacts, Ready, Refused
 from protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
 from protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
 from tests.fakes.constraint import FakeCompiler, FakeVerifier
+from tests.fakes.memory import kv_memory
 from tests.protocol.messages import COMMANDS
 
 EPOCH, VOCAB, MAX_LEN, END = 77, 100, 48, 1
@@ -31,7 +32,7 @@ PROMPT = pack_ids([5, 6, 7])
 
 def new(pages: int = 21, max_waiting: int = 3) -> Control:
     limits = SchedulerLimits(16, 16, max_waiting)
-    scheduler = Scheduler(RowGate(4), PageGate(PageAllocator(pages), 4), limits, FakeVerifier())
+    scheduler = Scheduler(RowGate(4), kv_memory(pages), limits, FakeVerifier())
     return Control(scheduler, FakeCompiler(), EPOCH, FACTS, LIMITS, new_stats(), FakeClock())
 
 
@@ -83,6 +84,77 @@ class TestHello:
         assert control.scheduler.knows(b"a", 9)
 
 
+class TestScheduling:
+    def test_what_a_request_says_of_itself(self) -> None:
+        control = greeted()
+        asked = Submit(9, PROMPT, SamplingParams(4), priority=3, session="talk", cache_salt="pepper")
+        assert control.apply(b"a", asked) is None
+        (seq,) = control.scheduler.waiting
+        assert (seq.priority, seq.session, seq.namespace) == (3, "talk", b"pepper")
+
+    @pytest.mark.parametrize(
+        ("field", "value", "text"),
+        [
+            ("priority", 101, "priority is 101, -100 to 100"),
+            ("priority", -101, "priority is -101"),
+            ("session", "é" * 129, "session_id has 258 bytes in UTF-8, at most 256"),
+            ("cache_salt", "x" * 257, "cache_salt has 257 bytes"),
+        ],
+    )
+    def test_out_of_range(self, field: str, value: Any, text: str) -> None:
+        control = greeted()
+        refusal = control.apply(b"a", structs.replace(submit(), **{field: value}))
+        assert isinstance(refusal, Failure)
+        assert refusal.code is ErrorCode.INVALID_VALUE
+        assert text in refusal.message
+        assert control.scheduler.open == 0
+
+    def test_a_busy_session(self) -> None:
+        control = greeted(b"a", b"b")
+        assert control.apply(b"a", structs.replace(submit(), session="talk")) is None
+        refusal = control.apply(b"b", structs.replace(submit(), session="talk"))
+        assert isinstance(refusal, Failure)
+        assert refusal.code is ErrorCode.SESSION_BUSY
+        assert control.stats.requests_failed == {"session_busy": 1}
+
+    def test_ending_a_session(self) -> None:
+        control = greeted()
+        assert control.apply(b"a", EndSession(5, "talk")) == Answer(5, False, "there is no session 'talk'")
+        control.apply(b"a", structs.replace(submit(), session="talk"))
+        assert control.apply(b"a", EndSession(6, "talk")) == Answer(6, True)
+        control.apply(b"a", Abort([9]))
+        assert control.apply(b"a", EndSession(7, "talk")) == Answer(7, False, "there is no session 'talk'")
+        assert control.apply(b"a", EndSession(7, "talk")) == Answer(7, False, "there is no session 'talk'")
+
+    def test_another_policy(self) -> None:
+        control = greeted()
+        assert control.apply(b"a", SetPolicy(1, "priority")) == Answer(1, True)
+        assert control.scheduler.policy == "priority"
+        answer = control.apply(b"a", SetPolicy(2, "magic"))
+        assert isinstance(answer, Answer)
+        assert (answer.ok, answer.message) == (
+            False,
+            "there is no policy 'magic'; choose one of fcfs, prefill_first, decode_first, decode_round_robin, priority",
+        )
+        assert control.scheduler.policy == "priority"
+
+    def test_static_batches_have_one_policy(self) -> None:
+        control = greeted()
+        control.scheduler.limits = SchedulerLimits(16, 0, 3, static=True)
+        answer = control.apply(b"a", SetPolicy(1, "decode_first"))
+        assert isinstance(answer, Answer)
+        assert "policy decode_first needs --batching continuous" in answer.message
+        assert control.apply(b"a", SetPolicy(2, "fcfs")) == Answer(2, True)
+
+    def test_an_inspection(self) -> None:
+        control = greeted()
+        control.apply(b"a", submit())
+        seen = control.apply(b"a", Inspect(4))
+        assert isinstance(seen, Inspection)
+        assert (seen.call, [sequence.request_id for sequence in seen.sequences]) == (4, [9])
+        assert seen.stats is control.stats
+
+
 class TestSubmit:
     def test_makes_a_sequence(self) -> None:
         control = greeted()
@@ -97,14 +169,14 @@ class TestSubmit:
     def test_ignoring_the_models_ends_keeps_its_own(self) -> None:
         control = greeted()
         control.apply(b"a", submit(stop_token_ids=pack_ids([8]), ignore_eos=True))
-        assert control.scheduler.waiting[0].end_ids == {8}
+        assert next(iter(control.scheduler.waiting)).end_ids == {8}
 
     def test_an_open_id_is_not_taken_twice(self) -> None:
         control = greeted()
         assert control.apply(b"a", submit()) is None
         assert control.apply(b"a", submit(pack_ids([1]))) is None
         assert control.scheduler.open == control.stats.requests_accepted == 1
-        assert list(control.scheduler.waiting[0].tokens) == [5, 6, 7]
+        assert list(next(iter(control.scheduler.waiting)).tokens) == [5, 6, 7]
 
     def test_the_same_id_of_two_frontends_is_two_requests(self) -> None:
         control = greeted(b"a", b"b")
@@ -197,7 +269,7 @@ def test_more_than_the_pool_can_ever_hold() -> None:
     answer = greeted(pages=3).apply(b"a", submit(max_tokens=10))
     assert isinstance(answer, Failure)
     assert answer.code is ErrorCode.KV_CAPACITY
-    assert "3 prompt tokens and max_tokens 10 need 4 KV pages of 4 tokens, the pool has 2" in answer.message
+    assert "3 prompt tokens and max_tokens 10 need 3 KV pages of 4 tokens, the pool has 2" in answer.message
 
 
 def test_a_full_queue() -> None:
@@ -251,7 +323,7 @@ def test_no_command_raises(commands: list[AnyCommand]) -> None:
     control = greeted()
     for command in commands:
         answer = control.apply(b"a", command)
-        assert answer is None or isinstance(answer, Ready | Refused | Failure)
+        assert answer is None or isinstance(answer, Ready | Refused | Failure | Answer | Inspection)
         if b"a" not in control.clients:
             control.apply(b"a", Hello(PROTOCOL_VERSION, EPOCH, "test"))
     for seq in control.scheduler.waiting:

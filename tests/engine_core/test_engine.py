@@ -6,9 +6,10 @@ import pytest
 
 from engine_core.engine import FAREWELL_TRIES
 from engine_core.errors import FatalError, RowError
-from protocol.commands import Abort, Goodbye, Hello, Submit
+from protocol.codec import pack_ids
+from protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, SetPolicy, Submit
 from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Failure, Finished, Ready
+from protocol.events import Answer, Failure, Finished, Inspection, Ready
 from protocol.params import SamplingParams
 from protocol.version import PROTOCOL_VERSION
 from tests.fakes.bench import CLIENT, EPOCH, Bench
@@ -309,11 +310,14 @@ def test_counting() -> None:
     bench.say(Submit(4, b"", SamplingParams(1)))
     bench.engine.tick()
     stats = bench.stats
-    assert (stats.running, stats.waiting, stats.pages_used) == (2, 1, 4)
+    assert (stats.running, stats.waiting, stats.pages_used) == (2, 1, 2)
     bench.clock.advance(2.0)
+    bench.engine.tick()
+    assert (stats.waiting, stats.oldest_wait) == (1, 2.0)
     bench.finish()
     bench.engine.tick()
     assert (stats.running, stats.waiting, stats.pages_used, stats.steps_in_flight) == (0, 0, 0, 0)
+    assert stats.oldest_wait == 0.0
     assert stats.requests_accepted == 3
     assert stats.requests_finished == {"stop": 0, "length": 3, "abort": 0}
     assert stats.requests_failed == {"invalid_value": 1}
@@ -322,3 +326,40 @@ def test_counting() -> None:
     assert sum(stats.queue_time.counts) == 3
     assert stats.queue_time.total == 2.0
     assert stats.step_rows.total == 9.0
+
+
+def test_what_was_cached_is_told_before_the_first_token() -> None:
+    bench = Bench(2)
+    prompt = pack_ids(range(10, 20))
+    for request_id in (1, 2):
+        bench.say(Submit(request_id, prompt, SamplingParams(3, ignore_eos=True)))
+        bench.finish()
+    assert bench.mailbox.cached == {(CLIENT, 2): 8}
+    bench.engine.tick()
+    assert (bench.stats.prefix_queries, bench.stats.prefix_hits, bench.stats.pages_cached) == (20, 8, 3)
+
+
+def test_a_preempted_request_is_counted_once() -> None:
+    bench = Bench(1)
+    bench.say(Submit(1, pack_ids(range(10, 20)), SamplingParams(6, ignore_eos=True)))
+    for _ in range(3):
+        bench.engine.tick()
+    (seq,) = bench.scheduler.running.values()
+    bench.scheduler.preempt(seq)
+    bench.finish()
+    bench.engine.tick()
+    stats = bench.stats
+    assert (stats.prompt_tokens, stats.generation_tokens, stats.preemptions) == (10, 6, 1)
+    assert sum(stats.queue_time.counts) == 1
+    assert (stats.prefix_queries, stats.prefix_hits) == (10, 0), "what it finds of its own is no hit"
+    assert bench.mailbox.cached == {}
+
+
+def test_questions_are_answered_while_nothing_runs() -> None:
+    bench = Bench(2)
+    bench.say(SetPolicy(1, "decode_first"), Inspect(2), EndSession(3, "x"))
+    bench.engine.tick()
+    answers = [event for _, event in bench.mailbox.replies[1:]]
+    assert [type(event) for event in answers] == [Answer, Inspection, Answer]
+    assert isinstance(answers[1], Inspection)
+    assert answers[1].policy == "decode_first"

@@ -15,7 +15,7 @@ from engine_core.wakeup import Wakeup
 from protocol.codec import decode_event, encode, runs
 from protocol.commands import Abort, AnyCommand, Goodbye, Hello
 from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Failure, Finished, Refused, StepOutput
+from protocol.events import Failure, Finished, Refused, Started, StepOutput
 from protocol.sockets import SEND_HIGH_WATER_MARK, bind_router, connect_dealer
 from tests.protocol.keeping import KeepingContext
 
@@ -158,6 +158,7 @@ class TestFlush:
             wire.mailbox.tokens(client, Delta([1], [11]))
             wire.mailbox.ended(client, Finished(1, FinishReason.STOP, 11))
             wire.mailbox.ended(client, Failure(2, ErrorCode.ENGINE_FAILED, "x"))
+            wire.mailbox.started(client, Started(3, 64))
         assert wire.mailbox.flush(6) == []
         assert not wire.mailbox.backlog
         for dealer, _ in peers:
@@ -166,6 +167,7 @@ class TestFlush:
             assert list(runs(output)) == [(1, [10]), (2, [20]), (1, [11])]
             assert output.finished == [Finished(1, FinishReason.STOP, 11)]
             assert output.failures == [Failure(2, ErrorCode.ENGINE_FAILED, "x")]
+            assert output.started == [Started(3, 64)]
         assert wire.mailbox.flush(7) == []
         wire.mailbox.tokens(peers[0][1], Delta([5], [50]))
         wire.mailbox.flush(8)

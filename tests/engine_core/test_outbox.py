@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from engine_core.outbox import Outbox
 from protocol.codec import decode_event, runs
 from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Failure, Finished, StepOutput, TokenLogprobs
+from protocol.events import Failure, Finished, Started, StepOutput, TokenLogprobs
 
 
 def message(box: Outbox, step_id: int = 1) -> StepOutput:
@@ -21,10 +21,11 @@ def test_a_new_one_is_empty() -> None:
     assert message(box, 3) == StepOutput(3, b"", b"", b"")
 
 
-def test_terminal_events_alone_make_a_message() -> None:
+def test_events_alone_make_a_message() -> None:
     for name, outcome in (
         ("finished", Finished(1, FinishReason.STOP, 5)),
         ("failures", Failure(1, ErrorCode.OVERLOADED, "x")),
+        ("started", Started(1, 512)),
     ):
         box = Outbox()
         getattr(box, name).append(outcome)

@@ -51,10 +51,15 @@ def test_plans_do_not_change() -> None:
     [
         ({}, True),
         ({"tokens": b"\1\0\0\0"}, False),
-        ({"new_pages": (3,)}, False),
+        ({"new_pages": (3,)}, True),
         ({"constrained": True}, False),
         ({"suppress_ends": True}, False),
     ],
 )
 def test_steady_decode_is_plain(news: dict[str, Any], plain: bool) -> None:
     assert plan(row(), Row(2, 2, 5, 1, True, **news)).plain is plain
+
+
+def test_the_news_of_a_plan() -> None:
+    quiet, tokens, pages = row(), Row(2, 2, 5, 1, True, tokens=b"\1\0\0\0"), Row(3, 3, 5, 1, True, new_pages=(3,))
+    assert plan(quiet, tokens, pages).news == (tokens, pages)

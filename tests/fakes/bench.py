@@ -5,11 +5,11 @@ from typing import Any
 from engine_core.contracts import Masks
 from engine_core.control import Control
 from engine_core.engine import Engine
-from engine_core.kv_cache.pages import PageAllocator
 from engine_core.pipeline import PipelineState
 from engine_core.plan import StepPlan
-from engine_core.scheduler.admission import PageGate, RowGate
-from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
+from engine_core.scheduler.admission import RowGate
+from engine_core.scheduler.limits import SchedulerLimits
+from engine_core.scheduler.scheduler import Scheduler
 from engine_core.stats import StageClock, new_stats
 from protocol.codec import pack_ids
 from protocol.commands import Hello, Submit
@@ -19,6 +19,7 @@ from protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
 from tests.fakes.constraint import FakeCompiler, FakeVerifier
 from tests.fakes.mailbox import FakeMailbox
+from tests.fakes.memory import kv_memory
 from tests.fakes.model import END, VOCAB
 from tests.fakes.runtime import FakeRuntime
 
@@ -59,8 +60,8 @@ class Bench:
 
     def __init__(self, depth: int, rows: int = 4, pages: int = 100) -> None:
         self.runtime = RecordingRuntime(rows, pages, 4)
-        self.pages = PageAllocator(pages)
-        self.scheduler = Scheduler(RowGate(rows), PageGate(self.pages, 4), SchedulerLimits(64, 64, 50), FakeVerifier())
+        self.memory = kv_memory(pages)
+        self.scheduler = Scheduler(RowGate(rows), self.memory, SchedulerLimits(64, 64, 50), FakeVerifier())
         self.mailbox, self.clock, self.stats = FakeMailbox(), FakeClock(), new_stats()
         facts = ModelFacts("fake", VOCAB, 64, [END], "", "cpu", "float32", 0)
         self.compiler = FakeCompiler()
@@ -101,4 +102,4 @@ class Bench:
         return outcome
 
     def at_rest(self) -> bool:
-        return not self.scheduler.open and not list(self.scheduler.held) and self.pages.used == 0
+        return not self.scheduler.open and not list(self.scheduler.held) and self.memory.in_use == 0

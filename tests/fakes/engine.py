@@ -8,26 +8,31 @@ import time
 from collections.abc import Callable
 
 import zmq
-from msgspec import Struct
 
-from protocol.codec import decode_command, encode, pack_floats, pack_ids, step_output, unpack_ids
-from protocol.commands import Abort, Goodbye, Hello, Submit
+from protocol.codec import decode_command, encode, step_output, unpack_ids
+from protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, SetPolicy, Submit
+from protocol.engine_options import POLICIES
 from protocol.errors import ErrorCode, FinishReason
 from protocol.events import (
+    Answer,
+    AnyEvent,
     Beat,
     EngineStats,
     Failure,
     Finished,
+    InspectedSession,
+    Inspection,
     Limits,
     ModelFacts,
     Phase,
     Ready,
     Refused,
+    Started,
     StepOutput,
-    TokenLogprobs,
 )
 from protocol.sockets import bind_heartbeat, bind_router, heartbeat_endpoint
 from protocol.version import PROTOCOL_VERSION
+from tests.fakes.running import Running
 
 END_ID = 1
 
@@ -42,54 +47,13 @@ def repeat_prompt(submit: Submit) -> list[int]:
     return list(itertools.islice(ids, submit.sampling.max_tokens))
 
 
-def fake_logprob(position: int, token: int) -> float:
-    """What the fake engine says of a token; a multiple of 1/8, so that float32 holds it."""
-    return -(position % 5 + 1 + token % 8 / 8)
-
-
-def fake_line(position: int, token: int, top: int) -> bytes:
-    """One line of `TokenLogprobs`: the token itself, then ids 2, 3, ..., none of which has any probability."""
-    values = [fake_logprob(position, token), *[float("-inf")] * top]
-    return pack_floats(values) + pack_ids(range(2, 2 + top))
-
-
-class Running(Struct):
-    """A request that the engine owes an end."""
-
-    identity: bytes
-    submit: Submit
-    tokens: list[int]
-    ends_by_itself: bool
-    position: int
-    """Of the next token."""
-
-    @property
-    def request_id(self) -> int:
-        return self.submit.request_id
-
-    def logprobs(self, count: int) -> list[TokenLogprobs]:
-        """Of the next `count` tokens, and of the prompt ahead of the first."""
-        submit, prompt = self.submit, unpack_ids(self.submit.prompt_ids)
-        parts: list[TokenLogprobs] = []
-        top = submit.prompt_logprobs
-        if top is not None and self.position == len(prompt) > 1:
-            half = len(prompt) // 2 + 1
-            for start, end in ((1, half), (half, len(prompt))):
-                lines = b"".join([fake_line(at, prompt[at], top) for at in range(start, end)])
-                parts.append(TokenLogprobs(submit.request_id, start, top, lines))
-        if submit.logprobs is not None and count:
-            tokens = enumerate(self.tokens[:count], self.position)
-            lines = b"".join([fake_line(at, token, submit.logprobs) for at, token in tokens])
-            parts.append(TokenLogprobs(submit.request_id, self.position, submit.logprobs, lines))
-        return parts
-
-
 class FakeEngine:
     """Runs in a thread. Each step gives every running request `tokens_per_step` tokens of its script.
 
     A script shorter than `max_tokens` ends with `end_id` as the stop token. The public attributes may be changed at
     any time: `hold` accepts and yields nothing, `frozen` stops beats and steps with the sockets left open, `refusal`
-    answers every submit with this failure, `break_after` fails a request after so many tokens.
+    answers every submit with this failure, `break_after` fails a request after so many tokens, `cached` says how much
+    of a prompt was in the cache, `mute` leaves calls without an answer.
     """
 
     def __init__(
@@ -113,6 +77,11 @@ class FakeEngine:
         self.hello_refusal: str | None = None
         self.refusal: ErrorCode | None = None
         self.break_after: int | None = None
+        self.cached: Callable[[Submit], int] = lambda _: 0
+        self.mute = False
+        self.policy = "fcfs"
+        self.kv_tokens = 65536
+        self.sessions: set[str] = set()
         self.end_id = END_ID
         self.tokens_per_step = 1
         self.step_seconds = 0.001
@@ -188,6 +157,8 @@ class FakeEngine:
                     self.aborts.extend(command.request_ids)
                     for request_id in command.request_ids:
                         self._running.pop((identity, request_id), None)
+                case EndSession() | SetPolicy() | Inspect() if identity in self._greeted and not self.mute:
+                    self._send(router, identity, self._answer(command))
                 case Goodbye():
                     self.goodbyes += 1
                     self._forget(identity)
@@ -204,15 +175,18 @@ class FakeEngine:
             self._send(router, identity, Refused(self.hello_refusal))
             return
         self._greeted.add(identity)
-        limits = Limits(max_rows=64, kv_tokens=65536, page_size=16, max_step_tokens=512, max_waiting=1024)
+        limits = Limits(max_rows=64, kv_tokens=self.kv_tokens, page_size=16, max_step_tokens=512, max_waiting=1024)
         self._send(router, identity, Ready(self.protocol_version, self.epoch, self.facts, limits))
 
     def _accept(self, router: zmq.Socket[bytes], identity: bytes, submit: Submit) -> None:
         self.submits.append(submit)
-        if self.refusal is not None:
-            failure = Failure(submit.request_id, self.refusal, "refused by the fake engine")
+        refusal = ErrorCode.SESSION_BUSY if submit.session in self._busy() else self.refusal
+        if refusal is not None:
+            failure = Failure(submit.request_id, refusal, "refused by the fake engine")
             self._send(router, identity, StepOutput(0, b"", b"", b"", [], [failure]))
             return
+        if submit.session:
+            self.sessions.add(submit.session)
         tokens = self.script(submit)
         room = submit.sampling.max_tokens
         ends = len(tokens) < room
@@ -220,6 +194,30 @@ class FakeEngine:
         self._running[identity, submit.request_id] = Running(
             identity, submit, tokens, ends, len(submit.prompt_ids) // 4
         )
+
+    def _answer(self, command: EndSession | SetPolicy | Inspect) -> Answer | Inspection:
+        match command:
+            case EndSession(call, session):
+                known = session in self.sessions
+                self.sessions.discard(session)
+                return Answer(call, known, "" if known else "no such session")
+            case SetPolicy(call, policy):
+                if policy not in POLICIES:
+                    return Answer(call, False, f"there is no policy {policy!r}")
+                self.policy = policy
+                return Answer(call, True)
+            case Inspect(call):
+                return self._inspection(call)
+
+    def _inspection(self, call: int) -> Inspection:
+        rows = self._running.values()
+        sequences = [running.inspected(row, self.cached(running.submit)) for row, running in enumerate(rows)]
+        busy = self._busy()
+        sessions = [InspectedSession(name, name in busy, 2, 0.0) for name in sorted(self.sessions)]
+        return Inspection(call, self.policy, self.stats, 4000, 0, sequences, sessions)
+
+    def _busy(self) -> set[str]:
+        return {running.submit.session for running in self._running.values()} - {""}
 
     def _step(self, router: zmq.Socket[bytes]) -> None:
         """One step output for each frontend."""
@@ -236,6 +234,8 @@ class FakeEngine:
             )
             for row, run in zip(rows, runs, strict=True):
                 output.logprobs.extend(row.logprobs(len(run)))
+                if row.position == len(row.submit.prompt_ids) // 4 and (cached := self.cached(row.submit)):
+                    output.started.append(Started(row.request_id, cached))
                 self._advance(row, len(run), output)
             self._send(router, identity, output)
 
@@ -253,7 +253,7 @@ class FakeEngine:
             output.finished.append(Finished(row.request_id, reason, self.end_id if row.ends_by_itself else None))
             del self._running[row.identity, row.request_id]
 
-    def _send(self, router: zmq.Socket[bytes], identity: bytes, event: Ready | Refused | StepOutput) -> None:
+    def _send(self, router: zmq.Socket[bytes], identity: bytes, event: AnyEvent) -> None:
         try:
             router.send_multipart([identity, encode(event)])
         except zmq.ZMQError as error:

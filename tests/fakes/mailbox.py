@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 from engine_core.contracts import Delta
 from protocol.commands import AnyCommand
-from protocol.events import AnyEvent, Failure, Finished, TokenLogprobs
+from protocol.events import AnyEvent, Failure, Finished, Started, TokenLogprobs
 
 
 class FakeMailbox:
-    """Commands come from `inbox`, or from `on_drain`, which a test may set to act before every tick."""
+    """Commands come from `inbox`, or from `on_drain`, which a test may set to act before every tick. `on_wait` sees the
+    loop fall asleep."""
 
     def __init__(self) -> None:
         self.inbox: deque[tuple[bytes, AnyCommand]] = deque()
@@ -17,10 +18,12 @@ class FakeMailbox:
         self.received: dict[tuple[bytes, int], list[int]] = defaultdict(list)
         self.logprobs: dict[tuple[bytes, int], list[TokenLogprobs]] = defaultdict(list)
         self.outcomes: dict[tuple[bytes, int], list[Finished | Failure]] = defaultdict(list)
+        self.cached: dict[tuple[bytes, int], int] = {}
         self.gone: set[bytes] = set()
         self.stuck = False
         self.on_drain: Callable[[], None] = lambda: None
         self.on_flush: Callable[[], None] = lambda: None
+        self.on_wait: Callable[[], None] = lambda: None
         self._told: set[bytes] = set()
 
     @property
@@ -35,6 +38,7 @@ class FakeMailbox:
 
     def wait(self, seconds: float) -> None:
         assert seconds > 0
+        self.on_wait()
 
     def wake(self) -> None:
         return None
@@ -51,6 +55,10 @@ class FakeMailbox:
             assert key not in self.outcomes, f"log-probabilities for {lines.request_id} after its terminal event"
             self.logprobs[key].append(lines)
         self._told.add(client)
+
+    def started(self, client: bytes, started: Started) -> None:
+        assert not self.received.get((client, started.request_id)), f"{started} comes after the first token"
+        self.cached[client, started.request_id] = started.cached_tokens
 
     def ended(self, client: bytes, outcome: Finished | Failure) -> None:
         self.outcomes[client, outcome.request_id].append(outcome)

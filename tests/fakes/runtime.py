@@ -1,6 +1,7 @@
 """A device made of lists, which obeys the contract of `contracts.Runtime` and complains about whoever does not."""
 
 from array import array
+from collections.abc import Callable
 
 from engine_core.contracts import Constraint, DeviceTimes, Masks, StepLogprobs
 from engine_core.kv_cache.pages import PADDING_PAGE
@@ -13,35 +14,50 @@ from tests.fakes.model import choose, fold, logprob_line
 class FakeRuntime:
     """Executes in the order of enqueueing, like a stream; results leave a slot through `collect` alone.
 
-    Holds a token table by row, a page table by row and a pool of positions. Every read checks that the position was
-    written by the same sequence: a page that changed hands too early is an assertion here, not a wrong token later.
+    Holds a token table by row, a page table by row and a pool of positions. A place of the pool holds what the KV of
+    a position depends on: the position, and the fold of all tokens up to it. Every row checks every place that its
+    attention reads against the tokens it has: a page that holds another prefix, was freed, or is not written to its
+    end is an assertion here, not a wrong token later.
     """
 
     def __init__(self, max_rows: int, pages: int, page_size: int) -> None:
         self.page_size = page_size
         self.tokens: list[dict[int, int]] = [{} for _ in range(max_rows + 1)]
         self.page_table: list[list[int]] = [[] for _ in range(max_rows + 1)]
-        self.pool: list[tuple[int, int, int] | None] = [None] * (pages * page_size)
-        """Per place: (sequence, position, folded state)."""
+        self.pool: list[tuple[int, int] | None] = [None] * (pages * page_size)
+        """Per place: (position, folded state)."""
         self.admissions: dict[int, Admission] = {}
+        self.resumed: set[int] = set()
+        """Sequences that were admitted more than once: what they upload may have been sampled."""
         self.jumped = 0
         """Positions of generated tokens that were uploaded, not sampled."""
         self.launched: dict[int, StepPlan] = {}
         self.results: dict[int, list[int]] = {}
         self.lines: dict[int, list[bytes]] = {}
         """By slot, until its next launch: log-probabilities of the sampled rows, then of the scored positions."""
+        self.pages_in_flight: dict[int, set[int]] = {}
+        """By slot: the pages that its step reads or writes, until it is collected."""
+        self.is_shared: Callable[[int], bool] = lambda _: False
+        """Whether a page lies in the prefix cache: nobody may write it."""
+        self.uploads = 0
+        """Tokens uploaded by the step launched last."""
 
     def launch(self, slot: int, plan: StepPlan) -> None:
         assert slot not in self.launched and slot not in self.results, f"slot {slot} launched before it was collected"
         for admission in plan.admitted:
+            if admission.seq_id in self.admissions:
+                self.resumed.add(admission.seq_id)
             self.admissions[admission.seq_id] = admission
             self.tokens[admission.row] = {}
             self.page_table[admission.row] = []
         self.lines[slot] = []
+        self.uploads = 0
+        touched = self.pages_in_flight[slot] = set()
         for row in plan.rows:
             assert plan.logprobs >= 0 or not row.targets, f"{row} is scored in a step that wants no log-probabilities"
             self._forward(row)
             self.lines[slot] += self._scored(row, plan.logprobs)
+            touched.update(self.page_table[row.row][: -(-row.end // self.page_size)])
         self.launched[slot] = plan
 
     def sample(self, slot: int, masks: Masks | None) -> None:
@@ -56,6 +72,7 @@ class FakeRuntime:
             self.lines[slot][:0] = [self._line(row, row.end, plan.logprobs) for row in sampled]
 
     def collect(self, slot: int) -> list[int]:
+        del self.pages_in_flight[slot]
         return self.results.pop(slot)
 
     def logprobs(self, slot: int, plan: StepPlan) -> StepLogprobs:
@@ -68,6 +85,11 @@ class FakeRuntime:
     def device_times(self) -> DeviceTimes:
         return DeviceTimes()
 
+    def free(self, pages: list[int]) -> None:
+        """Nothing of these pages may be read any more."""
+        for page in pages:
+            self.pool[page * self.page_size : (page + 1) * self.page_size] = [None] * self.page_size
+
     def _place(self, row: Row, position: int) -> int:
         page = self.page_table[row.row][position // self.page_size]
         assert page != PADDING_PAGE, f"{row} uses the reserved page"
@@ -76,26 +98,34 @@ class FakeRuntime:
     def _forward(self, row: Row) -> None:
         assert row.row != PADDING_ROW, f"{row} uses the reserved row"
         table, known = self.page_table[row.row], self.tokens[row.row]
-        assert not row.new_pages or row.first_page == len(table), f"{row} leaves a hole in the page table"
-        table.extend(row.new_pages)
+        assert not row.new_pages or row.first_page <= len(table), f"{row} leaves a hole in the page table"
+        if row.new_pages:
+            table[row.first_page :] = row.new_pages
         uploaded = array("i", row.tokens)
-        for index, token in enumerate(uploaded):
-            assert known.get(row.start + index, token) == token, f"{row} uploads another token than was sampled"
-            self.jumped += row.start + index >= self.admissions[row.seq_id].prompt_len
-            known[row.start + index] = token
+        self.uploads += len(uploaded)
+        assert not row.skipped or uploaded, f"{row} skips positions and uploads nothing"
+        prompt_len = self.admissions[row.seq_id].prompt_len
+        for position, token in enumerate(uploaded, row.start - row.skipped):
+            held = known.get(position)
+            assert held is None or position >= prompt_len, f"{row} uploads a position that the device has"
+            assert held in (None, token), f"{row} uploads another token than was sampled"
+            self.jumped += held is None and position >= prompt_len and row.seq_id not in self.resumed
+            known[position] = token
         state = 0
-        if row.start:
-            held = self.pool[self._place(row, row.start - 1)]
-            assert held is not None and held[:2] == (row.seq_id, row.start - 1), f"{row} reads {held}"
-            state = held[2]
+        for position in range(row.start):
+            state = fold(state, known[position])
+            held = self.pool[self._place(row, position)]
+            assert held == (position, state), f"{row} reads {held} for position {position}, not {state}"
         for position in range(row.start, row.end):
             state = fold(state, known[position])
-            self.pool[self._place(row, position)] = (row.seq_id, position, state)
+            place = self._place(row, position)
+            assert not self.is_shared(place // self.page_size), f"{row} writes position {position} into a shared page"
+            self.pool[place] = (position, state)
 
     def _scored(self, row: Row, top: int) -> list[bytes]:
         """The lines of a row's scored positions; their targets have to be the prompt's."""
         targets = array("i", row.targets)
-        later = array("i", row.tokens)[1:]
+        later = array("i", row.tokens)[row.skipped + 1 :]
         assert targets[: len(later)] == later[: len(targets)], f"{row} is scored at tokens that are not its prompt's"
         return [logprob_line(self._state(row, row.start + index), token, top) for index, token in enumerate(targets)]
 
@@ -104,14 +134,14 @@ class FakeRuntime:
 
     def _state(self, row: Row, position: int) -> int:
         held = self.pool[self._place(row, position)]
-        assert held is not None and held[:2] == (row.seq_id, position), f"{row} reads {held} at {position}"
-        return held[2]
+        assert held is not None and held[0] == position, f"{row} reads {held} at {position}"
+        return held[1]
 
     def _sample(self, row: Row, constraint: Constraint | None) -> int:
         held = self.pool[self._place(row, row.end - 1)]
-        assert held is not None and held[:2] == (row.seq_id, row.end - 1), f"{row} samples from {held}"
+        assert held is not None and held[0] == row.end - 1, f"{row} samples from {held}"
         forbidden = frozenset(self.admissions[row.seq_id].end_ids) if row.suppress_ends else frozenset()
-        token = choose(held[2], forbidden, own(constraint).allows if constraint else lambda _: True)
+        token = choose(held[1], forbidden, own(constraint).allows if constraint else lambda _: True)
         assert row.end not in self.tokens[row.row], f"{row} samples a position that has a token"
         self.tokens[row.row][row.end] = token
         return token

@@ -1,7 +1,7 @@
 """A small Llama of random weights behind a real engine, and the same arithmetic written down a second time, densely."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from engine_core.control import Control
 from engine_core.engine import Engine
 from engine_core.kernels.philox import gumbel_noise
 from engine_core.kernels.reference_sampling import truncate
-from engine_core.kv_cache.pages import PageAllocator
 from engine_core.kv_cache.storage import KVStorage
 from engine_core.models.config import ModelConfig, RopeConfig
 from engine_core.models.llama import LlamaModel
@@ -26,11 +25,13 @@ from engine_core.runtime.staging import capacity
 from engine_core.runtime.tables import DeviceTables
 from engine_core.runtime.token_sampler import TorchSampler
 from engine_core.runtime.token_scorer import TorchScorer
-from engine_core.scheduler.admission import PageGate, RowGate
-from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
+from engine_core.scheduler.admission import RowGate
+from engine_core.scheduler.limits import SchedulerLimits
+from engine_core.scheduler.scheduler import Scheduler
 from engine_core.stats import StageClock, new_stats
 from protocol.codec import pack_ids, unpack_floats, unpack_ids
 from protocol.commands import Hello, Submit
+from protocol.engine_options import Policy
 from protocol.events import Failure, Finished, Limits, ModelFacts
 from protocol.params import SamplingParams
 from protocol.version import PROTOCOL_VERSION
@@ -38,6 +39,7 @@ from tests.fakes.clock import FakeClock
 from tests.fakes.constraint import FakeCompiler, FakeConstraint, FakeFiller, FakeVerifier
 from tests.fakes.fixed_masks import ReplayingFiller, as_filled
 from tests.fakes.mailbox import FakeMailbox
+from tests.fakes.memory import kv_memory
 
 CLIENT, EPOCH, VOCAB, MAX_LEN, END = b"c", 3, 96, 64, 1
 CONFIG = ModelConfig(
@@ -196,7 +198,9 @@ class Shape:
     step_tokens: int = 32
     chunk: int = 32
     pages: int = 0
-    lengths: dict[str, int] = field(default_factory=dict)
+    cache: bool = True
+    policy: Policy = "fcfs"
+    static: bool = False
 
 
 def build_runtime(model: LlamaModel, shape: Shape) -> RecordingTorchRuntime:
@@ -212,7 +216,7 @@ def build_runtime(model: LlamaModel, shape: Shape) -> RecordingTorchRuntime:
         device="cpu",
     )
     tables = DeviceTables.allocate(shape.max_rows, MAX_LEN, -(-MAX_LEN // shape.page_size), device.kind)
-    words = capacity(shape.max_rows, shape.step_tokens, pages)
+    words = capacity(shape.max_rows, shape.step_tokens, shape.max_rows * -(-MAX_LEN // shape.page_size), 1024)
     attention = TorchAttention()
     slots = [
         StepSlot.allocate(device, words, shape.max_rows, shape.step_tokens, VOCAB, attention)
@@ -231,9 +235,9 @@ class TinyEngine:
         self.model = model
         self.runtime = build_runtime(model, shape)
         self.mailbox = FakeMailbox()
-        gate = PageGate(PageAllocator(self.runtime.kv.pages), shape.page_size)
-        limits = SchedulerLimits(shape.step_tokens, shape.chunk, 100)
-        self.scheduler = Scheduler(RowGate(shape.max_rows), gate, limits, FakeVerifier())
+        memory = kv_memory(self.runtime.kv.pages, shape.page_size, shape.cache)
+        limits = SchedulerLimits(shape.step_tokens, shape.chunk, 100, static=shape.static)
+        self.scheduler = Scheduler(RowGate(shape.max_rows), memory, limits, FakeVerifier(), shape.policy)
         stats, clock = new_stats(), FakeClock()
         facts = ModelFacts("tiny", VOCAB, MAX_LEN, [END], "", "cpu", "float32", 0)
         compiler = FakeCompiler()

@@ -198,6 +198,28 @@ def test_a_required_call_is_held_to_a_grammar(server: RunningServer, engine: Fak
     assert engine.submits[-1].constraint is None
 
 
+def test_a_required_call_that_is_cut_shows_no_syntax(server: RunningServer, engine: FakeEngine) -> None:
+    ids = encode(f"<tool_call>\n{CALL}\n</tool_call>")
+    engine.script = lambda submit: ids[: submit.sampling.max_tokens]
+    seen: list[str | None] = []
+    for count in range(1, len(ids)):
+        fields = {"tools": [TOOL], "tool_choice": "required", "max_tokens": count}
+        choice = post(server, **fields).json()["choices"][0]
+        assert (choice["finish_reason"], choice["message"]["content"] or "") == ("length", "")
+        functions = [call["function"] for call in choice["message"].get("tool_calls", ())]
+        response = post(server, **fields, stream=True)
+        streamed = [delta["tool_calls"][0]["function"] for delta in deltas(response)]
+        assert [part["name"] for part in streamed if "name" in part] == [function["name"] for function in functions]
+        arguments = "".join(part["arguments"] for part in streamed)
+        assert [arguments] * len(functions) == [function["arguments"] for function in functions]
+        assert ARGUMENTS.startswith(arguments.removesuffix("\ufffd"))
+        assert events(response)[-1]["choices"][0]["finish_reason"] == "length"
+        seen.append(arguments if functions else None)
+    assert seen[0] is None
+    assert "" in seen
+    assert seen[-1] == ARGUMENTS
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_are_apart_from_the_answer(server: RunningServer, engine: FakeEngine, stream: bool) -> None:
     engine.script = say("<think>\nhow do I\n</think>\n\nuse a path")

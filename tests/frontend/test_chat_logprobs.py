@@ -7,7 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.fakes.engine import FakeEngine, fake_logprob
+from tests.fakes.engine import FakeEngine
+from tests.fakes.running import fake_logprob
 from tests.fakes.tokenizer import byte_level_tokenizer, write_tokenizer
 from tests.frontend.conftest import DEADLINE, RunningServer
 

@@ -10,7 +10,8 @@ import pytest
 from frontend.scored_tokens import LOWEST
 from protocol.codec import unpack_ids
 from protocol.commands import Submit
-from tests.fakes.engine import FakeEngine, fake_logprob
+from tests.fakes.engine import FakeEngine
+from tests.fakes.running import fake_logprob
 from tests.fakes.tokenizer import byte_level_tokenizer
 from tests.frontend.conftest import DEADLINE, RunningServer, post
 

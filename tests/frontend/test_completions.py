@@ -56,7 +56,12 @@ def test_a_whole_reply_has_every_field(server: RunningServer) -> None:
         "object": "text_completion",
         "model": "fake-model",
         "choices": [{"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "length"}],
-        "usage": {"prompt_tokens": count, "completion_tokens": count, "total_tokens": 2 * count},
+        "usage": {
+            "prompt_tokens": count,
+            "completion_tokens": count,
+            "total_tokens": 2 * count,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
     }
 
 
@@ -76,7 +81,8 @@ def test_usage_comes_in_a_chunk_of_its_own(server: RunningServer) -> None:
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
     count = len(encode(TEXT))
-    assert last["usage"] == {"prompt_tokens": count, "completion_tokens": 5, "total_tokens": count + 5}
+    details = {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert last["usage"] == {"prompt_tokens": count, "completion_tokens": 5, "total_tokens": count + 5, **details}
 
 
 def test_the_four_shapes_of_a_prompt(server: RunningServer) -> None:

@@ -59,7 +59,7 @@ def test_free_text_has_none(server: RunningServer, engine: FakeEngine) -> None:
     assert complete(server).status_code == 200
     assert complete(server, response_format={"type": "text"}).status_code == 200
     assert [submit.constraint for submit in engine.submits] == [None, None]
-    assert server.server._service.grammars._process is None
+    assert all(process.pid is None for process in server.server._service.grammars._idle)
 
 
 def test_a_bad_grammar_never_reaches_the_engine(server: RunningServer, engine: FakeEngine) -> None:

@@ -7,7 +7,9 @@ from frontend import engine_client
 from frontend.engine_client import STALE_SECONDS, EngineClient
 from frontend.engine_watch import EngineWatch
 from frontend.metrics import FrontendMetrics
-from protocol.events import Beat, EngineStats, Phase
+from frontend.streams import TokenStream, Waker
+from protocol.codec import step_output
+from protocol.events import Beat, EngineStats, Phase, Started
 from protocol.sockets import Transport
 
 
@@ -76,3 +78,13 @@ def test_an_engine_that_beats_on_after_a_broken_connection_is_taken_back(opened:
     clock.now += STALE_SECONDS
     frontend._on_beat(beat(1))
     assert opened == [1, 1]
+
+
+def test_the_cached_part_of_a_prompt_is_known_with_the_first_token() -> None:
+    frontend = client(Clock())
+    stream = TokenStream(7, 0, Waker())
+    frontend._streams[7] = stream
+    output = step_output(1, [7], [42])
+    output.started.extend((Started(7, 64), Started(8, 32)))
+    frontend._on_step(output)
+    assert (stream.cached_tokens, stream.take().tokens) == (64, [42])

@@ -1,4 +1,4 @@
-"""The process that compiles grammars: verdicts with their places, and grammars that it does not survive."""
+"""Verdicts on grammars with their places, and what one grammar does to those beside it."""
 
 import asyncio
 import os
@@ -12,9 +12,11 @@ from frontend import grammar_check
 from frontend.errors import ApiError
 from frontend.grammar import Grammar, lark, output_grammar, schema_grammar
 from frontend.grammar_check import GrammarChecker
+from frontend.grammar_process import TOO_COMPLEX
 
 SPECIAL = {"<|end|>": 7}
 FINE = Grammar(lark("start: /a+/"), "grammar", "'grammar'")
+NOWHERE = Grammar(lark("start: nowhere"), "grammar", "'grammar'")
 ENDLESS = schema_grammar(
     {"allOf": [{"type": "integer", "multipleOf": 7919}, {"type": "integer", "multipleOf": 7907}]}, "p", "'p'"
 )
@@ -41,9 +43,18 @@ async def refusal(checker: GrammarChecker, grammar: Grammar) -> ApiError:
     return caught.value
 
 
+def pids(checker: GrammarChecker) -> list[int]:
+    """Of the processes that run and are not at work."""
+    return [process.pid for process in checker._idle if process.pid is not None]
+
+
 def pid(checker: GrammarChecker) -> int:
-    assert checker._process is not None
-    return checker._process.pid
+    (only,) = pids(checker)
+    return only
+
+
+def named(letter: str) -> Grammar:
+    return Grammar(lark(f"start: /{letter}/"), "p", "'p'")
 
 
 NOTHING = {"type": "number", "minimum": 2, "maximum": 1}
@@ -98,11 +109,10 @@ def test_one_process_takes_many() -> None:
 def test_verdicts_are_remembered() -> None:
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
-        broken = Grammar(lark("start: nowhere"), "grammar", "'grammar'")
-        first = await refusal(checker, broken)
+        first = await refusal(checker, NOWHERE)
         os.kill(pid(checker), signal.SIGSTOP)  # whoever asks it now would wait
         await checker.check(FINE)
-        assert str(await refusal(checker, broken)) == str(first)
+        assert str(await refusal(checker, NOWHERE)) == str(first)
 
     with_checker(body)
 
@@ -112,8 +122,28 @@ def test_the_oldest_verdicts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def body(checker: GrammarChecker) -> None:
         for letter in "abc":
-            await checker.check(Grammar(lark(f'start: "{letter}"'), "p", "'p'"))
+            await checker.check(named(letter))
         assert len(checker._known) == 2
+
+    with_checker(body)
+
+
+def test_a_slow_grammar_does_not_hold_the_others_up() -> None:
+    """Nor do many requests with the same one."""
+
+    async def body(checker: GrammarChecker) -> None:
+        await checker.check(FINE)
+        stopped = pid(checker)
+        os.kill(stopped, signal.SIGSTOP)
+        slow = [asyncio.create_task(checker.check(named("s"))) for _ in range(5)]
+        await asyncio.sleep(0)
+        for letter in "abc":
+            await checker.check(named(letter))
+        assert not any(task.done() for task in slow)
+        assert stopped not in pids(checker)
+        os.kill(stopped, signal.SIGCONT)
+        await asyncio.gather(*slow)
+        assert len(pids(checker)) == 2
 
     with_checker(body)
 
@@ -123,39 +153,25 @@ def test_a_grammar_that_ends_the_process_is_refused_and_no_other(hostile: Gramma
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
         first = pid(checker)
-        error, _ = await asyncio.gather(
-            refusal(checker, hostile), checker.check(Grammar(lark("start: /b/"), "grammar", "'grammar'"))
-        )
-        assert error.message == f"'p' is invalid: {grammar_check.TOO_COMPLEX}"
+        error, _ = await asyncio.gather(refusal(checker, hostile), checker.check(named("b")))
+        assert error.message == f"'p' is invalid: {TOO_COMPLEX}"
         assert error.status == 400
-        await checker.check(Grammar(lark("start: /c/"), "grammar", "'grammar'"))
-        assert pid(checker) != first
+        assert first not in pids(checker)
+        await checker.check(named("c"))
 
     with_checker(body)
 
 
-def test_a_process_that_was_killed_is_replaced() -> None:
+def test_all_processes_are_replaced_each_on_its_own() -> None:
     async def body(checker: GrammarChecker) -> None:
-        await checker.check(FINE)
-        process = checker._process
-        assert process is not None
-        process.kill()
-        await process.wait()
-        await checker.check(Grammar(lark("start: /b/"), "grammar", "'grammar'"))
-
-    with_checker(body)
-
-
-def test_a_process_that_hangs_is_503_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(checker: GrammarChecker) -> None:
-        await checker.check(FINE)
-        os.kill(pid(checker), signal.SIGSTOP)
-        other = Grammar(lark("start: /b/"), "grammar", "'grammar'")
-        monkeypatch.setattr(grammar_check, "CHECK_SECONDS", 0.1)
-        error = await refusal(checker, other)
-        assert (error.status, error.code) == (503, "overloaded")
-        monkeypatch.undo()
-        await checker.check(other)
+        await asyncio.gather(*(checker.check(named(letter)) for letter in "ab"))
+        before = pids(checker)
+        assert len(before) == grammar_check.PROCESSES == 2
+        assert (await refusal(checker, ENDLESS)).status == 400
+        (kept,) = pids(checker)
+        assert kept in before
+        await asyncio.gather(*(checker.check(named(letter)) for letter in "cd"))
+        assert len(set(pids(checker)) | set(before)) == 3
 
     with_checker(body)
 
@@ -164,27 +180,46 @@ def test_whoever_waits_too_long_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "WAIT_SECONDS", 0.05)
 
     async def body(checker: GrammarChecker) -> None:
-        await checker.check(FINE)
-        os.kill(pid(checker), signal.SIGSTOP)
-        ahead = asyncio.create_task(checker.check(Grammar(lark("start: /b/"), "p", "'p'")))
+        await asyncio.gather(*(checker.check(named(letter)) for letter in "ab"))
+        stopped = pids(checker)
+        for one in stopped:
+            os.kill(one, signal.SIGSTOP)
+        ahead = [asyncio.create_task(checker.check(named(letter))) for letter in "cd"]
         await asyncio.sleep(0)
-        error = await refusal(checker, Grammar(lark("start: /c/"), "p", "'p'"))
-        assert error.status == 503
-        os.kill(pid(checker), signal.SIGCONT)
-        await ahead
+        error = await refusal(checker, named("e"))
+        assert (error.status, error.code) == (503, "overloaded")
+        for one in stopped:
+            os.kill(one, signal.SIGCONT)
+        await asyncio.gather(*ahead)
 
     with_checker(body)
 
 
-def test_an_answer_that_nobody_waits_for_reaches_nobody_else() -> None:
+def test_whoever_gives_up_takes_the_answer_from_nobody() -> None:
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
-        os.kill(pid(checker), signal.SIGSTOP)
-        given_up = asyncio.create_task(checker.check(Grammar(lark("start: nowhere"), "p", "'p'")))
+        stopped = pid(checker)
+        os.kill(stopped, signal.SIGSTOP)
+        given_up, other = (asyncio.create_task(refusal(checker, NOWHERE)) for _ in range(2))
         await asyncio.sleep(0.05)
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
-        await checker.check(Grammar(lark("start: /d/"), "p", "'p'"))
+        os.kill(stopped, signal.SIGCONT)
+        assert (await other).status == 400
+
+    with_checker(body)
+
+
+def test_the_end_waits_for_no_answer() -> None:
+    async def body(checker: GrammarChecker) -> None:
+        await checker.check(FINE)
+        os.kill(pid(checker), signal.SIGSTOP)
+        asked = asyncio.create_task(checker.check(named("b")))
+        await asyncio.sleep(0.05)
+        await checker.close()
+        assert pids(checker) == []
+        with pytest.raises(asyncio.CancelledError):
+            await asked
 
     with_checker(body)
 
@@ -193,6 +228,6 @@ def test_a_grammar_that_is_too_long() -> None:
     async def body(checker: GrammarChecker) -> None:
         error = await refusal(checker, Grammar(lark("#" * 2**20), "grammar", "'grammar'"))
         assert "at most 1048576" in error.message
-        assert checker._process is None
+        assert pids(checker) == []
 
     with_checker(body)

@@ -1,4 +1,4 @@
-"""Limits that a server's flags set, and prompt tokens that wait."""
+"""Limits that a server's flags set, prompt tokens that wait, and room in the KV pool."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -101,3 +101,35 @@ def test_the_queue_counts_each_sequence_until_its_first_event() -> None:
     assert queue.tokens == 5
     queue.remove_all([1, 2, 3])
     assert queue.tokens == 0
+
+
+@pytest.fixture
+def small_pool(engine: FakeEngine, config: FrontendConfig) -> Iterator[RunningServer]:
+    """A server whose KV pool holds less than the model's context."""
+    engine.kv_tokens = 512
+    engine.start()
+    running = RunningServer(config).start().ready()
+    yield running
+    running.stop()
+
+
+def test_the_default_length_is_clamped_to_the_kv_pool(small_pool: RunningServer, engine: FakeEngine) -> None:
+    """The KV of an answer's last token is never computed."""
+    complete(small_pool, prompt=[[5] * 496, [5] * 497, [5] * 498, [5] * 512])
+    assert [submit.sampling.max_tokens for submit in engine.submits] == [16, 16, 15, 1]
+    engine.submits.clear()
+    assert complete(small_pool, prompt=[5] * 510, min_tokens=9).status_code == 200
+    assert complete(small_pool, prompt=[5] * 510, max_tokens=20).status_code == 200
+    assert [submit.sampling.max_tokens for submit in engine.submits] == [9, 20], "what was asked for the engine judges"
+
+
+@pytest.mark.parametrize(("prompt", "length"), [([5] * 513, "513"), ("x" * 600, "600"), ("x" * 20_000, "at least ")])
+def test_a_prompt_longer_than_the_kv_pool(
+    small_pool: RunningServer, engine: FakeEngine, prompt: str | list[int], length: str
+) -> None:
+    response = complete(small_pool, prompt=prompt)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "kv_capacity_exceeded", "prompt")
+    assert f"the prompt has {length}" in error["message"]
+    assert "this server's KV pool holds 512 (--kv-tokens)" in error["message"]
+    assert engine.submits == []

@@ -23,6 +23,7 @@ from tests.frontend.conftest import RunningServer, get, until
 from tests.frontend.test_errors import error_of
 
 MESSAGES = [{"role": "user", "content": "one two"}]
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "fake-model", "prompt": "one two", "max_tokens": 4},
     "/v1/chat/completions": {"model": "fake-model", "messages": MESSAGES, "max_tokens": 4},

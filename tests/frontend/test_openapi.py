@@ -10,9 +10,18 @@ import pytest
 from msgspec import structs
 
 from frontend.config import FrontendConfig
+from protocol.errors import ErrorCode
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer, get, post
-from tests.frontend.test_malformed import GOOD, broken_json, chatting, out_of_range, wrong_requests, wrong_types
+from tests.frontend.test_malformed import (
+    GENERATING,
+    GOOD,
+    broken_json,
+    chatting,
+    out_of_range,
+    wrong_requests,
+    wrong_types,
+)
 
 __all__ = ("chatting",)
 
@@ -91,6 +100,16 @@ def test_refusals_fit(chatting: RunningServer, path: str) -> None:
     for case in (*broken_json(path, random.Random(1)), *wrong_requests(path)):
         headers = {"content-type": "application/json", **case.headers}
         response = post(chatting.url + path, content=case.content, headers=headers)
+        jsonschema.validate(response.json(), answer_schema(document, path, "post", response.status_code))
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_every_failure_of_the_engine_is_described(chatting: RunningServer, engine: FakeEngine, path: str) -> None:
+    document = described(chatting)
+    for code in ErrorCode:
+        engine.refusal = code
+        response = post(chatting.url + path, json=GOOD[path])
+        assert response.json()["error"]["code"] == code
         jsonschema.validate(response.json(), answer_schema(document, path, "post", response.status_code))
 
 

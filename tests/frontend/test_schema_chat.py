@@ -51,6 +51,7 @@ def described(**fields: Any) -> bool:
         ("max_completion_tokens", None), ("n", None), ("stop", []), ("priority", 0), ("chat_template_kwargs", {}),
         ("add_generation_prompt", True), ("continue_final_message", False), ("reasoning_effort", None),
         ("skip_special_tokens", True), ("include_stop_str_in_output", False), ("response_format", None),
+        ("session_id", None), ("cache_salt", None),
     ],
 )  # fmt: skip
 def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
@@ -63,7 +64,8 @@ def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
     [
         ("store", True), ("service_tier", "flex"), ("modalities", ["text", "audio"]), ("audio", {"voice": "x"}),
         ("prediction", {"type": "content", "content": "x"}), ("verbosity", "low"), ("web_search_options", {}),
-        ("moderation", {"model": "x"}), ("functions", []), ("function_call", "auto"), ("priority", 1), ("best_of", 1),
+        ("moderation", {"model": "x"}), ("functions", []), ("function_call", "auto"), ("priority", 101), ("best_of", 1),
+        ("priority", -101), ("session_id", ""), ("session_id", "x" * 257), ("cache_salt", ""),
         ("echo", False), ("prompt", "x"), ("guided_json", {}), ("chat_template", "x"), ("documents", []), ("n", 0),
         ("n", 129), ("max_tokens", 0), ("max_completion_tokens", 0), ("temperature", 2.5), ("top_p", 0), ("seed", -1),
         ("stop", ["a"] * 17), ("top_logprobs", 21), ("tool_choice", "required"), ("tool_choice", "any"),
@@ -301,3 +303,12 @@ def test_any_json_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
     except ApiError as caught:
         error = caught
     assert error is None or (error.status in (400, 422) and error.param is not None)
+
+
+def test_scheduling_fields() -> None:
+    fields = {"priority": 7, "session_id": "talk/1", "cache_salt": "pepper"}
+    options = parse(**fields).options
+    assert (options.priority, options.session_id, options.cache_salt) == (7, "talk/1", "pepper")
+    assert described(**fields)
+    error = refused(session_id="talk", n=2)
+    assert (error.status, error.param) == (422, "n")

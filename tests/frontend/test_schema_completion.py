@@ -36,6 +36,7 @@ def refused(**fields: Any) -> ApiError:
         ("skip_special_tokens", True), ("include_stop_str_in_output", False), ("stream_options", None),
         ("top_k", -1), ("top_k", None), ("temperature", None), ("n", None), ("max_tokens", None), ("stop", None),
         ("stop", []), ("logit_bias", {}), ("logit_bias", None), ("seed", None), ("length_penalty", 1.0),
+        ("priority", 0), ("priority", None), ("session_id", None), ("cache_salt", None),
     ],
 )  # fmt: skip
 def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
@@ -46,7 +47,9 @@ def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
     ("name", "value"),
     [
         ("store", True), ("service_tier", "flex"), ("suffix", "x"), ("logprobs", 21), ("logprobs", -1),
-        ("best_of", 129), ("include_usage", True), ("priority", 1),
+        ("best_of", 129), ("include_usage", True), ("priority", 101), ("priority", -101),
+        ("session_id", ""), ("session_id", "x" * 257), ("session_id", "é" * 129), ("cache_salt", ""),
+        ("cache_salt", "é" * 129),
         ("add_special_tokens", False), ("tools", []), ("messages", None), ("guided_json", {}), ("Prompt", "x"),
         ("temperature", -0.1), ("temperature", 2.1), ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("min_p", 1.5),
         ("repetition_penalty", 0), ("repetition_penalty", 11), ("presence_penalty", 3), ("frequency_penalty", -3),
@@ -73,7 +76,8 @@ def test_what_is_not_supported_or_out_of_range_is_422_and_named(name: str, value
         ("temperature", True), ("top_p", []), ("stream", 1), ("stream", "true"), ("echo", "x"), ("n", "2"),
         ("stop", 1), ("stop", [1]), ("stop_token_ids", 1), ("stop_token_ids", ["1"]), ("stop_token_ids", [True]),
         ("logit_bias", []), ("logit_bias", {"1": "x"}), ("logit_bias", {"1": True}), ("seed", 1.5),
-        ("ignore_eos", 0), ("return_token_ids", "no"), ("stream_options", 3),
+        ("ignore_eos", 0), ("return_token_ids", "no"), ("stream_options", 3), ("priority", "high"), ("priority", 1.5),
+        ("session_id", 1),        ("cache_salt", ["x"]),
     ],
 )  # fmt: skip
 def test_a_wrong_type_is_400_and_named(name: str, value: Any) -> None:
@@ -187,3 +191,16 @@ def test_any_json_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
 def test_any_bytes_are_taken_or_refused(body: bytes) -> None:
     with pytest.raises(ApiError):
         parse_completion(body)
+
+
+def test_scheduling_fields() -> None:
+    options = parse(priority=-100, session_id="é" * 128, cache_salt="pepper", n=1, best_of=1).options
+    assert (options.priority, options.session_id, options.cache_salt) == (-100, "é" * 128, "pepper")
+    assert parse(priority=100, cache_salt="pepper", n=2, prompt=["a", "b"]).options.priority == 100
+
+
+@pytest.mark.parametrize(("name", "value"), [("n", 2), ("best_of", 2), ("prompt", ["a", "b"])])
+def test_a_turn_of_a_session_is_one_sequence(name: str, value: Any) -> None:
+    error = refused(session_id="talk", **{name: value})
+    assert (error.status, error.param) == (422, name)
+    assert "session_id" in error.message

@@ -43,7 +43,8 @@ def described(**fields: Any) -> bool:
         ("service_tier", "default"), ("tools", []), ("tool_choice", "auto"), ("tool_choice", None), ("metadata", {}),
         ("metadata", None), ("text", {}), ("text", {"format": {"type": "text"}, "verbosity": "medium"}),
         ("reasoning", {}), ("reasoning", {"effort": None, "summary": "auto"}), ("instructions", None),
-        ("max_output_tokens", None), ("stream_options", None), ("priority", 0), ("prompt_cache_retention", "24h"),
+        ("max_output_tokens", None), ("stream_options", None), ("priority", 0),
+        ("session_id", None), ("cache_salt", None), ("prompt_cache_retention", "24h"),
         ("chat_template_kwargs", {}), ("parallel_tool_calls", True), ("temperature", 1), ("user", None),
     ],
 )  # fmt: skip
@@ -57,7 +58,9 @@ def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
     [
         ("store", True, 422, "store"), ("previous_response_id", "resp_1", 422, "previous_response_id"),
         ("conversation", "conv_1", 422, "conversation"), ("background", True, 422, "background"),
-        ("prompt", {"id": "pmpt_1"}, 422, "prompt"), ("truncation", "auto", 422, "truncation"),
+        ("prompt", {"id": "pmpt_1"}, 422, "prompt"), ("priority", 101, 422, "priority"),
+        ("session_id", "", 422, "session_id"), ("session_id", 3, 400, "session_id"),
+        ("cache_salt", "", 422, "cache_salt"), ("truncation", "auto", 422, "truncation"),
         ("max_tool_calls", 1, 422, "max_tool_calls"), ("top_logprobs", 2, 422, "top_logprobs"),
         ("include", ["message.output_text.logprobs"], 422, "include[0]"), ("include", "x", 400, "include"),
         ("context_management", [{"type": "compaction"}], 422, "context_management"),
@@ -234,3 +237,10 @@ def test_input_is_counted_before_it_is_built() -> None:
     for items, many in (([{"role": "user", "content": "x"}], 9000), ([0], 20_000)):
         with pytest.raises(ApiError, match="takes at most"):
             parse_input(msgspec.Raw(msgspec.json.encode(items * many)), None)
+
+
+def test_scheduling_fields() -> None:
+    fields = {"priority": -7, "session_id": "talk", "cache_salt": "pepper"}
+    options = parse(**fields).options
+    assert (options.priority, options.session_id, options.cache_salt) == (-7, "talk", "pepper")
+    assert described(**fields)

@@ -16,7 +16,7 @@ from frontend.token_bytes import token_bytes
 from protocol.codec import pack_floats, pack_ids
 from protocol.errors import FinishReason, ProtocolError
 from protocol.events import Finished, TokenLogprobs
-from tests.fakes.engine import fake_line, fake_logprob
+from tests.fakes.running import fake_line, fake_logprob
 from tests.fakes.tokenizer import END, byte_level_tokenizer
 
 RAW: tokenizers.Tokenizer = byte_level_tokenizer()

@@ -62,7 +62,12 @@ def test_an_event_for_each_token_and_one_end(
     assert "".join(data["text"] for _, data in tokens) == TEXT
     assert (last, done["finish_reason"], done["model"]) == ("done", "stop", "fake-model")
     prompt, said = len(encode("one two")), len(tokens)
-    assert done["usage"] == {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+    assert done["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": said,
+        "total_tokens": prompt + said,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 20])

@@ -1,10 +1,14 @@
 """`/tokenize` and `/detokenize`."""
 
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import pytest
 
+from frontend.admission import MANY_IDS
+from frontend.tokenizer import Tokenizer
 from tests.fakes.tokenizer import byte_level_tokenizer
 from tests.frontend.conftest import RunningServer, post
 from tests.frontend.test_errors import error_of
@@ -33,6 +37,21 @@ def test_names_of_tokens(server: RunningServer) -> None:
     answer = tokenize(server, prompt="the fox", return_token_strs=True).json()
     assert answer["token_strs"] == TOKENIZER.encode("the fox").tokens
     assert "".join(answer["token_strs"]) == "theĠfox"
+
+
+def test_many_names_are_looked_up_beside_the_event_loop(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, threads = Tokenizer.names, []
+
+    def spy(self: Tokenizer, ids: Sequence[int]) -> list[str]:
+        threads.append(threading.current_thread().name)
+        return names(self, ids)
+
+    monkeypatch.setattr(Tokenizer, "names", spy)
+    for text in ("the fox", "the fox " * MANY_IDS):
+        answer = tokenize(server, prompt=text, return_token_strs=True).json()
+        assert answer["count"] == len(answer["token_strs"]) == len(TOKENIZER.encode(text).ids)
+    assert threads[0] == "server"
+    assert threads[1].startswith("parse")
 
 
 def test_special_tokens_are_shown_unless_skipped(server: RunningServer) -> None:

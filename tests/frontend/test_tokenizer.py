@@ -2,11 +2,13 @@
 
 import asyncio
 import hashlib
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from frontend.tokenizer import SHORT_TEXT_CHARS, TokenizerError, load_tokenizer
+from frontend.tokenizer import SHORT_TEXT_CHARS, Tokenizer, TokenizerError, load_tokenizer
 from tests.fakes.tokenizer import BEGIN, byte_level_tokenizer, write_tokenizer
 
 
@@ -25,6 +27,37 @@ def test_short_and_long_texts_are_encoded_alike(tmp_path: Path) -> None:
     for text in ("one two", "one two " * SHORT_TEXT_CHARS):
         assert asyncio.run(tokenizer.encode(text)) == byte_level_tokenizer().encode(text).ids
         assert tokenizer.decode(asyncio.run(tokenizer.encode(text))) == text
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("way", ["encode", "decode"])
+def test_the_event_loop_turns_while_a_long_text_is_worked_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    begun = threading.Event()
+    for name in ("_encode", "decode"):
+        work = getattr(Tokenizer, name)
+
+        def spied(*arguments: object, work: Callable[..., object] = work) -> object:
+            begun.set()
+            return work(*arguments)
+
+        monkeypatch.setattr(Tokenizer, name, spied)
+
+    async def turns() -> int:
+        worker: asyncio.Future[object] = asyncio.ensure_future(
+            tokenizer.encode("one two " * 50_000) if way == "encode" else tokenizer.decode_many([9] * 1_000_000, True)
+        )
+        count = 0
+        while not worker.done():
+            await asyncio.sleep(0.001)
+            count += begun.is_set()
+        await worker
+        return count
+
+    assert asyncio.run(turns()) > 10
     tokenizer.close()
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from engine_core.attention.torch import TorchAttention
+from engine_core.attention.triton import TritonRagged
 from engine_core.runtime.runtime import TorchRuntime
-from protocol.engine_options import Device, Dtype, EngineOptions
+from protocol.engine_options import Device, Dtype, EngineOptions, PageSize
 from tests.fakes.driving import DrivenEngine
 from tests.gpu.recording import reset, runtime_of
 from tests.gpu.teacher import Agreement, Forced, random_sequences, reference_logits, save_random
@@ -41,10 +42,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Checkpoin
     return {head_dim: Checkpoint(tmp_path_factory.mktemp(f"d{head_dim}"), head_dim) for head_dim in SHAPES}
 
 
-def build(checkpoint: Checkpoint, dtype: Dtype) -> TorchRuntime:
+def build(checkpoint: Checkpoint, dtype: Dtype, page_size: PageSize = 16) -> TorchRuntime:
     options = EngineOptions(
         model=str(checkpoint.directory), device=DEVICE, dtype=dtype, max_rows=ROWS, max_len=LONGEST + 16,
-        max_step_tokens=ROWS * 32, kv_tokens=ROWS * (LONGEST + 32), graph_rows="1,4,6",
+        max_step_tokens=ROWS * 32, kv_tokens=ROWS * 256, graph_rows="1,4,6", page_size=page_size,
     )  # fmt: skip
     return runtime_of(DrivenEngine.build(options))
 
@@ -72,14 +73,23 @@ def check(runtime: TorchRuntime, checkpoint: Checkpoint, label: str, bound: floa
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head_dim", list(SHAPES))
 def test_beside_transformers(checkpoints: dict[int, Checkpoint], head_dim: int, dtype: Dtype) -> None:
-    """bfloat16: FlashInfer for chunks and mixed steps, then torch attention for the same; decode in Triton always."""
+    """bfloat16: FlashInfer for chunks and mixed steps, float32: Triton; then torch attention for the same; decode in
+    Triton always."""
     checkpoint = checkpoints[head_dim]
     runtime = build(checkpoint, dtype)
     label = f"head_dim {head_dim}, {dtype}"
     backends = [slot.attention for slot in runtime.slots]
-    if dtype == "bfloat16":
-        assert not any(isinstance(backend, TorchAttention) for backend in backends), "needs FlashInfer"
-        check(runtime, checkpoint, f"{label}, flashinfer", BOUNDS[dtype])
-        for slot in runtime.slots:
-            slot.attention = TorchAttention()
+    ragged = dtype == "float32"
+    assert all(isinstance(backend, TritonRagged) == ragged for backend in backends), "bfloat16 needs FlashInfer"
+    check(runtime, checkpoint, f"{label}, {'triton' if ragged else 'flashinfer'}", BOUNDS[dtype])
+    for slot in runtime.slots:
+        slot.attention = TorchAttention()
     check(runtime, checkpoint, f"{label}, torch", BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 128, "max"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_page_size(checkpoints: dict[int, Checkpoint], dtype: Dtype, page_size: PageSize) -> None:
+    runtime = build(checkpoints[64], dtype, page_size)
+    assert runtime.tables.pages.shape[1] == (1 if page_size == "max" else -(-(LONGEST + 16) // int(page_size)))
+    check(runtime, checkpoints[64], f"{dtype}, pages of {page_size}", BOUNDS[dtype])

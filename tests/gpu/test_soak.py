@@ -117,7 +117,7 @@ def test_random_traffic_leaks_nothing() -> None:
     soak.run(SECONDS)
     settle(runtime)
     ways = soak.check()
-    scheduler, pages = engine.scheduler, engine.scheduler.pages.pages
+    scheduler = engine.scheduler
     print(
         f"\n{SECONDS:.0f} s, {engine.stats.steps_committed - steps} steps, {len(soak.asked)} requests: {dict(ways)}; "
         f"{allocated} bytes allocated before, {torch.cuda.memory_allocated()} after; num_device_alloc "
@@ -126,5 +126,6 @@ def test_random_traffic_leaks_nothing() -> None:
     assert {FinishReason.LENGTH, FinishReason.STOP, FinishReason.ABORT} <= set(ways)
     assert engine.stats.steps_launched == engine.stats.steps_committed
     assert (scheduler.open, len(scheduler.waiting), len(scheduler.running), list(scheduler.held)) == (0, 0, 0, [])
-    assert (scheduler.rows.free, pages.used, pages.audit()) == (scheduler.rows.total, 0, [])
+    assert (scheduler.rows.free, scheduler.memory.in_use) == (scheduler.rows.total, 0)
+    assert scheduler.audit() == []
     assert torch.cuda.memory_allocated() == allocated

@@ -2,19 +2,25 @@
 
 from hypothesis import strategies as st
 
-from protocol.commands import Abort, Goodbye, Hello, Submit
+from protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, SetPolicy, Submit
 from protocol.errors import ErrorCode, FinishReason
 from protocol.events import (
+    SEQUENCE_STATES,
+    Answer,
     Beat,
     EngineStats,
     Failure,
     Finished,
     Histogram,
+    InspectedSequence,
+    InspectedSession,
+    Inspection,
     Limits,
     ModelFacts,
     Phase,
     Ready,
     Refused,
+    Started,
     StepOutput,
     TokenLogprobs,
 )
@@ -56,9 +62,15 @@ COMMANDS = (
         constraint=st.none() | TEXT,
         logprobs=st.none() | ANY_INT,
         prompt_logprobs=st.none() | ANY_INT,
+        priority=ANY_INT,
+        session=TEXT,
+        cache_salt=TEXT,
     )
     | st.builds(Abort, request_ids=st.lists(ANY_INT, max_size=5))
     | st.builds(Goodbye)
+    | st.builds(EndSession, call=ANY_INT, session=TEXT)
+    | st.builds(SetPolicy, call=ANY_INT, policy=TEXT)
+    | st.builds(Inspect, call=ANY_INT)
 )
 
 FACTS = st.builds(
@@ -113,6 +125,7 @@ EVENTS = (
         finished=st.lists(FINISHED, max_size=3),
         failures=st.lists(FAILURE, max_size=3),
         logprobs=st.lists(LOGPROBS, max_size=3),
+        started=st.lists(st.builds(Started, ANY_INT, ANY_INT), max_size=3),
     )
     | st.builds(
         Beat,
@@ -122,5 +135,22 @@ EVENTS = (
         detail=TEXT,
         pending=ANY_INT,
         stats=STATS,
+    )
+    | st.builds(Answer, call=ANY_INT, ok=st.booleans(), message=TEXT)
+    | st.builds(
+        Inspection,
+        call=ANY_INT,
+        policy=TEXT,
+        stats=STATS,
+        pages_free=ANY_INT,
+        pages_settling=ANY_INT,
+        sequences=st.lists(
+            st.builds(
+                InspectedSequence, TEXT, ANY_INT, st.sampled_from(SEQUENCE_STATES), *[ANY_INT] * 9, REAL, TEXT, REAL
+            ),
+            max_size=2,
+        ),
+        sessions=st.lists(st.builds(InspectedSession, TEXT, st.booleans(), ANY_INT, REAL), max_size=2),
+        omitted=ANY_INT,
     )
 )

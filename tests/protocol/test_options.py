@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.engine_options import EngineOptions, add_engine_arguments, engine_argv, engine_options
+from protocol.engine_options import POLICIES, EngineOptions, add_engine_arguments, engine_argv, engine_options
 from protocol.sockets import make_curve
 from protocol.transport_options import add_transport_arguments, transport, transport_argv
 
@@ -24,9 +24,18 @@ OPTIONS = st.builds(
     max_rows=MAYBE,
     max_len=MAYBE,
     max_step_tokens=MAYBE,
-    prefill_chunk=MAYBE,
-    page_size=INTS,
+    prefill_chunk=MAYBE | st.just("off"),
+    max_prefill_chunks_per_step=MAYBE,
+    policy=st.sampled_from(POLICIES),
+    batching=st.sampled_from(["continuous", "static"]),
+    prefix_cache=st.sampled_from([None, "on", "off"]),
+    session_ttl=st.none() | st.floats(allow_nan=False),
+    max_sessions=MAYBE,
+    page_size=MAYBE | st.just("max"),
     kv_tokens=MAYBE,
+    kv_memory=MAYBE,
+    gpu_memory=st.none() | st.floats(0, 1),
+    kv_dtype=st.sampled_from(["auto", "fp8"]),
     max_waiting=INTS,
     threads=MAYBE,
 )
@@ -56,23 +65,43 @@ def test_defaults() -> None:
     assert engine_options(argparse.Namespace(**dict.fromkeys(EngineOptions.__struct_fields__))).max_rows is None
 
 
+BYTES = "no number of bytes; write one like 1000000, 512MiB or 4GiB"
 WRONG = [
-    ["--no-such-flag"],
-    ["--max-rows", "many"],
-    ["--max-rows", "1.5"],
-    ["--device", "tpu"],
-    ["--dtype", "int8"],
-    ["--pipeline", "maybe"],
-    ["--max-rows"],
+    (["--no-such-flag"], "--no-such-flag"),
+    (["--max-rows", "many"], "--max-rows: invalid int value: 'many'"),
+    (["--max-rows", "1.5"], "'1.5'"),
+    (["--device", "tpu"], "'tpu'"),
+    (["--dtype", "int8"], "'int8'"),
+    (["--pipeline", "maybe"], "'maybe'"),
+    (["--policy", "magic"], "'magic'"),
+    (["--prefill-chunk", "some"], "--prefill-chunk: 'some' is not a number of positions, or off"),
+    (["--max-rows"], "--max-rows: expected one argument"),
+    (["--page-size", "large"], "--page-size: 'large' is not a power of two, or max"),
+    (["--kv-memory", "4GB"], f"--kv-memory: '4GB' is {BYTES}"),
+    (["--kv-memory", "GiB"], f"'GiB' is {BYTES}"),
+    (["--kv-memory", "infGiB"], f"'infGiB' is {BYTES}"),
+    (["--kv-memory", "nanKiB"], f"'nanKiB' is {BYTES}"),
+    (["--gpu-memory", "most"], "--gpu-memory: invalid float value: 'most'"),
+    (["--session-ttl", "long"], "--session-ttl: invalid float value: 'long'"),
+    (["--kv-dtype", "int4"], "'int4'"),
 ]
 
 
-@pytest.mark.parametrize("argv", WRONG, ids=" ".join)
-def test_what_is_not_understood_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("argv", "text"), WRONG, ids=[" ".join(argv) for argv, _ in WRONG])
+def test_what_is_not_understood_is_refused(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(argv)
     assert caught.value.code == 2
-    assert "error:" in capsys.readouterr().err
+    error = capsys.readouterr().err.partition("error:")[2]
+    assert text in error
+    assert "value: _" not in error and " _" not in error, "names of our own functions mean nothing to people"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("4GiB", 2**32), ("0.5GiB", 2**29), ("512MiB", 2**29), ("3KiB", 3072), ("1000", 1000)]
+)
+def test_memory_in_units(text: str, count: int) -> None:
+    assert parse(["--kv-memory", text]).kv_memory == count
 
 
 def test_every_flag_has_help() -> None:

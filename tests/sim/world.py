@@ -3,82 +3,35 @@
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence as Items
 
 from engine_core.contracts import Masks
 from engine_core.control import Control
 from engine_core.engine import Engine
 from engine_core.errors import RowError
 from engine_core.kv_cache.pages import PageAllocator
+from engine_core.kv_cache.radix import RadixTree
 from engine_core.pipeline import PipelineState
 from engine_core.plan import StepPlan
-from engine_core.scheduler.admission import PageGate, RowGate
-from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
+from engine_core.scheduler.admission import RowGate
+from engine_core.scheduler.limits import SchedulerLimits
+from engine_core.scheduler.memory import KVMemory
+from engine_core.scheduler.scheduler import Scheduler
+from engine_core.scheduler.sessions import Sessions
 from engine_core.stats import StageClock, new_stats
-from protocol.codec import pack_ids
-from protocol.commands import Abort, Hello, Submit
-from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Limits, ModelFacts
-from protocol.params import SamplingParams
+from protocol.commands import Abort, EndSession, Hello, Inspect, SetPolicy
+from protocol.engine_options import POLICIES
+from protocol.errors import ErrorCode
+from protocol.events import Failure, Limits, ModelFacts
 from protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
-from tests.fakes.constraint import FakeCompiler, FakeConstraint, FakeVerifier
+from tests.fakes.constraint import FakeCompiler, FakeVerifier
 from tests.fakes.mailbox import FakeMailbox
-from tests.fakes.model import END, VOCAB, reference
+from tests.fakes.model import END, VOCAB
 from tests.fakes.runtime import FakeRuntime
+from tests.sim.traffic import CLIENTS, LONGEST, Shape, Traffic
 
 EPOCH = 77
-GRAMMARS: tuple[Callable[[random.Random], str], ...] = (
-    lambda _: "parity",
-    lambda _: "runs",
-    lambda rng: f"runs {rng.randint(1, 20)}",
-    lambda rng: f"stops {rng.randint(1, 20)}",
-    lambda rng: f"dies {rng.randint(0, 20)}",
-    lambda rng: f"breaks {rng.randint(0, 20)}",
-    lambda rng: rng.choice(["parity", "bad"]),
-)
-"""How often each rule of `FakeConstraint` comes up."""
-CLIENTS = (b"client-a", b"client-b", b"client-c")
-
-
-@dataclass(frozen=True)
-class Request:
-    client: bytes
-    request_id: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    grammar: str | None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-
-    @property
-    def key(self) -> tuple[bytes, int]:
-        return self.client, self.request_id
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        return frozenset() if self.params.ignore_eos else frozenset({END})
-
-    def reference(self) -> tuple[list[int], str]:
-        """Its tokens, and how it ends: a FinishReason or an ErrorCode."""
-        if self.grammar == "bad":
-            return [], ErrorCode.INVALID_GRAMMAR
-        constraint = FakeConstraint(self.grammar) if self.grammar else None
-        params, ends = self.params, self.end_ids
-        tokens = reference(self.prompt, params.max_tokens, ends, params.min_tokens, constraint)
-        if constraint and constraint.problem:
-            return tokens, ErrorCode.GRAMMAR_FAILED
-        stopped = (tokens[-1] in ends and len(tokens) > params.min_tokens) or (constraint and constraint.complete)
-        return tokens, FinishReason.STOP if stopped else FinishReason.LENGTH
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a traffic is drawn from."""
-
-    depth: int
-    constrained: float
-    faults: str = ""
 
 
 class FaultyRuntime(FakeRuntime):
@@ -112,84 +65,107 @@ class FaultyRuntime(FakeRuntime):
             raise RuntimeError(f"device lost in {place}")
 
 
+class PoisoningAllocator(PageAllocator):
+    """Erases on the device what is freed here."""
+
+    erase: Callable[[list[int]], None]
+
+    def release(self, owner: int, pages: Items[int]) -> None:
+        super().release(owner, pages)
+        self.erase(list(pages))
+
+
 class World:
     """Builds the engine of one traffic and drives it through its mailbox."""
 
     def __init__(self, seed: int, shape: Shape) -> None:
         self.rng = rng = random.Random(seed)
         self.shape = shape
-        page_size = rng.choice([1, 2, 4])
-        pages = rng.randint(12, 90)
-        max_rows = rng.randint(1, 6)
-        step_tokens = rng.randint(max_rows, 40)
-        self.pages = PageAllocator(pages)
-        self.runtime = FaultyRuntime(max_rows, pages, page_size, fault=shape.faults, rng=rng)
-        limits = SchedulerLimits(step_tokens, rng.randint(1, step_tokens), rng.choice([3, 100]))
-        self.rows = RowGate(max_rows)
-        self.scheduler = Scheduler(self.rows, PageGate(self.pages, page_size), limits, FakeVerifier())
-        self.compiler = FakeCompiler(lambda: rng.choice([0, 0, 1, 5, 40]))
-        self.pipeline = PipelineState(shape.depth)
-        self.mailbox = FakeMailbox()
-        stats, clock = new_stats(), FakeClock()
-        facts = ModelFacts("fake", VOCAB, 48, [END], "", "cpu", "float32", 0)
-        wire_limits = Limits(max_rows, 0, page_size, step_tokens, 100)
-        self.control = Control(self.scheduler, self.compiler, EPOCH, facts, wire_limits, stats, clock)
-        self.engine = Engine(
-            self.scheduler,
-            self.pipeline,
-            self.runtime,
-            self.mailbox,
-            self.control,
-            self.compiler,
-            stats,
-            StageClock(stats.stage_seconds, clock),
-        )
-        self.requests = [self._request(number) for number in range(rng.randint(1, 14))]
+        self.clock = FakeClock()
+        self._build()
+        self.requests = Traffic(rng, shape).requests(rng.randint(1, shape.requests))
         self.arrivals = list(self.requests)
         self.aborted: set[tuple[bytes, int]] = set()
-        self.ticks = 0
-        self.launches = 0
-        self.overlaps = 0
+        self.ticks = self.launches = self.overlaps = self.forced = 0
         self.mailbox.on_drain = self._before_tick
         self.mailbox.on_flush = self.check
+        self.mailbox.on_wait = self._check_sleep
         self._seen_launched = 0
         for client in CLIENTS:
             self.mailbox.inbox.append((client, Hello(PROTOCOL_VERSION, EPOCH, client.decode())))
 
-    def _request(self, number: int) -> Request:
-        rng = self.rng
-        max_tokens = rng.randint(1, 18)
-        grammar = rng.choice(GRAMMARS)(rng) if rng.random() < self.shape.constrained else None
-        params = SamplingParams(
-            max_tokens,
-            min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
-            ignore_eos=rng.random() < 0.2,
+    def _build(self) -> None:
+        rng, shape = self.rng, self.shape
+        page_size = shape.page_size or rng.choice([1, 2, 4, 8, LONGEST])
+        pages = max(2, 1 + rng.randint(*shape.pages) * 2 // (page_size + 1))
+        max_rows = rng.randint(1, 6)
+        whole = shape.static or rng.random() < 0.15
+        step_tokens = rng.randint(max_rows, 40) + whole * LONGEST
+        cache = rng.random() < 0.8 if shape.cache is None else shape.cache
+        self.allocator = PoisoningAllocator(pages)
+        tree = RadixTree(pages, page_size) if cache and not shape.static else None
+        self.memory = KVMemory(self.allocator, page_size, tree, Sessions(tree, rng.randint(0, 3), rng.choice([5, 1e9])))
+        self.runtime = FaultyRuntime(max_rows, pages, page_size, fault=shape.faults, rng=rng)
+        self.allocator.erase = self.runtime.free
+        if tree is not None:
+            self.runtime.is_shared = tree.__contains__
+        limits = SchedulerLimits(
+            step_tokens,
+            0 if whole else rng.randint(1, step_tokens),
+            rng.choice([3, 100]),
+            rng.choice([0, 0, 1, 2]),
+            rng.choice([LONGEST, 1000]),
+            shape.static,
         )
-        prompt = tuple(rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 32)))
-        tops = [rng.choice([0, 1, 5]) if rng.random() < 0.2 else None for _ in range(2)]
-        return Request(rng.choice(CLIENTS), number, prompt, params, grammar, *tops)
+        self.rows = RowGate(max_rows)
+        policy = "fcfs" if shape.static else shape.policy or rng.choice(POLICIES)
+        self.scheduler = Scheduler(self.rows, self.memory, limits, FakeVerifier(), policy)
+        self.compiler = FakeCompiler(lambda: rng.choice([0, 0, 1, 5, 40]))
+        self.pipeline = PipelineState(shape.depth)
+        self.mailbox = FakeMailbox()
+        stats = new_stats()
+        facts = ModelFacts("fake", VOCAB, LONGEST, [END], "", "cpu", "float32", 0)
+        wire_limits = Limits(max_rows, 0, page_size, step_tokens, 100)
+        self.control = Control(self.scheduler, self.compiler, EPOCH, facts, wire_limits, stats, self.clock)
+        stages = StageClock(stats.stage_seconds, self.clock)
+        self.engine = Engine(
+            self.scheduler, self.pipeline, self.runtime, self.mailbox, self.control, self.compiler, stats, stages
+        )
 
     def _before_tick(self) -> None:
-        """Arrivals, aborts and vanishing frontends; then whatever must hold between two ticks."""
+        """Whatever must hold between two ticks; then arrivals and what goes wrong."""
         self.check()
         self.ticks += 1
-        assert self.ticks < 4000, f"no progress: {self.scheduler.waiting} {self.scheduler.running} {self.pipeline}"
+        self.clock.now += 0.1
+        assert self.ticks < 4000, (
+            f"no progress: {list(self.scheduler.waiting)} {self.scheduler.running} {self.pipeline} {self.allocator}"
+        )
         rng = self.rng
         while self.arrivals and rng.random() < 0.5:
             request = self.arrivals.pop(0)
-            self.mailbox.inbox.append(
-                (
-                    request.client,
-                    Submit(
-                        request.request_id,
-                        pack_ids(request.prompt),
-                        request.params,
-                        request.grammar,
-                        request.logprobs,
-                        request.prompt_logprobs,
-                    ),
-                )
-            )
+            self.mailbox.inbox.append((request.client, request.submit))
+        if not self.shape.calm:
+            self._disturb()
+        launched = self.engine.stats.steps_launched
+        if launched > self._seen_launched:
+            self.launches += 1
+            self.overlaps += self.pipeline.in_flight > 1
+        self._seen_launched = launched
+        idle = not self.scheduler.open and not self.scheduler.ended and not self.pipeline.in_flight
+        if idle and not self.arrivals and not self.mailbox.inbox:
+            self.check_at_rest()
+            self.engine.stopping = True
+
+    def _check_sleep(self) -> None:
+        """A loop that falls asleep can do nothing for anybody: whoever is open waits for a grammar."""
+        assert not self.pipeline.in_flight
+        assert self.scheduler.open == len(self.scheduler.compiling), (
+            f"asleep: {list(self.scheduler.waiting)} {self.scheduler.running} {self.allocator} {self.memory.tree}"
+        )
+
+    def _disturb(self) -> None:
+        """Aborts, frontends that vanish, and what an operator does."""
+        rng = self.rng
         if rng.random() < 0.06:
             victim = rng.choice(self.requests)
             self.aborted.add(victim.key)
@@ -198,35 +174,71 @@ class World:
             self.mailbox.inbox.append((victim.client, Abort([victim.request_id, 10_000])))
         if rng.random() < 0.01:
             self.mailbox.gone.add(rng.choice(CLIENTS))
-        launched = self.engine.stats.steps_launched
-        if launched > self._seen_launched:
-            self.launches += 1
-            self.overlaps += self.pipeline.in_flight > 1
-        self._seen_launched = launched
-        if not self.arrivals and not self.scheduler.open and not self.pipeline.in_flight and not self.mailbox.inbox:
-            self.engine.stopping = True
+        if rng.random() < 0.05:
+            self._manage()
+
+    def happened(self) -> dict[str, int]:
+        """How often what."""
+        outcomes = [outcome for outcomes in self.mailbox.outcomes.values() for outcome in outcomes]
+        busy = [o for o in outcomes if isinstance(o, Failure) and o.code is ErrorCode.SESSION_BUSY]
+        talks = {request.key for request in self.requests if request.session}
+        return {
+            "hit": self.memory.hit,
+            "evicted": self.memory.evicted,
+            "cached told": len(self.mailbox.cached),
+            "preemptions": self.scheduler.preemptions,
+            "for lack of pages": self.scheduler.preemptions - self.forced,
+            "session busy": len(busy),
+            "sessions evicted": self.memory.sessions.evicted,
+            "session hits": len(talks & self.mailbox.cached.keys()),
+        }
+
+    def _manage(self) -> None:
+        """What an operator does meanwhile, and preemption for no reason."""
+        rng = self.rng
+        command = rng.choice([SetPolicy(1, rng.choice(POLICIES)), EndSession(2, rng.choice("xyz")), Inspect(3)])
+        self.mailbox.inbox.append((CLIENTS[0], command))
+        victims = [seq for seq in self.scheduler.running.values() if not seq.finishing]
+        if victims and rng.random() < 0.5:
+            self.forced += 1
+            self.scheduler.preempt(rng.choice(victims))
 
     def check(self) -> None:
         """The invariants, whenever the scheduler is between two moves."""
         holders = Counter(row.seq_id for step in self.pipeline.steps for row in step.plan.rows)
+        readers: dict[int, bytes] = {}
         for seq in self.scheduler.held:
             assert seq.inflight == holders.pop(seq.id, 0), f"inflight differs from the pipeline: {seq} {self.pipeline}"
             assert 0 <= seq.inflight <= self.pipeline.depth, seq
             assert 0 <= seq.unseen <= seq.inflight, seq
+            for page in seq.pages:
+                assert readers.setdefault(page, seq.root) == seq.root, f"page {page} is read under two namespaces"
         assert not holders, f"steps hold sequences whose leases are closed: {holders}"
-        assert self.pages.audit() == []
-        owned = self.pages.owned()
-        for seq in self.scheduler.held:
-            assert sorted(seq.pages) == sorted(owned.pop(seq.id)), seq
-        assert not owned, f"pages of nobody: {owned}"
+        assert self.scheduler.audit() == []
+        assert self.pipeline.steps or not self.memory.settling
+        owned = {page for pages in self.allocator.owned().values() for page in pages}
+        for step in self.pipeline.steps:
+            free = self.runtime.pages_in_flight.get(step.slot, set()) - owned
+            assert not free, f"pages {free} are free while {step} uses them"
 
     def check_at_rest(self) -> None:
         """After the last tick: everything came back, and everybody was told exactly once."""
-        assert self.pages.free == self.pages.total
-        assert self.rows.free == self.rows.total
         assert not self.scheduler.open
         assert not self.scheduler.compiling
         assert not self.compiler.jobs, "grammars are compiled for nobody"
         assert not list(self.scheduler.held)
+        assert self.memory.settling == 0
+        assert self.scheduler.audit() == []
+        assert self.rows.free == self.rows.total
+        assert all(session.turn is None for session in self.memory.sessions.known)
+        assert self.memory.available == self.allocator.total
         for key, outcomes in self.mailbox.outcomes.items():
             assert len(outcomes) == 1, f"{key} ended {len(outcomes)} times: {outcomes}"
+
+    def check_after_the_end(self) -> None:
+        """Nothing is kept that could not be had, for the cache or for a session."""
+        self.check_at_rest()
+        self.memory.sessions.clear()
+        assert self.memory.in_use == 0
+        assert self.memory.take(10_000, self.allocator.total) is not None
+        assert self.memory.cached == 0

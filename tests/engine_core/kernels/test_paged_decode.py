@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine_core.kernels import reference_decode
+from engine_core.kernels.kv_dtype import to_pool
 from engine_core.kernels.paged_decode import Tile, choose_splits, choose_tile, paged_decode
 
 SMALL = Tile(16, 4, 1)
@@ -62,6 +63,21 @@ def test_padding_rows_are_harmless(device: str) -> None:
     assert found.isfinite().all()
     expected = reference_decode.paged_decode(padded, keys, values, rows, positions, table, 4, 0.2)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_pool_of_8_bit_floats_is_read_exactly(device: str) -> None:
+    query, keys, values, *rest = pool([1, 16, 70], 4, 2, 32, 8, device)
+    keys, values = (to_pool(part.nan_to_num(), torch.float8_e4m3fn) for part in (keys, values))
+    found = paged_decode(query, keys, values, *rest, 8, 0.2, 3, tile=SMALL)
+    expected = reference_decode.paged_decode(query, keys.float(), values.float(), *rest, 8, 0.2)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("length", [1, 40, 64])
+def test_one_page_a_row(length: int, device: str) -> None:
+    given = pool([length, 3], 2, 1, 32, 64, device)
+    found = paged_decode(*given, 64, 0.2, 2, tile=SMALL)
+    torch.testing.assert_close(found, reference_decode.paged_decode(*given, 64, 0.2), atol=2e-5, rtol=2e-5)
 
 
 def test_large_scores_do_not_overflow(device: str) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from engine_core.kernels.kv_dtype import to_pool
 from engine_core.kernels.reference_qk import qk_norm_rope_and_kv_write
 from engine_core.kernels.rope import rope_and_kv_write
 
@@ -27,6 +28,21 @@ def test_equals_the_oracle(heads: int, kv_heads: int, head_dim: int, norm: bool,
     torch.testing.assert_close(query, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(pools[0], pools[1], atol=1e-5, rtol=1e-5)
     assert (pools[0][:, sorted(set(range(20)) - set(given[3].tolist()))] == 7).all()
+
+
+def test_a_pool_of_8_bit_floats(device: str) -> None:
+    """Of numbers that such a pool holds, unrotated, since the interpreter does not round as a GPU does; and
+    what is too large, which is clamped."""
+    qkv, cos, sin, index = inputs(5, 4, 2, 32, device)
+    qkv = to_pool(qkv * 3, torch.float8_e4m3fn).float()
+    qkv[0, -1, :2] = torch.tensor([1000.0, -1e30])
+    cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+    pools = [torch.zeros(2, 20, 2, 32, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+    rope_and_kv_write(qkv, cos, sin, index, *pools[0].unbind(0))
+    qk_norm_rope_and_kv_write(qkv, cos, sin, index, *pools[1].unbind(0))
+    found, expected = (pool.float() for pool in pools)
+    assert torch.equal(found, expected)
+    assert torch.equal(expected[:, index], qkv.unflatten(1, (4, 2))[:, 2:].transpose(0, 1).clamp(-448, 448))
 
 
 def test_a_layer_of_a_pool_and_strided_tokens(device: str) -> None:

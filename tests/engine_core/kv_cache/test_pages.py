@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from engine_core.kv_cache.pages import PADDING_PAGE, PageAllocator
+from tests.effort import machine
 
 PAGES = 17
 
@@ -34,6 +35,14 @@ class Allocations(RuleBasedStateMachine):
             self.held[self.owners] = taken
         return self.owners
 
+    @rule(owners=st.lists(given_out, max_size=9))
+    def allocate_each(self, owners: list[int]) -> None:
+        free = self.allocator.free
+        taken = self.allocator.allocate_each(owners)
+        assert (taken is None) == (len(owners) > free)
+        for owner, page in zip(owners, taken or (), strict=taken is not None):
+            self.held[owner].append(page)
+
     @rule(owner=consumes(given_out))
     def release(self, owner: int) -> None:
         pages = self.held.pop(owner)
@@ -41,6 +50,15 @@ class Allocations(RuleBasedStateMachine):
         for page in pages[:1]:
             with pytest.raises(AssertionError, match=f"frees page {page}"):
                 self.allocator.release(owner, [page])
+
+    @rule(owner=given_out, heir=given_out)
+    def hand_over(self, owner: int, heir: int) -> None:
+        for page in self.held[owner][:1]:
+            self.allocator.transfer(owner, heir, page)
+            self.held[owner].remove(page)
+            self.held[heir].append(page)
+            with pytest.raises(AssertionError, match=f"hands over page {page}, owned by {heir}"):
+                self.allocator.transfer(owner + 1000, heir, page)
 
     @rule(owner=given_out)
     def steal(self, owner: int) -> None:
@@ -56,6 +74,7 @@ class Allocations(RuleBasedStateMachine):
         assert self.allocator.free + self.allocator.used == PAGES - 1
 
 
+Allocations.TestCase.settings = machine(50, 50)
 TestAllocations = Allocations.TestCase
 
 
@@ -77,7 +96,7 @@ def test_the_audit_names_a_leak_and_a_page_freed_twice() -> None:
     allocator._free += [taken[0], taken[0]]
     assert "a page is on the free list twice" in allocator.audit()
     allocator._free.append(taken[1])
-    assert f"page {taken[1]} is free and owned by sequence 1" in allocator.audit()
+    assert f"page {taken[1]} is free and owned by 1" in allocator.audit()
     allocator._free.append(PADDING_PAGE)
     assert "the reserved page is in circulation" in allocator.audit()
 

@@ -25,7 +25,7 @@ def fields(packed: Packed, out: np.ndarray) -> dict[str, list[int]]:
 def test_every_token_lies_where_the_shape_has_it(plan: StepPlan, free_rows: int, free_tokens: int) -> None:
     tight = lies(plan)
     shape = Shape(tight.singles + free_rows, tight.tokens + free_tokens)
-    out = np.full(capacity(ROWS + 3, 9 * ROWS + 5, 100), -77, dtype=np.int32)
+    out = np.full(capacity(ROWS + 3, 9 * ROWS + 5, ROWS * PAGES_PER_ROW, ROWS * MAX_LEN), -77, dtype=np.int32)
     eager = fields(pack(plan, MAX_LEN, PAGES_PER_ROW, out), out)
     packed = pack_shaped(plan, shape, MAX_LEN, PAGES_PER_ROW, out)
     found = fields(packed, out)
@@ -99,7 +99,8 @@ def test_plain_steps_pack_alike_either_way() -> None:
     plan = plan_of(decode(3))
     assert plan.plain
     out, other = np.full(50, -77, dtype=np.int32), np.full(50, -77, dtype=np.int32)
-    packed, shaped = pack_decode(plan, 4, out), pack_shaped(plan, Shape(4, 0), MAX_LEN, PAGES_PER_ROW, other)
+    packed = pack_decode(plan, 4, PAGES_PER_ROW, out)
+    shaped = pack_shaped(plan, Shape(4, 0), MAX_LEN, PAGES_PER_ROW, other)
     assert out[:8].tolist() == other[:8].tolist() == [1, 2, 3, 0, 11, 12, 13, 0]
     assert packed.sample_rows.tolist() == shaped.sample_rows.tolist()
     assert packed.longest == shaped.longest == 14

@@ -38,14 +38,15 @@ def params(draw: st.DrawFn) -> SamplingParams:
 
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
-    """Prompts at their beginning, chunks in their middle and decoding rows, in any order."""
+    """Prompts at their beginning or behind a cached part, chunks in their middle and decoding rows, in any order."""
     numbers = draw(st.lists(st.integers(1, ROWS), min_size=1, max_size=ROWS, unique=True))
     rows, admitted = [], []
     for number in numbers:
-        kind = draw(st.sampled_from(["first", "chunk", "decode", "decode"]))
+        kind = draw(st.sampled_from(["first", "cached", "chunk", "decode", "decode"]))
         start = 0 if kind == "first" else draw(st.integers(1, MAX_LEN - 10))
         length = 1 if kind == "decode" else draw(st.integers(1, 9))
-        ids = draw(st.lists(IDS, min_size=length, max_size=length))
+        skipped = draw(st.integers(1, start)) if kind == "cached" else 0
+        ids = draw(st.lists(IDS, min_size=length + skipped, max_size=length + skipped))
         rows.append(
             Row(
                 100 + number,
@@ -56,14 +57,13 @@ def plans(draw: st.DrawFn) -> StepPlan:
                 suppress_ends=draw(st.booleans()) if kind != "decode" else draw(st.integers(0, 5)) == 0,
                 constrained=draw(st.integers(0, 3)) == 0,
                 tokens=b"" if kind == "decode" else pack_ids(ids),
-                new_pages=tuple(draw(st.lists(st.integers(1, 99), max_size=PAGES_PER_ROW - 3)))
-                if kind == "first"
-                else (),
-                first_page=draw(st.integers(0, 3)) if kind == "first" else 3,
-                targets=b"" if kind == "decode" else pack_ids(ids[: draw(st.integers(0, length))]),
+                new_pages=tuple(draw(st.lists(st.integers(1, 99), max_size=PAGES_PER_ROW - 3))),
+                first_page=draw(st.integers(0, 3)),
+                skipped=skipped,
+                targets=b"" if kind == "decode" else pack_ids(ids[skipped:][: draw(st.integers(0, length))]),
             )
         )
-        if kind == "first":
+        if kind in ("first", "cached"):
             ends = tuple(draw(st.lists(IDS, max_size=4)))
             admitted.append(Admission(100 + number, number, draw(st.integers(1, 40)), draw(params()), ends))
     return StepPlan.of(7, tuple(rows), tuple(admitted))
@@ -80,7 +80,8 @@ def signed(value: int) -> int:
 def by_hand(plan: StepPlan) -> dict[str, list[int]]:
     fields: dict[str, list[int]] = {name: [] for name in ("rows", "token_rows", "positions", "sample_index")}
     fields |= {name: [] for name in ("sample_rows", "sample_positions")}
-    uploads: dict[str, list[int]] = {name: [] for name in ("upload_index", "upload_tokens", "page_index", "pages")}
+    uploads: dict[str, list[int]] = {"upload_index": [], "upload_tokens": []}
+    pages: dict[str, list[int]] = {"page_index": [], "pages": []}
     suppress: list[int] = []
     places: list[int] = []
     scored: list[int] = []
@@ -100,11 +101,11 @@ def by_hand(plan: StepPlan) -> dict[str, list[int]]:
             suppress.append(int(row.suppress_ends))
             places.append(1 + max(places, default=0) if row.constrained else 0)
         for index, token in enumerate(unpack_ids(row.tokens)):
-            uploads["upload_index"].append(row.row * MAX_LEN + row.start + index)
+            uploads["upload_index"].append(row.row * MAX_LEN + row.start - row.skipped + index)
             uploads["upload_tokens"].append(token)
         for index, page in enumerate(row.new_pages):
-            uploads["page_index"].append(row.row * PAGES_PER_ROW + row.first_page + index)
-            uploads["pages"].append(page)
+            pages["page_index"].append(row.row * PAGES_PER_ROW + row.first_page + index)
+            pages["pages"].append(page)
     if targets:
         fields["targets"] = targets
         fields["sample_index"] += scored
@@ -112,8 +113,9 @@ def by_hand(plan: StepPlan) -> dict[str, list[int]]:
         fields["suppress"] = suppress
     if any(places):
         fields["mask_places"] = places
-    if any(row.tokens or row.new_pages for row in plan.rows):
-        fields |= uploads
+    for news in (uploads, pages):
+        if any(news.values()):
+            fields |= news
     return fields | (admissions_by_hand(plan) if plan.admitted else {})
 
 
@@ -140,7 +142,7 @@ def admissions_by_hand(plan: StepPlan) -> dict[str, list[int]]:
 @settings(deadline=None, max_examples=80, print_blob=True)
 @given(plans())
 def test_every_field(plan: StepPlan) -> None:
-    out = np.full(capacity(ROWS, 9 * ROWS, 100), -77, dtype=np.int32)
+    out = np.full(capacity(ROWS, 9 * ROWS, ROWS * PAGES_PER_ROW, ROWS * MAX_LEN), -77, dtype=np.int32)
     packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out)
     found = {name: out[start : start + length].tolist() for name, (start, length) in packed.fields.items()}
     assert found == by_hand(plan)
@@ -153,16 +155,21 @@ def test_every_field(plan: StepPlan) -> None:
 
 @settings(deadline=None, max_examples=60, print_blob=True)
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.booleans(), st.booleans()), min_size=1, max_size=ROWS), st.integers(0, 4)
+    st.lists(
+        st.tuples(st.integers(0, 40), st.booleans(), st.booleans(), st.lists(st.integers(1, 99), max_size=2)),
+        min_size=1,
+        max_size=ROWS,
+    ),
+    st.integers(0, 4),
 )
-def test_a_decode_step_where_graphs_read_it(drawn: list[tuple[int, bool, bool]], padding: int) -> None:
+def test_a_decode_step_where_graphs_read_it(drawn: list[tuple[int, bool, bool, list[int]]], padding: int) -> None:
     rows = [
-        Row(50 + number, number + 1, start, 1, True, suppress_ends=suppressed, constrained=constrained)
-        for number, (start, suppressed, constrained) in enumerate(drawn)
+        Row(50 + number, number + 1, start, 1, True, suppressed, constrained, new_pages=tuple(pages), first_page=number)
+        for number, (start, suppressed, constrained, pages) in enumerate(drawn)
     ]
     plan, bucket = StepPlan.of(3, tuple(rows)), len(rows) + padding
-    out = np.full(capacity(len(rows), bucket, 2), -77, dtype=np.int32)
-    packed = pack_decode(plan, bucket, out)
+    out = np.full(capacity(len(rows), bucket, 2 * len(rows), 0), -77, dtype=np.int32)
+    packed = pack_decode(plan, bucket, PAGES_PER_ROW, out)
     found = {name: out[start : start + length].tolist() for name, (start, length) in packed.fields.items()}
     expected = by_hand(plan)
     assert found["rows"] == [row.row for row in rows] + [0] * padding
@@ -170,6 +177,8 @@ def test_a_decode_step_where_graphs_read_it(drawn: list[tuple[int, bool, bool]],
     assert packed.fields["rows"] == (0, bucket) and packed.fields["positions"] == (bucket, bucket)
     for name in ("sample_rows", "sample_positions", "suppress", "mask_places"):
         assert found.get(name) == (None if plan.plain else expected.get(name)), name
+    for name in ("page_index", "pages"):
+        assert found.get(name) == expected.get(name), name
     assert (out[packed.total :] == -77).all()
     assert packed.sample_rows.tolist() == expected["sample_rows"]
     assert packed.longest == max(row.end for row in rows)
@@ -181,8 +190,8 @@ def test_the_mask_of_a_row_is_found_by_its_row() -> None:
     assert mask_places(StepPlan.of(1, tuple(rows))) == {7: 1, 2: 2}
 
 
-def worst(rows: int, step_tokens: int, pages: int) -> StepPlan:
-    """Every row is new, brings every bias and end id there can be, and the pool's pages between them."""
+def worst(rows: int, step_tokens: int, pages: int, uploads: int) -> StepPlan:
+    """Every row is new, scored, brings every bias and end id there can be, and pages and cached tokens between them."""
     full = SamplingParams(
         1,
         logit_bias_ids=pack_ids([5] * MAX_LOGIT_BIAS),
@@ -193,23 +202,26 @@ def worst(rows: int, step_tokens: int, pages: int) -> StepPlan:
     made: list[Row] = []
     for number in range(rows):
         length = share + (rest if number == 0 else 0)
-        mine = tuple(range(1, pages)) if number == 0 else ()
-        tokens = pack_ids([1] * length)
-        made.append(Row(number, number + 1, 0, length, True, True, True, tokens, mine, targets=tokens[4:]))
+        mine, skipped = (tuple(range(pages)), uploads) if number == 0 else ((), 0)
+        tokens, targets = pack_ids([1] * (length + skipped)), pack_ids([1] * (length - 1))
+        made.append(
+            Row(number, number + 1, skipped, length, True, True, True, tokens, mine, skipped=skipped, targets=targets)
+        )
     admitted = [Admission(row.seq_id, row.row, 9, full, tuple(range(MAX_SUPPRESSED))) for row in made]
     return StepPlan.of(1, tuple(made), tuple(admitted))
 
 
 @settings(deadline=None, max_examples=30, print_blob=True)
-@given(st.integers(1, 20), st.integers(0, 60), st.integers(2, 200))
-def test_capacity_is_enough_for_the_worst_step(rows: int, more: int, pages: int) -> None:
+@given(st.integers(1, 20), st.integers(0, 60), st.integers(1, 200), st.integers(0, 500))
+def test_capacity_is_enough_for_the_worst_step(rows: int, more: int, pages: int, uploads: int) -> None:
     step_tokens = rows + more
-    out = np.zeros(capacity(rows, step_tokens, pages), dtype=np.int32)
-    packed = pack(worst(rows, step_tokens, pages), 10_000, 1000, out)
+    out = np.zeros(capacity(rows, step_tokens, pages, uploads), dtype=np.int32)
+    packed = pack(worst(rows, step_tokens, pages, uploads), 10_000, 1000, out)
     assert packed.total <= len(out)
     fields: dict[str, Any] = packed.fields
     assert fields["suppress_index"][1] == rows * MAX_SUPPRESSED
-    assert fields["pages"][1] == pages - 1
+    assert fields["pages"][1] == pages
+    assert fields["upload_tokens"][1] == step_tokens + uploads
 
 
 def test_steady_decode_is_small() -> None:
@@ -217,3 +229,15 @@ def test_steady_decode_is_small() -> None:
     out = np.zeros(100, dtype=np.int32)
     packed = pack(StepPlan.of(1, rows), MAX_LEN, PAGES_PER_ROW, out)
     assert packed.total <= 4 * len(rows), "columns with the same content share their place"
+
+
+def test_new_pages_keep_decode_plain() -> None:
+    """The graph of a decode step reads rows and positions; what its rows bring lies behind them."""
+    rows = (Row(1, 1, 8, 1, True, new_pages=(7,), first_page=2), Row(2, 2, 30, 1, True))
+    plan = StepPlan.of(1, rows)
+    assert plan.plain
+    out = np.zeros(100, dtype=np.int32)
+    packed = pack_decode(plan, 4, PAGES_PER_ROW, out)
+    assert out[: packed.total].tolist() == [1, 2, 0, 0, 8, 30, 0, 0, PAGES_PER_ROW + 2, 7]
+    assert packed.fields == {"rows": (0, 4), "positions": (4, 4), "page_index": (8, 1), "pages": (9, 1)}
+    assert packed.longest == 31

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine_core.attention.torch import TorchAttention
-from engine_core.config import EngineConfig
+from engine_core.config import StepConfig
 from engine_core.models.llama import LlamaModel
 from engine_core.plan import Admission, Row, StepPlan
 from engine_core.runtime.device import CpuDevice, open_device
@@ -26,7 +26,7 @@ def tables() -> DeviceTables:
 
 
 def staged(plan: StepPlan) -> tuple[torch.Tensor, Packed]:
-    out = np.zeros(capacity(4, 40, 30), dtype=np.int32)
+    out = np.zeros(capacity(4, 40, 30, 40), dtype=np.int32)
     packed = pack(plan, 20, 5, out)
     return torch.from_numpy(out)[: packed.total], packed
 
@@ -116,9 +116,12 @@ def test_warming_up_touches_padding_alone(model: LlamaModel, depth: int, max_len
     pages_per_row = -(-max_len // 4)
     runtime.tables = DeviceTables.allocate(4, max_len, pages_per_row, torch.device("cpu"))
     runtime.sampler = TorchSampler(runtime.tables)
-    config = EngineConfig("x", "cpu", "float32", depth, 4, max_len, 32, 32, 4, 50, 10)
+    config = StepConfig(
+        model_name="x", device="cpu", dtype="float32", depth=depth, max_rows=4, max_len=max_len, max_step_tokens=30,
+        prefill_chunk=30, page_size=4, max_waiting=10,
+    )  # fmt: skip
     warm_up(runtime, config)
-    assert len(runtime.results) == depth * 6
+    assert len(runtime.results) == depth * 7
     lowest = 0 if max_len > 2 else -1
     assert all(lowest <= token < VOCAB for tokens in runtime.results for token in tokens), "-1: no room for a sample"
     assert not runtime.tables.tokens[1:].any(), "a row that requests use was written"

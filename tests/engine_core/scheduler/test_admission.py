@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from engine_core.kv_cache.pages import PageAllocator
 from engine_core.scheduler.admission import PADDING_ROW, PageGate, RowGate, admit
 from engine_core.scheduler.sequence import Sequence
 from protocol.params import SamplingParams
+from tests.fakes.memory import kv_memory
 
 
 def new(seq_id: int, prompt: int = 5, max_tokens: int = 4) -> Sequence:
@@ -21,22 +21,24 @@ class Closed:
 
 
 def test_a_gate_that_declines_gives_back_what_others_gave() -> None:
-    rows, pages = RowGate(2), PageGate(PageAllocator(10), 4)
+    rows, memory = RowGate(2), kv_memory(10)
     seq = new(1)
-    assert not admit(seq, (rows, pages, Closed()))
-    assert (rows.free, pages.pages.free, seq.row, seq.pages) == (2, 9, -1, [])
+    assert not admit(seq, (rows, PageGate(memory, 8), Closed()))
+    assert (rows.free, memory.available, seq.row, seq.pages) == (2, 9, -1, [])
+    assert memory.audit([]) == []
 
 
 def test_leases_give_everything_back_once() -> None:
-    rows, pages = RowGate(2), PageGate(PageAllocator(10), 4)
+    rows, memory = RowGate(2), kv_memory(10)
+    gates = rows, PageGate(memory, 8)
     seq = new(1)
-    assert admit(seq, (rows, pages))
+    assert admit(seq, gates)
     assert seq.row != PADDING_ROW
-    assert (rows.free, pages.pages.free, len(seq.pages)) == (1, 6, 3)
+    assert (rows.free, memory.available, len(seq.pages)) == (1, 7, 2)
     seq.leases.close()
-    assert (rows.free, pages.pages.free, seq.row, seq.pages) == (2, 9, -1, [])
+    assert (rows.free, memory.available, seq.row, seq.pages) == (2, 9, -1, [])
     seq.leases.close()
-    assert (rows.free, pages.pages.free) == (2, 9)
+    assert (rows.free, memory.available) == (2, 9)
 
 
 def test_rows_run_out() -> None:
@@ -61,9 +63,39 @@ def test_a_row_freed_twice_is_found() -> None:
         release()
 
 
-@pytest.mark.parametrize(("prompt", "max_tokens", "pages"), [(1, 1, 1), (3, 1, 1), (3, 2, 2), (8, 8, 4), (9, 8, 5)])
-def test_pages_cover_prompt_and_output(prompt: int, max_tokens: int, pages: int) -> None:
-    gate = PageGate(PageAllocator(10), 4)
-    seq = new(1, prompt, max_tokens)
+@pytest.mark.parametrize(
+    ("prompt", "chunk", "pages"), [(1, 8, 1), (4, 8, 1), (5, 8, 2), (30, 8, 2), (30, 9, 3), (30, 0, 8), (30, 1, 1)]
+)
+def test_pages_cover_what_is_computed_first(prompt: int, chunk: int, pages: int) -> None:
+    gate = PageGate(kv_memory(20), chunk)
+    seq = new(1, prompt, 40)
     assert gate.acquire(seq) is not None
     assert len(seq.pages) == pages
+
+
+def test_an_admission_leaves_a_page_for_each_that_may_grow() -> None:
+    memory = kv_memory(1 + 64)
+    gate = PageGate(memory, 0)
+    grown, growing, more = new(1, 110, 2), new(2, 110, 30), new(3, 9, 30)
+    assert gate.acquire(grown) is not None
+    assert gate.acquire(growing) is not None
+    assert (memory.available, len(growing.pages), memory.needed(growing.total_len)) == (8, 28, 35)
+    assert gate.acquire(new(4, 29, 1)) is None, "8 are free and wanted, one of them may be needed by the second"
+    assert gate.acquire(new(5, 28, 1)) is not None, "the first will not grow"
+    memory = kv_memory(1 + 16)
+    gate = PageGate(memory, 0)
+    for number in range(6):
+        assert gate.acquire(new(number, 1, 30)) is not None
+    assert gate.acquire(more) is not None, "of a small pool, one page is reserve enough"
+
+
+def test_who_was_preempted_asks_for_all_it_has_and_more_each_time() -> None:
+    memory = kv_memory(1 + 160)
+    gate = PageGate(memory, 4)
+    for number in range(1, 11):
+        assert gate.acquire(new(number, 4, 99)) is not None
+    again = new(50, 4 * 130, 99)
+    for preemptions, admitted in ((3, False), (2, False), (1, True)):
+        again.preemptions = preemptions
+        release = gate.acquire(again)
+        assert (release is not None) is admitted, "150 are free, 130 wanted, a reserve of 10 and 10 a preemption"

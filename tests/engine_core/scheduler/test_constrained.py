@@ -5,14 +5,15 @@ from array import array
 import pytest
 
 from engine_core.errors import RequestError
-from engine_core.kv_cache.pages import PageAllocator
-from engine_core.scheduler.admission import PageGate, RowGate
-from engine_core.scheduler.scheduler import Scheduler, SchedulerLimits
+from engine_core.scheduler.admission import RowGate
+from engine_core.scheduler.limits import SchedulerLimits
+from engine_core.scheduler.scheduler import Scheduler
 from engine_core.scheduler.sequence import Sequence
 from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Failure, Finished
+from protocol.events import Failure, Finished, Started
 from protocol.params import SamplingParams
 from tests.fakes.constraint import FakeConstraint, FakeVerifier
+from tests.fakes.memory import kv_memory
 from tests.fakes.model import END
 
 PROMPT = [10, 11, 12]
@@ -20,7 +21,7 @@ PROMPT = [10, 11, 12]
 
 def new(rows: int = 4, step: int = 16, waiting: int = 50) -> Scheduler:
     limits = SchedulerLimits(step, step, waiting)
-    return Scheduler(RowGate(rows), PageGate(PageAllocator(60), 4), limits, FakeVerifier())
+    return Scheduler(RowGate(rows), kv_memory(60), limits, FakeVerifier())
 
 
 def sequence(
@@ -62,7 +63,7 @@ class TestCompiling:
         constraint = FakeConstraint("parity")
         scheduler.constrain(2, constraint)
         assert [seq.id for seq in scheduler.waiting] == [1, 2, 3]
-        assert scheduler.waiting[1].constraint is constraint
+        assert list(scheduler.waiting)[1].constraint is constraint
         assert not scheduler.compiling
 
     def test_a_grammar_that_fails_ends_its_request_alone(self) -> None:
@@ -188,8 +189,33 @@ class TestJumps:
         scheduler, forced = began(seq := sequence(1, "runs 9", max_tokens=4))
         assert len(forced) == 4
         assert seq.outcome == Finished(1, FinishReason.LENGTH)
-        assert scheduler.pages.pages.used == 0
+        assert scheduler.memory.in_use == 0
         assert scheduler.plan_step(1) is None
+
+    def test_a_preempted_one_uploads_them_again_and_goes_on(self) -> None:
+        scheduler, forced = began(seq := sequence(1, "runs 2"))
+        assert step(scheduler, 1, 4) == [4]
+        scheduler.preempt(seq)
+        assert [moved.id for moved in scheduler.admit_waiting()] == [1]
+        assert scheduler.start(seq).tokens == []
+        plan = scheduler.plan_step(2)
+        assert plan is not None
+        (row,) = plan.rows
+        assert (row.constrained, row.samples) == (True, True)
+        assert (row.start, row.length, row.skipped) == (4, 2, 4), "the first page stayed in the cache"
+        assert array("i", row.tokens).tolist() == [*PROMPT, *forced, 4]
+
+    def test_what_was_cached_is_told_before_them(self) -> None:
+        prompt, params, ends = array("i", [*PROMPT, 13, 14]), SamplingParams(9), frozenset({END})
+        scheduler = new()
+        scheduler.add(Sequence(1, b"c", 1, prompt[:], params, ends))
+        scheduler.admit_waiting()
+        step(scheduler, 1, END)
+        again = Sequence(2, b"c", 2, prompt, params, ends, constraint=FakeConstraint("runs 2"))
+        assert began(again, scheduler)[1] == [2, 9]
+        assert scheduler.take_started() == [(b"c", Started(2, 4))]
+        assert step(scheduler, 2, 4) == [4]
+        assert scheduler.take_started() == []
 
     def test_a_forced_end_ends(self) -> None:
         scheduler, _ = began(seq := sequence(1, "runs"))

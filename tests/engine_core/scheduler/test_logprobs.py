@@ -86,3 +86,18 @@ def test_zombies_and_refused_tokens_are_passed_over() -> None:
     (part,) = delta.logprobs
     assert part.request_id == 104
     check(part, 2, 1, 1)
+
+
+def test_after_a_preemption_nothing_is_told_twice() -> None:
+    """Of six prompt tokens three had been computed before: what follows those is known to the frontend."""
+    seq = sequence(1, None, 1)
+    seq.told = 3
+    chunks = [
+        Row(1, 1, 0, 2, False, targets=pack_ids([11, 12])),
+        Row(1, 1, 2, 4, True, targets=pack_ids([13, 14, 15])),
+    ]
+    assert told(chunks[:1], [seq], step(1, 2), set()) == {}
+    (delta,) = told(chunks[1:], [seq], step(1, 4), set()).values()
+    (part,) = delta.logprobs
+    assert (part.request_id, part.start) == (101, 4)
+    check(part, 2, 2, 1)

@@ -1,4 +1,4 @@
-"""Who takes how much, by table and by property."""
+"""Who takes how much, by table and by property, and that nobody starves."""
 
 from itertools import pairwise
 
@@ -6,41 +6,135 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_core.scheduler.policy import choose_rows
+from engine_core.scheduler.policy import DECODE_RUN, PATIENCE, POLICIES, Budget, Wants, choose_rows
+from protocol.engine_options import POLICIES as NAMES
+from protocol.engine_options import Policy
 
-TABLE = [
-    ("nobody", [], 8, 8, []),
-    ("all decode", [1, 1, 1], 8, 8, [1, 1, 1]),
-    ("a prompt that fits", [5], 8, 8, [5]),
-    ("a prompt larger than the budget", [20], 8, 8, [8]),
-    ("a prompt larger than a chunk", [20], 8, 3, [3]),
-    ("decode before a prompt that came first", [20, 1, 1], 8, 8, [6, 1, 1]),
-    ("prompts in order", [6, 6, 6], 8, 8, [6, 2, 0]),
-    ("two chunks in one step", [20, 20], 8, 3, [3, 3]),
-    ("budget for decode only", [20, 1, 1], 2, 2, [0, 1, 1]),
-    ("nothing pending", [0, 1, 0], 8, 8, [0, 1, 0]),
-    ("fewer places than decoding rows", [1, 1, 1], 2, 2, [1, 1, 0]),
+
+def choose(
+    policy: Policy,
+    pending: list[int],
+    budget: Budget,
+    passed: list[int] | None = None,
+    priority: list[int] | None = None,
+) -> list[int]:
+    zeros = [0] * len(pending)
+    return choose_rows(POLICIES[policy], Wants(pending, passed or zeros, priority or zeros), budget)
+
+
+FCFS = [
+    ("nobody", [], Budget(8, 8), []),
+    ("all decode", [1, 1, 1], Budget(8, 8), [1, 1, 1]),
+    ("a prompt that fits", [5], Budget(8, 8), [5]),
+    ("a prompt larger than the budget", [20], Budget(8, 8), [8]),
+    ("a prompt larger than a chunk", [20], Budget(8, 3), [3]),
+    ("decode before a prompt that came first", [20, 1, 1], Budget(8, 8), [6, 1, 1]),
+    ("prompts in order", [6, 6, 6], Budget(8, 8), [6, 2, 0]),
+    ("two chunks in one step", [20, 20], Budget(8, 3), [3, 3]),
+    ("one chunk in one step", [20, 20], Budget(8, 3, prompts=1), [3, 0]),
+    ("a cap on prompts does not touch decode", [20, 20, 1], Budget(8, 3, prompts=1), [3, 0, 1]),
+    ("budget for decode only", [20, 1, 1], Budget(2, 2), [0, 1, 1]),
+    ("fewer places than decoding rows", [1, 1, 1], Budget(2, 2), [1, 1, 0]),
+    ("whole prompts", [5, 1, 4], Budget(12, 0), [5, 1, 4]),
+    ("no part of a whole prompt", [9, 1, 1], Budget(8, 0), [0, 1, 1]),
+    ("no shorter one before it", [4, 9, 2, 1], Budget(8, 0), [4, 0, 0, 1]),
 ]
 
 
-@pytest.mark.parametrize(("name", "pending", "budget", "chunk", "takes"), TABLE, ids=[row[0] for row in TABLE])
-def test_table(name: str, pending: list[int], budget: int, chunk: int, takes: list[int]) -> None:
-    assert choose_rows(pending, budget, chunk) == takes, name
+@pytest.mark.parametrize(("name", "pending", "budget", "takes"), FCFS, ids=[row[0] for row in FCFS])
+def test_fcfs(name: str, pending: list[int], budget: Budget, takes: list[int]) -> None:
+    assert choose("fcfs", pending, budget) == takes, name
 
 
-@given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 60), st.integers(1, 60))
-def test_properties(pending: list[int], budget: int, chunk: int) -> None:
-    takes = choose_rows(pending, budget, chunk)
+def test_prefill_first() -> None:
+    assert choose("prefill_first", [1, 6, 1, 6], Budget(9, 9)) == [0, 6, 0, 3]
+    assert choose("prefill_first", [1, 6, 1], Budget(9, 9)) == [1, 6, 1]
+    assert choose("prefill_first", [1, 6, 1], Budget(9, 9), passed=[PATIENCE - 1, 0, 0]) == [1, 6, 1]
+    assert choose("prefill_first", [1, 20, 1], Budget(9, 9), passed=[PATIENCE - 1, 0, 0]) == [1, 8, 0]
+
+
+def test_decode_first() -> None:
+    assert choose("decode_first", [1, 6, 6, 1], Budget(20, 9)) == [1, 0, 0, 1], "a step without prompts"
+    assert choose("decode_first", [6, 6], Budget(20, 9)) == [6, 6], "nothing decodes"
+    assert choose("decode_first", [1, 6, 6], Budget(20, 9), passed=[0, 0, DECODE_RUN]) == [1, 6, 6], "all together"
+
+
+def test_decode_round_robin() -> None:
+    assert choose("decode_round_robin", [1, 1, 9], Budget(20, 9)) == [1, 1, 9]
+    takes = choose("decode_round_robin", [1, 1, 1, 1, 9], Budget(4, 9), passed=[0, 1, 0, 1, 0])
+    assert takes == [0, 1, 0, 1, 2], "half to the prompt, turns in the other half"
+    assert choose("decode_round_robin", [9], Budget(4, 9)) == [2]
+
+
+def test_priority() -> None:
+    assert choose("priority", [1, 9, 1], Budget(9, 9), priority=[0, 3, 5]) == [0, 8, 1]
+    assert choose("priority", [9, 1, 1], Budget(9, 9)) == [7, 1, 1], "among equals as in fcfs"
+
+
+def test_overdue_prompts_share_the_step() -> None:
+    late = PATIENCE - 1
+    assert choose("fcfs", [50, 50, 50], Budget(20, 20), passed=[0, late, late]) == [0, 10, 10]
+    assert choose("fcfs", [50, 2, 50], Budget(20, 20), passed=[0, late, late]) == [8, 2, 10]
+    assert choose("fcfs", [50, 50, 50], Budget(20, 20, prompts=1), passed=[0, late, late + 1]) == [0, 0, 20]
+
+
+WANTS = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 40), st.integers(-3, 3)), min_size=1, max_size=16)
+NAME = st.sampled_from(NAMES)
+
+
+@given(NAME, WANTS, st.integers(0, 40), st.integers(0, 60), st.integers(0, 3))
+def test_every_policy_keeps_to_the_budget(
+    policy: Policy, wants: list[tuple[int, int, int]], more: int, chunk: int, prompts: int
+) -> None:
+    pending, passed, priority = (list(column) for column in zip(*wants, strict=True))
+    budget = Budget(len(pending) + more + (0 if chunk else 50), chunk, prompts)
+    takes = choose(policy, pending, budget, passed, priority)
     assert len(takes) == len(pending)
-    assert all(
-        0 <= take <= min(wanted, chunk if wanted > 1 else 1) for take, wanted in zip(takes, pending, strict=True)
-    )
-    assert sum(takes) <= budget
+    assert 0 < sum(takes) <= budget.tokens, "whatever can run makes progress"
+    for take, wanted in zip(takes, pending, strict=True):
+        assert 0 <= take <= wanted
+        assert not chunk or take <= max(1, chunk)
+        assert chunk or take in (0, wanted), "whole or not at all"
+    assert not prompts or sum(take > 0 and wanted > 1 for take, wanted in zip(takes, pending, strict=True)) <= prompts
+    for take, waited, wanted in zip(takes, passed, pending, strict=True):
+        if waited >= PATIENCE - 1 and wanted == 1:
+            assert take == 1, "an overdue stream is served"
+
+
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 60), st.integers(1, 60))
+def test_under_fcfs_no_stream_waits_behind_a_prompt(pending: list[int], tokens: int, chunk: int) -> None:
+    takes = choose("fcfs", pending, Budget(tokens, chunk))
     decoding = sum(wanted == 1 for wanted in pending)
     served = sum(take for take, wanted in zip(takes, pending, strict=True) if wanted == 1)
-    assert served == min(decoding, budget), "a decoding row waits only for other decoding rows"
-    if any(pending):
-        assert sum(takes) > 0, "whatever can run makes progress"
+    assert served == min(decoding, tokens), "a decoding row waits only for other decoding rows"
     prompts = [(take, wanted) for take, wanted in zip(takes, pending, strict=True) if wanted > 1]
     for (first, wanted), (later, _) in pairwise(prompts):
         assert not later or first == min(wanted, chunk), "a later prompt starts only when the one before has its share"
+
+
+@given(
+    NAME,
+    st.lists(st.tuples(st.integers(1, 400), st.integers(-3, 3)), min_size=1, max_size=12),
+    st.integers(0, 20),
+    st.integers(0, 20),
+    st.integers(0, 2),
+)
+def test_every_row_is_served_in_time(
+    policy: Policy, rows: list[tuple[int, int]], more: int, chunk: int, prompts: int
+) -> None:
+    """The bound of the module's head, over a long run in which prompts never end."""
+    count = len(rows)
+    priority = [value for _, value in rows]
+    budget = Budget(count + more + (0 if chunk else 400), chunk, prompts)
+    passed, worst = [0] * count, 0
+    for _ in range(4 * PATIENCE + 2 * count):
+        takes = choose(policy, [wanted for wanted, _ in rows], budget, passed, priority)
+        passed = [0 if take else waited + 1 for take, waited in zip(takes, passed, strict=True)]
+        worst = max(worst, *passed)
+    late = count if prompts or not chunk else 0
+    assert worst < PATIENCE + late
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_pure_decode_is_the_same_for_all(policy: Policy) -> None:
+    assert choose(policy, [1] * 5, Budget(5, 5), passed=[3, 0, 9, 1, 2]) == [1] * 5

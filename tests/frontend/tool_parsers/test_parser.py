@@ -20,8 +20,8 @@ ADD = '{"arguments": {"a": [1, {"b": 2}]}, "name": "add"}'
 A = '{"a": [1, {"b": 2}]}'
 
 
-def read(form: str, *chunks: str, parallel: bool = True) -> Message:
-    parser = ToolParser(FORMATS[form], NAMES, parallel)
+def read(form: str, *chunks: str, parallel: bool = True, required: bool = False) -> Message:
+    parser = ToolParser(FORMATS[form], NAMES, parallel, required)
     deltas: list[MessageDelta] = [delta for chunk in chunks for delta in parser.push(chunk)]
     deltas += parser.finish()
     check_order(deltas)
@@ -130,6 +130,35 @@ def test_what_is_no_call_is_content_to_the_letter(form: str, text: str) -> None:
 def test_a_call_that_is_cut_stays_as_far_as_it_came() -> None:
     message = read("hermes", '<tool_call>{"name": "look", "arguments": {"at": "the mo')
     assert calls(message) == [("look", '{"at": "the mo')]
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", f"<tool_call>\n{LOOK}\n</tool_call>\n<tool_call>\n{ADD}\n</tool_call>"),
+        ("llama3_json", LOOK.replace("arguments", "parameters") + "; " + ADD.replace("arguments", "parameters")),
+        ("mistral", f"[TOOL_CALLS][{LOOK}, {ADD}]"),
+        ("json", f"{LOOK}\n{ADD}"),
+    ],
+)
+def test_a_required_call_never_becomes_content_wherever_it_is_cut(form: str, text: str) -> None:
+    shown: list[list[tuple[str, str]]] = []
+    for end in range(len(text) + 1):
+        message = read(form, text[:end], required=True)
+        assert message.content in (None, "")
+        if not shown or shown[-1] != calls(message):
+            shown.append(calls(message))
+        chunked = read(form, *text[:end], required=True)
+        assert (chunked.content, calls(chunked)) == (message.content, calls(message))
+    # The first has its name first, the second its arguments.
+    assert shown[:3] == [[], [("look", "")], [("look", "{")]]
+    assert [("look", AT), ("add", A)] in shown
+    assert shown[-1] == [("look", AT), ("add", A)]
+
+
+def test_a_required_call_whose_name_is_cut_is_none() -> None:
+    assert read("hermes", '<tool_call>\n{"name": "lo', required=True) == Message("", None, [])
+    assert read("hermes", f"<tool_call>{LOOK}</tool_call>\n<tool_", required=True).content is None
 
 
 def test_what_follows_a_call_that_is_not_closed_is_content() -> None:

@@ -1,0 +1,80 @@
+"""Loads a server and measures: a trial of a scenario, how many sequences it holds, and streams beside long prompts."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from benchmarks.matrix.beside import LongPrompts, gaps_beside
+from benchmarks.matrix.capacity import Watch, while_waiting
+from benchmarks.matrix.figures import PERCENTS, BesideTrial, Figures, figures
+from benchmarks.matrix.scenarios import PROMPT_IDS, Scenario
+from benchmarks.matrix.server import BEAT_SECONDS, Server, histogram_summary
+from benchmarks.serving.client import Job
+from benchmarks.serving.clients import Clients
+from benchmarks.serving.completion import Dialect
+from benchmarks.serving.connection import Endpoint
+from benchmarks.serving.distribution import distribution
+from benchmarks.serving.record import Record
+from benchmarks.workloads import Load, Span, Workload
+from frontend.progress import Progress
+
+QUEUE_TIME = "tandem_request_queue_time_seconds"
+TIMEOUT = 600.0
+QUANTILES = tuple(int(percent[1:]) for percent in PERCENTS)
+
+
+class Bench:
+    """The client's end of a run; its processes serve all servers in turn."""
+
+    def __init__(self, model: str, seed: int, starved_ms: float, clients: Clients, others: Clients) -> None:
+        """others: send what arrives beside the load of clients."""
+        self._dialect = Dialect(model, token_ids=True)
+        self._seed, self._starved_ms = seed, starved_ms
+        self._clients, self._others = clients, others
+
+    def trial(self, server: Server, scenario: Scenario, trial: int) -> Figures:
+        before = server.scrape()
+        load = scenario.load(trial)
+        records = self._send(self._clients, server, load, scenario.workload(self._seed, trial))
+        time.sleep(BEAT_SECONDS)
+        waits = histogram_summary(before, server.scrape(), QUEUE_TIME, QUANTILES)
+        return figures(records, waits, self._starved_ms)
+
+    def held(self, server: Server, scenario: Scenario, trial: int) -> dict[str, float]:
+        """Of one trial, by the names of `Held`; no `running` if nobody was seen to wait."""
+        load = scenario.load(trial)
+        watch = Watch(load, server)
+        records = self._send(self._clients, server, load, scenario.workload(self._seed, trial), watch)
+        time.sleep(BEAT_SECONDS)
+        speed = figures(records, {}, self._starved_ms).output_tokens_per_s
+        return while_waiting(watch.readings) | {"output_tokens_per_s": speed}
+
+    def beside(self, server: Server, sizes: LongPrompts, trial: int) -> BesideTrial:
+        """The same streams twice, first without the prompts."""
+        streams = Workload(self._seed, Span(16, 16), Span(sizes.stream_tokens, sizes.stream_tokens), PROMPT_IDS)
+        prompts = Workload(self._seed, Span(sizes.prompt_tokens, sizes.prompt_tokens), Span(1, 1), PROMPT_IDS)
+        alone = self._send(self._clients, server, Load(f"alone {trial}", sizes.streams, requests=1), streams)
+        beside = Load(f"beside {trial}", sizes.streams, requests=1)
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(self._send, self._clients, server, beside, streams)
+            arriving = Load(f"long prompts {trial}", 1, requests=sizes.prompts)
+            arrived = self._send(self._others, server, arriving, prompts)
+            loaded = running.result()
+        return BesideTrial(
+            distribution((gap for record in alone for gap in record.gaps), 1e3),
+            distribution(gaps_beside(loaded, arrived), 1e3),
+            len(arrived),
+            distribution((record.ttft for record in arrived if record.ttft is not None), 1e3),
+        )
+
+    def _send(
+        self, clients: Clients, server: Server, load: Load, workload: Workload, progress: Progress | None = None
+    ) -> list[Record]:
+        """Raises ConnectionError if a request failed: figures of half a load compare with nothing."""
+        progress = progress or Progress(load.label, load.total(), load.duration)
+        shares = clients.run(Job([Endpoint.parse(server.url)], self._dialect, workload, load, TIMEOUT), progress)
+        progress.clear()
+        records = [record for share in shares for record in share.records]
+        failed = [record for record in records if record.error is not None]
+        if failed:
+            raise ConnectionError(f"{load.label}: {len(failed)} requests failed: {failed[0].error} {failed[0].detail}")
+        return records

@@ -1,0 +1,35 @@
+"""What running streams see of long prompts: the gaps between their tokens while such a prompt is computed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.serving.record import Record
+
+
+@dataclass(frozen=True)
+class LongPrompts:
+    """Streams that run for long, and prompts that arrive meanwhile, each when the one before has its first token."""
+
+    streams: int
+    stream_tokens: int
+    prompt_tokens: int
+    prompts: int
+
+
+def gaps_beside(streams: Sequence[Record], prompts: Sequence[Record]) -> list[float]:
+    """Seconds of each gap of a stream that shares a moment with some prompt's time from its start to its first token.
+
+    The gap under way when that token came counts: it holds the step that yielded it, and the stream may have been told
+    of that step a little later. All others are gaps of a server without a long prompt, however many there are.
+    """
+    times = sorted((prompt.start, prompt.first) for prompt in prompts if prompt.first is not None)
+    found: list[float] = []
+    for record in streams:
+        end, place = record.first or 0.0, 0
+        for gap in record.gaps:
+            begin, end = end, end + gap
+            while place < len(times) and times[place][1] <= begin:
+                place += 1
+            if place < len(times) and times[place][0] < end:
+                found.append(gap)
+    return found

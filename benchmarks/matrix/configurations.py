@@ -1,0 +1,68 @@
+"""Which servers a matrix compares: each row differs from the one before by the one switch that it names.
+
+All of them have steps of the same size, large enough for a whole prompt of the greatest length beside a decoding row
+for each sequence, so that none is given more to compute at once than another.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A server by its flags, beside those that all of a run have in common."""
+
+    name: str
+    flags: tuple[str, ...]
+    says: str
+
+
+CHUNK = 512
+"""Of a prompt in one step, divided by the scale."""
+
+
+def matrix(scale: int) -> tuple[Configuration, ...]:
+    """Static contiguous, continuous, paged, chunked, prefix."""
+    chunk = str(max(1, CHUNK // scale))
+    contiguous, paged = ("--page-size", "max"), ("--page-size", "16")
+    whole, chunked = ("--prefill-chunk", "off"), ("--prefill-chunk", chunk)
+    uncached, cached = ("--prefix-cache", "off"), ("--prefix-cache", "on")
+    static, continuous = ("--batching", "static"), ("--batching", "continuous")
+    return (
+        Configuration(
+            "static contiguous",
+            (*static, *contiguous, *whole, *uncached),
+            "each batch runs to its end before the next; a region of the greatest length a sequence; whole prompts",
+        ),
+        Configuration(
+            "continuous",
+            (*continuous, *contiguous, *whole, *uncached),
+            "--batching: sequences enter as soon as there is room",
+        ),
+        Configuration(
+            "paged",
+            (*continuous, *paged, *whole, *uncached),
+            "--page-size: KV in pages of 16 tokens, taken as a sequence grows",
+        ),
+        Configuration(
+            "chunked",
+            (*continuous, *paged, *chunked, *uncached),
+            f"--prefill-chunk: at most {chunk} tokens of a prompt a step",
+        ),
+        Configuration(
+            "prefix",
+            (*continuous, *paged, *chunked, *cached),
+            "--prefix-cache: beginnings of prompts are kept and shared",
+        ),
+    )
+
+
+def with_policy(policy: str) -> Configuration:
+    """The default server under a policy."""
+    return Configuration(policy, ("--policy", policy), f"policy {policy}")
+
+
+def with_chunk(tokens: int) -> Configuration:
+    """The default server with prompts cut into pieces of so many tokens."""
+    return Configuration(
+        f"chunks of {tokens}", ("--prefill-chunk", str(tokens)), f"at most {tokens} tokens of a prompt a step"
+    )

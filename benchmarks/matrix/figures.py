@@ -1,0 +1,185 @@
+"""What a run measures: the figures of one trial, the medians of several, and all of them together."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from msgspec import Struct, field
+
+from benchmarks.serving.distribution import distribution
+from benchmarks.serving.record import Record
+
+PERCENTS = ("p50", "p95", "p99")
+Percentiles = dict[str, float]
+
+
+class Figures(Struct):
+    """Of all requests of one trial, or medians over trials, figure by figure. Times in milliseconds."""
+
+    completed: float
+    errors: float
+    output_tokens_per_s: float
+    ttft: Percentiles
+    itl: Percentiles
+    tpot: Percentiles
+    request_tokens_per_s: Percentiles
+    """Output tokens of a request over the time from its start to its end."""
+    queue_wait: Percentiles
+    """In the engine, from a request's arrival to its row: the mean, and percentiles from a histogram's buckets."""
+    starved: float
+    """Requests that waited longer than a bound for a token, the first one not counted."""
+    longest_gap: float
+    ttft_by_priority: dict[int, Percentiles] = field(default_factory=dict)
+    """Where there is more than one."""
+
+
+class Cell(Struct):
+    """One server under one load."""
+
+    configuration: str
+    scenario: str
+    median: Figures
+    trials: list[Figures]
+
+
+class Held(Struct):
+    """How many sequences ran at once while others waited: medians over trials."""
+
+    configuration: str
+    kv_tokens: int
+    rows: int
+    """As many as there are streams, so that whoever waits waits for memory."""
+    running: float
+    """Mean over time of the sequences that hold a row."""
+    step_rows: float
+    """Mean over steps of the rows that were computed: without those that hold one and found no page."""
+    peak: float
+    preemptions: float
+    seconds: float
+    """For which somebody waited."""
+    output_tokens_per_s: float
+
+
+class BesideTrial(Struct):
+    """Gaps between tokens of running streams, in milliseconds."""
+
+    alone: dict[str, float]
+    loaded: dict[str, float]
+    """Those that passed while some long prompt was between its start and its first token."""
+    prompts: int
+    prompt_ttft: dict[str, float]
+
+    def over(self, percent: str) -> float | None:
+        """The p99 beside long prompts, as a multiple of a percentile of the streams alone; None without a gap."""
+        p99, base = self.loaded.get("p99"), self.alone.get(percent)
+        return p99 / base if p99 is not None and base else None
+
+
+class Beside(Struct):
+    """Medians over trials."""
+
+    alone: dict[str, float]
+    loaded: dict[str, float]
+    gaps: int
+    """Of `loaded`, over all trials."""
+    prompts: int
+    """Of all trials."""
+    prompt_ttft: dict[str, float]
+    over: dict[str, list[float]]
+    """`BesideTrial.over` of each trial, by the percentile."""
+
+
+class ServerFacts(Struct):
+    """What a server was."""
+
+    says: str
+    flags: str
+    """Its own."""
+    ready_seconds: float
+    all_flags: dict[str, Any] = field(default_factory=dict)
+    """With their defaults; None: left to the engine, or not in force."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """As its engine stated them."""
+
+
+class Measured(Struct):
+    """All of a run."""
+
+    hardware: dict[str, str]
+    common_flags: str
+    """Of all servers."""
+    scenarios: dict[str, str]
+    """What each load consists of."""
+    servers: dict[str, ServerFacts] = field(default_factory=dict)
+    matrix: list[Cell] = field(default_factory=list)
+    policies: list[Cell] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+    beside: dict[str, Beside] = field(default_factory=dict)
+
+
+def _pick(values: Iterable[float | None], scale: float = 1.0) -> Percentiles:
+    summary = distribution((value for value in values if value is not None), scale)
+    return {name: summary[name] for name in PERCENTS if name in summary}
+
+
+def figures(records: Sequence[Record], queue_wait: Percentiles, starved_ms: float) -> Figures:
+    """queue_wait: seconds."""
+    done = [record for record in records if record.error is None]
+    seconds = max((r.end for r in records), default=0.0) - min((r.start for r in records), default=0.0)
+    gaps = [max(record.gaps, default=0.0) * 1e3 for record in done]
+    classes = sorted({record.priority for record in records})
+    return Figures(
+        completed=len(done),
+        errors=len(records) - len(done),
+        output_tokens_per_s=sum(record.tokens for record in done) / seconds if seconds > 0 else 0.0,
+        ttft=_pick((record.ttft for record in done), 1e3),
+        itl=_pick((gap for record in done for gap in record.gaps), 1e3),
+        tpot=_pick((record.tpot for record in done), 1e3),
+        request_tokens_per_s=_pick(record.tokens / record.e2e for record in done if record.e2e > 0),
+        queue_wait={name: value * 1e3 for name, value in queue_wait.items()},
+        starved=sum(gap > starved_ms for gap in gaps),
+        longest_gap=max(gaps, default=0.0),
+        ttft_by_priority={
+            priority: _pick((record.ttft for record in done if record.priority == priority), 1e3)
+            for priority in classes
+            if len(classes) > 1
+        },
+    )
+
+
+def median_of(samples: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each figure over the trials; one that some trial lacks is left out."""
+    shared = [name for name in samples[0] if all(name in sample for sample in samples)]
+    return {name: statistics.median(sample[name] for sample in samples) for name in shared}
+
+
+def medians(trials: Sequence[Figures]) -> Figures:
+    """Of each figure over the trials."""
+
+    def number(name: str) -> float:
+        return float(statistics.median(getattr(trial, name) for trial in trials))
+
+    def percentiles(name: str) -> Percentiles:
+        return median_of([getattr(trial, name) for trial in trials])
+
+    numbers = ("completed", "errors", "output_tokens_per_s", "starved", "longest_gap")
+    samples = ("ttft", "itl", "tpot", "request_tokens_per_s", "queue_wait")
+    found: dict[str, Any] = {name: number(name) for name in numbers} | {name: percentiles(name) for name in samples}
+    classes = trials[0].ttft_by_priority
+    by_priority = {
+        priority: median_of([trial.ttft_by_priority.get(priority, {}) for trial in trials]) for priority in classes
+    }
+    return Figures(**found, ttft_by_priority=by_priority)
+
+
+def beside_medians(trials: Sequence[BesideTrial]) -> Beside:
+    """Of each figure over the trials, and what they have in all."""
+    overs = {percent: [trial.over(percent) for trial in trials] for percent in ("p50", "p99")}
+    return Beside(
+        median_of([trial.alone for trial in trials]),
+        median_of([trial.loaded for trial in trials]),
+        int(sum(trial.loaded["count"] for trial in trials)),
+        sum(trial.prompts for trial in trials),
+        median_of([trial.prompt_ttft for trial in trials]),
+        {percent: [value for value in values if value is not None] for percent, values in overs.items()},
+    )

@@ -1,0 +1,56 @@
+"""What the servers of a matrix are asked for: W1, W2 and W3, all lengths divided by one scale."""
+
+from dataclasses import dataclass
+
+from benchmarks.workloads import Load, Span, Workload
+
+PROMPT_IDS = Span(100, 1000)
+MAX_LEN, LONG_PROMPT = 4096, 8192
+"""Greatest length of a sequence in a matrix, and the prompts that arrive beside running streams."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One load. Its prompts begin with `shared` tokens that all of a trial have in common."""
+
+    name: str
+    says: str
+    streams: int
+    requests: int
+    """A stream."""
+    input_len: Span
+    output_len: Span
+    shared: int = 0
+    priorities: tuple[int, ...] = (0,)
+    """In turn, by the request's index."""
+
+    def load(self, trial: int) -> Load:
+        """A label of its own a trial, so that its prompts are new to the server."""
+        return Load(f"{self.name} {trial}", self.streams, requests=self.requests)
+
+    def workload(self, seed: int, trial: int) -> Workload:
+        """What is shared is that of the trial: of two loads with a shared beginning the second finds it known."""
+        label = f"trial {trial}"
+        return Workload(seed, self.input_len, self.output_len, PROMPT_IDS, self.shared, label, self.priorities)
+
+
+def scenarios(scale: int, streams: int = 16, requests: int = 3) -> tuple[Scenario, ...]:
+    """W1, W2, W3 on a server that has not seen its shared prompt, and the same on one that has.
+
+    Both forms of W3 are one request a stream, all at once, so that they differ by nothing but what the server knows.
+    """
+
+    def span(low: int, high: int | None = None) -> Span:
+        return Span(max(1, low // scale), max(1, (high or low) // scale))
+
+    shared = 1024 // scale
+    own, said = span(64), span(64)
+    chats = f"{streams} at once, {shared} shared and {own} own in, {said} out"
+    sizes = f"{streams} streams of {requests}"
+    mixed = f"{sizes}, {span(32, 1024)} in, {span(64, 256)} out"
+    return (
+        Scenario("W1", f"{sizes}, {span(256)} in, {span(256)} out", streams, requests, span(256), span(256)),
+        Scenario("W2", mixed, streams, requests, span(32, 1024), span(64, 256)),
+        Scenario("W3 cold", f"{chats}, the shared part new", streams, 1, own, said, shared),
+        Scenario("W3 warm", f"{chats}, the shared part seen before", streams, 1, own, said, shared),
+    )

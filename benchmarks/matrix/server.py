@@ -1,0 +1,160 @@
+"""A server of its own for each configuration: `tandem serve` as a process, and what its ops port says."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+TANDEM = "import sys; from frontend.cli import main; sys.exit(main())"
+"""The console command, of the tree that the benchmark runs from, installed or not."""
+READY_SECONDS, STOP_SECONDS = 300.0, 30.0
+POLL_SECONDS = 0.1
+BEAT_SECONDS = 0.6
+"""In so long the engine has published a heartbeat, and with it whatever happened before."""
+
+Buckets = list[tuple[float, float]]
+"""Upper bound and cumulative count of a histogram, ascending."""
+
+
+class ServerDiedError(Exception):
+    """The server ended, or did not come up; the end of its log says why."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+class Scrape:
+    """The engine's metrics at one moment."""
+
+    def __init__(self, text: str) -> None:
+        self._samples: list[Sample] = [
+            sample for family in text_string_to_metric_families(text) for sample in family.samples
+        ]
+
+    def value(self, name: str) -> float:
+        """0 if the engine does not have it."""
+        return next((sample.value for sample in self._samples if sample.name == name), 0.0)
+
+    def histogram(self, name: str) -> Buckets:
+        found = [s for s in self._samples if s.name == f"{name}_bucket"]
+        return sorted((float(sample.labels["le"]), sample.value) for sample in found)
+
+
+class Server:
+    """Runs from entry to exit; ready on entry."""
+
+    def __init__(self, flags: list[str], log: Path) -> None:
+        self._flags, self._log = flags, log
+        self.port, self._ops_port = free_port(), free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.ready_seconds = 0.0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> "Server":
+        ports = ["--port", str(self.port), "--ops-port", str(self._ops_port)]
+        started = time.monotonic()
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", TANDEM, "serve", *ports, *self._flags], stdout=log, stderr=subprocess.STDOUT
+            )
+        try:
+            while self._get(self.port, "/health/ready") is None:
+                self._check(started)
+                time.sleep(POLL_SECONDS)
+        except BaseException:
+            self._stop()
+            raise
+        self.ready_seconds = time.monotonic() - started
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def _check(self, started: float) -> None:
+        assert self._process is not None
+        code = self._process.poll()
+        if code is None and time.monotonic() - started < READY_SECONDS:
+            return
+        how = "not ready in time" if code is None else f"exited with {code}"
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+        raise ServerDiedError(f"tandem serve {' '.join(self._flags)}: {how}\n{tail}")
+
+    def _stop(self) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def scrape(self) -> Scrape:
+        return Scrape(self._get(self._ops_port, "/metrics") or "")
+
+    def settings(self) -> dict[str, Any]:
+        """What the engine decided, by its log. Raises ValueError if it does not say."""
+        for line in self._log.read_text(errors="replace").splitlines():
+            _, found, said = line.partition(" INFO settings: ")
+            if found:
+                settings: dict[str, Any] = json.loads(said)
+                return settings
+        raise ValueError(f"the engine's log states no settings: {self._log}")
+
+    def _get(self, port: int, path: str) -> str | None:
+        """None unless the answer is 200."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as reply:
+                text: str = reply.read().decode()
+                return text
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return None
+
+
+def histogram_summary(before: Scrape, after: Scrape, name: str, quantiles: tuple[int, ...]) -> dict[str, float]:
+    """Mean and percentiles of what was observed in between."""
+    count = after.value(f"{name}_count") - before.value(f"{name}_count")
+    total = after.value(f"{name}_sum") - before.value(f"{name}_sum")
+    mean = {"mean": total / count} if count > 0 else {}
+    return mean | histogram_quantiles(before.histogram(name), after.histogram(name), quantiles)
+
+
+def histogram_quantiles(before: Buckets, after: Buckets, quantiles: tuple[int, ...]) -> dict[str, float]:
+    """Percentiles of what was observed in between, linear within a bucket; none if nothing was.
+
+    Within the last bucket, which has no upper bound, its lower bound.
+    """
+    earlier = dict(before)
+    counts = [(bound, count - earlier.get(bound, 0.0)) for bound, count in after]
+    total = counts[-1][1] if counts else 0.0
+    if total <= 0:
+        return {}
+    return {f"p{quantile}": _quantile(counts, total * quantile / 100) for quantile in quantiles}
+
+
+def _quantile(counts: Buckets, rank: float) -> float:
+    low, seen = 0.0, 0.0
+    for bound, count in counts:
+        if count >= rank:
+            if bound == float("inf") or count == seen:
+                return low
+            return low + (bound - low) * (rank - seen) / (count - seen)
+        low, seen = bound, count
+    return low

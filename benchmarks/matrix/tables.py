@@ -1,0 +1,150 @@
+"""What a run measured, as the lines of markdown tables. Times in milliseconds."""
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from benchmarks.matrix.figures import PERCENTS, Beside, Cell, Held, Percentiles, ServerFacts
+from benchmarks.serving.table import number
+
+CELLS = (
+    "server", "tokens/s", "tokens/s of a request", "TTFT", "ITL", "TPOT", "queue wait mean",
+    "queue wait", "starved", "longest gap",
+)  # fmt: skip
+HELD = (
+    "server", "sequences at once, mean", "rows of a step, mean", "peak", "row limit", "preemptions", "tokens/s",
+    "observed s",
+)  # fmt: skip
+BESIDE = (
+    "server", "long prompts", "their TTFT p50", "gap alone p50 / p95 / p99", "gaps beside them", "gap p50 / p95 / p99",
+    "longest", "p99 over p50 alone", "p99 over p99 alone",
+)  # fmt: skip
+ROWS_BIND = 0.9
+"""Of the row limit: a mean above it was not bounded by memory alone."""
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    heads = list(head)
+    yield _row(heads)
+    yield _row(["---"] * len(heads))
+    yield from map(_row, rows)
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def count(value: float) -> str:
+    """Of things; a median of two trials may lie between two counts."""
+    return f"{value:g}"
+
+
+def percentiles(sample: Percentiles) -> str:
+    return " / ".join(number(sample.get(percent)) for percent in PERCENTS)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, least and most of some trials."""
+    if not values:
+        return "-"
+    return f"{number(statistics.median(values))} ({number(min(values))} to {number(max(values))})"
+
+
+def cell_tables(cells: list[Cell], scenarios: dict[str, str]) -> Iterator[str]:
+    """One a load, and where requests differ in priority a second one with what each class waits."""
+    for name in dict.fromkeys(cell.scenario for cell in cells):
+        ours = [cell for cell in cells if cell.scenario == name]
+        yield from ("", f"**{name}**: {scenarios[name]}", "")
+        yield from table(CELLS, map(_cell, ours))
+        if classes := list(ours[0].median.ttft_by_priority):
+            yield ""
+            yield from table(
+                ("server", *(f"TTFT of priority {priority}" for priority in classes)),
+                (
+                    (cell.configuration, *(percentiles(cell.median.ttft_by_priority[priority]) for priority in classes))
+                    for cell in ours
+                ),
+            )
+
+
+def _cell(cell: Cell) -> tuple[str, ...]:
+    found = cell.median
+    return (
+        cell.configuration,
+        spread([trial.output_tokens_per_s for trial in cell.trials]),
+        *map(percentiles, (found.request_tokens_per_s, found.ttft, found.itl, found.tpot)),
+        number(found.queue_wait.get("mean")),
+        percentiles(found.queue_wait),
+        count(found.starved),
+        number(found.longest_gap),
+    )
+
+
+def held_table(held: list[Held]) -> Iterator[str]:
+    yield from table(
+        HELD,
+        (
+            (
+                one.configuration,
+                f"{number(one.running)}{', of which the row limit is a bound' if rows_bind(one) else ''}",
+                number(one.step_rows), count(one.peak), count(one.rows), count(one.preemptions),
+                number(one.output_tokens_per_s), number(one.seconds),
+            )
+            for one in held
+        ),
+    )  # fmt: skip
+
+
+def rows_bind(held: Held) -> bool:
+    return held.running > ROWS_BIND * held.rows
+
+
+def beside_table(beside: dict[str, Beside]) -> Iterator[str]:
+    yield from table(BESIDE, (_beside(name, gaps) for name, gaps in beside.items()))
+
+
+def _beside(name: str, found: Beside) -> tuple[str, ...]:
+    alone, loaded = found.alone, found.loaded
+    return (
+        name,
+        number(found.prompts),
+        number(found.prompt_ttft.get("p50")),
+        percentiles(alone),
+        number(found.gaps),
+        percentiles(loaded),
+        number(loaded.get("max")),
+        *map(spread, found.over.values()),
+    )
+
+
+def servers(found: dict[str, ServerFacts], common_flags: str) -> Iterator[str]:
+    """Each by its flags, then every flag and every setting: those that all share, and what differs."""
+    yield f"All of them with `{common_flags}`."
+    yield ""
+    yield from table(
+        ("server", "what it is", "ready s", "its flags"),
+        ((name, one.says, number(one.ready_seconds), f"`{one.flags}`") for name, one in found.items()),
+    )
+    flags = _shared([one.all_flags for one in found.values()])
+    settings = _shared([one.settings for one in found.values()])
+    yield ""
+    yield f"Flags alike for all, defaults included (None: not set, or left to the engine): {_listed(flags)}."
+    yield ""
+    yield f"What every engine decided alike: {_listed(settings)}; and each for itself:"
+    yield ""
+    yield from table(
+        ("server", "decided"),
+        (
+            (name, _listed({key: value for key, value in one.settings.items() if key not in settings}))
+            for name, one in found.items()
+        ),
+    )
+
+
+def _shared(settings: list[dict[str, Any]]) -> dict[str, Any]:
+    first, *others = settings or [{}]
+    return {key: value for key, value in first.items() if all(key in o and o[key] == value for o in others)}
+
+
+def _listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"`{name}` {value}" for name, value in settings.items()) or "-"

@@ -1,0 +1,33 @@
+"""Keys and values in 8-bit floats (e4m3fn: 4 bits of exponent, 3 of mantissa), stored as they are, without a scale.
+
+Rounding changes an element by at most 1/16 of it, and what is smaller than 2^-6 by at most 2^-10. Reading is exact:
+every such number is one in bfloat16, float16 and float32 too. The largest is 448, and larger ones are clamped to it,
+where torch's own conversion gives NaN.
+"""
+
+import torch
+from torch import Tensor
+
+LARGEST = 448.0
+
+
+def to_pool(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as a pool of that dtype stores it."""
+    if dtype == torch.float8_e4m3fn:
+        x = x.clamp(-LARGEST, LARGEST)
+    return x.to(dtype)
+
+
+def write_pool(pool: Tensor, index: Tensor, x: Tensor) -> None:
+    """pool[index] = x. pool: [places, ...]; index: [T] int64; x: [T, ...]."""
+    stored = to_pool(x, pool.dtype)
+    if pool.dtype.itemsize == 1:
+        pool, stored = pool.view(torch.uint8), stored.view(torch.uint8)
+    pool.index_copy_(0, index, stored)
+
+
+def read_pool(pool: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """pool[index] in that dtype. pool: [places, ...]; index: [N] int64."""
+    if pool.dtype.itemsize == 1:
+        return pool.view(torch.uint8).index_select(0, index).view(pool.dtype).to(dtype)
+    return pool.index_select(0, index)

@@ -1,0 +1,41 @@
+"""A trial of the matrix against a real server on a CPU: everything is measured, and nothing is left behind."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.matrix.bench import Bench
+from benchmarks.matrix.beside import LongPrompts
+from benchmarks.matrix.configurations import Configuration, matrix
+from benchmarks.matrix.scenarios import scenarios
+from benchmarks.matrix.server import Server
+from benchmarks.serving.clients import Clients
+
+SCALE, STREAMS, ROWS = 64, 3, 4
+SIZES = {"max-len": 256, "max-rows": ROWS, "kv-tokens": 1024, "max-step-tokens": 260}
+FLAGS = ["--device", "cpu", "--threads", "1", *(word for name, n in SIZES.items() for word in (f"--{name}", str(n)))]
+STATIC, *_, PREFIX = matrix(SCALE)
+
+
+@pytest.mark.parametrize("configuration", [STATIC, PREFIX], ids=lambda configuration: configuration.name)
+def test_a_trial(configuration: Configuration, tmp_path: Path) -> None:
+    _, two, cold, warm = scenarios(SCALE, STREAMS, 1)
+    with Clients(1) as clients, Clients(1) as others:
+        bench = Bench("tandem-default", 0, 1e6, clients, others)
+        with Server([*FLAGS, *configuration.flags], tmp_path / "log") as server:
+            assert server.settings()["max_rows"] == ROWS
+            for load in (two, cold, replace(warm, priorities=(0, 1, 2))):
+                found = bench.trial(server, load, 0)
+                assert (found.completed, found.errors, found.starved) == (STREAMS, 0, 0)
+                assert found.output_tokens_per_s > 0
+                assert found.ttft.keys() == {"p50", "p95", "p99"}
+                assert found.queue_wait.keys() == {"mean", "p50", "p95", "p99"}
+            assert list(found.ttft_by_priority) == [0, 1, 2]
+            held = bench.held(server, replace(two, streams=4 * ROWS, requests=2), 1)
+            assert held["peak"] <= ROWS and held["output_tokens_per_s"] > 0
+            beside = bench.beside(server, LongPrompts(2, 60, 100, 2), 0)
+            assert beside.prompts == 2 and beside.alone["count"] > 0 and beside.prompt_ttft["count"] == 2
+            assert 0 < beside.loaded["count"] <= beside.alone["count"]
+        with pytest.raises(ConnectionError, match="requests failed"):
+            bench.held(server, two, 2)

@@ -1,0 +1,12 @@
+"""How thorough the random tests of pages and scheduling are: TANDEM_TEST_EFFORT=20 makes them twenty times as long."""
+
+import os
+
+from hypothesis import settings
+
+EFFORT = int(os.environ.get("TANDEM_TEST_EFFORT", "1"))
+
+
+def machine(examples: int, steps: int) -> settings:
+    """Settings of a state machine."""
+    return settings(deadline=None, max_examples=examples * EFFORT, stateful_step_count=steps, print_blob=True)

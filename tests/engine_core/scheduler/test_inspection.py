@@ -1,0 +1,126 @@
+"""The scheduler at one moment."""
+
+from engine_core.scheduler.inspection import MOST_WAITING, inspect, oldest_wait
+from engine_core.scheduler.scheduler import Scheduler
+from engine_core.stats import new_stats
+from protocol.codec import decode_event, encode
+from protocol.events import SEQUENCE_STATES, InspectedSequence
+from tests.fakes.constraint import FakeConstraint
+from tests.fakes.scheduling import END, added, launched, new, run, sequence
+
+
+def facts_of(scheduler: Scheduler, now: float = 0.0) -> dict[int, InspectedSequence]:
+    return {seq.request_id: seq for seq in inspect(scheduler, 1, new_stats(), now).sequences}
+
+
+def test_everybody_is_there_with_what_they_are_doing() -> None:
+    scheduler = new(rows=5, chunk=8, step=64)
+    run(scheduler, sequence(1, session="talk"))
+    long, short, zombie = sequence(2, 20, first=100), sequence(3, 4, 9, first=200), sequence(4, 3, 9, first=300)
+    leaving = sequence(5, 3, 9, first=400)
+    added(scheduler, long, short, zombie, leaving)
+    plans = [launched(scheduler, 10), launched(scheduler, 11)]
+    scheduler.commit(plans[0], [-1, 20, END, 20])
+    scheduler.preempt(leaving)
+    follower = sequence(6, 24, first=100)
+    follower.arrival = follower.queued_at = 95.0
+    compiling = sequence(8, first=600)
+    compiling.compiling = True
+    added(scheduler, follower, compiling)
+    scheduler.add(sequence(7, first=500))
+    seen = inspect(scheduler, 8, new_stats(), 100.0)
+    assert [(sequence.request_id, sequence.state) for sequence in seen.sequences] == [
+        (2, "prefill"), (3, "decode"), (4, "zombie"), (5, "leaving"), (6, "following"), (7, "waiting"),
+        (8, "compiling"),
+    ]  # fmt: skip
+    assert {sequence.state for sequence in seen.sequences} == {*SEQUENCE_STATES}, "all of them"
+    facts = {sequence.request_id: sequence for sequence in seen.sequences}
+    assert (facts[2].prompt_len, facts[2].launched, facts[2].pages, facts[2].shared_pages) == (20, 16, 4, 4)
+    assert (facts[3].generated, facts[3].row > 0, facts[3].client) == (1, True, b"c".hex())
+    assert (facts[6].age, facts[6].wait, facts[6].row) == (5.0, 5.0, -1)
+    assert [number for number, seq in facts.items() if seq.wait] == [6, 7, 8]
+    assert (facts[5].preemptions, seen.omitted, seen.policy, seen.call) == (0, 0, "fcfs", 8)
+    (session,) = seen.sessions
+    assert (session.name, session.busy, session.pages, session.idle) == ("talk", False, 1, 100.0)
+    assert seen.pages_free == scheduler.memory.pages.free
+    assert decode_event(encode(seen)) == seen
+
+
+def test_looking_changes_nothing() -> None:
+    scheduler = new()
+    added(scheduler, sequence(1, 20), sequence(2))
+    late = sequence(3, 24)
+    scheduler.add(late)
+    before = [repr(seq) for seq in scheduler.held]
+    assert facts_of(scheduler)[3].state == "waiting", "nobody has looked for its pages"
+    assert (late.awaited, late.found) == (b"", [])
+    assert [repr(seq) for seq in scheduler.held] == before
+    assert scheduler.audit() == []
+    scheduler.admit_waiting()
+    assert facts_of(scheduler)[3].state == "following"
+
+
+def test_what_a_grammar_forces_comes_with_decoding() -> None:
+    scheduler = new()
+    seq = sequence(1, 5, 9)
+    seq.constraint = FakeConstraint("runs 3")
+    added(scheduler, seq)
+    scheduler.start(seq)
+    assert facts_of(scheduler)[1].state == "prefill"
+    launched(scheduler, 1)
+    assert facts_of(scheduler)[1].state == "decode"
+    seq = sequence(2, 5, 9, first=300)
+    added(scheduler, seq)
+    scheduler.commit(launched(scheduler, 2), [20, 20])
+    seq.tokens.append(21)
+    seq.jumped()
+    assert facts_of(scheduler)[2].state == "decode"
+
+
+def test_what_a_preemption_took_is_a_prompt_again() -> None:
+    scheduler = new(chunk=4)
+    seq = sequence(1, 4, 12)
+    added(scheduler, seq)
+    for step in range(1, 7):
+        scheduler.commit(launched(scheduler, step), [20])
+    assert facts_of(scheduler)[1].state == "decode"
+    scheduler.preempt(seq)
+    scheduler.memory.new_weights()
+    scheduler.admit_waiting()
+    states = []
+    for step in range(7, 11):
+        states.append(facts_of(scheduler)[1].state)
+        scheduler.commit(launched(scheduler, step), [20])
+    assert states == ["prefill", "prefill", "prefill", "decode"], "4 of 10 tokens a step"
+
+
+def test_the_longest_wait() -> None:
+    """A stay in the queue begins with the arrival, or with the return after a preemption, and holds compilation."""
+    scheduler = new(rows=1)
+    assert oldest_wait(scheduler, 50.0) == 0.0
+    first, second, compiling = sequence(1, max_tokens=9), sequence(2, first=50), sequence(3, first=90)
+    second.queued_at, compiling.queued_at, compiling.compiling = 12.0, 11.0, True
+    added(scheduler, first, second)
+    assert oldest_wait(scheduler, 50.0) == 38.0
+    scheduler.add(compiling)
+    assert oldest_wait(scheduler, 50.0) == 39.0
+    scheduler.constrain(3, FakeConstraint("parity"))
+    assert oldest_wait(scheduler, 50.0) == 39.0
+    scheduler.advance(40.0)
+    scheduler.preempt(first)
+    facts = facts_of(scheduler, 50.0)
+    assert {number: (seq.age, seq.wait) for number, seq in facts.items()} == {
+        1: (50.0, 10.0), 2: (50.0, 38.0), 3: (50.0, 39.0),
+    }  # fmt: skip
+    scheduler.abort(b"c", 2)
+    scheduler.abort(b"c", 3)
+    assert oldest_wait(scheduler, 50.0) == 10.0
+    scheduler.admit_waiting()
+    assert oldest_wait(scheduler, 50.0) == 0.0
+
+
+def test_a_long_queue_is_cut() -> None:
+    scheduler = new(rows=1, waiting=1000)
+    added(scheduler, *[sequence(number, first=number) for number in range(MOST_WAITING + 9)])
+    seen = inspect(scheduler, 1, new_stats(), 0.0)
+    assert (len(seen.sequences), seen.omitted) == (1 + MOST_WAITING, 8)

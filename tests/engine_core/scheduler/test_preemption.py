@@ -1,0 +1,271 @@
+"""Growth, what happens when there are no pages, and that it comes to an end."""
+
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_core.scheduler.queue import HEAD_START, seniority
+from engine_core.scheduler.scheduler import Scheduler
+from engine_core.scheduler.sequence import Sequence
+from protocol.engine_options import POLICIES, Policy
+from protocol.errors import ErrorCode, FinishReason
+from protocol.events import Failure, Finished
+from tests.fakes.scheduling import END, added, launched, new, run, sequence
+
+
+def test_pages_come_as_rows_grow() -> None:
+    scheduler, seq = new(), sequence(1, prompt=3, max_tokens=8)
+    added(scheduler, seq)
+    pages = []
+    for step in range(1, 9):
+        plan = launched(scheduler, step)
+        pages.append(len(seq.pages))
+        assert plan.rows[0].new_pages == (tuple(seq.pages[-1:]) if step in (1, 3, 7) else ())
+        assert plan.plain == (step > 1)
+        scheduler.commit(plan, [20])
+    assert pages == [1, 1, 2, 2, 2, 2, 3, 3]
+    assert seq.outcome is not None
+    assert scheduler.audit() == []
+
+
+def test_decode_evicts_before_it_waits() -> None:
+    scheduler = new(pages=1 + 4)
+    run(scheduler, sequence(1, prompt=9, max_tokens=1))
+    assert scheduler.memory.cached == 2
+    run(scheduler, sequence(2, prompt=3, max_tokens=12, first=60), first_step=20)
+    assert scheduler.preemptions == 0
+    assert scheduler.memory.evicted == 2
+
+
+STRANGER = 10_000
+
+
+def crowded(newer_priority: int = 0) -> tuple[Scheduler, Sequence, Sequence]:
+    """Two sequences with two pages each, and a stranger who holds the rest: the older needs a third page next."""
+    scheduler = new(pages=1 + 5)
+    older = sequence(1, prompt=7, max_tokens=8)
+    newer = sequence(2, prompt=6, max_tokens=8, first=60, priority=newer_priority)
+    added(scheduler, older, newer)
+    assert scheduler.memory.take(STRANGER, 1) is not None
+    return scheduler, older, newer
+
+
+def alone(scheduler: Scheduler) -> None:
+    """The stranger goes, and nothing is wrong with what is left."""
+    scheduler.memory.pages.release(STRANGER, scheduler.memory.pages.owned()[STRANGER])
+    assert scheduler.audit() == []
+
+
+def test_the_newest_gives_way() -> None:
+    scheduler, older, newer = crowded()
+    for step in (1, 2):
+        scheduler.commit(launched(scheduler, step), [20, 21])
+    plan = launched(scheduler, 3)
+    assert [row.seq_id for row in plan.rows] == [1]
+    assert (newer.preemptions, newer.row, newer.pages, newer.inflight) == (1, -1, [], 0)
+    assert list(scheduler.waiting) == [newer]
+    assert scheduler.memory.cached == 1 + 1, "the first page of each: that of the newer is there until it is needed"
+    assert scheduler.admit_waiting() == [], "two pages and a reserve of one are not to be had"
+    alone(scheduler)
+    scheduler.commit(plan, [20])
+    run(scheduler, first_step=4)
+    assert older.outcome == Finished(1, FinishReason.LENGTH)
+    assert newer.outcome == Finished(2, FinishReason.LENGTH)
+    assert list(newer.tokens) == [*range(60, 66), 21, 21, *[20] * 6]
+    assert scheduler.audit() == []
+
+
+def test_the_lowest_priority_gives_way_first() -> None:
+    scheduler, older, newer = crowded(newer_priority=1)
+    scheduler.commit(launched(scheduler, 1), [20, 21])
+    scheduler.commit(launched(scheduler, 2), [20, 21])
+    assert [row.seq_id for row in launched(scheduler, 3).rows] == [2], "the older waits: it needs a page, and is junior"
+    assert (older.preemptions, newer.preemptions) == (0, 0)
+    scheduler.commit(scheduler.plan_step(3) or launched(scheduler, 3), [21])
+    assert [row.seq_id for row in launched(scheduler, 4).rows] == [2]
+    assert (older.preemptions, newer.preemptions) == (1, 0)
+    alone(scheduler)
+
+
+def test_what_is_in_flight_still_commits() -> None:
+    scheduler, _, newer = crowded()
+    plans = [launched(scheduler, 1), launched(scheduler, 2)]
+    scheduler.commit(plans[0], [20, 21])
+    assert scheduler.plan_step(3) is None, "the older waits for pages, the newer is to run no more"
+    assert (newer.inflight, newer.unseen, newer.generated) == (1, 1, 1)
+    assert newer in scheduler.held
+    assert scheduler.admit_waiting() == []
+    scheduler.commit(plans[1], [22, 23])
+    assert list(newer.tokens[-2:]) == [21, 23]
+    assert newer not in scheduler.held
+    assert list(scheduler.waiting) == [newer]
+    assert [row.seq_id for row in launched(scheduler, 3).rows] == [1]
+    alone(scheduler)
+
+
+@pytest.mark.parametrize("ending", ["token", "abort", "fail_all"])
+def test_a_preempted_one_may_end_before_it_is_back(ending: str) -> None:
+    scheduler, _, newer = crowded()
+    plans = [launched(scheduler, 1), launched(scheduler, 2)]
+    scheduler.commit(plans[0], [20, 21])
+    assert scheduler.plan_step(3) is None
+    if ending == "abort":
+        scheduler.abort(b"c", 2)
+    if ending == "fail_all":
+        scheduler.fail_all(ErrorCode.SHUTTING_DOWN, "x")
+        assert isinstance(newer.outcome, Failure)
+    else:
+        scheduler.commit(plans[1], [22, END])
+        assert isinstance(newer.outcome, Finished)
+        assert [row.seq_id for row in launched(scheduler, 3).rows] == [1]
+    assert not list(scheduler.waiting)
+    alone(scheduler)
+
+
+def test_an_abort_reaches_one_that_waits_again() -> None:
+    scheduler, _, newer = crowded()
+    for step in (1, 2):
+        scheduler.commit(launched(scheduler, step), [20, 21])
+    launched(scheduler, 3)
+    scheduler.abort(b"c", 2)
+    assert not list(scheduler.waiting)
+    assert newer.outcome == Finished(2, FinishReason.ABORT)
+    assert [seq.id for seq in scheduler.take_ended()] == [2]
+
+
+def test_a_row_waits_for_pages_that_are_on_their_way() -> None:
+    """A zombie's pages come back with its step: nobody is preempted for them, and nobody else gets them."""
+    scheduler, _, _ = crowded()
+    plans = [launched(scheduler, 1), launched(scheduler, 2)]
+    scheduler.commit(plans[0], [20, END])
+    assert scheduler.plan_step(3) is None
+    assert scheduler.preemptions == 0
+    scheduler.add(sequence(3, prompt=2, max_tokens=1, first=90))
+    scheduler.commit(plans[1], [21, 22])
+    assert scheduler.admit_waiting() == [], "two pages are free, but the first has not had its page yet"
+    assert [row.seq_id for row in launched(scheduler, 3).rows] == [1]
+    alone(scheduler)
+    assert [seq.id for seq in scheduler.admit_waiting()] == [3]
+
+
+def test_a_prompt_takes_what_pages_there_are() -> None:
+    scheduler = new(pages=1 + 7, step=64, chunk=12)
+    prompt = sequence(1, prompt=24, max_tokens=2)
+    added(scheduler, prompt)
+    assert launched(scheduler, 1).rows[0].length == 12
+    (page, *rest) = scheduler.memory.take(STRANGER, 4) or []
+    assert scheduler.plan_step(2) is None
+    scheduler.memory.pages.release(STRANGER, [page])
+    (row,) = launched(scheduler, 2).rows
+    assert (row.start, row.length, row.samples) == (12, 4, False)
+    scheduler.memory.pages.release(STRANGER, rest)
+    assert launched(scheduler, 3).rows[0].length == 8
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_overload_makes_progress_and_does_not_thrash(depth: int, cache: bool) -> None:
+    """Far more than fits arrives at once; each one needs half of the pool. They end about in order, and what is
+    computed in vain stays within what is asked for."""
+    scheduler = new(rows=8, pages=1 + 24, step=32, chunk=16, waiting=99, cache=cache)
+    total, computed, steps, flights = 30, 0, count(1), []
+    ended: list[int] = []
+    for number in range(1, total + 1):
+        scheduler.add(sequence(number, prompt=10, max_tokens=38, first=100 * number))
+    while scheduler.open or flights:
+        scheduler.admit_waiting()
+        senior = min(scheduler.running.values(), key=seniority, default=None)
+        before = None if senior is None else senior.launched + senior.unseen
+        plan = scheduler.plan_step(next(steps))
+        if plan is not None:
+            scheduler.on_launch(plan)
+            computed += plan.total_tokens
+            flights.append(plan)
+        if senior is not None and senior.outcome is None and before is not None:
+            assert senior.preemptions == 0 or senior.id not in ended
+            assert senior.id in scheduler.running, f"{senior} is senior to all and was preempted"
+        if plan is None or len(flights) == depth:
+            done = flights.pop(0)
+            scheduler.commit(done, [20] * len(done.rows))
+        ended += [seq.id for seq in scheduler.take_ended()]
+        assert scheduler.audit() == []
+    assert sorted(ended) == list(range(1, total + 1))
+    assert all(abs(place - number) <= 8 for place, number in enumerate(ended, 1)), f"order of ends: {ended}"
+    assert scheduler.preemptions > 0
+    assert computed <= 2 * total * 47, f"{computed} positions for {total * 47} asked for"
+
+
+LOADS = st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(-1, 1), st.integers(1, 9))
+"""Prompt, tokens, priority, and which prompt it is the beginning of."""
+
+
+@given(
+    st.lists(LOADS, min_size=1, max_size=8),
+    st.integers(15, 24),
+    st.sampled_from([1, 2]),
+    st.booleans(),
+    st.sampled_from(POLICIES),
+    st.sampled_from([0, 1]),
+    st.sampled_from([8, 16]),
+)
+def test_every_load_that_fits_one_by_one_ends(
+    loads: list[tuple[int, int, int, int]],
+    pages: int,
+    depth: int,
+    cache: bool,
+    policy: Policy,
+    prompts: int,
+    chunk: int,
+) -> None:
+    scheduler = new(rows=6, pages=1 + pages, step=16, chunk=chunk, cache=cache, policy=policy, prompts=prompts)
+    sequences = [
+        sequence(number, prompt, tokens, first=100 * beginning, priority=priority)
+        for number, (prompt, tokens, priority, beginning) in enumerate(loads, 1)
+    ]
+    run(scheduler, *sequences, depth=depth)
+    assert all(seq.outcome == Finished(seq.id, FinishReason.LENGTH) for seq in sequences)
+    assert scheduler.audit() == []
+
+
+@pytest.mark.parametrize("policy", ["prefill_first", "decode_first"])
+def test_who_has_pages_goes_on_though_the_policy_prefers_who_has_none(policy: Policy) -> None:
+    scheduler = new(pages=1 + 12, step=8, chunk=8, policy=policy)
+    older, newer = sequence(1, 20, 12), sequence(2, 24, 20, first=60)
+    run(scheduler, older, newer)
+    assert older.preemptions == 0
+
+
+def test_a_prompt_without_pages_does_not_keep_the_only_place_of_prompts() -> None:
+    scheduler = new(pages=1 + 12, step=16, chunk=4, prompts=1, policy="priority")
+    run(scheduler, sequence(1, 30, 8), sequence(2, 28, 8, first=60, priority=1), sequence(3, 30, 6, first=100))
+    assert scheduler.audit() == []
+
+
+def test_juniors_that_share_all_they_have_give_way_together() -> None:
+    scheduler = new(pages=1 + 7, step=32, chunk=16)
+    long, *twins = sequence(1, 21, 7), sequence(2, 4, 4, first=60), sequence(3, 4, 4, first=60)
+    run(scheduler, long, *twins)
+    assert long.preemptions == 0
+    assert all(seq.outcome == Finished(seq.id, FinishReason.LENGTH) for seq in twins)
+
+
+def test_a_low_priority_is_overtaken_by_so_many_arrivals_only() -> None:
+    """Others of a higher priority never cease to come, and the pool holds the low one and little beside."""
+    scheduler, low = new(rows=16, pages=1 + 64, step=64), sequence(1, 188, 31, priority=-1)
+    scheduler.add(low)
+    arrivals = step = computed = 0
+    while low.outcome is None:
+        while len(scheduler.waiting) < 4:
+            arrivals += 1
+            scheduler.add(sequence(1 + arrivals, 3, 12, first=1000 * arrivals))
+        assert arrivals < 2 * HEAD_START, f"{low} has not ended after {arrivals} arrivals"
+        scheduler.admit_waiting()
+        step += 1
+        plan = launched(scheduler, step)
+        computed += sum([row.length for row in plan.rows if row.seq_id == low.id])
+        scheduler.commit(plan, [20] * len(plan.rows))
+        scheduler.take_ended()
+    assert low.preemptions > 0
+    assert computed < 3 * low.total_len

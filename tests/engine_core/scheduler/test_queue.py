@@ -1,0 +1,117 @@
+"""Who is next, and that nobody waits for ever."""
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_core.scheduler.queue import HEAD_START, WaitingQueue
+from engine_core.scheduler.sequence import Sequence
+from protocol.params import SamplingParams
+
+
+def new(number: int, priority: int = 0) -> Sequence:
+    return Sequence(number, b"c", number, array("i", [1]), SamplingParams(1), frozenset(), priority=priority)
+
+
+def order(queue: WaitingQueue) -> list[int]:
+    return [seq.id for seq in queue]
+
+
+def filled(by_priority: bool, *priorities: int) -> WaitingQueue:
+    queue = WaitingQueue(by_priority)
+    for number, priority in enumerate(priorities):
+        queue.push(new(number, priority))
+    return queue
+
+
+def test_arrival_orders_where_priority_does_not() -> None:
+    assert order(filled(False, 0, 5, -5)) == [0, 1, 2]
+    assert order(filled(True, 0, 5, -5)) == [1, 0, 2]
+
+
+def test_the_order_changes_at_run_time() -> None:
+    queue = filled(False, 0, 5, -5)
+    queue.reorder(True)
+    assert order(queue) == [1, 0, 2]
+    queue.reorder(False)
+    assert order(queue) == [0, 1, 2]
+
+
+def test_who_comes_back_takes_the_old_place() -> None:
+    queue = filled(False, 0, 0, 0)
+    first = next(iter(queue))
+    queue.remove(first)
+    queue.push(first)
+    assert order(queue) == [0, 1, 2]
+
+
+def test_who_was_driven_out_by_a_higher_priority_does_not_come_back_to_the_head() -> None:
+    queue, low = filled(False, 0, 0, 0), new(-1, -1)
+    queue.push(low)
+    assert order(queue)[0] == -1
+    queue.remove(low)
+    low.restart()
+    queue.push(low)
+    assert order(queue)[-1] == -1
+    queue.remove(low)
+    assert order(queue) == [0, 1, 2]
+
+
+def test_who_has_waited_longest() -> None:
+    """By the beginning of the stay, not by arrival, nor by who came to the queue first."""
+    queue = WaitingQueue(by_priority=True)
+    sequences = [new(number, number) for number in range(4)]
+    for seq, came in zip(sequences, (30.0, 20.0, 20.0, 10.0), strict=True):
+        seq.queued_at = came
+        queue.push(seq)
+    seen = []
+    while queue.longest is not None:
+        seen.append(queue.longest.id)
+        queue.remove(queue.longest)
+    assert seen == [3, 1, 2, 0]
+
+
+def test_who_does_not_wait_cannot_leave() -> None:
+    with pytest.raises(KeyError):
+        filled(False, 0).remove(new(9))
+
+
+def test_the_queue_may_change_while_it_is_walked() -> None:
+    queue = filled(True, 1, 2, 3)
+    for seq in queue:
+        queue.remove(seq)
+    assert not len(queue)
+    assert queue.longest is None
+
+
+@given(st.integers(-3, 3), st.integers(1, 3))
+def test_nobody_is_overtaken_for_ever(low: int, above: int) -> None:
+    """However many of a higher priority keep coming: the bound is as stated."""
+    queue = WaitingQueue(by_priority=True)
+    patient = new(0, low)
+    queue.push(patient)
+    overtaken = 0
+    for number in range(1, 4 * HEAD_START * above):
+        queue.push(new(number, low + above))
+        head = next(iter(queue))
+        queue.remove(head)
+        if head is patient:
+            break
+        overtaken += 1
+    assert overtaken == HEAD_START * above - 1
+
+
+@given(st.lists(st.tuples(st.integers(-9, 9), st.booleans()), max_size=40))
+def test_a_queue_is_a_sorted_list(arrivals: list[tuple[int, bool]]) -> None:
+    queue = WaitingQueue(by_priority=True)
+    kept = []
+    for number, (priority, goes) in enumerate(arrivals):
+        seq = new(number, priority)
+        queue.push(seq)
+        kept.append(seq)
+        if goes:
+            queue.remove(kept.pop(len(kept) // 2))
+    assert order(queue) == [s.id for s in sorted(kept, key=lambda s: (s.id - HEAD_START * s.priority, s.id))]
+    assert len(queue) == len(kept)

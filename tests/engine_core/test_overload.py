@@ -1,0 +1,130 @@
+"""A real model under far more work than it can hold: a full queue, few pages, random aborts.
+
+A short form runs always; TANDEM_SOAK_SECONDS=600 makes it the long one.
+"""
+
+import gc
+import os
+import random
+import time
+from collections import Counter
+
+import psutil
+from msgspec import structs
+
+from engine_core.models.llama import LlamaModel
+from engine_core.scheduler.limits import SchedulerLimits
+from protocol.codec import pack_ids
+from protocol.commands import Abort, EndSession, SetPolicy, Submit
+from protocol.engine_options import POLICIES
+from protocol.errors import ErrorCode, FinishReason
+from protocol.events import Failure
+from protocol.params import SamplingParams
+from tests.fakes.tiny_llama import CLIENT, VOCAB, Compared, Shape, TinyEngine, random_model
+
+SECONDS = float(os.environ.get("TANDEM_SOAK_SECONDS", "6"))
+OPEN_AT_MOST = 40
+MAX_WAITING = 8
+
+
+class Overload:
+    """One client that never lets the queue run dry, and forgets what it was told once it has checked it."""
+
+    def __init__(self, model: LlamaModel, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.driven = TinyEngine(model, Shape(depth=2, pages=1 + 24, max_rows=6, step_tokens=24, chunk=9))
+        scheduler = self.driven.scheduler
+        scheduler.limits = structs.replace(scheduler.limits, max_waiting=MAX_WAITING)
+        assert isinstance(scheduler.limits, SchedulerLimits)
+        self.beginnings = [self._ids(self.rng.randint(8, 30)) for _ in range(3)]
+        self.open: dict[int, tuple[tuple[int, ...], SamplingParams]] = {}
+        self.answers: dict[tuple[int, ...], list[int]] = {}
+        self.ends: Counter[str] = Counter()
+        self.compared = Compared()
+        self.asked = 0
+
+    def _ids(self, count: int) -> tuple[int, ...]:
+        return tuple(self.rng.randrange(3, VOCAB) for _ in range(count))
+
+    def run(self, seconds: float) -> None:
+        """Submits, aborts and ticks for so long, then until all has ended."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._act()
+            self._tick()
+        while self.open or self.driven.engine.pipeline.in_flight:
+            self._tick()
+
+    def _act(self) -> None:
+        rng, inbox = self.rng, self.driven.mailbox.inbox
+        while len(self.open) < OPEN_AT_MOST and rng.random() < 0.5:
+            prompt = rng.choice(self.beginnings)
+            if rng.random() < 0.7:
+                prompt += (3 + rng.randrange(6),) * rng.randint(1, 3)
+            params = SamplingParams(rng.choice([2, 12, 30]), temperature=0.0, ignore_eos=True)
+            self.asked += 1
+            self.open[self.asked] = (prompt, params)
+            priority, session = rng.randint(-1, 1), rng.choice(["", "", "", "one", "two"])
+            submit = Submit(self.asked, pack_ids(prompt), params, priority=priority, session=session)
+            inbox.append((CLIENT, submit))
+        if rng.random() < 0.05 and self.open:
+            inbox.append((CLIENT, Abort([rng.choice(list(self.open))])))
+        if rng.random() < 0.01:
+            inbox.append((CLIENT, rng.choice([SetPolicy(1, rng.choice(POLICIES)), EndSession(2, "one")])))
+
+    def _tick(self) -> None:
+        self.driven.engine.tick()
+        mailbox = self.driven.mailbox
+        for key, outcomes in list(mailbox.outcomes.items()):
+            (outcome,) = outcomes
+            prompt, params = self.open.pop(key[1])
+            tokens = mailbox.received.pop(key, [])
+            self.ends[outcome.code if isinstance(outcome, Failure) else outcome.reason] += 1
+            if not isinstance(outcome, Failure) and outcome.reason is FinishReason.LENGTH:
+                assert len(tokens) == params.max_tokens
+                self._check(prompt, tokens)
+            mailbox.cached.pop(key, None)
+            del mailbox.outcomes[key]
+        mailbox.replies.clear()
+        self.driven.runtime.record()
+
+    def _check(self, prompt: tuple[int, ...], tokens: list[int]) -> None:
+        """The longest answer to each prompt is compared with the dense model, the others with it."""
+        known = self.answers.get(prompt, [])
+        if tokens == known[: len(tokens)]:
+            return
+        params = SamplingParams(len(tokens), temperature=0.0, ignore_eos=True)
+        self.compared.check(self.driven.model, prompt, tokens, params, False)
+        self.answers[prompt] = max(known, tokens, key=len)
+
+
+def settled_bytes() -> int:
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+def test_overload_leaves_nothing_behind() -> None:
+    overload = Overload(random_model(), seed=3)
+    overload.run(SECONDS / 3)
+    before, objects = settled_bytes(), len(gc.get_objects())
+    overload.run(SECONDS * 2 / 3)
+    grown, more = settled_bytes() - before, len(gc.get_objects()) - objects
+    scheduler, stats = overload.driven.scheduler, overload.driven.engine.stats
+    print(
+        f"\n{SECONDS:.0f} s, {stats.steps_committed} steps, {overload.asked} requests: {dict(overload.ends)}; "
+        f"{stats.preemptions} preemptions, {scheduler.memory.evicted} pages evicted, {scheduler.memory.hit} of "
+        f"{scheduler.memory.queried} prompt tokens cached, {scheduler.memory.sessions.evicted} sessions evicted; "
+        f"{overload.compared.close} of {overload.compared.tokens} tokens too close to call; {grown} bytes and {more} "
+        "objects more than after the first third"
+    )
+    assert scheduler.audit() == []
+    assert (scheduler.open, len(scheduler.waiting), list(scheduler.held)) == (0, 0, [])
+    assert scheduler.memory.settling == 0
+    assert scheduler.rows.free == scheduler.rows.total
+    assert stats.steps_launched == stats.steps_committed
+    assert {FinishReason.LENGTH, FinishReason.ABORT, ErrorCode.OVERLOADED, ErrorCode.SESSION_BUSY} <= set(overload.ends)
+    assert stats.preemptions > 0
+    assert scheduler.memory.evicted > 0
+    assert overload.compared.close <= overload.compared.tokens / 20
+    assert more < 2000
+    assert grown < 16 * 2**20

@@ -1,0 +1,124 @@
+"""Keys and values in 8-bit floats on CUDA: what is written, what is read, and what the model loses by it.
+
+Reading is exact, so the attention kernels over such a pool answer to the same oracle and tolerance as over any other.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from engine_core.attention.base import Span
+from engine_core.attention.triton import TritonRagged
+from engine_core.kernels import reference_decode, reference_prefill
+from engine_core.kernels.kv_dtype import to_pool
+from engine_core.kernels.paged_decode import choose_splits, paged_decode
+from engine_core.kernels.paged_prefill import tile_queries
+from engine_core.kernels.reference_qk import qk_norm_rope_and_kv_write
+from engine_core.kernels.rope import rope_and_kv_write
+from tests.gpu.fp8_kv import Loss, build, logits, runtime_of, texts
+
+pytestmark = pytest.mark.gpu
+
+FP8 = torch.float8_e4m3fn
+SHAPES = [(32, 8, 64), (32, 8, 128), (8, 4, 256), (14, 2, 64), (5, 5, 32)]
+WORK = [(0, 300), (700, 1), (0, 1), (250, 70), (16, 16), (4000, 97)]
+STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def randn(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+def test_writing(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Values are the oracle's to the bit, too large ones among them; keys too but where the rotation's own rounding
+    falls to the other side of a step."""
+    tokens = 300
+    angles = torch.rand(tokens, head_dim // 2, device="cuda") * 6
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+    qkv = randn(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype) * 3
+    qkv[:7, -1, :3] = 1e4
+    index = torch.randperm(1000, device="cuda")[:tokens]
+    found, exact = (torch.zeros(2, 1000, kv_heads, head_dim, device="cuda", dtype=dtype).to(FP8) for _ in range(2))
+    rope_and_kv_write(qkv, table[:, :1], table[:, 1:], index, found[0], found[1], pdl=True)
+    qk_norm_rope_and_kv_write(qkv, table[:, :1], table[:, 1:], index, exact[0], exact[1])
+    assert torch.equal(found[1].float(), exact[1].float())
+    assert found[1].float().max() == 448
+    keys, expected = found[0].float(), exact[0].float()
+    assert ((keys - expected).abs() <= expected.abs() / 7 + 2.0**-9).all()
+    assert (keys != expected).float().mean() < 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+@pytest.mark.parametrize("page", [1, 16, 4096])
+def test_decoding(heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype) -> None:
+    lengths = torch.tensor([1, 17, 448, 1000, 4095])
+    used = -(-lengths // page)
+    table = torch.zeros(6, int(used.max()), dtype=torch.int32)
+    pages = torch.randperm(int(used.sum())) + 1
+    for row, own in enumerate(pages.split(used.tolist())):
+        table[row + 1, : len(own)] = own
+    shape = ((int(used.sum()) + 1) * page, kv_heads, head_dim)
+    keys, values = (to_pool(randn(*shape, dtype=dtype), FP8) for _ in range(2))
+    query, rows = randn(5, heads, head_dim, dtype=dtype), torch.arange(1, 6, dtype=torch.int32, device="cuda")
+    positions, table = (lengths - 1).int().cuda(), table.cuda()
+    scale = head_dim**-0.5
+    given = (rows, positions, table, page, scale)
+    exact = reference_decode.paged_decode(query, keys.float(), values.float(), *given)
+    for splits in {1, choose_splits(5, kv_heads, 132, 4096)}:
+        found = paged_decode(query, keys, values, *given, splits, pdl=True)
+        torch.testing.assert_close(found.float(), exact, atol=2 * STEP[dtype], rtol=2 * STEP[dtype])
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["same dtype", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+@pytest.mark.parametrize("page", [1, 16, 4096])
+def test_rows_of_any_lengths(
+    heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype, narrow: bool
+) -> None:
+    spans, offset = [], 0
+    for start, length in WORK:
+        spans.append(Span(offset, start, length))
+        offset += length
+    used = [-(-(span.start + span.length) // page) for span in spans]
+    pages = torch.zeros(len(spans), max(used), dtype=torch.int32)
+    for row, own in enumerate((torch.randperm(sum(used)) + 1).split(used)):
+        pages[row, : len(own)] = own
+    pages = pages.cuda()
+    shape = ((sum(used) + 1) * page, kv_heads, head_dim)
+    keys, values = (randn(*shape, dtype=dtype) for _ in range(2))
+    if narrow:
+        keys, values = to_pool(keys, FP8), to_pool(values, FP8)
+    query = randn(offset, heads, head_dim, dtype=dtype)
+    scale = head_dim**-0.5
+    ragged = TritonRagged.allocate(
+        lambda *of: torch.zeros(of, dtype=torch.int32, pin_memory=True), torch.device("cuda"),
+        tile_queries(heads, kv_heads, head_dim, dtype), len(spans), offset,
+    )  # fmt: skip
+    found = ragged.run(ragged.plan(spans, pages, page), query, keys, values, scale)
+    exact = reference_prefill.paged_prefill(query, keys, values, WORK, pages, page, scale)
+    tolerance = 2 * STEP.get(dtype, 1e-5)
+    torch.testing.assert_close(found.float(), exact, atol=tolerance, rtol=tolerance)
+
+
+def test_the_default_model_loses_little() -> None:
+    """Chunks, mixed steps and decode from graphs, over a pool of 8-bit floats and over one of the model's own dtype."""
+    wide, narrow = build("cuda", "auto"), build("cuda", "fp8")
+    assert runtime_of(narrow).kv.keys[0].dtype == FP8
+    assert all(isinstance(slot.attention, TritonRagged) for slot in runtime_of(narrow).slots)
+    sequences = texts(wide)
+    exact, found = logits(wide, sequences), logits(narrow, sequences)
+    assert found.keys() >= {"chunks", "mixed", "decode from graphs"}
+    for sort in exact:
+        loss = Loss(exact[sort], found[sort])
+        print(f"\n{sort}: {loss}", end="")
+        assert loss.mean < 0.05 * loss.deviation
+        assert loss.largest < 0.5 * loss.deviation
+        assert loss.same_choice >= 0.95

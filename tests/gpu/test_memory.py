@@ -1,0 +1,74 @@
+"""The KV pool gets what weights, steps and graphs leave of the share asked for, and they keep to what was tried."""
+
+import gc
+import logging
+import re
+from random import Random
+
+import pytest
+import torch
+
+from protocol.engine_options import EngineOptions
+from tests.fakes.driving import DrivenEngine
+from tests.gpu.recording import runtime_of
+from tests.gpu.traffic import KINDS, requests
+
+pytestmark = pytest.mark.gpu
+
+GIB = 2**30
+SLACK = GIB // 4
+"""What the driver takes for itself: contexts of libraries, code of kernels that run later."""
+
+SMALL_BLOCKS = 2**25
+"""What uploads of other sizes than those tried may add: blocks of 2 MiB."""
+
+
+def free() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+@pytest.mark.parametrize(
+    ("share", "page_size", "graph_rows"), [(0.3, 16, None), (0.25, "max", "1,2,4"), (0.2, 16, "off")]
+)
+def test_an_engine_takes_its_share(
+    share: float, page_size: int, graph_rows: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    total = torch.cuda.mem_get_info()[1]
+    before = free()
+    options = EngineOptions(
+        device="cuda", dtype="bfloat16", max_rows=64, max_len=512, page_size=page_size, gpu_memory=share,
+        graph_rows=graph_rows,
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO):
+        driven = DrivenEngine.build(options)
+    runtime = runtime_of(driven)
+    held = before - torch.cuda.mem_get_info()[0]
+    print(f"\nasked for {share * total / GIB:.2f} GiB, holds {held / GIB:.2f}")
+    print("\n".join(record.message for record in caplog.records if "GiB" in record.message))
+    assert held <= share * total + SLACK
+    assert held >= share * total - SLACK - GIB, "what was kept back for steps and graphs is used, or nearly"
+    reserved = torch.cuda.memory_reserved()
+    rng = Random(1)
+    for _ in range(3):
+        asked = requests(80, KINDS, rng, longest=400, most=60, vocab=4096)
+        driven.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+    runtime.synchronize()
+    assert torch.cuda.memory_reserved() - reserved <= SMALL_BLOCKS, "a step needed more than was tried"
+    assert before - torch.cuda.mem_get_info()[0] <= share * total + SLACK
+
+
+def test_graphs_take_no_more_than_was_kept_for_them(caplog: pytest.LogCaptureFixture) -> None:
+    """In bytes of the allocator; the driver's part shows only in the share of the test above."""
+    options = EngineOptions(device="cuda", dtype="bfloat16", max_rows=256, max_len=512, kv_tokens=20_000)
+    with caplog.at_level(logging.INFO):
+        driven = DrivenEngine.build(options)
+    runtime_of(driven).synchronize()
+    text = "\n".join(record.message for record in caplog.records)
+    kept = re.search(r"graphs (\d+\.\d+) \(the largest", text)
+    taken = re.search(r"graphs of \d+ row counts, \d+ mixed shapes and \d slots took \S+ s and (\d+\.\d+) GiB", text)
+    assert kept is not None and taken is not None, text
+    print(f"\nkept {kept[1]} GiB for graphs, which took {taken[1]}")
+    assert float(taken[1]) <= float(kept[1]) + 0.02
