@@ -205,6 +205,9 @@ def main() -> None:
     parser.add_argument("--cached-pages", type=int, default=100_000, help="0: no prefix cache")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/bench_tick.json")
     arguments = parser.parse_args()
+    least = max(arguments.rows) * MAX_LEN // PAGE_SIZE
+    if 0 < arguments.cached_pages < least:
+        parser.error(f"--cached-pages {arguments.cached_pages}: rows that grow need {least}, or 0 for no cache")
     ticks = {
         rows: measure(rows, arguments.steps, arguments.constrained, arguments.cached_pages) for rows in arguments.rows
     }
