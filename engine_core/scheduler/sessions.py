@@ -43,7 +43,7 @@ class Sessions:
         return list(self._known.values())
 
     def check(self, name: str) -> None:
-        """Raises RequestError if a turn of this session cannot be taken now."""
+        """Raises RequestError if no turn of that session can be taken now."""
         if self.tree is None or not self.most:
             raise RequestError(
                 ErrorCode.SESSIONS_OFF,
