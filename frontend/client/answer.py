@@ -48,8 +48,9 @@ class Answer:
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
             self._show(delta.get("reasoning_content"), reasoning=True)
             content = delta.get("content") or choice.get("text")
-            self._show(content, reasoning=False)
+            # Before it is shown: an interrupt may come in between, and what was seen is part of the conversation.
             self.content += content or ""
+            self._show(content, reasoning=False)
 
     def summary(self) -> str:
         """Usage and times, in one line."""
