@@ -44,6 +44,14 @@ def dead_end(seq: Sequence) -> Failure:
     return Failure(seq.request_id, ErrorCode.GRAMMAR_FAILED, message)
 
 
+def append(seq: Sequence, token: int, delta: Delta) -> Finished | Failure | None:
+    """Gives a sequence its next token, which goes to the client; its end, if that was it."""
+    seq.tokens.append(token)
+    delta.request_ids.append(seq.request_id)
+    delta.tokens.append(token)
+    return end_of(seq)
+
+
 def jump_ahead(verifier: Verifier, seq: Sequence, delta: Delta) -> Finished | Failure | None:
     """Appends the tokens that the grammar forces, without computing the steps that would sample them.
 
@@ -63,10 +71,7 @@ def jump_ahead(verifier: Verifier, seq: Sequence, delta: Delta) -> Finished | Fa
         if not verifier.accept([(constraint, token)])[0]:
             outcome = dead_end(seq)
             break
-        seq.tokens.append(token)
-        delta.request_ids.append(seq.request_id)
-        delta.tokens.append(token)
-        outcome = end_of(seq)
+        outcome = append(seq, token, delta)
         if outcome is not None:
             break
     if len(seq.tokens) > before:

@@ -52,7 +52,7 @@ class Growth:
             pressure = pressure or Pressure(self.memory, running, held)
             while (victim := pressure.victim(seq)) is not None:
                 self.preempt(victim)
-                pressure.preempted(victim)
+                pressure.goes(victim)
                 takes[index] = self._grow(seq, wanted)
                 if takes[index]:
                     break
@@ -90,9 +90,9 @@ class Pressure:
         self._juniors = sorted(running.values(), key=seniority, reverse=True)
         for seq in held:
             if seq.id not in running or seq.finishing:
-                self.preempted(seq)
+                self.goes(seq)
 
-    def preempted(self, seq: Sequence) -> None:
+    def goes(self, seq: Sequence) -> None:
         """Its pages come back with the last step that holds it, a shared one with its last reader."""
         self.coming += len(seq.pages) - seq.shared
         for page in seq.pages[: seq.shared]:

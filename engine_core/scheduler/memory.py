@@ -31,8 +31,8 @@ class KVMemory:
         self.page_size = page_size
         self.tree = tree
         self.sessions = Sessions(tree, 0, 0.0) if sessions is None else sessions
-        self.queried = self.hit = self.evicted = 0
-        """Prompt tokens looked for, prompt tokens found, pages evicted."""
+        self.queried = self.hit = 0
+        """Prompt tokens looked for, prompt tokens found."""
         self._version = bytes(4)
         """Begins every namespace: KV of other weights is never found."""
         self._claims = Claims()
@@ -54,6 +54,11 @@ class KVMemory:
     def cached(self) -> int:
         """Pages in the prefix cache, whether in use or not."""
         return self.tree.size if self.tree is not None else 0
+
+    @property
+    def evicted(self) -> int:
+        """Pages that the prefix cache ever gave up."""
+        return self.tree.lost if self.tree is not None else 0
 
     @property
     def available(self) -> int:
@@ -89,7 +94,6 @@ class KVMemory:
                 assert self.sessions.relieve(), f"{tree.pinned} pages are pinned by no session"
             gone = tree.evict(lacking + tree.evictable // EVICT_AHEAD)
             self.pages.release(CACHE, gone)
-            self.evicted += len(gone)
         return True
 
     def awaits(self, seq: Sequence) -> bool:
@@ -102,7 +106,7 @@ class KVMemory:
             path = self._match(seq)
             if len(path) >= self._limit(seq):
                 return False
-            seq.awaited = self.tree.key(self._version + seq.namespace, seq.tokens, len(path), _last(path, len(path)))
+            seq.awaited = self.tree.key(seq.root, seq.tokens, len(path), _last(path, len(path)))
         return self.follows(seq)
 
     def follows(self, seq: Sequence) -> bool:
@@ -122,7 +126,7 @@ class KVMemory:
             if self.tree is not None:
                 self.tree.unlock(path)
             return False
-        seq.root = self._version + seq.namespace
+        seq.root = self._root(seq)
         seq.pages, seq.shared, seq.launched = path + own, len(path), start
         seq.found, seq.found_at = [], -1
         if not seq.preemptions and self._matches(seq):
@@ -241,7 +245,7 @@ class KVMemory:
             return []
         while not self._stands(seq):
             path.pop()
-        seq.root, seq.found_at = self._version + seq.namespace, tree.lost
+        seq.root, seq.found_at = self._root(seq), tree.lost
         path += tree.match(seq.root, seq.tokens, self._limit(seq), len(path), _last(path, len(path)))
         return path
 
@@ -250,7 +254,11 @@ class KVMemory:
         assert self.tree is not None
         if not seq.found:
             return True
-        return seq.root == self._version + seq.namespace and seq.found_at >= self.tree.lost_at(seq.found[-1])
+        return seq.root == self._root(seq) and seq.found_at >= self.tree.lost_at(seq.found[-1])
+
+    def _root(self, seq: Sequence) -> bytes:
+        """The namespace in which its pages are to be looked for now."""
+        return self._version + seq.namespace
 
     def _count_hit(self, seq: Sequence, tokens: int) -> None:
         """What a grammar forced behind the prompt may be found too, and is none of it."""

@@ -8,7 +8,7 @@ from engine_core.contracts import Constraint, Delta, Masks, StepLogprobs, Verifi
 from engine_core.errors import RequestError
 from engine_core.plan import StepPlan
 from engine_core.scheduler.admission import PageGate, RowGate, admit
-from engine_core.scheduler.constrained import dead_end, jump_ahead, masks_of, refused_by
+from engine_core.scheduler.constrained import append, dead_end, jump_ahead, masks_of, refused_by
 from engine_core.scheduler.limits import SchedulerLimits
 from engine_core.scheduler.logprobs import attach
 from engine_core.scheduler.memory import KVMemory
@@ -260,10 +260,7 @@ class Scheduler:
         if refused:
             self.end(seq, dead_end(seq))
             return
-        seq.tokens.append(token)
-        delta.request_ids.append(seq.request_id)
-        delta.tokens.append(token)
-        outcome = end_of(seq)
+        outcome = append(seq, token, delta)
         if outcome is not None:
             self.end(seq, outcome)
         elif seq.unseen == 0:

@@ -13,17 +13,18 @@ from tests.e2e.serving import Serving, until
 MODEL = "tandem-default"
 ANSWER = "textwrap.dedent(text): Remove any common leading whitespace from every line in `text`."
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What does textwrap.dedent do?"}]
+FORECAST: dict[str, object] = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["celsius", "kelvin"]}, "days": {"enum": [1, 2, 3]}},
+    "required": ["unit", "days"],
+    "additionalProperties": False,
+}
 TOOLS: list[ChatCompletionToolParam] = [
     {
         "type": "function",
         "function": {
             "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {"unit": {"enum": ["celsius", "kelvin"]}, "days": {"enum": [1, 2, 3]}},
-                "required": ["unit", "days"],
-                "additionalProperties": False,
-            },
+            "parameters": FORECAST,
             "strict": True,
         },
     }

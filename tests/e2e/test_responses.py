@@ -1,35 +1,24 @@
 """Responses and event streams of the default model through the official client, over real processes and sockets."""
 
 import json
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import openai
-import pydantic
 import pytest
 from openai.types.responses import FunctionToolParam, ResponseInputParam
 
 from tests.e2e.serving import GUARD_SECONDS, Serving, until
-from tests.e2e.test_chat import ANSWER, MODEL, all_is_free
+from tests.e2e.test_chat import ANSWER, FORECAST, MODEL, Weather, all_is_free
 
 QUESTION = "What does textwrap.dedent do?"
-
-
-class Weather(pydantic.BaseModel):
-    unit: Literal["celsius", "kelvin"]
-    days: Literal[1, 2, 3]
 
 
 TOOLS: list[FunctionToolParam] = [
     {
         "type": "function",
         "name": name,
-        "parameters": {
-            "type": "object",
-            "properties": {"unit": {"enum": ["celsius", "kelvin"]}, "days": {"enum": [1, 2, 3]}},
-            "required": ["unit", "days"],
-            "additionalProperties": False,
-        },
+        "parameters": FORECAST,
         "strict": True,
     }
     for name in ("forecast", "history")

@@ -13,12 +13,11 @@ from msgspec import structs
 from frontend.config import FrontendConfig
 from protocol.codec import unpack_ids
 from tests.fakes.engine import FakeEngine
-from tests.fakes.tokenizer import byte_level_tokenizer, write_tokenizer
+from tests.fakes.tokenizer import write_tokenizer
 from tests.frontend.conftest import RunningServer
 from tests.frontend.conftest import post as send
+from tests.frontend.thinking import RAW, encode, say, that_thinks, write_thinking_model
 
-RAW = byte_level_tokenizer(with_begin=True)
-RAW.add_tokens(["<think>", "</think>"])
 TEMPLATE = (
     "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools | length if tools else '' }}"
     "{% if add_generation_prompt %}assistant:{{ opening }}{% endif %}"
@@ -29,27 +28,14 @@ CALL = '{"name": "look", "arguments": {"at": "köln"}}'
 ARGUMENTS = '{"at": "köln"}'
 
 
-def encode(text: str) -> list[int]:
-    ids: list[int] = RAW.encode(text, add_special_tokens=False).ids
-    return ids
-
-
-def say(text: str) -> Any:
-    return lambda submit: encode(text)[: submit.sampling.max_tokens]
-
-
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    RAW.save(str(path / "tokenizer.json"))
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    (path / "config.json").write_text('{"model_type": "qwen3"}')
-    return path
+    return write_thinking_model(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
 @pytest.fixture
 def config(config: FrontendConfig) -> FrontendConfig:
-    return structs.replace(config, chat=structs.replace(config.chat, reasoning_parser="think"))
+    return that_thinks(config)
 
 
 def post(server: RunningServer, **fields: Any) -> httpx.Response:

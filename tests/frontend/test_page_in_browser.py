@@ -8,20 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tokenizers
 from msgspec.structs import replace
 
 from frontend.chat_options import ChatOptions
 from frontend.config import FrontendConfig
-from protocol.codec import unpack_ids
 from tests.fakes.engine import FakeEngine
-from tests.fakes.tokenizer import byte_level_tokenizer, write_chat_template, write_tokenizer
 from tests.frontend.conftest import DEADLINE, RunningServer, until
+from tests.frontend.talking import RAW, prompts, say, write_chat_model
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-RAW: tokenizers.Tokenizer = byte_level_tokenizer()
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 pytestmark = [
@@ -32,11 +29,7 @@ pytestmark = [
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that can chat."""
-    path = tmp_path_factory.mktemp("chat-model")
-    write_tokenizer(path)
-    write_chat_template(path)
-    return path
+    return write_chat_model(tmp_path_factory.mktemp("chat-model"))
 
 
 # Not of the session: while the driver runs there is an event loop in this thread, which other tests could not bear.
@@ -72,14 +65,6 @@ def open_page(context: Any, server: RunningServer) -> Any:
     )
     opened.goto(server.url)
     return opened
-
-
-def say(engine: FakeEngine, text: str) -> None:
-    engine.script = lambda submit: RAW.encode(text).ids[: submit.sampling.max_tokens]
-
-
-def prompts(engine: FakeEngine) -> list[str]:
-    return [RAW.decode(list(unpack_ids(submit.prompt_ids))) for submit in engine.submits]
 
 
 def ask(page: "Page", text: str) -> None:

@@ -6,19 +6,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from msgspec import structs
 
 from frontend.config import FrontendConfig
 from protocol.codec import unpack_ids
 from protocol.errors import ErrorCode
 from tests.fakes.engine import FakeEngine
-from tests.fakes.tokenizer import byte_level_tokenizer
 from tests.frontend.conftest import RunningServer
 from tests.frontend.conftest import post as send
 from tests.frontend.formats.test_responses_format import anonymous, events_of, replay
+from tests.frontend.thinking import RAW, say, that_thinks, write_thinking_model
 
-RAW = byte_level_tokenizer(with_begin=True)
-RAW.add_tokens(["<think>", "</think>"])
 TEMPLATE = (
     "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
     "{{ tools | length if tools else '' }}assistant:"
@@ -28,22 +25,14 @@ LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}, "s
 SAID = '<think>hm</think>I look.\n<tool_call>\n{"name": "look", "arguments": {"at": "köln"}}\n</tool_call>'
 
 
-def say(text: str) -> Any:
-    return lambda submit: RAW.encode(text, add_special_tokens=False).ids[: submit.sampling.max_tokens]
-
-
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    RAW.save(str(path / "tokenizer.json"))
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    (path / "config.json").write_text('{"model_type": "qwen3"}')
-    return path
+    return write_thinking_model(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
 @pytest.fixture
 def config(config: FrontendConfig) -> FrontendConfig:
-    return structs.replace(config, chat=structs.replace(config.chat, reasoning_parser="think"))
+    return that_thinks(config)
 
 
 def post(server: RunningServer, **fields: Any) -> httpx.Response:

@@ -12,6 +12,7 @@ from frontend.schemas.items import parse_input
 from frontend.schemas.openapi_responses import RESPONSES
 from frontend.schemas.responses import INCLUDES, NOT_HERE, ResponsesRequest, parse_responses
 from frontend.schemas.tools import ToolChoice
+from tests.frontend.refusals import refusal
 
 BASE: dict[str, Any] = {"model": "m", "input": "hi"}
 SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}, "additionalProperties": False}
@@ -25,9 +26,7 @@ def parse(**fields: Any) -> ResponsesRequest:
 
 
 def refused(**fields: Any) -> ApiError:
-    with pytest.raises(ApiError) as caught:
-        parse(**fields)
-    return caught.value
+    return refusal(parse, **fields)
 
 
 def described(**fields: Any) -> bool:

@@ -5,6 +5,7 @@ from array import array
 import pytest
 
 from engine_core.errors import RequestError
+from engine_core.plan import StepPlan
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.scheduler.sequence import Sequence
 from protocol.errors import ErrorCode, FinishReason
@@ -92,15 +93,21 @@ def test_one_turn_at_a_time() -> None:
     scheduler.add(turn(4, *FIRST))
 
 
-def test_the_next_turn_may_come_while_a_zombie_of_the_last_is_in_flight() -> None:
-    scheduler = new()
+def with_a_zombie(scheduler: Scheduler) -> tuple[Sequence, StepPlan]:
+    """A first turn that was aborted with one token said, and the step in flight that still holds it."""
     first = turn(1, *FIRST, max_tokens=9)
     added(scheduler, first)
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
     scheduler.commit(plans[0], [20])
     scheduler.abort(b"c", 1)
+    return first, plans[1]
+
+
+def test_the_next_turn_may_come_while_a_zombie_of_the_last_is_in_flight() -> None:
+    scheduler = new()
+    _, plan = with_a_zombie(scheduler)
     added(scheduler, turn(2, *FIRST, 20, 40))
-    scheduler.commit(plans[1], [21])
+    scheduler.commit(plan, [21])
     assert scheduler.audit() == []
     run(scheduler, first_step=3)
     assert scheduler.audit() == []
@@ -214,14 +221,10 @@ def test_a_conversation_of_less_than_a_page_is_no_use_to_memory() -> None:
 
 def test_what_a_zombie_has_computed_is_kept() -> None:
     scheduler = new()
-    first = turn(1, *FIRST, max_tokens=9)
-    added(scheduler, first)
-    plans = [launched(scheduler, 1), launched(scheduler, 2)]
-    scheduler.commit(plans[0], [20])
-    scheduler.abort(b"c", 1)
+    first, plan = with_a_zombie(scheduler)
     (session,) = scheduler.memory.sessions.known
     assert (session.turn, session.pages) == (None, first.pages[:2])
-    scheduler.commit(plans[1], [21])
+    scheduler.commit(plan, [21])
     assert scheduler.memory.in_use == 2
     assert scheduler.audit() == []
 

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 
 from frontend.cli import main
 from frontend.client.answer import Answer
-from protocol.codec import unpack_ids
 from tests.fakes.engine import FakeEngine
-from tests.fakes.tokenizer import byte_level_tokenizer, write_chat_template, write_tokenizer
 from tests.frontend.conftest import DEADLINE, RunningServer, until
+from tests.frontend.talking import RAW, prompts, say, write_chat_model
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
@@ -28,24 +26,11 @@ os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first terminal that a session
 from frontend.cli import main
 sys.exit(main(sys.argv[1:]))
 """
-RAW: tokenizers.Tokenizer = byte_level_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that can chat."""
-    path = tmp_path_factory.mktemp("chat-model")
-    write_tokenizer(path)
-    write_chat_template(path)
-    return path
-
-
-def say(engine: FakeEngine, text: str) -> None:
-    engine.script = lambda submit: RAW.encode(text).ids[: submit.sampling.max_tokens]
-
-
-def prompts(engine: FakeEngine) -> list[str]:
-    return [RAW.decode(list(unpack_ids(submit.prompt_ids))) for submit in engine.submits]
+    return write_chat_model(tmp_path_factory.mktemp("chat-model"))
 
 
 class Session:
@@ -139,8 +124,8 @@ def test_an_error_is_one_line_and_not_the_end(session: Session, engine: FakeEngi
     engine.script = lambda _: RAW.encode("stop here and stop there").ids
     engine.break_after = 2
     answer = session.ask("first")
-    # Before the first token it is an HTTP status, which the line names, too.
-    assert "\ntandem: broken by the fake engine" in answer and answer.count("tandem:") == 1
+    # Where the end overtakes the first token nothing was shown before the line, and it names the HTTP status, too.
+    assert answer.splitlines()[-1].startswith("tandem: broken by the fake engine") and answer.count("tandem:") == 1
     engine.break_after = None
     say(engine, "two")
     assert session.ask("second") == "two\n"

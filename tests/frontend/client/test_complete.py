@@ -9,22 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 
 from frontend.cli import main
 from tests.fakes.engine import FakeEngine
 from tests.fakes.http_server import Answer, scripted_server
-from tests.fakes.tokenizer import byte_level_tokenizer
 from tests.frontend.conftest import DEADLINE, RunningServer
+from tests.frontend.talking import RAW, say
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = "import sys; from frontend.cli import main; sys.exit(main(sys.argv[1:]))"
-RAW: tokenizers.Tokenizer = byte_level_tokenizer()
 TEXT = "how do I join two paths? 你好 🙂"
-
-
-def say(engine: FakeEngine, text: str) -> None:
-    engine.script = lambda submit: RAW.encode(text).ids[: submit.sampling.max_tokens]
 
 
 def complete(server: RunningServer, *flags: str) -> int:
