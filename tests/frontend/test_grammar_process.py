@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,8 +35,11 @@ def with_process(body: Callable[[GrammarProcess], Coroutine[Any, Any, None]]) ->
 
 
 def stop(process: GrammarProcess) -> int:
+    """Returns its id once it stands still: on a loaded machine it may answer a question after the signal."""
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)
     return process.pid
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine_core import build
+from engine_core import build_runtime
 from engine_core.plan import StepPlan
 from engine_core.runtime.runtime import TorchRuntime
 
@@ -63,5 +63,5 @@ class FaultyRuntime(TorchRuntime):
 
 
 if __name__ == "__main__":
-    build.TorchRuntime = FaultyRuntime  # type: ignore[misc]
+    build_runtime.TorchRuntime = FaultyRuntime  # type: ignore[misc]
     runpy.run_module("engine_core", run_name="__main__", alter_sys=True)
