@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from engine_core.attention.base import AttentionBackend, PromptAttention
+from engine_core.attention.base import AttentionBackend
 from engine_core.attention.torch import TorchAttention
+from engine_core.build_prompts import GraphPrompts, eager_prompts, further_graph_bytes
 from engine_core.config import StepConfig
 from engine_core.errors import ConfigError
 from engine_core.kv_cache.storage import KVStorage
 from engine_core.layers.placement import Placement, torch_placement
 from engine_core.models.config import ModelConfig
 from engine_core.models.registry import Model
-from engine_core.runtime.captured import CapturedMixed
+from engine_core.runtime.captured import CapturedMixed, MixedBuffers
 from engine_core.runtime.device import Device
 from engine_core.runtime.gpu_clock import GpuClock
 from engine_core.runtime.shape import Shape
 from engine_core.runtime.slots import StepSlot
-from engine_core.runtime.step_graphs import PROMPTS, StepGraphs, capture_decode, capture_mixed
+from engine_core.runtime.step_graphs import StepGraphs, capture_decode, capture_mixed
 from engine_core.runtime.tables import DeviceTables, Mode
 from engine_core.runtime.token_sampler import TokenSampler, TorchSampler
 from engine_core.runtime.token_scorer import SLICE, TokenScorer, TorchScorer
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FP8_CAPABILITY = (8, 9)
 """From which on a GPU converts to and from e4m3."""
 
@@ -73,7 +73,7 @@ class DeviceParts(Protocol):
     ) -> StepGraphs | None: ...
 
     def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:
-        """What the attention of one slot's graphs for one count of prompt tokens holds; 0: it has no such graphs."""
+        """What the attention of graphs with prompts holds beyond that of the largest in one slot."""
 
     def clock(self) -> GpuClock | None: ...
 
@@ -134,22 +134,7 @@ class CudaParts:
     def attention(
         self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> AttentionBackend:
-        usable = model.head_dim in FLASHINFER_HEAD_DIMS and dtype.itemsize == 2 and kv_dtype == dtype
-        if not usable or importlib.util.find_spec("flashinfer") is None:
-            logger.info("prefill runs on Triton: head_dim %d, %s, keys in %s", model.head_dim, dtype, kv_dtype)
-            from engine_core.attention.triton import TritonRagged
-            from engine_core.kernels.paged_prefill import tile_queries
-
-            queries = tile_queries(model.heads, model.kv_heads, model.head_dim, dtype)
-            return TritonRagged.allocate(
-                self.device.host_buffer, self.device.kind, queries, config.max_rows, config.max_step_tokens
-            )
-        from engine_core.attention.flashinfer import FlashInferAttention, Heads
-
-        heads = Heads(model.heads, model.kv_heads, model.head_dim, model.head_dim**-0.5, dtype)
-        return FlashInferAttention.allocate(
-            self.device.host_buffer, self.device.kind, heads, config.max_rows, config.row_pages, config.page_size
-        )
+        return eager_prompts(self.device, model, config, dtype, kv_dtype)
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
         from engine_core.runtime.triton_sampler import triton_sampler
@@ -194,8 +179,7 @@ class CudaParts:
             mixed = self._mixed(pool, config, forward, slots, lambda p: progress(p // 2))
             rows = config.graph_rows
             decode = capture_decode(pool, rows, slots, forward.decode, sampling, lambda p: progress(50 + p // 2))
-        singles, tokens = (config.graph_singles, config.graph_tokens) if mixed else ((), ())
-        return StepGraphs(rows, singles, tokens, decode, mixed)
+        return StepGraphs(rows, config.graph_singles, config.graph_tokens, decode, mixed)
 
     def _mixed(
         self,
@@ -205,40 +189,22 @@ class CudaParts:
         slots: list[StepSlot],
         progress: Callable[[int], None],
     ) -> list[dict[Shape, CapturedMixed]]:
-        """Nothing where prompts have no attention that a graph can hold."""
-        if not config.graph_tokens or not _graphs_prompts(slots):
+        if not config.graph_tokens:
             return []
-        from engine_core.attention.flashinfer import FlashInferAttention
+        model, pages = forward.model.config, forward.tables.pages
+        prompts = GraphPrompts(self.device, model, config, pages, [slot.attention for slot in slots])
+        largest = config.graph_singles[-1] + config.graph_tokens[-1]
 
-        def prompts(slot: StepSlot, tokens: int) -> PromptAttention:
-            assert isinstance(slot.attention, FlashInferAttention)
-            return slot.attention.for_graph(min(PROMPTS, config.max_rows), tokens, _prompt_pages(config))
+        def zeros(*shape: int) -> "Tensor":
+            return torch.zeros(shape, dtype=getattr(torch, config.dtype), device=self.device.kind)
 
-        largest, width = config.graph_singles[-1] + config.graph_tokens[-1], forward.model.config.hidden_size
-        hidden = torch.zeros(largest, width, dtype=getattr(torch, config.dtype), device=self.device.kind)
+        buffers = MixedBuffers(zeros(largest, model.heads, model.head_dim), zeros(largest, model.hidden_size))
         return capture_mixed(
-            pool, config.graph_singles, config.graph_tokens, slots, forward.mixed, prompts, hidden, progress
+            pool, config.graph_singles, config.graph_tokens, slots, forward.mixed, prompts, buffers, progress
         )
 
     def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:
-        if not _graphs_prompts(slots):
-            return 0
-        from engine_core.attention.flashinfer import GRAPH_PLAN_BYTES
-
-        return GRAPH_PLAN_BYTES + 4 * (_prompt_pages(config) + 3 * (PROMPTS + 1))
+        return further_graph_bytes(config, slots[0].attention)
 
     def clock(self) -> GpuClock:
         return GpuClock(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-
-
-def _graphs_prompts(slots: list[StepSlot]) -> bool:
-    """Whether the attention of prompts can be captured: FlashInfer's can."""
-    from engine_core.attention.triton import TritonRagged
-
-    return not isinstance(slots[0].attention, TritonRagged)
-
-
-def _prompt_pages(config: StepConfig) -> int:
-    """Most entries of page tables that the prompts in a graph can name."""
-    longest = -(-config.graph_tokens[-1] // config.page_size)
-    return max(min(PROMPTS, config.max_rows) * config.pages_per_row, longest)

@@ -124,10 +124,8 @@ class Workbench(Struct, frozen=True):
         """What steps and graphs take, over a pool that goes when this returns."""
         row_bytes = self.source.model.vocab_size * self.source.dtype.itemsize
         graphs = graph_bytes(self.device, self.config, row_bytes, lambda count: self.try_graphs(scratch, count))
-        prompt_bytes = self.parts.prompt_graph_bytes(self.config, self.slots) if self.config.graph_tokens else 0
-        graphs += mixed_graph_bytes(
-            self.device, self.config, prompt_bytes, lambda count: self.try_mixed(scratch, count)
-        )
+        further = self.parts.prompt_graph_bytes(self.config, self.slots)
+        graphs += mixed_graph_bytes(self.device, self.config, further, lambda count: self.try_mixed(scratch, count))
         return step_bytes(self.device, self.runtime(scratch), self.config), graphs
 
 

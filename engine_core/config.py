@@ -13,6 +13,9 @@ from protocol.engine_options import EngineOptions, PageSize, Policy
 CPU_MAX_ROWS, CUDA_MAX_ROWS = 32, 256
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 128, 2048
 """Small enough that a step full of prompts does not hold up the streams that run beside it for long."""
+CHUNK = 256
+"""Of one prompt beside decoding rows. On an H200 a step of 16 rows of the 1B shape takes 2.2 times as long with such a
+chunk, 8.8 times with one of 2,048 (`benchmarks.bench_mixed`)."""
 MAX_SESSIONS, SESSION_TTL = 256, 600.0
 PAGE_SIZE = 16
 STEP_UPLOADS = 65_536
@@ -42,7 +45,7 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     max_len: int
     max_step_tokens: int
     prefill_chunk: int
-    """0: prompts are computed whole."""
+    """Beside decoding rows; 0: prompts are computed whole."""
     page_size: int
     max_waiting: int
     prompts_a_step: int = 0
@@ -211,7 +214,7 @@ def _step_size(options: EngineOptions, usual: int, max_rows: int, max_len: int) 
             f"--prefill-chunk {asked} is more than the --max-step-tokens {step_tokens} of a whole step; lower the one "
             "or raise the other"
         )
-    return step_tokens, chunk or step_tokens
+    return step_tokens, chunk or min(CHUNK, step_tokens)
 
 
 def _prefix_cache(options: EngineOptions) -> bool:

@@ -60,8 +60,8 @@ _HELP: dict[str, str] = {
     "max_rows": "sequences decoded at once; default: 256 on cuda, 32 on cpu",
     "max_len": "positions of one sequence, prompt and output; default: what the model allows",
     "max_step_tokens": "positions computed in one step; default: 2048 on cuda, 128 on cpu, or as --prefill-chunk needs",
-    "prefill_chunk": "most prompt positions of one sequence in one step; off: prompts are computed whole; default: "
-    "--max-step-tokens, or off under --batching static",
+    "prefill_chunk": "most prompt positions of one sequence in a step in which others decode; off: prompts are "
+    "computed whole; default: 256 or --max-step-tokens, whichever is less, or off under --batching static",
     "max_prefill_chunks_per_step": "prompts that one step takes part of; default: as many as fit",
     "policy": "who is served first in a step; under priority also who is admitted first",
     "batching": "continuous admits whenever there is room; static runs each batch to its end first",

@@ -31,7 +31,7 @@ L3 = {f"engine_core.{name}" for name in L3_NAMES}
 L4 = {"engine_core.runtime", "engine_core.constraints"}
 L5_NAMES = (
     *("engine", "control", "mailbox", "outbox", "heartbeat", "stats", "wakeup"),
-    *("build", "build_runtime", "build_device", "start_log", "__main__"),
+    *("build", "build_runtime", "build_device", "build_prompts", "start_log", "__main__"),
 )
 L5 = {f"engine_core.{name}" for name in L5_NAMES}
 LEVELS = (L0, L1, L2, L3, L4, L5)

@@ -16,7 +16,7 @@ class Configuration:
     says: str
 
 
-CHUNK = 512
+CHUNK = 256
 """Of a prompt in one step, divided by the scale."""
 
 

@@ -34,7 +34,7 @@ POLICY_STEP_TOKENS = 512
 """Of a step in the comparison of policies, divided by the scale."""
 PRIORITIES = (0, 1, 2)
 """Of the requests in the comparison of policies, in turn."""
-CHUNKS = (2048, 512, 128)
+CHUNKS = (2048, 256, 64)
 """Of long prompts, divided by the scale."""
 HELD_LENGTHS, HELD_STREAMS = 8, 16
 """Sequences of the greatest length that the pool of the capacity comparison has room for, which is how many contiguous

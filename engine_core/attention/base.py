@@ -11,9 +11,11 @@ from torch import Tensor
 class Span:
     """A row of a step as attention sees it, known on the host: `length` queries at positions from `start` on.
 
-    `offset` is where its queries begin among the step's tokens; its keys are positions 0 to `start + length - 1`.
+    `row` is its row of the page table, `offset` where its queries begin among the step's tokens; its keys are positions
+    0 to `start + length - 1`.
     """
 
+    row: int
     offset: int
     start: int
     length: int
@@ -45,7 +47,7 @@ class AttentionBackend(Protocol):
     def plan(self, spans: Sequence[Span], pages: Tensor, page_size: int) -> Any:
         """Prepares one step, once for all layers. Does not synchronise with the device.
 
-        pages: [B, max_pages] int32 on the device, the page table rows of the spans, in their order.
+        pages: [rows, pages_per_row] int32 on the device, the whole page table.
         """
 
     def run(self, plan: Any, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -62,7 +64,9 @@ class PromptAttention(Protocol):
     def plan(self, spans: Sequence[Span], pages: Tensor, page_size: int) -> None:
         """As in `AttentionBackend`, into memory that the graph reads."""
 
-    def run(
-        self, plan: None, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor | None = None
-    ) -> Tensor:
-        """As in `AttentionBackend`. out: where to write, shaped like query."""
+    def run_into(
+        self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float, beside_decode: bool
+    ) -> None:
+        """As `AttentionBackend.run`. out: where to write, shaped like query; what lies beyond the planned queries stays
+        as it is. beside_decode: whether the kernel right before is `paged_decode` with `pdl`, for other queries of the
+        same tensor."""

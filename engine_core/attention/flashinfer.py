@@ -97,7 +97,7 @@ class FlashInferAttention:
         common = (self.workspace, self.heads, self.page_size, self.host, self.device_index)
         graphed = FlashInferAttention(wrapper, *common, batch)
         used = -(-tokens // self.page_size)
-        graphed.plan([Span(0, 0, tokens)], torch.zeros(1, used, dtype=torch.int32, device=device), self.page_size)
+        graphed.plan([Span(0, 0, 0, tokens)], torch.zeros(1, used, dtype=torch.int32, device=device), self.page_size)
         return graphed
 
     def plan(self, spans: Sequence[Span], pages: Tensor, page_size: int) -> None:
@@ -117,7 +117,7 @@ class FlashInferAttention:
         self.wrapper.plan(
             self._host(0, count + 1),
             self._host(1, count + 1),
-            self._page_ids(used, pages),
+            self._page_ids(spans, used, pages),
             self._host(2, count),
             self.heads.query,
             self.heads.kv,
@@ -131,22 +131,28 @@ class FlashInferAttention:
             max_token_per_sequence=int(lengths.max()),
         )
 
-    def run(
-        self, plan: None, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor | None = None
-    ) -> Tensor:
-        """As in `AttentionBackend`. out: where to write, shaped like query."""
-        shape = (-1, self.page_size, *keys.shape[1:])
-        planned = None if out is None else out[: self.tokens]
-        attended: Tensor = self.wrapper.run(query[: self.tokens], (keys.view(shape), values.view(shape)), out=planned)
-        return attended if out is None else out
+    def run(self, plan: None, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """As in `AttentionBackend`."""
+        out = torch.empty_like(query)
+        self.run_into(out, query, keys, values, scale, False)
+        return out
 
-    def _page_ids(self, used: np.ndarray, pages: Tensor) -> Tensor:
-        """The used pages of all rows, one row after the other, out of a page table on the device."""
+    def run_into(
+        self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float, beside_decode: bool
+    ) -> None:
+        """As in `PromptAttention`."""
+        shape = (-1, self.page_size, *keys.shape[1:])
+        self.wrapper.run(query[: self.tokens], (keys.view(shape), values.view(shape)), out=out[: self.tokens])
+
+    def _page_ids(self, spans: Sequence[Span], used: np.ndarray, pages: Tensor) -> Tensor:
+        """The used pages of the spans' rows, one row after the other, out of the page table on the device."""
+        used = used[: len(spans)]
         total, width = int(used.sum()), pages.shape[1]
         offset = 4 * self._stride
         places = self.view[offset : offset + total]
         first = np.cumsum(used) - used
-        places[:] = np.arange(total, dtype=np.int32) + np.repeat(np.arange(len(used)) * width - first, used)
+        begin = np.array([span.row for span in spans], dtype=np.int32) * width
+        places[:] = np.arange(total, dtype=np.int32) + np.repeat(begin - first, used)
         index = self.device_index[:total]
         index.copy_(self.host[offset : offset + total], non_blocking=True)
         return pages.reshape(-1).index_select(0, index)

@@ -6,11 +6,11 @@ A ragged kernel would take a whole tile of queries for each single token and rea
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from engine_core.attention.base import PromptAttention, Span
 from engine_core.attention.triton import DecodeRows, TritonDecode
+from engine_core.kernels.paged_decode import split_scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,9 @@ class MixedRows:
     singles: DecodeRows
     prompts: PromptAttention
     """Planned for the rest."""
+    out: Tensor
+    """[T, heads, head_dim], where results go. What padding gets is what lay there, which has to be finite: keys of the
+    next layer come of it, and are written to the padding page."""
 
 
 class MixedAttention:
@@ -33,10 +36,11 @@ class MixedAttention:
         raise TypeError("mixed steps are not planned as one; give the batch a MixedRows")
 
     def run(self, plan: MixedRows, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """As in `AttentionBackend`. What padding gets is finite: it is written to the padding page like any key."""
-        out = torch.zeros_like(query)
+        """As in `AttentionBackend`."""
         count = len(plan.singles.rows)
+        # Held until both kernels are enqueued: they run side by side, and memory of the one must not be the other's.
+        scratch = split_scratch(query[:count], plan.singles.splits)
         if count:
-            self.decode.run(plan.singles, query[:count], keys, values, scale, out[:count])
-        plan.prompts.run(None, query[count:], keys, values, scale, out[count:])
-        return out
+            self.decode.run(plan.singles, query[:count], keys, values, scale, plan.out[:count], scratch)
+        plan.prompts.run_into(plan.out[count:], query[count:], keys, values, scale, count > 0)
+        return plan.out

@@ -71,6 +71,7 @@ class TorchAttention:
     def plan(self, spans: Sequence[Span], pages: Tensor, page_size: int) -> tuple[Part, ...]:
         """As in `AttentionBackend`. The spans are in the order of the step's tokens and leave no gap."""
         offsets = torch.arange(page_size, device=pages.device)
+        pages = pages[[span.row for span in spans]]
         parts: list[Part] = []
         first = 0
         while first < len(spans):

@@ -35,9 +35,16 @@ class TritonDecode:
         raise TypeError("decode steps are not planned; give the batch a DecodeRows")
 
     def run(
-        self, plan: DecodeRows, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor | None = None
+        self,
+        plan: DecodeRows,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        out: Tensor | None = None,
+        scratch: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """As in `AttentionBackend`. out: where to write, shaped like query."""
+        """As in `AttentionBackend`. out: where to write, shaped like query; scratch: as in `paged_decode`."""
         return paged_decode(
             query,
             keys,
@@ -50,7 +57,13 @@ class TritonDecode:
             plan.splits,
             pdl=True,
             out=out,
+            scratch=scratch,
         )
+
+
+def most_tiles(rows: int, tokens: int, queries: int) -> int:
+    """Of so many rows that have so many queries together: each may end with a tile that is not full."""
+    return rows + tokens // queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +73,12 @@ class RaggedRows:
     tiles: Tensor
     """As in `paged_prefill`."""
     pages: Tensor
-    """[B, max_pages] int32."""
+    """[rows, pages_per_row] int32."""
     page_size: int
 
 
 class TritonRagged:
-    """An `AttentionBackend` for rows of any lengths, where FlashInfer lacks the dtype or the shape.
+    """An `AttentionBackend` for rows of any lengths: where FlashInfer lacks the dtype or the shape, and for few tokens.
 
     One instance a slot, because planning writes into pinned memory that the device still reads (I6).
     """
@@ -87,27 +100,65 @@ class TritonRagged:
         max_step_tokens: int,
     ) -> "TritonRagged":
         """pinned: makes int32 host memory of a shape that copies without synchronising."""
-        # Every row may end with a tile that is not full.
-        most = max_rows + max_step_tokens // queries
+        most = most_tiles(max_rows, max_step_tokens, queries)
         return cls(queries, pinned(most, WORDS), torch.zeros(most, WORDS, dtype=torch.int32, device=device))
 
     def plan(self, spans: Sequence[Span], pages: Tensor, page_size: int) -> RaggedRows:
         """As in `AttentionBackend`."""
+        return RaggedRows(self.upload(spans), pages, page_size)
+
+    def upload(self, spans: Sequence[Span], room: int = 0) -> Tensor:
+        """Brings the spans' tiles to the device, and behind them tiles without work until there are `room`."""
         lengths = np.array([span.length for span in spans], dtype=np.int32)
         per_row = -(-lengths // self.queries)
-        row = np.repeat(np.arange(len(spans), dtype=np.int32), per_row)
-        total = len(row)
+        span = np.repeat(np.arange(len(spans), dtype=np.int32), per_row)
+        total = len(span)
         # Queries of its row that come before each tile.
         before = (np.arange(total) - np.repeat(np.cumsum(per_row) - per_row, per_row)) * self.queries
-        view = self.view[:total]
-        view[:, 0] = row
-        view[:, 1] = np.array([span.offset for span in spans], dtype=np.int32)[row] + before
-        view[:, 2] = np.array([span.start for span in spans], dtype=np.int32)[row] + before
-        view[:, 3] = lengths[row] - before
-        tiles = self.tiles[:total]
-        tiles.copy_(self.host[:total], non_blocking=True)
-        return RaggedRows(tiles, pages, page_size)
+        places = np.array([(s.row, s.offset, s.start) for s in spans], dtype=np.int32).reshape(-1, 3)[span]
+        view = self.view[: max(total, room)]
+        view[:total, 0] = places[:, 0]
+        view[:total, 1:3] = places[:, 1:] + before[:, None]
+        view[:total, 3] = lengths[span] - before
+        view[total:] = 0
+        tiles = self.tiles[: len(view)]
+        tiles.copy_(self.host[: len(view)], non_blocking=True)
+        return tiles
 
     def run(self, plan: RaggedRows, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """As in `AttentionBackend`."""
         return paged_prefill(query, keys, values, plan.tiles, plan.pages, plan.page_size, scale)
+
+
+class TritonPrompts:
+    """A `PromptAttention` of so many tiles at most; those that a step does not need have no work."""
+
+    def __init__(self, ragged: TritonRagged, room: int, splits: int, pages: Tensor, page_size: int) -> None:
+        """ragged: of the slot; room: tiles; splits: programs that share one; pages: the page table."""
+        self.ragged = ragged
+        self.room = room
+        self.splits = splits
+        self.pages = pages
+        self.page_size = page_size
+
+    def plan(self, spans: Sequence[Span], pages: Tensor, page_size: int) -> None:
+        """As in `PromptAttention`, of the page table and size given at first."""
+        self.ragged.upload(spans, self.room)
+
+    def run_into(
+        self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float, beside_decode: bool
+    ) -> None:
+        """As in `PromptAttention`."""
+        paged_prefill(
+            query,
+            keys,
+            values,
+            self.ragged.tiles[: self.room],
+            self.pages,
+            self.page_size,
+            scale,
+            self.splits,
+            pdl=True,
+            beside=beside_decode,
+            out=out,
+        )

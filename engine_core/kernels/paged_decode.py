@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine_core.kernels.arrivals import COUNTERS, arrivals
+
 HEAD_DIMS = (32, 64, 128, 256)
 MAX_SPLITS = 64
-COUNTERS = 1 << 16
-"""Rows times KV heads of one launch at most."""
 SHORT_SPLIT, LONG_SPLIT = 64, 1024
 """Positions that a program takes at least: up to `MANY` rows, and from there, where splitting only adds combining."""
 BALANCE = 16384
@@ -44,8 +44,6 @@ TILES = {
 }
 """By head_dim, from so many rows times KV heads on: at first latency is all that counts, in the end how many programs
 fit side by side, since the last ones run alone. Measured in bfloat16 on an H200, in a graph."""
-
-_counters: dict[torch.device, Tensor] = {}
 
 
 def choose_splits(batch: int, kv_heads: int, multiprocessors: int, longest: int) -> int:
@@ -217,6 +215,7 @@ def paged_decode(
     tile: Tile | None = None,
     least: int | None = None,
     out: Tensor | None = None,
+    scratch: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention of one new token a row over its row's positions 0 to `positions` inclusive, already in the pool.
 
@@ -224,7 +223,7 @@ def paged_decode(
     query, or as in `kv_dtype`, D one of 32, 64, 128, 256; rows, positions: [B] integers on the device, contiguous;
     page_table: [R, pages_per_row] int32, whose row r holds the pages of r in order; page_size: a power of two; splits:
     from `choose_splits`; tile, least (positions worth a program of their own): measured defaults if None; out: where
-    to write. Returns [B, heads, D], contiguous.
+    to write; scratch: from `split_scratch`, for who has to hold it. Returns [B, heads, D], contiguous.
 
     With `pdl` the kernel right before may write the query, keys and values, but not rows, positions or the page table,
     which are read before it has finished. Launches on one device must be ordered, as they share counters; the first
@@ -240,9 +239,9 @@ def paged_decode(
     pairs = batch * kv_heads
     tile = tile or choose_tile(head_dim, pairs, query.dtype)
     least = least or (LONG_SPLIT if pairs >= MANY else SHORT_SPLIT)
-    partial, logs = _split_scratch(query, splits)
+    partial, logs = scratch or split_scratch(query, splits)
     _paged_decode_kernel[(kv_heads, splits, batch)](
-        *(out, partial, logs, _counters_of(query.device), query, keys, values, rows, positions, page_table),
+        *(out, partial, logs, arrivals("paged_decode", query.device), query, keys, values, rows, positions, page_table),
         *(query.stride(0), keys.stride(0), page_table.stride(0), scale * LOG2_E, splits),
         triton.cdiv(least, tile.positions),
         KV_HEADS=kv_heads,
@@ -253,7 +252,7 @@ def paged_decode(
     return out
 
 
-def _split_scratch(query: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+def split_scratch(query: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     """Two of float32 a split and head: what its positions give, and the logarithm of their softmax sum."""
     heads = query.shape[0] * query.shape[1] * splits if splits > 1 else 0
     partial = torch.empty(heads * query.shape[2], dtype=torch.float32, device=query.device)
@@ -275,15 +274,6 @@ def _options(tile: Tile, group: int, head_dim: int, dtype: torch.dtype, pdl: boo
         "PDL": pdl,
         **({"launch_pdl": True} if pdl else {}),
     }
-
-
-def _counters_of(device: torch.device) -> Tensor:
-    """Arrivals of each row and KV head, zero between launches. Kept for good: captured graphs point at them."""
-    if device not in _counters:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("paged_decode has to run once before it is captured")
-        _counters[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-    return _counters[device]
 
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, page_size: int, splits: int) -> None:

@@ -22,10 +22,25 @@ class CapturedDecode:
 
 
 @dataclass(frozen=True, slots=True)
+class MixedBuffers:
+    """What steps with prompts leave their results in; used up before the next forward pass begins (I1), so that one
+    set, as long as the largest step, is enough."""
+
+    attended: Tensor
+    """[T, heads, head_dim], of one layer; as in `MixedRows`."""
+    hidden: Tensor
+    """[T, hidden]."""
+
+    def first(self, tokens: int) -> "MixedBuffers":
+        """Those of a smaller step."""
+        return MixedBuffers(self.attended[:tokens], self.hidden[:tokens])
+
+
+@dataclass(frozen=True, slots=True)
 class CapturedMixed:
-    """A step with prompts."""
+    """A step with prompts. The graph writes to its buffers for as long as it is replayed, so they are held with it."""
 
     forward: torch.cuda.CUDAGraph
-    hidden: Tensor
-    """[T, hidden], final states of every place of its shape."""
+    buffers: MixedBuffers
+    """Of its shape's length: `hidden` are the final states of every place."""
     prompts: PromptAttention

@@ -32,13 +32,16 @@ class CudaForward:
         return self.model.logits(self.model.forward(batch, self.kv))
 
     @torch.inference_mode()
-    def mixed(self, rows: Tensor, positions: Tensor, shape: Shape, prompts: PromptAttention) -> Tensor:
-        """rows, positions: [T] int32, laid out as the shape has it; prompts: planned for the rows of several tokens.
+    def mixed(
+        self, rows: Tensor, positions: Tensor, shape: Shape, prompts: PromptAttention, attended: Tensor
+    ) -> Tensor:
+        """rows, positions: [T] int32, laid out as the shape has it; prompts: planned for the rows of several tokens;
+        attended: [T, heads, head_dim], as in `MixedRows`.
 
         Returns final hidden states, [T, hidden].
         """
         ids, places = self._inputs(rows, positions)
-        plan = MixedRows(self._singles(rows[: shape.singles], positions[: shape.singles]), prompts)
+        plan = MixedRows(self._singles(rows[: shape.singles], positions[: shape.singles]), prompts, attended)
         return self.model.forward(ForwardBatch(ids, positions, places, None, MixedAttention(), plan), self.kv)
 
     def _inputs(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

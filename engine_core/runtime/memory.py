@@ -40,22 +40,21 @@ def graph_bytes(device: Device, config: StepConfig, row_bytes: int, trial: Calla
     return first + (captures - 1) * driver + logits - config.graph_rows[-1] * row_bytes
 
 
-def mixed_graph_bytes(device: Device, config: StepConfig, prompt_bytes: int, trial: Callable[[int], object]) -> int:
+def mixed_graph_bytes(device: Device, config: StepConfig, further: int, trial: Callable[[int], object]) -> int:
     """What the graphs of steps with prompts will take beside the decode graphs.
 
     trial: captures so many of the largest shapes of one token count, none to two, beside the largest decode step.
-    The first brings what all share, a further one costs the driver's part. prompt_bytes: of the attention that the
-    shapes of one token count and slot share; 0: there are no such graphs.
+    The first brings what all share, a further one costs the driver's part. further: bytes that the attention of all
+    graphs holds beyond that of the largest token count in one slot.
     """
-    if not config.graph_rows or not config.graph_tokens or not prompt_bytes:
+    if not config.graph_rows or not config.graph_tokens:
         return 0
     _taken(device, trial, 1)
     without, first = _taken(device, trial, 0), _taken(device, trial, 1)
     captures = config.depth * len(config.graph_tokens) * len(config.graph_singles)
     driver = max(0, _taken(device, trial, 2) - first) if len(config.graph_singles) > 1 else 0
     device.release_unused()
-    attention = (config.depth * len(config.graph_tokens) - 1) * prompt_bytes
-    return max(0, first - without) + (captures - 1) * driver + attention
+    return max(0, first - without) + (captures - 1) * driver + further
 
 
 def _taken(device: Device, trial: Callable[[int], object], count: int) -> int:

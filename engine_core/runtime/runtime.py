@@ -145,11 +145,9 @@ class TorchRuntime:
             s.logits = s.captured.logits
             return
         mixed = graphs.mixed[slot][shape]
-        used = -(-s.packed.longest // self.page_size)
-        pages = self.tables.pages[:, :used][field(inputs, s.packed, "rows").long()]
-        mixed.prompts.plan(long_spans(s.plan), pages, self.page_size)
+        mixed.prompts.plan(long_spans(s.plan), self.tables.pages, self.page_size)
         mixed.forward.replay()
-        self._read_out(s, mixed.hidden[field(inputs, s.packed, "sample_index").long()], inputs)
+        self._read_out(s, mixed.buffers.hidden[field(inputs, s.packed, "sample_index").long()], inputs)
 
     def _read_out(self, s: StepSlot, hidden: Tensor, inputs: Tensor) -> None:
         """Logits of the rows that sample, and the log-probabilities of the positions that are scored.
@@ -180,15 +178,13 @@ class TorchRuntime:
         rows = field(inputs, packed, "token_rows").long()
         positions = field(inputs, packed, "positions").long()
         places = self.tables.pages[rows, positions // self.page_size].long() * self.page_size
-        used = -(-packed.longest // self.page_size)
-        pages = self.tables.pages[:, :used][field(inputs, packed, "rows").long()]
         return ForwardBatch(
             input_ids=self.tables.tokens[rows, positions].long(),
             positions=positions,
             kv_index=places + positions % self.page_size,
             sample_index=field(inputs, packed, "sample_index").long(),
             backend=s.attention,
-            plan=s.attention.plan(_spans(s.plan), pages, self.page_size),
+            plan=s.attention.plan(_spans(s.plan), self.tables.pages, self.page_size),
         )
 
     def _upload_masks(self, s: StepSlot, masks: Masks) -> Tensor:
@@ -220,6 +216,6 @@ def _spans(plan: StepPlan) -> list[Span]:
     spans = []
     offset = 0
     for row in plan.rows:
-        spans.append(Span(offset, row.start, row.length))
+        spans.append(Span(row.row, offset, row.start, row.length))
         offset += row.length
     return spans

@@ -38,8 +38,7 @@ def lies(plan: StepPlan) -> Shape:
 def pack_shaped(plan: StepPlan, shape: Shape, max_len: int, pages_per_row: int, out: Ints) -> Packed:
     """Writes a plan into `out` for a graph of this shape, which the plan has to fit.
 
-    Fields as in `staging.pack`, but token_rows and positions come first, as long as the shape has places, and rows
-    [N] are those of several tokens.
+    Fields as in `staging.pack`, but token_rows and positions come first, as long as the shape has places.
     """
     row, start, length, samples = _columns(plan)
     single = length == 1
@@ -53,7 +52,7 @@ def pack_shaped(plan: StepPlan, shape: Shape, max_len: int, pages_per_row: int, 
     positions[used] = np.arange(used.start, used.stop, dtype=np.int32)
     positions[used] -= np.repeat(first[several] - start[several], lengths)
     end = start + length
-    parts = {"token_rows": token_rows, "positions": positions, "rows": row[several]}
+    parts = {"token_rows": token_rows, "positions": positions}
     parts |= {"sample_index": (first + length - 1)[samples], "sample_rows": row[samples]}
     parts |= {"sample_positions": end[samples]} | restrictions(plan)
     if any(r.targets for r in plan.rows):
@@ -70,7 +69,7 @@ def long_spans(plan: StepPlan) -> list[Span]:
     offset = 0
     for row in plan.rows:
         if row.length > 1:
-            spans.append(Span(offset, row.start, row.length))
+            spans.append(Span(row.row, offset, row.start, row.length))
             offset += row.length
     return spans
 

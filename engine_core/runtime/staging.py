@@ -49,7 +49,7 @@ def capacity(max_rows: int, max_step_tokens: int, pages: int, uploads: int) -> i
 def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints) -> Packed:
     """Writes a plan into `out`.
 
-    Fields: rows [B]; token_rows, positions [T]; sample_rows, sample_positions [S]; sample_index [S + P], places among
+    Fields: token_rows, positions [T]; sample_rows, sample_positions [S]; sample_index [S + P], places among
     the T positions, of the samples first and then of the scored ones; suppress [S] if a row suppresses its end; targets
     [P] if any position is scored; mask_places [S] if a row is constrained; with tokens to upload, upload_index,
     upload_tokens [U] into the flat token table; with new pages, page_index, pages [P] into the flat page table; with
@@ -59,7 +59,7 @@ def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints) -> Packed:
     start = np.array([r.start for r in plan.rows], dtype=np.int32)
     if plan.single:
         last = np.arange(len(row), dtype=np.int32)
-        parts = {"rows": row, "token_rows": row, "positions": start}
+        parts = {"token_rows": row, "positions": start}
         parts |= {"sample_index": last, "sample_rows": row, "sample_positions": start + 1} | restrictions(plan)
         parts |= new_pages(plan, pages_per_row)
         return lay_out(parts, out, row, int(start.max()) + 1)
@@ -68,7 +68,6 @@ def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints) -> Packed:
     samples = np.array([r.samples for r in plan.rows], dtype=bool)
     end = start + length
     parts = {
-        "rows": row,
         "token_rows": np.repeat(row, length),
         "positions": np.arange(plan.total_tokens, dtype=np.int32) - np.repeat(last + 1 - end, length),
         "sample_index": last[samples],

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine_core.attention.base import PromptAttention
 from engine_core.plan import Row, StepPlan
-from engine_core.runtime.captured import CapturedDecode, CapturedMixed
+from engine_core.runtime.captured import CapturedDecode, CapturedMixed, MixedBuffers
 from engine_core.runtime.shape import Shape, lies
 from engine_core.runtime.slots import StepSlot
 from engine_core.runtime.tables import Mode
@@ -25,8 +25,8 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 """(rows [B] int32, positions [B] int32) -> logits [B, V]."""
 Sampling = Callable[[Mode, Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
 """(mode, logits, rows, positions, out [B] int32, allowed [B, words] int32 or None)."""
-MixedForward = Callable[[Tensor, Tensor, Shape, Any], Tensor]
-"""(rows [T] int32, positions [T] int32, shape, prompts) -> hidden [T, hidden]."""
+MixedForward = Callable[[Tensor, Tensor, Shape, PromptAttention, Tensor], Tensor]
+"""(rows [T] int32, positions [T] int32, shape, prompts, attended [T, heads, head_dim]) -> hidden [T, hidden]."""
 PROMPTS = 64
 """Rows of several tokens that a graph has room for; a step of more runs eagerly. FlashInfer's planning looks at each
 place for one, used or not."""
@@ -112,41 +112,36 @@ def capture_mixed(
     tokens: tuple[int, ...],
     slots: list[StepSlot],
     forward: MixedForward,
-    prompts: Callable[[StepSlot, int], PromptAttention],
-    hidden: Tensor,
+    prompts: Callable[[int, int], PromptAttention],
+    buffers: MixedBuffers,
     progress: Callable[[int], None],
 ) -> list[dict[Shape, CapturedMixed]]:
     """Captures every slot's steps with prompts, the largest first.
 
-    prompts: makes the attention of a slot's graphs for so many tokens of prompts; hidden: [largest T, hidden], where
-    every one of them leaves its result, since it is used up before the next forward pass begins (I1).
+    prompts: makes the attention of the graphs of a slot, by its number, for so many tokens of prompts.
     """
     steps: list[dict[Shape, CapturedMixed]] = [{} for _ in slots]
     for done, count in enumerate(reversed(tokens)):
-        for slot, captured in zip(slots, steps, strict=True):
+        for number, (slot, captured) in enumerate(zip(slots, steps, strict=True)):
             slot.device_inputs.zero_()
-            attention = prompts(slot, count)
+            attention = prompts(number, count)
             for rows_before in reversed(singles):
                 shape = Shape(rows_before, count)
                 total = sum(shape)
                 rows, positions = slot.device_inputs[:total], slot.device_inputs[total : 2 * total]
+                own = buffers.first(total)
+                work = partial(forward, rows, positions, shape, attention, own.attended)
                 if slot is slots[0]:
-                    forward(rows, positions, shape, attention)
+                    work()
                     torch.cuda.current_stream().synchronize()
-                out = hidden[:total]
-                graph, _ = _record(pool, _into(out, forward, rows, positions, shape, attention))
-                captured[shape] = CapturedMixed(graph, out, attention)
+                graph, _ = _record(pool, partial(_leave, own.hidden, work))
+                captured[shape] = CapturedMixed(graph, own, attention)
         progress(100 * (done + 1) // len(tokens))
     return steps
 
 
-def _into(
-    out: Tensor, forward: MixedForward, rows: Tensor, positions: Tensor, shape: Shape, prompts: PromptAttention
-) -> Callable[[], None]:
-    def work() -> None:
-        out.copy_(forward(rows, positions, shape, prompts))
-
-    return work
+def _leave(out: Tensor, work: Callable[[], Tensor]) -> None:
+    out.copy_(work())
 
 
 def _capture_step(

@@ -6,7 +6,7 @@ from msgspec import Struct
 class SchedulerLimits(Struct, frozen=True):
     max_step_tokens: int
     prefill_chunk: int
-    """Positions of one prompt in a step; 0: prompts are computed whole."""
+    """Positions of one prompt in a step that decodes, too; 0: prompts are computed whole."""
     max_waiting: int
     prompts_a_step: int = 0
     """0: any number."""

@@ -35,7 +35,7 @@ class Planner:
         self.limits = limits
         self.policy = policy
         self._growth = Growth(memory, preempt)
-        self._budget = Budget(limits.max_step_tokens, limits.prefill_chunk, limits.prompts_a_step)
+        self.budget = Budget(limits.max_step_tokens, limits.prefill_chunk, limits.prompts_a_step)
 
     @property
     def lacking(self) -> bool:
@@ -87,7 +87,7 @@ class Planner:
                 [seq.passed for seq in candidates],
                 [seq.priority for seq in candidates],
             )
-            takes = choose_rows(POLICIES[self.policy], wants, self._budget)
+            takes = choose_rows(POLICIES[self.policy], wants, self.budget)
             within_uploads(candidates, takes, self.limits.max_uploads)
             chosen = list(takes)
             self._growth.fit(candidates, takes, running, held)

@@ -22,7 +22,7 @@ class Budget(Struct, frozen=True):
     tokens: int
     """Positions in all; at least one for each row there can be."""
     chunk: int
-    """Positions of one prompt; 0: every prompt at once or not in this step."""
+    """Positions of one prompt beside a decoding row; 0: every prompt at once or not in this step."""
     prompts: int = 0
     """Prompts; 0: any number."""
 
@@ -68,6 +68,16 @@ class Step:
                 self.prompts_left -= 1
             self.takes[index] = wanted
             self.left -= wanted
+
+    def fill_up(self) -> None:
+        """With nobody decoding no stream waits for the step: what is left of it goes to the prompts that it has."""
+        if self.decoding or not self.chunk:
+            return
+        for index in self.prompts:
+            if self.takes[index]:
+                more = min(self.wants.pending[index] - self.takes[index], self.left)
+                self.takes[index] += more
+                self.left -= more
 
     def serve_overdue(self) -> None:
         """Rows that were passed over for too long, longest first."""
@@ -138,4 +148,5 @@ def choose_rows(policy: Policy, wants: Wants, budget: Budget) -> list[int]:
     step = Step(wants, budget)
     step.serve_overdue()
     policy(step)
+    step.fill_up()
     return step.takes

@@ -58,7 +58,7 @@ class Scheduler:
         self.ended: list[Sequence] = []
         self.preemptions = 0
         self._gates = (rows, PageGate(memory, limits.prefill_chunk))
-        self._planner = Planner(memory, limits, policy, self.preempt)
+        self.planner = Planner(memory, limits, policy, self.preempt)
         self._running = Running()
         self._open: dict[tuple[bytes, int], Sequence] = {}
         self._held: dict[int, Sequence] = {}
@@ -83,7 +83,7 @@ class Scheduler:
 
     @property
     def policy(self) -> Policy:
-        return self._planner.policy
+        return self.planner.policy
 
     @property
     def held(self) -> Iterable[Sequence]:
@@ -136,7 +136,7 @@ class Scheduler:
         In order, but whoever would first have to compute a page that a running sequence is computing waits for that
         one without holding up the others.
         """
-        if not self.rows.free or (self.running and self._planner.lacking) or (self.limits.static and self._held):
+        if not self.rows.free or (self.running and self.planner.lacking) or (self.limits.static and self._held):
             return []
         moved: list[Sequence] = []
         passed_by = 0
@@ -176,7 +176,7 @@ class Scheduler:
 
         Counters change at launch and commit alone; planning finds pages, so planning again gives the same plan.
         """
-        return self._planner.plan(step_id, self._running, self._held.values(), self._newest_step)
+        return self.planner.plan(step_id, self._running, self._held.values(), self._newest_step)
 
     def on_launch(self, plan: StepPlan) -> None:
         """Counts a plan that is now on the device."""
@@ -356,7 +356,7 @@ class Scheduler:
 
     def set_policy(self, policy: Policy) -> None:
         """Changes the policy from the next step and the next admission on."""
-        self._planner.policy = policy
+        self.planner.policy = policy
         self.waiting.reorder(policy == "priority")
 
     def advance(self, now: float) -> None:

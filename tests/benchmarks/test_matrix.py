@@ -39,7 +39,7 @@ def test_every_server_is_one_that_starts(configuration: Configuration) -> None:
     [
         (1, {"static": (True, False)}),
         (2, {"page_size": (MAX_LEN, 16)}),
-        (3, {"prefill_chunk": (0, 512)}),
+        (3, {"prefill_chunk": (0, 256)}),
         (4, {"prefix_cache": (False, True), "max_sessions": (0, 256)}),
     ],
 )

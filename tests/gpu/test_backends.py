@@ -9,8 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from engine_core import build_prompts
+from engine_core.attention.flashinfer import FlashInferAttention
 from engine_core.attention.torch import TorchAttention
-from engine_core.attention.triton import TritonRagged
+from engine_core.attention.triton import TritonPrompts, TritonRagged
 from engine_core.runtime.runtime import TorchRuntime
 from protocol.engine_options import Device, Dtype, EngineOptions, PageSize
 from tests.fakes.driving import DrivenEngine
@@ -42,10 +47,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Checkpoin
     return {head_dim: Checkpoint(tmp_path_factory.mktemp(f"d{head_dim}"), head_dim) for head_dim in SHAPES}
 
 
-def build(checkpoint: Checkpoint, dtype: Dtype, page_size: PageSize = 16) -> TorchRuntime:
+def build(
+    checkpoint: Checkpoint, dtype: Dtype, page_size: PageSize = 16, graph_tokens: str | None = None
+) -> TorchRuntime:
     options = EngineOptions(
         model=str(checkpoint.directory), device=DEVICE, dtype=dtype, max_rows=ROWS, max_len=LONGEST + 16,
         max_step_tokens=ROWS * 32, kv_tokens=ROWS * 256, graph_rows="1,4,6", page_size=page_size,
+        graph_tokens=graph_tokens,
     )  # fmt: skip
     return runtime_of(DrivenEngine.build(options))
 
@@ -70,21 +78,42 @@ def check(runtime: TorchRuntime, checkpoint: Checkpoint, label: str, bound: floa
         assert agreement.error < bound
 
 
+@pytest.mark.parametrize("head_dim", list(SHAPES))
+@pytest.mark.parametrize(
+    ("dtype", "few", "kernels"),
+    [("float32", 256, TritonPrompts), ("bfloat16", 256, TritonPrompts), ("bfloat16", 0, FlashInferAttention)],
+)
+def test_prompts_from_graphs_beside_transformers(
+    checkpoints: dict[int, Checkpoint],
+    head_dim: int,
+    dtype: Dtype,
+    few: int,
+    kernels: type,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton up to so many tokens, FlashInfer beyond; decode in Triton always."""
+    monkeypatch.setattr(build_prompts, "FEW_TOKENS", few)
+    runtime = build(checkpoints[head_dim], dtype)
+    assert runtime.graphs is not None
+    prompts = [mixed.prompts for slot in runtime.graphs.mixed for mixed in slot.values()]
+    assert prompts and all(isinstance(one, kernels) for one in prompts)
+    label = f"head_dim {head_dim}, {dtype}, graphs of {kernels.__name__}"
+    check(runtime, checkpoints[head_dim], label, BOUNDS[dtype])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head_dim", list(SHAPES))
-def test_beside_transformers(checkpoints: dict[int, Checkpoint], head_dim: int, dtype: Dtype) -> None:
-    """bfloat16: FlashInfer for chunks and mixed steps, float32: Triton; then torch attention for the same; decode in
-    Triton always."""
+def test_eager_prompts_beside_transformers(checkpoints: dict[int, Checkpoint], head_dim: int, dtype: Dtype) -> None:
+    """bfloat16: FlashInfer, float32: Triton; then torch attention for the same."""
     checkpoint = checkpoints[head_dim]
-    runtime = build(checkpoint, dtype)
-    label = f"head_dim {head_dim}, {dtype}"
-    backends = [slot.attention for slot in runtime.slots]
-    ragged = dtype == "float32"
-    assert all(isinstance(backend, TritonRagged) == ragged for backend in backends), "bfloat16 needs FlashInfer"
-    check(runtime, checkpoint, f"{label}, {'triton' if ragged else 'flashinfer'}", BOUNDS[dtype])
+    runtime = build(checkpoint, dtype, graph_tokens="off")
+    kernels = TritonRagged if dtype == "float32" else FlashInferAttention
+    assert all(isinstance(slot.attention, kernels) for slot in runtime.slots)
+    label = f"head_dim {head_dim}, {dtype}, eager"
+    check(runtime, checkpoint, f"{label} {kernels.__name__}", BOUNDS[dtype])
     for slot in runtime.slots:
         slot.attention = TorchAttention()
-    check(runtime, checkpoint, f"{label}, torch", BOUNDS[dtype])
+    check(runtime, checkpoint, f"{label} torch", BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 128, "max"])

@@ -65,7 +65,7 @@ def logits_of(sequence: Sequence[int], device: str, dtype: torch.dtype) -> torch
         kv_index=positions + 16,
         sample_index=positions,
         backend=backend,
-        plan=backend.plan([Span(0, 0, len(sequence))], pages, 16),
+        plan=backend.plan([Span(0, 0, 0, len(sequence))], pages, 16),
     )
     with torch.inference_mode():
         return model.logits(model.forward(batch, kv)).cpu()

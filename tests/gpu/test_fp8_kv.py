@@ -84,8 +84,8 @@ def test_rows_of_any_lengths(
     heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype, narrow: bool
 ) -> None:
     spans, offset = [], 0
-    for start, length in WORK:
-        spans.append(Span(offset, start, length))
+    for row, (start, length) in enumerate(WORK):
+        spans.append(Span(row, offset, start, length))
         offset += length
     used = [-(-(span.start + span.length) // page) for span in spans]
     pages = torch.zeros(len(spans), max(used), dtype=torch.int32)

@@ -48,7 +48,7 @@ def test_equals_dense(
     spans, offset = [], 0
     for row, (start, length) in enumerate(rows):
         pages[row, : need[row]] = order[row]
-        spans.append(Span(offset, start, length))
+        spans.append(Span(row, offset, start, length))
         offset += length
     query = torch.randn(offset, kv_heads * group, head_dim, generator=generator)
     backend = TorchAttention()
@@ -71,7 +71,7 @@ def test_no_rows() -> None:
 
 def test_decode_rows_are_one_part() -> None:
     backend = TorchAttention()
-    spans = [Span(0, 3, 1), Span(1, 9, 1), Span(2, 0, 4), Span(6, 5, 1)]
+    spans = [Span(0, 0, 3, 1), Span(1, 1, 9, 1), Span(2, 2, 0, 4), Span(3, 6, 5, 1)]
     parts = backend.plan(spans, torch.ones(4, 3, dtype=torch.int32), 4)
     assert [(part.offset, part.rows) for part in parts] == [(0, 2), (2, 4), (6, 1)]
 
@@ -80,7 +80,7 @@ def test_bfloat16() -> None:
     torch.manual_seed(0)
     backend = TorchAttention()
     keys, values = torch.randn(2, 32, 2, 8).bfloat16().unbind(0)
-    spans = [Span(0, 6, 1), Span(1, 2, 1), Span(2, 3, 5)]
+    spans = [Span(0, 0, 6, 1), Span(1, 1, 2, 1), Span(2, 2, 3, 5)]
     pages = torch.tensor([[1, 2], [3, 0], [4, 5]], dtype=torch.int32)
     query = torch.randn(7, 4, 8).bfloat16()
     found = backend.run(backend.plan(spans, pages, 4), query, keys, values, 0.5)

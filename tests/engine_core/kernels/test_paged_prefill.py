@@ -8,10 +8,12 @@ from torch import Tensor
 
 from engine_core.attention.base import Span
 from engine_core.attention.torch import TorchAttention
-from engine_core.attention.triton import TritonRagged
+from engine_core.attention.triton import TritonPrompts, TritonRagged
+from engine_core.kernels import paged_prefill as kernel
 from engine_core.kernels import reference_prefill
+from engine_core.kernels.arrivals import arrivals
 from engine_core.kernels.kv_dtype import to_pool
-from engine_core.kernels.paged_prefill import choose_shape, paged_prefill, tile_queries
+from engine_core.kernels.paged_prefill import choose_shape, choose_splits, paged_prefill, tile_queries
 
 Work = Sequence[tuple[int, int]]
 """(start, length) a row."""
@@ -26,8 +28,8 @@ WORK: list[Work] = [
 
 def spans_of(work: Work) -> list[Span]:
     spans, offset = [], 0
-    for start, length in work:
-        spans.append(Span(offset, start, length))
+    for row, (start, length) in enumerate(work):
+        spans.append(Span(row, offset, start, length))
         offset += length
     return spans
 
@@ -78,6 +80,30 @@ def test_equals_the_oracle(work: Work, heads: int, kv_heads: int, head_dim: int,
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("splits", [2, 5, 16])
+@pytest.mark.parametrize("work", [[(0, 40)], [(60, 5), (130, 33)], [(17, 23), (0, 1), (190, 2)]], ids=str)
+def test_programs_that_share_a_tile_equal_the_oracle(
+    work: Work, splits: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some see nothing of what a query may see; tiles without work lie between those with work."""
+    monkeypatch.setattr(kernel, "LEAST", 16)
+    spans, query, keys, values, pages = given(work, 6, 2, 32, 4, device)
+    ragged = backend(6, 2, 32, spans, device)
+    tiles = ragged.plan(spans, pages, 4).tiles
+    idle = torch.zeros_like(tiles)
+    tiles = torch.stack((idle, tiles), 1).flatten(0, 1).contiguous()
+    out = torch.full_like(query, torch.nan)
+    found = paged_prefill(query, keys, values, tiles, pages, 4, 0.2, splits, out=out)
+    assert found is out
+    expected = reference_prefill.paged_prefill(query, keys, values, work, pages, 4, 0.2)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+    assert not arrivals("paged_prefill", query.device).any(), "counters return to zero by themselves"
+
+
+def test_splits_fill_the_device_and_no_more() -> None:
+    assert [choose_splits(tiles, 8, 132) for tiles in (1, 4, 8, 16, 33, 34, 1000)] == [33, 9, 5, 3, 1, 1, 1]
+
+
 def test_a_pool_with_a_stride_and_a_query_inside_a_projection(device: str) -> None:
     spans, query, keys, values, pages = given([(3, 9)], 2, 1, 32, 4, device)
     pool = torch.stack((keys, values), 1)
@@ -101,6 +127,18 @@ def test_tiles_cover_every_query_once(device: str) -> None:
     assert covered == list(range(67))
 
 
+def test_what_earlier_steps_left_is_no_work_of_a_smaller_one(device: str) -> None:
+    pages = torch.zeros(3, 3, dtype=torch.int32, device=device)
+    ragged = backend(2, 1, 32, spans_of([(0, 33), (16, 16), (2, 17)]), device)
+    ragged.plan(spans_of([(0, 33), (16, 16), (2, 17)]), pages, 16)
+    room = len(ragged.tiles)
+    TritonPrompts(ragged, room, 1, pages, 16).plan(spans_of([(5, 9)]), pages, 16)
+    assert ragged.tiles[:2].tolist() == [[0, 0, 5, 9], [0, 8, 13, 1]]
+    assert not ragged.tiles[2:].any()
+    TritonPrompts(ragged, room, 1, pages, 16).plan([], pages, 16)
+    assert not ragged.tiles.any()
+
+
 def test_nothing_to_do(device: str) -> None:
     query, pool = torch.zeros(0, 2, 32, device=device), torch.zeros(4, 1, 32, device=device)
     tiles = torch.zeros(0, 4, dtype=torch.int32, device=device)
@@ -120,7 +158,7 @@ def test_many_tiles_fit_a_grid(monkeypatch: pytest.MonkeyPatch, device: str) -> 
     query, pool = torch.zeros(70_000, 2, 32, device=device), torch.zeros(4, 2, 32, device=device)
     tiles = torch.zeros(70_000, 4, dtype=torch.int32, device=device)
     paged_prefill(query, pool, pool, tiles, tiles, 4, 1.0)
-    assert grids == [(70_000, 2)]
+    assert grids == [(70_000, 2, 1)]
 
 
 def test_large_scores_do_not_overflow(device: str) -> None:

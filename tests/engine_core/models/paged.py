@@ -55,16 +55,15 @@ class PagedRun:
         """Logits of all positions of one step, [T, vocab]."""
         spans, ids, positions, places, offset = [], [], [], [], 0
         for row, start, length in work:
-            spans.append(Span(offset, start, length))
+            spans.append(Span(row, offset, start, length))
             offset += length
             where = torch.arange(start, start + length)
             ids.append(self.tokens[row][start : start + length])
             positions.append(where)
             places.append(self.pages[row, where // self.page_size].long() * self.page_size + where % self.page_size)
         backend = TorchAttention()
-        table = self.pages[[row for row, _, _ in work]]
         with torch.inference_mode():
-            plan = backend.plan(spans, table, self.page_size)
+            plan = backend.plan(spans, self.pages, self.page_size)
             batch = ForwardBatch(
                 torch.cat(ids), torch.cat(positions), torch.cat(places), torch.arange(offset), backend, plan
             )

@@ -131,7 +131,7 @@ def test_only_sampled_positions_come_back(tmp_path: Path) -> None:
     places = run.pages[rows, positions // 4].long() * 4 + positions % 4
     for sampled in ([18], [11, 18], []):
         with torch.inference_mode():
-            plan = backend.plan([Span(0, 0, 12), Span(12, 0, 7)], run.pages, 4)
+            plan = backend.plan([Span(0, 0, 0, 12), Span(1, 12, 0, 7)], run.pages, 4)
             index = torch.tensor(sampled, dtype=torch.int64)
             batch = ForwardBatch(torch.cat(tokens), positions, places, index, backend, plan)
             hidden = run.model.forward(batch, run.storage)

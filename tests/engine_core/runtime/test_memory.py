@@ -68,7 +68,8 @@ class MixedCaptures(Captures):
 def test_mixed_graphs_are_reckoned_from_the_two_largest(depth: int) -> None:
     device = CountedDevice()
     sizes = structs.replace(config((1, 16), depth), graph_singles=(0, 8, 16), graph_tokens=(64, 128))
-    found = mixed_graph_bytes(device, sizes, PROMPT, MixedCaptures(device))
+    further = (depth * 2 - 1) * PROMPT
+    found = mixed_graph_bytes(device, sizes, further, MixedCaptures(device))
     assert found == BUFFERS + depth * 2 * (PROMPT + 3 * DRIVER)
     assert device.held_bytes() == KERNELS
 
@@ -77,8 +78,8 @@ def test_where_prompts_have_no_graphs_nothing_is_tried() -> None:
     device = CountedDevice()
     captures = MixedCaptures(device)
     sizes = structs.replace(config(), graph_singles=(0, 8), graph_tokens=(64,))
-    assert mixed_graph_bytes(device, sizes, 0, captures) == 0
-    assert mixed_graph_bytes(device, structs.replace(sizes, graph_tokens=()), PROMPT, captures) == 0
+    assert mixed_graph_bytes(device, structs.replace(sizes, graph_tokens=()), 0, captures) == 0
+    assert mixed_graph_bytes(device, structs.replace(sizes, graph_rows=()), 0, captures) == 0
     assert not captures.code
 
 

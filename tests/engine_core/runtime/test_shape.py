@@ -12,7 +12,7 @@ from engine_core.runtime.staging import Packed, capacity, pack, pack_decode
 from engine_core.runtime.step_graphs import PROMPTS, StepGraphs
 from tests.engine_core.runtime.test_staging import MAX_LEN, PAGES_PER_ROW, ROWS, plans
 
-LAYOUT = {"token_rows", "positions", "rows", "sample_index"}
+LAYOUT = {"token_rows", "positions", "sample_index"}
 """Fields that depend on the layout; all others are the same in every one."""
 
 
@@ -41,13 +41,12 @@ def test_every_token_lies_where_the_shape_has_it(plan: StepPlan, free_rows: int,
     assert tokens[shape.singles :] == longer + [(0, 0)] * free_tokens
     in_order = list(zip(eager["token_rows"], eager["positions"], strict=True))
     assert [tokens[index] for index in found["sample_index"]] == [in_order[index] for index in eager["sample_index"]]
-    assert found["rows"] == [row.row for row in plan.rows if row.length > 1]
     spans = long_spans(plan)
-    assert [(span.start, span.length) for span in spans] == [
-        (row.start, row.length) for row in plan.rows if row.length > 1
+    assert [(span.row, span.start, span.length) for span in spans] == [
+        (row.row, row.start, row.length) for row in plan.rows if row.length > 1
     ]
-    for span, row in zip(spans, found["rows"], strict=True):
-        assert tokens[shape.singles + span.offset] == (row, span.start)
+    for span in spans:
+        assert tokens[shape.singles + span.offset] == (span.row, span.start)
 
 
 def decode(count: int, samples: bool = True) -> list[Row]:
@@ -108,4 +107,4 @@ def test_plain_steps_pack_alike_either_way() -> None:
 
 def test_spans_count_from_the_first_long_row() -> None:
     plan = plan_of([prompt(1, 3), *decode(2), prompt(9, 5)])
-    assert long_spans(plan) == [Span(0, 0, 3), Span(3, 0, 5)]
+    assert long_spans(plan) == [Span(1, 0, 0, 3), Span(9, 3, 0, 5)]

@@ -78,7 +78,7 @@ def signed(value: int) -> int:
 
 
 def by_hand(plan: StepPlan) -> dict[str, list[int]]:
-    fields: dict[str, list[int]] = {name: [] for name in ("rows", "token_rows", "positions", "sample_index")}
+    fields: dict[str, list[int]] = {name: [] for name in ("token_rows", "positions", "sample_index")}
     fields |= {name: [] for name in ("sample_rows", "sample_positions")}
     uploads: dict[str, list[int]] = {"upload_index": [], "upload_tokens": []}
     pages: dict[str, list[int]] = {"page_index": [], "pages": []}
@@ -87,7 +87,6 @@ def by_hand(plan: StepPlan) -> dict[str, list[int]]:
     scored: list[int] = []
     targets: list[int] = []
     for row in plan.rows:
-        fields["rows"].append(row.row)
         following = unpack_ids(row.targets)
         scored += range(len(fields["positions"]), len(fields["positions"]) + len(following))
         targets += following

@@ -14,7 +14,7 @@ def facts_of(scheduler: Scheduler, now: float = 0.0) -> dict[int, InspectedSeque
 
 
 def test_everybody_is_there_with_what_they_are_doing() -> None:
-    scheduler = new(rows=5, chunk=8, step=64)
+    scheduler = new(rows=5, chunk=8, step=8 + 4 + 3 + 3)
     run(scheduler, sequence(1, session="talk"))
     long, short, zombie = sequence(2, 20, first=100), sequence(3, 4, 9, first=200), sequence(4, 3, 9, first=300)
     leaving = sequence(5, 3, 9, first=400)
@@ -78,7 +78,7 @@ def test_what_a_grammar_forces_comes_with_decoding() -> None:
 
 
 def test_what_a_preemption_took_is_a_prompt_again() -> None:
-    scheduler = new(chunk=4)
+    scheduler = new(step=4)
     seq = sequence(1, 4, 12)
     added(scheduler, seq)
     for step in range(1, 7):

@@ -151,7 +151,7 @@ def test_a_row_waits_for_pages_that_are_on_their_way() -> None:
 
 
 def test_a_prompt_takes_what_pages_there_are() -> None:
-    scheduler = new(pages=1 + 7, step=64, chunk=12)
+    scheduler = new(pages=1 + 7, step=12, chunk=12)
     prompt = sequence(1, prompt=24, max_tokens=2)
     added(scheduler, prompt)
     assert launched(scheduler, 1).rows[0].length == 12

@@ -14,7 +14,7 @@ from tests.fakes.scheduling import END, added, launched, new, sequence
 
 
 def test_the_rows_of_a_life() -> None:
-    scheduler, seq = new(chunk=3), sequence(7, min_tokens=2)
+    scheduler, seq = new(rows=3, step=3), sequence(7, min_tokens=2)
     added(scheduler, seq)
     first, second = launched(scheduler, 1), launched(scheduler, 2)
     assert [(row.start, row.length, row.samples) for row in (*first.rows, *second.rows)] == [

@@ -116,7 +116,7 @@ class Traffic(RuleBasedStateMachine):
         plan = self.scheduler.plan_step(self.steps + 1)
         if plan is None:
             idle = [seq for seq in self.scheduler.running.values() if not seq.finishing]
-            assert not idle or (self.in_flight and self.scheduler._planner.lacking), f"{idle} could run"
+            assert not idle or (self.in_flight and self.scheduler.planner.lacking), f"{idle} could run"
             return
         assert 1 <= plan.total_tokens <= self.scheduler.limits.max_step_tokens
         assert plan == StepPlan.of(plan.step_id, plan.rows, plan.admitted)

@@ -214,7 +214,7 @@ def test_without_the_cache_nothing_is_kept() -> None:
 def test_cached_tokens_do_not_outgrow_a_step() -> None:
     """What a step can bring to the device is bounded, so of many long cached prompts some begin a step later."""
     scheduler = new(step=64, chunk=64, pages=60)
-    scheduler.limits = scheduler._planner.limits = type(scheduler.limits)(64, 64, 50, max_uploads=30)
+    scheduler.limits = scheduler.planner.limits = type(scheduler.limits)(64, 64, 50, max_uploads=30)
     run(scheduler, sequence(1, 13))
     added(scheduler, *[sequence(number, 13) for number in range(2, 6)])
     assert [len(launched(scheduler, step).rows) for step in (50, 51)] == [2, 4]
@@ -259,7 +259,7 @@ def test_the_refused_are_looked_at_again_when_more_is_shared() -> None:
 
 
 def test_one_less_urgent_does_not_keep_the_others_from_sharing() -> None:
-    scheduler = new(rows=8, step=64, chunk=4, pages=80)
+    scheduler = new(rows=8, step=8, pages=80)
     low, *herd = [with_prompt(number, *SYSTEM, number) for number in range(1, 7)]
     low.priority = -1
     added(scheduler, low)

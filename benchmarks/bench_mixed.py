@@ -1,0 +1,159 @@
+"""What decoding rows see of a long prompt, at the engine: milliseconds a step, alone and beside the prompt's chunks.
+
+    python -m benchmarks.bench_mixed --shape benchmarks/shapes/llama-3.2-1b [--rows 16 64] [--chunks 64] [--save NAME]
+
+Random weights, greedy, no prefix cache. Rows decode without end; for each size of chunks their steps are timed first
+alone, then beside prompts that arrive one after the other. A step's time is that between two ticks of the loop, each of
+which commits one step. No sockets: the mailbox is a double, so nothing of HTTP is in the figures. The ceiling of a
+prompt beside them is its multiplications at 790 TFLOP/s.
+"""
+
+import argparse
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from msgspec import structs
+
+from benchmarks.results import save
+from benchmarks.serving.distribution import distribution
+from engine_core.build import build_engine
+from engine_core.heartbeat import Status
+from engine_core.models.config import ModelConfig
+from engine_core.stats import new_stats
+from protocol.codec import pack_ids
+from protocol.commands import Abort, Hello, Submit
+from protocol.engine_options import EngineOptions
+from protocol.params import SamplingParams
+from protocol.version import PROTOCOL_VERSION
+from tests.fakes.mailbox import FakeMailbox
+
+CLIENT, EPOCH = b"bench", 1
+OWN_PROMPT, SETTLED, ALONE, PROMPTS = 16, 500, 150, 3
+"""Tokens of a decoding row's prompt, steps before anything is timed, steps timed alone, and prompts beside them."""
+FLOPS = 7.9e14
+Key = tuple[bytes, int]
+
+
+@dataclass
+class Figures:
+    """One number of rows and size of chunks. Times in milliseconds."""
+
+    rows: int
+    chunk: int
+    alone: dict[str, float]
+    beside: dict[str, float]
+    """Steps from the arrival of a prompt to its first token."""
+    ttft: float
+    """Median of the prompts."""
+    ceiling: float
+    """Of `ttft`."""
+
+    def over(self, percent: str) -> float:
+        """A step beside a prompt as a multiple of the median step alone."""
+        return self.beside[percent] / self.alone["p50"]
+
+
+class Bench:
+    """One engine; the size of chunks changes between runs."""
+
+    def __init__(self, shape: Path, device: str, rows: int, chunk: int, prompt: int, steps: int) -> None:
+        self.mailbox = FakeMailbox()
+        max_len = max(prompt + 1, OWN_PROMPT + steps)
+        options = EngineOptions(
+            model=str(shape), load_format="dummy", device=device, max_rows=rows + 4, max_len=max_len,
+            kv_tokens=rows * (OWN_PROMPT + steps) + 4 * max_len, max_step_tokens=chunk + rows + 4, prefix_cache="off",
+        )  # fmt: skip
+        self.engine = build_engine(options, self.mailbox, Status(EPOCH, new_stats()))
+        self.prompt, self.steps = prompt, steps
+        self.requests = 0
+        self.rng = random.Random(0)
+        self.mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "bench")))
+
+    def submit(self, prompt: int, output: int) -> Key:
+        self.requests += 1
+        ids = pack_ids([self.rng.randrange(100, 1000) for _ in range(prompt)])
+        params = SamplingParams(output, temperature=0.0, ignore_eos=True)
+        self.mailbox.inbox.append((CLIENT, Submit(self.requests, ids, params)))
+        return CLIENT, self.requests
+
+    def tick(self) -> float:
+        started = time.perf_counter()
+        self.engine.tick()
+        return time.perf_counter() - started
+
+    def run(self, rows: int, chunks: list[int]) -> list[Figures]:
+        keys = [self.submit(OWN_PROMPT, self.steps) for _ in range(rows)]
+        while not self.mailbox.received[keys[-1]]:
+            self.tick()
+        for _ in range(SETTLED):
+            self.tick()
+        found = [self.beside(rows, chunk) for chunk in chunks]
+        assert not any(key in self.mailbox.outcomes for key in keys), "the rows were to decode until now"
+        self.mailbox.inbox.append((CLIENT, Abort(tuple(number for _, number in keys))))
+        while self.engine.pipeline.in_flight:
+            self.tick()
+        return found
+
+    def beside(self, rows: int, chunk: int) -> Figures:
+        planner = self.engine.scheduler.planner
+        planner.budget = structs.replace(planner.budget, chunk=chunk)
+        alone = [self.tick() for _ in range(ALONE)]
+        loaded, ttft = [], []
+        for _ in range(PROMPTS):
+            started, key = time.perf_counter(), self.submit(self.prompt, 1)
+            while key not in self.mailbox.outcomes:
+                loaded.append(self.tick())
+            ttft.append((time.perf_counter() - started) * 1e3)
+        return Figures(
+            rows, chunk, distribution(alone, 1e3), distribution(loaded, 1e3), sorted(ttft)[PROMPTS // 2], self.ceiling()
+        )
+
+    def ceiling(self) -> float:
+        """Of one prompt alone: every weight but the embedding for each token, and attention to all before it."""
+        model: ModelConfig = self.engine.runtime.model.config  # type: ignore[attr-defined]
+        width = model.heads * model.head_dim
+        layer = model.hidden_size * (2 * width + 2 * model.kv_heads * model.head_dim + 3 * model.intermediate_size)
+        work = 2 * self.prompt * model.layers * layer + 2 * model.layers * width * self.prompt**2
+        return work / FLOPS * 1e3
+
+
+HEAD = "rows  chunk  alone p50  beside p50    p99   x p50   x p99  TTFT ms  ceiling"
+
+
+def line(f: Figures) -> str:
+    times = f"{f.alone['p50']:>10.3f} {f.beside['p50']:>11.3f} {f.beside['p99']:>6.3f}"
+    return (
+        f"{f.rows:>4} {f.chunk:>6} {times} {f.over('p50'):>7.2f} {f.over('p99'):>7.2f} {f.ttft:>8.1f} {f.ceiling:>8.1f}"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=Path, required=True, help="folder with a config.json")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--chunks", type=int, nargs="+", default=[2048, 1024, 512, 256, 128, 64])
+    parser.add_argument("--prompt", type=int, default=8192, help="tokens (default 8192)")
+    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+    arguments = parser.parse_args(argv)
+    steps = SETTLED + sum(ALONE + PROMPTS * (arguments.prompt // chunk + 10) for chunk in arguments.chunks)
+    size = (max(arguments.rows), max(arguments.chunks), arguments.prompt, 2 * steps)
+    bench = Bench(arguments.shape, arguments.device, *size)
+    print(HEAD, flush=True)
+    found = []
+    for rows in arguments.rows:
+        for figures in bench.run(rows, arguments.chunks):
+            found.append(asdict(figures) | {"over_p50": figures.over("p50"), "over_p99": figures.over("p99")})
+            print(line(figures), flush=True)
+    if arguments.save:
+        config = {"shape": arguments.shape.name, "prompt": arguments.prompt, "device": arguments.device}
+        if arguments.device == "cuda":
+            config["gpu"] = torch.cuda.get_device_name()
+        print(save(arguments.save, config, {"steps": found}))
+
+
+if __name__ == "__main__":
+    main()

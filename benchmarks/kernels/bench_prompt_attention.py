@@ -1,0 +1,187 @@
+"""Attention of a prompt's chunk beside decoding rows: Triton by tile and splits, FlashInfer's kernels, and a ceiling.
+
+    python -m benchmarks.kernels.bench_prompt_attention [--heads 32 --kv-heads 8 --head-dim 64] [--all]
+
+Microseconds a layer, of 16 layers with a pool each in one CUDA graph. The ceiling is the larger of the KV bytes over
+4,385 GB/s and the multiplications over 790 TFLOP/s. The last lines: decode of 16 rows and a chunk, one after the other
+and side by side. `--all` tries every tile, without it only the chosen one.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from engine_core.attention.base import Span
+from engine_core.attention.triton import TritonRagged
+from engine_core.kernels import paged_decode, paged_prefill
+from engine_core.kernels.paged_prefill import Shape
+
+LAYERS, PAGE = 16, 16
+BYTES_PER_SECOND, FLOPS = 4.385e12, 7.9e14
+CONTEXTS, TOKENS = (0, 1024, 4096, 8064), (32, 64, 128, 256, 512)
+DECODE_ROWS, DECODE_CONTEXT = 16, 1536
+SHAPES = [Shape(*s) for s in product((64, 128), (64, 128), (4, 8), (2, 3)) if s[0] * s[1] <= 128 * 128]
+
+
+class Setup:
+    """A pool a layer, one row of the greatest length and rows that decode."""
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int) -> None:
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        longest = max(CONTEXTS) + max(TOKENS)
+        used, decoding = -(-longest // PAGE), -(-DECODE_CONTEXT // PAGE)
+        pages = 1 + used + DECODE_ROWS * decoding
+        ids = torch.randperm(pages - 1).to(torch.int32) + 1
+        self.table = torch.zeros(1 + DECODE_ROWS, used, dtype=torch.int32)
+        self.table[0] = ids[:used]
+        self.table[1:, :decoding] = ids[used:].view(DECODE_ROWS, decoding)
+        self.table = self.table.cuda()
+        shape = (LAYERS, 2, pages * PAGE, kv_heads, head_dim)
+        self.pools = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.5
+        self.scale = head_dim**-0.5
+        self.sms = torch.cuda.get_device_properties(0).multi_processor_count
+
+    def query(self, tokens: int) -> Tensor:
+        return torch.randn(tokens, self.heads, self.head_dim, device="cuda", dtype=torch.bfloat16)
+
+    def ceiling(self, tokens: int, context: int) -> float:
+        keys = context + tokens
+        read = 4 * keys * self.kv_heads * self.head_dim / BYTES_PER_SECOND
+        work = 4 * self.heads * self.head_dim * (tokens * context + tokens * tokens / 2) / FLOPS
+        return max(read, work) * 1e6
+
+
+def graph_us(layer: Callable[[int], object], repeats: int = 10) -> float:
+    """Median a layer."""
+    for index in range(LAYERS):
+        layer(index)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(LAYERS):
+            layer(index)
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / LAYERS)
+    return sorted(times)[repeats // 2]
+
+
+def triton_layer(
+    setup: Setup, tokens: int, context: int, shape: Shape, splits: int, pdl: bool = False, beside: bool = False
+) -> Callable[[int], Tensor]:
+    queries = max(1, shape.rows // (setup.heads // setup.kv_heads))
+    host = partial(torch.empty, dtype=torch.int32)
+    ragged = TritonRagged.allocate(host, torch.device("cuda"), queries, 1, tokens)
+    tiles = ragged.plan([Span(0, 0, context, tokens)], setup.table[:1], PAGE).tiles
+    query, out = setup.query(tokens), torch.zeros_like(setup.query(tokens))
+
+    def layer(index: int) -> Tensor:
+        keys, values = setup.pools[index]
+        return paged_prefill.paged_prefill(
+            query, keys, values, tiles, setup.table, PAGE, setup.scale, splits,
+            pdl=pdl, beside=beside, shape=shape, out=out,
+        )  # fmt: skip
+
+    return layer
+
+
+def flashinfer_layer(setup: Setup, tokens: int, context: int, backend: str) -> Callable[[int], Tensor]:
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+    def ints(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    used = -(-(context + tokens) // PAGE)
+    workspace = torch.zeros(256 * 2**20, dtype=torch.uint8, device="cuda")
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(
+        workspace, "NHD", True, ints(0, 0).cuda(), ints(0, 0).cuda(), setup.table[0].clone(), ints(0).cuda(),
+        backend=backend,
+    )  # fmt: skip
+    wrapper.plan(
+        ints(0, tokens), ints(0, used), setup.table[0, :used], ints((context + tokens - 1) % PAGE + 1),
+        setup.heads, setup.kv_heads, setup.head_dim, PAGE, causal=True, sm_scale=setup.scale,
+        q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16, seq_lens=ints(context + tokens),
+    )  # fmt: skip
+    query, out = setup.query(tokens), setup.query(tokens)
+    shape = (-1, PAGE, setup.kv_heads, setup.head_dim)
+
+    def layer(index: int) -> Tensor:
+        keys, values = setup.pools[index]
+        return wrapper.run(query, (keys.view(shape), values.view(shape)), out=out)
+
+    return layer
+
+
+def compare(setup: Setup, shapes: list[Shape]) -> None:
+    group = setup.heads // setup.kv_heads
+    for tokens, context in product(TOKENS, CONTEXTS):
+        found = {}
+        for shape in shapes:
+            tiles = -(-tokens * group // shape.rows)
+            best = paged_prefill.choose_splits(tiles, setup.kv_heads, setup.sms)
+            for splits in sorted({1, best, min(2 * best, paged_decode.MAX_SPLITS)} if len(shapes) > 1 else {1, best}):
+                found[f"{'x'.join(map(str, shape))}/{splits}"] = graph_us(
+                    triton_layer(setup, tokens, context, shape, splits)
+                )
+        library = {}
+        for backend in ("fa2", "fa3"):
+            library[backend] = graph_us(flashinfer_layer(setup, tokens, context, backend))
+        top = sorted(found.items(), key=lambda item: item[1])[:6]
+        line = "  ".join(f"{name} {us:.1f}" for name, us in [*library.items(), *top])
+        print(f"{tokens:4d} at {context:5d}, ceiling {setup.ceiling(tokens, context):5.1f}: {line}", flush=True)
+
+
+def beside_decode(setup: Setup, shape: Shape) -> None:
+    rows = torch.arange(1, 1 + DECODE_ROWS, dtype=torch.int32, device="cuda")
+    positions = torch.full_like(rows, DECODE_CONTEXT - 1)
+    query = setup.query(DECODE_ROWS)
+    out = torch.zeros_like(query)
+    for decode_rows in (DECODE_ROWS, 2 * DECODE_ROWS):
+        splits = paged_decode.choose_splits(decode_rows, setup.kv_heads, setup.sms, 16384)
+
+        def decode(index: int, splits: int = splits) -> None:
+            keys, values = setup.pools[index]
+            paged_decode.paged_decode(
+                query, keys, values, rows, positions, setup.table, PAGE, setup.scale, splits, pdl=True, out=out
+            )
+
+        print(f"decode of {DECODE_ROWS} rows, {splits} splits: {graph_us(decode):.1f} us")
+        for tokens, context in product((64, 128), (4096, 8064)):
+            tiles = -(-tokens * (setup.heads // setup.kv_heads) // shape.rows)
+            shares = paged_prefill.choose_splits(tiles, setup.kv_heads, setup.sms)
+            line = f"  {tokens} at {context}, {shares} splits:"
+            for name, pdl, beside in (("alone", False, False), ("pdl", True, False), ("beside", True, True)):
+                chunk = triton_layer(setup, tokens, context, shape, shares, pdl, beside)
+
+                def both(index: int, chunk: Callable[[int], Tensor] = chunk) -> None:
+                    decode(index)
+                    chunk(index)
+
+                line += f" {name} {graph_us(chunk if name == 'alone' else both):.1f}"
+            print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--all", action="store_true")
+    arguments = parser.parse_args()
+    setup = Setup(arguments.heads, arguments.kv_heads, arguments.head_dim)
+    chosen = paged_prefill.choose_shape(arguments.head_dim, torch.bfloat16)
+    compare(setup, SHAPES if arguments.all else [chosen])
+    beside_decode(setup, chosen)
+
+
+if __name__ == "__main__":
+    main()

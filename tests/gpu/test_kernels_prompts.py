@@ -1,0 +1,139 @@
+"""The compiled attention of prompts: programs that share a tile, and a chunk beside decoding rows in one graph."""
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from engine_core.attention.base import Span
+from engine_core.attention.mixed import MixedAttention, MixedRows
+from engine_core.attention.triton import DecodeRows, TritonPrompts, TritonRagged, most_tiles
+from engine_core.kernels import reference_prefill
+from engine_core.kernels.norm import add_rms_norm
+from engine_core.kernels.paged_decode import paged_decode
+from engine_core.kernels.paged_prefill import choose_splits, paged_prefill, tile_queries
+from engine_core.kernels.rope import rope_and_kv_write
+
+pytestmark = pytest.mark.gpu
+
+STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Largest relative error of rounding once."""
+PAGE, LAYERS = 16, 4
+Work = list[tuple[int, int]]
+"""(start, length) a row."""
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def scattered(ends: list[int]) -> tuple[Tensor, int]:
+    """A page table for rows of so many positions, and how many pages there are, the reserved one among them."""
+    used = [-(-end // PAGE) for end in ends]
+    table = torch.zeros(len(ends), max(used), dtype=torch.int32)
+    for row, pages in enumerate((torch.randperm(sum(used)) + 1).split(used)):
+        table[row, : len(pages)] = pages
+    return table.cuda(), sum(used) + 1
+
+
+def spans_of(work: Work, first_row: int = 0) -> list[Span]:
+    spans, offset = [], 0
+    for row, (start, length) in enumerate(work, first_row):
+        spans.append(Span(row, offset, start, length))
+        offset += length
+    return spans
+
+
+def ragged(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, rows: int, tokens: int) -> TritonRagged:
+    return TritonRagged.allocate(
+        lambda *of: torch.zeros(of, dtype=torch.int32, pin_memory=True), torch.device("cuda"),
+        tile_queries(heads, kv_heads, head_dim, dtype), rows, tokens,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("dtype", list(STEP))
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 64), (32, 8, 128), (8, 4, 256), (14, 2, 64)])
+@pytest.mark.parametrize("work", [[(2000, 64)], [(0, 40), (777, 2), (300, 128)], [(0, 256)]], ids=str)
+def test_programs_that_share_a_tile(
+    work: Work, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, pdl: bool
+) -> None:
+    table, pages = scattered([start + length for start, length in work])
+    keys, values = (randn(pages * PAGE, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+    spans = spans_of(work)
+    query = randn(sum(span.length for span in spans), heads, head_dim, dtype=dtype)
+    own = ragged(heads, kv_heads, head_dim, dtype, len(spans) + 5, len(query))
+    tiles = own.upload(spans, room=len(own.tiles))
+    exact = reference_prefill.paged_prefill(query, keys, values, work, table, PAGE, head_dim**-0.5)
+    for splits in {1, 2, choose_splits(len(query) // own.queries, kv_heads, 132), 64}:
+        for _ in range(2):
+            found = paged_prefill(query, keys, values, tiles, table, PAGE, head_dim**-0.5, splits, pdl=pdl)
+            torch.testing.assert_close(found.float(), exact, atol=2 * STEP[dtype], rtol=2 * STEP[dtype])
+
+
+class Chain:
+    """Norm, rotation, decode of some rows and a chunk of another row, layer after layer."""
+
+    HEADS, KV_HEADS, HEAD_DIM, SPLITS = 32, 8, 64, 6
+
+    def __init__(self, decoding: int, chunk: tuple[int, int], room: int) -> None:
+        """room: tokens of prompts that a graph would be for."""
+        self.singles, self.start, self.length = decoding, *chunk
+        ends = [*(40 + 31 * row for row in range(decoding)), self.start + self.length]
+        self.table, pages = scattered(ends)
+        self.positions = torch.tensor([end - 1 for end in ends[:-1]], dtype=torch.int32, device="cuda")
+        self.rows = torch.arange(decoding, dtype=torch.int32, device="cuda")
+        fresh = torch.arange(self.start, self.start + self.length, dtype=torch.int32, device="cuda")
+        rows = torch.cat((self.rows, torch.full_like(fresh, decoding))).long()
+        positions = torch.cat((self.positions, fresh)).long()
+        self.index = self.table[rows, positions // PAGE].long() * PAGE + positions % PAGE
+        angles = torch.rand(len(rows), 1, self.HEAD_DIM, device="cuda") * 6
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.pools = [tuple(randn(pages * PAGE, self.KV_HEADS, self.HEAD_DIM) for _ in range(2)) for _ in range(LAYERS)]
+        self.weight, self.start_of_all = randn(3072), randn(len(rows), 3072)
+        self.own = ragged(self.HEADS, self.KV_HEADS, self.HEAD_DIM, torch.bfloat16, 9, room)
+        self.tiles = most_tiles(9, room, self.own.queries)
+        prompts = TritonPrompts(self.own, self.tiles, self.SPLITS, self.table, PAGE)
+        prompts.plan([Span(decoding, 0, self.start, self.length)], self.table, PAGE)
+        out = torch.zeros(len(rows), self.HEADS, self.HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        self.plan = MixedRows(DecodeRows(self.rows, self.positions, self.table, PAGE, self.SPLITS), prompts, out)
+
+    def run(self, early: bool) -> Tensor:
+        """early: kernels start before their predecessors end, and a chunk beside the decoding rows."""
+        stream, update = self.start_of_all, self.start_of_all
+        for keys, values in self.pools:
+            normed, stream = add_rms_norm(update, stream, self.weight, 1e-5, early)
+            qkv = normed.view(len(normed), 48, 64)
+            query = rope_and_kv_write(qkv, self.cos, self.sin, self.index, keys, values, pdl=early)
+            if early:
+                MixedAttention().run(self.plan, query, keys, values, 0.125)
+            else:
+                self.one_after_the_other(query, keys, values)
+            update = torch.cat((self.plan.out.flatten(1), stream[:, :1024]), 1)
+        return stream
+
+    def one_after_the_other(self, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        out, given, count = self.plan.out, (self.table, PAGE, 0.125, self.SPLITS), self.singles
+        paged_decode(query[:count], keys, values, self.rows, self.positions, *given, out=out[:count])
+        tiles = self.own.tiles[: self.tiles]
+        paged_prefill(query[count:], keys, values, tiles, *given, out=out[count:])
+
+
+@pytest.mark.parametrize("chunk", [(0, 64), (1000, 128), (4000, 33)], ids=str)
+@pytest.mark.parametrize("decoding", [0, 1, 16, 64])
+def test_a_chunk_beside_decoding_rows_equals_one_after_them(decoding: int, chunk: tuple[int, int]) -> None:
+    chain = Chain(decoding, chunk, room=128)
+    expected = chain.run(False)
+    chain.run(True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain.run(True)
+    for _ in range(50):
+        for keys, values in chain.pools:
+            keys[chain.index], values[chain.index] = 9.0, 9.0
+        found.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(found, expected)
