@@ -48,6 +48,11 @@ class Step:
         self.takes = [0] * len(wants.pending)
         self.decoding = [index for index, pending in enumerate(wants.pending) if pending == 1]
         self.prompts = [index for index, pending in enumerate(wants.pending) if pending > 1]
+        if self.chunk and not self.decoding:
+            # No stream waits for this step. Prompts that a chunk would end do not wait for the rest of longer ones;
+            # those take what is left one after the other, for of two that share the step none has its token sooner.
+            self.prompts.sort(key=lambda index: wants.pending[index] > budget.chunk)
+            self.chunk = budget.tokens
 
     def serve(self, rows: Iterable[int], share: int = 0) -> None:
         """Gives rows what they want, in this order, while there is room. share: at most so much to each prompt."""
@@ -68,16 +73,6 @@ class Step:
                 self.prompts_left -= 1
             self.takes[index] = wanted
             self.left -= wanted
-
-    def fill_up(self) -> None:
-        """With nobody decoding no stream waits for the step: what is left of it goes to the prompts that it has."""
-        if self.decoding or not self.chunk:
-            return
-        for index in self.prompts:
-            if self.takes[index]:
-                more = min(self.wants.pending[index] - self.takes[index], self.left)
-                self.takes[index] += more
-                self.left -= more
 
     def serve_overdue(self) -> None:
         """Rows that were passed over for too long, longest first."""
@@ -118,9 +113,10 @@ def decode_first(step: Step) -> None:
 def decode_round_robin(step: Step) -> None:
     """Half of the step to prompts if they want it, and the decoding rows take turns in what is left."""
     passed = step.wants.passed
-    half, step.left = step.left - step.left // 2, step.left // 2
+    kept = step.left - step.left // 2 if step.decoding else 0
+    step.left -= kept
     step.serve(step.prompts)
-    step.left += half
+    step.left += kept
     step.serve(sorted(step.decoding, key=lambda index: -passed[index]))
     step.serve(step.prompts)
 
@@ -148,5 +144,4 @@ def choose_rows(policy: Policy, wants: Wants, budget: Budget) -> list[int]:
     step = Step(wants, budget)
     step.serve_overdue()
     policy(step)
-    step.fill_up()
     return step.takes

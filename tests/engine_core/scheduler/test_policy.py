@@ -32,8 +32,8 @@ FCFS = [
     ("decode before a prompt that came first", [20, 1, 1], Budget(8, 8), [6, 1, 1]),
     ("prompts in order", [6, 6, 6], Budget(8, 8), [6, 2, 0]),
     ("two chunks in one step", [20, 1, 20], Budget(8, 3), [3, 1, 3]),
-    ("two chunks, and nobody decodes", [20, 20], Budget(8, 3), [5, 3]),
-    ("a short prompt behind two long ones, and nobody decodes", [20, 20, 2], Budget(9, 3), [4, 3, 2]),
+    ("two long prompts, and nobody decodes", [20, 20], Budget(8, 3), [8, 0]),
+    ("short prompts behind long ones, and nobody decodes", [7, 20, 2, 3], Budget(13, 3), [7, 1, 2, 3]),
     ("one chunk in one step", [20, 20, 1], Budget(8, 3, prompts=1), [3, 0, 1]),
     ("one chunk, and nobody decodes", [20, 20], Budget(8, 3, prompts=1), [8, 0]),
     ("a cap on prompts does not touch decode", [20, 20, 1], Budget(8, 3, prompts=1), [3, 0, 1]),
@@ -112,8 +112,11 @@ def test_under_fcfs_no_stream_waits_behind_a_prompt(pending: list[int], tokens: 
     served = sum(take for take, wanted in zip(takes, pending, strict=True) if wanted == 1)
     assert served == min(decoding, tokens), "a decoding row waits only for other decoding rows"
     prompts = [(take, wanted) for take, wanted in zip(takes, pending, strict=True) if wanted > 1]
+    if not decoding:
+        prompts.sort(key=lambda prompt: prompt[1] > chunk)
     for (first, wanted), (later, _) in pairwise(prompts):
-        assert not later or first >= min(wanted, chunk), "a later prompt starts only when the one before has its share"
+        share = min(wanted, chunk) if decoding else wanted
+        assert not later or first == share, "a later prompt starts only when the one before has its share"
 
 
 @given(

@@ -1,0 +1,17 @@
+"""The version of the distribution."""
+
+import pytest
+
+from protocol import version
+from protocol.version import distribution_version
+
+
+def test_it_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reply names it, and a look-up costs as much as the rest of a short request."""
+    found = distribution_version()
+
+    def again(_: str) -> str:
+        raise AssertionError("looked up again")
+
+    monkeypatch.setattr(version, "version", again)
+    assert distribution_version() == found != ""
