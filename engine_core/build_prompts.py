@@ -45,8 +45,7 @@ def _ragged(device: Device, model: ModelConfig, config: StepConfig) -> "TritonRa
     from engine_core.kernels.paged_prefill import tile_queries
 
     queries = tile_queries(model.heads, model.kv_heads, model.head_dim, getattr(torch, config.dtype))
-    tokens = max(config.max_step_tokens, *config.graph_tokens, 0)
-    return TritonRagged.allocate(device.host_buffer, device.kind, queries, config.max_rows, tokens)
+    return TritonRagged.allocate(device.host_buffer, device.kind, queries, config.max_rows, config.max_step_tokens)
 
 
 class GraphPrompts:
@@ -64,7 +63,7 @@ class GraphPrompts:
         self.ragged = [_as_ragged(one) or _ragged(device, model, config) for one in eager]
 
     def __call__(self, slot: int, tokens: int) -> PromptAttention:
-        from engine_core.attention.triton import TritonPrompts, most_tiles
+        from engine_core.attention.triton import TritonPrompts, graph_tiles
         from engine_core.kernels.paged_prefill import choose_splits
 
         rows = min(PROMPTS, self.config.max_rows)
@@ -72,8 +71,7 @@ class GraphPrompts:
             library = cast("FlashInferAttention", self.eager[slot])
             return library.for_graph(rows, tokens, _table_entries(self.config))
         ragged = self.ragged[slot]
-        # Who has several tokens has two at least.
-        room = most_tiles(min(rows, max(1, tokens // 2)), tokens, ragged.queries)
+        room = graph_tiles(rows, tokens, ragged.queries)
         sms = torch.cuda.get_device_properties(self.device.kind).multi_processor_count
         splits = choose_splits(-(-tokens // ragged.queries), self.model.kv_heads, sms)
         prompts = TritonPrompts(ragged, room, splits, self.pages, self.config.page_size)

@@ -12,10 +12,10 @@ from protocol.engine_options import EngineOptions, PageSize, Policy
 
 CPU_MAX_ROWS, CUDA_MAX_ROWS = 32, 256
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 128, 2048
-"""Small enough that a step full of prompts does not hold up the streams that run beside it for long."""
+"""So many prompts at once, or so much of one with nobody decoding: a burst is computed about as fast as it can be."""
 CHUNK = 256
-"""Of one prompt beside decoding rows. On an H200 a step of 16 rows of the 1B shape takes 2.2 times as long with such a
-chunk, 8.8 times with one of 2,048 (`benchmarks.bench_mixed`)."""
+"""Of one prompt beside decoding rows, so that a long one alone does not hold them up: on an H200 a step of 16 rows of
+the 1B shape takes 2.2 times as long with such a chunk, 8.5 times with one of 2,048 (`benchmarks.bench_mixed`)."""
 MAX_SESSIONS, SESSION_TTL = 256, 600.0
 PAGE_SIZE = 16
 STEP_UPLOADS = 65_536

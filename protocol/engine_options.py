@@ -62,7 +62,8 @@ _HELP: dict[str, str] = {
     "max_step_tokens": "positions computed in one step; default: 2048 on cuda, 128 on cpu, or as --prefill-chunk needs",
     "prefill_chunk": "most prompt positions of one sequence in a step in which others decode; off: prompts are "
     "computed whole; default: 256 or --max-step-tokens, whichever is less, or off under --batching static",
-    "max_prefill_chunks_per_step": "prompts that one step takes part of; default: as many as fit",
+    "max_prefill_chunks_per_step": "prompts that one step takes part of; with --prefill-chunk it bounds the whole "
+    "step; default: as many as fit",
     "policy": "who is served first in a step; under priority also who is admitted first",
     "batching": "continuous admits whenever there is room; static runs each batch to its end first",
     "prefix_cache": "share the KV of equal prompt beginnings; default: on, unless --page-size is max or --batching is "

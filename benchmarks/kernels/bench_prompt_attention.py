@@ -1,6 +1,6 @@
 """Attention of a prompt's chunk beside decoding rows: Triton by tile and splits, FlashInfer's kernels, and a ceiling.
 
-    python -m benchmarks.kernels.bench_prompt_attention [--heads 32 --kv-heads 8 --head-dim 64] [--all]
+    python -m benchmarks.kernels.bench_prompt_attention [--heads 32 --kv-heads 8 --head-dim 64] [--all] [--save N]
 
 Microseconds a layer, of 16 layers with a pool each in one CUDA graph. The ceiling is the larger of the KV bytes over
 4,385 GB/s and the multiplications over 790 TFLOP/s. The last lines: decode of 16 rows and a chunk, one after the other
@@ -13,8 +13,10 @@ from functools import partial
 from itertools import product
 
 import torch
+import triton
 from torch import Tensor
 
+from benchmarks.results import save
 from engine_core.attention.base import Span
 from engine_core.attention.triton import TritonRagged
 from engine_core.kernels import paged_decode, paged_prefill
@@ -44,6 +46,10 @@ class Setup:
         self.pools = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.5
         self.scale = head_dim**-0.5
         self.sms = torch.cuda.get_device_properties(0).multi_processor_count
+
+    def queries(self, shape: Shape) -> int:
+        """Of one tile."""
+        return max(1, shape.rows // int(triton.next_power_of_2(self.heads // self.kv_heads)))
 
     def query(self, tokens: int) -> Tensor:
         return torch.randn(tokens, self.heads, self.head_dim, device="cuda", dtype=torch.bfloat16)
@@ -78,7 +84,7 @@ def graph_us(layer: Callable[[int], object], repeats: int = 10) -> float:
 def triton_layer(
     setup: Setup, tokens: int, context: int, shape: Shape, splits: int, pdl: bool = False, beside: bool = False
 ) -> Callable[[int], Tensor]:
-    queries = max(1, shape.rows // (setup.heads // setup.kv_heads))
+    queries = setup.queries(shape)
     host = partial(torch.empty, dtype=torch.int32)
     ragged = TritonRagged.allocate(host, torch.device("cuda"), queries, 1, tokens)
     tiles = ragged.plan([Span(0, 0, context, tokens)], setup.table[:1], PAGE).tiles
@@ -121,12 +127,12 @@ def flashinfer_layer(setup: Setup, tokens: int, context: int, backend: str) -> C
     return layer
 
 
-def compare(setup: Setup, shapes: list[Shape]) -> None:
-    group = setup.heads // setup.kv_heads
+def compare(setup: Setup, shapes: list[Shape]) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
     for tokens, context in product(TOKENS, CONTEXTS):
         found = {}
         for shape in shapes:
-            tiles = -(-tokens * group // shape.rows)
+            tiles = -(-tokens // setup.queries(shape))
             best = paged_prefill.choose_splits(tiles, setup.kv_heads, setup.sms)
             for splits in sorted({1, best, min(2 * best, paged_decode.MAX_SPLITS)} if len(shapes) > 1 else {1, best}):
                 found[f"{'x'.join(map(str, shape))}/{splits}"] = graph_us(
@@ -137,10 +143,14 @@ def compare(setup: Setup, shapes: list[Shape]) -> None:
             library[backend] = graph_us(flashinfer_layer(setup, tokens, context, backend))
         top = sorted(found.items(), key=lambda item: item[1])[:6]
         line = "  ".join(f"{name} {us:.1f}" for name, us in [*library.items(), *top])
-        print(f"{tokens:4d} at {context:5d}, ceiling {setup.ceiling(tokens, context):5.1f}: {line}", flush=True)
+        ceiling = setup.ceiling(tokens, context)
+        print(f"{tokens:4d} at {context:5d}, ceiling {ceiling:5.1f}: {line}", flush=True)
+        rows.append({"tokens": tokens, "context": context, "ceiling": ceiling, **library, "triton": found})
+    return rows
 
 
-def beside_decode(setup: Setup, shape: Shape) -> None:
+def beside_decode(setup: Setup, shape: Shape) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
     rows = torch.arange(1, 1 + DECODE_ROWS, dtype=torch.int32, device="cuda")
     positions = torch.full_like(rows, DECODE_CONTEXT - 1)
     query = setup.query(DECODE_ROWS)
@@ -156,9 +166,9 @@ def beside_decode(setup: Setup, shape: Shape) -> None:
 
         print(f"decode of {DECODE_ROWS} rows, {splits} splits: {graph_us(decode):.1f} us")
         for tokens, context in product((64, 128), (4096, 8064)):
-            tiles = -(-tokens * (setup.heads // setup.kv_heads) // shape.rows)
+            tiles = -(-tokens // setup.queries(shape))
             shares = paged_prefill.choose_splits(tiles, setup.kv_heads, setup.sms)
-            line = f"  {tokens} at {context}, {shares} splits:"
+            times: dict[str, float] = {}
             for name, pdl, beside in (("alone", False, False), ("pdl", True, False), ("beside", True, True)):
                 chunk = triton_layer(setup, tokens, context, shape, shares, pdl, beside)
 
@@ -166,8 +176,11 @@ def beside_decode(setup: Setup, shape: Shape) -> None:
                     decode(index)
                     chunk(index)
 
-                line += f" {name} {graph_us(chunk if name == 'alone' else both):.1f}"
-            print(line, flush=True)
+                times[name] = graph_us(chunk if name == "alone" else both)
+            said = "  ".join(f"{name} {us:.1f}" for name, us in times.items())
+            print(f"  {tokens} at {context}, {shares} splits: {said}", flush=True)
+            found.append({"tokens": tokens, "context": context, "decode_splits": splits, "splits": shares, **times})
+    return found
 
 
 def main() -> None:
@@ -176,11 +189,16 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     arguments = parser.parse_args()
     setup = Setup(arguments.heads, arguments.kv_heads, arguments.head_dim)
     chosen = paged_prefill.choose_shape(arguments.head_dim, torch.bfloat16)
-    compare(setup, SHAPES if arguments.all else [chosen])
-    beside_decode(setup, chosen)
+    rows = compare(setup, SHAPES if arguments.all else [chosen])
+    beside = beside_decode(setup, chosen)
+    if arguments.save:
+        config = {"heads": arguments.heads, "kv_heads": arguments.kv_heads, "head_dim": arguments.head_dim}
+        figures = {"us a layer": rows, "beside decode, us a layer": beside}
+        print(save(arguments.save, config | {"gpu": torch.cuda.get_device_name()}, figures))
 
 
 if __name__ == "__main__":

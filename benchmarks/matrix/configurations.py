@@ -46,7 +46,7 @@ def matrix(scale: int) -> tuple[Configuration, ...]:
         Configuration(
             "chunked",
             (*continuous, *paged, *chunked, *uncached),
-            f"--prefill-chunk: at most {chunk} tokens of a prompt a step",
+            f"--prefill-chunk: at most {chunk} tokens of a prompt in a step in which others decode",
         ),
         Configuration(
             "prefix",
@@ -63,6 +63,5 @@ def with_policy(policy: str) -> Configuration:
 
 def with_chunk(tokens: int) -> Configuration:
     """The default server with prompts cut into pieces of so many tokens."""
-    return Configuration(
-        f"chunks of {tokens}", ("--prefill-chunk", str(tokens)), f"at most {tokens} tokens of a prompt a step"
-    )
+    says = f"at most {tokens} tokens of a prompt in a step in which others decode"
+    return Configuration(f"chunks of {tokens}", ("--prefill-chunk", str(tokens)), says)

@@ -65,7 +65,7 @@ class PromptAttention(Protocol):
         """As in `AttentionBackend`, into memory that the graph reads."""
 
     def run_into(
-        self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float, beside_decode: bool
+        self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float, *, beside_decode: bool
     ) -> None:
         """As `AttentionBackend.run`. out: where to write, shaped like query; what lies beyond the planned queries stays
         as it is. beside_decode: whether the kernel right before is `paged_decode` with `pdl`, for other queries of the

@@ -134,11 +134,11 @@ class FlashInferAttention:
     def run(self, plan: None, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """As in `AttentionBackend`."""
         out = torch.empty_like(query)
-        self.run_into(out, query, keys, values, scale, False)
+        self.run_into(out, query, keys, values, scale, beside_decode=False)
         return out
 
     def run_into(
-        self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float, beside_decode: bool
+        self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float, *, beside_decode: bool
     ) -> None:
         """As in `PromptAttention`."""
         shape = (-1, self.page_size, *keys.shape[1:])

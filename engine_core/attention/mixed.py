@@ -21,8 +21,8 @@ class MixedRows:
     prompts: PromptAttention
     """Planned for the rest."""
     out: Tensor
-    """[T, heads, head_dim], where results go. What padding gets is what lay there, which has to be finite: keys of the
-    next layer come of it, and are written to the padding page."""
+    """[T, heads, head_dim], where results go. Padding gets what lay there: only its own keys come of it, on the padding
+    page, and only padding reads those."""
 
 
 class MixedAttention:
@@ -42,5 +42,5 @@ class MixedAttention:
         scratch = split_scratch(query[:count], plan.singles.splits)
         if count:
             self.decode.run(plan.singles, query[:count], keys, values, scale, plan.out[:count], scratch)
-        plan.prompts.run_into(plan.out[count:], query[count:], keys, values, scale, count > 0)
+        plan.prompts.run_into(plan.out[count:], query[count:], keys, values, scale, beside_decode=count > 0)
         return plan.out

@@ -66,6 +66,11 @@ def most_tiles(rows: int, tokens: int, queries: int) -> int:
     return rows + tokens // queries
 
 
+def graph_tiles(rows: int, tokens: int, queries: int) -> int:
+    """Most tiles of a step that a graph for so many rows of several tokens has room for."""
+    return most_tiles(min(rows, max(1, tokens // 2)), tokens, queries)
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedRows:
     """The plan of a step of rows of any lengths."""
@@ -146,7 +151,7 @@ class TritonPrompts:
         self.ragged.upload(spans, self.room)
 
     def run_into(
-        self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float, beside_decode: bool
+        self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float, *, beside_decode: bool
     ) -> None:
         """As in `PromptAttention`."""
         paged_prefill(

@@ -4,7 +4,9 @@ One program a row, which it holds in registers, so memory is read once. Oracle: 
 
 About programmatic dependent launch (`pdl`), here and in every kernel of this package: a kernel may start while the
 one before it still runs; it reads what that one wrote only after `gdc_wait`, and lets its own successor start only
-after that wait. So at a kernel's start everything up to the last but one before it has finished.
+after that wait. So at a kernel's start everything up to the last but one before it has finished. One exception:
+`paged_prefill` beside `paged_decode` waits at its end alone, so its successor may start while both still run, and has
+waited for both once it has waited for it.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803

@@ -100,7 +100,7 @@ def _paged_prefill_kernel(
     share = tl.maximum(tl.cdiv(blocks, splits), least_blocks)
     begin = split * share
     end = tl.minimum(begin + share, blocks)
-    if (begin >= blocks) | (queries == 0):
+    if begin >= blocks:
         return
     used = tl.cdiv(blocks, share)
 
@@ -122,7 +122,8 @@ def _paged_prefill_kernel(
         if not BESIDE:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    q = tl.load(query + at[:, None] + d[None, :])
+    # Past the first-level cache: a program beside `paged_decode` has waited for nothing since this was written.
+    q = tl.load(query + at[:, None] + d[None, :], cache_modifier=".cg")
     best = tl.full([ROWS], LOWEST, tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
@@ -164,6 +165,7 @@ def _paged_prefill_kernel(
                 best = new_best
             acc = acc / weight[:, None]
             tl.store(out + out_at, acc.to(out.dtype.element_ty), mask=real[:, None])
+    # So that whoever waits for this kernel has waited for the one beside it, too.
     if PDL and BESIDE:
         tl.extra.cuda.gdc_wait()
 
@@ -194,7 +196,8 @@ def paged_prefill(
 
     With `pdl` the kernel right before may write the query, keys and values, but not tiles or the page table, which are
     read before it has finished. With `beside` it is one that begins after all that wrote those, and the two run side by
-    side: `paged_decode`. Launches on one device must be ordered, and the first not under graph capture, RuntimeError.
+    side: `paged_decode`, whose every row waits before it lets a successor start; at least one tile has work then.
+    Launches on one device must be ordered, and the first not under graph capture, RuntimeError.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = keys.shape[1]

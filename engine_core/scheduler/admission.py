@@ -54,7 +54,7 @@ class PageGate:
     """
 
     def __init__(self, memory: KVMemory, chunk: int) -> None:
-        """chunk: positions computed first; 0: all of them."""
+        """chunk: positions that a step could compute first; 0: all of them."""
         self.memory = memory
         self.chunk = chunk
         self._holders: dict[int, Sequence] = {}

@@ -57,7 +57,7 @@ class Scheduler:
         self.waiting = WaitingQueue(policy == "priority")
         self.ended: list[Sequence] = []
         self.preemptions = 0
-        self._gates = (rows, PageGate(memory, limits.prefill_chunk))
+        self._gates = (rows, PageGate(memory, limits.prefill_chunk and limits.max_step_tokens))
         self.planner = Planner(memory, limits, policy, self.preempt)
         self._running = Running()
         self._open: dict[tuple[bytes, int], Sequence] = {}

@@ -113,6 +113,8 @@ def test_the_default_model_loses_little() -> None:
     wide, narrow = build("cuda", "auto"), build("cuda", "fp8")
     assert runtime_of(narrow).kv.keys[0].dtype == FP8
     assert all(isinstance(slot.attention, TritonRagged) for slot in runtime_of(narrow).slots)
+    graphs = runtime_of(narrow).graphs
+    assert graphs is not None and all(graphs.mixed), "chunks and mixed steps come from graphs, too"
     sequences = texts(wide)
     exact, found = logits(wide, sequences), logits(narrow, sequences)
     assert found.keys() >= {"chunks", "mixed", "decode from graphs"}

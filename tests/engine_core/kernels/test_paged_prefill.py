@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from engine_core.attention.base import Span
 from engine_core.attention.torch import TorchAttention
-from engine_core.attention.triton import TritonPrompts, TritonRagged
+from engine_core.attention.triton import TritonPrompts, TritonRagged, graph_tiles, most_tiles
 from engine_core.kernels import paged_prefill as kernel
 from engine_core.kernels import reference_prefill
 from engine_core.kernels.arrivals import arrivals
@@ -34,7 +36,7 @@ def spans_of(work: Work) -> list[Span]:
     return spans
 
 
-def given(
+def inputs(
     work: Work, heads: int, kv_heads: int, head_dim: int, page_size: int, device: str
 ) -> tuple[list[Span], Tensor, Tensor, Tensor, Tensor]:
     """Spans, query, keys, values and pages: pages scattered, NaN wherever no row has a token."""
@@ -73,7 +75,7 @@ def backend(heads: int, kv_heads: int, head_dim: int, spans: Sequence[Span], dev
     [(4, 2, 32, 4), (3, 1, 64, 16), (2, 2, 128, 32), (7, 1, 32, 1), (32, 1, 32, 16), (2, 1, 256, 128)],
 )
 def test_equals_the_oracle(work: Work, heads: int, kv_heads: int, head_dim: int, page_size: int, device: str) -> None:
-    spans, query, keys, values, pages = given(work, heads, kv_heads, head_dim, page_size, device)
+    spans, query, keys, values, pages = inputs(work, heads, kv_heads, head_dim, page_size, device)
     ragged = backend(heads, kv_heads, head_dim, spans, device)
     found = ragged.run(ragged.plan(spans, pages, page_size), query, keys, values, 0.2)
     expected = reference_prefill.paged_prefill(query, keys, values, work, pages, page_size, 0.2)
@@ -87,7 +89,7 @@ def test_programs_that_share_a_tile_equal_the_oracle(
 ) -> None:
     """Some see nothing of what a query may see; tiles without work lie between those with work."""
     monkeypatch.setattr(kernel, "LEAST", 16)
-    spans, query, keys, values, pages = given(work, 6, 2, 32, 4, device)
+    spans, query, keys, values, pages = inputs(work, 6, 2, 32, 4, device)
     ragged = backend(6, 2, 32, spans, device)
     tiles = ragged.plan(spans, pages, 4).tiles
     idle = torch.zeros_like(tiles)
@@ -105,7 +107,7 @@ def test_splits_fill_the_device_and_no_more() -> None:
 
 
 def test_a_pool_with_a_stride_and_a_query_inside_a_projection(device: str) -> None:
-    spans, query, keys, values, pages = given([(3, 9)], 2, 1, 32, 4, device)
+    spans, query, keys, values, pages = inputs([(3, 9)], 2, 1, 32, 4, device)
     pool = torch.stack((keys, values), 1)
     wide = torch.cat((query, query), 1)[:, :2]
     ragged = backend(2, 1, 32, spans, device)
@@ -139,6 +141,15 @@ def test_what_earlier_steps_left_is_no_work_of_a_smaller_one(device: str) -> Non
     assert not ragged.tiles.any()
 
 
+@given(st.lists(st.integers(2, 90), min_size=1, max_size=12), st.integers(1, 70), st.integers(0, 9), st.integers(0, 99))
+def test_a_graph_has_tiles_for_every_step_that_it_takes(
+    lengths: list[int], queries: int, more_rows: int, more_tokens: int
+) -> None:
+    rows, tokens = len(lengths) + more_rows, sum(lengths) + more_tokens
+    needed = sum(-(-length // queries) for length in lengths)
+    assert needed <= graph_tiles(rows, tokens, queries) <= most_tiles(rows, tokens, queries)
+
+
 def test_nothing_to_do(device: str) -> None:
     query, pool = torch.zeros(0, 2, 32, device=device), torch.zeros(4, 1, 32, device=device)
     tiles = torch.zeros(0, 4, dtype=torch.int32, device=device)
@@ -162,7 +173,7 @@ def test_many_tiles_fit_a_grid(monkeypatch: pytest.MonkeyPatch, device: str) -> 
 
 
 def test_large_scores_do_not_overflow(device: str) -> None:
-    spans, query, keys, values, pages = given([(0, 20)], 2, 1, 32, 4, device)
+    spans, query, keys, values, pages = inputs([(0, 20)], 2, 1, 32, 4, device)
     ragged, plain = backend(2, 1, 32, spans, device), TorchAttention()
     found = ragged.run(ragged.plan(spans, pages, 4), query * 1e3, keys, values, 1.0)
     expected = plain.run(plain.plan(spans, pages, 4), query * 1e3, keys, values, 1.0)
@@ -194,7 +205,7 @@ def test_what_is_refused(head_dim: int, page_size: int, words: int, message: str
 
 
 def test_a_pool_of_8_bit_floats_is_read_exactly(device: str) -> None:
-    spans, query, keys, values, pages = given([(17, 23), (4, 1)], 4, 2, 32, 16, device)
+    spans, query, keys, values, pages = inputs([(17, 23), (4, 1)], 4, 2, 32, 16, device)
     keys, values = (to_pool(part.nan_to_num(), torch.float8_e4m3fn) for part in (keys, values))
     ragged, plain = backend(4, 2, 32, spans, device), TorchAttention()
     found = ragged.run(ragged.plan(spans, pages, 16), query, keys, values, 0.2)

@@ -35,7 +35,7 @@ def test_everybody_is_there_with_what_they_are_doing() -> None:
     ]  # fmt: skip
     assert {sequence.state for sequence in seen.sequences} == {*SEQUENCE_STATES}, "all of them"
     facts = {sequence.request_id: sequence for sequence in seen.sequences}
-    assert (facts[2].prompt_len, facts[2].launched, facts[2].pages, facts[2].shared_pages) == (20, 16, 4, 4)
+    assert (facts[2].prompt_len, facts[2].launched, facts[2].pages, facts[2].shared_pages) == (20, 16, 5, 4)
     assert (facts[3].generated, facts[3].row > 0, facts[3].client) == (1, True, b"c".hex())
     assert (facts[6].age, facts[6].wait, facts[6].row) == (5.0, 5.0, -1)
     assert [number for number, seq in facts.items() if seq.wait] == [6, 7, 8]
