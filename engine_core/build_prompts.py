@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FEW_TOKENS = 256
 """Up to so many, programs that share a tile's positions beat FlashInfer's, whose prompts of few queries leave most of
-the device idle: 128 tokens behind 8,064 take 44 us a layer and 112 (`benchmarks.kernels.bench_prompt_attention`)."""
+the device idle: 128 tokens behind 8,064 take 46 us a layer and 113 (`benchmarks.kernels.bench_prompt_attention`)."""
 
 
 def eager_prompts(

@@ -4,7 +4,9 @@ import gc
 import os
 import time
 from collections import Counter
+from itertools import product
 from random import Random
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -39,12 +41,14 @@ def build(device: Device = DEVICE) -> DrivenEngine:
 
 
 def settle(runtime: TorchRuntime) -> None:
-    """The same last step in every slot, because a slot keeps what its last step needed."""
+    """The same last steps in every slot, one from a graph and one without, because a slot keeps what its last step
+    needed, and so does the attention of its steps that no graph holds."""
     row = Row(-1, PADDING_ROW, 0, 4, True, tokens=pack_ids([0] * 4))
-    for slot in range(len(runtime.slots)):
-        runtime.launch(slot, StepPlan.of(1, (row,), (Admission(-1, PADDING_ROW, 4, SamplingParams(2)),)))
-        runtime.sample(slot, None)
-        runtime.collect(slot)
+    for slot, graphs in product(range(len(runtime.slots)), (runtime.graphs, None)):
+        with patch.object(runtime, "graphs", graphs):
+            runtime.launch(slot, StepPlan.of(1, (row,), (Admission(-1, PADDING_ROW, 4, SamplingParams(2)),)))
+            runtime.sample(slot, None)
+            runtime.collect(slot)
     runtime.synchronize()
     gc.collect()
 
