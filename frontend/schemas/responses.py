@@ -19,6 +19,7 @@ MAX_METADATA_VALUE = 512
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
+    "background_options": (),
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
