@@ -105,6 +105,13 @@ class Serving:
         found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         return float(found[1]) if found else 0.0
 
+    def fresh_engine_metric(self, name: str) -> float:
+        """The same out of a heartbeat that came after this call began: it knows of whatever was answered before."""
+        asked = time.monotonic()
+        age = "tandem_engine_seconds_since_last_beat"
+        until(lambda: self.engine_metric(age) < time.monotonic() - asked, "a heartbeat")
+        return self.engine_metric(name)
+
     def child(self, module: str) -> psutil.Process:
         """The supervisor's child that runs a module."""
         assert self.process is not None
