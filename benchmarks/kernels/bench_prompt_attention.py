@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from benchmarks.bench_decode import graph_seconds
 from benchmarks.results import save
 from engine_core.attention.base import Span
 from engine_core.attention.triton import TritonRagged
@@ -61,24 +62,14 @@ class Setup:
         return max(read, work) * 1e6
 
 
-def graph_us(layer: Callable[[int], object], repeats: int = 10) -> float:
+def graph_us(layer: Callable[[int], object]) -> float:
     """Median a layer."""
-    for index in range(LAYERS):
-        layer(index)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def layers() -> None:
         for index in range(LAYERS):
             layer(index)
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / LAYERS)
-    return sorted(times)[repeats // 2]
+
+    return graph_seconds(layers, repeats=10) * 1e6 / LAYERS
 
 
 def triton_layer(
