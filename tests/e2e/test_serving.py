@@ -104,7 +104,8 @@ def test_too_long_is_refused_with_the_numbers(client: openai.OpenAI) -> None:
 
 
 def test_a_client_that_drops_frees_its_rows(client: openai.OpenAI, serving: Serving) -> None:
-    aborts = serving.engine_metric('tandem_request_success_total{finished_reason="abort"}')
+    series = 'tandem_request_success_total{finished_reason="abort"}'
+    aborts = serving.fresh_engine_metric(series)
     streams = [
         client.completions.create(
             model=MODEL, prompt=question, max_tokens=1800, stream=True, extra_body={"ignore_eos": True}
@@ -115,8 +116,10 @@ def test_a_client_that_drops_frees_its_rows(client: openai.OpenAI, serving: Serv
         next(iter(stream))
     for stream in streams:
         stream.close()
+    # The gauges come with a heartbeat, which may be older than the streams: only their own aborts say that it is not.
+    until(lambda: serving.engine_metric(series) >= aborts + len(streams), "the dropped streams to be aborted")
     until(lambda: rows_and_pages_are_free(serving), "rows and pages of dropped clients to come back")
-    assert serving.engine_metric('tandem_request_success_total{finished_reason="abort"}') == aborts + len(streams)
+    assert serving.fresh_engine_metric(series) == aborts + len(streams)
 
 
 def test_a_frontend_that_has_served_maps_no_torch(client: openai.OpenAI, serving: Serving) -> None:
