@@ -34,12 +34,12 @@ from benchmarks.serving.connection import Endpoint
 from benchmarks.serving.distribution import distribution
 from benchmarks.serving.level import Level, Slo, summarise
 from benchmarks.workloads import Load, Request, Span, Workload
-from engine_core.build import DEFAULT_MODEL
-from engine_core.constraints.grammars import Grammars
-from engine_core.constraints.matchers import Matchers
-from engine_core.models.config import ModelConfig
-from engine_core.stats import new_stats
-from frontend.progress import Progress
+from tandem.engine_core.constraints.grammars import Grammars
+from tandem.engine_core.constraints.matchers import Matchers
+from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.startup.engine import DEFAULT_MODEL
+from tandem.engine_core.stats import new_stats
+from tandem.frontend.progress import Progress
 
 COMPILATIONS, WALKS, LONGEST_WALK = 5, 20, 80
 SLO = Slo(500.0, 50.0)

@@ -21,19 +21,19 @@ import torch
 from torch.nn import functional
 
 from benchmarks.results import save
-from engine_core.build import build_engine
-from engine_core.engine import Engine
-from engine_core.heartbeat import Status
-from engine_core.models.config import ModelConfig
-from engine_core.pipeline import PipelineState
-from engine_core.runtime.runtime import TorchRuntime
-from engine_core.runtime.tables import Mode
-from engine_core.stats import STAGES, new_stats
-from protocol.codec import pack_ids
-from protocol.commands import Hello, Submit
-from protocol.engine_options import EngineOptions
-from protocol.params import SamplingParams
-from protocol.version import PROTOCOL_VERSION
+from tandem.engine_core.engine import Engine
+from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.pipeline import PipelineState
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.runtime.tables import Mode
+from tandem.engine_core.startup.engine import build_engine
+from tandem.engine_core.stats import STAGES, new_stats
+from tandem.engine_core.wire.heartbeat import Status
+from tandem.protocol.codec import pack_ids
+from tandem.protocol.commands import Hello, Submit
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.params import SamplingParams
+from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.mailbox import FakeMailbox
 
 PROMPT, FIRST, LAST = 256, 64, 320

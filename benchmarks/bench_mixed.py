@@ -19,15 +19,15 @@ from msgspec import structs
 
 from benchmarks.results import save
 from benchmarks.serving.distribution import distribution
-from engine_core.build import build_engine
-from engine_core.heartbeat import Status
-from engine_core.models.config import ModelConfig
-from engine_core.stats import new_stats
-from protocol.codec import pack_ids
-from protocol.commands import Abort, Hello, Submit
-from protocol.engine_options import EngineOptions
-from protocol.params import SamplingParams
-from protocol.version import PROTOCOL_VERSION
+from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.startup.engine import build_engine
+from tandem.engine_core.stats import new_stats
+from tandem.engine_core.wire.heartbeat import Status
+from tandem.protocol.codec import pack_ids
+from tandem.protocol.commands import Abort, Hello, Submit
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.params import SamplingParams
+from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.mailbox import FakeMailbox
 
 CLIENT, EPOCH = b"bench", 1

@@ -29,7 +29,7 @@ from benchmarks.serving.level import Level, Slo, summarise
 from benchmarks.serving.reference import Reference, load_reference
 from benchmarks.serving.table import number, reference_table, remarks, table
 from benchmarks.workloads import Load, Span, Workload
-from frontend.progress import Progress
+from tandem.frontend.progress import Progress
 
 STREAMS = [1, 16, 64, 256]
 REQUESTS = 10

@@ -24,32 +24,32 @@ import zmq
 from llguidance import LLExecutor, LLMatcher
 
 from benchmarks.results import save
-from engine_core.build import DEFAULT_MODEL
-from engine_core.constraints.compiler import GrammarCompiler
-from engine_core.constraints.grammars import Grammars
-from engine_core.constraints.matchers import Matchers
-from engine_core.contracts import DeviceTimes, Masks, StepLogprobs
-from engine_core.control import Control
-from engine_core.engine import Engine
-from engine_core.kv_cache.pages import PageAllocator
-from engine_core.kv_cache.radix import ROOT, RadixTree
-from engine_core.mailbox import ZmqMailbox
-from engine_core.pipeline import PipelineState
-from engine_core.plan import StepPlan
-from engine_core.runtime.mask_filler import MaskFiller
-from engine_core.runtime.staging import capacity, pack
-from engine_core.scheduler.admission import RowGate
-from engine_core.scheduler.limits import SchedulerLimits
-from engine_core.scheduler.memory import CACHE, KVMemory
-from engine_core.scheduler.scheduler import Scheduler
-from engine_core.stats import STAGES, StageClock, new_stats
-from engine_core.wakeup import Wakeup
-from protocol.codec import decode_event, encode, pack_ids, runs, step_output
-from protocol.commands import Hello, Submit
-from protocol.events import Limits, ModelFacts, StepOutput
-from protocol.params import SamplingParams
-from protocol.sockets import bind_router, connect_dealer
-from protocol.version import PROTOCOL_VERSION
+from tandem.engine_core.constraints.compiler import GrammarCompiler
+from tandem.engine_core.constraints.grammars import Grammars
+from tandem.engine_core.constraints.matchers import Matchers
+from tandem.engine_core.contracts import DeviceTimes, Masks, StepLogprobs
+from tandem.engine_core.control import Control
+from tandem.engine_core.engine import Engine
+from tandem.engine_core.kv_cache.manager import CACHE, KVMemory
+from tandem.engine_core.kv_cache.pages import PageAllocator
+from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
+from tandem.engine_core.pipeline import PipelineState
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.runtime.mask_filler import MaskFiller
+from tandem.engine_core.runtime.staging import capacity, pack
+from tandem.engine_core.scheduler.admission import RowGate
+from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.startup.engine import DEFAULT_MODEL
+from tandem.engine_core.stats import STAGES, StageClock, new_stats
+from tandem.engine_core.wire.mailbox import ZmqMailbox
+from tandem.engine_core.wire.wakeup import Wakeup
+from tandem.protocol.codec import decode_event, encode, pack_ids, runs, step_output
+from tandem.protocol.commands import Hello, Submit
+from tandem.protocol.events import Limits, ModelFacts, StepOutput
+from tandem.protocol.params import SamplingParams
+from tandem.protocol.sockets import bind_router, connect_dealer
+from tandem.protocol.version import PROTOCOL_VERSION
 
 EPOCH, VOCAB, MAX_LEN, PAGE_SIZE, STEP_TOKENS = 1, 128_256, 4096, 16, 8192
 PROMPT = 64

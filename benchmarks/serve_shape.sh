@@ -9,7 +9,7 @@ shift 3
 work=$(mktemp -d)
 chmod 700 "$work"
 trap 'kill $(jobs -p) 2>/dev/null || true; wait; rm -rf "$work"' EXIT
-tandem=(python3 -c 'import sys; from frontend.cli import main; sys.exit(main())')
+tandem=(python3 -c 'import sys; from tandem.frontend.cli.main import main; sys.exit(main())')
 
 python3 -m benchmarks.shapes.make_folder "$shape" "$work/model"
 started=$(date +%s%N)

@@ -1,4 +1,4 @@
-"""The engine core's own process: `python -m engine_core --endpoint ...`, started by `tandem`."""
+"""The engine core's own process: `python -m tandem.engine_core --endpoint ...`, started by `tandem`."""
 
 import argparse
 import logging
@@ -10,23 +10,23 @@ from typing import Any
 
 import zmq
 
-from engine_core.build import build_engine
-from engine_core.errors import ConfigError
-from engine_core.heartbeat import Heartbeat, Status
-from engine_core.mailbox import ZmqMailbox
-from engine_core.stats import new_stats
-from engine_core.wakeup import Wakeup
-from protocol.engine_options import add_engine_arguments, engine_options
-from protocol.errors import ExitCode
-from protocol.events import Phase
-from protocol.sockets import bind_router, heartbeat_endpoint
-from protocol.transport_options import add_transport_arguments, transport
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.startup.engine import build_engine
+from tandem.engine_core.stats import new_stats
+from tandem.engine_core.wire.heartbeat import Heartbeat, Status
+from tandem.engine_core.wire.mailbox import ZmqMailbox
+from tandem.engine_core.wire.wakeup import Wakeup
+from tandem.protocol.engine_options import add_engine_arguments, engine_options
+from tandem.protocol.errors import ExitCode
+from tandem.protocol.events import Phase
+from tandem.protocol.sockets import bind_router, heartbeat_endpoint
+from tandem.protocol.transport_options import add_transport_arguments, transport
 
 logger = logging.getLogger("engine_core")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m engine_core", description="Tandem's engine core.")
+    parser = argparse.ArgumentParser(prog="python -m tandem.engine_core", description="Tandem's engine core.")
     add_transport_arguments(parser, endpoint_required=True)
     add_engine_arguments(parser)
     return parser.parse_args(argv)

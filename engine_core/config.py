@@ -7,8 +7,8 @@ import math
 
 from msgspec import Struct
 
-from engine_core.errors import ConfigError
-from protocol.engine_options import EngineOptions, PageSize, Policy
+from tandem.engine_core.errors import ConfigError
+from tandem.protocol.engine_options import EngineOptions, PageSize, Policy
 
 CPU_MAX_ROWS, CUDA_MAX_ROWS = 32, 256
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 128, 2048

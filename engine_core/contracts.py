@@ -5,10 +5,10 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from engine_core.errors import RequestError
-from engine_core.plan import StepPlan
-from protocol.commands import AnyCommand
-from protocol.events import AnyEvent, Failure, Finished, Started, TokenLogprobs
+from tandem.engine_core.errors import RequestError
+from tandem.engine_core.plan import StepPlan
+from tandem.protocol.commands import AnyCommand
+from tandem.protocol.events import AnyEvent, Failure, Finished, Started, TokenLogprobs
 
 
 class Delta(Struct, frozen=True):

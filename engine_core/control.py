@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine_core.contracts import Compiler
-from engine_core.errors import RequestError
-from engine_core.scheduler.inspection import inspect
-from engine_core.scheduler.scheduler import Scheduler
-from engine_core.scheduler.sequence import Sequence
-from engine_core.stats import count_outcome
-from protocol.codec import unpack_floats, unpack_ids
-from protocol.commands import (
+from tandem.engine_core.contracts import Compiler
+from tandem.engine_core.errors import RequestError
+from tandem.engine_core.scheduler.inspection import inspect
+from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.sequence import Sequence
+from tandem.engine_core.stats import count_outcome
+from tandem.protocol.codec import unpack_floats, unpack_ids
+from tandem.protocol.commands import (
     MAX_NAME_BYTES,
     MAX_PRIORITY,
     Abort,
@@ -31,11 +31,11 @@ from protocol.commands import (
     SetPolicy,
     Submit,
 )
-from protocol.engine_options import POLICIES
-from protocol.errors import ErrorCode, ProtocolError
-from protocol.events import Answer, AnyEvent, EngineStats, Failure, Limits, ModelFacts, Ready, Refused
-from protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingParams
-from protocol.version import PROTOCOL_VERSION
+from tandem.protocol.engine_options import POLICIES
+from tandem.protocol.errors import ErrorCode, ProtocolError
+from tandem.protocol.events import Answer, AnyEvent, EngineStats, Failure, Limits, ModelFacts, Ready, Refused
+from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingParams
+from tandem.protocol.version import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 

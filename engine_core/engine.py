@@ -6,17 +6,17 @@ step queued behind the running one: the tick commits step t-1 and launches t+1 w
 
 import logging
 
-from engine_core.contracts import Compiler, Mailbox, Runtime
-from engine_core.control import Control
-from engine_core.errors import FatalError, RowError
-from engine_core.pipeline import PipelineState, Step
-from engine_core.plan import StepPlan
-from engine_core.scheduler.inspection import oldest_wait
-from engine_core.scheduler.scheduler import Scheduler
-from engine_core.scheduler.sequence import Sequence
-from engine_core.stats import StageClock, count_outcome
-from protocol.errors import ErrorCode
-from protocol.events import EngineStats, Failure
+from tandem.engine_core.contracts import Compiler, Mailbox, Runtime
+from tandem.engine_core.control import Control
+from tandem.engine_core.errors import FatalError, RowError
+from tandem.engine_core.pipeline import PipelineState, Step
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.scheduler.inspection import oldest_wait
+from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.sequence import Sequence
+from tandem.engine_core.stats import StageClock, count_outcome
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.events import EngineStats, Failure
 
 logger = logging.getLogger(__name__)
 

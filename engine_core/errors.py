@@ -1,7 +1,7 @@
 """The three ways to fail. A `RequestError` ends one request; a `ConfigError` ends a start; a `FatalError` ends the
 engine core, after every open request got its terminal event."""
 
-from protocol.errors import ErrorCode
+from tandem.protocol.errors import ErrorCode
 
 
 class EngineError(Exception):

@@ -1,7 +1,7 @@
 """What the engine still has to tell one frontend."""
 
-from protocol.codec import encode, step_output
-from protocol.events import Failure, Finished, Started, TokenLogprobs
+from tandem.protocol.codec import encode, step_output
+from tandem.protocol.events import Failure, Finished, Started, TokenLogprobs
 
 
 class Outbox:

@@ -29,7 +29,7 @@ from enum import Enum
 
 from msgspec import Struct, structs
 
-from engine_core.plan import StepPlan
+from tandem.engine_core.plan import StepPlan
 
 
 class StepState(Enum):

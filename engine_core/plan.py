@@ -6,7 +6,7 @@ Frozen msgspec structs, because 256 of them are built every step (a tenth of the
 
 from msgspec import Struct
 
-from protocol.params import SamplingParams
+from tandem.protocol.params import SamplingParams
 
 
 class Row(Struct, frozen=True, gc=False):

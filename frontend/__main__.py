@@ -2,6 +2,6 @@
 
 import sys
 
-from frontend.cli import main
+from tandem.frontend.cli.main import main
 
 sys.exit(main(["frontend", *sys.argv[1:]]))

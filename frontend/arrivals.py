@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from frontend.body import BodyBudget, BodyShare
-from frontend.errors import unavailable
-from protocol.errors import ErrorCode
+from tandem.frontend.api.body import BodyBudget, BodyShare
+from tandem.frontend.errors import unavailable
+from tandem.protocol.errors import ErrorCode
 
 
 class Arrivals:

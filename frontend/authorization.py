@@ -5,9 +5,9 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from frontend.api_keys import ApiKeys
-from frontend.body import drain
-from frontend.errors import ApiError, error_body
+from tandem.frontend.api.body import drain
+from tandem.frontend.api_keys import ApiKeys
+from tandem.frontend.errors import ApiError, error_body
 
 _OPEN_PREFIX = "/health/"
 """Whoever restarts or routes around a process asks these, and has no key."""

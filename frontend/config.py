@@ -7,12 +7,12 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from frontend.api_keys import add_key_arguments, api_keys
-from frontend.chat_options import CHAT_FLAGS, ChatOptions, add_chat_arguments, chat_options
-from frontend.limits import RequestLimits
-from frontend.schemas.options import MAX_N, MAX_STOPS, MAX_TOP_LOGPROBS
-from protocol.sockets import Transport
-from protocol.transport_options import transport
+from tandem.frontend.api_keys import add_key_arguments, api_keys
+from tandem.frontend.chat_options import CHAT_FLAGS, ChatOptions, add_chat_arguments, chat_options
+from tandem.frontend.request.limits import RequestLimits
+from tandem.frontend.request.options import MAX_N, MAX_STOPS, MAX_TOP_LOGPROBS
+from tandem.protocol.sockets import Transport
+from tandem.protocol.transport_options import transport
 
 MEBIBYTE = 2**20
 DEFAULT_BODY_MIB = 32

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 
-from frontend.child import Child
-from frontend.engine_monitor import EngineMonitor
+from tandem.frontend.engine.monitor import EngineMonitor
+from tandem.frontend.supervisor.process import Child
 
 logger = logging.getLogger(__name__)
 

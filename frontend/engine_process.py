@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import sys
 
-from frontend.child import tied
-from protocol.engine_options import EngineOptions, engine_argv
+from tandem.frontend.supervisor.process import tied
+from tandem.protocol.engine_options import EngineOptions, engine_argv
 
 STOP_SECONDS = 10.0
 
@@ -18,7 +18,7 @@ class EngineProcess:
     """A child of the thread that starts it: it ends with that thread and with this process, however they end."""
 
     def __init__(self, endpoint: str, options: EngineOptions) -> None:
-        self._argv = [sys.executable, "-m", "engine_core", "--endpoint", endpoint, *engine_argv(options)]
+        self._argv = [sys.executable, "-P", "-m", "tandem.engine_core", "--endpoint", endpoint, *engine_argv(options)]
         self._process: asyncio.subprocess.Process | None = None
 
     @property

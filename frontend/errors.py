@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from protocol.errors import ErrorCode
-from protocol.events import Failure
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.events import Failure
 
 RETRY_AFTER_SECONDS = 1
 """Sent where to try again may help: clients of the OpenAI API sleep this long before they do."""

@@ -6,7 +6,7 @@ some does, and may not come to an end. What is generated without them is valid a
 
 from typing import Any
 
-from frontend.grammar_schema import map_schemas, walk
+from tandem.frontend.grammar.json_schema import map_schemas, walk
 
 _OPEN_WORDS = ("additionalProperties", "patternProperties", "minProperties")
 _COMBINING = {"allOf", "anyOf", "oneOf", "$ref"}

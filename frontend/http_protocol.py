@@ -2,8 +2,8 @@
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from frontend.access import REQUEST_ID, fresh_id
-from frontend.errors import error_body
+from tandem.frontend.errors import error_body
+from tandem.frontend.server.middleware import REQUEST_ID, fresh_id
 
 
 class JsonErrorProtocol(HttpToolsProtocol):

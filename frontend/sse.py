@@ -2,7 +2,7 @@
 
 import msgspec
 
-from frontend.errors import ApiError
+from tandem.frontend.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from protocol.commands import AnyCommand
-from protocol.errors import ProtocolError
-from protocol.events import AnyEvent, StepOutput, TokenLogprobs
+from tandem.protocol.commands import AnyCommand
+from tandem.protocol.errors import ProtocolError
+from tandem.protocol.events import AnyEvent, StepOutput, TokenLogprobs
 
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from protocol.params import SamplingParams
+from tandem.protocol.params import SamplingParams
 
 MAX_PRIORITY = 100
 MAX_NAME_BYTES = 256

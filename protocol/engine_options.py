@@ -22,7 +22,7 @@ Batching = Literal["continuous", "static"]
 
 
 class EngineOptions(Struct, frozen=True):
-    """What a person may set of an engine core; `engine_core.config` resolves it into an `EngineConfig`."""
+    """What a person may set of an engine core; `tandem.engine_core.config` resolves it into an `EngineConfig`."""
 
     model: str | None = None
     served_model_name: str | None = None

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from msgspec import Struct, field
 
-from protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.errors import ErrorCode, FinishReason
 
 
 class Event(Struct, frozen=True, array_like=True, tag_field="t"):

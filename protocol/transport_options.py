@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from protocol.sockets import Transport, load_curve
+from tandem.protocol.sockets import Transport, load_curve
 
 
 def add_transport_arguments(parser: argparse.ArgumentParser, endpoint_required: bool) -> None:

@@ -11,32 +11,28 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("protocol", "engine_core", "frontend")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
-L0 = {"protocol"}
-L1 = {f"engine_core.{name}" for name in ("config", "errors", "plan", "contracts", "kv_sizing")}
-L2 = {"engine_core.pipeline", "engine_core.scheduler"} | {
-    f"engine_core.kv_cache.{name}" for name in ("pages", "radix", "eviction")
+L0 = {"tandem.protocol"}
+L1 = {
+    f"tandem.engine_core.{name}" for name in ("config", "errors", "plan", "contracts", "sequence", "startup.kv_sizing")
 }
-L3_NAMES = (
-    "kernels",
-    "attention",
-    "layers",
-    "models",
-    "quantization",
-    "lora",
-    "sampling",
-    "loader",
-    "kv_cache.storage",
-)
-L3 = {f"engine_core.{name}" for name in L3_NAMES}
-L4 = {"engine_core.runtime", "engine_core.constraints"}
+L2 = {"tandem.engine_core.pipeline", "tandem.engine_core.scheduler"} | {
+    f"tandem.engine_core.kv_cache.{name}"
+    for name in ("manager", "pages", "radix", "eviction", "pending_pages", "sessions")
+}
+L3_NAMES = ("kernels", "attention", "layers", "models", "model_config", "sampling", "loader", "kv_cache.storage")
+L3 = {f"tandem.engine_core.{name}" for name in L3_NAMES}
+L4 = {"tandem.engine_core.runtime", "tandem.engine_core.constraints"}
 L5_NAMES = (
-    *("engine", "control", "mailbox", "outbox", "heartbeat", "stats", "wakeup"),
-    *("build", "build_runtime", "build_device", "build_prompts", "start_log", "__main__"),
+    *("engine", "control", "wire", "outbox", "stats", "__main__"),
+    *(
+        f"startup.{name}"
+        for name in ("engine", "runtime", "device", "attention", "memory_trial", "warmup", "start_log")
+    ),
 )
-L5 = {f"engine_core.{name}" for name in L5_NAMES}
+L5 = {f"tandem.engine_core.{name}" for name in L5_NAMES}
 LEVELS = (L0, L1, L2, L3, L4, L5)
 
-PADDING = {"engine_core.scheduler.admission"}
+PADDING = {"tandem.engine_core.scheduler.admission"}
 """Where the reserved row has its name, which the runtime's warm-up uses."""
 WIRE = {"msgspec", "zmq"}
 GPU = {"msgspec", "torch", "numpy", "triton", "flashinfer", "safetensors", "huggingface_hub"}
@@ -53,7 +49,7 @@ def modules() -> dict[str, Path]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+            found[".".join(("tandem", *(parts[:-1] if parts[-1] == "__init__" else parts)))] = path
     return found
 
 
@@ -88,7 +84,7 @@ def problems(module: str, ours: set[str], others: set[str]) -> list[str]:
     found = []
     for name in sorted(imported(MODULES[module])):
         top = name.partition(".")[0]
-        if top in PACKAGES:
+        if top == "tandem":
             if not within(name, ours):
                 found.append(f"{module} imports {name}")
         elif top not in sys.stdlib_module_names and top not in others:
@@ -96,19 +92,21 @@ def problems(module: str, ours: set[str], others: set[str]) -> list[str]:
     return found
 
 
-SHELLS = {"engine_core", "engine_core.kv_cache"}
+SHELLS = {"tandem.engine_core", "tandem.engine_core.kv_cache", "tandem.engine_core.startup"}
 """Packages that span levels: their __init__ is empty."""
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith("frontend") and name not in SHELLS])
+@pytest.mark.parametrize(
+    "module", [name for name in MODULES if not name.startswith("tandem.frontend") and name not in SHELLS]
+)
 def test_a_module_imports_only_from_lower_levels(module: str) -> None:
     level = level_of(module)
     assert problems(module, MAY_IMPORT[level], MAY_LOAD[level]) == []
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("frontend")])
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("tandem.frontend")])
 def test_frontends_never_import_the_engine_or_torch(module: str) -> None:
-    assert problems(module, {"protocol", "frontend"}, FRONTEND_LOADS) == []
+    assert problems(module, {"tandem.protocol", "tandem.frontend"}, FRONTEND_LOADS) == []
 
 
 def test_packages_of_the_engine_re_export_nothing() -> None:
@@ -164,9 +162,11 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["frontend.app", "frontend.cli", "protocol.sockets"])
+@pytest.mark.parametrize(
+    "module", ["tandem.frontend.server.app", "tandem.frontend.cli.main", "tandem.protocol.sockets"]
+)
 def test_a_frontend_process_loads_no_engine(module: str) -> None:
-    heavy = "{'torch', 'transformers', 'engine_core', 'triton', 'safetensors'}"
+    heavy = "{'torch', 'transformers', 'tandem.engine_core', 'triton', 'safetensors'}"
     assert run(f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))") == "[]"
 
 
@@ -191,7 +191,10 @@ def test_pure_modules_load_without_torch_numpy_and_zmq() -> None:
 
 
 def test_an_engine_on_a_cpu_needs_neither_triton_nor_flashinfer() -> None:
-    run(BLOCKED.format({"triton", "flashinfer"}) + "import engine_core.build, engine_core.__main__")
+    run(
+        BLOCKED.format({"triton", "flashinfer"})
+        + "import tandem.engine_core.startup.engine, tandem.engine_core.__main__"
+    )
 
 
 def test_the_only_marker_is_gpu(pytestconfig: pytest.Config) -> None:

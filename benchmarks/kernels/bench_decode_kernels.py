@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine_core.kernels.activation import silu_mul
-from engine_core.kernels.decode_inputs import decode_inputs
-from engine_core.kernels.norm import add_rms_norm, rms_norm
-from engine_core.kernels.paged_decode import Tile, choose_splits, paged_decode
-from engine_core.kernels.rope import rope_and_kv_write
+from tandem.engine_core.kernels.activation import silu_mul
+from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
+from tandem.engine_core.kernels.attention.paged_decode import Tile, choose_splits, paged_decode
+from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
+from tandem.engine_core.kernels.rope import rope_and_kv_write
 
 CEILING = 4385
 """GB/s: `torch.sum` over 8 GB on an H200."""

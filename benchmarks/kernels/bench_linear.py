@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_core.kernels.activation import silu_mul
-from engine_core.kernels.gemv import gemv
-from engine_core.kernels.linear_choice import GemvPlan, Plan, SplitKPlan
-from engine_core.kernels.norm import add_rms_norm
-from engine_core.kernels.splitk_gemm import splitk_gemm
-from engine_core.layers.cuda_linear import TritonMethod
+from tandem.engine_core.kernels.activation import silu_mul
+from tandem.engine_core.kernels.linear.gemv import gemv
+from tandem.engine_core.kernels.linear.plans import GemvPlan, Plan, SplitKPlan
+from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
+from tandem.engine_core.kernels.norm import add_rms_norm
+from tandem.engine_core.layers.cuda_linear import TritonMethod
 
 CEILING = 4385.0
 """GB/s of a large read on the H200."""

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from benchmarks.bench_decode import graph_seconds
 from benchmarks.results import save
-from engine_core.attention.base import Span
-from engine_core.attention.triton import TritonRagged
-from engine_core.kernels import paged_decode, paged_prefill
-from engine_core.kernels.paged_prefill import Shape
+from tandem.engine_core.attention.base import Span
+from tandem.engine_core.attention.triton import TritonRagged
+from tandem.engine_core.kernels.attention import paged_decode, paged_prefill
+from tandem.engine_core.kernels.attention.paged_prefill import Shape
 
 LAYERS, PAGE = 16, 16
 BYTES_PER_SECOND, FLOPS = 4.385e12, 7.9e14

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import save
-from engine_core.kernels.logprobs import LogprobKernels
-from engine_core.sampling.device_sampler import DeviceSampler
+from tandem.engine_core.kernels.sampling.logprobs import LogprobKernels
+from tandem.engine_core.sampling.device_sampler import DeviceSampler
 
 BANDWIDTH = 4.385e12
 """Bytes a second that an H200 was measured to read."""

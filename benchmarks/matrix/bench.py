@@ -15,7 +15,7 @@ from benchmarks.serving.connection import Endpoint
 from benchmarks.serving.distribution import distribution
 from benchmarks.serving.record import Record
 from benchmarks.workloads import Load, Span, Workload
-from frontend.progress import Progress
+from tandem.frontend.progress import Progress
 
 QUEUE_TIME = "tandem_request_queue_time_seconds"
 TIMEOUT = 600.0

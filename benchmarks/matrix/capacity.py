@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from benchmarks.matrix.server import Server
 from benchmarks.workloads import Load
-from frontend.progress import Progress
+from tandem.frontend.progress import Progress
 
 RUNNING, WAITING = "tandem_num_requests_running", "tandem_num_requests_waiting"
 PREEMPTIONS = "tandem_num_preemptions_total"

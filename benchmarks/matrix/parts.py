@@ -26,8 +26,8 @@ from benchmarks.matrix.figures import (
 )
 from benchmarks.matrix.scenarios import LONG_PROMPT, MAX_LEN, Scenario, scenarios
 from benchmarks.matrix.server import Server
-from frontend.cli import build_parser
-from protocol.engine_options import POLICIES
+from tandem.frontend.cli.main import build_parser
+from tandem.protocol.engine_options import POLICIES
 
 PARTS = ("matrix", "policies", "capacity", "long-prompts")
 POLICY_STEP_TOKENS = 512

@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-TANDEM = "import sys; from frontend.cli import main; sys.exit(main())"
+TANDEM = "import sys; from tandem.frontend.cli.main import main; sys.exit(main())"
 """The console command, of the tree that the benchmark runs from, installed or not."""
 READY_SECONDS, STOP_SECONDS = 300.0, 30.0
 POLL_SECONDS = 0.1

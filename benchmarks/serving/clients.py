@@ -9,7 +9,7 @@ import msgspec
 
 from benchmarks.serving.client import Job, serve_jobs
 from benchmarks.serving.record import Share
-from frontend.progress import Progress
+from tandem.frontend.progress import Progress
 
 HEAD_START = 0.05
 """Seconds between the last process being ready and the first request, so that all of them know the start in time."""

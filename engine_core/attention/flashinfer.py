@@ -13,7 +13,7 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
-from engine_core.attention.base import Span
+from tandem.engine_core.attention.base import Span
 
 WORKSPACE_BYTES = 256 * 2**20
 GRAPH_PLAN_BYTES = 2 * 2**20

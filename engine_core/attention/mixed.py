@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine_core.attention.base import PromptAttention, Span
-from engine_core.attention.triton import DecodeRows, TritonDecode
-from engine_core.kernels.paged_decode import split_scratch
+from tandem.engine_core.attention.base import PromptAttention, Span
+from tandem.engine_core.attention.triton import DecodeRows, TritonDecode
+from tandem.engine_core.kernels.attention.paged_decode import split_scratch
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_core.attention.base import Span
-from engine_core.kernels.kv_dtype import read_pool
+from tandem.engine_core.attention.base import Span
+from tandem.engine_core.kernels.kv_dtype import read_pool
 
 
 @dataclass(frozen=True, slots=True)

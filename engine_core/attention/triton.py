@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine_core.attention.base import Span
-from engine_core.kernels.paged_decode import paged_decode
-from engine_core.kernels.paged_prefill import WORDS, paged_prefill
+from tandem.engine_core.attention.base import Span
+from tandem.engine_core.kernels.attention.paged_decode import paged_decode
+from tandem.engine_core.kernels.attention.paged_prefill import WORDS, paged_prefill
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from queue import SimpleQueue
 
 from msgspec import Struct
 
-from engine_core.constraints.constraint import Prototype
-from engine_core.contracts import Constraint
-from engine_core.errors import RequestError
-from protocol.errors import ErrorCode
-from protocol.events import EngineStats
+from tandem.engine_core.constraints.constraint import Prototype
+from tandem.engine_core.contracts import Constraint
+from tandem.engine_core.errors import RequestError
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.events import EngineStats
 
 logger = logging.getLogger(__name__)
 

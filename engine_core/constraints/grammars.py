@@ -5,10 +5,10 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine_core.constraints.constraint import Prototype, reason
-from engine_core.errors import RequestError
-from protocol.errors import ErrorCode
-from protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEXER_STATES
+from tandem.engine_core.constraints.constraint import Prototype, reason
+from tandem.engine_core.errors import RequestError
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEXER_STATES
 
 
 class Grammars:

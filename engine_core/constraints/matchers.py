@@ -12,9 +12,9 @@ import numpy as np
 from llguidance import LLExecutor
 from numpy.typing import NDArray
 
-from engine_core.constraints.constraint import GrammarConstraint
-from engine_core.contracts import Constraint
-from protocol.events import EngineStats
+from tandem.engine_core.constraints.constraint import GrammarConstraint
+from tandem.engine_core.contracts import Constraint
+from tandem.protocol.events import EngineStats
 
 Ints = NDArray[np.int32]
 

@@ -6,7 +6,8 @@ from functools import partial
 
 from torch import Tensor
 
-from engine_core.kernels import reference, reference_qk
+from tandem.engine_core.kernels import reference_qk
+from tandem.engine_core.kernels.reference import layer as reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,9 @@ def torch_kernels() -> KernelSet:
 
 def triton_kernels() -> KernelSet:
     """One launch each, chained by programmatic dependent launch: a kernel's prologue overlaps its predecessor's end."""
-    from engine_core.kernels.activation import silu_mul
-    from engine_core.kernels.norm import add_rms_norm, rms_norm
-    from engine_core.kernels.rope import rope_and_kv_write
+    from tandem.engine_core.kernels.activation import silu_mul
+    from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
+    from tandem.engine_core.kernels.rope import rope_and_kv_write
 
     return KernelSet(
         partial(rms_norm, pdl=True),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine_core.kernels import reference_decode
+from tandem.engine_core.kernels.reference import attention as reference_decode
 
 
 def paged_prefill(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine_core.kernels.reference import rms_norm, rope_and_kv_write
+from tandem.engine_core.kernels.reference.layer import rms_norm, rope_and_kv_write
 
 
 def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, kv_heads: int, eps: float) -> Tensor:

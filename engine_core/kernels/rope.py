@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine_core.kernels import kv_dtype
+from tandem.engine_core.kernels import kv_dtype
 
 LARGEST = tl.constexpr(kv_dtype.LARGEST)
 HEAD_DIMS = (32, 64, 128, 256)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from engine_core.kv_cache.eviction import EvictionQueue
+from tandem.engine_core.kv_cache.eviction import EvictionQueue
 
 ROOT = 0
 """Parent of first pages: the number of the reserved page, which is never in the tree."""

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from engine_core.attention.base import ForwardBatch
-from engine_core.kernels.kernel_set import KernelSet
-from engine_core.layers.linear import Linear
-from engine_core.layers.norm import RMSNorm
-from engine_core.layers.placement import Placement
-from engine_core.loader.slots import WeightSlot
-from engine_core.models.config import ModelConfig
+from tandem.engine_core.attention.base import ForwardBatch
+from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.layers.linear import Linear
+from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.layers.placement import Placement
+from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.model_config import ModelConfig
 
 
 class Attention:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_core.kernels.activation import silu_mul
-from engine_core.kernels.gemv import add_norm_gemv, gemv, gemv_silu_mul, norm_gemv
-from engine_core.kernels.linear_choice import (
+from tandem.engine_core.kernels.activation import silu_mul
+from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, gemv_silu_mul, norm_gemv
+from tandem.engine_core.kernels.linear.plans import (
     BUCKETS,
     GemvPlan,
     Plan,
@@ -18,8 +18,8 @@ from engine_core.kernels.linear_choice import (
     choose_normed,
     workspace_size,
 )
-from engine_core.kernels.norm import add_rms_norm, rms_norm
-from engine_core.kernels.splitk_gemm import splitk_gemm
+from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
+from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
 
 _choose = cache(choose)
 _choose_gated = cache(choose_gated)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from engine_core.loader.slots import WeightSlot
+from tandem.engine_core.loader.slots import WeightSlot
 
 
 class Embedding:

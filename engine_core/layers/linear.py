@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from engine_core.layers.linear_method import LinearMethod
-from engine_core.layers.norm import RMSNorm
-from engine_core.layers.placement import Placement
-from engine_core.loader.slots import WeightSlot
+from tandem.engine_core.layers.linear_method import LinearMethod
+from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.layers.placement import Placement
+from tandem.engine_core.loader.slots import WeightSlot
 
 
 class Linear:

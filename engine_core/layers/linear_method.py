@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.kernels.kernel_set import KernelSet
 
 MIN_ROWS_ON_CPU = 4
 

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from engine_core.layers.linear import Linear
-from engine_core.layers.norm import RMSNorm
-from engine_core.layers.placement import Placement
-from engine_core.loader.slots import WeightSlot
-from engine_core.models.config import ModelConfig
+from tandem.engine_core.layers.linear import Linear
+from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.layers.placement import Placement
+from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.model_config import ModelConfig
 
 
 class GatedMLP:

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from engine_core.kernels.kernel_set import KernelSet
-from engine_core.layers.placement import Placement
-from engine_core.loader.slots import WeightSlot
+from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.layers.placement import Placement
+from tandem.engine_core.loader.slots import WeightSlot
 
 
 class RMSNorm:

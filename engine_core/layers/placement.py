@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine_core.kernels.kernel_set import KernelSet, torch_kernels
-from engine_core.layers.linear_method import CpuMethod, LinearMethod, PlainMethod
+from tandem.engine_core.kernels.kernel_set import KernelSet, torch_kernels
+from tandem.engine_core.layers.linear_method import CpuMethod, LinearMethod, PlainMethod
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine_core.models.config import RopeConfig
+from tandem.engine_core.model_config import RopeConfig
 
 
 class RotaryTable:

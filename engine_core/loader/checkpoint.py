@@ -9,7 +9,7 @@ from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine_core.errors import ConfigError
+from tandem.engine_core.errors import ConfigError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

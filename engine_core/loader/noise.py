@@ -2,7 +2,7 @@
 
 import torch
 
-from engine_core.loader.slots import Loadable
+from tandem.engine_core.loader.slots import Loadable
 
 
 def fill_with_noise(model: Loadable, scale: float = 0.02) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from engine_core.errors import ConfigError
-from engine_core.loader.checkpoint import Checkpoint
-from engine_core.loader.slots import Loadable, WeightSlot
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.loader.checkpoint import Checkpoint
+from tandem.engine_core.loader.slots import Loadable, WeightSlot
 
 HARMLESS = (".rotary_emb.inv_freq",)
 """Ends of names of buffers that old checkpoints hold and that follow from the configuration."""

@@ -3,17 +3,17 @@
 import torch
 from torch import Tensor
 
-from engine_core.attention.base import ForwardBatch
-from engine_core.kv_cache.storage import KVStorage
-from engine_core.layers.attention import Attention
-from engine_core.layers.embedding import Embedding
-from engine_core.layers.linear import Linear
-from engine_core.layers.mlp import GatedMLP
-from engine_core.layers.norm import RMSNorm
-from engine_core.layers.placement import Placement
-from engine_core.layers.rotary import RotaryTable
-from engine_core.loader.slots import WeightSlot
-from engine_core.models.config import ModelConfig
+from tandem.engine_core.attention.base import ForwardBatch
+from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.layers.attention import Attention
+from tandem.engine_core.layers.embedding import Embedding
+from tandem.engine_core.layers.linear import Linear
+from tandem.engine_core.layers.mlp import GatedMLP
+from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.layers.placement import Placement
+from tandem.engine_core.layers.rotary import RotaryTable
+from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.model_config import ModelConfig
 
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"

@@ -5,13 +5,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine_core.attention.base import ForwardBatch
-from engine_core.errors import ConfigError
-from engine_core.kv_cache.storage import KVStorage
-from engine_core.layers.placement import Placement, torch_placement
-from engine_core.loader.slots import Loadable
-from engine_core.models.config import ModelConfig
-from engine_core.models.llama import LlamaModel
+from tandem.engine_core.attention.base import ForwardBatch
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.layers.placement import Placement, torch_placement
+from tandem.engine_core.loader.slots import Loadable
+from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.models.llama import LlamaModel
 
 BUILDERS = {
     "LlamaForCausalLM": LlamaModel.build,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine_core.attention.base import PromptAttention
-from engine_core.runtime.tables import Mode
+from tandem.engine_core.attention.base import PromptAttention
+from tandem.engine_core.runtime.tables import Mode
 
 
 @dataclass(frozen=True, slots=True)

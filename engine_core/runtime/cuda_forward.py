@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from engine_core.attention.base import ForwardBatch, PromptAttention
-from engine_core.attention.mixed import MixedAttention, MixedRows
-from engine_core.attention.triton import DecodeRows, TritonDecode
-from engine_core.kernels.decode_inputs import decode_inputs
-from engine_core.kernels.paged_decode import choose_splits
-from engine_core.kv_cache.storage import KVStorage
-from engine_core.models.registry import Model
-from engine_core.runtime.shape import Shape
-from engine_core.runtime.tables import DeviceTables
+from tandem.engine_core.attention.base import ForwardBatch, PromptAttention
+from tandem.engine_core.attention.mixed import MixedAttention, MixedRows
+from tandem.engine_core.attention.triton import DecodeRows, TritonDecode
+from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
+from tandem.engine_core.kernels.attention.paged_decode import choose_splits
+from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.models.registry import Model
+from tandem.engine_core.runtime.graph_bucket import Shape
+from tandem.engine_core.runtime.tables import DeviceTables
 
 
 class CudaForward:

@@ -6,7 +6,7 @@ A timed event costs some microseconds on the launch path, so one pair of neighbo
 from collections.abc import Callable
 from typing import Any
 
-from engine_core.contracts import DeviceTimes
+from tandem.engine_core.contracts import DeviceTimes
 
 EVERY = 8
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine_core.contracts import Constraint
-from engine_core.runtime.staging import Ints
+from tandem.engine_core.contracts import Constraint
+from tandem.engine_core.runtime.staging import Ints
 
 
 class MaskFiller(Protocol):

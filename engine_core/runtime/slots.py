@@ -7,12 +7,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine_core.attention.base import AttentionBackend
-from engine_core.plan import StepPlan
-from engine_core.runtime.captured import CapturedDecode
-from engine_core.runtime.device import Device, Event
-from engine_core.runtime.staging import Packed
-from protocol.params import MAX_TOP_LOGPROBS
+from tandem.engine_core.attention.base import AttentionBackend
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.runtime.captured import CapturedDecode
+from tandem.engine_core.runtime.device import Device, Event
+from tandem.engine_core.runtime.staging import Packed
+from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 LINE_WORDS = 1 + 2 * MAX_TOP_LOGPROBS
 """Most words of one line of log-probabilities."""

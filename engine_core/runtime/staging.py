@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_core.errors import RowError
-from engine_core.plan import Admission, StepPlan
-from protocol.codec import unpack_floats, unpack_ids
-from protocol.errors import ErrorCode
-from protocol.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from tandem.engine_core.errors import RowError
+from tandem.engine_core.plan import Admission, StepPlan
+from tandem.protocol.codec import unpack_floats, unpack_ids
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 Ints = NDArray[np.int32]
 

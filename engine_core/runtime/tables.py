@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine_core.plan import Admission
-from engine_core.runtime.staging import ADMISSION_FLOATS, ADMISSION_INTS, MAX_SUPPRESSED, Packed
-from engine_core.sampling.sampler import Bias, Draw, Penalties, SamplingRows, Truncation
-from protocol.params import MAX_LOGIT_BIAS
+from tandem.engine_core.plan import Admission
+from tandem.engine_core.runtime.staging import ADMISSION_FLOATS, ADMISSION_INTS, MAX_SUPPRESSED, Packed
+from tandem.engine_core.sampling.sampler import Bias, Draw, Penalties, SamplingRows, Truncation
+from tandem.protocol.params import MAX_LOGIT_BIAS
 
 
 class Mode(Enum):

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine_core.kernels.reference_logprobs import logprob_lines
+from tandem.engine_core.kernels.reference_logprobs import logprob_lines
 
 SLICE = 256
 """Most prompt positions whose logits exist at once."""

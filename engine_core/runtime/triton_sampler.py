@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from engine_core.runtime.staging import Packed
-from engine_core.runtime.tables import DeviceTables, Mode, field
-from engine_core.sampling.device_sampler import DeviceSampler
+from tandem.engine_core.runtime.staging import Packed
+from tandem.engine_core.runtime.tables import DeviceTables, Mode, field
+from tandem.engine_core.sampling.device_sampler import DeviceSampler
 
 
 class TritonSampler:

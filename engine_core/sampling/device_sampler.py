@@ -10,13 +10,13 @@ import torch
 import triton
 from torch import Tensor
 
-from engine_core.kernels.penalties import adjust, mark
-from engine_core.kernels.sample_bracket import PIVOTS, STATS
-from engine_core.kernels.sample_cutoff import find_cutoff
-from engine_core.kernels.sample_full import narrow
-from engine_core.kernels.sample_greedy import NOTHING, check_logits, sample_greedy
-from engine_core.kernels.sample_plain import AGAIN, FIRST, LAST, PLAIN, draw, row_best
-from engine_core.kernels.sample_weigh import weigh
+from tandem.engine_core.kernels.sampling.bracket import PIVOTS, STATS
+from tandem.engine_core.kernels.sampling.cutoff import find_cutoff
+from tandem.engine_core.kernels.sampling.draw import AGAIN, FIRST, LAST, PLAIN, draw, row_best
+from tandem.engine_core.kernels.sampling.greedy import NOTHING, check_logits, sample_greedy
+from tandem.engine_core.kernels.sampling.narrow import narrow
+from tandem.engine_core.kernels.sampling.penalties import adjust, mark
+from tandem.engine_core.kernels.sampling.top_p_rejection import weigh
 
 TILE = 4096
 """Tokens a program holds. It must not depend on the batch: a row's sums would change with it."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine_core.kernels.philox import gumbel_noise
-from engine_core.kernels.reference_sampling import add_bias, apply_bitmask, penalize, suppress, truncate
+from tandem.engine_core.kernels.reference.philox import gumbel_noise
+from tandem.engine_core.kernels.reference.sampling import add_bias, apply_bitmask, penalize, suppress, truncate
 
 
 @dataclass(frozen=True, slots=True)

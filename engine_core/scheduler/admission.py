@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Protocol
 
-from engine_core.scheduler.memory import KVMemory
-from engine_core.scheduler.sequence import Sequence
+from tandem.engine_core.kv_cache.manager import KVMemory
+from tandem.engine_core.sequence import Sequence
 
 PADDING_ROW = 0
 """Reserved, like page 0: padded rows of a step live here."""

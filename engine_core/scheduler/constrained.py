@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from engine_core.contracts import Constraint, Delta, Masks, Verifier
-from engine_core.plan import StepPlan
-from engine_core.scheduler.sequence import Sequence
-from engine_core.scheduler.stopping import end_of
-from protocol.errors import ErrorCode
-from protocol.events import Failure, Finished
+from tandem.engine_core.contracts import Constraint, Delta, Masks, Verifier
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.scheduler.stopping import end_of
+from tandem.engine_core.sequence import Sequence
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.events import Failure, Finished
 
 
 def masks_of(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:

@@ -1,8 +1,8 @@
 """The scheduler at one moment, for people."""
 
-from engine_core.scheduler.scheduler import Scheduler
-from engine_core.scheduler.sequence import Sequence
-from protocol.events import EngineStats, InspectedSequence, InspectedSession, Inspection, SequenceState
+from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.sequence import Sequence
+from tandem.protocol.events import EngineStats, InspectedSequence, InspectedSession, Inspection, SequenceState
 
 MOST_WAITING = 256
 """Waiting requests that are listed one by one."""

@@ -3,10 +3,10 @@
 from collections.abc import Container, Mapping
 from collections.abc import Sequence as Rows
 
-from engine_core.contracts import Delta, StepLogprobs
-from engine_core.plan import Row
-from engine_core.scheduler.sequence import Sequence
-from protocol.events import TokenLogprobs
+from tandem.engine_core.contracts import Delta, StepLogprobs
+from tandem.engine_core.plan import Row
+from tandem.engine_core.sequence import Sequence
+from tandem.protocol.events import TokenLogprobs
 
 
 def most_wanted(seq: Sequence) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import Struct
 
-from protocol.engine_options import Policy as PolicyName
+from tandem.protocol.engine_options import Policy as PolicyName
 
 PATIENCE = 16
 DECODE_RUN = 4

@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from engine_core.scheduler.sequence import Sequence
+from tandem.engine_core.sequence import Sequence
 
 HEAD_START = 64
 """How many arrivals one step of priority is worth. Who waits is overtaken by no more than the next `HEAD_START`

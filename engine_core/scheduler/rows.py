@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence as Items
 
-from engine_core.plan import Admission, Row
-from engine_core.scheduler.sequence import Sequence
+from tandem.engine_core.plan import Admission, Row
+from tandem.engine_core.sequence import Sequence
 
 
 def next_row(seq: Sequence, length: int, page_size: int) -> Row:

@@ -1,7 +1,7 @@
 """Those that run."""
 
-from engine_core.scheduler.logprobs import most_wanted
-from engine_core.scheduler.sequence import Sequence
+from tandem.engine_core.scheduler.logprobs import most_wanted
+from tandem.engine_core.sequence import Sequence
 
 
 class Running:

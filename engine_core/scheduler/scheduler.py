@@ -4,22 +4,22 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from engine_core.contracts import Constraint, Delta, Masks, StepLogprobs, Verifier
-from engine_core.errors import RequestError
-from engine_core.plan import StepPlan
-from engine_core.scheduler.admission import PageGate, RowGate, admit
-from engine_core.scheduler.constrained import append, dead_end, jump_ahead, masks_of, refused_by
-from engine_core.scheduler.limits import SchedulerLimits
-from engine_core.scheduler.logprobs import attach
-from engine_core.scheduler.memory import KVMemory
-from engine_core.scheduler.planning import Planner
-from engine_core.scheduler.queue import WaitingQueue
-from engine_core.scheduler.running import Running
-from engine_core.scheduler.sequence import Sequence
-from engine_core.scheduler.stopping import end_of
-from protocol.engine_options import Policy
-from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Failure, Finished, Started
+from tandem.engine_core.contracts import Constraint, Delta, Masks, StepLogprobs, Verifier
+from tandem.engine_core.errors import RequestError
+from tandem.engine_core.kv_cache.manager import KVMemory
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.scheduler.admission import PageGate, RowGate, admit
+from tandem.engine_core.scheduler.constrained import append, dead_end, jump_ahead, masks_of, refused_by
+from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.logprobs import attach
+from tandem.engine_core.scheduler.planner import Planner
+from tandem.engine_core.scheduler.queue import WaitingQueue
+from tandem.engine_core.scheduler.running import Running
+from tandem.engine_core.scheduler.stopping import end_of
+from tandem.engine_core.sequence import Sequence
+from tandem.protocol.engine_options import Policy
+from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.events import Failure, Finished, Started
 
 PASSED_BY = 64
 """So many at the head of the queue may wait for a page that another computes while those behind them are admitted."""

@@ -1,8 +1,8 @@
 """Whether a committed token ends its sequence."""
 
-from engine_core.scheduler.sequence import Sequence
-from protocol.errors import FinishReason
-from protocol.events import Finished
+from tandem.engine_core.sequence import Sequence
+from tandem.protocol.errors import FinishReason
+from tandem.protocol.events import Finished
 
 
 def end_of(seq: Sequence) -> Finished | None:

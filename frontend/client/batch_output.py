@@ -11,7 +11,7 @@ from typing import BinaryIO
 import msgspec
 from msgspec import Raw, Struct
 
-from frontend.client.batch_input import BatchError
+from tandem.frontend.cli.batch_files import BatchError
 
 
 class BatchResponse(Struct, frozen=True):

@@ -7,9 +7,9 @@ import httpx
 import msgspec
 from msgspec import Raw
 
-from frontend.client.batch_input import BatchRequest
-from frontend.client.batch_output import BatchFailure, BatchResponse
-from frontend.client.server_error import unreachable
+from tandem.frontend.cli.batch_files import BatchRequest
+from tandem.frontend.client.batch_output import BatchFailure, BatchResponse
+from tandem.frontend.client.server_error import unreachable
 
 RETRIED = frozenset({429, 502, 503, 504})
 """Nothing is wrong with a request that gets one of these, or with the server behind a proxy."""

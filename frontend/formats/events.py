@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from frontend.choice import Piece
-from frontend.errors import ApiError
-from frontend.formats.base import reply_head
-from frontend.generation import Usage
-from frontend.sse import named_event
-from protocol.events import ModelFacts
+from tandem.frontend.api.formatter import reply_head
+from tandem.frontend.errors import ApiError
+from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.generation import Usage
+from tandem.frontend.sse import named_event
+from tandem.protocol.events import ModelFacts
 
 
 class EventFormat:

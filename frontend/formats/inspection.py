@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from protocol.events import EngineStats, InspectedSequence, InspectedSession, Inspection, Limits
+from tandem.protocol.events import EngineStats, InspectedSequence, InspectedSession, Inspection, Limits
 
 
 def shown(found: Inspection, limits: Limits) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
-from frontend.body import SMALL_BODY, BodyShare, read_body
-from frontend.service import Service
+from tandem.frontend.api.body import SMALL_BODY, BodyShare, read_body
+from tandem.frontend.api.service import Service
 
 _Parsed = TypeVar("_Parsed")
 

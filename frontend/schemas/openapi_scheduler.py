@@ -1,8 +1,8 @@
 """What `/openapi.json` says of `/admin/scheduler`."""
 
-from frontend.schemas.openapi import STRING, Schema, closed
-from protocol.engine_options import POLICIES
-from protocol.events import SEQUENCE_STATES
+from tandem.frontend.api.openapi import STRING, Schema, closed
+from tandem.protocol.engine_options import POLICIES
+from tandem.protocol.events import SEQUENCE_STATES
 
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _NUMBER: Schema = {"type": "number", "minimum": 0}

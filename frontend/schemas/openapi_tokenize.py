@@ -1,8 +1,8 @@
 """What `/openapi.json` says of the bodies of `/tokenize` and `/detokenize`."""
 
-from frontend.schemas.messages import MAX_MESSAGES
-from frontend.schemas.openapi import BOOLEAN, CHAT, ID, MESSAGE, STRING, Schema, array, closed
-from frontend.schemas.tokenize import MAX_TEXT_CHARS
+from tandem.frontend.api.openapi import BOOLEAN, CHAT, ID, MESSAGE, STRING, Schema, array, closed
+from tandem.frontend.request.messages import MAX_MESSAGES
+from tandem.frontend.schemas.tokenize import MAX_TEXT_CHARS
 
 _MODEL: Schema = {"type": ["string", "null"]}
 _SHARED: dict[str, Schema] = {"model": _MODEL, "add_special_tokens": BOOLEAN, "return_token_strs": BOOLEAN}

@@ -1,6 +1,6 @@
 """The body of `POST /admin/scheduler`."""
 
-from frontend.schemas.common import BodyFormat, FieldReader
+from tandem.frontend.request.fields import BodyFormat, FieldReader
 
 _BODY = BodyFormat(("policy",))
 

@@ -3,10 +3,10 @@
 import msgspec
 from msgspec import Raw, Struct
 
-from frontend.errors import malformed, unsupported
-from frontend.schemas.chat import CONVERSATION_NAMES, Conversation, read_conversation
-from frontend.schemas.common import BodyFormat, FieldReader, decode_field, wrong_type
-from frontend.schemas.tools import read_tool_use
+from tandem.frontend.api.chat_completions.request import CONVERSATION_NAMES, Conversation, read_conversation
+from tandem.frontend.errors import malformed, unsupported
+from tandem.frontend.request.fields import BodyFormat, FieldReader, decode_field, wrong_type
+from tandem.frontend.request.tools import read_tool_use
 
 MAX_TEXT_CHARS = 4 * 2**20
 MAX_IDS_BYTES = 4 * 2**20

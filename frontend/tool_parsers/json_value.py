@@ -1,6 +1,6 @@
 """Where a JSON value ends, found character by character and without building it."""
 
-from frontend.held_text import BLANK
+from tandem.frontend.chat.held_text import BLANK
 
 _OPENING, _CLOSING = "{[", "}]"
 

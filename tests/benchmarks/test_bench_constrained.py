@@ -10,10 +10,10 @@ from benchmarks.bench_constrained import ConstrainedDialect, measure_grammar
 from benchmarks.grammars import ENDLESS, SCHEMAS
 from benchmarks.serving.completion import Dialect
 from benchmarks.workloads import Request, Span, Workload
-from engine_core.build import DEFAULT_MODEL
-from engine_core.constraints.grammars import Grammars
-from engine_core.constraints.matchers import Matchers
-from engine_core.stats import new_stats
+from tandem.engine_core.constraints.grammars import Grammars
+from tandem.engine_core.constraints.matchers import Matchers
+from tandem.engine_core.startup.engine import DEFAULT_MODEL
+from tandem.engine_core.stats import new_stats
 from tests.fakes.clock import FakeClock
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.bench_decode import Bounds, figures_of
 from benchmarks.plot_decode import series
-from engine_core.stats import STAGES
+from tandem.engine_core.stats import STAGES
 
 BOUNDS = Bounds(floor=0.5, linears=0.8, accepted=1.1)
 SECONDS = {f"stage {name}": 0.0001 for name in STAGES} | {"step": 0.002, "gpu": 0.0018, "idle": 0.0002, "alone": 0.0015}

@@ -16,9 +16,9 @@ from benchmarks.matrix.scenarios import MAX_LEN, scenarios
 from benchmarks.matrix.server import Scrape, Server, ServerDiedError, histogram_quantiles, histogram_summary
 from benchmarks.run_matrix import settings
 from benchmarks.serving.record import Record
-from engine_core.config import ModelShape, StepConfig, resolve
-from frontend.cli import build_parser
-from protocol import engine_options
+from tandem.engine_core.config import ModelShape, StepConfig, resolve
+from tandem.frontend.cli.main import build_parser
+from tandem.protocol import engine_options
 
 SERVERS = [*matrix(1), *map(with_policy, engine_options.POLICIES), with_chunk(256)]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.e2e.serving import GUARD_SECONDS, Serving
+from tests.support.serving import GUARD_SECONDS, Serving
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import pydantic
 import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 
-from tests.e2e.serving import Serving, until
+from tests.support.serving import Serving, until
 
 MODEL = "tandem-default"
 ANSWER = "textwrap.dedent(text): Remove any common leading whitespace from every line in `text`."

@@ -6,7 +6,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.serving import GUARD_SECONDS, Serving, until
+from tests.support.serving import GUARD_SECONDS, Serving, until
 
 PROMPT = "Tell me about os.path.join"
 ENDLESS = {"ignore_eos": True}
@@ -23,15 +23,18 @@ def test_a_killed_engine_ends_its_streams_and_comes_back(tmp_path: Path) -> None
         )
         chunks = iter(stream)
         assert next(chunks).choices[0].finish_reason is None
-        engine = serving.child("engine_core")
+        engine = serving.child("tandem.engine_core")
         engine.send_signal(signal.SIGKILL)
         with pytest.raises(openai.APIError, match="engine"):
             for _ in chunks:
                 pass
-        until(lambda: serving.get("/health/ready")[0] == 503 or serving.child("engine_core").pid != engine.pid, "503")
+        until(
+            lambda: serving.get("/health/ready")[0] == 503 or serving.child("tandem.engine_core").pid != engine.pid,
+            "503",
+        )
         assert serving.get("/health/live")[0] == 200
         until(serving.ready, "the restarted engine")
-        assert serving.child("engine_core").pid != engine.pid
+        assert serving.child("tandem.engine_core").pid != engine.pid
         reply = client.completions.create(model="tandem-default", prompt=PROMPT, max_tokens=8)
         assert reply.choices[0].finish_reason in ("stop", "length")
         assert serving.engine_metric("tandem_engine_restarts_total") == 1
@@ -45,7 +48,7 @@ def test_sigterm_ends_open_streams_and_exits_cleanly(tmp_path: Path) -> None:
         chunks = iter(stream)
         next(chunks)
         assert serving.process is not None
-        children = [serving.child("frontend"), serving.child("engine_core")]
+        children = [serving.child("tandem.frontend"), serving.child("tandem.engine_core")]
         serving.process.send_signal(signal.SIGTERM)
         ended = None
         try:

@@ -4,8 +4,8 @@ import http.client
 import json
 import random
 
-from tests.e2e.serving import GUARD_SECONDS, Serving, until
-from tests.frontend.test_malformed import Case, cases
+from tests.frontend.api.test_malformed import Case, cases
+from tests.support.serving import GUARD_SECONDS, Serving, until
 
 SAMPLE = 120
 ACCEPTED = "tandem_requests_accepted_total"

@@ -6,7 +6,7 @@ import openai
 import psutil
 import pytest
 
-from frontend.offline import LLM
+from tandem.frontend.offline.llm import LLM
 from tests.e2e.test_serving import MODEL, QUESTIONS, ask
 
 

@@ -8,8 +8,8 @@ import openai
 import pytest
 from openai.types.responses import FunctionToolParam, ResponseInputParam
 
-from tests.e2e.serving import GUARD_SECONDS, Serving, until
 from tests.e2e.test_chat import ANSWER, FORECAST, MODEL, Weather, all_is_free
+from tests.support.serving import GUARD_SECONDS, Serving, until
 
 QUESTION = "What does textwrap.dedent do?"
 

@@ -6,7 +6,7 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.serving import Serving, until
+from tests.support.serving import Serving, until
 
 MODEL = "tandem-default"
 QUESTIONS = [
@@ -124,10 +124,10 @@ def test_a_client_that_drops_frees_its_rows(client: openai.OpenAI, serving: Serv
 
 def test_a_frontend_that_has_served_maps_no_torch(client: openai.OpenAI, serving: Serving) -> None:
     assert ask(client, QUESTIONS[2])
-    maps = [m.path for m in serving.child("frontend").memory_maps()]
+    maps = [m.path for m in serving.child("tandem.frontend").memory_maps()]
     assert any("tokenizers" in path for path in maps), "the maps can be read"
     assert not [path for path in maps if "torch" in path]
-    engine = [m.path for m in serving.child("engine_core").memory_maps()]
+    engine = [m.path for m in serving.child("tandem.engine_core").memory_maps()]
     assert any("libtorch" in path for path in engine)
 
 
@@ -145,4 +145,4 @@ def test_metrics_tell_the_two_sides_apart(client: openai.OpenAI, serving: Servin
         ),
         "every launched step to be committed",
     )
-    assert psutil.pid_exists(serving.child("engine_core").pid)
+    assert psutil.pid_exists(serving.child("tandem.engine_core").pid)

@@ -8,8 +8,8 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
-from frontend.cli import main
-from tests.e2e.serving import GUARD_SECONDS, Serving, until
+from tandem.frontend.cli.main import main
+from tests.support.serving import GUARD_SECONDS, Serving, until
 
 MODEL = "tandem-default"
 TURNS = ("What does textwrap.dedent do?", "What does os.path.join do?", "What does math.gcd do?")

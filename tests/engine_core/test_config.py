@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_core.config import ModelShape, StepConfig, resolve, resolve_device, resolve_dtype, resolve_threads
-from engine_core.errors import ConfigError
-from protocol.engine_options import EngineOptions
+from tandem.engine_core.config import ModelShape, StepConfig, resolve, resolve_device, resolve_dtype, resolve_threads
+from tandem.engine_core.errors import ConfigError
+from tandem.protocol.engine_options import EngineOptions
 
 MODEL = ModelShape("tiny", max_positions=2048)
 

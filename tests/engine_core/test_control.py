@@ -8,21 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engine_core.control import Control
-from engine_core.scheduler.admission import RowGate
-from engine_core.scheduler.limits import SchedulerLimits
-from engine_core.scheduler.scheduler import Scheduler
-from engine_core.stats import new_stats
-from protocol.codec import pack_floats, pack_ids
-from protocol.commands import Abort, AnyCommand, EndSession, Goodbye, Hello, Inspect, SetPolicy, Submit
-from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Answer, Failure, Finished, Inspection, Limits, ModelFacts, Ready, Refused
-from protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
-from protocol.version import PROTOCOL_VERSION
+from tandem.engine_core.control import Control
+from tandem.engine_core.scheduler.admission import RowGate
+from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.stats import new_stats
+from tandem.protocol.codec import pack_floats, pack_ids
+from tandem.protocol.commands import Abort, AnyCommand, EndSession, Goodbye, Hello, Inspect, SetPolicy, Submit
+from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.events import Answer, Failure, Finished, Inspection, Limits, ModelFacts, Ready, Refused
+from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
+from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
 from tests.fakes.constraint import FakeCompiler, FakeVerifier
-from tests.fakes.memory import kv_memory
-from tests.protocol.messages import COMMANDS
+from tests.support.kv_pool import kv_memory
+from tests.support.messages import COMMANDS
 
 EPOCH, VOCAB, MAX_LEN, END = 77, 100, 48, 1
 FACTS = ModelFacts("fake", VOCAB, MAX_LEN, [END, 2], "", "cpu", "float32", 0)

@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 
-from engine_core.engine import FAREWELL_TRIES
-from engine_core.errors import FatalError, RowError
-from protocol.codec import pack_ids
-from protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, SetPolicy, Submit
-from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Answer, Failure, Finished, Inspection, Ready
-from protocol.params import SamplingParams
-from protocol.version import PROTOCOL_VERSION
-from tests.fakes.bench import CLIENT, EPOCH, Bench
+from tandem.engine_core.engine import FAREWELL_TRIES
+from tandem.engine_core.errors import FatalError, RowError
+from tandem.protocol.codec import pack_ids
+from tandem.protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, SetPolicy, Submit
+from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.events import Answer, Failure, Finished, Inspection, Ready
+from tandem.protocol.params import SamplingParams
+from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.constraint import FakeConstraint
 from tests.fakes.model import reference
+from tests.support.recorded_engine import CLIENT, EPOCH, Bench
 
 
 class TestOrder:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine_core.errors import ConfigError, EngineError, FatalError, RequestError, RowError
-from protocol.errors import ErrorCode
+from tandem.engine_core.errors import ConfigError, EngineError, FatalError, RequestError, RowError
+from tandem.protocol.errors import ErrorCode
 
 
 def test_a_row_error_is_a_request_error_of_one_sequence() -> None:

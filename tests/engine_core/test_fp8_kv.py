@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.gpu.fp8_kv import Loss, build, logits, runtime_of, texts
+from tests.support.fp8_kv import Loss, build, logits, runtime_of, texts
 
 
 def test_logits_stay_close_and_choices_the_same() -> None:

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import zmq
 
-from engine_core import __main__ as process
-from engine_core.errors import ConfigError
-from protocol.codec import decode_event, encode, pack_ids, runs
-from protocol.commands import Hello, Submit
-from protocol.errors import ErrorCode, ExitCode
-from protocol.events import Beat, Phase, Ready, StepOutput
-from protocol.params import SamplingParams
-from protocol.sockets import bind_router, connect_dealer, connect_heartbeat, heartbeat_endpoint
-from protocol.version import PROTOCOL_VERSION
-from tests.fakes.model_folder import write_model
-from tests.protocol.keeping import KeepingContext
+from tandem.engine_core import __main__ as process
+from tandem.engine_core.errors import ConfigError
+from tandem.protocol.codec import decode_event, encode, pack_ids, runs
+from tandem.protocol.commands import Hello, Submit
+from tandem.protocol.errors import ErrorCode, ExitCode
+from tandem.protocol.events import Beat, Phase, Ready, StepOutput
+from tandem.protocol.params import SamplingParams
+from tandem.protocol.sockets import bind_router, connect_dealer, connect_heartbeat, heartbeat_endpoint
+from tandem.protocol.version import PROTOCOL_VERSION
+from tests.support.model_folder import write_model
+from tests.support.zmq_context import KeepingContext
 
 ROOT = Path(__file__).parents[2]
 WAIT_MS = 60_000
@@ -60,7 +60,9 @@ def test_a_life(run_dir: Path, context: Any) -> None:
     endpoint = f"ipc://{run_dir}/wire/engine"
     listener = connect_heartbeat(context, heartbeat_endpoint(endpoint))
     argv = ["--endpoint", endpoint, "--model", str(run_dir), "--device", "cpu", "--max-rows", "1", "--threads", "1"]
-    child = subprocess.Popen([sys.executable, "-m", "engine_core", *argv], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", "tandem.engine_core", *argv], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
     try:
         ready = beat(listener, lambda found: found.phase is Phase.READY)
         dealer = connect_dealer(context, endpoint)
@@ -147,7 +149,9 @@ def test_an_open_request_hears_of_the_end(run_dir: Path, context: Any) -> None:
     endpoint = f"ipc://{run_dir}/wire/engine"
     listener = connect_heartbeat(context, heartbeat_endpoint(endpoint))
     argv = ["--endpoint", endpoint, "--model", str(run_dir), "--device", "cpu", "--max-rows", "1", "--threads", "1"]
-    child = subprocess.Popen([sys.executable, "-m", "engine_core", *argv], cwd=ROOT, stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", "tandem.engine_core", *argv], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
     try:
         epoch = beat(listener, lambda found: found.phase is Phase.READY).engine_epoch
         dealer = connect_dealer(context, endpoint)

@@ -12,15 +12,15 @@ from collections import Counter
 import psutil
 from msgspec import structs
 
-from engine_core.models.llama import LlamaModel
-from engine_core.scheduler.limits import SchedulerLimits
-from protocol.codec import pack_ids
-from protocol.commands import Abort, EndSession, SetPolicy, Submit
-from protocol.engine_options import POLICIES
-from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Failure
-from protocol.params import SamplingParams
-from tests.fakes.tiny_llama import CLIENT, VOCAB, Compared, Shape, TinyEngine, random_model
+from tandem.engine_core.models.llama import LlamaModel
+from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.protocol.codec import pack_ids
+from tandem.protocol.commands import Abort, EndSession, SetPolicy, Submit
+from tandem.protocol.engine_options import POLICIES
+from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.events import Failure
+from tandem.protocol.params import SamplingParams
+from tests.support.tiny_llama import CLIENT, VOCAB, Compared, Shape, TinyEngine, random_model
 
 SECONDS = float(os.environ.get("TANDEM_SOAK_SECONDS", "6"))
 OPEN_AT_MOST = 40

@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 
-from engine_core.pipeline import PipelineState, Step, StepState
-from engine_core.plan import StepPlan
+from tandem.engine_core.pipeline import PipelineState, Step, StepState
+from tandem.engine_core.plan import StepPlan
 
 MOVES = ("launch", "sample", "begin", "finish")
 

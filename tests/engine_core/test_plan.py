@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine_core.plan import Row, StepPlan
+from tandem.engine_core.plan import Row, StepPlan
 
 
 def row(length: int = 1, samples: bool = True, constrained: bool = False, start: int = 0) -> Row:

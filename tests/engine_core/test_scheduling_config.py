@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_core.config import MAX_SESSIONS, STEP_UPLOADS, ModelShape, StepConfig, resolve
-from engine_core.errors import ConfigError
-from protocol.engine_options import POLICIES, EngineOptions
+from tandem.engine_core.config import MAX_SESSIONS, STEP_UPLOADS, ModelShape, StepConfig, resolve
+from tandem.engine_core.errors import ConfigError
+from tandem.protocol.engine_options import POLICIES, EngineOptions
 
 MODEL = ModelShape("tiny", max_positions=2048)
 

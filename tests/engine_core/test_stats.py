@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_core.stats import QUEUE_SECONDS, STAGES, STEP_ROWS, StageClock, count_outcome, new_stats
-from protocol.codec import decode_event, encode
-from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Beat, Failure, Finished, Histogram, Phase
+from tandem.engine_core.stats import QUEUE_SECONDS, STAGES, STEP_ROWS, StageClock, count_outcome, new_stats
+from tandem.protocol.codec import decode_event, encode
+from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.events import Beat, Failure, Finished, Histogram, Phase
 from tests.fakes.clock import FakeClock
 
 

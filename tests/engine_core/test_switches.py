@@ -7,15 +7,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine_core.build import DEFAULT_MODEL
-from engine_core.models.llama import LlamaModel
-from engine_core.plan import StepPlan
-from engine_core.runtime.runtime import TorchRuntime
-from engine_core.scheduler.policy import POLICIES
-from protocol.engine_options import EngineOptions
-from protocol.params import SamplingParams
-from tests.fakes.driving import DrivenEngine
-from tests.fakes.tiny_llama import MAX_LEN, VOCAB, Compared, Shape, TinyEngine, random_model
+from tandem.engine_core.models.llama import LlamaModel
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.scheduler.policy import POLICIES
+from tandem.engine_core.startup.engine import DEFAULT_MODEL
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.params import SamplingParams
+from tests.support.engine_driver import DrivenEngine
+from tests.support.tiny_llama import MAX_LEN, VOCAB, Compared, Shape, TinyEngine, random_model
 
 WHOLE: dict[str, Any] = {"chunk": 0, "step_tokens": MAX_LEN + 4}
 SHAPES: dict[str, Shape] = {

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_core.contracts import Constraint
-from engine_core.errors import RequestError
-from protocol.errors import ErrorCode
+from tandem.engine_core.contracts import Constraint
+from tandem.engine_core.errors import RequestError
+from tandem.protocol.errors import ErrorCode
 from tests.fakes.model import END, VOCAB
 
 

@@ -1,6 +1,6 @@
 """A device whose memory is a number, and things that hold some of it for as long as they live."""
 
-from engine_core.runtime.device import CpuDevice
+from tandem.engine_core.runtime.device import CpuDevice
 
 TOTAL = 1_000_000
 

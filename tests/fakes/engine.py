@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import zmq
 
-from protocol.codec import decode_command, encode, step_output, unpack_ids
-from protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, SetPolicy, Submit
-from protocol.engine_options import POLICIES
-from protocol.errors import ErrorCode, FinishReason
-from protocol.events import (
+from tandem.protocol.codec import decode_command, encode, step_output, unpack_ids
+from tandem.protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, SetPolicy, Submit
+from tandem.protocol.engine_options import POLICIES
+from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.events import (
     Answer,
     AnyEvent,
     Beat,
@@ -30,9 +30,9 @@ from protocol.events import (
     Started,
     StepOutput,
 )
-from protocol.sockets import bind_heartbeat, bind_router, heartbeat_endpoint
-from protocol.version import PROTOCOL_VERSION
-from tests.fakes.running import Running
+from tandem.protocol.sockets import bind_heartbeat, bind_router, heartbeat_endpoint
+from tandem.protocol.version import PROTOCOL_VERSION
+from tests.fakes.engine_request import Running
 
 END_ID = 1
 

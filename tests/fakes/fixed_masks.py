@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_core.contracts import Constraint, Masks
-from engine_core.runtime.mask_filler import MaskFiller
-from engine_core.runtime.slots import StepSlot
-from engine_core.runtime.staging import mask_places
+from tandem.engine_core.contracts import Constraint, Masks
+from tandem.engine_core.runtime.mask_filler import MaskFiller
+from tandem.engine_core.runtime.slots import StepSlot
+from tandem.engine_core.runtime.staging import mask_places
 from tests.fakes.constraint import FakeConstraint
 
 

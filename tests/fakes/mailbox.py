@@ -3,9 +3,9 @@
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from engine_core.contracts import Delta
-from protocol.commands import AnyCommand
-from protocol.events import AnyEvent, Failure, Finished, Started, TokenLogprobs
+from tandem.engine_core.contracts import Delta
+from tandem.protocol.commands import AnyCommand
+from tandem.protocol.events import AnyEvent, Failure, Finished, Started, TokenLogprobs
 
 
 class FakeMailbox:

@@ -7,7 +7,7 @@ freed, overwritten or never written changes every later token.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from protocol.codec import pack_floats, pack_ids
+from tandem.protocol.codec import pack_floats, pack_ids
 
 VOCAB = 40
 END = 1

@@ -3,10 +3,10 @@
 from array import array
 from collections.abc import Callable
 
-from engine_core.contracts import Constraint, DeviceTimes, Masks, StepLogprobs
-from engine_core.kv_cache.pages import PADDING_PAGE
-from engine_core.plan import Admission, Row, StepPlan
-from engine_core.scheduler.admission import PADDING_ROW
+from tandem.engine_core.contracts import Constraint, DeviceTimes, Masks, StepLogprobs
+from tandem.engine_core.kv_cache.pages import PADDING_PAGE
+from tandem.engine_core.plan import Admission, Row, StepPlan
+from tandem.engine_core.scheduler.admission import PADDING_ROW
 from tests.fakes.constraint import own
 from tests.fakes.model import choose, fold, logprob_line
 

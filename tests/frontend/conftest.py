@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from frontend.config import FrontendConfig
-from frontend.listening import listen
-from frontend.server import DrainingServer, build_server
+from tandem.frontend.config import FrontendConfig
+from tandem.frontend.listening import listen
+from tandem.frontend.server.server import DrainingServer, build_server
 from tests.fakes.engine import FakeEngine
 from tests.fakes.tokenizer import write_tokenizer
 

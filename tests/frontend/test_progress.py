@@ -2,7 +2,7 @@
 
 import io
 
-from frontend.progress import Progress
+from tandem.frontend.progress import Progress
 
 
 class Terminal(io.StringIO):

@@ -12,15 +12,15 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from engine_core import build_prompts
-from engine_core.attention.flashinfer import FlashInferAttention
-from engine_core.attention.torch import TorchAttention
-from engine_core.attention.triton import TritonPrompts, TritonRagged
-from engine_core.runtime.runtime import TorchRuntime
-from protocol.engine_options import Device, Dtype, EngineOptions, PageSize
-from tests.fakes.driving import DrivenEngine
-from tests.gpu.recording import reset, runtime_of
-from tests.gpu.teacher import Agreement, Forced, random_sequences, reference_logits, save_random
+from tandem.engine_core.attention.flashinfer import FlashInferAttention
+from tandem.engine_core.attention.torch import TorchAttention
+from tandem.engine_core.attention.triton import TritonPrompts, TritonRagged
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.startup import attention as build_prompts
+from tandem.protocol.engine_options import Device, Dtype, EngineOptions, PageSize
+from tests.support.engine_driver import DrivenEngine
+from tests.support.plan_recording import reset, runtime_of
+from tests.support.teacher_forcing import Agreement, Forced, random_sequences, reference_logits, save_random
 
 pytestmark = pytest.mark.gpu
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine_core.attention.base import ForwardBatch, Span
-from engine_core.attention.torch import TorchAttention
-from engine_core.build import DEFAULT_MODEL
-from engine_core.kv_cache.storage import KVStorage
-from engine_core.loader.weights import load_weights
-from engine_core.models.config import ModelConfig
-from engine_core.models.registry import build_model
-from protocol.engine_options import Device, Dtype, EngineOptions, Switch
-from protocol.params import SamplingParams
-from tests.fakes.driving import DrivenEngine
+from tandem.engine_core.attention.base import ForwardBatch, Span
+from tandem.engine_core.attention.torch import TorchAttention
+from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.loader.weights import load_weights
+from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.models.registry import build_model
+from tandem.engine_core.startup.engine import DEFAULT_MODEL
+from tandem.protocol.engine_options import Device, Dtype, EngineOptions, Switch
+from tandem.protocol.params import SamplingParams
+from tests.support.engine_driver import DrivenEngine
 
 pytestmark = pytest.mark.gpu
 

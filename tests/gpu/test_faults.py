@@ -1,6 +1,6 @@
 """A CUDA failure ends every stream and the process, and nothing more: the next engine serves the next request.
 
-Real processes, the shipped model on CUDA, faults made by `tests.gpu.faulty_engine` in the middle of four streams.
+Real processes, the shipped model on CUDA, faults made by `tests.support.faulty_engine` in the middle of four streams.
 """
 
 import json
@@ -15,10 +15,10 @@ from unittest.mock import patch
 
 import pytest
 
-from protocol.errors import ExitCode
-from tests.e2e.serving import GUARD_SECONDS, Serving, until
-from tests.gpu.faulty_engine import FAULTS, ROWS, VARIABLE
-from tests.gpu.faulty_serve import ENGINE
+from tandem.protocol.errors import ExitCode
+from tests.support.faulty_engine import FAULTS, ROWS, VARIABLE
+from tests.support.faulty_serve import ENGINE
+from tests.support.serving import GUARD_SECONDS, Serving, until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -40,7 +40,7 @@ class FaultyServing(Serving):
         root = str(Path(__file__).parents[2])
 
         def start(command: list[str], **more: object) -> "subprocess.Popen[bytes]":
-            ours = [sys.executable, "-m", "tests.gpu.faulty_serve", *command[1:]]
+            ours = [sys.executable, "-m", "tests.support.faulty_serve", *command[1:]]
             return popen(ours, cwd=root, **more)  # type: ignore[call-overload, no-any-return]
 
         with patch.object(subprocess, "Popen", start), pytest.MonkeyPatch.context() as environment:

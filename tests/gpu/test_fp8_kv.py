@@ -10,15 +10,16 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from engine_core.attention.base import Span
-from engine_core.attention.triton import TritonRagged
-from engine_core.kernels import reference_decode, reference_prefill
-from engine_core.kernels.kv_dtype import to_pool
-from engine_core.kernels.paged_decode import choose_splits, paged_decode
-from engine_core.kernels.paged_prefill import tile_queries
-from engine_core.kernels.reference_qk import qk_norm_rope_and_kv_write
-from engine_core.kernels.rope import rope_and_kv_write
-from tests.gpu.fp8_kv import Loss, build, logits, runtime_of, texts
+from tandem.engine_core.attention.base import Span
+from tandem.engine_core.attention.triton import TritonRagged
+from tandem.engine_core.kernels import reference_prefill
+from tandem.engine_core.kernels.attention.paged_decode import choose_splits, paged_decode
+from tandem.engine_core.kernels.attention.paged_prefill import tile_queries
+from tandem.engine_core.kernels.kv_dtype import to_pool
+from tandem.engine_core.kernels.reference import attention as reference_decode
+from tandem.engine_core.kernels.reference_qk import qk_norm_rope_and_kv_write
+from tandem.engine_core.kernels.rope import rope_and_kv_write
+from tests.support.fp8_kv import Loss, build, logits, runtime_of, texts
 
 pytestmark = pytest.mark.gpu
 

@@ -9,13 +9,15 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from engine_core.kernels import reference, reference_activation, reference_decode
-from engine_core.kernels.activation import gelu_mul, silu_mul
-from engine_core.kernels.decode_inputs import decode_inputs, decode_inputs_reference
-from engine_core.kernels.norm import add_rms_norm, rms_norm
-from engine_core.kernels.paged_decode import choose_splits, paged_decode
-from engine_core.kernels.reference_qk import qk_norm_rope_and_kv_write
-from engine_core.kernels.rope import rope_and_kv_write
+from tandem.engine_core.kernels import reference_activation
+from tandem.engine_core.kernels.activation import gelu_mul, silu_mul
+from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs, decode_inputs_reference
+from tandem.engine_core.kernels.attention.paged_decode import choose_splits, paged_decode
+from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
+from tandem.engine_core.kernels.reference import attention as reference_decode
+from tandem.engine_core.kernels.reference import layer as reference
+from tandem.engine_core.kernels.reference_qk import qk_norm_rope_and_kv_write
+from tandem.engine_core.kernels.rope import rope_and_kv_write
 
 pytestmark = pytest.mark.gpu
 

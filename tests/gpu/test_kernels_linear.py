@@ -7,12 +7,12 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from engine_core.kernels.gemv import add_norm_gemv, gemv, gemv_silu_mul, norm_gemv
-from engine_core.kernels.linear_choice import GemvPlan, SplitKPlan, workspace_size
-from engine_core.kernels.reference import add_rms_norm, rms_norm, silu_mul
-from engine_core.kernels.splitk_gemm import splitk_gemm
-from engine_core.layers import cuda_linear
-from engine_core.layers.cuda_linear import TritonMethod
+from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, gemv_silu_mul, norm_gemv
+from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan, workspace_size
+from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
+from tandem.engine_core.kernels.reference.layer import add_rms_norm, rms_norm, silu_mul
+from tandem.engine_core.layers import cuda_linear
+from tandem.engine_core.layers.cuda_linear import TritonMethod
 
 pytestmark = pytest.mark.gpu
 

@@ -7,15 +7,15 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from engine_core.attention.base import Span
-from engine_core.attention.mixed import MixedAttention, MixedRows
-from engine_core.attention.triton import DecodeRows, TritonPrompts, TritonRagged, most_tiles
-from engine_core.kernels import reference_prefill
-from engine_core.kernels.activation import silu_mul
-from engine_core.kernels.norm import add_rms_norm
-from engine_core.kernels.paged_decode import paged_decode
-from engine_core.kernels.paged_prefill import choose_splits, paged_prefill, tile_queries
-from engine_core.kernels.rope import rope_and_kv_write
+from tandem.engine_core.attention.base import Span
+from tandem.engine_core.attention.mixed import MixedAttention, MixedRows
+from tandem.engine_core.attention.triton import DecodeRows, TritonPrompts, TritonRagged, most_tiles
+from tandem.engine_core.kernels import reference_prefill
+from tandem.engine_core.kernels.activation import silu_mul
+from tandem.engine_core.kernels.attention.paged_decode import paged_decode
+from tandem.engine_core.kernels.attention.paged_prefill import choose_splits, paged_prefill, tile_queries
+from tandem.engine_core.kernels.norm import add_rms_norm
+from tandem.engine_core.kernels.rope import rope_and_kv_write
 
 pytestmark = pytest.mark.gpu
 

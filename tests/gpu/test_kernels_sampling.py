@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine_core.kernels.logprobs import LogprobKernels
-from engine_core.kernels.reference_logprobs import logprob_lines
-from tests.engine_core.kernels.sampling_case import (
+from tandem.engine_core.kernels.reference_logprobs import logprob_lines
+from tandem.engine_core.kernels.sampling.logprobs import LogprobKernels
+from tests.support.sampling_case import (
     Case,
     ask_everything,
     check_draw,

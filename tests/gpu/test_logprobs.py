@@ -11,19 +11,19 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine_core.build import DEFAULT_MODEL
-from engine_core.contracts import StepLogprobs
-from engine_core.kernels.reference_logprobs import logprob_lines
-from engine_core.plan import StepPlan
-from engine_core.runtime.cuda_forward import CudaForward
-from engine_core.runtime.runtime import TorchRuntime
-from protocol.codec import read_logprobs
-from protocol.commands import Abort
-from protocol.engine_options import Device, Dtype, EngineOptions
-from protocol.params import SamplingParams
-from tests.fakes.driving import CLIENT, DrivenEngine
-from tests.gpu.guards import PinnedCopies, around_launches, sync_is_an_error
-from tests.gpu.recording import runtime_of
+from tandem.engine_core.contracts import StepLogprobs
+from tandem.engine_core.kernels.reference_logprobs import logprob_lines
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.runtime.cuda_forward import CudaForward
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.startup.engine import DEFAULT_MODEL
+from tandem.protocol.codec import read_logprobs
+from tandem.protocol.commands import Abort
+from tandem.protocol.engine_options import Device, Dtype, EngineOptions
+from tandem.protocol.params import SamplingParams
+from tests.support.engine_driver import CLIENT, DrivenEngine
+from tests.support.launch_guards import PinnedCopies, around_launches, sync_is_an_error
+from tests.support.plan_recording import runtime_of
 
 pytestmark = pytest.mark.gpu
 

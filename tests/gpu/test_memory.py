@@ -8,10 +8,10 @@ from random import Random
 import pytest
 import torch
 
-from protocol.engine_options import EngineOptions
-from tests.fakes.driving import DrivenEngine
-from tests.gpu.recording import runtime_of
-from tests.gpu.traffic import KINDS, requests
+from tandem.protocol.engine_options import EngineOptions
+from tests.support.engine_driver import DrivenEngine
+from tests.support.gpu_traffic import KINDS, requests
+from tests.support.plan_recording import runtime_of
 
 pytestmark = pytest.mark.gpu
 

@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_core.plan import StepPlan
-from engine_core.runtime.cuda_forward import CudaForward
-from engine_core.runtime.runtime import TorchRuntime
-from engine_core.runtime.tables import Mode
-from engine_core.runtime.triton_sampler import TritonSampler
-from protocol.engine_options import EngineOptions
-from tests.fakes.driving import DrivenEngine
-from tests.gpu.recording import (
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.runtime.cuda_forward import CudaForward
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.runtime.tables import Mode
+from tandem.engine_core.runtime.triton_sampler import TritonSampler
+from tandem.protocol.engine_options import EngineOptions
+from tests.support.engine_driver import DrivenEngine
+from tests.support.gpu_traffic import KINDS, requests
+from tests.support.plan_recording import (
     Recording,
     constraining,
     different,
@@ -29,7 +30,6 @@ from tests.gpu.recording import (
     runtime_of,
     state,
 )
-from tests.gpu.traffic import KINDS, requests
 
 pytestmark = pytest.mark.gpu
 

@@ -5,13 +5,13 @@ import time
 import pytest
 import torch
 
-from engine_core.plan import Admission, Row, StepPlan
-from engine_core.runtime.runtime import TorchRuntime
-from protocol.codec import pack_ids
-from protocol.engine_options import EngineOptions
-from protocol.params import SamplingParams
-from tests.fakes.driving import DrivenEngine
-from tests.gpu.recording import reset, runtime_of, state
+from tandem.engine_core.plan import Admission, Row, StepPlan
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.protocol.codec import pack_ids
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.params import SamplingParams
+from tests.support.engine_driver import DrivenEngine
+from tests.support.plan_recording import reset, runtime_of, state
 
 pytestmark = pytest.mark.gpu
 

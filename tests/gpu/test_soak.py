@@ -11,18 +11,18 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from engine_core.plan import Admission, Row, StepPlan
-from engine_core.runtime.runtime import TorchRuntime
-from engine_core.scheduler.admission import PADDING_ROW
-from protocol.codec import pack_ids
-from protocol.commands import Abort
-from protocol.engine_options import Device, EngineOptions
-from protocol.errors import FinishReason
-from protocol.events import Finished
-from protocol.params import SamplingParams
-from tests.fakes.driving import CLIENT, DrivenEngine
-from tests.gpu.recording import runtime_of
-from tests.gpu.traffic import KINDS, requests
+from tandem.engine_core.plan import Admission, Row, StepPlan
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.scheduler.admission import PADDING_ROW
+from tandem.protocol.codec import pack_ids
+from tandem.protocol.commands import Abort
+from tandem.protocol.engine_options import Device, EngineOptions
+from tandem.protocol.errors import FinishReason
+from tandem.protocol.events import Finished
+from tandem.protocol.params import SamplingParams
+from tests.support.engine_driver import CLIENT, DrivenEngine
+from tests.support.gpu_traffic import KINDS, requests
+from tests.support.plan_recording import runtime_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 

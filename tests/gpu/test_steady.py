@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from engine_core.runtime.runtime import TorchRuntime
-from protocol.commands import Abort
-from protocol.engine_options import EngineOptions
-from protocol.params import SamplingParams
-from tests.fakes.driving import CLIENT, DrivenEngine
-from tests.gpu.guards import PinnedCopies, around_launches, sync_is_an_error
-from tests.gpu.recording import constraining, drive, recorded, runtime_of
-from tests.gpu.traffic import KINDS, requests
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.protocol.commands import Abort
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.params import SamplingParams
+from tests.support.engine_driver import CLIENT, DrivenEngine
+from tests.support.gpu_traffic import KINDS, requests
+from tests.support.launch_guards import PinnedCopies, around_launches, sync_is_an_error
+from tests.support.plan_recording import constraining, drive, recorded, runtime_of
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.protocol.keeping import KeepingContext
+from tests.support.zmq_context import KeepingContext
 
 
 @pytest.fixture

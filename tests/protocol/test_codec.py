@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import decode_command, decode_event, encode
-from protocol.commands import Abort, AnyCommand, Goodbye, Hello, Submit
-from protocol.errors import ProtocolError
-from protocol.events import AnyEvent, EngineStats, Failure, Finished, StepOutput
-from protocol.params import SamplingParams
-from tests.protocol.messages import ANY_INT, COMMANDS, EVENTS, STATS
+from tandem.protocol.codec import decode_command, decode_event, encode
+from tandem.protocol.commands import Abort, AnyCommand, Goodbye, Hello, Submit
+from tandem.protocol.errors import ProtocolError
+from tandem.protocol.events import AnyEvent, EngineStats, Failure, Finished, StepOutput
+from tandem.protocol.params import SamplingParams
+from tests.support.messages import ANY_INT, COMMANDS, EVENTS, STATS
 
 DECODERS: list[Callable[[bytes], Any]] = [decode_command, decode_event]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.codec import (
+from tandem.protocol.codec import (
     decode_event,
     encode,
     pack_floats,
@@ -17,9 +17,9 @@ from protocol.codec import (
     unpack_floats,
     unpack_ids,
 )
-from protocol.errors import ProtocolError
-from protocol.events import StepOutput, TokenLogprobs
-from tests.protocol.messages import FLOAT32, INT32, UINT64
+from tandem.protocol.errors import ProtocolError
+from tandem.protocol.events import StepOutput, TokenLogprobs
+from tests.support.messages import FLOAT32, INT32, UINT64
 
 RUNS = st.lists(st.tuples(UINT64, st.lists(INT32, max_size=6)), max_size=8)
 

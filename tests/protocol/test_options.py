@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.engine_options import POLICIES, EngineOptions, add_engine_arguments, engine_argv, engine_options
-from protocol.sockets import make_curve
-from protocol.transport_options import add_transport_arguments, transport, transport_argv
+from tandem.protocol.engine_options import POLICIES, EngineOptions, add_engine_arguments, engine_argv, engine_options
+from tandem.protocol.sockets import make_curve
+from tandem.protocol.transport_options import add_transport_arguments, transport, transport_argv
 
 INTS = st.integers(-(2**40), 2**40)
 MAYBE = st.none() | INTS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import zmq
 
-from protocol.sockets import (
+from tandem.protocol.sockets import (
     SEND_HIGH_WATER_MARK,
     bind_heartbeat,
     bind_router,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
-from protocol.sockets import (
+from tandem.protocol.sockets import (
     Curve,
     Transport,
     bind_heartbeat,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from protocol import version
-from protocol.version import distribution_version
+from tandem.protocol import version
+from tandem.protocol.version import distribution_version
 
 
 def test_it_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:

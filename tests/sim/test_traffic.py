@@ -5,13 +5,13 @@ from collections import Counter
 import pytest
 from msgspec import structs
 
-from engine_core.errors import FatalError
-from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Failure, Finished, TokenLogprobs
-from tests.effort import EFFORT
+from tandem.engine_core.errors import FatalError
+from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.events import Failure, Finished, TokenLogprobs
 from tests.fakes.model import reference_lines
-from tests.sim.traffic import Request, Shape
-from tests.sim.world import World
+from tests.support.effort import EFFORT
+from tests.support.sim_traffic import Request, Shape
+from tests.support.sim_world import World
 
 SEEDS_A_BATCH = 80 * EFFORT
 SHAPES = {

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine_core.attention.base import Span
-from engine_core.attention.torch import TorchAttention
+from tandem.engine_core.attention.base import Span
+from tandem.engine_core.attention.torch import TorchAttention
 
 
 def dense(query: Tensor, keys: Tensor, values: Tensor, start: int, scale: float) -> Tensor:

@@ -1,7 +1,7 @@
 import pytest
 
-from engine_core.build import DEFAULT_MODEL
-from engine_core.constraints.grammars import Grammars
+from tandem.engine_core.constraints.grammars import Grammars
+from tandem.engine_core.startup.engine import DEFAULT_MODEL
 
 VOCAB, ENDS = 4200, (2, 5)
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from engine_core.constraints.compiler import GrammarCompiler
-from engine_core.constraints.constraint import GrammarConstraint, Prototype
-from engine_core.constraints.grammars import Grammars
-from engine_core.errors import RequestError
-from engine_core.stats import new_stats
-from protocol.errors import ErrorCode
+from tandem.engine_core.constraints.compiler import GrammarCompiler
+from tandem.engine_core.constraints.constraint import GrammarConstraint, Prototype
+from tandem.engine_core.constraints.grammars import Grammars
+from tandem.engine_core.errors import RequestError
+from tandem.engine_core.stats import new_stats
+from tandem.protocol.errors import ErrorCode
 from tests.fakes.clock import FakeClock
 
 WAIT = 30.0

@@ -7,11 +7,11 @@ from random import Random
 import pytest
 from llguidance import LLMatcher
 
-from engine_core.build import DEFAULT_MODEL
-from engine_core.constraints.grammars import Grammars
-from engine_core.errors import RequestError
-from protocol.errors import ErrorCode
-from protocol.params import MAX_GRAMMAR_SYMBOLS
+from tandem.engine_core.constraints.grammars import Grammars
+from tandem.engine_core.errors import RequestError
+from tandem.engine_core.startup.engine import DEFAULT_MODEL
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.params import MAX_GRAMMAR_SYMBOLS
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 
 REGEX, SCHEMA = LLMatcher.grammar_from_regex, LLMatcher.grammar_from_json_schema

@@ -8,14 +8,14 @@ import pytest
 import tokenizers
 from llguidance import LLMatcher
 
-from engine_core.build import DEFAULT_MODEL
-from engine_core.constraints.grammars import Grammars
-from protocol.engine_options import EngineOptions
-from protocol.errors import FinishReason
-from protocol.events import Failure, Finished
-from protocol.params import SamplingParams
-from tests.engine_core.constraints.outputs import REGEXES, SCHEMAS
-from tests.fakes.driving import DrivenEngine
+from tandem.engine_core.constraints.grammars import Grammars
+from tandem.engine_core.startup.engine import DEFAULT_MODEL
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.errors import FinishReason
+from tandem.protocol.events import Failure, Finished
+from tandem.protocol.params import SamplingParams
+from tests.support.engine_driver import DrivenEngine
+from tests.support.grammar_cases import REGEXES, SCHEMAS
 
 SEEDS = 3
 LONGEST, SHORT = 160, 5

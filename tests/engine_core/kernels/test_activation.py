@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine_core.kernels import reference, reference_activation
-from engine_core.kernels.activation import gelu_mul, silu_mul
+from tandem.engine_core.kernels import reference_activation
+from tandem.engine_core.kernels.activation import gelu_mul, silu_mul
+from tandem.engine_core.kernels.reference import layer as reference
 
 # Where the sigmoid is zero, the exponential under it overflows, which only NumPy reports.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")

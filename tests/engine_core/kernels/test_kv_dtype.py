@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine_core.kernels.kv_dtype import LARGEST, read_pool, to_pool, write_pool
+from tandem.engine_core.kernels.kv_dtype import LARGEST, read_pool, to_pool, write_pool
 
 FP8 = torch.float8_e4m3fn
 ALL = torch.arange(256, dtype=torch.uint8).view(FP8).float()

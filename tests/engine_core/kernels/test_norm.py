@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine_core.kernels import reference
-from engine_core.kernels.norm import add_rms_norm, rms_norm
+from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
+from tandem.engine_core.kernels.reference import layer as reference
 
 
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (3, 48), (2, 300)])

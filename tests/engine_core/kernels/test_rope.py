@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine_core.kernels.kv_dtype import to_pool
-from engine_core.kernels.reference_qk import qk_norm_rope_and_kv_write
-from engine_core.kernels.rope import rope_and_kv_write
+from tandem.engine_core.kernels.kv_dtype import to_pool
+from tandem.engine_core.kernels.reference_qk import qk_norm_rope_and_kv_write
+from tandem.engine_core.kernels.rope import rope_and_kv_write
 
 
 def inputs(tokens: int, heads: int, kv_heads: int, head_dim: int, device: str) -> tuple[torch.Tensor, ...]:

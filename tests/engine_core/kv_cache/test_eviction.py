@@ -5,8 +5,8 @@ import sys
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine_core.kv_cache.eviction import EvictionQueue
-from tests.effort import machine
+from tandem.engine_core.kv_cache.eviction import EvictionQueue
+from tests.support.effort import machine
 
 PAGES = st.integers(1, 12)
 

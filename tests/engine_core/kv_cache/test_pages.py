@@ -4,8 +4,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from engine_core.kv_cache.pages import PADDING_PAGE, PageAllocator
-from tests.effort import machine
+from tandem.engine_core.kv_cache.pages import PADDING_PAGE, PageAllocator
+from tests.support.effort import machine
 
 PAGES = 17
 

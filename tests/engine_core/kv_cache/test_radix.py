@@ -6,8 +6,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine_core.kv_cache.radix import ROOT, RadixTree
-from tests.effort import machine
+from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
+from tests.support.effort import machine
 
 PAGES = 40
 

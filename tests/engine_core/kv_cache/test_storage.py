@@ -1,6 +1,6 @@
 import torch
 
-from engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.kv_cache.storage import KVStorage
 
 
 def allocate(dtype: torch.dtype = torch.float32) -> KVStorage:

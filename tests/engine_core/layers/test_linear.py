@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from engine_core.kernels.kernel_set import torch_kernels
-from engine_core.layers.linear import Linear
-from engine_core.layers.linear_method import CpuMethod, LinearMethod, PlainMethod
-from engine_core.layers.placement import Placement, torch_placement
+from tandem.engine_core.kernels.kernel_set import torch_kernels
+from tandem.engine_core.layers.linear import Linear
+from tandem.engine_core.layers.linear_method import CpuMethod, LinearMethod, PlainMethod
+from tandem.engine_core.layers.placement import Placement, torch_placement
 
 CPU = torch.device("cpu")
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine_core.layers.rotary import RotaryTable, frequencies
-from engine_core.models.config import RopeConfig
+from tandem.engine_core.layers.rotary import RotaryTable, frequencies
+from tandem.engine_core.model_config import RopeConfig
 
 CASES = [
     RopeConfig(),

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine_core.errors import ConfigError
-from engine_core.loader.weights import load_weights
-from engine_core.models.config import ModelConfig
-from engine_core.models.registry import Model, build_model
-from tests.engine_core.models.paged import PagedRun, load
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.loader.weights import load_weights
+from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.models.registry import Model, build_model
 from tests.engine_core.models.test_llama import BASE, random_tokens, reference_logits, save_random
+from tests.support.paged_model import PagedRun, load
 
 ATTENTION = "model.layers.1.self_attn"
 MLP = "model.layers.2.mlp"

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_core.attention.base import ForwardBatch, Span
-from engine_core.attention.torch import TorchAttention
-from tests.engine_core.models.paged import PagedRun, chunked, load
+from tandem.engine_core.attention.base import ForwardBatch, Span
+from tandem.engine_core.attention.torch import TorchAttention
+from tests.support.paged_model import PagedRun, chunked, load
 
 TOLERANCE = 1e-4
 """Measured: at most 1.1e-5 over these models, with logits up to 8."""

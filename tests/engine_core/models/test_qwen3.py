@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine_core.errors import ConfigError
+from tandem.engine_core.errors import ConfigError
 from tests.engine_core.loader.test_weights import ATTENTION, fuse, rewrite
-from tests.engine_core.models.paged import PagedRun, chunked, load
 from tests.engine_core.models.test_llama import BASE, LENGTHS, PREFILL, random_tokens, reference_logits, worst
+from tests.support.paged_model import PagedRun, chunked, load
 
 TOLERANCE = 1e-4
 """Measured: at most 7.8e-6 over these models, with logits up to 5.4."""

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine_core.models.llama import LlamaModel
-from tests.fakes.tiny_llama import random_model
+from tandem.engine_core.models.llama import LlamaModel
+from tests.support.tiny_llama import random_model
 
 
 @pytest.fixture(scope="session")

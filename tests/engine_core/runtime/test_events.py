@@ -1,9 +1,9 @@
 """I3 and I6: what `collect` waits for is recorded by the step itself, whatever the step holds."""
 
-from engine_core.models.llama import LlamaModel
-from engine_core.plan import StepPlan
-from protocol.params import SamplingParams
-from tests.fakes.tiny_llama import Shape, TinyEngine
+from tandem.engine_core.models.llama import LlamaModel
+from tandem.engine_core.plan import StepPlan
+from tandem.protocol.params import SamplingParams
+from tests.support.tiny_llama import Shape, TinyEngine
 
 
 class CountingEvent:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_core.runtime.runtime import TorchRuntime
-from engine_core.runtime.token_scorer import SLICE
-from protocol.codec import pack_floats, pack_ids, read_logprobs
-from protocol.engine_options import EngineOptions
-from protocol.params import SamplingParams
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.runtime.token_scorer import SLICE
+from tandem.protocol.codec import pack_floats, pack_ids, read_logprobs
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.params import SamplingParams
 from tests.engine_core.models.test_llama import BASE, save_random
-from tests.fakes.driving import CLIENT, DrivenEngine
+from tests.support.engine_driver import CLIENT, DrivenEngine
 
 TOLERANCE = 1e-4
 """Largest difference of any log-probability, float32. Measured: at most 1e-5 over these models."""

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine_core.models.llama import LlamaModel
-from engine_core.runtime.staging import MAX_SUPPRESSED
-from protocol.codec import pack_floats, pack_ids
-from protocol.params import MAX_LOGIT_BIAS, SamplingParams
-from tests.fakes.tiny_llama import END, MAX_LEN, VOCAB, Compared, Shape, TinyEngine, build_runtime
+from tandem.engine_core.models.llama import LlamaModel
+from tandem.engine_core.runtime.staging import MAX_SUPPRESSED
+from tandem.protocol.codec import pack_floats, pack_ids
+from tandem.protocol.params import MAX_LOGIT_BIAS, SamplingParams
+from tests.support.tiny_llama import END, MAX_LEN, VOCAB, Compared, Shape, TinyEngine, build_runtime
 
 
 def greedy(max_tokens: int = 8, **more: Any) -> SamplingParams:

@@ -7,10 +7,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_core.plan import Admission, Row, StepPlan
-from engine_core.runtime.staging import MAX_SUPPRESSED, capacity, mask_places, pack, pack_decode
-from protocol.codec import pack_floats, pack_ids, unpack_floats, unpack_ids
-from protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
+from tandem.engine_core.plan import Admission, Row, StepPlan
+from tandem.engine_core.runtime.staging import MAX_SUPPRESSED, capacity, mask_places, pack, pack_decode
+from tandem.protocol.codec import pack_floats, pack_ids, unpack_floats, unpack_ids
+from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
 
 MAX_LEN, PAGES_PER_ROW, ROWS = 50, 13, 8
 IDS = st.integers(0, 2**31 - 1)

@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from engine_core.attention.torch import TorchAttention
-from engine_core.config import StepConfig
-from engine_core.models.llama import LlamaModel
-from engine_core.plan import Admission, Row, StepPlan
-from engine_core.runtime.device import CpuDevice, open_device
-from engine_core.runtime.slots import StepSlot
-from engine_core.runtime.staging import Packed, capacity, pack
-from engine_core.runtime.tables import BIASED, PENALIZES, RANDOM, TRUNCATES, DeviceTables
-from engine_core.runtime.token_sampler import TorchSampler
-from engine_core.runtime.warmup import warm_up
-from protocol.codec import pack_floats, pack_ids
-from protocol.params import MAX_SEED, SamplingParams
-from tests.fakes.tiny_llama import MAX_LEN, VOCAB, Shape, build_runtime
+from tandem.engine_core.attention.torch import TorchAttention
+from tandem.engine_core.config import StepConfig
+from tandem.engine_core.models.llama import LlamaModel
+from tandem.engine_core.plan import Admission, Row, StepPlan
+from tandem.engine_core.runtime.device import CpuDevice, open_device
+from tandem.engine_core.runtime.sampling import TorchSampler
+from tandem.engine_core.runtime.slots import StepSlot
+from tandem.engine_core.runtime.staging import Packed, capacity, pack
+from tandem.engine_core.runtime.tables import BIASED, PENALIZES, RANDOM, TRUNCATES, DeviceTables
+from tandem.engine_core.startup.warmup import warm_up
+from tandem.protocol.codec import pack_floats, pack_ids
+from tandem.protocol.params import MAX_SEED, SamplingParams
+from tests.support.tiny_llama import MAX_LEN, VOCAB, Shape, build_runtime
 
 GREEDY = SamplingParams(4, temperature=0.0)
 

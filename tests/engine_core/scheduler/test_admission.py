@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from engine_core.scheduler.admission import PADDING_ROW, PageGate, RowGate, admit
-from engine_core.scheduler.sequence import Sequence
-from protocol.params import SamplingParams
-from tests.fakes.memory import kv_memory
+from tandem.engine_core.scheduler.admission import PADDING_ROW, PageGate, RowGate, admit
+from tandem.engine_core.sequence import Sequence
+from tandem.protocol.params import SamplingParams
+from tests.support.kv_pool import kv_memory
 
 
 def new(seq_id: int, prompt: int = 5, max_tokens: int = 4) -> Sequence:

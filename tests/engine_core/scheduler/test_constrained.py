@@ -4,17 +4,17 @@ from array import array
 
 import pytest
 
-from engine_core.errors import RequestError
-from engine_core.scheduler.admission import RowGate
-from engine_core.scheduler.limits import SchedulerLimits
-from engine_core.scheduler.scheduler import Scheduler
-from engine_core.scheduler.sequence import Sequence
-from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Failure, Finished, Started
-from protocol.params import SamplingParams
+from tandem.engine_core.errors import RequestError
+from tandem.engine_core.scheduler.admission import RowGate
+from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.sequence import Sequence
+from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.events import Failure, Finished, Started
+from tandem.protocol.params import SamplingParams
 from tests.fakes.constraint import FakeConstraint, FakeVerifier
-from tests.fakes.memory import kv_memory
 from tests.fakes.model import END
+from tests.support.kv_pool import kv_memory
 
 PROMPT = [10, 11, 12]
 

@@ -1,12 +1,12 @@
 """The scheduler at one moment."""
 
-from engine_core.scheduler.inspection import MOST_WAITING, inspect, oldest_wait
-from engine_core.scheduler.scheduler import Scheduler
-from engine_core.stats import new_stats
-from protocol.codec import decode_event, encode
-from protocol.events import SEQUENCE_STATES, InspectedSequence
+from tandem.engine_core.scheduler.inspection import MOST_WAITING, inspect, oldest_wait
+from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.stats import new_stats
+from tandem.protocol.codec import decode_event, encode
+from tandem.protocol.events import SEQUENCE_STATES, InspectedSequence
 from tests.fakes.constraint import FakeConstraint
-from tests.fakes.scheduling import END, added, launched, new, run, sequence
+from tests.support.scheduling import END, added, launched, new, run, sequence
 
 
 def facts_of(scheduler: Scheduler, now: float = 0.0) -> dict[int, InspectedSequence]:

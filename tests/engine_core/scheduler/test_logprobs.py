@@ -4,14 +4,14 @@ from array import array
 
 import pytest
 
-from engine_core.contracts import Delta, StepLogprobs
-from engine_core.plan import Row
-from engine_core.scheduler.logprobs import attach, most_wanted
-from engine_core.scheduler.sequence import Sequence
-from protocol.codec import pack_floats, pack_ids, read_logprobs
-from protocol.errors import FinishReason
-from protocol.events import Finished, TokenLogprobs
-from protocol.params import SamplingParams
+from tandem.engine_core.contracts import Delta, StepLogprobs
+from tandem.engine_core.plan import Row
+from tandem.engine_core.scheduler.logprobs import attach, most_wanted
+from tandem.engine_core.sequence import Sequence
+from tandem.protocol.codec import pack_floats, pack_ids, read_logprobs
+from tandem.protocol.errors import FinishReason
+from tandem.protocol.events import Finished, TokenLogprobs
+from tandem.protocol.params import SamplingParams
 
 
 def sequence(number: int, logprobs: int | None = None, prompt_logprobs: int | None = None) -> Sequence:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_core.scheduler.policy import DECODE_RUN, PATIENCE, POLICIES, Budget, Wants, choose_rows
-from protocol.engine_options import POLICIES as NAMES
-from protocol.engine_options import Policy
+from tandem.engine_core.scheduler.policy import DECODE_RUN, PATIENCE, POLICIES, Budget, Wants, choose_rows
+from tandem.protocol.engine_options import POLICIES as NAMES
+from tandem.protocol.engine_options import Policy
 
 
 def choose(

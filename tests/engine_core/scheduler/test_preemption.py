@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_core.scheduler.queue import HEAD_START, seniority
-from engine_core.scheduler.scheduler import Scheduler
-from engine_core.scheduler.sequence import Sequence
-from protocol.engine_options import POLICIES, Policy
-from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Failure, Finished
-from tests.fakes.scheduling import END, added, launched, new, run, sequence
+from tandem.engine_core.scheduler.queue import HEAD_START, seniority
+from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.sequence import Sequence
+from tandem.protocol.engine_options import POLICIES, Policy
+from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.events import Failure, Finished
+from tests.support.scheduling import END, added, launched, new, run, sequence
 
 
 def test_pages_come_as_rows_grow() -> None:

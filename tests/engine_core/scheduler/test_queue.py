@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_core.scheduler.queue import HEAD_START, WaitingQueue
-from engine_core.scheduler.sequence import Sequence
-from protocol.params import SamplingParams
+from tandem.engine_core.scheduler.queue import HEAD_START, WaitingQueue
+from tandem.engine_core.sequence import Sequence
+from tandem.protocol.params import SamplingParams
 
 
 def new(number: int, priority: int = 0) -> Sequence:

@@ -4,13 +4,13 @@ from array import array
 
 import pytest
 
-from engine_core.errors import RequestError
-from engine_core.scheduler.policy import PATIENCE
-from protocol.engine_options import POLICIES, Policy
-from protocol.errors import ErrorCode, FinishReason
-from protocol.events import Finished
+from tandem.engine_core.errors import RequestError
+from tandem.engine_core.scheduler.policy import PATIENCE
+from tandem.protocol.engine_options import POLICIES, Policy
+from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.events import Finished
 from tests.fakes.constraint import FakeConstraint
-from tests.fakes.scheduling import END, added, launched, new, sequence
+from tests.support.scheduling import END, added, launched, new, sequence
 
 
 def test_the_rows_of_a_life() -> None:

@@ -6,19 +6,19 @@ from collections import Counter
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine_core.errors import RequestError
-from engine_core.plan import StepPlan
-from engine_core.scheduler.admission import RowGate
-from engine_core.scheduler.limits import SchedulerLimits
-from engine_core.scheduler.scheduler import Scheduler
-from engine_core.scheduler.sequence import Sequence
-from protocol.engine_options import POLICIES, Policy
-from protocol.errors import ErrorCode
-from protocol.events import Failure
-from protocol.params import SamplingParams
-from tests.effort import machine
+from tandem.engine_core.errors import RequestError
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.scheduler.admission import RowGate
+from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.sequence import Sequence
+from tandem.protocol.engine_options import POLICIES, Policy
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.events import Failure
+from tandem.protocol.params import SamplingParams
 from tests.fakes.constraint import FakeVerifier
-from tests.fakes.memory import kv_memory
+from tests.support.effort import machine
+from tests.support.kv_pool import kv_memory
 
 END = 1
 CLIENTS = st.sampled_from([b"a", b"b"])

@@ -1,0 +1,53 @@
+"""The arithmetic of a transformer layer in plain torch: what every faster kernel is compared with, and the CPU path."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tandem.engine_core.kernels.kv_dtype import write_pool
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm (Zhang and Sennrich, 2019) over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
+
+    x: [T, hidden]; weight: [hidden]. The quotient is computed in float32 and rounded to x's dtype before the product.
+    """
+    return functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Adds x to the residual stream and normalises the sum. All [T, hidden]; returns (normalised, sum)."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al., 2021), pairs half a head apart: (x1, x2) -> (x1 c - x2 s, x2 c + x1 s).
+
+    x: [T, heads, head_dim]; cos: [T, 1, head_dim] float32, its halves equal; sin: likewise, its first half negated.
+    Computed in float32, returned in x's dtype.
+    """
+    wide = x.float()
+    swapped = wide.roll(x.shape[-1] // 2, -1)
+    return torch.addcmul(wide * cos, swapped, sin).to(x.dtype)
+
+
+def rope_and_kv_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_index: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Rotates queries and keys, and stores keys and values in the pool.
+
+    qkv: [T, heads + 2 * kv_heads, head_dim]; cos, sin: as in `rope`; kv_index: [T] int64, places in the pool;
+    keys, values: [places, kv_heads, head_dim], written, in qkv's dtype or as in `kv_dtype`. Returns the rotated
+    queries, [T, heads, head_dim].
+    """
+    kv_heads = keys.shape[1]
+    query_heads = qkv.shape[1] - 2 * kv_heads
+    rotated = rope(qkv[:, : query_heads + kv_heads], cos, sin)
+    write_pool(keys, kv_index, rotated[:, query_heads:])
+    write_pool(values, kv_index, qkv[:, query_heads + kv_heads :])
+    return rotated[:, :query_heads]
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """SwiGLU's product (Shazeer, 2020): silu(gate) * up. gate_up: [T, 2 * width], gate first. Returns [T, width]."""
+    gate, up = gate_up.chunk(2, -1)
+    return functional.silu(gate) * up

@@ -1,0 +1,231 @@
+"""What a model is, read from the `config.json` and `generation_config.json` of a Hugging Face folder.
+
+What this engine does not do is refused by name: a field that would change the output is never ignored.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from tandem.engine_core.errors import ConfigError
+
+Count = Annotated[int, Meta(gt=0)]
+Positive = Annotated[float, Meta(gt=0)]
+T = TypeVar("T")
+
+QWEN3 = "Qwen3ForCausalLM"
+QWEN3_HEAD_DIM = 128
+"""Of a Qwen 3 config that does not say; a Llama's follows from its hidden_size."""
+
+
+class RopeConfig(Struct, frozen=True):
+    """Rotary embedding: base and scaling. `kind` is "default", "linear" or "llama3"; the others are used by kind."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+
+class ModelConfig(Struct, frozen=True):
+    """The facts of a decoder-only model."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_norm_eps: float
+    tie_embeddings: bool
+    attention_bias: bool
+    """Whether the projections of attention, the output's too, have biases."""
+    mlp_bias: bool
+    rope: RopeConfig
+    eos_ids: tuple[int, ...]
+    """Ids that end a sequence: those of generation_config.json, then further ones of config.json. May be empty."""
+    dtype: str | None
+    """The checkpoint's own dtype as it says, such as "bfloat16"."""
+    qk_norm: bool = False
+    """Whether each query and key head is normalised before the rotation."""
+
+    @classmethod
+    def read(cls, directory: Path) -> "ModelConfig":
+        """Raises ConfigError if a file is missing or malformed, or asks for what this engine does not do."""
+        path = directory / "config.json"
+        if not path.is_file():
+            raise ConfigError(f"{directory} is not a model folder: it has no config.json")
+        generation = directory / "generation_config.json"
+        raw = _decode(path, _RawConfig)
+        end_ids = _decode(generation, _RawGeneration).eos_token_id if generation.is_file() else None
+        try:
+            return _resolve(raw, end_ids)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+
+class _RawGeneration(Struct):
+    eos_token_id: int | list[int] | None = None
+
+
+class _RawConfig(Struct, kw_only=True):
+    """The fields of config.json that matter here, with the defaults of transformers' LlamaConfig.
+
+    Those of its Qwen3Config differ in sizes only, which published folders state; see also `QWEN3_HEAD_DIM`.
+    """
+
+    architectures: list[str] | None = None
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    max_position_embeddings: Count = 2048
+    rms_norm_eps: Positive = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    rope_theta: Positive | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    partial_rotary_factor: float | None = None
+    sliding_window: int | None = None
+    use_sliding_window: bool | None = None
+    layer_types: list[str] | None = None
+    quantization_config: dict[str, Any] | None = None
+    compression_config: dict[str, Any] | None = None
+    eos_token_id: int | list[int] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
+
+class _RawRope(Struct, forbid_unknown_fields=True):
+    """`rope_scaling` (which may call its kind `type`) or `rope_parameters`."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Positive | None = None
+    partial_rotary_factor: float | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Count | None = None
+
+
+def _decode(path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _resolve(raw: _RawConfig, generation_ends: int | list[int] | None) -> ModelConfig:
+    _refuse_unsupported(raw)
+    heads = raw.num_attention_heads
+    kv_heads = raw.num_key_value_heads or heads
+    if heads % kv_heads:
+        raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    architecture = (raw.architectures or [""])[0]
+    head_dim = raw.head_dim or _default_head_dim(raw, architecture)
+    if head_dim % 2:
+        raise ConfigError(f"head_dim {head_dim} is odd; rotary embedding needs pairs")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=raw.vocab_size,
+        hidden_size=raw.hidden_size,
+        intermediate_size=raw.intermediate_size,
+        layers=raw.num_hidden_layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=raw.max_position_embeddings,
+        rms_norm_eps=raw.rms_norm_eps,
+        tie_embeddings=raw.tie_word_embeddings,
+        attention_bias=raw.attention_bias,
+        mlp_bias=raw.mlp_bias,
+        rope=_rope(raw),
+        eos_ids=_end_ids(raw, generation_ends),
+        dtype=raw.dtype or raw.torch_dtype,
+        qk_norm=architecture == QWEN3,
+    )
+
+
+def _default_head_dim(raw: _RawConfig, architecture: str) -> int:
+    if architecture == QWEN3:
+        return QWEN3_HEAD_DIM
+    heads = raw.num_attention_heads
+    if raw.hidden_size % heads:
+        raise ConfigError(f"hidden_size {raw.hidden_size} is not a multiple of num_attention_heads {heads}")
+    return raw.hidden_size // heads
+
+
+def _refuse_unsupported(raw: _RawConfig) -> None:
+    problems = []
+    if len(raw.architectures or []) != 1:
+        problems.append(f"architectures has to name one architecture, found {raw.architectures}")
+    if raw.hidden_act != "silu":
+        problems.append(f'hidden_act "{raw.hidden_act}" is not supported, only "silu"')
+    if raw.use_sliding_window:
+        problems.append("use_sliding_window true is not supported")
+    elif raw.sliding_window is not None and raw.use_sliding_window is None:
+        problems.append(f"sliding_window {raw.sliding_window} is not supported")
+    if unknown := sorted(set(raw.layer_types or []) - {"full_attention"}):
+        problems.append(f"layer_types {', '.join(unknown)} are not supported, only full_attention")
+    if raw.quantization_config is not None:
+        problems.append("quantization_config is not supported: serve the unquantized checkpoint")
+    if raw.compression_config is not None:
+        problems.append("compression_config is not supported: serve the unquantized checkpoint")
+    if raw.partial_rotary_factor not in (None, 1.0):
+        problems.append(f"partial_rotary_factor {raw.partial_rotary_factor} is not supported")
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _end_ids(raw: _RawConfig, generation_ends: int | list[int] | None) -> tuple[int, ...]:
+    ids: list[int] = []
+    for field in (generation_ends, raw.eos_token_id):
+        ids += [field] if isinstance(field, int) else field or []
+    for token in ids:
+        if not 0 <= token < raw.vocab_size:
+            raise ConfigError(f"eos_token_id {token} is outside the vocabulary of {raw.vocab_size}")
+    return tuple(dict.fromkeys(ids))
+
+
+def _rope(raw: _RawConfig) -> RopeConfig:
+    name = "rope_scaling" if raw.rope_scaling else "rope_parameters"
+    try:
+        rope = msgspec.convert(getattr(raw, name) or {}, _RawRope)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    theta = rope.rope_theta or raw.rope_theta or 10000.0
+    kind = rope.rope_type or rope.type or "default"
+    if rope.partial_rotary_factor not in (None, 1.0):
+        raise ConfigError(f"{name}: partial_rotary_factor {rope.partial_rotary_factor} is not supported")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta, kind, _needed(rope, name, "factor"))
+    if kind == "llama3":
+        low, high = _needed(rope, name, "low_freq_factor"), _needed(rope, name, "high_freq_factor")
+        if low >= high:
+            raise ConfigError(f"{name}: low_freq_factor {low} is not below high_freq_factor {high}")
+        original = rope.original_max_position_embeddings or raw.max_position_embeddings
+        return RopeConfig(theta, kind, _needed(rope, name, "factor"), low, high, original)
+    raise ConfigError(f'{name}: rope_type "{kind}" is not supported, only default, linear and llama3')
+
+
+def _needed(rope: _RawRope, name: str, field: str) -> float:
+    value = getattr(rope, field)
+    if value is None:
+        raise ConfigError(f"{name}: {field} is missing")
+    return float(value)

@@ -1,0 +1,113 @@
+"""What the next step computes: policy and pages, then rows."""
+
+from collections.abc import Callable, Collection
+
+from tandem.engine_core.kv_cache.manager import KVMemory
+from tandem.engine_core.plan import Row, StepPlan
+from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.policy import POLICIES, Budget, Wants, choose_rows
+from tandem.engine_core.scheduler.preemption import Growth
+from tandem.engine_core.scheduler.rows import (
+    admission_of,
+    next_row,
+    paged_row,
+    steady_rows,
+    steady_rows_some_constrained,
+    within_uploads,
+)
+from tandem.engine_core.scheduler.running import Running
+from tandem.engine_core.sequence import Sequence
+from tandem.protocol.engine_options import Policy
+
+
+class Planner:
+    """Makes plans over the running sequences.
+
+    Length caps are foreseen: samples in flight count. An end of sequence cannot be, hence zombies. Written out for
+    speed: this runs for every row of every step.
+    """
+
+    def __init__(
+        self, memory: KVMemory, limits: SchedulerLimits, policy: Policy, preempt: Callable[[Sequence], None]
+    ) -> None:
+        """preempt: takes a sequence out of the running ones."""
+        self.memory = memory
+        self.limits = limits
+        self.policy = policy
+        self._growth = Growth(memory, preempt)
+        self.budget = Budget(limits.max_step_tokens, limits.prefill_chunk, limits.prompts_a_step)
+
+    @property
+    def lacking(self) -> bool:
+        """Whether a row of the last step planned found no page."""
+        return self._growth.lacking
+
+    def plan(
+        self,
+        step_id: int,
+        running: Running,
+        held: Collection[Sequence],
+        newest_step: int,
+    ) -> StepPlan | None:
+        """held: all that have pages; newest_step: launched last."""
+        members, following = running.members, bool(running.following)
+        if not running.unsettled and len(members) <= self.limits.max_step_tokens:
+            rows, news = self._steady(members, following)
+            if news is not None:
+                masked = following and any(row.constrained for row in rows)
+                plan = StepPlan(step_id, rows, (), len(rows), masked, not masked, True, running.logprobs, news)
+                return plan if rows else None
+        for seq_id in running.unsettled:
+            seq = members[seq_id]
+            if seq.launched < seq.uploads:
+                self.memory.extend(seq, newest_step)
+        candidates, takes = self._choose(members, held)
+        page_size = self.memory.page_size
+        rows = tuple(
+            [
+                Row(seq.id, seq.row, seq.launched, 1, True, False, seq.constraint is not None)
+                if seq.settled and seq.launched < seq.steady_until
+                else next_row(seq, take, page_size)
+                for seq, take in zip(candidates, takes, strict=True)
+                if take
+            ]
+        )
+        if not rows:
+            return None
+        new = [seq for seq, take in zip(candidates, takes, strict=True) if take and not seq.uploaded]
+        return StepPlan.of(step_id, rows, tuple([admission_of(seq) for seq in new]), running.logprobs)
+
+    def _choose(self, running: dict[int, Sequence], held: Collection[Sequence]) -> tuple[list[Sequence], list[int]]:
+        """Who could compute, and how many positions each one takes."""
+        candidates = [seq for seq in running.values() if len(seq.tokens) + seq.unseen < seq.total_len]
+        self._growth.lacking = False
+        while True:
+            wants = Wants(
+                [len(seq.tokens) + seq.unseen - seq.launched for seq in candidates],
+                [seq.passed for seq in candidates],
+                [seq.priority for seq in candidates],
+            )
+            takes = choose_rows(POLICIES[self.policy], wants, self.budget)
+            within_uploads(candidates, takes, self.limits.max_uploads)
+            chosen = list(takes)
+            self._growth.fit(candidates, takes, running, held)
+            if any(takes) or not any(chosen):
+                return candidates, takes
+            # None of those that the policy prefers found a page, and the others must not wait for them: only what is
+            # launched gives pages back.
+            candidates = [seq for seq, take in zip(candidates, chosen, strict=True) if not take and seq.id in running]
+
+    def _steady(self, running: dict[int, Sequence], following: bool) -> tuple[tuple[Row, ...], tuple[Row, ...] | None]:
+        """All rows, and those of them that bring pages, where there is nothing to choose: every sequence is settled, so
+        each has one position pending, at `launched`, and the budget serves all. None if a page is not to be had."""
+        sequences = list(running.values())
+        rows = steady_rows_some_constrained(sequences) if following else steady_rows(sequences)
+        news: tuple[Row, ...] = ()
+        if len(rows) < len(running):
+            at_edge = [seq for seq in sequences if seq.steady_until <= seq.launched < seq.total_len - 1]
+            if not self.memory.grow_each(at_edge):
+                return (), None
+            page_size = self.memory.page_size
+            news = tuple([paged_row(seq, page_size) for seq in at_edge])
+        self._growth.lacking = False
+        return (*rows, *news), news

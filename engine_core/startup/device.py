@@ -1,0 +1,210 @@
+"""What differs between devices when an engine is put together: implementations, not structure."""
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from tandem.engine_core.attention.base import AttentionBackend
+from tandem.engine_core.attention.torch import TorchAttention
+from tandem.engine_core.config import StepConfig
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.layers.placement import Placement, torch_placement
+from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.models.registry import Model
+from tandem.engine_core.runtime.captured import CapturedMixed, MixedBuffers
+from tandem.engine_core.runtime.device import Device
+from tandem.engine_core.runtime.gpu_clock import GpuClock
+from tandem.engine_core.runtime.graph_bucket import Shape
+from tandem.engine_core.runtime.graphs import StepGraphs, capture_decode, capture_mixed
+from tandem.engine_core.runtime.sampling import TokenSampler, TorchSampler
+from tandem.engine_core.runtime.slots import StepSlot
+from tandem.engine_core.runtime.tables import DeviceTables, Mode
+from tandem.engine_core.runtime.token_scorer import SLICE, TokenScorer, TorchScorer
+from tandem.engine_core.startup.attention import GraphPrompts, eager_prompts, further_graph_bytes
+from tandem.protocol.params import MAX_TOP_LOGPROBS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tandem.engine_core.runtime.cuda_forward import CudaForward
+
+logger = logging.getLogger(__name__)
+
+FP8_CAPABILITY = (8, 9)
+"""From which on a GPU converts to and from e4m3."""
+
+
+def check_installed() -> None:
+    """Raises ConfigError where a CUDA engine lacks its kernels' compiler."""
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("--device cuda needs triton: pip install 'tandem-llm[cuda]'")
+
+
+class DeviceParts(Protocol):
+    """The choices of one device."""
+
+    def placement(self, dtype: torch.dtype) -> Placement: ...
+
+    def check_kv(self, kv_dtype: torch.dtype) -> None:
+        """Raises ConfigError for a dtype of keys and values that the device's kernels cannot read."""
+
+    def attention(
+        self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> AttentionBackend:
+        """For the steps that no graph holds; a new one for each slot."""
+
+    def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler: ...
+
+    def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer: ...
+
+    def graphs(
+        self,
+        config: StepConfig,
+        model: Model,
+        kv: KVStorage,
+        tables: DeviceTables,
+        sampler: TokenSampler,
+        slots: list[StepSlot],
+        progress: Callable[[int], None],
+    ) -> StepGraphs | None: ...
+
+    def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:
+        """What the attention of graphs with prompts holds beyond that of the largest in one slot."""
+
+    def clock(self) -> GpuClock | None: ...
+
+
+class CpuParts:
+    """Torch throughout."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def placement(self, dtype: torch.dtype) -> Placement:
+        return torch_placement(self.device.kind, dtype)
+
+    def check_kv(self, kv_dtype: torch.dtype) -> None:
+        return None
+
+    def attention(
+        self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> AttentionBackend:
+        return TorchAttention()
+
+    def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
+        return TorchSampler(tables)
+
+    def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
+        return TorchScorer()
+
+    def graphs(self, *_parts: object) -> None:
+        return None
+
+    def prompt_graph_bytes(self, *_parts: object) -> int:
+        return 0
+
+    def clock(self) -> None:
+        return None
+
+
+class CudaParts:
+    """Triton kernels, FlashInfer for ragged attention where it has the shape, CUDA graphs for most steps."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def placement(self, dtype: torch.dtype) -> Placement:
+        from tandem.engine_core.kernels.kernel_set import triton_kernels
+        from tandem.engine_core.layers.cuda_linear import TritonMethod
+
+        return Placement(self.device.kind, dtype, TritonMethod(), triton_kernels())
+
+    def check_kv(self, kv_dtype: torch.dtype) -> None:
+        major, minor = torch.cuda.get_device_capability(self.device.kind)
+        if kv_dtype == torch.float8_e4m3fn and (major, minor) < FP8_CAPABILITY:
+            raise ConfigError(
+                f"--kv-dtype fp8 with --device cuda: the GPU's compute capability is {major}.{minor}, "
+                f"below {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]}, and cannot convert fp8; use --kv-dtype auto"
+            )
+
+    def attention(
+        self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> AttentionBackend:
+        return eager_prompts(self.device, model, config, dtype, kv_dtype)
+
+    def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
+        from tandem.engine_core.runtime.triton_sampler import triton_sampler
+
+        return triton_sampler(tables, vocab_size, max_rows)
+
+    def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
+        from tandem.engine_core.kernels.sampling.logprobs import LogprobKernels
+
+        return LogprobKernels(vocab_size, max(max_rows, SLICE), MAX_TOP_LOGPROBS, self.device.kind)
+
+    def graphs(
+        self,
+        config: StepConfig,
+        model: Model,
+        kv: KVStorage,
+        tables: DeviceTables,
+        sampler: TokenSampler,
+        slots: list[StepSlot],
+        progress: Callable[[int], None],
+    ) -> StepGraphs | None:
+        from tandem.engine_core.runtime.cuda_forward import CudaForward
+        from tandem.engine_core.runtime.triton_sampler import TritonSampler
+
+        if not config.graph_rows:
+            return None
+        assert isinstance(sampler, TritonSampler)
+
+        def sampling(
+            mode: Mode,
+            logits: "Tensor",
+            rows: "Tensor",
+            positions: "Tensor",
+            out: "Tensor",
+            allowed: "Tensor | None",
+        ) -> None:
+            sampler.launch(mode, logits, rows, positions, sampler.nobody[: len(rows)], out, allowed)
+
+        forward = CudaForward(model, kv, tables, config.page_size)
+        pool = torch.cuda.graph_pool_handle()
+        with torch.inference_mode():
+            mixed = self._mixed(pool, config, forward, slots, lambda p: progress(p // 2))
+            rows = config.graph_rows
+            decode = capture_decode(pool, rows, slots, forward.decode, sampling, lambda p: progress(50 + p // 2))
+        return StepGraphs(rows, config.graph_singles, config.graph_tokens, decode, mixed)
+
+    def _mixed(
+        self,
+        pool: Any,
+        config: StepConfig,
+        forward: "CudaForward",
+        slots: list[StepSlot],
+        progress: Callable[[int], None],
+    ) -> list[dict[Shape, CapturedMixed]]:
+        if not config.graph_tokens:
+            return []
+        model, pages = forward.model.config, forward.tables.pages
+        prompts = GraphPrompts(self.device, model, config, pages, [slot.attention for slot in slots])
+        largest = config.graph_singles[-1] + config.graph_tokens[-1]
+
+        def zeros(*shape: int) -> "Tensor":
+            return torch.zeros(shape, dtype=getattr(torch, config.dtype), device=self.device.kind)
+
+        buffers = MixedBuffers(zeros(largest, model.heads, model.head_dim), zeros(largest, model.hidden_size))
+        return capture_mixed(
+            pool, config.graph_singles, config.graph_tokens, slots, forward.mixed, prompts, buffers, progress
+        )
+
+    def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:
+        return further_graph_bytes(config, slots[0].attention)
+
+    def clock(self) -> GpuClock:
+        return GpuClock(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]

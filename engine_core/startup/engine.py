@@ -1,0 +1,165 @@
+"""Puts an engine core together. The only place that knows every part."""
+
+import hashlib
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import torch
+from llguidance import LLExecutor
+from msgspec import Struct, structs
+
+from tandem.engine_core import config as configuration
+from tandem.engine_core.config import EngineConfig
+from tandem.engine_core.constraints.compiler import GrammarCompiler
+from tandem.engine_core.constraints.grammars import Grammars
+from tandem.engine_core.constraints.matchers import Matchers
+from tandem.engine_core.contracts import Mailbox
+from tandem.engine_core.control import Control
+from tandem.engine_core.engine import Engine
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kv_cache.manager import KVMemory
+from tandem.engine_core.kv_cache.pages import PageAllocator
+from tandem.engine_core.kv_cache.radix import RadixTree
+from tandem.engine_core.kv_cache.sessions import Sessions
+from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.pipeline import PipelineState
+from tandem.engine_core.runtime.device import open_device
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.runtime.staging import MAX_END_IDS
+from tandem.engine_core.scheduler.admission import RowGate
+from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.startup.device import check_installed
+from tandem.engine_core.startup.kv_sizing import check_flags
+from tandem.engine_core.startup.runtime import Source, build_runtime
+from tandem.engine_core.startup.start_log import StartLog
+from tandem.engine_core.stats import StageClock
+from tandem.engine_core.wire.heartbeat import Status
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.events import EngineStats, Limits, ModelFacts, Phase
+
+logger = logging.getLogger(__name__)
+
+COMPILE_THREADS = 2
+"""Grammars compiled at once."""
+MASK_THREADS = 8
+DEFAULT_MODEL = Path(__file__).parents[1] / "default_model"
+
+
+def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> Engine:
+    """Loads the model, sizes and allocates everything, runs each path once. Raises ConfigError if it cannot be."""
+    directory = Path(options.model) if options.model else DEFAULT_MODEL
+    status.enter(Phase.LOADING)
+    model_config = ModelConfig.read(directory)
+    kind = configuration.resolve_device(options, torch.cuda.is_available())
+    check_flags(options, kind)
+    if len(model_config.eos_ids) > MAX_END_IDS:
+        raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")
+    dtype = configuration.resolve_dtype(options, kind, model_config.dtype or "float32")
+    if kind == "cpu":
+        torch.set_num_threads(configuration.resolve_threads(options, len(os.sched_getaffinity(0))))
+    if kind == "cuda":
+        check_installed()
+    device = open_device(kind)
+    name = "tandem-default" if directory == DEFAULT_MODEL else directory.resolve().name
+    kv_dtype = torch.float8_e4m3fn if options.kv_dtype == "fp8" else getattr(torch, dtype)
+    source = Source(directory, name, model_config, getattr(torch, dtype), kv_dtype)
+    log = StartLog(time.monotonic, device.held_bytes)
+    constraints = _start_constraints(source, mailbox, status.stats)
+    runtime, config = build_runtime(options, source, device, constraints.matchers, status, log)
+    engine = _build_loop(config, runtime, mailbox, constraints, status, _facts(config, model_config, directory))
+    _log_settings(config, source)
+    if options.page_size == "max" and config.page_size > config.max_len:
+        text = "--page-size max: %d positions a sequence, --max-len %d rounded up to a power of two"
+        logger.info(text, config.page_size, config.max_len)
+    logger.info(
+        "%s on %s in %s: %d rows, %d KV tokens in pages of %d, %d positions a step, %s",
+        config.model_name, config.device, config.dtype, config.max_rows, config.kv_tokens, config.page_size,
+        config.max_step_tokens, "two steps in flight" if config.depth == 2 else "one step in flight",
+    )  # fmt: skip
+    return engine
+
+
+def _log_settings(config: EngineConfig, source: Source) -> None:
+    """Every decision that was made for this engine, on one line of JSON."""
+    settings = structs.asdict(config) | {
+        "kv_tokens": config.kv_tokens,
+        "kv_dtype": str(source.kv_dtype).removeprefix("torch."),
+    }
+    if config.device == "cpu":
+        settings["threads"] = torch.get_num_threads()
+    logger.info("settings: %s", msgspec.json.encode(settings).decode())
+
+
+class Constraints(Struct, frozen=True):
+    """What makes constraints, and what works with them."""
+
+    compiler: GrammarCompiler
+    matchers: Matchers
+
+
+def _start_constraints(source: Source, mailbox: Mailbox, stats: EngineStats) -> Constraints:
+    """Begins with the tokenizer at once, so that it is there by the time the weights are."""
+    end_ids = source.model.eos_ids
+    grammars = Grammars(source.directory / "tokenizer.json", source.model.vocab_size, end_ids)
+    threads = ThreadPoolExecutor(COMPILE_THREADS, "grammars")
+    threads.submit(grammars.prepare)
+    return Constraints(
+        GrammarCompiler(grammars.compile, threads, mailbox.wake, stats, time.monotonic),
+        Matchers(_executor(), end_ids, stats, time.monotonic),
+    )
+
+
+def _executor() -> LLExecutor | None:
+    """Threads that fill masks: all cores but the loop's and one more. One thread would only be another to wake."""
+    threads = min(len(os.sched_getaffinity(0)) - 2, MASK_THREADS)
+    return LLExecutor(threads) if threads > 1 else None
+
+
+def _build_loop(
+    config: EngineConfig,
+    runtime: TorchRuntime,
+    mailbox: Mailbox,
+    constraints: Constraints,
+    status: Status,
+    facts: ModelFacts,
+) -> Engine:
+    stats = status.stats
+    stats.rows_total, stats.pages_total = config.max_rows, config.pages - 1
+    limits = SchedulerLimits(
+        config.max_step_tokens, config.prefill_chunk, config.max_waiting, config.prompts_a_step, config.max_uploads,
+        config.static,
+    )  # fmt: skip
+    scheduler = Scheduler(RowGate(config.max_rows), _kv_memory(config), limits, constraints.matchers, config.policy)
+    wire_limits = Limits(
+        config.max_rows, config.kv_tokens, config.page_size, config.max_step_tokens, config.max_waiting
+    )
+    compiler = constraints.compiler
+    control = Control(scheduler, compiler, status.epoch, facts, wire_limits, stats, time.monotonic)
+    stages = StageClock(stats.stage_seconds, time.monotonic)
+    return Engine(scheduler, PipelineState(config.depth), runtime, mailbox, control, compiler, stats, stages)
+
+
+def _kv_memory(config: EngineConfig) -> KVMemory:
+    tree = RadixTree(config.pages, config.page_size) if config.prefix_cache else None
+    sessions = Sessions(tree, config.max_sessions, config.session_ttl)
+    return KVMemory(PageAllocator(config.pages), config.page_size, tree, sessions)
+
+
+def _facts(config: EngineConfig, model: ModelConfig, directory: Path) -> ModelFacts:
+    tokenizer = directory / "tokenizer.json"
+    fingerprint = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
+    return ModelFacts(
+        name=config.model_name,
+        vocab_size=model.vocab_size,
+        max_len=config.max_len,
+        end_ids=list(model.eos_ids),
+        tokenizer_fingerprint=fingerprint,
+        device=config.device,
+        dtype=config.dtype,
+        created=int(time.time()),
+    )

@@ -1,0 +1,220 @@
+"""Puts the runtime together, in the order that memory asks for (I7).
+
+Weights; all else that lives as long as the engine; a trial over a pool of one page, which shows what steps and graphs
+take; the pool, from what is left; graphs. Nothing is allocated on the device after that.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+from msgspec import Struct, structs
+
+from tandem.engine_core import config as configuration
+from tandem.engine_core.config import EngineConfig, ModelShape, StepConfig
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.loader.noise import fill_with_noise
+from tandem.engine_core.loader.weights import load_weights
+from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.models.registry import Model, build_model
+from tandem.engine_core.runtime.device import Device
+from tandem.engine_core.runtime.graphs import StepGraphs
+from tandem.engine_core.runtime.mask_filler import MaskFiller
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.runtime.sampling import TokenSampler
+from tandem.engine_core.runtime.slots import StepSlot
+from tandem.engine_core.runtime.staging import capacity
+from tandem.engine_core.runtime.tables import DeviceTables
+from tandem.engine_core.runtime.token_scorer import TokenScorer
+from tandem.engine_core.startup import kv_sizing
+from tandem.engine_core.startup.device import CpuParts, CudaParts, DeviceParts
+from tandem.engine_core.startup.kv_sizing import Memory
+from tandem.engine_core.startup.memory_trial import graph_bytes, mixed_graph_bytes, step_bytes
+from tandem.engine_core.startup.start_log import StartLog
+from tandem.engine_core.startup.warmup import warm_up
+from tandem.engine_core.wire.heartbeat import Status
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.events import Phase
+
+logger = logging.getLogger(__name__)
+
+
+class Source(Struct, frozen=True):
+    """What is loaded."""
+
+    directory: Path
+    name: str
+    model: ModelConfig
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token's keys and values over all layers."""
+        m = self.model
+        return KVStorage.bytes_per_token(layers=m.layers, kv_heads=m.kv_heads, head_dim=m.head_dim, dtype=self.kv_dtype)
+
+
+class Workbench(Struct, frozen=True):
+    """Everything that a runtime has beside its KV pool and its graphs."""
+
+    device: Device
+    parts: DeviceParts
+    source: Source
+    config: StepConfig
+    model: Model
+    tables: DeviceTables
+    sampler: TokenSampler
+    scorer: TokenScorer
+    filler: MaskFiller
+    slots: list[StepSlot]
+
+    def pool(self, pages: int) -> KVStorage:
+        """Raises ConfigError if the memory is not there."""
+        m, page_size = self.source.model, self.config.page_size
+        try:
+            return KVStorage.allocate(
+                layers=m.layers, pages=pages, page_size=page_size, kv_heads=m.kv_heads, head_dim=m.head_dim,
+                dtype=self.source.kv_dtype, device=self.device.kind,
+            )  # fmt: skip
+        except RuntimeError as error:
+            raise ConfigError(
+                f"a KV pool of {pages * page_size} tokens cannot be had ({error}); lower --kv-tokens, --kv-memory or "
+                "--gpu-memory"
+            ) from error
+
+    def runtime(self, kv: KVStorage, graphs: StepGraphs | None = None) -> TorchRuntime:
+        return TorchRuntime(
+            self.device, self.model, kv, self.tables, self.sampler, self.scorer, self.filler, self.slots,
+            self.config.page_size, graphs, self.parts.clock(),
+        )  # fmt: skip
+
+    def graphs(self, kv: KVStorage, status: Status) -> StepGraphs | None:
+        def progress(percent: int) -> None:
+            status.enter(Phase.WARMING, percent * 9 // 10)
+
+        return self.parts.graphs(self.config, self.model, kv, self.tables, self.sampler, self.slots, progress)
+
+    def try_graphs(self, kv: KVStorage, count: int) -> object:
+        """Those of decode steps of the largest row count alone, so many times over."""
+        config = structs.replace(self.config, graph_rows=self.config.graph_rows[-1:], graph_tokens=())
+        slots = self.slots[:1] * count
+        return self.parts.graphs(config, self.model, kv, self.tables, self.sampler, slots, lambda _: None)
+
+    def try_mixed(self, kv: KVStorage, count: int) -> object:
+        """So many of the largest shapes of the largest token count, beside one decode step."""
+        c = self.config
+        config = structs.replace(
+            c, graph_rows=c.graph_rows[-1:], graph_singles=c.graph_singles[-max(1, count) :],
+            graph_tokens=c.graph_tokens[-1:] if count else (),
+        )  # fmt: skip
+        return self.parts.graphs(config, self.model, kv, self.tables, self.sampler, self.slots[:1], lambda _: None)
+
+    def measure(self, free_at_start: int) -> Memory:
+        """A CPU's steps take little, and share their memory with other processes: nothing is tried there."""
+        device = self.device
+        if device.kind.type == "cpu":
+            return Memory(free=device.free_bytes())
+        steps, graphs = self._try(self.pool(1))
+        device.release_unused()
+        return Memory(device.free_bytes(), device.total_bytes(), free_at_start, steps, graphs)
+
+    def _try(self, scratch: KVStorage) -> tuple[int, int]:
+        """What steps and graphs take, over a pool that goes when this returns."""
+        row_bytes = self.source.model.vocab_size * self.source.dtype.itemsize
+        graphs = graph_bytes(self.device, self.config, row_bytes, lambda count: self.try_graphs(scratch, count))
+        further = self.parts.prompt_graph_bytes(self.config, self.slots)
+        graphs += mixed_graph_bytes(self.device, self.config, further, lambda count: self.try_mixed(scratch, count))
+        return step_bytes(self.device, self.runtime(scratch), self.config), graphs
+
+
+def build_runtime(
+    options: EngineOptions, source: Source, device: Device, filler: MaskFiller, status: Status, log: StartLog
+) -> tuple[TorchRuntime, EngineConfig]:
+    """Loads, measures and allocates everything, and runs each path once. Raises ConfigError if it cannot be."""
+    free_at_start = device.free_bytes()
+    try:
+        return _build(_workbench(options, source, device, filler, status, log), options, free_at_start, status, log)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the memory does not hold weights, steps, graphs and KV pool ({error}); lower --gpu-memory, --max-rows or "
+            "--max-step-tokens"
+        ) from error
+
+
+def _build(
+    bench: Workbench, options: EngineOptions, free_at_start: int, status: Status, log: StartLog
+) -> tuple[TorchRuntime, EngineConfig]:
+    source = bench.source
+    status.enter(Phase.WARMING)
+    memory = bench.measure(free_at_start)
+    log.mark("trial of steps and graphs")
+    config = kv_sizing.with_pool(bench.config, options, memory, source.token_bytes)
+    kv = bench.pool(config.pages)
+    _log_memory(config, memory, source)
+    log.mark("KV pool")
+    warm_up(bench.runtime(kv), config)
+    log.mark("warm-up")
+    graphs = bench.graphs(kv, status)
+    if graphs is None:
+        return bench.runtime(kv), config
+    log.mark(
+        f"graphs of {len(graphs.rows)} row counts, {len(graphs.singles) * len(graphs.tokens)} mixed shapes and "
+        f"{config.depth} slots"
+    )
+    runtime = bench.runtime(kv, graphs)
+    warm_up(runtime, config)
+    return runtime, config
+
+
+def _workbench(
+    options: EngineOptions, source: Source, device: Device, filler: MaskFiller, status: Status, log: StartLog
+) -> Workbench:
+    parts: DeviceParts = CudaParts(device) if device.kind.type == "cuda" else CpuParts(device)
+    parts.check_kv(source.kv_dtype)
+    shape = ModelShape(source.name, source.model.max_positions)
+    dtype_name = str(source.dtype).removeprefix("torch.")
+    config = configuration.resolve(options, shape, device.kind.type, dtype_name)
+    model = build_model(source.model, device.kind, source.dtype, options.max_len, parts.placement(source.dtype))
+    _load(options, model, source.directory, status)
+    log.mark("weights")
+    vocab_size = source.model.vocab_size
+    tables = DeviceTables.allocate(config.max_rows, config.max_len, config.pages_per_row, device.kind)
+    words = capacity(config.max_rows, config.max_step_tokens, config.row_pages, config.max_uploads)
+    slots = [
+        StepSlot.allocate(
+            device, words, config.max_rows, config.max_step_tokens, vocab_size,
+            parts.attention(source.model, config, source.dtype, source.kv_dtype),
+        )
+        for _ in range(config.depth)
+    ]  # fmt: skip
+    sampler = parts.sampler(tables, vocab_size, config.max_rows)
+    scorer = parts.scorer(vocab_size, config.max_rows)
+    log.mark("tables and slots")
+    return Workbench(device, parts, source, config, model, tables, sampler, scorer, filler, slots)
+
+
+def _load(options: EngineOptions, model: Model, directory: Path, status: Status) -> None:
+    if options.load_format == "dummy":
+        fill_with_noise(model)
+    else:
+        load_weights(model, directory, lambda percent: status.enter(Phase.LOADING, int(percent)))
+
+
+def _log_memory(config: EngineConfig, memory: Memory, source: Source) -> None:
+    def gib(count: int) -> float:
+        return count / kv_sizing.GIB
+
+    pool = config.pages * config.page_size * source.token_bytes
+    if config.device != "cpu":
+        logger.info(
+            "memory in GiB: %.2f in all, %.2f free at start; weights and tables %.2f, steps %.2f, graphs %.2f "
+            "(the largest captured, the rest reckoned from them), KV pool %.2f",
+            gib(memory.total), gib(memory.free_at_start), gib(memory.free_at_start - memory.free),
+            gib(memory.steps), gib(memory.graphs), gib(pool),
+        )  # fmt: skip
+    logger.info(
+        "KV pool: %.2f GiB, %d pages of %d tokens in %s, %d bytes a token",
+        gib(pool), config.pages, config.page_size, str(source.kv_dtype).removeprefix("torch."), source.token_bytes,
+    )  # fmt: skip

@@ -1,0 +1,56 @@
+"""Runs each path of the runtime once on the padding row, so that no request pays for a first time."""
+
+from tandem.engine_core.config import StepConfig
+from tandem.engine_core.contracts import Runtime
+from tandem.engine_core.plan import Admission, Row, StepPlan
+from tandem.engine_core.scheduler.admission import PADDING_ROW
+from tandem.protocol.codec import pack_ids
+from tandem.protocol.params import SamplingParams
+
+GREEDY = SamplingParams(2, temperature=0.0)
+FULL = SamplingParams(2, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+
+
+def warm_up(runtime: Runtime, config: StepConfig) -> None:
+    """In every slot the largest step there can be, then a short prefill and a decode step, greedy and with everything
+    on. Leaves nothing in flight, and the memory that steps need in the allocator's hands."""
+    for slot in range(config.depth):
+        _run(runtime, slot, full_step(config))
+        for params, logprobs in ((GREEDY, -1), (FULL, 1)):
+            for plan in _short_steps(params, config.max_len, logprobs):
+                _run(runtime, slot, plan)
+    runtime.synchronize()
+
+
+def full_step(config: StepConfig) -> StepPlan:
+    """As many rows as there can be, all sampled, with as many positions as a step takes, all scored."""
+    length, longer = divmod(config.max_step_tokens, config.max_rows)
+    # The token that is sampled needs a position of its own.
+    lengths = [min(length + (index < longer), config.max_len - 1) for index in range(config.max_rows)]
+    rows = tuple([_prompt(length, scored=True) for length in lengths])
+    return StepPlan.of(0, rows, (Admission(-1, PADDING_ROW, 1, GREEDY),), logprobs=1)
+
+
+def _short_steps(params: SamplingParams, max_len: int, logprobs: int) -> tuple[StepPlan, ...]:
+    """The decode row samples only where it has room for it."""
+    length = max(1, min(4, max_len - 2))
+    decode = Row(-1, PADDING_ROW, length, 1, length + 1 < max_len)
+    masked = Row(-1, PADDING_ROW, length, 1, length + 1 < max_len, constrained=True)
+    admission = Admission(-1, PADDING_ROW, length, params)
+    return (
+        StepPlan.of(0, (_prompt(length, scored=logprobs >= 0),), (admission,), logprobs),
+        StepPlan.of(0, (decode,), (), logprobs),
+        StepPlan.of(0, (masked,), (), logprobs),
+    )
+
+
+def _prompt(length: int, scored: bool) -> Row:
+    """The padding row's page table holds nothing but the padding page."""
+    targets = pack_ids([0] * (length - 1)) if scored else b""
+    return Row(-1, PADDING_ROW, 0, length, True, tokens=pack_ids([0] * length), targets=targets)
+
+
+def _run(runtime: Runtime, slot: int, plan: StepPlan) -> None:
+    runtime.launch(slot, plan)
+    runtime.sample(slot, [] if plan.needs_mask else None)
+    runtime.collect(slot)

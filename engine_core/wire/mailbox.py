@@ -1,0 +1,119 @@
+"""The engine's ROUTER socket. libzmq's own threads do the I/O, so the loop needs no thread and no lock for it."""
+
+import errno
+import logging
+from typing import Any
+
+import zmq
+
+from tandem.engine_core.contracts import Delta
+from tandem.engine_core.outbox import Outbox
+from tandem.engine_core.wire.wakeup import Wakeup
+from tandem.protocol.codec import decode_command, encode
+from tandem.protocol.commands import AnyCommand
+from tandem.protocol.errors import ProtocolError
+from tandem.protocol.events import AnyEvent, Failure, Finished, Started
+
+logger = logging.getLogger(__name__)
+
+DRAIN_LIMIT = 256
+"""Messages taken in one tick, so that a flood of them cannot starve the streams that run."""
+
+
+class ZmqMailbox:
+    """Implements `contracts.Mailbox` over one ROUTER socket."""
+
+    def __init__(self, router: Any, wakeup: Wakeup) -> None:
+        self.router = router
+        self.wakeup = wakeup
+        self._poller = zmq.Poller()
+        self._poller.register(router, zmq.POLLIN)
+        self._poller.register(wakeup.reader, zmq.POLLIN)
+        self._outboxes: dict[bytes, Outbox] = {}
+        self._kept = False
+
+    @property
+    def backlog(self) -> bool:
+        return self._kept
+
+    def drain(self) -> list[tuple[bytes, AnyCommand]]:
+        commands: list[tuple[bytes, AnyCommand]] = []
+        for _ in range(DRAIN_LIMIT):
+            if not self.router.events & zmq.POLLIN:
+                break
+            frames = self.router.recv_multipart(zmq.NOBLOCK)
+            if len(frames) != 2:
+                logger.warning("ignored a message of %d frames", len(frames))
+                continue
+            try:
+                commands.append((frames[0], decode_command(frames[1])))
+            except ProtocolError as error:
+                logger.warning("ignored from %s: %s", frames[0].hex(), error)
+        return commands
+
+    def wait(self, seconds: float) -> None:
+        self._poller.poll(int(seconds * 1000))
+        self.wakeup.clear()
+
+    def wake(self) -> None:
+        self.wakeup.wake()
+
+    def reply(self, client: bytes, event: AnyEvent) -> None:
+        try:
+            sent = self._send(client, encode(event))
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            sent = False
+        if not sent:
+            logger.warning("frontend %s does not read; dropped a %s", client.hex(), type(event).__name__)
+
+    def tokens(self, client: bytes, delta: Delta) -> None:
+        box = self._outboxes.setdefault(client, Outbox())
+        box.request_ids += delta.request_ids
+        box.tokens += delta.tokens
+        if delta.logprobs:
+            box.logprobs += delta.logprobs
+
+    def started(self, client: bytes, started: Started) -> None:
+        self._outboxes.setdefault(client, Outbox()).started.append(started)
+
+    def ended(self, client: bytes, outcome: Finished | Failure) -> None:
+        box = self._outboxes.setdefault(client, Outbox())
+        if isinstance(outcome, Finished):
+            box.finished.append(outcome)
+        else:
+            box.failures.append(outcome)
+
+    def flush(self, step_id: int) -> list[bytes]:
+        gone: list[bytes] = []
+        for client, box in list(self._outboxes.items()):
+            try:
+                self._empty(client, box, step_id)
+            except zmq.ZMQError as error:
+                if error.errno != errno.EHOSTUNREACH:
+                    raise
+                gone.append(client)
+                del self._outboxes[client]
+                continue
+            if box.stuck is None:
+                del self._outboxes[client]
+        self._kept = bool(self._outboxes)
+        return gone
+
+    def _empty(self, client: bytes, box: Outbox, step_id: int) -> None:
+        """Sends what was stuck, then the rest. Raises ZMQError with EHOSTUNREACH if the frontend is gone."""
+        if box.stuck is not None and self._send(client, box.stuck):
+            box.stuck = None
+        if box.stuck is None and box.fresh:
+            data = box.encode(step_id)
+            if not self._send(client, data):
+                box.stuck = data
+
+    def _send(self, client: bytes, data: bytes) -> bool:
+        """False if the frontend's queue is full. Raises ZMQError with EHOSTUNREACH if it is gone."""
+        try:
+            self.router.send_multipart((client, data), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True

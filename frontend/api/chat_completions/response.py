@@ -1,0 +1,136 @@
+"""The reply to `POST /v1/chat/completions`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tandem.frontend.api.formatter import reply_head
+from tandem.frontend.api.logprobs import chat_logprobs
+from tandem.frontend.chat.deltas import CallArguments, CallStart, Content, MessageDelta, Reasoning
+from tandem.frontend.chat.message import Message, MessageParser, MessageShape, whole_message
+from tandem.frontend.errors import ApiError
+from tandem.frontend.generation.admission import Admitted
+from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.generation import Usage
+from tandem.frontend.sse import DONE, error_event
+
+_encode = msgspec.json.encode
+
+
+class ChatFormat:
+    """Formats one reply: prefix + encoded text + suffix. The shape says what is to be looked for in the text."""
+
+    def __init__(self, admitted: Admitted, shape: MessageShape) -> None:
+        options = admitted.options
+        self._admitted = admitted
+        self._shape = shape
+        self._parsers = [shape.parser() for _ in range(admitted.num_choices)]
+        self._with_ids = options.return_token_ids
+        self._with_logprobs = options.logprobs is not None
+        self._include_usage = options.include_usage
+        self._reply = reply_head(
+            "chatcmpl", "chat.completion.chunk" if options.stream else "chat.completion", admitted.model
+        )
+        head = b"data: " + _encode(self._reply)[:-1]
+        self._head = head
+        self._prefixes = [b'%b,"choices":[{"index":%d,"delta":' % (head, i) for i in range(admitted.num_choices)]
+        self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
+        self._content_only = shape.plain and not (self._with_ids or self._with_logprobs)
+        self._after_content = b'},"logprobs":null,"finish_reason":null}]' + self._tail
+
+    def opening(self) -> bytes:
+        """One chunk a choice that says who speaks, with the ids of the prompt where asked for."""
+        # Whether there will be content is not known yet where there may be calls or thoughts instead.
+        content = b'""' if self._shape.plain else b"null"
+        delta = b'{"role":"assistant","content":%b,"refusal":null}' % content
+        return b"".join([self._chunk(index, delta, self._prompt_ids(index)) for index in range(len(self._prefixes))])
+
+    def batch(self, pieces: Sequence[Piece]) -> bytes:
+        return b"".join([self._piece(piece) for piece in pieces])
+
+    def closing(self, usage: Usage) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return self._head + b',"choices":[],"usage":' + _encode(self._usage(usage)) + b"}\n\n" + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return error_event(error)
+
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+        shown = [self._choice(piece) for piece in choices]
+        return _encode({**msgspec.structs.asdict(self._reply), "choices": shown, "usage": self._usage(usage)})
+
+    def _piece(self, piece: Piece) -> bytes:
+        if self._content_only and not piece.finish_reason:
+            text = piece.text
+            return self._prefixes[piece.index] + b'{"content":' + _encode(text) + self._after_content if text else b""
+        ids = b',"token_ids":' + _encode(piece.token_ids) if self._with_ids else b""
+        logprobs = _encode(chat_logprobs(piece.logprobs)) if self._with_logprobs and piece.logprobs else b"null"
+        parser = self._parsers[piece.index]
+        if self._shape.plain:
+            shown = [b'{"content":%b}' % _encode(piece.text)] if piece.text else []
+        else:
+            shown = [_delta(delta) for delta in parser.push(piece)]
+        if (ids or logprobs != b"null") and not shown and not piece.finish_reason:
+            shown = [b"{}"]
+        chunks: list[bytes] = []
+        for delta in shown:
+            chunks.append(self._chunk(piece.index, delta, ids, logprobs=logprobs))
+            ids, logprobs = b',"token_ids":[]' if ids else b"", b"null"
+        if piece.finish_reason:
+            reason = b'"%b"' % parser.finish_reason(piece.finish_reason).encode()
+            chunks.append(self._chunk(piece.index, b"{}", ids, reason, logprobs))
+        return b"".join(chunks)
+
+    def _chunk(
+        self, index: int, delta: bytes, extra: bytes = b"", finish: bytes = b"null", logprobs: bytes = b"null"
+    ) -> bytes:
+        shown = (self._prefixes[index], delta, logprobs, extra, finish, self._tail)
+        return b'%b%b,"logprobs":%b%b,"finish_reason":%b}]%b' % shown
+
+    def _prompt_ids(self, index: int) -> bytes:
+        return b',"prompt_token_ids":' + _encode(self._admitted.prompt_of(index).ids) if self._with_ids else b""
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        parser: MessageParser = self._parsers[piece.index]
+        message = whole_message(parser.push(piece))
+        logprobs = chat_logprobs(piece.logprobs) if self._with_logprobs else None
+        choice: dict[str, Any] = {"index": piece.index, "message": _message(message), "logprobs": logprobs}
+        choice["finish_reason"] = parser.finish_reason(piece.finish_reason or "stop")
+        if self._with_ids:
+            choice |= {"prompt_token_ids": self._admitted.prompt_of(piece.index).ids, "token_ids": piece.token_ids}
+        return choice
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        counts = [parser.reasoning_tokens for parser in self._parsers]
+        known = [count for count in counts if count is not None]
+        shown: dict[str, Any] = msgspec.structs.asdict(usage)
+        if len(known) == len(counts):
+            shown["completion_tokens_details"] = {"reasoning_tokens": sum(known)}
+        return shown
+
+
+def _delta(delta: MessageDelta) -> bytes:
+    match delta:
+        case Content(text):
+            return b'{"content":%b}' % _encode(text)
+        case Reasoning(text):
+            return b'{"reasoning_content":%b}' % _encode(text)
+        case CallStart(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return _encode({"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]})
+        case CallArguments(index, text):
+            return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, _encode(text))
+
+
+def _message(message: Message) -> dict[str, Any]:
+    shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None, "annotations": []}
+    if message.reasoning is not None:
+        shown["reasoning_content"] = message.reasoning
+    if message.calls:
+        shown["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.calls
+        ]
+    return shown

@@ -1,0 +1,98 @@
+"""The reply to `POST /v1/completions`: prefix + encoded text + suffix, no object built for a token."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tandem.frontend.api.formatter import reply_head
+from tandem.frontend.api.logprobs import completion_logprobs, keep_best
+from tandem.frontend.errors import ApiError
+from tandem.frontend.generation.admission import Admitted
+from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.generation import Usage
+from tandem.frontend.sse import DONE, error_event
+
+_encode = msgspec.json.encode
+
+
+class CompletionFormat:
+    """Formats one reply; `echo` shows each prompt ahead of its choices."""
+
+    def __init__(self, admitted: Admitted, echo: bool) -> None:
+        self._admitted = admitted
+        self._echo = echo
+        self._with_ids = admitted.options.return_token_ids
+        self._include_usage = admitted.options.include_usage
+        self._reply = reply_head("cmpl", "text_completion", admitted.model)
+        head = self._head = b"data: " + _encode(self._reply)[:-1]
+        self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
+        self._prefixes = [b'%b,"choices":[{"index":%d,"text":' % (head, i) for i in range(admitted.num_choices)]
+        self._with_logprobs = admitted.options.logprobs is not None
+        self._text_only = not (self._with_ids or self._with_logprobs)
+        self._after_text = b',"logprobs":null,"finish_reason":null}]' + self._tail
+        self._unechoed = set(range(admitted.num_choices)) if echo and self._with_logprobs else set()
+        """Choices whose prompt goes out with its log-probabilities, which come with the first piece."""
+
+    def opening(self) -> bytes:
+        """The chunks ahead of all output: echoed prompts and their ids, where asked for."""
+        if not (self._with_ids or (self._echo and not self._unechoed)):
+            return b""
+        return b"".join([self._prompt(index) for index in range(self._admitted.num_choices)])
+
+    def batch(self, pieces: Sequence[Piece]) -> bytes:
+        return b"".join([self._piece(piece) for piece in pieces])
+
+    def closing(self, usage: Usage) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return self._head + b',"choices":[],"usage":' + _encode(usage) + b"}\n\n" + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return error_event(error)
+
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+        options = self._admitted.options
+        if options.keep is not None:
+            choices = keep_best(choices, options.n, options.keep)
+        shown = [self._choice(index, piece) for index, piece in enumerate(choices)]
+        return _encode({**msgspec.structs.asdict(self._reply), "choices": shown, "usage": usage})
+
+    def _piece(self, piece: Piece) -> bytes:
+        """The chunk of a piece, or nothing where it has nothing to show."""
+        if self._text_only and not piece.finish_reason:
+            text = piece.text
+            return self._prefixes[piece.index] + _encode(text) + self._after_text if text else b""
+        if not (piece.text or piece.finish_reason or piece.logprobs or (self._with_ids and piece.token_ids)):
+            return b""
+        return self._chunk(self._echoing(piece), b"")
+
+    def _echoing(self, piece: Piece) -> Piece:
+        """The first piece of a choice with the prompt in front, where that was not sent ahead."""
+        if piece.index not in self._unechoed:
+            return piece
+        self._unechoed.remove(piece.index)
+        return msgspec.structs.replace(piece, text=self._admitted.prompt_of(piece.index).text + piece.text)
+
+    def _prompt(self, index: int) -> bytes:
+        prompt = self._admitted.prompt_of(index)
+        ids = b',"prompt_token_ids":' + _encode(prompt.ids) if self._with_ids else b""
+        text = prompt.text if self._echo and not self._unechoed else ""
+        return self._chunk(Piece(index, text, [], None), ids)
+
+    def _chunk(self, piece: Piece, extra: bytes) -> bytes:
+        ids = b',"token_ids":' + _encode(piece.token_ids) if self._with_ids else b""
+        finish = b'"%b"' % piece.finish_reason.encode() if piece.finish_reason else b"null"
+        logprobs = _encode(completion_logprobs(piece.logprobs)) if self._with_logprobs and piece.logprobs else b"null"
+        shown = (self._prefixes[piece.index], _encode(piece.text), logprobs, ids, extra, finish, self._tail)
+        return b'%b%b,"logprobs":%b%b%b,"finish_reason":%b}]%b' % shown
+
+    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        prompt = self._admitted.prompt_of(piece.index)
+        text = prompt.text + piece.text if self._echo else piece.text
+        logprobs = completion_logprobs(piece.logprobs) if self._with_logprobs else None
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs}
+        choice["finish_reason"] = piece.finish_reason
+        if self._with_ids:
+            choice |= {"prompt_token_ids": prompt.ids, "token_ids": piece.token_ids}
+        return choice

@@ -1,0 +1,59 @@
+"""Liveness, readiness, metrics and version of this process."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from tandem.frontend.api.openapi import json_response
+from tandem.frontend.api.service import Service
+from tandem.frontend.errors import error_headers
+from tandem.protocol.version import PROTOCOL_VERSION, distribution_version
+
+
+def health_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.head("/health/live", include_in_schema=False)
+    @router.get("/health/live")
+    async def live() -> dict[str, str]:
+        """200 for as long as this process answers."""
+        return {"status": "live"}
+
+    @router.head("/health/ready", include_in_schema=False)
+    @router.get(
+        "/health/ready",
+        openapi_extra={"responses": {"503": json_response("No completion would be taken.", {"type": "object"})}},
+    )
+    async def ready() -> JSONResponse:
+        """200 when a completion would be taken, else 503 with the reason."""
+        verdict = service.verdict()
+        if verdict.ready:
+            engine = service.ready()
+            return JSONResponse(
+                {
+                    "status": "ready",
+                    "model": engine.model.name,
+                    "device": engine.model.device,
+                    "dtype": engine.model.dtype,
+                    "max_len": engine.model.max_len,
+                    "kv_tokens": engine.limits.kv_tokens,
+                }
+            )
+        body: dict[str, Any] = {"status": verdict.status, "reason": verdict.reason}
+        if verdict.percent is not None:
+            body["percent"] = verdict.percent
+        return JSONResponse(body, 503, error_headers(503))
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """What this process measures, for Prometheus."""
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/version")
+    async def version() -> dict[str, Any]:
+        """Versions of the distribution and of the protocol to the engine."""
+        return {"version": distribution_version(), "protocol": PROTOCOL_VERSION}
+
+    return router

@@ -1,0 +1,66 @@
+"""`GET /v1/models`: the one model that the engine serves."""
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from tandem.frontend.api.openapi import STRING, closed, error_response, json_response
+from tandem.frontend.api.service import Service
+from tandem.frontend.errors import ApiError
+from tandem.protocol.events import ModelFacts
+
+
+def _card(model: ModelFacts) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "tandem",
+        "max_model_len": model.max_len,
+    }
+
+
+_CARD = closed(
+    {
+        "id": STRING,
+        "object": {"const": "model"},
+        "created": {"type": "integer"},
+        "owned_by": STRING,
+        "max_model_len": {"type": "integer"},
+    }
+)
+_LIST = closed({"object": {"const": "list"}, "data": {"type": "array", "items": _CARD}})
+_NOT_READY = error_response("Not ready; try again later.")
+
+
+def models_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get(
+        "/v1/models",
+        openapi_extra={"responses": {"200": json_response("The served model.", _LIST), "503": _NOT_READY}},
+    )
+    async def list_models() -> dict[str, Any]:
+        """The served model, as a list."""
+        return {"object": "list", "data": [_card(service.ready().model)]}
+
+    @router.get(
+        "/v1/models/{model:path}",
+        openapi_extra={
+            "responses": {
+                "200": json_response("The served model.", _CARD),
+                "404": error_response("There is no such model."),
+                "503": _NOT_READY,
+            }
+        },
+    )
+    async def get_model(model: str) -> dict[str, Any]:
+        """The served model, by its name."""
+        served = service.ready().model
+        if model != served.name:
+            raise ApiError(
+                404, f"the model {model!r} does not exist; this server has {served.name!r}", "model", "model_not_found"
+            )
+        return _card(served)
+
+    return router

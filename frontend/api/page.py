@@ -1,0 +1,44 @@
+"""The playground at `/`: static files that ship with the package and hold no secret."""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+_FOLDER = Path(__file__).parents[1] / "page"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def page_paths() -> dict[str, Path]:
+    """The path of each file of the page; a browser asks for them before anybody can give it an API key."""
+    files = {f"/page/{file.name}": file for file in sorted(_FOLDER.iterdir()) if file.suffix in _TYPES}
+    return {"/": files.pop("/page/index.html"), **files}
+
+
+def page_router() -> APIRouter:
+    router = APIRouter()
+    for path, file in page_paths().items():
+        router.add_api_route(path, _serving(file), methods=["GET", "HEAD"], include_in_schema=False)
+    return router
+
+
+def _serving(file: Path) -> Callable[[], Awaitable[Response]]:
+    content, kind = file.read_bytes(), _TYPES[file.suffix]
+
+    async def serve() -> Response:
+        return Response(content, headers=_HEADERS, media_type=kind)
+
+    return serve

@@ -1,0 +1,102 @@
+"""An assistant's message as the output items of a response, with the events that tell of each change."""
+
+import secrets
+from typing import Any, Literal
+
+from tandem.frontend.chat.deltas import CallArguments, CallStart, Content, MessageDelta, Reasoning
+
+Event = tuple[str, dict[str, Any]]
+"""The type of an event and its fields, without its number."""
+
+Ending = Literal["completed", "incomplete"]
+_TextKind = Literal["message", "reasoning"]
+_STREAMED = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
+
+
+class OutputItems:
+    """Folds the deltas of one choice into items, in the order in which they begin: another kind of output, or another
+    call, ends the item before it. However the text is cut into deltas, the items are the same."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._open: str | None = None
+        """The type of the last item, while it grows."""
+        self._parts: list[str] = []
+        """Its text so far."""
+
+    def write(self, delta: MessageDelta) -> list[Event]:
+        match delta:
+            case Content(text):
+                return [*self._text_item("message"), self._text_delta("message", text)]
+            case Reasoning(text):
+                return [*self._text_item("reasoning"), self._text_delta("reasoning", text)]
+            case CallStart(_, call_id, name):
+                ended = self.end("completed")
+                return [*ended, self._add("function_call", "fc", call_id=call_id, name=name, arguments="")]
+            case CallArguments(_, text):
+                assert self._open == "function_call", f"arguments within {self._open}: {text!r}"
+                self._parts.append(text)
+                return [self._event("response.function_call_arguments.delta", delta=text)]
+
+    def finish(self, status: Ending) -> list[Event]:
+        """Ends the output; one that says nothing is an empty message."""
+        begun = [] if self.items else self._text_item("message")
+        return begun + self.end(status)
+
+    def end(self, status: Ending) -> list[Event]:
+        """Ends the item that grows, if one does."""
+        kind, self._open = self._open, None
+        if kind is None:
+            return []
+        text, self._parts = "".join(self._parts), []
+        item = self.items[-1]
+        item["status"] = status
+        if kind == "function_call":
+            item["arguments"] = text
+            told = [self._event("response.function_call_arguments.done", name=item["name"], arguments=text)]
+        else:
+            part = _part(kind, text)
+            item["content"] = [part]
+            told = [
+                self._event(f"{_STREAMED[kind]}.done", content_index=0, text=text, **_logprobs(kind)),
+                self._event("response.content_part.done", content_index=0, part=part),
+            ]
+        return [*told, self._item_event("response.output_item.done")]
+
+    def _text_item(self, kind: _TextKind) -> list[Event]:
+        """Begins an item of text, unless it grows already."""
+        if self._open == kind:
+            return []
+        ended = self.end("completed")
+        if kind == "message":
+            added = self._add(kind, "msg", role="assistant", content=[])
+        else:
+            added = self._add(kind, "rs", summary=[], content=[])
+        return [*ended, added, self._event("response.content_part.added", content_index=0, part=_part(kind, ""))]
+
+    def _text_delta(self, kind: _TextKind, text: str) -> Event:
+        self._parts.append(text)
+        return self._event(f"{_STREAMED[kind]}.delta", content_index=0, delta=text, **_logprobs(kind))
+
+    def _add(self, kind: str, prefix: str, **fields: Any) -> Event:
+        self._open = kind
+        item_id = f"{prefix}_{secrets.token_hex(24)}"
+        self.items.append({"id": item_id, "type": kind, "status": "in_progress", **fields})
+        return self._item_event("response.output_item.added")
+
+    def _event(self, event: str, **fields: Any) -> Event:
+        return event, {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
+
+    def _item_event(self, event: str) -> Event:
+        return event, {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "message":
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "reasoning_text", "text": text}
+
+
+def _logprobs(kind: str) -> dict[str, Any]:
+    """The official client's types require them of a message's text."""
+    return {"logprobs": []} if kind == "message" else {}

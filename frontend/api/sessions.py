@@ -1,0 +1,36 @@
+"""`DELETE /v1/sessions/{id}`: the end of a conversation whose KV is kept."""
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from tandem.frontend.api.openapi import STRING, closed, error_response, json_response
+from tandem.frontend.api.service import Service
+from tandem.frontend.errors import ApiError
+
+_DELETED = closed({"id": STRING, "object": {"const": "session"}, "deleted": {"const": True}})
+
+
+def sessions_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    # A name may hold slashes.
+    @router.delete(
+        "/v1/sessions/{session_id:path}",
+        openapi_extra={
+            "responses": {
+                "200": json_response("It is forgotten.", _DELETED),
+                "404": error_response("There is no such session."),
+                "503": error_response("Not ready; try again later."),
+            }
+        },
+    )
+    async def end_session(session_id: str) -> dict[str, Any]:
+        """Frees what is kept for a session: at once, or with the end of its turn in progress."""
+        if not session_id:
+            raise ApiError(404, "name the session to end: DELETE /v1/sessions/{id}", "session_id", "session_not_found")
+        if not await service.client.calls.end_session(session_id):
+            raise ApiError(404, f"there is no session {session_id[:300]!r}", "session_id", "session_not_found")
+        return {"id": session_id, "object": "session", "deleted": True}
+
+    return router

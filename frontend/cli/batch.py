@@ -1,0 +1,140 @@
+"""`tandem run-batch`: every request of a file, many at a time, each result written as it comes."""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import httpx
+import msgspec
+from msgspec import Raw, Struct
+
+from tandem.frontend.cli.batch_files import BatchError, BatchRequest, read_requests
+from tandem.frontend.cli.connection import headers, timeouts
+from tandem.frontend.cli.flags import INTERRUPTED, api_key
+from tandem.frontend.client.batch_output import BatchOutput, BatchResult, open_output, result
+from tandem.frontend.client.batch_sender import BatchSender
+from tandem.frontend.client.server_error import ServerError
+from tandem.frontend.progress import Progress
+
+
+class _Usage(Struct):
+    """Both of OpenAI's ways to count."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Body(Struct):
+    usage: _Usage
+
+
+def _usage(body: Raw) -> _Usage:
+    """What an answer says of itself; a server of another make may say nothing."""
+    try:
+        return msgspec.json.decode(body, type=_Body).usage
+    except msgspec.ValidationError:
+        return _Usage()
+
+
+class Tally:
+    """What one run came to."""
+
+    def __init__(self) -> None:
+        self.succeeded = 0
+        self.failures: Counter[str] = Counter()
+        """By status, or by the code of what was no answer."""
+        self.tokens_in = 0
+        self.tokens_out = 0
+
+    def count(self, outcome: BatchResult) -> None:
+        response = outcome.response
+        if response is None:
+            assert outcome.error is not None
+            self.failures[outcome.error.code] += 1
+        elif response.status_code != 200:
+            self.failures[str(response.status_code)] += 1
+        else:
+            self.succeeded += 1
+            usage = _usage(response.body)
+            self.tokens_in += usage.prompt_tokens + usage.input_tokens
+            self.tokens_out += usage.completion_tokens + usage.output_tokens
+
+    def line(self, seconds: float) -> str:
+        failed = ", ".join(f"{count} with {name}" for name, count in sorted(self.failures.items()))
+        return (
+            f"this run: {self.succeeded} succeeded, {self.failures.total()} failed{f' ({failed})' if failed else ''}; "
+            f"{self.tokens_in} tokens in, {self.tokens_out} out, {seconds:.1f} s, "
+            f"{self.tokens_out / max(seconds, 1e-9):.1f} tokens/s"
+        )
+
+
+def run_batch(arguments: argparse.Namespace) -> int:
+    """Returns the exit code: 0 if every request of the file has succeeded, 1 if not, 2 for files that do not fit."""
+    try:
+        requests = read_requests(arguments.input)
+        with open_output(arguments.output) as output:
+            return _run(arguments, requests, output)
+    except BatchError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: argparse.Namespace, requests: list[BatchRequest], output: BatchOutput) -> int:
+    ids = {request.custom_id for request in requests}
+    if strangers := [name for name in output.done if name not in ids]:
+        raise BatchError(f"{arguments.output} has results of another batch, such as {strangers[0]!r}")
+    todo = [request for request in requests if request.custom_id not in output.done]
+    tally, started = Tally(), time.monotonic()
+    code = 0
+    try:
+        asyncio.run(_send_all(arguments, todo, output, tally))
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except ServerError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        code = 1
+    print(tally.line(time.monotonic() - started), file=sys.stderr)
+    succeeded, left = sum(output.done.values()), len(requests) - len(output.done)
+    print(
+        f"{len(requests)} requests: {succeeded} succeeded, {len(output.done) - succeeded} failed, {left} left"
+        + ("; run the same command to go on" if left else ""),
+        file=sys.stderr,
+    )
+    return code or int(not all(output.done.values()))
+
+
+async def _send_all(
+    arguments: argparse.Namespace, requests: list[BatchRequest], output: BatchOutput, tally: Tally
+) -> None:
+    progress = Progress("batch", len(requests), None)
+    workers = min(arguments.concurrency, len(requests))
+    limits = httpx.Limits(max_connections=workers or 1, max_keepalive_connections=workers or 1)
+    started = time.monotonic()
+
+    def keep(outcome: BatchResult) -> None:
+        output.add(outcome)
+        tally.count(outcome)
+        progress.draw(tally.succeeded + tally.failures.total(), time.monotonic() - started)
+
+    key = headers(api_key(arguments))
+    async with httpx.AsyncClient(headers=key, timeout=timeouts(arguments.timeout), limits=limits) as http:
+        sender = BatchSender(http, arguments.url, arguments.retries)
+        waiting = iter(requests)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(workers):
+                    group.create_task(_work(sender, waiting, keep))
+        except* ServerError as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            progress.clear()
+
+
+async def _work(sender: BatchSender, waiting: Iterator[BatchRequest], keep: Callable[[BatchResult], None]) -> None:
+    for request in waiting:
+        keep(result(request.custom_id, await sender.send(request)))

@@ -1,0 +1,105 @@
+"""What the heartbeat says about the engine: which life it is in, and whether it lives and moves.
+
+Pure: it is told the time (seconds of a monotonic clock) and does no I/O.
+"""
+
+from msgspec import Struct
+
+from tandem.protocol.events import Beat, Phase
+
+SILENCE_FACTOR = 3
+"""Beat timeouts until a silent engine is not only unready but to be killed."""
+
+_PREPARING = (Phase.STARTING, Phase.LOADING, Phase.WARMING)
+
+
+class Verdict(Struct, frozen=True):
+    """Whether the engine can take work; if not, why."""
+
+    ready: bool
+    status: str
+    """For programs: ready, waiting, loading, draining, failed, silent or hung; in a frontend connecting, lost or
+    refused as well."""
+    reason: str = ""
+    percent: int | None = None
+
+
+class EngineWatch:
+    """Judges an engine by its beats.
+
+    No beat for `beat_timeout` is a dead or stopped engine. Beats without a step launched or committed for
+    `step_timeout` while work is pending are a hung one; loading and warming up take what they take.
+    """
+
+    def __init__(self, beat_timeout: float, step_timeout: float) -> None:
+        self.beat_timeout = beat_timeout
+        self.step_timeout = step_timeout
+        self.beat: Beat | None = None
+        self._beat_at = 0.0
+        self._moved_at = 0.0
+        self._gone: int | None = None
+
+    def observe(self, beat: Beat, now: float) -> None:
+        if beat.engine_epoch == self._gone:  # it was on its way when the process ended
+            return
+        before, self.beat = self.beat, beat
+        self._beat_at = now
+        owes_steps = beat.pending > 0 and beat.phase is Phase.READY
+        stood_still = before is not None and _position(before) == _position(beat)
+        if not (owes_steps and stood_still):
+            self._moved_at = now
+
+    def excuse(self, now: float) -> None:
+        """The listener itself was held up: what it missed is not the engine's silence."""
+        self._beat_at = max(self._beat_at, now)
+        self._moved_at = max(self._moved_at, now)
+
+    def forget(self) -> None:
+        """The process has ended: nothing is known of the next, and late beats of this life are not heard."""
+        if self.beat is not None:
+            self._gone, self.beat = self.beat.engine_epoch, None
+
+    def silence(self, now: float) -> float:
+        """Seconds since the last beat; 0 before the first."""
+        return now - self._beat_at if self.beat is not None else 0.0
+
+    def verdict(self, now: float) -> Verdict:
+        beat = self.beat
+        if beat is None:
+            return Verdict(False, "waiting", "no heartbeat from the engine yet; is it running on this endpoint?")
+        if (silence := self.silence(now)) > self.beat_timeout:
+            return Verdict(False, "silent", f"no heartbeat from the engine for {silence:.1f} s")
+        if beat.phase in _PREPARING:
+            detail = f": {beat.detail}" if beat.detail else ""
+            return Verdict(
+                False, "loading", f"the engine is {beat.phase.value}, {beat.percent} %{detail}", beat.percent
+            )
+        if beat.phase is Phase.FAILED:
+            return Verdict(False, "failed", f"the engine failed: {beat.detail or 'no detail given'}")
+        if beat.phase is Phase.DRAINING:
+            return Verdict(False, "draining", "the engine is shutting down")
+        if beat.pending and (stuck := now - self._moved_at) > self.step_timeout:
+            return Verdict(
+                False, "hung", f"the engine made no step for {stuck:.0f} s while {beat.pending} requests wait for it"
+            )
+        return Verdict(True, "ready")
+
+    def hopeless(self, now: float) -> str:
+        """Why the process should be killed, to be started again; nothing while it may recover.
+
+        What loads is silent for longer, as code that loads may hold the interpreter, and with it the beats. A
+        process that has not beaten yet is left alone: it may be reading its programs from a slow disk.
+        """
+        beat, verdict = self.beat, self.verdict(now)
+        if beat is None:
+            return ""
+        patience = SILENCE_FACTOR * self.beat_timeout
+        if beat.phase in _PREPARING:
+            patience = max(patience, self.step_timeout)
+        given_up = verdict.status == "hung" or self.silence(now) > patience
+        return verdict.reason if given_up else ""
+
+
+def _position(beat: Beat) -> tuple[int, int, int]:
+    """How far an engine has come, in which life."""
+    return beat.engine_epoch, beat.stats.steps_launched, beat.stats.steps_committed

@@ -1,0 +1,99 @@
+"""Tokens on their way from the engine's messages to the coroutine that answers a request."""
+
+import asyncio
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from tandem.protocol.events import Failure, Finished, TokenLogprobs
+
+Terminal = Finished | Failure
+
+
+class Delta(Struct, frozen=True):
+    """Tokens that one stream gained since the last look, and how it ended if it has."""
+
+    tokens: list[int]
+    terminal: Terminal | None
+    logprobs: list[TokenLogprobs] = []
+    """Of these tokens, and of the prompt ahead of the first, where they were asked for."""
+
+
+class Waker:
+    """Wakes one consumer of any number of streams: one future for whatever became ready in one event-loop turn."""
+
+    __slots__ = ("_future", "_ready")
+
+    def __init__(self) -> None:
+        self._ready: list[TokenStream] = []
+        self._future: asyncio.Future[None] | None = None
+
+    def mark(self, stream: "TokenStream") -> None:
+        self._ready.append(stream)
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+    async def wait(self) -> "list[TokenStream]":
+        """The streams that have something, at least one."""
+        while not self._ready:
+            self._future = asyncio.get_running_loop().create_future()
+            try:
+                await self._future
+            finally:
+                self._future = None
+        ready, self._ready = self._ready, []
+        return ready
+
+
+class TokenStream:
+    """The output of one request.
+
+    Where the consumer lags, tokens collect in one pending delta, so memory is bounded by the length of the output
+    and a wake-up takes all there is. After the one terminal event nothing is taken any more.
+    """
+
+    __slots__ = ("_logprobs", "_marked", "_pending", "_terminal", "_waker", "cached_tokens", "choice", "request_id")
+
+    def __init__(self, request_id: int, choice: int, waker: Waker) -> None:
+        self.request_id = request_id
+        self.choice = choice
+        self.cached_tokens = 0
+        """Prompt tokens that the engine did not have to compute; known when the first token arrives."""
+        self._waker = waker
+        self._pending: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._terminal: Terminal | None = None
+        self._marked = False
+
+    def put(self, tokens: Sequence[int]) -> None:
+        if self._terminal is None and tokens:
+            self._pending.extend(tokens)
+            self._mark()
+
+    def put_logprobs(self, logprobs: TokenLogprobs) -> None:
+        """Wakes nobody: the tokens that they belong to, or the first after the prompt, do."""
+        if self._terminal is None:
+            self._logprobs.append(logprobs)
+
+    def finish(self, finished: Finished) -> None:
+        self._end(finished)
+
+    def fail(self, failure: Failure) -> None:
+        self._end(failure)
+
+    def take(self) -> Delta:
+        """All there is, for a consumer that was woken."""
+        tokens, self._pending = self._pending, []
+        logprobs, self._logprobs = self._logprobs, []
+        self._marked = False
+        return Delta(tokens, self._terminal, logprobs)
+
+    def _end(self, terminal: Terminal) -> None:
+        if self._terminal is None:
+            self._terminal = terminal
+            self._mark()
+
+    def _mark(self) -> None:
+        if not self._marked:
+            self._marked = True
+            self._waker.mark(self)

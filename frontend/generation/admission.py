@@ -1,0 +1,248 @@
+"""From a validated request to what the engine is asked: ids, limits, seeds."""
+
+import secrets
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from tandem.frontend.errors import ApiError, malformed, unavailable, unsupported
+from tandem.frontend.generation.tokenizer import Tokenizer
+from tandem.frontend.grammar.constraints import Constraints, Thoughts
+from tandem.frontend.grammar.tool_calls import CallSyntax
+from tandem.frontend.request.limits import RequestLimits
+from tandem.frontend.request.options import GenerationOptions
+from tandem.frontend.request.prompts import Prompt
+from tandem.frontend.request.tools import ToolUse
+from tandem.frontend.workers import Workers
+from tandem.protocol.codec import pack_floats, pack_ids
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.events import Limits, ModelFacts, Ready
+from tandem.protocol.params import MAX_SEED, SamplingParams
+
+MAX_SCORED = 1_048_576
+"""Most log-probabilities of prompt tokens in one reply."""
+MANY_IDS = 2048
+"""Prompts of more ids are checked and packed in a thread."""
+
+
+class AdmittedPrompt(Struct, frozen=True):
+    """One prompt as the engine gets it, and as text where it is wanted (`echo`)."""
+
+    text: str
+    ids: list[int]
+    packed: bytes
+    max_tokens: int
+
+
+class Admitted(Struct, frozen=True):
+    """A request that the engine can be asked for; `sampling` is that of choice 0 of the first prompt."""
+
+    options: GenerationOptions
+    model: ModelFacts
+    prompts: list[AdmittedPrompt]
+    sampling: SamplingParams
+    constraint: str | None = None
+    """The grammar that every choice has to follow."""
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.options.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+    def prompt_of(self, choice: int) -> AdmittedPrompt:
+        """The prompt that a choice continues: choices are numbered prompt by prompt."""
+        return self.prompts[choice // self.options.n]
+
+
+class Admission:
+    """Encodes prompts and checks requests against the model that is served."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        workers: Workers,
+        constraints: Constraints,
+        max_concurrent: int,
+        limits: RequestLimits,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._workers = workers
+        self._constraints = constraints
+        self._max_concurrent = max_concurrent
+        self._limits = limits
+
+    async def admit(
+        self,
+        options: GenerationOptions,
+        prompts: Sequence[Prompt],
+        ready: Ready,
+        *,
+        field: str = "prompt",
+        add_special_tokens: bool = True,
+        with_text: bool = False,
+        tool_use: ToolUse | None = None,
+        syntax: CallSyntax | None = None,
+        thoughts: Thoughts = Thoughts.NONE,
+    ) -> Admitted:
+        """Raises ApiError with the numbers; `field` is where the prompts came from.
+
+        A rendered chat holds its special tokens already. `with_text` decodes prompts that came as ids. `syntax` is how
+        the model writes calls of the tools in use.
+        """
+        model = ready.model
+        check_model(options.model, model)
+        self._limits.check(options)
+        check_ids(options.stop_token_ids, model.vocab_size, "stop_token_ids")
+        check_ids(tuple(options.logit_bias), model.vocab_size, "logit_bias")
+        self._check_count(options, len(prompts), ready.limits)
+        admitted: list[AdmittedPrompt] = []
+        for prompt in prompts:
+            ids = await self._encode(prompt, options, ready, field, add_special_tokens)
+            self._limits.check_prompt(len(ids), field)
+            max_tokens = _room(len(ids), options, ready)
+            _check_length(len(ids), max_tokens, ready, field)
+            finish = (prompt, ids, max_tokens, model.vocab_size, field, with_text)
+            few = len(ids) <= MANY_IDS
+            admitted.append(self._finish(*finish) if few else await self._workers.run(self._finish, *finish))
+        _check_scored(options, sum(len(prompt.ids) for prompt in admitted))
+        constraint = await self._constraints.of(options, tool_use, syntax, thoughts)
+        return Admitted(options, model, admitted, _sampling(options), constraint)
+
+    def _check_count(self, options: GenerationOptions, prompts: int, limits: Limits) -> None:
+        """Raises ApiError 422 for more sequences than there can ever be at once: to try again would not help."""
+        wanted = options.n * prompts
+        for most, flags in (
+            (self._max_concurrent, "--max-concurrent"),
+            (limits.max_rows + limits.max_waiting, "--max-rows and --max-waiting"),
+        ):
+            if (options.max_tokens or options.prompt_logprobs is not None) and wanted > most:
+                raise unsupported(
+                    f"'n' times the number of prompts is {wanted} ({options.n} times {prompts}); "
+                    f"this server takes at most {most} sequences at once ({flags})",
+                    "n" if options.n > 1 else "prompt",
+                )
+
+    async def _encode(
+        self, prompt: Prompt, options: GenerationOptions, ready: Ready, field: str, add_special_tokens: bool
+    ) -> list[int]:
+        if not isinstance(prompt, str):
+            if not prompt:
+                raise malformed("a prompt of token ids must hold at least one id", field)
+            return prompt
+        fewest = self._tokenizer.fewest(prompt)
+        self._limits.check_prompt(fewest, field, "at least ")
+        _check_length(fewest, _room(fewest, options, ready), ready, field, "at least ")
+        ids = await self._tokenizer.encode(prompt, add_special_tokens)
+        if not ids:
+            raise malformed("the prompt is empty and the model has no begin token; give at least one character", field)
+        return ids
+
+    def _finish(
+        self, prompt: Prompt, ids: list[int], max_tokens: int, vocab_size: int, field: str, with_text: bool
+    ) -> AdmittedPrompt:
+        # A tokenizer, too, may know ids that the model lacks.
+        check_ids(ids, vocab_size, field)
+        text = prompt if isinstance(prompt, str) else self._tokenizer.decode(ids) if with_text else ""
+        return AdmittedPrompt(text, ids, pack_ids(ids), max_tokens)
+
+
+def check_model(name: str, model: ModelFacts) -> None:
+    """Raises ApiError 404 for a model that is not the one served."""
+    if name != model.name:
+        raise ApiError(
+            404, f"the model {name!r} does not exist; this server has {model.name!r}", "model", "model_not_found"
+        )
+
+
+def check_overload(open_sequences: int, wanted: int, most: int) -> None:
+    """Raises ApiError 503 where this frontend would hold more than `most` sequences open."""
+    if open_sequences + wanted > most:
+        raise unavailable(
+            f"{open_sequences} sequences are open and {wanted} more were asked for, at most {most} at once "
+            "(--max-concurrent); try again later",
+            ErrorCode.OVERLOADED,
+        )
+
+
+def check_queue(queued: int, wanted: int, most: int) -> None:
+    """Raises ApiError 503 where more than `most` prompt tokens would wait in the engine. Where none do, any may."""
+    if queued and queued + wanted > most:
+        raise unavailable(
+            f"{queued} prompt tokens are waiting and {wanted} more were asked for, at most {most} at once "
+            "(--max-queued-tokens); try again later",
+            ErrorCode.OVERLOADED,
+        )
+
+
+def _room(prompt_len: int, options: GenerationOptions, ready: Ready) -> int:
+    """The `max_tokens` of one prompt: what was asked for, or the default as far as the model and the KV pool have room
+    for it. The KV of the last token is never computed."""
+    if not options.max_tokens_by_default:
+        return options.max_tokens
+    most = min(ready.model.max_len, ready.limits.kv_tokens + 1)
+    return min(options.max_tokens, max(most - prompt_len, options.min_tokens, 1))
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
+    """Raises ApiError 422 for an id that the model has no token for."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise unsupported(f"token id {bad} in {name!r} is not between 0 and {vocab_size - 1}", name)
+
+
+def _check_length(prompt_len: int, max_tokens: int, ready: Ready, field: str, qualifier: str = "") -> None:
+    """Raises ApiError 400 for more than the model takes, or for a prompt that the KV pool cannot hold. How much of an
+    answer it can hold, the engine says."""
+    total, max_len, pool = prompt_len + max_tokens, ready.model.max_len, ready.limits.kv_tokens
+    if total > max_len:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {max_len} tokens. However, you requested {qualifier}{total} "
+            f"tokens ({qualifier}{prompt_len} in the prompt, {max_tokens} in the completion). Please reduce the length "
+            "of the prompt or of the completion.",
+            field if prompt_len >= max_len else "max_tokens",
+            ErrorCode.CONTEXT_LENGTH.value,
+        )
+    if prompt_len > pool:
+        raise ApiError(
+            400,
+            f"the prompt has {qualifier}{prompt_len} tokens, this server's KV pool holds {pool} (--kv-tokens); please "
+            "reduce the length of the prompt",
+            field,
+            ErrorCode.KV_CAPACITY.value,
+        )
+
+
+def _check_scored(options: GenerationOptions, prompt_tokens: int) -> None:
+    """Raises ApiError 422 where the prompts' log-probabilities are too many for one reply."""
+    if options.prompt_logprobs is None:
+        return
+    wanted = prompt_tokens * options.n * (1 + options.prompt_logprobs)
+    if wanted > MAX_SCORED:
+        raise unsupported(
+            f"'echo' with 'logprobs' would report {wanted} numbers ({prompt_tokens} prompt tokens, {options.n} choices "
+            f"each, {1 + options.prompt_logprobs} a token), at most {MAX_SCORED}; lower 'logprobs' or 'n'",
+            "logprobs",
+        )
+
+
+def _sampling(options: GenerationOptions) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        seed=secrets.randbelow(MAX_SEED + 1) if options.seed is None else options.seed,
+        min_tokens=options.min_tokens,
+        ignore_eos=options.ignore_eos,
+        stop_token_ids=pack_ids(options.stop_token_ids),
+        logit_bias_ids=pack_ids(tuple(options.logit_bias)),
+        logit_bias_values=pack_floats(tuple(options.logit_bias.values())),
+    )

@@ -1,0 +1,136 @@
+"""One sequence of a request as text: detokenized, cut at a stop string, counted."""
+
+from collections.abc import Sequence
+
+from msgspec import Struct, structs
+
+from tandem.frontend.engine.streams import Terminal
+from tandem.frontend.generation.detokenizer import Detokenizer
+from tandem.frontend.generation.scored_tokens import ScoredToken, ScoredTokens
+from tandem.frontend.generation.stop_strings import StopMatcher
+from tandem.protocol.errors import FinishReason
+from tandem.protocol.events import Finished, TokenLogprobs
+
+
+class Piece(Struct, frozen=True):
+    """What one delta adds to a choice, or all deltas together."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: str | None
+    logprobs: Sequence[ScoredToken] = ()
+    """Of the text shown here, where they were asked for; the echoed prompt's come with the first piece."""
+    mean_logprob: float | None = None
+    """Of all tokens of the choice, in the piece that ends it."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.text or self.token_ids or self.finish_reason)
+
+
+class Choice:
+    """Turns the tokens of one sequence into text.
+
+    Stop strings are looked for from token `min_tokens` on. With them, tokens are decoded one at a time, so that
+    the count ends with the token that completed the stop string. `include_stop` shows what ended the text, a stop
+    string or token, as its last part.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        matcher: StopMatcher | None,
+        min_tokens: int,
+        include_stop: bool = False,
+        scored: ScoredTokens | None = None,
+    ) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self._detokenizer = detokenizer
+        self._matcher = matcher
+        self._min_tokens = min_tokens
+        self._include_stop = include_stop
+        self._scored = scored
+        self._shown = 0
+        self._cut = False
+        """Whether a stop string took the end of the text away."""
+
+    def advance(
+        self, tokens: Sequence[int], terminal: Terminal | None, logprobs: Sequence[TokenLogprobs] = ()
+    ) -> Piece:
+        """Takes a delta. The piece has a finish reason once the choice has ended well, here or in the engine."""
+        if self._scored is None:
+            return self._advance(tokens, terminal)
+        self._scored.take(logprobs)
+        piece = self._advance(tokens, terminal)
+        if piece.is_empty:
+            return piece
+        self._shown += len(piece.text)
+        if piece.finish_reason is None:
+            return structs.replace(piece, logprobs=self._scored.release(self._shown))
+        shown = self._scored.release(self._shown) if self._cut else self._scored.flush()
+        return structs.replace(piece, logprobs=shown, mean_logprob=self._scored.mean)
+
+    def advance_singly(self, tokens: Sequence[int], terminal: Terminal | None) -> list[Piece]:
+        """The same without log-probabilities, in one piece a token up to the one that ended the choice."""
+        pieces: list[Piece] = []
+        for token in tokens[:-1]:
+            pieces.append(self.advance([token], None))
+            if pieces[-1].finish_reason is not None:
+                return pieces
+        return [*pieces, self.advance(tokens[-1:], terminal)]
+
+    def _advance(self, tokens: Sequence[int], terminal: Terminal | None) -> Piece:
+        finished = terminal if isinstance(terminal, Finished) else None
+        # The id that ended a sequence counts, but is not part of its text unless asked for.
+        hidden = int(finished is not None and finished.stop_token_id is not None and not self._include_stop)
+        shown = tokens[: len(tokens) - hidden]
+        text, used, stopped = self._decode(shown)
+        if stopped:
+            self._cut = True
+            self.num_tokens += used
+            return Piece(self.index, text, tokens[:used], FinishReason.STOP.value)
+        self.num_tokens += len(tokens)
+        if finished is None or finished.reason is FinishReason.ABORT:
+            return Piece(self.index, text, tokens, None)
+        tail, stopped = self._close()
+        self._cut = stopped
+        reason = FinishReason.STOP if stopped else finished.reason
+        return Piece(self.index, text + tail, tokens, reason.value)
+
+    def _decode(self, tokens: Sequence[int]) -> tuple[str, int, bool]:
+        """Text of these tokens, how many of them it took, and whether a stop string ended it."""
+        push = self._detokenizer.push if self._scored is None else self._push_scored
+        matcher = self._matcher
+        if matcher is None:
+            return "".join([push(token) for token in tokens]), len(tokens), False
+        parts: list[str] = []
+        for used, token in enumerate(tokens, 1):
+            text = push(token)
+            if self.num_tokens + used <= self._min_tokens:
+                parts.append(text)
+                continue
+            safe, stop = matcher.push(text)
+            parts.append(safe)
+            if stop is not None:
+                parts.append(stop if self._include_stop else "")
+                return "".join(parts), used, True
+        return "".join(parts), len(tokens), False
+
+    def _push_scored(self, token: int) -> str:
+        assert self._scored is not None
+        text = self._detokenizer.push(token)
+        self._scored.push(token, len(text))
+        return text
+
+    def _close(self) -> tuple[str, bool]:
+        """What was held back, by the decoder or for the sake of a stop string; whether one ends it even so."""
+        tail = self._detokenizer.flush()
+        if self._matcher is None:
+            return tail, False
+        safe, stop = self._matcher.push(tail)
+        if stop is not None:
+            return safe + (stop if self._include_stop else ""), True
+        return safe + self._matcher.flush(), False

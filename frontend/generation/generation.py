@@ -1,0 +1,221 @@
+"""One HTTP request under way in the engine: its sequences, their text, and their end."""
+
+import time
+from collections.abc import AsyncIterator, Callable
+
+from msgspec import Struct, structs
+
+from tandem.frontend.engine.client import EngineClient
+from tandem.frontend.engine.streams import Delta, TokenStream, Waker
+from tandem.frontend.errors import ApiError, from_failure
+from tandem.frontend.generation.admission import Admitted, AdmittedPrompt, check_overload, check_queue
+from tandem.frontend.generation.choice import Choice, Piece
+from tandem.frontend.generation.scored_tokens import EchoedPrompt, ScoredTokens, echoed_prompt
+from tandem.frontend.generation.stop_strings import StopMatcher
+from tandem.frontend.generation.tokenizer import Tokenizer
+from tandem.frontend.metrics import FrontendMetrics
+from tandem.protocol.commands import Submit
+from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.events import Failure
+from tandem.protocol.params import SamplingParams
+
+
+class PromptDetails(Struct, frozen=True):
+    """What became of a request's prompts."""
+
+    cached_tokens: int = 0
+    """Tokens whose KV was there before the first choice of each prompt began."""
+
+
+class Usage(Struct, frozen=True):
+    """Tokens of a request as OpenAI counts them: a prompt once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails = PromptDetails()
+
+
+class Generation:
+    """The choices of one request, numbered prompt by prompt.
+
+    Whoever calls `start` calls `close` in the end, whatever happened between: it frees what is still open.
+    `arrived` is when the HTTP request did, on the same clock.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        metrics: FrontendMetrics,
+        admitted: Admitted,
+        arrived: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.admitted = admitted
+        self._client = client
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._clock = clock
+        self._arrived = arrived
+        self._waker = Waker()
+        self._choices: list[Choice] = []
+        self._firsts: list[TokenStream] = []
+        """The stream of each prompt's first choice: the others find in the cache what that one computed."""
+        self._open: dict[int, float] = {}
+        """Request ids without an end yet, each with the time of its last tokens."""
+        self._error: ApiError | None = None
+
+    @property
+    def without_engine(self) -> bool:
+        """Nothing is to be computed: only `echo` is asked for."""
+        options = self.admitted.options
+        return options.max_tokens == 0 and options.prompt_logprobs is None
+
+    def start(self, max_concurrent: int, max_queued_tokens: int) -> None:
+        """Submits one sequence a choice. Raises ApiError 503 where the frontend or the engine takes no more."""
+        admitted, options = self.admitted, self.admitted.options
+        count = admitted.num_choices
+        matcher = StopMatcher(options.stop) if options.stop else None
+        echoed = [self._echoed(prompt) for prompt in admitted.prompts]
+        self._choices = [self._choice(index, matcher, echoed[index // options.n]) for index in range(count)]
+        if self.without_engine:
+            return
+        check_overload(self._client.num_open, count, max_concurrent)
+        check_queue(self._client.queued_tokens, admitted.prompt_tokens * options.n, max_queued_tokens)
+        for index in range(count):
+            prompt = admitted.prompt_of(index)
+            command = self._command(prompt, index % options.n)
+            stream = self._client.submit(command, index, self._waker)
+            if index % options.n == 0:
+                self._firsts.append(stream)
+            self._open[command.request_id] = self._arrived
+            self._metrics.running.inc()
+
+    async def batches(self) -> AsyncIterator[list[Piece]]:
+        """What each turn of the event loop brought, never an empty list, until every choice has ended.
+
+        Raises ApiError when one choice fails; the caller closes the rest. What came before is yielded first, unless
+        it is the first batch: nothing was sent yet, so the failure of any choice in it can be an HTTP status, as
+        where the engine has room for some choices alone.
+        """
+        begun = False
+        if self.without_engine:
+            yield [Piece(choice.index, "", [], FinishReason.LENGTH.value) for choice in self._choices]
+        while self._open:
+            ready = await self._waker.wait()
+            shown = [
+                piece
+                for stream in ready
+                if stream.request_id in self._open
+                for piece in self._advance(stream)
+                if not piece.is_empty
+            ]
+            if shown and (begun or self._error is None):
+                begun = True
+                yield shown
+            if self._error is not None:
+                raise self._error
+
+    def close(self, reason: str) -> None:
+        """Frees every sequence that is still open, at once; `reason` is for the metrics. Idempotent."""
+        self._give_up(list(self._open), reason)
+
+    def measure_end(self) -> None:
+        """Counts a request that was answered in full."""
+        self._metrics.latency.observe(self._clock() - self._arrived)
+        self._metrics.prompt_tokens.inc(self.admitted.prompt_tokens)
+
+    def usage(self) -> Usage:
+        completion = sum(choice.num_tokens for choice in self._choices)
+        prompt, cached = self.admitted.prompt_tokens, sum(stream.cached_tokens for stream in self._firsts)
+        return Usage(prompt, completion, prompt + completion, PromptDetails(cached))
+
+    def _choice(self, index: int, matcher: StopMatcher | None, echoed: EchoedPrompt | None) -> Choice:
+        options, scored = self.admitted.options, None
+        if options.logprobs is not None or options.keep is not None:
+            prompt = self.admitted.prompt_of(index)
+            scored = ScoredTokens(self._tokenizer.bytes_of, len(prompt.ids), len(prompt.text), echoed)
+        detokenizer = self._tokenizer.detokenizer(options.skip_special_tokens)
+        matcher = matcher and matcher.fresh()
+        return Choice(index, detokenizer, matcher, options.min_tokens, options.include_stop, scored)
+
+    def _echoed(self, prompt: AdmittedPrompt) -> EchoedPrompt | None:
+        """A prompt whose log-probabilities are wanted."""
+        if self.admitted.options.prompt_logprobs is None:
+            return None
+        return echoed_prompt(prompt.ids, prompt.text, self._tokenizer.detokenizer())
+
+    def _command(self, prompt: AdmittedPrompt, choice: int) -> Submit:
+        """Where a prompt is only to be scored, the engine is asked for one token, of which nobody hears."""
+        admitted, options = self.admitted, self.admitted.options
+        sampling, constraint, logprobs = admitted.sampling, admitted.constraint, options.logprobs
+        if options.max_tokens == 0:
+            sampling, constraint, logprobs = SamplingParams(1, temperature=0.0, ignore_eos=True), None, None
+        else:
+            sampling = structs.replace(sampling, choice=choice, max_tokens=prompt.max_tokens)
+            if options.keep is not None and logprobs is None:
+                logprobs = 0  # the mean that ranks choices needs no alternatives
+        return Submit(
+            self._client.next_id(),
+            prompt.packed,
+            sampling,
+            constraint,
+            logprobs,
+            options.prompt_logprobs,
+            options.priority,
+            options.session_id,
+            options.cache_salt,
+        )
+
+    def _advance(self, stream: TokenStream) -> list[Piece]:
+        """What a stream has brought, in one piece or, for a stream of events, one a token."""
+        delta = stream.take()
+        choice = self._choices[stream.choice]
+        before = choice.num_tokens
+        tokens = delta.tokens if self.admitted.options.max_tokens else []
+        if self.admitted.options.stream_events:
+            pieces = choice.advance_singly(tokens, delta.terminal)
+        else:
+            pieces = [choice.advance(tokens, delta.terminal, delta.logprobs)]
+        piece = pieces[-1]
+        self._measure(stream.request_id, before, choice.num_tokens)
+        if delta.terminal is not None:
+            self._forget(stream.request_id)
+        elif piece.finish_reason is not None:
+            self._give_up([stream.request_id], "stop_string")
+        if piece.finish_reason is None and self._error is None:
+            self._error = _error(delta)
+        return pieces
+
+    def _measure(self, request_id: int, before: int, after: int) -> None:
+        if after == before:
+            return
+        now = self._clock()
+        last, self._open[request_id] = self._open[request_id], now
+        self._metrics.generation_tokens.inc(after - before)
+        if before == 0:
+            self._metrics.first_token.observe(now - last)
+        else:
+            self._metrics.inter_token.observe((now - last) / (after - before))
+
+    def _give_up(self, request_ids: list[int], reason: str) -> None:
+        if not request_ids:
+            return
+        self._client.abort(request_ids)
+        self._metrics.aborts.labels(reason).inc(len(request_ids))
+        for request_id in request_ids:
+            self._forget(request_id)
+
+    def _forget(self, request_id: int) -> None:
+        if self._open.pop(request_id, None) is not None:
+            self._metrics.running.dec()
+
+
+def _error(delta: Delta) -> ApiError | None:
+    """Why a sequence ended without a finish reason, if it has."""
+    if delta.terminal is None:
+        return None
+    if isinstance(delta.terminal, Failure):
+        return from_failure(delta.terminal)
+    return ApiError(500, "the engine gave the request up", None, ErrorCode.ENGINE_FAILED.value)

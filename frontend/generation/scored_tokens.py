@@ -1,0 +1,125 @@
+"""The log-probabilities of one sequence, in step with its text."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from msgspec import Struct
+
+from tandem.frontend.generation.detokenizer import Detokenizer
+from tandem.protocol.codec import read_logprobs
+from tandem.protocol.events import TokenLogprobs
+
+LOWEST = -9999.0
+"""What OpenAI reports where a token has no probability: JSON has neither infinities nor NaN."""
+
+Line = tuple[float, list[int], list[float]]
+"""As `read_logprobs` gives it."""
+
+
+class ScoredToken(Struct, frozen=True):
+    """One token with its log-probability and the most probable tokens at its place, in descending order."""
+
+    token: bytes
+    logprob: float | None
+    """None for the first token of all, which nothing precedes."""
+    alternatives: list[tuple[bytes, float]]
+    offset: int
+    """How many characters of text come before it. The tokens of one character all begin where it does."""
+
+
+class EchoedPrompt(Struct, frozen=True):
+    """A prompt whose log-probabilities are reported ahead of the output's."""
+
+    ids: Sequence[int]
+    offsets: Sequence[int]
+
+
+class ScoredTokens:
+    """Gives each token out once part of its text has been shown, and the rest at the end.
+
+    So log-probabilities are held back as long as their text is, and tokens that a stop string cut off never appear.
+    """
+
+    def __init__(self, spell: Callable[[int], bytes], prompt_len: int, base: int, prompt: EchoedPrompt | None) -> None:
+        """base: characters of text ahead of the output."""
+        self._spell = spell
+        self._prompt_len = prompt_len
+        self._base = base
+        self._prompt = prompt
+        self._prompt_lines: list[Line] = []
+        self._lines: deque[Line] = deque()
+        self._waiting: deque[ScoredToken] = deque()
+        self._characters = 0
+        self._total = 0.0
+        self._count = 0
+
+    @property
+    def mean(self) -> float:
+        """Mean log-probability of the output's tokens so far."""
+        return self._total / max(self._count, 1)
+
+    def take(self, parts: Iterable[TokenLogprobs]) -> None:
+        """What the engine said of tokens that `push` will name, and of the prompt."""
+        for part in parts:
+            lines = read_logprobs(part)
+            if part.start < self._prompt_len:
+                self._prompt_lines += lines
+            else:
+                self._lines += lines
+
+    def push(self, token_id: int, characters: int) -> None:
+        """The next token of the output, and how many characters came out of the decoder with it."""
+        line = self._lines.popleft()
+        self._waiting.append(self._scored(token_id, line, self._base + self._characters))
+        self._characters += characters
+        self._count_in(finite(line[0]))
+
+    def release(self, shown: int) -> list[ScoredToken]:
+        """The tokens of the first `shown` characters of the output that have not been given out yet."""
+        end = self._base + shown
+        tokens = self._opening()
+        while self._waiting and self._waiting[0].offset < end:
+            tokens.append(self._waiting.popleft())
+        return tokens
+
+    def flush(self) -> list[ScoredToken]:
+        """All that remains, for an output that ended with all of its text shown. An end id that was not pushed, as it
+        is no text, counts for the mean alone."""
+        tokens = [*self._opening(), *self._waiting]
+        self._waiting.clear()
+        for own, _, _ in self._lines:
+            self._count_in(finite(own))
+        self._lines.clear()
+        return tokens
+
+    def _opening(self) -> list[ScoredToken]:
+        """The echoed prompt, once."""
+        prompt, self._prompt = self._prompt, None
+        if prompt is None:
+            return []
+        first = ScoredToken(self._spell(prompt.ids[0]), None, [], prompt.offsets[0])
+        rest = zip(prompt.ids[1:], self._prompt_lines, prompt.offsets[1:], strict=True)
+        return [first, *[self._scored(token_id, line, offset) for token_id, line, offset in rest]]
+
+    def _count_in(self, logprob: float) -> None:
+        self._total += logprob
+        self._count += 1
+
+    def _scored(self, token_id: int, line: Line, offset: int) -> ScoredToken:
+        own, ids, values = line
+        alternatives = [(self._spell(other), finite(value)) for other, value in zip(ids, values, strict=True)]
+        return ScoredToken(self._spell(token_id), finite(own), alternatives, offset)
+
+
+def finite(logprob: float) -> float:
+    # NaN compares as false.
+    return logprob if logprob > LOWEST else LOWEST
+
+
+def echoed_prompt(ids: Sequence[int], text: str, detokenizer: Detokenizer) -> EchoedPrompt:
+    """Where each token of a prompt begins in its text. Special tokens have no text of their own."""
+    offsets, characters = [], 0
+    for token_id in ids:
+        offsets.append(min(characters, len(text)))
+        characters += len(detokenizer.push(token_id))
+    return EchoedPrompt(ids, offsets)

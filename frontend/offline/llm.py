@@ -1,0 +1,129 @@
+"""Generation without a server: `from tandem.frontend.offline.llm import LLM`.
+
+with LLM(model="/models/qwen3") as llm:
+    for result in llm.generate(["Once upon a time", "In the end"], max_tokens=64, temperature=0):
+        print(result.text)
+"""
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from tandem.frontend.chat_options import ChatOptions
+from tandem.frontend.engine_process import EngineError
+from tandem.frontend.offline.loop_thread import LoopThread
+from tandem.frontend.offline.result import Output, RequestError, Result
+from tandem.frontend.offline.session import OfflineSession
+from tandem.frontend.request.prompts import Prompt
+from tandem.frontend.supervisor.launch import LaunchError, check_engine_installed
+from tandem.protocol.engine_options import EngineOptions
+
+__all__ = ["LLM", "ChatOptions", "EngineError", "LaunchError", "Output", "RequestError", "Result"]
+
+Conversation = Sequence[Mapping[str, Any]]
+
+_OURS = ("model", "prompt", "messages", "stream", "stream_options", "echo", "return_token_ids")
+
+
+class LLM:
+    """An engine process of one's own, from the constructor to `close`.
+
+    `options` are the fields of EngineOptions, the flags of `tandem serve` by other means. The process ends with
+    `close`, with the `with` block, and with this process, however that ends. Calls from several threads are taken
+    side by side.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        chat: ChatOptions | None = None,
+        startup_timeout: float = 600.0,
+        **options: Any,
+    ) -> None:
+        """Returns once the engine is ready; without a model it takes the one that ships.
+
+        Raises LaunchError or TokenizerError for what cannot be started, EngineError for an engine that ends or is not
+        ready within `startup_timeout` seconds, TypeError for an unknown option.
+        """
+        check_engine_installed()
+        self._session = OfflineSession(EngineOptions(model=model, **options), chat or ChatOptions())
+        self._thread = LoopThread("tandem-offline")
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, _close, self._thread, self._session)
+        try:
+            self._thread.run(self._session.open(startup_timeout))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def engine_pid(self) -> int | None:
+        """Of the engine process."""
+        return self._session.engine_pid
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], *, progress: bool = True, **fields: Any) -> list[Result]:
+        """Continues prompts, texts or lists of token ids, many at a time; the results come in their order.
+
+        `fields` are those of `POST /v1/completions` (`max_tokens`, `temperature`, `seed`, `stop`, `n`, ...), the same
+        for every prompt and with the same defaults. Raises RequestError for the first prompt that is refused or
+        fails, EngineError where the engine has ended.
+        """
+        self._check_open()
+        return self._thread.run(self._session.generate(_several(prompts), _checked(fields), progress))
+
+    def chat(
+        self, conversations: Conversation | Sequence[Conversation], *, progress: bool = True, **fields: Any
+    ) -> list[Result]:
+        """Answers conversations, each a list of messages as OpenAI has them; one alone is taken, too.
+
+        `fields` are those of `POST /v1/chat/completions` (`tools`, `response_format`, ... and what `generate` takes).
+        Raises as `generate` does.
+        """
+        self._check_open()
+        one = bool(conversations) and isinstance(conversations[0], Mapping)
+        several = [conversations] if one else list(conversations)
+        return self._thread.run(self._session.chat(several, _checked(fields), progress))
+
+    def close(self) -> None:
+        """Ends the engine process and waits for its end. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise EngineError("this LLM was closed")
+
+
+def _close(thread: LoopThread, session: OfflineSession) -> None:
+    if thread.is_current:  # the garbage collector runs in whichever thread asks for memory
+        threading.Thread(target=_close, args=(thread, session)).start()
+        return
+    try:
+        thread.run(session.close())
+    finally:
+        thread.stop()
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    one = bool(prompts) and isinstance(prompts[0], int)
+    return [list(prompts)] if one else list(prompts)  # type: ignore[arg-type]
+
+
+def _checked(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises TypeError for fields that this interface sets itself; the others are judged as a server would."""
+    for name in _OURS:
+        if name in fields:
+            raise TypeError(f"{name!r} is not a sampling field")
+    return dict(fields)

@@ -1,0 +1,141 @@
+"""The asynchronous half of offline use: an engine process, a link to it, and requests in flight."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+
+from tandem.frontend.api.chat_completions.request import parse_chat
+from tandem.frontend.api.completions.request import parse_completion
+from tandem.frontend.api.reply import collect
+from tandem.frontend.api.service import Service
+from tandem.frontend.chat_options import ChatOptions
+from tandem.frontend.config import FrontendConfig
+from tandem.frontend.engine_process import EngineError, EngineProcess
+from tandem.frontend.errors import ApiError
+from tandem.frontend.generation.admission import Admitted
+from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.generation import Generation, Usage
+from tandem.frontend.offline.result import RequestError, Result, answered, completed
+from tandem.frontend.progress import Progress
+from tandem.frontend.request.prompts import Prompt
+from tandem.frontend.server.app import build_service
+from tandem.frontend.supervisor.launch import model_dir, private_endpoint
+from tandem.protocol.engine_options import EngineOptions
+
+_UNLIMITED = 2**31 - 1
+_POLL_SECONDS = 0.05
+
+Ask = Callable[[Any, dict[str, Any]], Awaitable[Result]]
+
+
+class OfflineSession:
+    """Everything here runs in one event loop, from `open` to `close`."""
+
+    def __init__(self, options: EngineOptions, chat: ChatOptions) -> None:
+        self._options = options
+        self._chat = chat
+        self._resources = ExitStack()
+        self._engine: EngineProcess | None = None
+        self._service: Service | None = None
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._engine.pid if self._engine is not None else None
+
+    async def open(self, timeout: float) -> None:
+        """Returns once the engine takes requests.
+
+        Raises LaunchError, TokenizerError or EngineError; `close` is due even so. `timeout` in seconds.
+        """
+        folder = model_dir(self._options.model)
+        endpoint = self._resources.enter_context(private_endpoint(None))
+        self._service = build_service(
+            FrontendConfig(endpoint, folder, max_concurrent=_UNLIMITED, max_queued_tokens=_UNLIMITED)
+        )
+        self._engine = EngineProcess(endpoint, self._options)
+        await self._engine.start()
+        self._service.client.start()
+        deadline = time.monotonic() + timeout
+        while not (verdict := self._service.client.verdict()).ready:
+            self._engine.check()
+            if time.monotonic() > deadline:
+                raise EngineError(f"the engine core is not ready after {timeout:.0f} s: {verdict.reason}")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def close(self) -> None:
+        """Ends the engine and frees what `open` took, as far as it came."""
+        with self._resources:
+            if self._service is not None:
+                await self._service.close()
+            if self._engine is not None:
+                await self._engine.stop()
+
+    async def generate(self, prompts: Sequence[Prompt], fields: dict[str, Any], show: bool) -> list[Result]:
+        return await self._run_all(self._complete, prompts, fields, show)
+
+    async def chat(self, conversations: Sequence[Any], fields: dict[str, Any], show: bool) -> list[Result]:
+        return await self._run_all(self._answer, conversations, fields, show)
+
+    async def _run_all(self, ask: Ask, items: Sequence[Any], fields: dict[str, Any], show: bool) -> list[Result]:
+        """The results in order. Raises RequestError for the first that fails; the rest is given up."""
+        service = self._running()
+        results: list[Result | None] = [None] * len(items)
+        progress = Progress("generate", len(items), None)
+        started = time.monotonic()
+        waiting, done = iter(enumerate(items)), itertools.count(1)
+
+        async def work() -> None:
+            for index, item in waiting:
+                try:
+                    results[index] = await ask(item, fields)
+                except ApiError as error:
+                    raise RequestError(index, error) from error
+                if show:
+                    progress.draw(next(done), time.monotonic() - started)
+
+        # Rows that end find the next sequences waiting in the engine already.
+        workers = min(len(items), 2 * service.ready().limits.max_rows)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(workers):
+                    group.create_task(work())
+        except* RequestError as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            if show:
+                progress.clear()
+        return [one for one in results if one is not None]
+
+    def _running(self) -> Service:
+        assert self._service is not None and self._engine is not None, "the session was not opened"
+        self._engine.check()
+        return self._service
+
+    async def _complete(self, prompt: Prompt, fields: dict[str, Any]) -> Result:
+        service = self._running()
+        ready = service.ready()
+        parsed = parse_completion(msgspec.json.encode({"model": ready.model.name, **fields, "prompt": prompt}))
+        admitted = await service.admission.admit(parsed.options, parsed.prompts, ready)
+        return completed(admitted, *await self._generate(admitted))
+
+    async def _answer(self, conversation: Any, fields: dict[str, Any]) -> Result:
+        service = self._running()
+        ready = service.ready()
+        body = msgspec.json.encode({"model": ready.model.name, **fields, "messages": conversation})
+        parsed = parse_chat(body, self._chat.default_max_tokens)
+        admitted, shape = await service.chat.admit(parsed.options, parsed.conversation, parsed.tool_use, ready)
+        return answered(admitted, shape, *await self._generate(admitted))
+
+    async def _generate(self, admitted: Admitted) -> tuple[list[Piece], Usage]:
+        service = self._running()
+        generation = Generation(service.client, service.tokenizer, service.metrics, admitted, time.monotonic())
+        try:
+            generation.start(*service.config.load_limits)
+            return await collect(generation.batches(), admitted.num_choices), generation.usage()
+        finally:
+            generation.close("cancelled")

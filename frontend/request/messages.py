@@ -1,0 +1,134 @@
+"""The field `messages`: what was said so far, in the form that chat templates take."""
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Raw, Struct
+
+from tandem.frontend.errors import ApiError, malformed, unsupported
+from tandem.frontend.request.fields import decode_field, misshapen
+
+MAX_MESSAGES = 8192
+MAX_PARTS = 16384
+"""Most content parts and tool calls of all messages."""
+
+
+class _Text(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    text: str
+
+
+class _Refusal(Struct, tag_field="type", tag="refusal", forbid_unknown_fields=True):
+    refusal: str
+
+
+class _Function(Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+
+
+class _ToolCall(Struct, forbid_unknown_fields=True):
+    id: str
+    function: _Function
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class _System(Struct, tag_field="role", tag="system", forbid_unknown_fields=True):
+    content: str | list[_Text]
+    name: str | None = None
+
+
+class _Developer(_System, tag_field="role", tag="developer", forbid_unknown_fields=True):
+    pass
+
+
+class _User(_System, tag_field="role", tag="user", forbid_unknown_fields=True):
+    pass
+
+
+class _Tool(Struct, tag_field="role", tag="tool", forbid_unknown_fields=True):
+    content: str | list[_Text]
+    tool_call_id: str
+    name: str | None = None
+
+
+class _FunctionResult(Struct, tag_field="role", tag="function", forbid_unknown_fields=True):
+    name: str
+    content: str | None = None
+
+
+class _Assistant(Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True):
+    content: str | list[_Text | _Refusal] | None = None
+    refusal: str | None = None
+    name: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    reasoning_content: str | None = None
+    annotations: list[None] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+_Message = _System | _Developer | _User | _Tool | _FunctionResult | _Assistant
+
+
+def parse_messages(raw: Raw | None) -> list[dict[str, Any]]:
+    """The messages as templates take them: content as one string, arguments of tool calls as an object, no nulls.
+
+    Several text parts of one message are joined by line breaks. Raises ApiError 400 for another shape, 422 for what
+    is not supported; `param` is the place.
+    """
+    data = b"" if raw is None else bytes(memoryview(raw))
+    if data in (b"", b"null"):
+        raise malformed("the field 'messages' is required", "messages")
+    # In valid JSON these bytes are a key or a string of their own: quotes within a text have a backslash.
+    for name, most, what in ((b'"role"', MAX_MESSAGES, "messages"), (b'"type"', MAX_PARTS, "parts and tool calls")):
+        if (count := data.count(name)) > most:
+            raise unsupported(f"'messages' takes at most {most} {what}, not {count}", "messages")
+    try:
+        messages: list[_Message] = decode_field(data, "messages", list[_Message])
+    except msgspec.ValidationError as error:
+        raise misshapen(error, "messages") from None
+    if not messages:
+        raise malformed("'messages' is an empty array; give at least one message", "messages")
+    return [_plain(message, index) for index, message in enumerate(messages)]
+
+
+def _plain(message: _Message, index: int) -> dict[str, Any]:
+    role = message.__struct_config__.tag
+    plain: dict[str, Any] = {"role": role}
+    content = _joined(message.content)
+    if isinstance(message, _Assistant):
+        content = message.refusal if content is None else content
+        if content is None and not message.tool_calls and message.reasoning_content is None:
+            place = f"messages[{index}].content"
+            raise malformed(f"{place!r} is required where an assistant message has no 'tool_calls'", place)
+        if message.reasoning_content is not None:
+            plain["reasoning_content"] = message.reasoning_content
+    if content is not None:
+        plain["content"] = content
+    if message.name is not None:
+        plain["name"] = message.name
+    if isinstance(message, _Tool):
+        plain["tool_call_id"] = message.tool_call_id
+    if isinstance(message, _Assistant) and message.tool_calls:
+        plain["tool_calls"] = [
+            tool_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls
+        ]
+    return plain
+
+
+def _joined(content: str | list[_Text] | list[_Text | _Refusal] | None) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    return "\n".join([part.text if isinstance(part, _Text) else part.refusal for part in content])
+
+
+def tool_call(call_id: str, name: str, written: str) -> dict[str, Any]:
+    """Templates write arguments as JSON themselves; what a model wrote and is no object stays the text it is."""
+    arguments: Any = written
+    try:
+        decoded = decode_field(written.encode(), "arguments") if written.strip() else {}
+        arguments = decoded if isinstance(decoded, dict) else written
+    except (ApiError, UnicodeEncodeError):
+        pass
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,0 +1,128 @@
+"""The HTTP application: one function builds the parts and wires them, nothing is global."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from tandem.frontend.api.admin import scheduler_router
+from tandem.frontend.api.chat_completions.route import chat_router
+from tandem.frontend.api.completions.route import completions_router
+from tandem.frontend.api.health import health_router
+from tandem.frontend.api.models import models_router
+from tandem.frontend.api.page import page_paths, page_router
+from tandem.frontend.api.responses.route import responses_router
+from tandem.frontend.api.service import Service
+from tandem.frontend.api.sessions import sessions_router
+from tandem.frontend.api.tokenize import tokenize_router
+from tandem.frontend.api_keys import ApiKeys
+from tandem.frontend.authorization import RequireKey
+from tandem.frontend.chat.chat_template import load_chat_template
+from tandem.frontend.config import FrontendConfig
+from tandem.frontend.engine.client import EngineClient
+from tandem.frontend.engine.health import EngineWatch
+from tandem.frontend.errors import ApiError, error_body, error_headers
+from tandem.frontend.generation.tokenizer import load_tokenizer
+from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.server.middleware import Access
+from tandem.frontend.server.openapi import document
+from tandem.protocol.version import distribution_version
+
+
+def build_service(config: FrontendConfig) -> Service:
+    """Builds the parts. Raises TokenizerError if the model folder has no usable tokenizer, ChatTemplateError for a
+    chat template that cannot be used."""
+    metrics = FrontendMetrics(CollectorRegistry())
+    tokenizer = load_tokenizer(config.model_dir)
+    watch = EngineWatch(config.beat_timeout, config.step_timeout)
+    client = EngineClient(config.endpoint, config.transport, tokenizer.fingerprint, watch, metrics)
+    template = load_chat_template(config.model_dir, config.chat.template, tokenizer)
+    return Service(config, client, tokenizer, template, metrics)
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The ASGI app over these parts; they start and stop with its lifespan."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.client.start()
+        try:
+            yield
+        finally:
+            await service.close()
+
+    app = FastAPI(
+        title="Tandem", version=distribution_version(), lifespan=lifespan, docs_url=None, redoc_url=None,
+        redirect_slashes=False,
+    )  # fmt: skip
+    generating = (completions_router, chat_router, responses_router)
+    others = (models_router, tokenize_router, sessions_router, scheduler_router, health_router)
+    routers = [*(maker(service) for maker in (*generating, *others)), page_router()]
+    for router in routers:
+        app.include_router(router)
+    _shape_errors(app)
+    _describe(app, routers, service)
+    return _guard(app, service)
+
+
+def _describe(app: FastAPI, routers: Sequence[APIRouter], service: Service) -> None:
+    """What `/openapi.json` answers. It names the model once there is one."""
+
+    def openapi() -> dict[str, Any]:
+        served = service.client.ready().model if service.client.verdict().ready else None
+        return document(app, routers, bool(service.config.api_keys), served)
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _guard(app: ASGIApp, service: Service) -> ASGIApp:
+    """The layers around the app, outermost last: all that they answer has a request id and is counted, and a
+    browser may read why it was not let in."""
+    config = service.config
+    if config.api_keys:
+        app = RequireKey(app, ApiKeys(config.api_keys), page_paths().keys())
+    if config.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return Access(app, service.metrics)
+
+
+def _json_error(status: int, body: bytes, headers: dict[str, str]) -> Response:
+    return Response(body, status, {**headers, **error_headers(status)}, "application/json")
+
+
+def _shape_errors(app: FastAPI) -> None:
+    """Gives every error the OpenAI body, also those that the framework finds."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return _json_error(error.status, error.body(), {})
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+        body = error_body(error.status_code, message, None, code)
+        return _json_error(error.status_code, body, dict(error.headers or {}))
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        return _json_error(422, error_body(422, first["msg"], str(first["loc"][-1]), "invalid_value"), {})
+
+    @app.exception_handler(Exception)
+    async def server_error(_: Request, error: Exception) -> Response:
+        # The framework logs the traceback; a client learns no more than that it was not its fault.
+        return _json_error(500, error_body(500, f"internal error ({type(error).__name__})", None, "internal_error"), {})

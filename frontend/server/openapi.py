@@ -1,0 +1,74 @@
+"""`/openapi.json`: what the routes say of themselves, and what is true of all of them."""
+
+from collections.abc import Iterable
+from copy import deepcopy
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+
+from tandem.frontend.api.openapi import Schema, error_response
+from tandem.protocol.events import ModelFacts
+
+_EVERYWHERE = {
+    "405": "This path is not for that method.",
+    "500": "A fault of the server; its log has the request id.",
+}
+_KEYLESS = ("/health/",)
+_REQUEST_ID: Schema = {
+    "X-Request-Id": {
+        "description": "The request's id: the one that it brought in this header, or a fresh one.",
+        "schema": {"type": "string"},
+    }
+}
+
+
+def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, served: ModelFacts | None) -> dict[str, Any]:
+    """The description of an app made of these routers; `guarded` says that it takes no request without an API key,
+    `served` is the model, as far as it is known."""
+    found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    # As the routes have them: on its way through the framework an integer bound becomes a float, and another number.
+    bodies = {
+        (route.path_format, method.lower()): route.openapi_extra["requestBody"]
+        for router in routers
+        for route in router.routes
+        if isinstance(route, APIRoute) and route.openapi_extra is not None and "requestBody" in route.openapi_extra
+        for method in route.methods or ()
+    }
+    for path, operations in found["paths"].items():
+        keyless = path.startswith(_KEYLESS)
+        for method, operation in operations.items():
+            responses = operation["responses"]
+            # The framework's own idea of a refused parameter; nothing here is refused so.
+            if "HTTPValidationError" in str(responses.get("422")):
+                del responses["422"]
+            for status, description in _EVERYWHERE.items():
+                responses.setdefault(status, error_response(description))
+            if guarded and not keyless:
+                operation["security"] = [{"apiKey": []}]
+                responses["401"] = error_response("There is no API key, or not a known one.")
+            body = bodies.get((path, method))
+            if body is not None:
+                operation["requestBody"] = body if served is None else _about(served, body)
+            for response in responses.values():
+                response["headers"] = {**response.get("headers", {}), **_REQUEST_ID}
+    components = found.setdefault("components", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        components.get("schemas", {}).pop(name, None)
+    if guarded:
+        components["securitySchemes"] = {"apiKey": {"type": "http", "scheme": "bearer"}}
+    return found
+
+
+def _about(served: ModelFacts, body: Schema) -> Schema:
+    """A body's description with the one model's name, wherever it has a field for it."""
+    body = deepcopy(body)
+    schema = body["content"]["application/json"]["schema"]
+    for shape in (schema, *schema.get("anyOf", ())):
+        properties = shape.get("properties", {})
+        if "model" in properties:
+            # Replaced, not changed: descriptions share their parts.
+            names = [served.name] if "model" in shape["required"] else [served.name, None]
+            properties["model"] = {**properties["model"], "enum": names}
+    return body

@@ -1,0 +1,81 @@
+"""Runs the app under uvicorn, on an inherited socket if there is one, with an orderly end."""
+
+import asyncio
+import gc
+import socket
+from types import FrameType
+
+import uvicorn
+
+from tandem.frontend.api.service import Service
+from tandem.frontend.config import FrontendConfig
+from tandem.frontend.http_protocol import JsonErrorProtocol
+from tandem.frontend.listening import listen
+from tandem.frontend.server.app import build_service, create_app
+
+
+class DrainingServer(uvicorn.Server):
+    """The first signal drains: unready at once, open streams get their grace period. The second ends at once."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        # What was loaded stays; without it a collection has little to walk.
+        gc.collect()
+        gc.freeze()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Runs in a signal handler. uvicorn would raise the signal again at the end; the exit here is a clean one."""
+        if self._service.draining or self._loop is None:
+            self.should_exit = True
+            self.force_exit = True
+        else:
+            self._service.draining = True
+            self._loop.call_soon_threadsafe(self.begin_drain)
+
+    def begin_drain(self) -> None:
+        if self._drain is None:
+            self._drain = asyncio.create_task(self._drain_and_exit())
+
+    async def _drain_and_exit(self) -> None:
+        try:
+            await self._service.drain()
+        finally:
+            self.should_exit = True
+
+
+def build_server(config: FrontendConfig) -> DrainingServer:
+    """Raises TokenizerError if the model folder has no usable tokenizer."""
+    service = build_service(config)
+    settings = uvicorn.Config(
+        create_app(service),
+        host=config.host,
+        port=config.port,
+        http=JsonErrorProtocol,
+        log_level=config.log_level,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=2,
+        # Longer than proxies keep an idle connection, so that it is not closed under a request of theirs.
+        timeout_keep_alive=75,
+        ws="none",
+        ssl_certfile=config.tls_cert,
+        ssl_keyfile=config.tls_key,
+    )
+    return DrainingServer(settings, service)
+
+
+def serve(config: FrontendConfig) -> None:
+    """Serves until a signal. The address is bound first, so that clients wait rather than fail while it starts.
+
+    Raises OSError where the address is taken, TokenizerError if the model folder has no usable tokenizer.
+    """
+    with listen(config.host, config.port) if config.fd is None else socket.socket(fileno=config.fd) as sock:
+        build_server(config).run(sockets=[sock])

@@ -1,0 +1,65 @@
+"""Fakes and the real ones have the very signatures of the ports they stand behind."""
+
+import inspect
+from typing import Any, get_type_hints
+
+import pytest
+
+from tandem.engine_core import contracts
+from tandem.engine_core.constraints.compiler import GrammarCompiler
+from tandem.engine_core.constraints.constraint import GrammarConstraint
+from tandem.engine_core.constraints.matchers import Matchers
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.wire.mailbox import ZmqMailbox
+from tests.fakes.constraint import FakeCompiler, FakeConstraint, FakeVerifier
+from tests.fakes.mailbox import FakeMailbox
+from tests.fakes.runtime import FakeRuntime
+
+PAIRS: list[tuple[type, type]] = [
+    (FakeRuntime, contracts.Runtime),
+    (TorchRuntime, contracts.Runtime),
+    (FakeMailbox, contracts.Mailbox),
+    (ZmqMailbox, contracts.Mailbox),
+    (FakeConstraint, contracts.Constraint),
+    (GrammarConstraint, contracts.Constraint),
+    (FakeVerifier, contracts.Verifier),
+    (Matchers, contracts.Verifier),
+    (FakeCompiler, contracts.Compiler),
+    (GrammarCompiler, contracts.Compiler),
+]
+
+
+def members(port: type) -> list[str]:
+    return [name for name in vars(port) if not name.startswith("_")]
+
+
+CASES = [(kind, port, name) for kind, port in PAIRS for name in members(port)]
+
+
+def shape(owner: type, name: str) -> Any:
+    """Kind, parameters and resolved annotations of a member."""
+    member = inspect.getattr_static(owner, name)
+    if isinstance(member, property):
+        assert member.fget is not None
+        return ("property", get_type_hints(member.fget))
+    function = inspect.unwrap(getattr(owner, name))
+    parameters = [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+    return ("method", parameters, get_type_hints(function))
+
+
+@pytest.mark.parametrize(("kind", "port", "name"), CASES, ids=[f"{k.__name__}.{n}" for k, _, n in CASES])
+def test_same_signature(kind: type, port: type, name: str) -> None:
+    assert hasattr(kind, name), f"{kind.__name__} lacks {name}"
+    assert shape(kind, name) == shape(port, name)
+
+
+def test_every_port_has_a_fake() -> None:
+    ports = {value for value in vars(contracts).values() if getattr(value, "_is_protocol", False)}
+    assert {port for port in ports if port.__module__ == contracts.__name__} == {port for _, port in PAIRS}
+
+
+def test_a_difference_is_found() -> None:
+    class Renamed:
+        def launch(self, slot: int, step: object) -> None: ...
+
+    assert shape(Renamed, "launch") != shape(contracts.Runtime, "launch")

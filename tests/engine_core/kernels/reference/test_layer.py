@@ -1,0 +1,72 @@
+"""The layer kernels against the same formulas written out in float64."""
+
+import pytest
+import torch
+
+from tandem.engine_core.kernels.reference.layer import add_rms_norm, rms_norm, rope, rope_and_kv_write, silu_mul
+
+
+def tables(tokens: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Angles, and the cosines and signed sines that the kernels take."""
+    angles = torch.rand(tokens, head_dim // 2) * 6
+    cos, sin = angles.cos(), angles.sin()
+    return angles, torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rms_norm(rows: int) -> None:
+    x, weight = torch.randn(rows, 48) * 3, torch.rand(48) + 0.5
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), expected, atol=1e-5, rtol=0)
+
+
+def test_rms_norm_rounds_before_the_weight_as_transformers_does() -> None:
+    x, weight = torch.randn(3, 64).bfloat16(), torch.rand(64).bfloat16()
+    wide = x.float()
+    expected = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6), expected, atol=0, rtol=2**-7)
+
+
+def test_rms_norm_of_zeros_is_zero() -> None:
+    assert not rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6).any()
+
+
+def test_add_rms_norm_returns_the_stream_too() -> None:
+    x, residual, weight = torch.randn(3, 16), torch.randn(3, 16), torch.rand(16)
+    normed, stream = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(stream, x + residual)
+    assert torch.equal(normed, rms_norm(x + residual, weight, 1e-5))
+
+
+def test_rope_rotates_pairs_half_a_head_apart() -> None:
+    angles, cos, sin = tables(6, 10)
+    x = torch.randn(6, 3, 10)
+    first, second = x[..., :5].double(), x[..., 5:].double()
+    rotated = torch.complex(first, second) * torch.polar(torch.ones(6, 1, 5).double(), angles[:, None].double())
+    expected = torch.cat((rotated.real, rotated.imag), -1)
+    torch.testing.assert_close(rope(x, cos, sin).double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rope_and_kv_write_touches_its_places_only(dtype: torch.dtype) -> None:
+    heads, kv_heads, head_dim = 4, 2, 8
+    _, cos, sin = tables(3, head_dim)
+    qkv = torch.randn(3, heads + 2 * kv_heads, head_dim).to(dtype)
+    keys, values = torch.full((2, 12, kv_heads, head_dim), 7.0, dtype=dtype).unbind(0)
+    index = torch.tensor([9, 2, 5])
+    query = rope_and_kv_write(qkv, cos, sin, index, keys, values)
+    assert query.dtype == dtype
+    assert torch.equal(query, rope(qkv[:, :4], cos, sin))
+    assert torch.equal(keys[index], rope(qkv[:, 4:6], cos, sin))
+    assert torch.equal(values[index], qkv[:, 6:])
+    others = [place for place in range(12) if place not in (9, 2, 5)]
+    assert (keys[others] == 7).all()
+    assert (values[others] == 7).all()
+
+
+def test_silu_mul() -> None:
+    gate, up = torch.randn(2, 4, 24).unbind(0)
+    wide = gate.double()
+    expected = wide / (1 + (-wide).exp()) * up.double()
+    torch.testing.assert_close(silu_mul(torch.cat((gate, up), -1)).double(), expected, atol=1e-6, rtol=0)

@@ -1,0 +1,81 @@
+"""Draws from the whole softmax in Triton: the oracle's integers, noise and tokens."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tandem.engine_core.kernels.reference.philox import MASK, gumbel_noise, philox
+from tandem.engine_core.kernels.sampling.gumbel import gumbel, philox_words
+from tests.support.sampling_case import check_draw, expect, make_case, run
+
+# The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+SIZES = {"tile": 128, "group": 8, "capacity": 32}
+
+
+@triton.jit
+def _noise_kernel(words, noise, seeds, choices, positions, BLOCK: tl.constexpr):  # noqa: N803
+    index = tl.program_id(1)
+    start = tl.program_id(0) * BLOCK
+    values = philox_words(tl.load(seeds + index), tl.load(choices + index), tl.load(positions + index), start, BLOCK)
+    place = index * tl.num_programs(0) * BLOCK + start + tl.arange(0, BLOCK)
+    tl.store(words + place, values.to(tl.int64))
+    tl.store(noise + place, gumbel(values))
+
+
+def test_integers_and_noise(device: str) -> None:
+    seeds = torch.tensor([0, 1, 2**62 + 12345, 2**63 - 1], device=device)
+    choices = torch.tensor([0, 3, 127, 1], device=device)
+    positions = torch.tensor([1, 2, 131071, 2**31 - 1], device=device)
+    words = torch.zeros(4, 1024, dtype=torch.int64, device=device)
+    noise = torch.zeros(4, 1024, device=device)
+    _noise_kernel[(4, 4)](words, noise, seeds, choices, positions, BLOCK=256)
+    block = torch.arange(256, device=device).expand(4, -1)
+    counter = (block, positions[:, None].expand_as(block), choices[:, None].expand_as(block), block * 0)
+    expected = philox(counter, ((seeds & MASK)[:, None].expand_as(block), (seeds >> 32)[:, None].expand_as(block)))
+    assert torch.equal(words, expected.flatten(1))
+    torch.testing.assert_close(noise, gumbel_noise(seeds, choices, positions, 1024), atol=5e-6, rtol=0)
+
+
+@triton.jit
+def _gumbel_kernel(words, noise, BLOCK: tl.constexpr):  # noqa: N803
+    places = tl.arange(0, BLOCK)
+    tl.store(noise + places, gumbel(tl.load(words + places).to(tl.uint32)))
+
+
+def test_noise_at_both_ends(device: str) -> None:
+    """Where the noise is largest a careless logarithm would be off by a tenth."""
+    near = torch.arange(512, device=device) << 9
+    words = torch.cat((near, MASK - near))
+    noise = torch.zeros(1024, device=device)
+    _gumbel_kernel[(1,)](words, noise, BLOCK=1024)
+    u = ((words >> 9).double() + 0.5) * 2.0**-23
+    torch.testing.assert_close(noise.double(), -(-u.log()).log(), atol=4e-6, rtol=0)
+
+
+@pytest.mark.parametrize("vocab", [1, 64, 200])
+def test_tokens(vocab: int, device: str) -> None:
+    case = make_case(6, vocab, seed=vocab).to(device)
+    case.floats[::3, 0] = 0
+    found = expect(case, full=False)
+    check_draw(found, found.kept, run(case.sampler(**SIZES), case, "plain"))
+
+
+def test_rows_that_leave_no_choice(device: str) -> None:
+    case = make_case(5, 200).to(device)
+    case.logits[0] = -torch.inf
+    case.logits[1] = torch.nan
+    case.logits[2, 77] = torch.inf
+    case.floats[case.rows[3].long(), 0] = 1e-44
+    case.logits[4] = -torch.inf
+    case.logits[4, 150] = -1e30
+    expected = [0, 0, 77, int(case.logits[3].argmax()), 150]
+    for mode in ("plain", "full"):
+        assert run(case.sampler(**SIZES), case, mode).tolist() == expected
+
+
+def test_full_gives_the_same_tokens_where_nothing_is_asked(device: str) -> None:
+    case = make_case(4, 200, seed=4).to(device)
+    sampler = case.sampler(**SIZES)
+    assert torch.equal(run(sampler, case, "plain"), run(sampler, case, "full"))

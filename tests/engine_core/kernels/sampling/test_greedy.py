@@ -1,0 +1,66 @@
+"""The Triton argmax of every row."""
+
+import pytest
+import torch
+
+from tests.support.sampling_case import make_case, run
+
+# The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+SIZES = {"tile": 64, "group": 8, "capacity": 32}
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 300])
+def test_argmax(vocab: int, device: str) -> None:
+    case = make_case(5, vocab).to(device)
+    assert torch.equal(run(case.sampler(**SIZES), case, "greedy").long(), case.logits.argmax(-1))
+
+
+def test_equal_logits_yield_the_lowest_id_and_nan_is_least(device: str) -> None:
+    case = make_case(6, 200).to(device)
+    case.logits[0] = 2.0
+    case.logits[1, :] = -torch.inf
+    case.logits[2, [70, 199]] = 50.0
+    case.logits[3, :] = torch.nan
+    case.logits[4, ::2] = torch.nan
+    case.logits[5] = -0.0
+    case.logits[5, 100] = 0.0
+    expected = case.logits.nan_to_num(nan=-torch.inf).argmax(-1)
+    assert expected.tolist()[:4] == [0, 0, 70, 0]
+    assert torch.equal(run(case.sampler(**SIZES), case, "greedy").long(), expected)
+
+
+def test_padding_writes_its_own_place_only(device: str) -> None:
+    case = make_case(4, 100).to(device)
+    case.rows[2:] = 0
+    case.positions[2:] = 0
+    for mode in ("greedy", "plain", "full"):
+        assert run(case.sampler(**SIZES), case, mode)[2:].tolist() == [0, 0]
+
+
+def test_the_last_place_of_a_row_is_not_overrun(device: str) -> None:
+    case = make_case(2, 100, max_len=8).to(device)
+    case.positions[:] = 7
+    before = case.tokens.clone()
+    sampled = torch.zeros_like(case.rows)
+    case.sampler(**SIZES).greedy(case.logits, case.rows, case.positions, case.suppress, sampled)
+    assert torch.equal(case.tokens, before)
+    assert torch.equal(sampled.long(), case.logits.argmax(-1))
+
+
+def test_what_is_refused(device: str) -> None:
+    case = make_case(3, 100).to(device)
+    sampler = case.sampler(**SIZES)
+    sampled, mask = torch.zeros_like(case.rows), torch.zeros(3, 4, dtype=torch.int32, device=device)
+    rest = (case.rows, case.positions, case.suppress, sampled)
+    for mode in (sampler.greedy, sampler.plain):
+        with pytest.raises(ValueError, match="full mode"):
+            mode(case.logits, *rest, mask)
+    with pytest.raises(ValueError, match="contiguous"):
+        sampler.greedy(case.logits.t().contiguous().t(), *rest)
+    with pytest.raises(ValueError, match="float32"):
+        sampler.greedy(case.logits.double(), *rest)
+    with pytest.raises(ValueError, match="do not fit"):
+        sampler.full(case.logits[:, :99], *rest)
+    with pytest.raises(ValueError, match="do not fit"):
+        sampler.plain(torch.cat((case.logits, case.logits)), *rest)

@@ -1,0 +1,138 @@
+"""Sampling with everything in Triton: the oracle's kept tokens and the oracle's draw."""
+
+import pytest
+import torch
+
+from tandem.engine_core.sampling.sampler import sample
+from tests.support.sampling_case import Case, ask_everything, check_full, make_case, run, truncations
+
+# The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+SIZES = {"tile": 128, "group": 8, "capacity": 32}
+
+
+@pytest.mark.parametrize("scale", [0.05, 3.0])
+def test_top_p(scale: float, device: str) -> None:
+    case = make_case(5, 200, seed=1, scale=scale)
+    truncations(case, [0], [0.0, 0.3, 0.9, 0.99, 0.999], [0.0])
+    check_full(case.to(device), **SIZES)
+
+
+@pytest.mark.parametrize("tries", [1, 3])
+def test_drawing_before_the_cutoff_is_known_changes_no_token(tries: int, device: str) -> None:
+    case = make_case(16, 200, seed=11, scale=0.5)
+    truncations(case, [0, 0, 0, 7], [0.05, 0.2, 0.5, 1.0], [0.0, 0.0, 0.3])
+    case = case.to(device)
+    sampler = case.sampler(**SIZES, tries=tries)
+    tokens = run(sampler, case, "full")
+    left = sampler._state[:16]
+    assert (left == 0).any() and (left == 1).any(), "some draws lie within top-p and some do not"
+    assert torch.equal(tokens, run(case.sampler(**SIZES, tries=0), case, "full"))
+
+
+def test_top_k_then_top_p_then_min_p(device: str) -> None:
+    case = make_case(8, 200, seed=2)
+    truncations(case, [1, 5, 0, 17, 400], [1.0, 0.5, 0.95], [0.0, 0.02, 0.3, 1.0])
+    check_full(case.to(device), **SIZES)
+
+
+def test_equal_logits_at_the_cutoff_stay_by_lower_id(device: str) -> None:
+    case = make_case(4, 200, seed=3)
+    case.logits = case.logits.round()
+    truncations(case, [3, 0, 40, 0], [0.37, 0.81, 1.0], [0.0])
+    case.floats[:, 0] = 1.3
+    check_full(case.to(device), **SIZES)
+
+
+@pytest.mark.parametrize("capacity", [2, 8])
+def test_too_many_candidates_for_the_quick_search(capacity: int, device: str) -> None:
+    case = make_case(4, 200, seed=4)
+    case.logits[:2] = 1.5
+    case.logits[2, 20:] = -torch.inf
+    truncations(case, [0, 30, 0, 150, 12], [0.62, 0.9], [0.0])
+    check_full(case.to(device), **(SIZES | {"capacity": capacity}))
+
+
+def test_far_outliers_do_not_matter(device: str) -> None:
+    case = make_case(4, 200, seed=5)
+    case.logits[:, ::3] = -1e30
+    case.logits[:2, 5] = 60.0
+    truncations(case, [0, 4], [0.9, 0.2], [0.0])
+    case.floats[case.rows[0].long(), 0] = 1e-44
+    case.floats[case.rows[3].long(), 0] = 1e30
+    check_full(case.to(device), **SIZES)
+
+
+def test_bias_penalties_and_suppression(device: str) -> None:
+    case = make_case(8, 140, seed=6)
+    ask_everything(case)
+    check_full(case.to(device), **SIZES)
+
+
+@pytest.mark.parametrize("vocab", [65])
+def test_everything_with_a_mask(vocab: int, device: str) -> None:
+    case = make_case(6, vocab, seed=7)
+    ask_everything(case)
+    truncations(case, [0, 9, 0, 30], [0.8, 1.0, 0.95], [0.0, 0.05])
+    generator = torch.Generator().manual_seed(8)
+    words = torch.randint(-(2**31), 2**31, (6, -(-vocab // 32)), generator=generator)
+    case.allowed = words.int()
+    check_full(case.to(device), **SIZES)
+
+
+def test_a_row_that_may_sample_nothing_yields_0_and_harms_nobody(device: str) -> None:
+    case = make_case(4, 140, seed=11)
+    truncations(case, [0, 9], [0.8, 1.0], [0.0])
+    case.allowed = torch.full((4, 5), -1, dtype=torch.int32)
+    case = case.to(device)
+    tokens, sampler = case.tokens.clone(), case.sampler(**SIZES)
+    before = run(sampler, case, "full")
+    case.tokens[:] = tokens
+    assert case.allowed is not None
+    case.allowed[2] = 0
+    after = run(sampler, case, "full")
+    assert after[2] == sample(case.logits, case.sampling_rows(True), case.allowed)[2] == 0
+    others = [0, 1, 3]
+    assert torch.equal(before[others], after[others])
+
+
+@pytest.mark.parametrize("vocab", [140])
+def test_masks_for_some_rows(vocab: int, device: str) -> None:
+    """Rows without a constraint are masked by all ones and draw what they draw in a step without masks."""
+    case = make_case(6, vocab, seed=12).to(device)
+    tokens, sampler = case.tokens.clone(), case.sampler(**SIZES)
+    free = run(sampler, case, "full")
+    case.allowed = torch.full((6, -(-vocab // 32)), -1, dtype=torch.int32, device=device)
+    case.allowed[[1, 4]] = torch.tensor([1 << 7, 3, 0, 1 << 30, 0], dtype=torch.int32, device=device)
+    case.tokens[:] = tokens
+    masked = run(sampler, case, "full")
+    others = [0, 2, 3, 5]
+    assert torch.equal(masked[others], free[others])
+    assert set(masked[[1, 4]].tolist()) <= {7, 32, 33, 126}
+    case.tokens[:] = tokens
+    check_full(case, **SIZES)
+
+
+def test_a_token_listed_twice_gets_both_biases(device: str) -> None:
+    case = make_case(2, 100, seed=9)
+    row = int(case.rows[0])
+    case.floats[row, 0] = 0
+    case.bias[0, row * 16 : row * 16 + 3] = torch.tensor([50, 3, 50])
+    case.bias[1, row * 16 : row * 16 + 3] = torch.tensor([40.0, 60.0, 40.0]).view(torch.int32)
+    moved = case.to(device)
+    assert run(moved.sampler(**SIZES), moved, "full")[0] == 50
+
+
+def test_neither_the_batch_nor_another_step_changes_a_row(device: str) -> None:
+    case = make_case(4, 200, seed=10)
+    ask_everything(case)
+    truncations(case, [0, 20, 0], [0.9, 0.7], [0.0, 0.01])
+    case = case.to(device)
+    tokens, sampler = case.tokens.clone(), case.sampler(**SIZES)
+    together = run(sampler, case, "full")
+    for index in (0, 3):
+        one = slice(index, index + 1)
+        parts = (case.rows[one], case.positions[one], case.suppress[one], case.logits[one])
+        case.tokens[:] = tokens
+        alone = Case(case.tokens, case.ints, case.floats, case.bias, case.suppressed, *parts)
+        assert run(sampler, alone, "full").item() == together[index]

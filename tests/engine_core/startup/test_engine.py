@@ -1,0 +1,181 @@
+"""From a model folder to an engine that answers."""
+
+import hashlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llguidance import LLMatcher
+
+from tandem.engine_core.constraints.compiler import GrammarCompiler
+from tandem.engine_core.engine import Engine
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.startup.engine import DEFAULT_MODEL, build_engine
+from tandem.engine_core.stats import new_stats
+from tandem.engine_core.wire.heartbeat import Status
+from tandem.protocol.codec import pack_ids
+from tandem.protocol.commands import Hello, Submit
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.events import Failure, Finished, Phase, Ready
+from tandem.protocol.params import SamplingParams
+from tandem.protocol.version import PROTOCOL_VERSION
+from tests.fakes.mailbox import FakeMailbox
+from tests.support.model_folder import write_config, write_model
+from tests.support.tiny_llama import CONFIG, Compared, random_model
+
+EPOCH, CLIENT = 5, b"c"
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path)
+    return tmp_path
+
+
+def build(folder: Path, **options: Any) -> tuple[Engine, FakeMailbox, Status]:
+    mailbox, status = FakeMailbox(), Status(EPOCH, new_stats())
+    defaults: dict[str, Any] = {"device": "cpu", "max_rows": 4, "threads": 1}
+    return build_engine(EngineOptions(model=str(folder), **defaults | options), mailbox, status), mailbox, status
+
+
+@pytest.mark.parametrize("pipeline", ["on", "off"])
+def test_a_built_engine_answers(folder: Path, pipeline: Any) -> None:
+    engine, mailbox, status = build(folder, pipeline=pipeline)
+    assert engine.pipeline.depth == (2 if pipeline == "on" else 1)
+    assert status.phase is Phase.WARMING
+    prompt, params = [5, 6, 7], SamplingParams(6, temperature=0.0)
+    mailbox.inbox += [(CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "x")), (CLIENT, Submit(1, pack_ids(prompt), params))]
+    while not mailbox.outcomes:
+        engine.tick()
+    (outcome,) = mailbox.outcomes[CLIENT, 1]
+    assert isinstance(outcome, Finished)
+    assert outcome.reason in (FinishReason.LENGTH, FinishReason.STOP)
+    Compared().check(random_model(), prompt, mailbox.received[CLIENT, 1], params, False)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 8, 64, "max"])
+def test_any_page_size(folder: Path, page_size: Any) -> None:
+    engine, mailbox, _ = build(folder, page_size=page_size, max_len=60)
+    prompts, params = [[5, 6, 7], [9] * 30, [3]], SamplingParams(25, temperature=0.0, ignore_eos=True)
+    mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "x")))
+    mailbox.inbox += [(CLIENT, Submit(index, pack_ids(prompt), params)) for index, prompt in enumerate(prompts)]
+    while len(mailbox.outcomes) < len(prompts):
+        engine.tick()
+    compared = Compared()
+    for index, prompt in enumerate(prompts):
+        compared.check(random_model(), prompt, mailbox.received[CLIENT, index], params, False)
+
+
+@pytest.mark.parametrize(("max_len", "rounded"), [(32, False), (33, True)])
+def test_a_region_that_is_rounded_up_is_told(
+    folder: Path, max_len: int, rounded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        build(folder, page_size="max", max_len=max_len)
+    assert ("64 positions a sequence, --max-len 33 rounded up to a power of two" in caplog.text) == rounded
+
+
+def test_memory_of_the_pool_as_asked(folder: Path) -> None:
+    token_bytes = 2 * CONFIG.layers * CONFIG.kv_heads * CONFIG.head_dim * 4
+    for kv_dtype, width in (("auto", 1), ("fp8", 4)):
+        engine, _, status = build(folder, kv_memory=100 * 16 * token_bytes, kv_dtype=kv_dtype)
+        assert status.stats.pages_total == 100 * width - 1
+        assert isinstance(engine.runtime, TorchRuntime)
+        pools = (*engine.runtime.kv.keys, *engine.runtime.kv.values)
+        assert sum(pool.nbytes for pool in pools) == 100 * 16 * token_bytes
+
+
+def test_the_facts(folder: Path) -> None:
+    engine, mailbox, status = build(folder, kv_tokens=100, max_waiting=7, max_step_tokens=33, served_model_name="mine")
+    mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "x")))
+    engine.tick()
+    ((_, ready),) = mailbox.replies
+    assert isinstance(ready, Ready)
+    facts, limits = ready.model, ready.limits
+    assert (facts.name, facts.vocab_size, facts.max_len, facts.end_ids) == ("mine", CONFIG.vocab_size, 64, [1])
+    assert facts.tokenizer_fingerprint == hashlib.sha256(b"{}").hexdigest()
+    assert (facts.device, facts.dtype) == ("cpu", "float32")
+    assert (limits.max_rows, limits.kv_tokens, limits.page_size) == (4, 96, 16)
+    assert (limits.max_step_tokens, limits.max_waiting) == (33, 7)
+    assert (status.stats.rows_total, status.stats.pages_total) == (4, 6)
+
+
+def test_its_name_and_a_missing_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    engine, _, _ = build(folder)
+    assert engine.control.model.name == folder.name
+    assert engine.control.model.tokenizer_fingerprint == ""
+
+
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"device": "cuda"}, "no CUDA device"),
+    ({}, {"max_len": 65}, "positions end at 64"),
+    ({}, {"max_rows": 0}, "--max-rows"),
+    ({}, {"kv_tokens": 1, "page_size": 1}, "--kv-tokens"),
+    ({}, {"threads": -1}, "--threads"),
+    ({}, {"kv_tokens": 100, "kv_memory": 2**20}, "--kv-memory and --kv-tokens"),
+    ({}, {"gpu_memory": 0.5}, "--gpu-memory with --device cpu"),
+    ({}, {"kv_memory": 2**50}, "cannot be had"),
+    ({"architectures": ["GPT2LMHeadModel"]}, {}, "GPT2LMHeadModel is not supported"),
+    ({"hidden_size": 64}, {}, "does not fit the model"),
+    ({"eos_token_id": list(range(33))}, {}, "33 end ids, at most 32"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that must not be there")
+@pytest.mark.parametrize(("config", "options", "text"), WRONG, ids=[text for *_, text in WRONG])
+def test_what_cannot_be_built(folder: Path, config: dict[str, Any], options: dict[str, Any], text: str) -> None:
+    write_config(folder, **config)
+    with pytest.raises(ConfigError) as caught:
+        build(folder, **options)
+    assert text in str(caught.value)
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        build(tmp_path / "missing")
+
+
+def test_compilation_wakes_the_loop() -> None:
+    """The default model's folder, because a grammar needs a tokenizer."""
+    engine, mailbox, _ = build(DEFAULT_MODEL)
+    woken = threading.Event()
+    compiler = engine.compiler
+    assert isinstance(compiler, GrammarCompiler)
+    assert compiler.wake == mailbox.wake
+    compiler.wake = woken.set
+    constraint = LLMatcher.grammar_from_regex("[0-9]{4}x")
+    submit = Submit(1, pack_ids([5, 6]), SamplingParams(9, seed=3), constraint)
+    mailbox.inbox += [(CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "x")), (CLIENT, submit)]
+    engine.tick()
+    assert woken.wait(60)
+    while not mailbox.outcomes:
+        engine.tick()
+    assert mailbox.outcomes[CLIENT, 1] == [Finished(1, FinishReason.STOP)]
+    engine.compiler.close()
+
+
+def test_a_folder_without_a_tokenizer_serves_what_needs_none(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    engine, mailbox, _ = build(folder)
+    free, bound = (Submit(number, pack_ids([5, 6]), SamplingParams(2), text) for number, text in ((1, None), (2, "x")))
+    mailbox.inbox += [(CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "x")), (CLIENT, free), (CLIENT, bound)]
+    while len(mailbox.outcomes) < 2:
+        engine.tick()
+    assert isinstance(mailbox.outcomes[CLIENT, 1][0], Finished)
+    (failure,) = mailbox.outcomes[CLIENT, 2]
+    assert isinstance(failure, Failure)
+    assert failure.code is ErrorCode.INVALID_REQUEST
+    assert "no tokenizer.json" in failure.message
+    engine.compiler.close()

@@ -1,0 +1,171 @@
+"""From flags and measured memory to the number of KV pages."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.engine_core.config import EngineConfig, ModelShape, resolve
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.startup import kv_sizing
+from tandem.engine_core.startup.kv_sizing import GIB, Memory, check_flags, with_pool
+from tandem.protocol.engine_options import EngineOptions
+
+MODEL = ModelShape("tiny", 2048)
+CPU = Memory(free=8 * GIB)
+GPU = Memory(free=57 * GIB, total=64 * GIB, free_at_start=63 * GIB, steps=1 * GIB, graphs=2 * GIB)
+"""6 GiB of weights; another GiB is not this engine's."""
+TOKEN = 1024
+
+
+def decide(memory: Memory, token_bytes: int = TOKEN, model: ModelShape = MODEL, **flags: Any) -> EngineConfig:
+    options = EngineOptions(**flags)
+    device = "cuda" if memory.total else "cpu"
+    return with_pool(resolve(options, model, device, "float32"), options, memory, token_bytes)
+
+
+def pool_bytes(config: EngineConfig, token_bytes: int = TOKEN) -> int:
+    return config.pages * config.page_size * token_bytes
+
+
+class TestCpu:
+    def test_no_more_than_all_rows_could_fill(self) -> None:
+        assert decide(CPU).kv_tokens == 32 * 2048
+        assert decide(CPU, max_len=33, page_size=16).kv_tokens == 32 * 48, "whole pages"
+        assert decide(CPU, max_len=33, page_size="max").kv_tokens == 32 * 64
+
+    def test_no_more_than_a_share_of_what_is_free(self) -> None:
+        assert pool_bytes(decide(Memory(free=4 * GIB), 1 << 20, page_size=16), 1 << 20) == GIB
+
+    def test_no_more_than_a_bound(self) -> None:
+        model = ModelShape("big", 100_000)
+        config = decide(Memory(free=1000 * GIB), 1 << 20, model)
+        assert pool_bytes(config, 1 << 20) == kv_sizing.CPU_KV_BYTES
+
+
+class TestGpu:
+    def test_the_default_share_less_weights_steps_and_graphs(self) -> None:
+        expected = int(64 * GIB * 0.9) - (6 + 1 + 2) * GIB
+        assert 0 <= expected - pool_bytes(decide(GPU)) < 16 * TOKEN
+
+    def test_a_share_as_asked(self) -> None:
+        expected = int(64 * GIB * 0.5) - (6 + 1 + 2) * GIB
+        assert 0 <= expected - pool_bytes(decide(GPU, gpu_memory=0.5)) < 16 * TOKEN
+
+    def test_what_others_hold_is_not_taken(self) -> None:
+        crowded = Memory(free=14 * GIB, total=64 * GIB, free_at_start=20 * GIB, steps=GIB, graphs=2 * GIB)
+        assert 0 <= 11 * GIB - pool_bytes(decide(crowded)) < 16 * TOKEN
+
+    def test_two_engines_share_a_device(self) -> None:
+        """The second finds the first one's memory gone, and still takes its share of the whole."""
+        first = pool_bytes(decide(GPU, gpu_memory=0.45))
+        second = Memory(free=57 * GIB - first - 9 * GIB, total=64 * GIB, free_at_start=63 * GIB - first - 9 * GIB,
+                        steps=GIB, graphs=2 * GIB)  # fmt: skip
+        assert pool_bytes(decide(second, gpu_memory=0.45)) == first
+
+
+@pytest.mark.parametrize("memory", [CPU, GPU])
+class TestAsAsked:
+    @pytest.mark.parametrize(("asked", "tokens"), [(16, 16), (31, 16), (32, 32), (100_000, 100_000)])
+    def test_tokens(self, memory: Memory, asked: int, tokens: int) -> None:
+        assert decide(memory, kv_tokens=asked).kv_tokens == tokens
+
+    def test_memory_is_all_that_the_pool_takes(self, memory: Memory) -> None:
+        config = decide(memory, kv_memory=10 * GIB)
+        assert pool_bytes(config) == 10 * GIB
+        assert config.kv_tokens == 10 * GIB // TOKEN - 16
+
+    def test_narrower_keys_give_more_tokens(self, memory: Memory) -> None:
+        wide, narrow = decide(memory, 2048, kv_memory=GIB), decide(memory, 1024, kv_memory=GIB)
+        assert narrow.pages == 2 * wide.pages
+
+    def test_one_page_a_sequence(self, memory: Memory) -> None:
+        config = decide(memory, page_size="max", max_len=1000, kv_memory=2**23)
+        assert (config.page_size, config.pages, config.kv_tokens) == (1024, 8, 7 * 1024)
+
+
+WRONG: list[tuple[Memory, dict[str, Any], str]] = [
+    (CPU, {"kv_tokens": 0}, "less than one page of 16; raise --kv-tokens"),
+    (CPU, {"kv_tokens": -5}, "less than one page"),
+    (CPU, {"kv_tokens": 15}, "the KV pool has 15 tokens"),
+    (
+        CPU,
+        {"kv_tokens": 100, "max_len": 97},
+        "--max-len 97 does not fit the KV pool of 96 tokens; lower it or raise --kv",
+    ),
+    (CPU, {"kv_tokens": 1, "page_size": 1}, "raise --kv-tokens"),
+    (CPU, {"kv_memory": 31 * TOKEN}, "raise --kv-memory"),
+    (CPU, {"kv_memory": -1}, "raise --kv-memory"),
+    (CPU, {"page_size": "max", "kv_tokens": 2047}, "less than one page of 2048"),
+    (Memory(free=100_000), {}, "0.00 GiB free"),
+    (Memory(5 * GIB, 64 * GIB, 20 * GIB, 3 * GIB, 2 * GIB), {}, "of which steps and graphs need 5.00"),
+    (GPU, {"gpu_memory": 0.1}, "raise --gpu-memory, or lower --max-rows or --max-step-tokens"),
+]
+
+
+@pytest.mark.parametrize(("memory", "flags", "text"), WRONG, ids=[text for *_, text in WRONG])
+def test_too_little_is_said_with_numbers_and_a_remedy(memory: Memory, flags: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decide(memory, **flags)
+    assert text in str(caught.value)
+
+
+EXCLUSIVE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("cpu", {"kv_memory": GIB, "kv_tokens": 100}, ("--kv-memory", "--kv-tokens")),
+    ("cuda", {"kv_memory": GIB, "gpu_memory": 0.5}, ("--gpu-memory", "--kv-memory")),
+    ("cuda", {"kv_tokens": 100, "gpu_memory": 0.5}, ("--gpu-memory", "--kv-tokens")),
+    ("cpu", {"gpu_memory": 0.5}, ("--gpu-memory", "--device cpu")),
+    ("cpu", {"kv_memory": 0}, ("--kv-memory 0: at least 1",)),
+    ("cpu", {"kv_memory": -5}, ("--kv-memory -5: at least 1",)),
+    ("cuda", {"kv_tokens": 0}, ("--kv-tokens 0: at least 1",)),
+    ("cuda", {"gpu_memory": 0.0}, ("--gpu-memory 0:",)),
+    ("cuda", {"gpu_memory": 1.01}, ("--gpu-memory 1.01:",)),
+    ("cuda", {"gpu_memory": float("nan")}, ("--gpu-memory nan:",)),
+]
+
+
+@pytest.mark.parametrize(("device", "flags", "named"), EXCLUSIVE, ids=str)
+def test_flags_that_exclude_each_other_are_both_named(
+    device: str, flags: dict[str, Any], named: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_flags(EngineOptions(**flags), device)
+    assert all(name in str(caught.value) for name in named)
+
+
+@pytest.mark.parametrize("flags", [{}, {"kv_memory": GIB}, {"kv_tokens": 5}, {"gpu_memory": 1.0}])
+def test_one_of_them_is_taken(flags: dict[str, Any]) -> None:
+    check_flags(EngineOptions(**flags), "cuda")
+
+
+@settings(deadline=None, max_examples=150, print_blob=True)
+@given(
+    page_size=st.sampled_from([1, 2, 16, 256, "max"]),
+    max_len=st.none() | st.integers(2, 2048),
+    asked=st.sampled_from(["kv_tokens", "kv_memory", "gpu_memory", None]),
+    amount=st.integers(1, 1 << 24),
+    token_bytes=st.integers(1, 1 << 20),
+    memory=st.builds(Memory, st.integers(0, 64 * GIB), st.just(64 * GIB), st.integers(0, 64 * GIB),
+                     st.integers(0, GIB), st.integers(0, GIB)),
+)  # fmt: skip
+def test_a_pool_keeps_its_bounds(
+    page_size: Any, max_len: int | None, asked: str | None, amount: int, token_bytes: int, memory: Memory
+) -> None:
+    flags = {} if asked is None else {asked: amount / (1 << 24) if asked == "gpu_memory" else amount}
+    try:
+        config = decide(memory, token_bytes, page_size=page_size, max_len=max_len, **flags)
+    except ConfigError:
+        return
+    assert config.pages >= 2 and config.kv_tokens >= 2
+    if max_len is not None:
+        assert config.kv_tokens >= max_len, "a length that was asked for fits"
+    size = pool_bytes(config, token_bytes)
+    if asked == "kv_tokens":
+        assert config.kv_tokens <= amount
+    elif asked == "kv_memory":
+        assert size <= amount
+    else:
+        held = memory.free_at_start - memory.free
+        assert held + memory.steps + memory.graphs + size <= memory.total * flags.get("gpu_memory", 0.9)
+        assert size <= memory.free

@@ -1,0 +1,123 @@
+"""What a trial says of steps and graphs."""
+
+import pytest
+from msgspec import structs
+
+from tandem.engine_core.config import StepConfig
+from tandem.engine_core.contracts import Masks
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.startup.memory_trial import graph_bytes, mixed_graph_bytes, step_bytes
+from tandem.engine_core.startup.warmup import full_step
+from tests.fakes.counted_device import CountedDevice, Held
+from tests.fakes.runtime import FakeRuntime
+
+SHARED, DRIVER, ROW, KERNELS = 5000, 300, 7, 900
+"""What all graphs share; what the driver takes for a capture; logits of a row; code, at the first run for good."""
+BUFFERS, PROMPT = 800, 60
+"""What all graphs of steps with prompts share, and those of one token count."""
+
+
+def config(graph_rows: tuple[int, ...] = (1, 4, 16), depth: int = 2, **changed: int) -> StepConfig:
+    sizes = {"max_rows": 16, "max_len": 64, "max_step_tokens": 40} | changed
+    return StepConfig(
+        model_name="m", device="cuda", dtype="float32", depth=depth, prefill_chunk=40, page_size=16, max_waiting=9,
+        graph_rows=graph_rows, **sizes,
+    )  # fmt: skip
+
+
+class Captures:
+    """Captures as a device would feel them."""
+
+    def __init__(self, device: CountedDevice) -> None:
+        self.device = device
+        self.code: list[Held] = []
+
+    def __call__(self, count: int, rows: int = 16) -> list[Held]:
+        if not self.code:
+            self.code.append(self.device.take(KERNELS))
+        return [self.device.take(SHARED), *(self.device.take(DRIVER + rows * ROW) for _ in range(count))]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("graph_rows", [(16,), (1, 16), (1, 2, 4, 8, 16)])
+def test_all_graphs_are_reckoned_from_the_largest(graph_rows: tuple[int, ...], depth: int) -> None:
+    device = CountedDevice()
+    found = graph_bytes(device, config(graph_rows, depth), ROW, Captures(device))
+    assert found == SHARED + depth * sum(DRIVER + rows * ROW for rows in graph_rows)
+    assert device.held_bytes() == KERNELS, "nothing of the trial is left but code"
+
+
+def test_without_graphs_nothing_is_tried() -> None:
+    device = CountedDevice()
+    captures = Captures(device)
+    assert graph_bytes(device, config(()), ROW, captures) == 0
+    assert not captures.code
+
+
+class MixedCaptures(Captures):
+    """One decode graph, and mixed ones beside it that share buffers and the attention of their token count."""
+
+    def __call__(self, count: int, rows: int = 16) -> list[Held]:
+        held = super().__call__(1, rows)
+        if count:
+            held.append(self.device.take(BUFFERS + PROMPT))
+        return held + [self.device.take(DRIVER) for _ in range(count)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_mixed_graphs_are_reckoned_from_the_two_largest(depth: int) -> None:
+    device = CountedDevice()
+    sizes = structs.replace(config((1, 16), depth), graph_singles=(0, 8, 16), graph_tokens=(64, 128))
+    further = (depth * 2 - 1) * PROMPT
+    found = mixed_graph_bytes(device, sizes, further, MixedCaptures(device))
+    assert found == BUFFERS + depth * 2 * (PROMPT + 3 * DRIVER)
+    assert device.held_bytes() == KERNELS
+
+
+def test_where_prompts_have_no_graphs_nothing_is_tried() -> None:
+    device = CountedDevice()
+    captures = MixedCaptures(device)
+    sizes = structs.replace(config(), graph_singles=(0, 8), graph_tokens=(64,))
+    assert mixed_graph_bytes(device, structs.replace(sizes, graph_tokens=()), 0, captures) == 0
+    assert mixed_graph_bytes(device, structs.replace(sizes, graph_rows=()), 0, captures) == 0
+    assert not captures.code
+
+
+class HungryRuntime(FakeRuntime):
+    """Takes memory for each position of a step, which the allocator keeps."""
+
+    def __init__(self, device: CountedDevice) -> None:
+        super().__init__(16, 10, 4)
+        self.device = device
+        self.plans: list[StepPlan] = []
+
+    def launch(self, slot: int, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        del [self.device.take(plan.total_tokens * 10)][0]
+
+    def sample(self, slot: int, masks: Masks | None) -> None:
+        return None
+
+    def collect(self, slot: int) -> list[int]:
+        return []
+
+
+def test_the_largest_step_says_what_steps_take() -> None:
+    device = CountedDevice()
+    device.unused = 77
+    runtime = HungryRuntime(device)
+    assert step_bytes(device, runtime, config()) == 40 * 10
+    largest = max(runtime.plans, key=lambda plan: plan.total_tokens)
+    assert (len(largest.rows), largest.total_tokens) == (16, 40)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "max_len", "total"), [(16, 40, 64, 40), (16, 16, 64, 16), (4, 4096, 64, 4 * 63), (3, 10, 2, 3)]
+)
+def test_a_full_step_has_every_row_and_as_many_positions_as_fit(
+    rows: int, tokens: int, max_len: int, total: int
+) -> None:
+    plan = full_step(config(max_rows=rows, max_step_tokens=tokens, max_len=max_len))
+    assert (len(plan.rows), plan.total_tokens) == (rows, total)
+    assert all(row.samples and row.end < max_len for row in plan.rows)
+    assert max(row.length for row in plan.rows) - min(row.length for row in plan.rows) <= 1

@@ -1,0 +1,197 @@
+"""What is read from config.json, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.model_config import ModelConfig, RopeConfig
+from tandem.engine_core.models.registry import build_model
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": None,
+    "eos_token_id": [3, 4],
+    "torch_dtype": "bfloat16",
+    "attention_dropout": 0.0,
+    "use_cache": True,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
+
+
+def read(directory: Path, generation: dict[str, Any] | None = None, **fields: Any) -> ModelConfig:
+    config = {key: value for key, value in {**LLAMA, **fields}.items() if value is not ...}
+    (directory / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return ModelConfig.read(directory)
+
+
+def test_plain_config(tmp_path: Path) -> None:
+    assert read(tmp_path) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        layers=2,
+        heads=8,
+        kv_heads=2,
+        head_dim=8,
+        max_positions=512,
+        rms_norm_eps=1e-5,
+        tie_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
+        rope=RopeConfig(theta=500000.0),
+        eos_ids=(3, 4),
+        dtype="bfloat16",
+    )
+
+
+def test_defaults_of_absent_fields(tmp_path: Path) -> None:
+    config = read(
+        tmp_path, num_key_value_heads=..., rms_norm_eps=..., rope_theta=..., eos_token_id=..., torch_dtype=...
+    )
+    assert (config.kv_heads, config.rms_norm_eps, config.rope.theta) == (8, 1e-6, 10000.0)
+    assert (config.eos_ids, config.dtype) == ((), None)
+
+
+def test_head_dim_need_not_divide(tmp_path: Path) -> None:
+    assert read(tmp_path, head_dim=20).head_dim == 20
+
+
+def test_new_dtype_field_wins(tmp_path: Path) -> None:
+    assert read(tmp_path, dtype="float16").dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("config_ids", "generation", "expected"),
+    [
+        (2, None, (2,)),
+        (2, {"eos_token_id": [7, 2]}, (7, 2)),
+        ([2, 9], {"eos_token_id": 7}, (7, 2, 9)),
+        (None, {"do_sample": True}, ()),
+    ],
+)
+def test_end_ids(tmp_path: Path, config_ids: Any, generation: Any, expected: tuple[int, ...]) -> None:
+    assert read(tmp_path, generation, eos_token_id=config_ids).eos_ids == expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_scaling": {"type": "llama3", **LLAMA3}},
+        {"rope_theta": ..., "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}},
+    ],
+)
+def test_llama3_rope_in_each_layout(tmp_path: Path, fields: dict[str, Any]) -> None:
+    assert read(tmp_path, **fields).rope == RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+
+
+def test_linear_rope(tmp_path: Path) -> None:
+    rope = read(tmp_path, rope_scaling={"type": "linear", "factor": 2}).rope
+    assert (rope.kind, rope.factor, rope.theta) == ("linear", 2.0, 500000.0)
+
+
+def test_published_qwen3() -> None:
+    assert ModelConfig.read(SHAPES / "qwen3-4b") == ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=151936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        layers=36,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        max_positions=40960,
+        rms_norm_eps=1e-6,
+        tie_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+        rope=RopeConfig(theta=1e6),
+        eos_ids=(151645,),
+        dtype="bfloat16",
+        qk_norm=True,
+    )
+
+
+def test_qwen3_head_dim_does_not_follow_from_hidden_size(tmp_path: Path) -> None:
+    assert read(tmp_path, architectures=["Qwen3ForCausalLM"], hidden_size=60).head_dim == 128
+
+
+def test_a_window_that_is_switched_off_is_no_window(tmp_path: Path) -> None:
+    off = read(tmp_path, architectures=["Qwen3ForCausalLM"], sliding_window=4096, use_sliding_window=False)
+    assert off == read(tmp_path, architectures=["Qwen3ForCausalLM"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),
+        ({"sliding_window": 4096}, "sliding_window 4096"),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window true"),
+        ({"use_sliding_window": True}, "use_sliding_window true"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"compression_config": {}}, "compression_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, '"yarn"'),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "is not below"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}}, "beta_fast"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25"),
+        ({"architectures": ...}, "architectures"),
+        ({"architectures": ["A", "B"]}, "architectures"),
+        ({"vocab_size": ...}, "vocab_size"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 2}, "not a multiple of num_attention_heads 6"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"eos_token_id": 1000}, "eos_token_id 1000"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+    ],
+)
+def test_refused_by_name(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json") as caught:
+        read(tmp_path, **fields)
+    assert words in str(caught.value)
+
+
+def test_all_unsupported_fields_are_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"hidden_act.*sliding_window"):
+        read(tmp_path, hidden_act="relu", sliding_window=8)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        ModelConfig.read(tmp_path)
+    (tmp_path / "config.json").write_text("{not json")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        ModelConfig.read(tmp_path)
+    with pytest.raises(ConfigError, match=r"generation_config\.json.*eos_token_id"):
+        read(tmp_path, {"eos_token_id": 1.5})
+
+
+def test_unknown_architecture_names_the_supported(tmp_path: Path) -> None:
+    config = read(tmp_path, architectures=["GPT2LMHeadModel"])
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel.*LlamaForCausalLM"):
+        build_model(config, torch.device("cpu"), torch.float32)

@@ -1,0 +1,240 @@
+"""The engine's end of the wire over real sockets."""
+
+import select
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from tandem.engine_core.contracts import Delta
+from tandem.engine_core.wire.mailbox import DRAIN_LIMIT, ZmqMailbox
+from tandem.engine_core.wire.wakeup import Wakeup
+from tandem.protocol.codec import decode_event, encode, runs
+from tandem.protocol.commands import Abort, AnyCommand, Goodbye, Hello
+from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.events import Failure, Finished, Refused, Started, StepOutput
+from tandem.protocol.sockets import SEND_HIGH_WATER_MARK, bind_router, connect_dealer
+from tests.support.zmq_context import KeepingContext
+
+WAIT_MS = 10_000
+
+
+class Wire:
+    """One mailbox, and frontends that it has heard of."""
+
+    def __init__(self, context: Any, endpoint: str) -> None:
+        self.context = context
+        self.endpoint = endpoint
+        self.router = bind_router(context, endpoint)
+        self.wakeup = Wakeup.open()
+        self.mailbox = ZmqMailbox(self.router, self.wakeup)
+        self.dealers: list[Any] = []
+
+    def dealer(self) -> Any:
+        self.dealers.append(connect_dealer(self.context, self.endpoint))
+        return self.dealers[-1]
+
+    def greeted(self, keeps: int = 1000) -> tuple[Any, bytes]:
+        """A frontend whose own queue holds so many messages."""
+        dealer = self.context.socket(zmq.DEALER)
+        dealer.rcvhwm = keeps
+        dealer.connect(self.endpoint)
+        dealer.send(encode(Hello(1, 1, "x")))
+        ((client, _),) = self.drained(1)
+        return dealer, client
+
+    def drained(self, count: int) -> list[tuple[bytes, AnyCommand]]:
+        """At least so many commands, over as many drains as it takes."""
+        commands: list[tuple[bytes, AnyCommand]] = []
+        while len(commands) < count:
+            assert self.router.poll(WAIT_MS), f"only {len(commands)} of {count} commands arrived"
+            commands += self.mailbox.drain()
+        return commands
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    context = KeepingContext()
+    with tempfile.TemporaryDirectory(prefix="td-") as folder:
+        wire = Wire(context, f"ipc://{folder}/engine")
+        yield wire
+        wire.wakeup.close()
+        context.destroy(linger=0)
+
+
+def receive(dealer: Any) -> StepOutput:
+    assert dealer.poll(WAIT_MS), "nothing arrived"
+    output = decode_event(dealer.recv())
+    assert isinstance(output, StepOutput)
+    return output
+
+
+def send_all(dealer: Any, bodies: list[bytes | list[bytes]]) -> None:
+    for body in bodies:
+        dealer.send_multipart(body if isinstance(body, list) else [body])
+
+
+class TestDrain:
+    def test_nothing_there(self, wire: Wire) -> None:
+        assert wire.mailbox.drain() == []
+
+    def test_commands_in_order_with_their_sender(self, wire: Wire) -> None:
+        first, second = wire.dealer(), wire.dealer()
+        sent = [Hello(1, 2, "x"), Abort([1, 2]), Goodbye()]
+        for dealer in (first, second):
+            send_all(dealer, [encode(command) for command in sent])
+        received = wire.drained(6)
+        for dealer in (first, second):
+            assert [command for client, command in received if client == dealer.identity] == sent
+
+    def test_a_flood_is_taken_in_parts(self, wire: Wire) -> None:
+        dealer = wire.dealer()
+        send_all(dealer, [encode(Abort([number])) for number in range(2 * DRAIN_LIMIT + 10)])
+        received: list[AnyCommand] = []
+        while len(received) < 2 * DRAIN_LIMIT + 10:
+            assert wire.router.poll(WAIT_MS)
+            part = wire.mailbox.drain()
+            assert len(part) <= DRAIN_LIMIT
+            received += [command for _, command in part]
+        assert received == [Abort([number]) for number in range(2 * DRAIN_LIMIT + 10)]
+
+    def test_junk_is_ignored_and_what_follows_is_not(self, wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
+        dealer = wire.dealer()
+        junk: list[bytes | list[bytes]] = [b"", b"\xff" * 9, [b"a", b"b"], [b"", encode(Goodbye())], b"\x91" * 5000]
+        send_all(dealer, [*junk, encode(Abort([5]))])
+        assert [command for _, command in wire.drained(1)] == [Abort([5])]
+        assert len(caplog.records) == len(junk)
+        assert dealer.identity.hex() in caplog.text
+
+    def test_a_flood_of_junk_does_not_hold_the_loop(self) -> None:
+        """What is ignored counts too: one drain takes no more than its limit of messages, whatever they are."""
+        calls = []
+
+        class Endless:
+            events = zmq.POLLIN
+
+            def recv_multipart(self, _flags: int) -> list[bytes]:
+                calls.append(1)
+                assert len(calls) <= 10 * DRAIN_LIMIT, "one drain goes on and on"
+                return [b"client", b"junk"]
+
+        wakeup = Wakeup.open()
+        assert ZmqMailbox(Endless(), wakeup).drain() == []
+        assert len(calls) <= DRAIN_LIMIT + 1
+        wakeup.close()
+
+    def test_wait_ends_when_something_arrives(self, wire: Wire) -> None:
+        wire.dealer().send(encode(Goodbye()))
+        wire.mailbox.wait(WAIT_MS / 1000)
+        assert [command for _, command in wire.mailbox.drain()] == [Goodbye()]
+
+    def test_another_thread_ends_the_wait(self, wire: Wire) -> None:
+        thread = threading.Thread(target=wire.mailbox.wake)
+        thread.start()
+        wire.mailbox.wait(WAIT_MS / 1000)
+        thread.join()
+        assert wire.mailbox.drain() == []
+
+    def test_a_wake_before_the_wait_ends_it_too_and_only_it(self, wire: Wire) -> None:
+        for _ in range(200_000):
+            wire.mailbox.wake()
+        wire.mailbox.wait(WAIT_MS / 1000)
+        assert not select.select([wire.wakeup.reader], [], [], 0)[0], "the next wait would end at once"
+
+    def test_nobody_is_left_to_wake(self, wire: Wire) -> None:
+        wire.wakeup.close()
+        wire.mailbox.wake()
+        assert wire.wakeup.reader.fileno() == -1
+
+
+class TestFlush:
+    def test_one_message_a_flush_and_frontend(self, wire: Wire) -> None:
+        peers = [wire.greeted() for _ in range(2)]
+        for _, client in peers:
+            wire.mailbox.tokens(client, Delta([1, 2], [10, 20]))
+            wire.mailbox.tokens(client, Delta([1], [11]))
+            wire.mailbox.ended(client, Finished(1, FinishReason.STOP, 11))
+            wire.mailbox.ended(client, Failure(2, ErrorCode.ENGINE_FAILED, "x"))
+            wire.mailbox.started(client, Started(3, 64))
+        assert wire.mailbox.flush(6) == []
+        assert not wire.mailbox.backlog
+        for dealer, _ in peers:
+            output = receive(dealer)
+            assert output.step_id == 6
+            assert list(runs(output)) == [(1, [10]), (2, [20]), (1, [11])]
+            assert output.finished == [Finished(1, FinishReason.STOP, 11)]
+            assert output.failures == [Failure(2, ErrorCode.ENGINE_FAILED, "x")]
+            assert output.started == [Started(3, 64)]
+        assert wire.mailbox.flush(7) == []
+        wire.mailbox.tokens(peers[0][1], Delta([5], [50]))
+        wire.mailbox.flush(8)
+        assert receive(peers[0][0]).step_id == 8, "nothing came between, and nothing twice"
+        assert not peers[1][0].poll(0)
+
+    def test_a_frontend_that_does_not_read_gets_everything_later(self, wire: Wire) -> None:
+        slow, slow_client = wire.greeted(keeps=1)
+        other, other_client = wire.greeted()
+        steps = 0
+        while not wire.mailbox.backlog or steps % 50:
+            steps += 1
+            wire.mailbox.tokens(slow_client, Delta(list(range(500)), [steps] * 500))
+            wire.mailbox.tokens(other_client, Delta([1], [steps]))
+            assert wire.mailbox.flush(steps) == []
+            assert list(runs(receive(other))) == [(1, [steps])], "others are not held up"
+        assert steps > SEND_HIGH_WATER_MARK
+        wire.mailbox.ended(slow_client, Finished(1, FinishReason.LENGTH))
+        assert wire.mailbox.flush(steps) == []
+        assert wire.mailbox.backlog
+        seen: dict[int, list[int]] = {}
+        messages, finished = 0, []
+        while not finished:
+            output = receive(slow)
+            messages += 1
+            for request_id, tokens in runs(output):
+                seen.setdefault(request_id, []).extend(tokens)
+            finished = output.finished
+            assert wire.mailbox.flush(steps) == []
+        assert seen == {request_id: list(range(1, steps + 1)) for request_id in range(500)}
+        assert finished == [Finished(1, FinishReason.LENGTH)]
+        assert messages < steps, "some steps were merged"
+        assert not wire.mailbox.backlog
+
+    def test_a_frontend_that_is_gone_is_named_and_forgotten(self, wire: Wire) -> None:
+        gone, gone_client = wire.greeted()
+        other, other_client = wire.greeted()
+        gone.close()
+        lost: list[bytes] = []
+        while not lost:
+            wire.mailbox.tokens(gone_client, Delta([1], [5]))
+            wire.mailbox.tokens(other_client, Delta([1], [5]))
+            lost = wire.mailbox.flush(1)
+            assert list(runs(receive(other))) == [(1, [5])]
+        assert lost == [gone_client]
+        assert not wire.mailbox.backlog
+        assert wire.mailbox.flush(2) == []
+
+    def test_a_stranger_is_gone_too(self, wire: Wire) -> None:
+        wire.mailbox.ended(b"nobody", Finished(1, FinishReason.ABORT))
+        assert wire.mailbox.flush(1) == [b"nobody"]
+
+    def test_nothing_kept_is_no_backlog(self, wire: Wire) -> None:
+        """As `contracts.Mailbox` says: whether a flush kept something, not whether something waits for a flush."""
+        _, client = wire.greeted()
+        wire.mailbox.tokens(client, Delta([1], [5]))
+        assert not wire.mailbox.backlog
+
+
+class TestReply:
+    def test_arrives_at_once(self, wire: Wire) -> None:
+        dealer, client = wire.greeted()
+        wire.mailbox.reply(client, Refused("no"))
+        assert dealer.poll(WAIT_MS)
+        assert decode_event(dealer.recv()) == Refused("no")
+
+    def test_to_a_stranger_is_dropped(self, wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
+        wire.mailbox.reply(b"nobody", Refused("no"))
+        assert "dropped a Refused" in caplog.text
+        assert not wire.mailbox.backlog

@@ -1,0 +1,62 @@
+"""What waits for one frontend: in order, complete, in one message."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.engine_core.outbox import Outbox
+from tandem.protocol.codec import decode_event, runs
+from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.events import Failure, Finished, Started, StepOutput, TokenLogprobs
+
+
+def message(box: Outbox, step_id: int = 1) -> StepOutput:
+    output = decode_event(box.encode(step_id))
+    assert isinstance(output, StepOutput)
+    return output
+
+
+def test_a_new_one_is_empty() -> None:
+    box = Outbox()
+    assert not box.fresh
+    assert message(box, 3) == StepOutput(3, b"", b"", b"")
+
+
+def test_events_alone_make_a_message() -> None:
+    for name, outcome in (
+        ("finished", Finished(1, FinishReason.STOP, 5)),
+        ("failures", Failure(1, ErrorCode.OVERLOADED, "x")),
+        ("started", Started(1, 512)),
+    ):
+        box = Outbox()
+        getattr(box, name).append(outcome)
+        assert box.fresh
+        assert getattr(message(box), name) == [outcome]
+        assert not box.fresh, "what is encoded is told"
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1000)), max_size=60))
+def test_tokens_of_many_steps_in_one_message(told: list[tuple[int, int]]) -> None:
+    box = Outbox()
+    for request_id, token in told:
+        box.request_ids.append(request_id)
+        box.tokens.append(token)
+    received = [(request_id, token) for request_id, run in runs(message(box, 9)) for token in run]
+    assert received == told
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.binary(max_size=8)), max_size=40))
+def test_log_probabilities_of_many_steps_in_one_message(told: list[tuple[int, int, bytes]]) -> None:
+    box = Outbox()
+    for start, (request_id, top, lines) in enumerate(told):
+        box.logprobs.append(TokenLogprobs(request_id, start, top, lines))
+    assert box.fresh == bool(told)
+    received = [(part.request_id, part.top, part.lines) for part in message(box).logprobs]
+    assert received == told
+    assert not box.fresh
+
+
+def test_more_tokens_than_one_count_can_hold() -> None:
+    box = Outbox()
+    box.request_ids = [7] * 70_000
+    box.tokens = list(range(70_000))
+    assert [token for _, run in runs(message(box)) for token in run] == list(range(70_000))

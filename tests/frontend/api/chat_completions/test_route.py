@@ -1,0 +1,306 @@
+"""`POST /v1/chat/completions` over a real socket, in front of a fake engine that says what the test wants."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from msgspec import structs
+
+from tandem.frontend.config import FrontendConfig
+from tandem.protocol.codec import unpack_ids
+from tests.fakes.engine import FakeEngine
+from tests.fakes.tokenizer import write_tokenizer
+from tests.frontend.conftest import RunningServer
+from tests.frontend.conftest import post as send
+from tests.support.reasoning_model import RAW, encode, say, that_thinks, write_thinking_model
+
+TEMPLATE = (
+    "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools | length if tools else '' }}"
+    "{% if add_generation_prompt %}assistant:{{ opening }}{% endif %}"
+)
+QUESTION = {"role": "user", "content": "how do I join two paths?"}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CALL = '{"name": "look", "arguments": {"at": "köln"}}'
+ARGUMENTS = '{"at": "köln"}'
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_thinking_model(tmp_path_factory.mktemp("model"), TEMPLATE)
+
+
+@pytest.fixture
+def config(config: FrontendConfig) -> FrontendConfig:
+    return that_thinks(config)
+
+
+def post(server: RunningServer, **fields: Any) -> httpx.Response:
+    return send(server.url + "/v1/chat/completions", json={"model": "fake-model", "messages": [QUESTION], **fields})
+
+
+def events(response: httpx.Response) -> list[Any]:
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    parts = response.text.split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+def deltas(response: httpx.Response) -> list[dict[str, Any]]:
+    """What the chunks of choice 0 add, without the first and the last."""
+    first, *between, last = [chunk["choices"][0] for chunk in events(response) if chunk["choices"]]
+    assert first["delta"] == {"role": "assistant", "content": None, "refusal": None}
+    assert last["delta"] == {}
+    assert last["finish_reason"]
+    assert all(choice["finish_reason"] is None for choice in between)
+    return [choice["delta"] for choice in between]
+
+
+def test_a_whole_reply_has_every_field(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = say("use os.path.join")
+    response = post(server)
+    assert response.status_code == 200
+    reply = response.json()
+    assert reply.pop("id").startswith("chatcmpl-")
+    assert reply.pop("created") > 1_700_000_000
+    assert reply.pop("system_fingerprint").startswith("tandem-")
+    prompt = unpack_ids(engine.submits[0].prompt_ids)
+    # The template writes the begin token; the tokenizer, which would, too, adds none.
+    assert RAW.decode(prompt, skip_special_tokens=False) == f"<|begin|>user: {QUESTION['content']}\nassistant:"
+    said = len(encode("use os.path.join")) + 1
+    assert reply == {
+        "object": "chat.completion",
+        "model": "fake-model",
+        "choices": [
+            {
+                "index": 0,
+                "message": {
+                    "role": "assistant",
+                    "content": "use os.path.join",
+                    "refusal": None,
+                    "annotations": [],
+                },
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": said,
+            "total_tokens": len(prompt) + said,
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        },
+    }
+
+
+def test_a_stream_is_the_whole_reply_in_chunks(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = say("use os.path.join")
+    response = post(server, stream=True, stream_options={"include_usage": True, "include_obfuscation": False})
+    assert "".join(delta["content"] for delta in deltas(response)) == "use os.path.join"
+    *chunks, last = events(response)
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == len(encode("use os.path.join")) + 1
+
+
+def test_without_a_length_it_is_the_default_or_the_rest_of_the_context(
+    server: RunningServer, engine: FakeEngine
+) -> None:
+    engine.script = say("x")
+    post(server)
+    post(server, max_completion_tokens=7)
+    long = {"role": "user", "content": "x" * 1500}
+    post(server, messages=[long])
+    lengths = [submit.sampling.max_tokens for submit in engine.submits]
+    assert lengths == [1024, 7, 2048 - len(unpack_ids(engine.submits[2].prompt_ids))]
+    error = post(server, messages=[{"role": "user", "content": "x" * 5000}]).json()["error"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_choices(server: RunningServer, stream: bool) -> None:
+    response = post(server, n=3, max_tokens=4, stream=stream, seed=1, return_token_ids=True)
+    choices = [chunk["choices"][0] for chunk in events(response)] if stream else response.json()["choices"]
+    assert {choice["index"] for choice in choices} == {0, 1, 2}
+    for index in range(3):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert own[-1]["finish_reason"] == "length"
+        assert "prompt_token_ids" in own[0]
+        assert sum(len(choice.get("token_ids", [])) for choice in own) == 4
+
+
+@pytest.mark.parametrize("per_step", [1, 3, 100])
+def test_a_call_streams_its_name_then_its_arguments(server: RunningServer, engine: FakeEngine, per_step: int) -> None:
+    engine.script = say(f"I look.\n<tool_call>\n{CALL}\n</tool_call>")
+    engine.tokens_per_step = per_step
+    response = post(server, tools=[TOOL], stream=True)
+    found = deltas(response)
+    assert "".join(delta["content"] for delta in found if "content" in delta) == "I look."
+    start, *rest = [delta["tool_calls"][0] for delta in found if "tool_calls" in delta]
+    assert start["id"].startswith("call_")
+    assert (start["index"], start["type"]) == (0, "function")
+    assert start["function"] == {"name": "look", "arguments": ""}
+    assert all(set(call) == {"index", "function"} and call["index"] == 0 for call in rest)
+    assert "".join(call["function"]["arguments"] for call in rest) == ARGUMENTS
+    assert events(response)[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_whole_call(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = say(f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>")
+    choice = post(server, tools=[TOOL]).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    first, second = choice["message"]["tool_calls"]
+    assert first["id"] != second["id"]
+    assert first["function"] == second["function"] == {"name": "look", "arguments": ARGUMENTS}
+    single = post(server, tools=[TOOL], parallel_tool_calls=False).json()["choices"][0]
+    assert len(single["message"]["tool_calls"]) == 1
+
+
+def test_without_tools_or_with_none_a_call_is_text(server: RunningServer, engine: FakeEngine) -> None:
+    text = f"<tool_call>\n{CALL}\n</tool_call>"
+    engine.script = say(text)
+    for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        choice = post(server, **fields).json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+    shown = [RAW.decode(unpack_ids(submit.prompt_ids)) for submit in engine.submits]
+    assert shown[0] == shown[1]
+
+
+def test_a_required_call_is_held_to_a_grammar(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = say(f"<tool_call>\n{CALL}\n</tool_call>")
+    for choice in ("required", {"type": "function", "function": {"name": "look"}}):
+        reply = post(server, tools=[TOOL], tool_choice=choice).json()
+        assert reply["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "look"
+    constraints = [submit.constraint for submit in engine.submits]
+    assert all(constraint is not None and "<tool_call>" in constraint for constraint in constraints)
+    post(server, tools=[TOOL])
+    assert engine.submits[-1].constraint is None
+
+
+def test_a_required_call_that_is_cut_shows_no_syntax(server: RunningServer, engine: FakeEngine) -> None:
+    ids = encode(f"<tool_call>\n{CALL}\n</tool_call>")
+    engine.script = lambda submit: ids[: submit.sampling.max_tokens]
+    seen: list[str | None] = []
+    for count in range(1, len(ids)):
+        fields = {"tools": [TOOL], "tool_choice": "required", "max_tokens": count}
+        choice = post(server, **fields).json()["choices"][0]
+        assert (choice["finish_reason"], choice["message"]["content"] or "") == ("length", "")
+        functions = [call["function"] for call in choice["message"].get("tool_calls", ())]
+        response = post(server, **fields, stream=True)
+        streamed = [delta["tool_calls"][0]["function"] for delta in deltas(response)]
+        assert [part["name"] for part in streamed if "name" in part] == [function["name"] for function in functions]
+        arguments = "".join(part["arguments"] for part in streamed)
+        assert [arguments] * len(functions) == [function["arguments"] for function in functions]
+        assert ARGUMENTS.startswith(arguments.removesuffix("\ufffd"))
+        assert events(response)[-1]["choices"][0]["finish_reason"] == "length"
+        seen.append(arguments if functions else None)
+    assert seen[0] is None
+    assert "" in seen
+    assert seen[-1] == ARGUMENTS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_are_apart_from_the_answer(server: RunningServer, engine: FakeEngine, stream: bool) -> None:
+    engine.script = say("<think>\nhow do I\n</think>\n\nuse a path")
+    response = post(server, stream=stream)
+    if stream:
+        found = deltas(response)
+        thoughts = "".join(delta.get("reasoning_content", "") for delta in found)
+        answer = "".join(delta.get("content", "") for delta in found)
+    else:
+        reply = response.json()
+        message = reply["choices"][0]["message"]
+        thoughts, answer = message["reasoning_content"], message["content"]
+        expected = len(encode("<think>\nhow do I\n</think>"))
+        assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == expected
+    assert (thoughts, answer) == ("how do I", "use a path")
+
+
+def test_thoughts_that_the_prompt_has_opened(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = say("how do I</think>use a path")
+    message = post(server, chat_template_kwargs={"opening": "<think>\n"}).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("how do I", "use a path")
+
+
+def test_what_ended_the_text_is_shown_where_asked_for(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = say("one two three")
+    for fields, text in (
+        ({"stop": ["two"]}, "one "),
+        ({"stop": ["two"], "include_stop_str_in_output": True}, "one two"),
+        ({"skip_special_tokens": False}, "one two three"),
+        ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "one two three<|end|>"),
+    ):
+        assert post(server, **fields).json()["choices"][0]["message"]["content"] == text
+
+
+def test_special_tokens_are_shown_where_asked_for(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = say("one<|begin|> two")
+    assert post(server).json()["choices"][0]["message"]["content"] == "one two"
+    shown = post(server, skip_special_tokens=False).json()["choices"][0]["message"]["content"]
+    assert shown == "one<|begin|> two"
+
+
+def test_errors_have_the_openai_shape(server: RunningServer, engine: FakeEngine) -> None:
+    for fields, status, param in (
+        ({"model": "other"}, 404, "model"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 422, "messages[0].content[0].type"),
+        ({"functions": []}, 422, "functions"),
+        ({"reasoning_effort": "low"}, 422, "reasoning_effort"),
+        ({"chat_template_kwargs": {"messages": 1}}, 422, "messages"),
+        ({"stop_token_ids": [10_000]}, 422, "stop_token_ids"),
+        ({"tools": [TOOL], "tool_choice": "always"}, 422, "tool_choice"),
+    ):
+        response = post(server, **fields)
+        assert (response.status_code, response.json()["error"]["param"]) == (status, param)
+    engine.break_after = 80
+    *chunks, last = events(post(server, stream=True, max_tokens=100))
+    assert chunks
+    assert last["error"]["code"] == "engine_failed"
+
+
+@pytest.fixture
+def without_template(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> Iterator[RunningServer]:
+    write_tokenizer(tmp_path)
+    engine.start()
+    running = RunningServer(structs.replace(config, model_dir=tmp_path)).start().ready()
+    yield running
+    running.stop()
+
+
+def test_a_model_without_a_template_cannot_chat_but_complete(without_template: RunningServer) -> None:
+    response = post(without_template)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "no_chat_template")
+    assert "--chat-template" in error["message"]
+    body = {"model": "fake-model", "prompt": "one", "max_tokens": 2}
+    assert send(without_template.url + "/v1/completions", json=body).status_code == 200
+
+
+def test_the_openai_client_parses_everything(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = say(f"<think>hm</think>I look.\n<tool_call>\n{CALL}\n</tool_call>")
+    create: dict[str, Any] = {"model": "fake-model", "messages": [QUESTION], "tools": [TOOL]}
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
+        whole = client.chat.completions.create(**create)
+        calls = whole.choices[0].message.tool_calls
+        assert calls is not None
+        assert calls[0].type == "function"
+        assert calls[0].function.arguments == ARGUMENTS
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens_details is not None
+        with client.chat.completions.stream(**create, stream_options={"include_usage": True}) as stream:
+            kinds = {event.type for event in stream}
+            final = stream.get_final_completion()
+        assert {"chunk", "content.delta", "tool_calls.function.arguments.done"} <= kinds
+        assert final.choices[0].message.content == "I look."
+        final_calls = final.choices[0].message.tool_calls
+        assert final_calls is not None
+        assert final_calls[0].function.arguments == ARGUMENTS
+        assert final.choices[0].finish_reason == "tool_calls"
+        assert final.usage is not None

@@ -1,0 +1,321 @@
+"""`POST /v1/completions` over a real socket, in front of a fake engine."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import tokenizers
+
+from tandem.protocol.codec import pack_ids, unpack_floats, unpack_ids
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.params import MAX_SEED
+from tests.fakes.engine import END_ID, FakeEngine
+from tests.fakes.tokenizer import byte_level_tokenizer
+from tests.frontend.conftest import RunningServer, get, until
+from tests.frontend.conftest import post as send
+
+RAW: tokenizers.Tokenizer = byte_level_tokenizer()
+TEXT = "how do I join two paths? 你好 🙂"
+
+
+def encode(text: str) -> list[int]:
+    ids: list[int] = RAW.encode(text).ids
+    return ids
+
+
+def say(text: str) -> Any:
+    """A script that answers with this text whatever the prompt."""
+    return lambda submit: encode(text)[: submit.sampling.max_tokens]
+
+
+def post(server: RunningServer, **fields: Any) -> httpx.Response:
+    body = {"model": "fake-model", "prompt": TEXT, **fields}
+    return send(server.url + "/v1/completions", json=body)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The decoded chunks of a stream, whose last event is [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    parts = response.text.split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+def test_a_whole_reply_has_every_field(server: RunningServer) -> None:
+    response = post(server, max_tokens=len(encode(TEXT)))
+    assert response.status_code == 200
+    reply = response.json()
+    assert reply.pop("id").startswith("cmpl-")
+    assert reply.pop("created") > 1_700_000_000
+    assert reply.pop("system_fingerprint").startswith("tandem-")
+    count = len(encode(TEXT))
+    assert reply == {
+        "object": "text_completion",
+        "model": "fake-model",
+        "choices": [{"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "length"}],
+        "usage": {
+            "prompt_tokens": count,
+            "completion_tokens": count,
+            "total_tokens": 2 * count,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }
+
+
+def test_a_stream_is_the_whole_reply_in_chunks(server: RunningServer) -> None:
+    response = post(server, stream=True, max_tokens=len(encode(TEXT)))
+    chunks = events(response)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all("usage" not in chunk for chunk in chunks)
+    assert set(chunks[0]) == {"id", "object", "created", "model", "system_fingerprint", "choices"}
+
+
+def test_usage_comes_in_a_chunk_of_its_own(server: RunningServer) -> None:
+    *chunks, last = events(post(server, stream=True, max_tokens=5, stream_options={"include_usage": True}))
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    count = len(encode(TEXT))
+    details = {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert last["usage"] == {"prompt_tokens": count, "completion_tokens": 5, "total_tokens": count + 5, **details}
+
+
+def test_the_four_shapes_of_a_prompt(server: RunningServer) -> None:
+    ids, other = encode("one"), encode("two three")
+    for prompt, prompts in (
+        ("one", [ids]),
+        (["one", "two three"], [ids, other]),
+        (ids, [ids]),
+        ([ids, other], [ids, other]),
+    ):
+        reply = post(server, prompt=prompt, return_token_ids=True).json()
+        assert [choice["prompt_token_ids"] for choice in reply["choices"]] == prompts
+        assert [choice["token_ids"] for choice in reply["choices"]] == [(p * 16)[:16] for p in prompts]
+        assert reply["usage"]["prompt_tokens"] == sum(map(len, prompts))
+        assert reply["usage"]["completion_tokens"] == 16 * len(prompts)
+
+
+def test_n_choices_of_each_prompt_share_a_seed_and_differ_by_choice(server: RunningServer, engine: FakeEngine) -> None:
+    reply = post(server, prompt=["one", "two"], n=3, seed=7, max_tokens=2).json()
+    assert [choice["index"] for choice in reply["choices"]] == list(range(6))
+    assert [submit.sampling.choice for submit in engine.submits] == [0, 1, 2, 0, 1, 2]
+    assert {submit.sampling.seed for submit in engine.submits} == {7}
+    texts = [choice["text"] for choice in reply["choices"]]
+    assert texts[0] == texts[1] == texts[2] == RAW.decode((encode("one") * 2)[:2])
+    assert texts[3] == texts[4] == texts[5] == RAW.decode((encode("two") * 2)[:2])
+    assert reply["usage"]["prompt_tokens"] == len(encode("one")) + len(encode("two"))
+
+
+def test_a_seed_is_drawn_when_none_is_given(server: RunningServer, engine: FakeEngine) -> None:
+    post(server)
+    post(server)
+    first, second = (submit.sampling.seed for submit in engine.submits)
+    assert first != second
+    assert 0 <= min(first, second) <= max(first, second) <= MAX_SEED
+
+
+def test_every_sampling_field_reaches_the_engine(server: RunningServer, engine: FakeEngine) -> None:
+    fields = {
+        "max_tokens": 9, "temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125, "repetition_penalty": 1.5,
+        "presence_penalty": -0.5, "frequency_penalty": 0.75, "seed": 11, "min_tokens": 3, "ignore_eos": True,
+    }  # fmt: skip
+    post(server, **fields, stop_token_ids=[5, 6], logit_bias={"3": 1.5, "4": -100})
+    sampling = engine.submits[0].sampling
+    assert {name: getattr(sampling, name) for name in fields} == fields
+    assert sampling.stop_token_ids == pack_ids([5, 6])
+    assert unpack_ids(sampling.logit_bias_ids) == [3, 4]
+    assert unpack_floats(sampling.logit_bias_values) == [1.5, -100.0]
+
+
+def test_the_id_that_ended_it_counts_but_is_not_text(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = say("the end")
+    reply = post(server, max_tokens=100, return_token_ids=True).json()
+    choice = reply["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("the end", "stop")
+    assert choice["token_ids"] == [*encode("the end"), END_ID]
+    assert reply["usage"]["completion_tokens"] == len(encode("the end")) + 1
+
+
+def test_a_stop_token_that_is_a_plain_word_is_not_text_either(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = say("over the ")
+    engine.end_id = encode("a")[0]
+    assert post(server, max_tokens=100).json()["choices"][0]["text"] == "over the "
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("per_step", [1, 3, 100])
+def test_a_stop_string_across_tokens_never_leaks(
+    server: RunningServer, engine: FakeEngine, stream: bool, per_step: int
+) -> None:
+    engine.script = say("one two three four five six seven eight nine ten")
+    engine.tokens_per_step = per_step
+    fields: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+    response = post(server, max_tokens=100, stop=["zzz", "ee four f"], stream=stream, **fields)
+    if stream:
+        *chunks, last = events(response)
+        texts = [choice["text"] for chunk in chunks for choice in chunk["choices"]]
+        reason, usage = chunks[-1]["choices"][0]["finish_reason"], last["usage"]
+    else:
+        reply = response.json()
+        texts, reason, usage = [reply["choices"][0]["text"]], reply["choices"][0]["finish_reason"], reply["usage"]
+    assert "".join(texts) == "one two thr"
+    assert reason == "stop"
+    ids = encode("one two three four five six seven eight nine ten")
+    used = next(count for count in range(len(ids)) if "ee four f" in RAW.decode(ids[:count]))
+    assert usage["completion_tokens"] == used
+
+
+def test_a_stop_string_frees_the_row_at_once(server: RunningServer, engine: FakeEngine) -> None:
+    response = post(server, max_tokens=1500, stop=" paths")
+    assert response.json()["choices"][0]["text"] == "how do I join two"
+    until(lambda: engine.aborts == [engine.submits[0].request_id], "the stop string aborts its row")
+    until(lambda: engine.num_running == 0)
+
+
+def test_held_back_text_is_shown_at_the_end(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = say("one two thr")
+    assert post(server, max_tokens=100, stop="three").json()["choices"][0]["text"] == "one two thr"
+
+
+def test_no_stop_string_before_min_tokens(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = say("stop here and stop there")
+    ids = encode("stop here and stop there")
+    first = next(count for count in range(len(ids)) if "stop" in RAW.decode(ids[:count]))
+    text = post(server, max_tokens=100, stop="stop", min_tokens=first).json()["choices"][0]["text"]
+    assert text == "stop here and "
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo(server: RunningServer, stream: bool) -> None:
+    for prompt in ("one two", encode("one two")):
+        response = post(server, prompt=prompt, echo=True, max_tokens=len(encode("one two")), stream=stream, n=2)
+        if stream:
+            texts = ["", ""]
+            for chunk in events(response):
+                texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        else:
+            texts = [choice["text"] for choice in response.json()["choices"]]
+        assert texts == ["one twoone two"] * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_of_no_tokens_does_not_ask_the_engine(server: RunningServer, engine: FakeEngine, stream: bool) -> None:
+    response = post(server, prompt="one two", echo=True, max_tokens=0, stream=stream)
+    if stream:
+        text = "".join(chunk["choices"][0]["text"] for chunk in events(response))
+    else:
+        text = response.json()["choices"][0]["text"]
+        assert response.json()["usage"]["completion_tokens"] == 0
+    assert text == "one two"
+    assert engine.submits == []
+
+
+def test_streamed_token_ids_are_all_there(server: RunningServer) -> None:
+    chunks = events(post(server, stream=True, max_tokens=40, return_token_ids=True))
+    ids = encode(TEXT)
+    assert chunks[0]["choices"][0]["prompt_token_ids"] == ids
+    streamed = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+    assert streamed == (ids * 40)[:40]
+
+
+def test_a_failure_before_any_token_is_a_status(server: RunningServer, engine: FakeEngine) -> None:
+    for code, status in ((ErrorCode.OVERLOADED, 503), (ErrorCode.KV_CAPACITY, 400), (ErrorCode.ENGINE_FAILED, 500)):
+        engine.refusal = code
+        for stream in (False, True):
+            response = post(server, stream=stream, n=2)
+            assert response.status_code == status
+            assert response.json()["error"]["code"] == code.value
+            assert ("retry-after" in response.headers) == (status == 503)
+
+
+def test_a_failure_within_a_stream_is_an_event(server: RunningServer, engine: FakeEngine) -> None:
+    engine.break_after = 80
+    *chunks, last = events(post(server, stream=True, max_tokens=100))
+    assert chunks
+    assert last["error"]["code"] == "engine_failed"
+    assert set(last["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_failure_of_one_choice_frees_the_others(server: RunningServer, engine: FakeEngine) -> None:
+    engine.break_after = 5
+    response = post(server, n=3, max_tokens=1000)
+    assert response.status_code == 500
+    until(lambda: engine.num_running == 0, "the other choices are aborted")
+
+
+def test_the_default_length_is_clamped_to_the_room_that_is_left(server: RunningServer, engine: FakeEngine) -> None:
+    reply = post(server, prompt=[[5] * 2040, [5] * 2000, [5] * 2047]).json()
+    assert [submit.sampling.max_tokens for submit in engine.submits] == [8, 16, 1]
+    assert reply["usage"]["completion_tokens"] == 25
+    assert post(server, prompt="x" * 2040).status_code == 200
+    for fields in ({"prompt": [5] * 2040, "max_tokens": 16}, {"prompt": [5] * 2048}, {"prompt": "x" * 2048},
+                   {"prompt": [5] * 2040, "min_tokens": 9}):  # fmt: skip
+        response = post(server, **fields)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_the_openai_client(server: RunningServer, engine: FakeEngine) -> None:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
+        reply = client.completions.create(model="fake-model", prompt=TEXT, max_tokens=len(encode(TEXT)))
+        assert reply.choices[0].text == TEXT
+        assert reply.usage is not None
+        assert reply.usage.completion_tokens == len(encode(TEXT))
+        stream = client.completions.create(
+            model="fake-model",
+            prompt=TEXT,
+            max_tokens=len(encode(TEXT)),
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == TEXT
+        assert chunks[-1].usage is not None
+        assert [model.id for model in client.models.list()] == ["fake-model"]
+        assert client.models.retrieve("fake-model").id == "fake-model"
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.completions.create(model="other", prompt="x")
+        engine.break_after = 3
+        with pytest.raises(openai.APIError, match="broken"):
+            list(client.completions.create(model="fake-model", prompt=TEXT, max_tokens=50, stream=True))
+
+
+def test_32_clients_at_once_get_each_their_own(server: RunningServer) -> None:
+    async def one(client: openai.AsyncOpenAI, number: int) -> str:
+        prompt = f"client {number} of many"
+        if number % 2:
+            reply = await client.completions.create(model="fake-model", prompt=prompt, max_tokens=len(encode(prompt)))
+            return reply.choices[0].text
+        chunks = await client.completions.create(
+            model="fake-model", prompt=prompt, max_tokens=len(encode(prompt)), stream=True
+        )
+        return "".join([chunk.choices[0].text async for chunk in chunks])
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(32)))
+
+    assert asyncio.run(all_of_them()) == [f"client {number} of many" for number in range(32)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_rows(server: RunningServer, engine: FakeEngine, stream: bool) -> None:
+    engine.hold = not stream
+    body = {"model": "fake-model", "prompt": TEXT, "max_tokens": 1500, "n": 2, "stream": stream}
+    with httpx.Client() as client:
+        if stream:
+            with client.stream("POST", server.url + "/v1/completions", json=body) as response:
+                next(response.iter_raw())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(server.url + "/v1/completions", json=body, timeout=0.5)
+    until(lambda: len(engine.aborts) == 2, "both rows are aborted")
+    assert sorted(engine.aborts) == sorted(submit.request_id for submit in engine.submits)
+    until(lambda: engine.num_running == 0)
+    metrics = get(server.url + "/metrics").text
+    assert 'tandem_frontend_aborts_total{reason="disconnect"} 2.0' in metrics
+    assert "tandem_frontend_num_requests_running 0.0" in metrics

@@ -1,0 +1,130 @@
+"""`POST /v1/responses` over a real socket, in front of a fake engine that says what the test wants."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tandem.frontend.config import FrontendConfig
+from tandem.protocol.codec import unpack_ids
+from tandem.protocol.errors import ErrorCode
+from tests.fakes.engine import FakeEngine
+from tests.frontend.api.responses.test_response import anonymous, events_of, replay
+from tests.frontend.conftest import RunningServer
+from tests.frontend.conftest import post as send
+from tests.support.reasoning_model import RAW, say, that_thinks, write_thinking_model
+
+TEMPLATE = (
+    "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
+    "{{ tools | length if tools else '' }}assistant:"
+)
+QUESTION = "how do I join two paths?"
+LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
+SAID = '<think>hm</think>I look.\n<tool_call>\n{"name": "look", "arguments": {"at": "köln"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_thinking_model(tmp_path_factory.mktemp("model"), TEMPLATE)
+
+
+@pytest.fixture
+def config(config: FrontendConfig) -> FrontendConfig:
+    return that_thinks(config)
+
+
+def post(server: RunningServer, **fields: Any) -> httpx.Response:
+    return send(server.url + "/v1/responses", json={"model": "fake-model", "input": QUESTION, **fields})
+
+
+def test_whole_and_streamed_over_the_wire(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = say(SAID)
+    reply = post(server, tools=[LOOK], instructions="Be short.").json()
+    thoughts, message, call = reply["output"]
+    assert thoughts["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    assert message["content"][0]["text"] == "I look."
+    assert (call["name"], call["arguments"], call["status"]) == ("look", '{"at": "köln"}', "completed")
+    prompt = unpack_ids(engine.submits[0].prompt_ids)
+    shown = f"<|begin|>system: Be short.\nuser: {QUESTION}\n1assistant:"
+    assert RAW.decode(prompt, skip_special_tokens=False) == shown
+    assert (reply["status"], reply["usage"]["input_tokens"]) == ("completed", len(prompt))
+    assert reply["usage"]["output_tokens_details"]["reasoning_tokens"] == len(
+        say("<think>hm</think>")(engine.submits[0])
+    )
+    engine.tokens_per_step = 3
+    events = events_of(post(server, tools=[LOOK], instructions="Be short.", stream=True).content)
+    last = events[-1]["response"]
+    assert anonymous(last) == anonymous(reply)
+    assert last["usage"] == reply["usage"]
+    assert replay(events) == last["output"]
+
+
+def test_the_output_is_taken_back_as_input(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = say(SAID)
+    output = post(server, tools=[LOOK]).json()["output"]
+    items = [{"role": "user", "content": QUESTION}, *output]
+    items.append({"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "rain"})
+    assert post(server, input=items, tools=[LOOK]).status_code == 200
+    prompt = RAW.decode(unpack_ids(engine.submits[-1].prompt_ids), skip_special_tokens=False)
+    assert "assistant: I look.[{" in prompt
+    assert "tool: rain" in prompt
+
+
+def test_errors_name_the_fields_of_this_route(server: RunningServer) -> None:
+    schema = {"type": "json_schema", "name": "x", "schema": {"type": "object", "not": {}}}
+    for fields, status, param in (
+        ({"model": "other"}, 404, "model"),
+        ({"input": "x" * 9000}, 400, "input"),
+        ({"max_output_tokens": 4000}, 400, "max_output_tokens"),
+        ({"text": {"format": schema}}, 400, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, 422, "regex"),
+        ({"reasoning": {"effort": "low"}}, 422, "reasoning.effort"),
+        ({"previous_response_id": "resp_1"}, 422, "previous_response_id"),
+    ):
+        response = post(server, **fields)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (status, param)
+        assert "response_format" not in error["message"]
+        assert "messages" not in error["message"]
+    assert send(server.url + "/v1/responses/resp_1/cancel", json={}).status_code == 404
+
+
+def test_a_schema_becomes_a_constraint(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = say("{}")
+    schema = {"type": "json_schema", "name": "x", "schema": {"type": "object", "properties": {}}}
+    assert post(server, text={"format": schema}).status_code == 200
+    assert engine.submits[-1].constraint is not None
+    assert post(server).status_code == 200
+    assert engine.submits[-1].constraint is None
+
+
+def test_the_engine_fails_before_and_within_a_stream(server: RunningServer, engine: FakeEngine) -> None:
+    engine.refusal = ErrorCode.OVERLOADED
+    assert post(server, stream=True).status_code == 503
+    engine.refusal, engine.break_after = None, 3
+    engine.script = say("one two three four five")
+    *_, error, last = events_of(post(server, stream=True).content)
+    assert (error["type"], error["code"]) == ("error", "engine_failed")
+    assert (last["type"], last["response"]["error"]["code"]) == ("response.failed", "server_error")
+    assert post(server).status_code == 500
+
+
+def test_the_openai_client_parses_everything(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = say(SAID)
+    create: dict[str, Any] = {"model": "fake-model", "input": QUESTION, "tools": [LOOK]}
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
+        whole = client.responses.create(**create)
+        assert whole.output_text == "I look."
+        assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+        with client.responses.stream(**create) as stream:
+            kinds = {event.type for event in stream}
+            final = stream.get_final_response()
+        assert {"response.output_text.delta", "response.function_call_arguments.done"} <= kinds
+        assert anonymous(final.to_dict(mode="json"))["output"][1]["content"][0]["text"] == "I look."
+        assert final.usage is not None
+        assert whole.usage is not None
+        assert final.usage.total_tokens == whole.usage.total_tokens
+        with pytest.raises(openai.UnprocessableEntityError, match="previous_response_id"):
+            client.responses.create(**create, previous_response_id="resp_1")

@@ -1,0 +1,139 @@
+"""`/admin/scheduler` over a real socket, in front of a fake engine."""
+
+from typing import Any
+
+import jsonschema
+import pytest
+from msgspec import structs
+
+from tandem.frontend.config import FrontendConfig
+from tandem.frontend.formats.inspection import shown
+from tandem.frontend.schemas.openapi_scheduler import INSPECTION
+from tandem.protocol.engine_options import POLICIES
+from tandem.protocol.events import (
+    SEQUENCE_STATES,
+    EngineStats,
+    InspectedSequence,
+    InspectedSession,
+    Inspection,
+    Limits,
+    SequenceState,
+)
+from tests.fakes.engine import FakeEngine
+from tests.frontend.api.test_errors import error_of
+from tests.frontend.conftest import RunningServer, get, open_stream, post
+from tests.frontend.server.test_openapi import answer_schema, body_schema, described
+
+PATH = "/admin/scheduler"
+LIMITS = Limits(max_rows=8, kv_tokens=64, page_size=16, max_step_tokens=64, max_waiting=9)
+
+
+def test_an_inspection_as_json() -> None:
+    stats = EngineStats(
+        running=1, waiting=3, pages_used=5, pages_total=9, oldest_wait=1.23456, pages_cached=4, prefix_queries=300,
+        prefix_hits=100, pages_evicted=6, preemptions=2, sessions=1, sessions_evicted=7,
+    )  # fmt: skip
+    running = InspectedSequence("ab", 5, "decode", 0, 40, 3, 42, 3, 2, 32, -1, 1, 2.34567, "talk")
+    waiting = InspectedSequence("ab", 6, "waiting", -1, 40, 0, 0, 0, 0, 0, 0, 0, 1.0, wait=0.5678)
+    session = InspectedSession("talk", True, 2, 0.0)
+    found = shown(Inspection(1, "fcfs", stats, 4, 1, [running, waiting], [session], 2), LIMITS)
+    jsonschema.validate(found, INSPECTION)
+    assert found == {
+        "policy": "fcfs",
+        "queue": {"waiting": 3, "oldest_wait": 1.235, "unlisted": 2},
+        "rows": {"running": 1, "total": 8},
+        "pages": {"used": 5, "free": 4, "settling": 1, "total": 9, "page_size": 16},
+        "prefix_cache": {
+            "pages": 4, "queried_tokens": 300, "hit_tokens": 100, "hit_rate": 0.3333, "evicted_pages": 6,
+        },
+        "preemptions": 2,
+        "sequences": [
+            {
+                "client": "ab", "request_id": 5, "state": "decode", "row": 0, "prompt_tokens": 40,
+                "generated_tokens": 3, "computed_tokens": 42, "pages": 3, "shared_pages": 2, "cached_tokens": 32,
+                "priority": -1, "preemptions": 1, "age": 2.346, "wait": 0.0,
+                "session_id": "talk",
+            },
+            {
+                "client": "ab", "request_id": 6, "state": "waiting", "row": None, "prompt_tokens": 40,
+                "generated_tokens": 0, "computed_tokens": 0, "pages": 0, "shared_pages": 0, "cached_tokens": 0,
+                "priority": 0, "preemptions": 0, "age": 1.0, "wait": 0.568,
+                "session_id": None,
+            },
+        ],
+        "sessions": [{"session_id": "talk", "busy": True, "pages": 2, "idle": 0.0}],
+        "evicted_sessions": 7,
+    }  # fmt: skip
+    assert shown(Inspection(1, "fcfs", EngineStats(), 4, 1, [], []), LIMITS)["prefix_cache"]["hit_rate"] is None
+
+
+@pytest.mark.parametrize("state", SEQUENCE_STATES)
+def test_every_state_of_a_sequence_is_described(state: SequenceState) -> None:
+    sequence = InspectedSequence("ab", 6, state, -1, 40, 0, 0, 0, 0, 0, 0, 0, 1.0)
+    jsonschema.validate(shown(Inspection(1, "fcfs", EngineStats(), 4, 1, [sequence], []), LIMITS), INSPECTION)
+
+
+def test_a_turn_in_progress_is_seen(server: RunningServer, engine: FakeEngine) -> None:
+    body = {"model": "fake-model", "prompt": "one", "max_tokens": 1000, "stream": True, "session_id": "talk"}
+    with open_stream("POST", server.url + "/v1/completions", json={**body, "priority": 4}):
+        engine.hold = True
+        response = get(server.url + PATH)
+    assert response.status_code == 200
+    found: dict[str, Any] = response.json()
+    jsonschema.validate(found, answer_schema(described(server), PATH, "get", 200))
+    assert [(one["session_id"], one["priority"]) for one in found["sequences"]] == [("talk", 4)]
+    assert found["sessions"] == [{"session_id": "talk", "busy": True, "pages": 2, "idle": 0.0}]
+    assert found["rows"]["total"] == 64
+
+
+def test_the_policy_is_switched(server: RunningServer, engine: FakeEngine) -> None:
+    document = described(server)
+    for policy in POLICIES:
+        response = post(server.url + PATH, json={"policy": policy})
+        assert (response.status_code, response.json()) == (200, {"policy": policy})
+        jsonschema.validate(response.json(), answer_schema(document, PATH, "post", 200))
+        assert engine.policy == policy == get(server.url + PATH).json()["policy"]
+        jsonschema.validate({"policy": policy}, body_schema(document, PATH))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"policy": "lottery"}, 422, "policy"), ({"policy": ""}, 422, "policy"), ({"policy": 3}, 400, "policy"),
+        ({}, 400, "policy"), ({"policy": "fcfs", "more": 1}, 422, "more"), ([], 400, None),
+    ],
+)  # fmt: skip
+def test_what_is_no_policy_is_refused(
+    server: RunningServer, engine: FakeEngine, body: Any, status: int, param: str | None
+) -> None:
+    response = post(server.url + PATH, json=body)
+    assert (response.status_code, error_of(response)["param"]) == (status, param)
+    jsonschema.validate(response.json(), answer_schema(described(server), PATH, "post", status))
+    assert engine.policy == "fcfs"
+
+
+def test_both_need_the_key(engine: FakeEngine, config: FrontendConfig) -> None:
+    engine.start()
+    running = RunningServer(structs.replace(config, api_keys=("key",))).start().ready()
+    try:
+        assert get(running.url + PATH).status_code == 401
+        assert post(running.url + PATH, json={"policy": "priority"}).status_code == 401
+        assert engine.policy == "fcfs"
+        assert get(running.url + PATH, headers={"authorization": "Bearer key"}).status_code == 200
+    finally:
+        running.stop()
+
+
+def test_the_two_methods_are_described_apart(server: RunningServer) -> None:
+    operations = described(server)["paths"][PATH]
+    assert ("requestBody" in operations["get"], "requestBody" in operations["post"]) == (False, True)
+
+
+def test_without_an_engine_it_is_503(config: FrontendConfig) -> None:
+    running = RunningServer(config).start()
+    try:
+        for response in (get(running.url + PATH), post(running.url + PATH, json={"policy": "fcfs"})):
+            assert response.status_code == 503
+            assert error_of(response)["code"] == "engine_unavailable"
+    finally:
+        running.stop()

@@ -1,0 +1,95 @@
+"""Liveness, readiness, models, version and metrics over HTTP."""
+
+import re
+import time
+from typing import Any
+
+import pytest
+
+from tandem.frontend.api.body import read_body
+from tandem.frontend.api.completions import route as completions
+from tandem.frontend.routes import intake
+from tandem.protocol.events import Phase
+from tandem.protocol.version import PROTOCOL_VERSION, distribution_version
+from tests.fakes.engine import FakeEngine
+from tests.frontend.conftest import RunningServer, get, head, post, until
+
+
+def test_ready_names_what_is_served(server: RunningServer) -> None:
+    assert get(server.url + "/health/ready").json() == {
+        "status": "ready",
+        "model": "fake-model",
+        "device": "cpu",
+        "dtype": "float32",
+        "max_len": 2048,
+        "kv_tokens": 65536,
+    }
+    assert get(server.url + "/health/live").json() == {"status": "live"}
+
+
+def test_health_answers_head(server: RunningServer, engine: FakeEngine) -> None:
+    for path in ("/health/live", "/health/ready"):
+        response = head(server.url + path)
+        assert (response.status_code, response.content) == (200, b"")
+    engine.phase = Phase.DRAINING
+    until(lambda: head(server.url + "/health/ready").status_code == 503)
+
+
+def test_latencies_begin_before_the_body_is_read(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = [1000.0]
+
+    async def read(*arguments: Any) -> bytes:
+        earlier[0] = 0.0
+        return await read_body(*arguments)
+
+    monkeypatch.setattr(completions, "monotonic", lambda: time.monotonic() - earlier[0])
+    monkeypatch.setattr(intake, "read_body", read)
+    assert post(server.url + "/v1/completions", json={"model": "fake-model", "prompt": "one"}).status_code == 200
+    text = get(server.url + "/metrics").text
+    for name in ("tandem_time_to_first_token_seconds", "tandem_e2e_request_latency_seconds"):
+        match = re.search(rf"^{name}_sum (\S+)$", text, re.MULTILINE)
+        assert match is not None
+        assert float(match[1]) >= 1000
+
+
+def test_models(server: RunningServer) -> None:
+    listed = get(server.url + "/v1/models").json()
+    assert listed["object"] == "list"
+    (card,) = listed["data"]
+    assert card == {
+        "id": "fake-model", "object": "model", "created": 1_700_000_000, "owned_by": "tandem", "max_model_len": 2048
+    }  # fmt: skip
+    assert get(server.url + "/v1/models/fake-model").json() == card
+
+
+def test_version(server: RunningServer) -> None:
+    assert get(server.url + "/version").json() == {
+        "version": distribution_version(),
+        "protocol": PROTOCOL_VERSION,
+    }
+
+
+def test_metrics_count_what_was_answered(server: RunningServer) -> None:
+    body = {"model": "fake-model", "prompt": [5, 6, 7], "max_tokens": 4, "n": 2}
+    assert post(server.url + "/v1/completions", json=body).status_code == 200
+    assert post(server.url + "/v1/completions", json={**body, "n": 0}).status_code == 422
+    get(server.url + "/made/up/by/a/client")
+    lines = get(server.url + "/metrics").text.splitlines()
+    for line in (
+        'tandem_http_requests_total{route="/v1/completions",status="200"} 1.0',
+        'tandem_http_requests_total{route="/v1/completions",status="422"} 1.0',
+        'tandem_http_requests_total{route="other",status="404"} 1.0',
+        "tandem_frontend_prompt_tokens_total 3.0",
+        "tandem_frontend_generation_tokens_total 8.0",
+        "tandem_time_to_first_token_seconds_count 2.0",
+        "tandem_e2e_request_latency_seconds_count 1.0",
+        "tandem_frontend_engine_connected 1.0",
+        "tandem_frontend_num_requests_running 0.0",
+    ):
+        assert line in lines, line
+
+
+def test_the_schema_lists_the_routes(server: RunningServer) -> None:
+    paths = get(server.url + "/openapi.json").json()["paths"]
+    assert "/v1/completions" in paths
+    assert "/health/ready" in paths

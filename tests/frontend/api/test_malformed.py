@@ -1,0 +1,285 @@
+"""Some hundred malformed bodies: each gets its 4xx in OpenAI's shape, and nothing is left behind by any of them."""
+
+import gzip
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from msgspec import Struct, structs
+
+from tandem.frontend.api.openapi import CHAT, COMPLETION
+from tandem.frontend.api.responses.openapi import RESPONSES
+from tandem.frontend.chat_options import ChatOptions
+from tandem.frontend.config import FrontendConfig
+from tandem.frontend.schemas.openapi_tokenize import DETOKENIZE, TOKENIZE
+from tests.fakes.engine import FakeEngine
+from tests.frontend.api.test_errors import error_of
+from tests.frontend.conftest import RunningServer, get, until
+
+MESSAGES = [{"role": "user", "content": "one two"}]
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": "fake-model", "prompt": "one two", "max_tokens": 4},
+    "/v1/chat/completions": {"model": "fake-model", "messages": MESSAGES, "max_tokens": 4},
+    "/v1/responses": {"model": "fake-model", "input": "one two", "max_output_tokens": 4},
+    "/tokenize": {"model": "fake-model", "prompt": "one two"},
+    "/detokenize": {"model": "fake-model", "tokens": [5, 6]},
+}
+SCHEMAS = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": RESPONSES,
+    "/tokenize": TOKENIZE["anyOf"][0],
+    "/detokenize": DETOKENIZE,
+}
+ANYTHING = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+"""Fields that are checked to be JSON alone."""
+SAMPLES: dict[str, list[Any]] = {
+    "string": ["text"],
+    "integer": [3, -7, 10**30],
+    "number": [0.5, 1e300],
+    "boolean": [True],
+    "array": [[], [[]], [{}], [None], ["text", 3], [[[[]]]]],
+    "object": [{}, {"a": 1}, {"type": "nothing"}],
+}
+DEEP = 5000
+
+
+class Case(Struct, frozen=True):
+    """A body, and which statuses are right for it; `field` is the one at fault, where it is one."""
+
+    name: str
+    path: str
+    content: bytes
+    statuses: tuple[int, ...] = (400,)
+    field: str | None = None
+    headers: dict[str, str] = {}
+
+
+def kinds(schema: dict[str, Any]) -> set[str]:
+    """JSON types that a schema may be satisfied by; all, where it does not say."""
+    if "type" in schema:
+        given = schema["type"]
+        return set(given) if isinstance(given, list) else {given}
+    if "anyOf" in schema:
+        return set().union(*(kinds(part) for part in schema["anyOf"]))
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if values is None:
+        return {*SAMPLES, "null"}
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    return {names.get(type(value), "null") for value in values}
+
+
+def body(path: str, **fields: Any) -> bytes:
+    return json.dumps({**GOOD[path], **fields}).encode()
+
+
+def wrong_types(path: str) -> Iterator[Case]:
+    """Every field with a value of every type that it does not take."""
+    for field, schema in SCHEMAS[path]["properties"].items():
+        if field in ANYTHING:
+            continue
+        taken = kinds(schema)
+        taken |= {"integer"} if "number" in taken else set()
+        for kind, values in SAMPLES.items():
+            if kind not in taken:
+                for value in values:
+                    yield Case(f"{field}={kind}", path, body(path, **{field: value}), (400, 422), field)
+
+
+def out_of_range(path: str) -> Iterator[Case]:
+    """Numbers beyond their bounds, lists and texts that are too long, values that are not among those allowed."""
+    for field, schema in SCHEMAS[path]["properties"].items():
+        values: list[Any] = []
+        if "minimum" in schema:
+            values += [schema["minimum"] - 1, -(10**18)]
+        if "exclusiveMinimum" in schema:
+            values += [schema["exclusiveMinimum"], -0.1]
+        if "maximum" in schema:
+            values += [schema["maximum"] + 1, 10**30]
+        if "enum" in schema:
+            values += ["none of these"]
+        for part in (schema, *schema.get("anyOf", ())):
+            if "maxItems" in part and part["maxItems"] < 5000:
+                values.append(["x"] * (part["maxItems"] + 1))
+            if "maxLength" in part and part["maxLength"] < 2**20:
+                values.append("x" * (part["maxLength"] + 1))
+        for value in values:
+            yield Case(f"{field}={str(value)[:20]}", path, body(path, **{field: value}), (400, 422), field)
+
+
+def broken_json(path: str, rng: random.Random) -> Iterator[Case]:
+    """Bodies that are cut, damaged, of another encoding, or no object."""
+    good = body(path)
+    for cut in sorted(rng.sample(range(1, len(good)), 8)):
+        yield Case(f"cut at {cut}", path, good[:cut])
+    for at in sorted(rng.sample(range(1, len(good) - 1), 8)):
+        damaged = good[:at] + bytes([rng.choice([0, 0x1F, 0x80, 0xC0, 0xF8, 0xFF])]) + good[at:]
+        yield Case(f"damaged at {at}", path, damaged)
+    others = ("utf-16", "utf-32", "utf-8-sig")
+    yield from (Case(name, path, good.decode().encode(name)) for name in others)
+    yield Case("latin-1", path, good.replace(b'"fake-model"', '"grün"'.encode("latin-1")))
+    for text in (
+        "",
+        "[]",
+        "null",
+        "3",
+        '"text"',
+        "{}{}",
+        "{,}",
+        "{'a': 1}",
+        "NaN",
+        '{"user": NaN}',
+        '{"user": 01}',
+        "{1: 2}",
+    ):
+        yield Case(text or "nothing", path, text.encode())
+    yield Case("half a character", path, body(path, model="x").replace(b'"x"', b'"\\ud800"'))
+    yield Case("a number beyond all floats", path, good[:-1] + b', "top_p": 1e999}', (400, 422))
+    yield Case("deep arrays", path, b"[" * DEEP + b"]" * DEEP)
+    yield Case("deep objects", path, b'{"a":' * DEEP + b"1" + b"}" * DEEP, (400, 422))
+    for field in GOOD[path]:
+        deep = good[:-1] + b', "%b": ' % field.encode() + b"[" * DEEP + b"]" * DEEP + b"}"
+        yield Case(f"deep {field}", path, deep, (400, 422))
+    yield Case("unknown field", path, body(path, surprise=1), (422,), "surprise")
+
+
+def wrong_requests(path: str) -> Iterator[Case]:
+    """Bodies that are fine and said to be something else."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/xml", "json"):
+        yield Case(kind, path, body(path), (415,), headers={"content-type": kind})
+    charset = {"content-type": "application/json; charset=iso-8859-1"}
+    yield Case("charset", path, body(path), (415,), headers=charset)
+    yield Case("gzip", path, gzip.compress(body(path)), (415,), headers={"content-encoding": "gzip"})
+    yield Case("another model", path, body(path, model="another"), (404,), "model")
+    yield Case("too large", path, b" " * 300_000, (413,))
+    for field in SCHEMAS[path]["required"]:
+        rest = {name: value for name, value in GOOD[path].items() if name != field}
+        yield Case(f"no {field}", path, json.dumps(rest).encode(), (400,), field)
+        yield Case(f"null {field}", path, body(path, **{field: None}), (400,), field)
+
+
+def contradictions() -> Iterator[Case]:
+    """Fields that are fine alone."""
+    path = "/v1/completions"
+    for fields, field in (
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"regex": "a", "choice": ["b"]}, "choice"),
+        ({"response_format": {"type": "json_object"}, "grammar": "start: /a/"}, "grammar"),
+        ({"min_tokens": 5}, "min_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"prompt": ["a"] * 100, "n": 100}, "n"),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"prompt": [5] * 3000}, "prompt"),
+        ({"prompt": ["a", 3]}, "prompt"),
+        ({"stop": [""]}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"regex": "("}, "regex"),
+        ({"grammar": "start"}, "grammar"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ):
+        yield Case(str(fields)[:40], path, body(path, **fields), (400, 422), field)
+    path = "/v1/chat/completions"
+    tool = {"type": "function", "function": {"name": "f"}}
+    for chat_fields, field in (
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": "x", "more": 1}]}, "messages[0].more"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+        ({"messages": []}, "messages"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [tool, tool]}, "tools[1].function.name"),
+        ({"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "magic"}]}, "tools[0].type"),
+    ):
+        yield Case(str(chat_fields)[:40], path, body(path, **chat_fields), (400, 422), field)
+    path = "/v1/responses"
+    schema = {"type": "json_schema", "name": "x", "schema": {"not": {}}}
+    for response_fields, field in (
+        ({"input": [{"role": "user"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "call_id": "x"}]}, "input[0]"),
+        ({"tools": [{"type": "mcp"}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": schema}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object"}}, "choice": ["a"]}, "choice"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"max_output_tokens": 5000}, "max_output_tokens"),
+        ({"input": "a " * 5000}, "input"),
+    ):
+        yield Case(str(response_fields)[:40], path, body(path, **response_fields), (400, 422), field)
+
+
+def cases() -> list[Case]:
+    rng = random.Random(20)
+    found = [
+        case
+        for path in GOOD
+        for case in (*wrong_types(path), *out_of_range(path), *broken_json(path, rng), *wrong_requests(path))
+    ]
+    return [*found, *contradictions()]
+
+
+@pytest.fixture
+def chatting(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> Iterator[RunningServer]:
+    """A server of small bodies whose model can chat."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
+    engine.start()
+    settings = structs.replace(config, chat=ChatOptions(template=template), max_body=250_000)
+    running = RunningServer(settings).start().ready()
+    yield running
+    running.stop()
+
+
+def value_of(metrics: str, name: str) -> float:
+    found = re.search(rf"^{name} (\S+)$", metrics, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+def check_alive(server: RunningServer, engine: FakeEngine, client: httpx.Client) -> None:
+    """A good request of each kind is answered, and then nothing is open anywhere."""
+    for path, fields in GOOD.items():
+        assert client.post(server.url + path, json=fields).status_code == 200, path
+    service = server.server._service
+    until(lambda: engine.num_running == 0)
+    assert (service.client.num_open, service.client.queued_tokens, service.bodies.held) == (0, 0, 0)
+    assert value_of(get(server.url + "/metrics").text, "tandem_frontend_num_requests_running") == 0
+
+
+def test_every_malformed_body_gets_its_4xx(chatting: RunningServer, engine: FakeEngine) -> None:
+    found = cases()
+    assert len(found) > 500, len(found)
+    wrong: list[str] = []
+    with httpx.Client(timeout=30) as client:
+        check_alive(chatting, engine, client)
+        submitted = len(engine.submits)
+        for case in found:
+            headers = {"content-type": "application/json", **case.headers}
+            response = client.post(chatting.url + case.path, content=case.content, headers=headers)
+            error = error_of(response) if response.status_code >= 400 else {"param": None}
+            named = case.field is None or str(error["param"]).startswith(case.field)
+            if response.status_code not in case.statuses or not named:
+                wrong.append(f"{case.path} {case.name}: {response.status_code} {response.text[:200]}")
+        assert not wrong, "\n".join(wrong)
+        assert len(engine.submits) == submitted
+        check_alive(chatting, engine, client)
+
+
+def test_the_names_of_cases_are_of_their_own_kind() -> None:
+    keys = [(case.path, case.content, *itertools.chain(*case.headers.items())) for case in cases()]
+    assert len(set(keys)) > 0.95 * len(keys)

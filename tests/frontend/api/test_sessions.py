@@ -1,0 +1,190 @@
+"""What becomes of `session_id`, `cache_salt` and `priority`, and what a reply says of the cache."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tandem.frontend.engine.calls import EngineCalls
+from tandem.protocol.errors import ErrorCode
+from tests.fakes.engine import FakeEngine
+from tests.frontend.api.test_errors import error_of
+from tests.frontend.api.test_malformed import GENERATING, GOOD, chatting
+from tests.frontend.conftest import RunningServer, open_stream, post, until
+
+__all__ = ("chatting",)
+
+
+def delete(server: RunningServer, name: str) -> httpx.Response:
+    return httpx.delete(f"{server.url}/v1/sessions/{name}", timeout=30)
+
+
+def ask(server: RunningServer, path: str, **fields: Any) -> dict[str, Any]:
+    response = post(server.url + path, json={**GOOD[path], **fields})
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_the_engine_gets_what_was_asked(chatting: RunningServer, engine: FakeEngine, path: str) -> None:
+    ask(chatting, path, priority=-3, session_id="talk", cache_salt="pepper")
+    submit = engine.submits[-1]
+    assert (submit.priority, submit.session, submit.cache_salt) == (-3, "talk", "pepper")
+    ask(chatting, path)
+    submit = engine.submits[-1]
+    assert (submit.priority, submit.session, submit.cache_salt) == (0, "", "")
+
+
+def test_a_prompt_that_is_scored_alone_has_them_too(server: RunningServer, engine: FakeEngine) -> None:
+    fields = {"priority": 3, "session_id": "talk", "cache_salt": "pepper"}
+    ask(server, "/v1/completions", echo=True, max_tokens=0, logprobs=1, **fields)
+    submit = engine.submits[-1]
+    assert (submit.priority, submit.session, submit.cache_salt) == (3, "talk", "pepper")
+    assert submit.prompt_logprobs == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "details"),
+    [
+        ("/v1/completions", "prompt_tokens_details"),
+        ("/v1/chat/completions", "prompt_tokens_details"),
+        ("/v1/responses", "input_tokens_details"),
+    ],
+)
+def test_usage_tells_what_was_cached(chatting: RunningServer, engine: FakeEngine, path: str, details: str) -> None:
+    engine.cached = lambda _: 48
+    assert ask(chatting, path)["usage"][details]["cached_tokens"] == 48
+    more = {} if path == "/v1/responses" else {"stream_options": {"include_usage": True}}
+    last = events(post(chatting.url + path, json={**GOOD[path], "stream": True, **more}))[-1]
+    usage = last["response"]["usage"] if path == "/v1/responses" else last["usage"]
+    assert usage[details]["cached_tokens"] == 48
+
+
+def test_a_stream_of_events_tells_it_too(server: RunningServer, engine: FakeEngine) -> None:
+    engine.cached = lambda _: 16
+    body = {**GOOD["/v1/completions"], "stream": True, "stream_format": "events"}
+    done = events(post(server.url + "/v1/completions", json=body))[-1]
+    assert done["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+def test_of_several_choices_the_first_of_each_prompt_counts(server: RunningServer, engine: FakeEngine) -> None:
+    engine.cached = lambda submit: 100 if submit.sampling.choice else len(submit.prompt_ids) // 4
+    reply = ask(server, "/v1/completions", prompt=["one", "one two three"], n=3)
+    usage = reply["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"]
+
+
+def test_the_official_client_reads_it(chatting: RunningServer, engine: FakeEngine) -> None:
+    engine.cached = lambda _: 7
+    with openai.OpenAI(base_url=chatting.url + "/v1", api_key="none", max_retries=0) as client:
+        chat = client.chat.completions.create(model="fake-model", messages=[{"role": "user", "content": "one"}])
+        assert chat.usage is not None
+        assert chat.usage.prompt_tokens_details is not None
+        assert chat.usage.prompt_tokens_details.cached_tokens == 7
+        completion = client.completions.create(model="fake-model", prompt="one two")
+        assert completion.usage is not None
+        assert completion.usage.prompt_tokens_details is not None
+        assert completion.usage.prompt_tokens_details.cached_tokens == 7
+        response = client.responses.create(model="fake-model", input="one two")
+        assert response.usage is not None
+        assert response.usage.input_tokens_details.cached_tokens == 7
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_busy_session_is_409(server: RunningServer, engine: FakeEngine, stream: bool) -> None:
+    body = {**GOOD["/v1/completions"], "max_tokens": 1000, "session_id": "talk", "stream": True}
+    with open_stream("POST", server.url + "/v1/completions", json=body) as turn:
+        assert turn.status_code == 200
+        engine.hold = True
+        second = post(server.url + "/v1/completions", json={**body, "stream": stream})
+        assert second.status_code == 409
+        error = error_of(second)
+        assert (error["type"], error["code"]) == ("invalid_request_error", "session_busy")
+        assert (error["param"], second.headers["retry-after"]) == ("session_id", "1")
+        other = post(server.url + "/tokenize", json=GOOD["/tokenize"])
+        assert other.status_code == 200
+    engine.hold = False
+    until(lambda: engine.num_running == 0)
+    ask(server, "/v1/completions", session_id="talk")
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_an_engine_without_sessions_names_the_field(chatting: RunningServer, engine: FakeEngine, path: str) -> None:
+    engine.refusal = ErrorCode.SESSIONS_OFF
+    response = post(chatting.url + path, json={**GOOD[path], "session_id": "talk"})
+    error = error_of(response)
+    assert (response.status_code, error["code"], error["param"]) == (422, "sessions_off", "session_id")
+    assert "retry-after" not in response.headers
+
+
+def test_nothing_is_kept_where_nothing_is_computed(server: RunningServer, engine: FakeEngine) -> None:
+    fields = {"echo": True, "max_tokens": 0, "session_id": "talk"}
+    response = post(server.url + "/v1/completions", json={**GOOD["/v1/completions"], **fields})
+    assert (response.status_code, error_of(response)["param"]) == (422, "session_id")
+    assert "'logprobs'" in error_of(response)["message"]
+    assert engine.submits == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("DELETE", "/v1/sessions", 404, "unknown_url"),
+        ("DELETE", "/v1/sessions/", 404, "session_not_found"),
+        ("GET", "/v1/sessions", 404, "unknown_url"),
+        ("GET", "/v1/sessions/", 405, "method_not_allowed"),
+        ("GET", "/v1/sessions/talk", 405, "method_not_allowed"),
+        ("POST", "/v1/completions/", 404, "unknown_url"),
+    ],
+)
+def test_a_path_without_a_name_is_an_error_and_no_redirect(
+    server: RunningServer, method: str, path: str, status: int, code: str
+) -> None:
+    response = httpx.request(method, server.url + path, timeout=30)
+    assert (response.status_code, error_of(response)["code"]) == (status, code)
+    assert "location" not in response.headers
+    assert "session ''" not in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(("name", "quoted"), [("talk", "talk"), ("a/b c?é", "a%2Fb%20c%3F%C3%A9")])
+def test_a_session_is_deleted_once(server: RunningServer, engine: FakeEngine, name: str, quoted: str) -> None:
+    ask(server, "/v1/completions", session_id=name)
+    first, second = delete(server, quoted), delete(server, quoted)
+    assert (first.status_code, first.json()) == (200, {"id": name, "object": "session", "deleted": True})
+    assert second.status_code == 404
+    assert (error_of(second)["code"], error_of(second)["param"]) == ("session_not_found", "session_id")
+    assert name in error_of(second)["message"]
+    assert engine.sessions == set()
+
+
+def test_without_an_engine_a_session_cannot_be_deleted(server: RunningServer, engine: FakeEngine) -> None:
+    engine.die()
+    until(lambda: delete(server, "talk").status_code == 503)
+    error = error_of(delete(server, "talk"))
+    assert (error["type"], error["code"]) == ("overloaded_error", "engine_unavailable")
+
+
+def test_an_engine_that_dies_owes_no_answer(server: RunningServer, engine: FakeEngine) -> None:
+    """The call ends with the link, well before its own time is up."""
+    engine.mute = True
+    calls = server.server._service.client.calls
+    asyncio.run(_die_while_asked(server, engine, calls))
+
+
+async def _die_while_asked(server: RunningServer, engine: FakeEngine, calls: EngineCalls) -> None:
+    asked = asyncio.create_task(asyncio.to_thread(delete, server, "talk"))
+    await asyncio.to_thread(until, lambda: calls.num_open == 1)
+    await asyncio.to_thread(engine.die)
+    response = await asked
+    assert response.status_code == 503
+    assert error_of(response)["code"] == "engine_unavailable"
+    assert "did not answer" not in error_of(response)["message"]
+    assert calls.num_open == 0

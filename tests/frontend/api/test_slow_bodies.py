@@ -1,0 +1,162 @@
+"""Requests that are not through when the server ends."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from msgspec import structs
+
+from tandem.frontend.api.body import BodyBudget
+from tandem.frontend.arrivals import Arrivals
+from tandem.frontend.chat_options import ChatOptions
+from tandem.frontend.config import FrontendConfig
+from tandem.frontend.errors import ApiError
+from tests.fakes.engine import FakeEngine
+from tests.frontend.conftest import DEADLINE, RunningServer, post, until
+
+LARGE = 100_000
+
+
+def drain(server: RunningServer) -> None:
+    assert server.server._loop is not None
+    server.server._loop.call_soon_threadsafe(server.server.begin_drain)
+
+
+def ended(server: RunningServer) -> None:
+    server.thread.join(DEADLINE)
+    assert not server.thread.is_alive()
+
+
+def shutting_down(response: httpx.Response) -> bool:
+    error = response.json()["error"]
+    told = (response.status_code, error["type"], error["code"], error["message"], response.headers["retry-after"])
+    return told == (503, "overloaded_error", "shutting_down", "the server is shutting down", "1")
+
+
+def test_one_that_waits_is_ended_and_gives_back_what_it_holds() -> None:
+    async def run() -> None:
+        budget = BodyBudget()
+        arrivals = Arrivals(budget)
+
+        async def wait(moment: asyncio.Event) -> None:
+            async with arrivals.request() as share:
+                share.grow(LARGE)
+                await moment.wait()
+
+        through, never = asyncio.Event(), asyncio.Event()
+        first, second = asyncio.create_task(wait(through)), asyncio.create_task(wait(never))
+        await asyncio.sleep(0)
+        assert (len(arrivals), budget.held) == (2, 2 * LARGE)
+        through.set()
+        await first
+        arrivals.end_all()
+        with pytest.raises(ApiError) as caught:
+            await second
+        assert (caught.value.status, caught.value.code) == (503, "shutting_down")
+        assert (len(arrivals), budget.held) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_a_time_limit_of_what_it_waits_for_is_not_a_shutdown() -> None:
+    async def run() -> None:
+        async with Arrivals(BodyBudget()).request(), asyncio.timeout(0):
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(run())
+
+
+class Waiting:
+    """A request that waits for its grammar, sent in a thread."""
+
+    def __init__(self, server: RunningServer, path: str, fields: dict[str, Any]) -> None:
+        self._url = server.url + path
+        self._body = {"model": "fake-model", **fields}
+        self._answers: list[httpx.Response] = []
+        self._thread = threading.Thread(target=self._send)
+        self._thread.start()
+        until(lambda: server.server._service.grammars._asking, "its grammar is asked for")
+        assert len(server.server._service.arrivals) == 1
+
+    def _send(self) -> None:
+        self._answers.append(post(self._url, json=self._body))
+
+    def answer(self) -> httpx.Response:
+        self._thread.join(DEADLINE)
+        (answer,) = self._answers
+        return answer
+
+
+@pytest.fixture
+def chatting(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> Iterator[RunningServer]:
+    """A server with a chat template."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    engine.start()
+    running = RunningServer(structs.replace(config, chat=ChatOptions(template=template))).start().ready()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def checker(chatting: RunningServer) -> int:
+    """The process that compiles grammars, stopped."""
+    body = {"model": "fake-model", "prompt": "a", "max_tokens": 1, "regex": "b"}
+    assert post(chatting.url + "/v1/completions", json=body).status_code == 200
+    (pid,) = [process.pid for process in chatting.server._service.grammars._idle if process.pid is not None]
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+JSON = {"type": "json_object"}
+
+
+@pytest.mark.usefixtures("checker")
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "a", "response_format": JSON}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "response_format": JSON}),
+        ("/v1/responses", {"input": "a", "text": {"format": JSON}}),
+    ],
+)
+def test_one_that_waits_for_its_grammar_learns_of_the_shutdown(
+    chatting: RunningServer, engine: FakeEngine, path: str, fields: dict[str, Any]
+) -> None:
+    waiting = Waiting(chatting, path, fields)
+    drain(chatting)
+    assert shutting_down(waiting.answer())
+    ended(chatting)
+    assert len(engine.submits) == 1
+
+
+def test_one_that_is_through_in_time_is_answered(chatting: RunningServer, config: FrontendConfig, checker: int) -> None:
+    service = chatting.server._service
+    service.config = structs.replace(config, drain_timeout=DEADLINE)
+    waiting = Waiting(chatting, "/v1/completions", {"prompt": "a", "max_tokens": 1, "regex": "c"})
+    drain(chatting)
+    until(lambda: service.draining)
+    os.kill(checker, signal.SIGCONT)
+    assert waiting.answer().status_code == 200
+    ended(chatting)
+
+
+def test_one_whose_body_is_not_complete_learns_of_the_shutdown(server: RunningServer) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+    with socket.create_connection(server.sock.getsockname(), timeout=DEADLINE) as client:
+        client.sendall(head)
+        until(lambda: len(server.server._service.arrivals) == 1)
+        drain(server)
+        with client.makefile("rb") as answer:
+            text = answer.read()
+    assert text.startswith(b"HTTP/1.1 503 ")
+    assert b'"code":"shutting_down"' in text
+    ended(server)

@@ -1,0 +1,116 @@
+"""What a chat template may not do, and how it is stopped."""
+
+from typing import Any
+
+import pytest
+
+from tandem.frontend.chat import template_sandbox
+from tandem.frontend.chat.template_sandbox import RenderError, SandboxedTemplates
+from tests.fakes.clock import FakeClock
+
+
+def render(source: str, **variables: Any) -> str:
+    sandbox = SandboxedTemplates()
+    return sandbox.rendered(sandbox.compiled(source), variables)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ 'a' ~ 1 ~ none }}", "a1None"),
+        ("{% for x in xs %}{{ x }}{{ '' if loop.last else ',' }}{% endfor %}", "a,b,c"),
+        ("{% for x in xs if x != 'b' %}{{ loop.index }}{{ x }}{% endfor %}", "1a2c"),
+        ("{% for x in xs %}{% if x == 'b' %}{% break %}{% endif %}{{ x }}{% endfor %}", "a"),
+        ("{% for x in [] %}{% else %}none{% endfor %}", "none"),
+        ("{% for x in xs %}{{ loop.length }}{{ loop.previtem }}{{ loop.nextitem }} {% endfor %}", "3b 3ac 3b "),
+        ("{% set ns = namespace(n=0) %}{% for x in xs %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "3"),
+        ("{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(1) + f('b') }}", "<1><b>"),
+        ("{% generation %}a{% endgeneration %}b", "ab"),
+        ("{{ {'a': 'ü<'} | tojson }}{{ [1] | tojson(indent=2) }}", '{"a": "ü<"}[\n  1\n]'),
+        ("{{ dict(a=1) }}{{ dict.fromkeys(['x'], 0) }}", "{'a': 1}{'x': 0}"),
+        ("{{ '-'.join(xs) }}{{ xs | join('+') }}{{ 'aXa'.replace('X', 'b') }}", "a-b-ca+b+caba"),
+        ("{{ '%s and %d' % ('a', 2) }}{{ '{:>3}'.format(1) }}{{ 'x' * 3 }}{{ 2 ** 8 }}", "a and 2  1xxx256"),
+        ("{{ xs | map('upper') | list | length }}", "3"),
+    ],
+)
+def test_what_templates_do(source: str, expected: str) -> None:
+    assert render(source, xs=["a", "b", "c"]) == expected
+
+
+DOUBLE = "{% set ns = namespace(x='0123456789') %}{% for i in range(99) %}{% set ns.x %}VALUE{% endset %}{% endfor %}"
+GROWING = [
+    DOUBLE.replace("VALUE", "{{ ns.x }}{{ ns.x }}"),
+    "{% set ns = namespace(x='0123456789') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='0123456789') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns = namespace(x=[0]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set x = 'a' * 10**9 %}",
+    "{% set x = 10**9 * 'a' %}",
+    "{% set x = [0] * 10**9 %}",
+    "{% set x = 'a' | center(10**9) %}",
+    "{% set x = 'a'.ljust(10**9) %}",
+    "{% set x = [1] | batch(10**9, 0) | list %}",
+    "{% set x = ['a'] | map('center', 10**9) | list %}",
+    "{% set x = '%1000000000d' % 1 %}",
+    "{% set x = '{:1000000000}'.format(1) %}",
+    "{% set x = '%1000000000d' | format(1) %}",
+    "{% set x = ('a' * 9999).replace('', 'b' * 99999) %}",
+    "{% set x = ('a' * 9999) | replace('a', 'b' * 99999) %}",
+    "{% set x = ('b' * 99999).join(['a'] * 9999) %}",
+    "{% set x = (['a'] * 9999) | join('b' * 99999) %}",
+    "{% set x = 7 ** 7 ** 7 ** 7 ** 7 ** 7 ** 7 %}",
+    "{% set x = range(10**9) %}",
+    "{% for i in range(99999) %}{% for i in range(999) %}" + "a" * 99 + "{% endfor %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", GROWING)
+def test_what_grows_without_bound_is_stopped_before_it_is_built(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_CHARS", 10**6)
+    with pytest.raises(RenderError):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for i in range(99999) %}{% set x = range(99999) | sum %}{% endfor %}",
+    ],
+)
+def test_what_does_not_end_is_stopped(source: str) -> None:
+    clock = FakeClock()
+
+    def ticking() -> float:
+        clock.now += 0.01
+        return clock.now
+
+    sandbox = SandboxedTemplates(max_seconds=1.0, clock=ticking)
+    with pytest.raises(RenderError, match="too long"):
+        sandbox.rendered(sandbox.compiled(source), {})
+    assert sandbox.rendered(sandbox.compiled("the next one has its own time"), {}) == "the next one has its own time"
+
+
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ xs.append(1) }}", "unsafe"),
+        ("{{ namespace.__init__.__globals__ }}", "unsafe"),
+        ("{{ raise_exception.__globals__.keys() }}", "unsafe"),
+        ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "underscore"),
+        ("{% set ns = namespace(_a=1) %}", "underscore"),
+        ("{{ lipsum() }}", "undefined"),
+        ("{% include 'other' %}", "no loader"),
+        ("{% import 'os' as os %}", "no loader"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses"),
+        ("{% if %}", "line 1"),
+        ("{{ missing.field }}", "undefined"),
+        ("x" * (2**20 + 1), "characters"),
+    ],
+)
+def test_what_fails_says_why(source: str, match: str) -> None:
+    with pytest.raises(RenderError, match=match):
+        render(source, xs=[])

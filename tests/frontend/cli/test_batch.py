@@ -1,0 +1,158 @@
+"""`tandem run-batch` against a frontend and a fake engine, also when it is killed on the way."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.frontend.cli.main import main
+from tests.fakes.engine import FakeEngine
+from tests.frontend.conftest import DEADLINE, RunningServer, until
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = "import sys; from tandem.frontend.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:
+    fields = {"model": "fake-model", "prompt": "the quick brown fox", "max_tokens": 8, **body}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": fields}) + "\n"
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+
+def argv(server: RunningServer, paths: tuple[Path, Path], *flags: str) -> list[str]:
+    return ["run-batch", "--url", server.url, *flags, *map(str, paths)]
+
+
+def results(path: Path) -> dict[str, Any]:
+    """By custom_id, each of which is there once."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    found = {one["custom_id"]: one for one in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def test_every_request_gets_a_result(
+    server: RunningServer, engine: FakeEngine, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths[0].write_text("".join(line(f"r{number}", max_tokens=number + 1) for number in range(12)))
+    assert main(argv(server, paths, "--concurrency", "4")) == 0
+    found = results(paths[1])
+    assert found.keys() == {f"r{number}" for number in range(12)}
+    for number in range(12):
+        response = found[f"r{number}"]["response"]
+        assert response["status_code"] == 200
+        assert response["body"]["usage"]["completion_tokens"] == number + 1
+        assert found[f"r{number}"]["error"] is None
+    assert len({one["id"] for one in found.values()}) == len({one["response"]["request_id"] for one in found.values()})
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "this run: 12 succeeded, 0 failed; " in err
+    assert f"{sum(range(1, 13))} out" in err
+    assert err.endswith("12 requests: 12 succeeded, 0 failed, 0 left\n")
+    assert len(engine.submits) == 12
+
+
+def test_failures_are_results_and_an_exit_code(
+    server: RunningServer, engine: FakeEngine, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths[0].write_text(line("good") + line("hot", temperature=3) + line("other", model="nobody"))
+    assert main(argv(server, paths)) == 1
+    found = results(paths[1])
+    assert {name: one["response"]["status_code"] for name, one in found.items()} == {
+        "good": 200,
+        "hot": 422,
+        "other": 404,
+    }
+    assert found["hot"]["response"]["body"]["error"]["param"] == "temperature"
+    assert "1 succeeded, 2 failed (1 with 404, 1 with 422)" in capsys.readouterr().err
+    before = paths[1].read_bytes()
+    assert main(argv(server, paths)) == 1, "a failure of an earlier run is one of the batch still"
+    assert paths[1].read_bytes() == before
+    assert len(engine.submits) == 1
+
+
+def test_files_that_do_not_fit_send_nothing(
+    server: RunningServer, engine: FakeEngine, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths[0].write_text(line("a") + line("a"))
+    assert main(argv(server, paths)) == 2
+    assert "in.jsonl:2: custom_id 'a' is that of line 1, too" in capsys.readouterr().err
+    paths[0].write_text(line("a"))
+    paths[1].write_text('{"id":"i","custom_id":"z","response":null,"error":{"code":"c","message":"m"}}\n')
+    assert main(argv(server, paths)) == 2
+    assert "has results of another batch, such as 'z'" in capsys.readouterr().err
+    assert engine.submits == []
+
+
+def start(server: RunningServer, paths: tuple[Path, Path], *flags: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", PROGRAM, *argv(server, paths, *flags)]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def has_lines(path: Path, count: int) -> Callable[[], bool]:
+    return lambda: path.exists() and path.read_bytes().count(b"\n") >= count
+
+
+def test_a_killed_run_goes_on_where_it_stopped(
+    server: RunningServer, engine: FakeEngine, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.step_seconds = 0.005
+    paths[0].write_text("".join(line(f"r{number}", max_tokens=20) for number in range(40)))
+    with start(server, paths, "--concurrency", "3") as process:
+        until(has_lines(paths[1], 5), "some results are written")
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    written = paths[1].read_bytes()
+    done = written.count(b"\n")
+    assert 5 <= done < 40
+    # As if it had died within a write.
+    paths[1].write_bytes(written + b'{"id":"batch_req_1","custom_id":"r39","resp')
+    engine.step_seconds = 0.001
+    until(lambda: engine.num_running == 0, "what the dead client left has ended")
+    sent = len(engine.submits)
+    assert main(argv(server, paths)) == 0
+    assert results(paths[1]).keys() == {f"r{number}" for number in range(40)}
+    assert paths[1].read_bytes().startswith(written)
+    assert len(engine.submits) - sent == 40 - done
+    assert capsys.readouterr().err.endswith("40 requests: 40 succeeded, 0 failed, 0 left\n")
+
+
+def test_an_interrupt_stops_what_runs_and_says_how_to_go_on(
+    server: RunningServer, engine: FakeEngine, paths: tuple[Path, Path]
+) -> None:
+    paths[0].write_text(line("quick", max_tokens=1) + line("endless", max_tokens=1900))
+    engine.step_seconds = 0.05
+    with start(server, paths) as process:
+        until(has_lines(paths[1], 1), "the quick one is done")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 130
+    assert err.endswith("2 requests: 1 succeeded, 0 failed, 1 left; run the same command to go on\n")
+    assert results(paths[1]).keys() == {"quick"}
+    until(lambda: engine.num_running == 0, "the engine is told")
+
+
+def test_without_a_server_nothing_is_blamed_on_a_request(
+    server: RunningServer, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths[0].write_text(line("a") + line("b"))
+    assert main(["run-batch", "--url", "http://127.0.0.1:1", "--retries", "0", *map(str, paths)]) == 1
+    err = capsys.readouterr().err
+    assert "no server answers on http://127.0.0.1:1" in err
+    assert "2 left; run the same command to go on" in err
+    assert paths[1].read_bytes() == b""
+    assert main(argv(server, paths)) == 0
+
+
+def test_an_empty_batch_is_done(paths: tuple[Path, Path]) -> None:
+    paths[0].write_text("\n")
+    assert main(["run-batch", *map(str, paths)]) == 0

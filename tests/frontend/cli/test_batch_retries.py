@@ -1,0 +1,93 @@
+"""Which answers of a server are kept and which are asked for again."""
+
+import asyncio
+
+import httpx
+import pytest
+from msgspec import Raw
+
+from tandem.frontend.cli.batch_files import BatchRequest
+from tandem.frontend.client.batch_output import BatchFailure, BatchResponse
+from tandem.frontend.client.batch_sender import LAST_PAUSE, BatchSender
+from tandem.frontend.client.server_error import ServerError
+from tests.fakes.http_server import Answer, ScriptedServer, scripted_server
+
+REQUEST = BatchRequest("a", "POST", "/v1/completions", Raw(b'{"prompt":"x"}'))
+BUSY = Answer(503, headers={"retry-after": "7"})
+
+
+def send(url: str, retries: int, timeout: float = 20.0) -> tuple[BatchResponse | BatchFailure, list[float]]:
+    """The outcome, and the pauses before it."""
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async def run() -> BatchResponse | BatchFailure:
+        async with httpx.AsyncClient(timeout=timeout) as http:
+            return await BatchSender(http, url, retries, sleep).send(REQUEST)
+
+    return asyncio.run(run()), pauses
+
+
+def status(outcome: BatchResponse | BatchFailure) -> int:
+    assert isinstance(outcome, BatchResponse)
+    return outcome.status_code
+
+
+def test_an_answer_is_kept_with_its_request_id() -> None:
+    with scripted_server(Answer(200, b'{"text": "y"}', {"x-request-id": "req-1"})) as server:
+        outcome, pauses = send(server.url, 3)
+    assert outcome == BatchResponse(200, "req-1", Raw(b'{"text": "y"}'))
+    assert (server.requests, pauses) == ([("/v1/completions", b'{"prompt":"x"}')], [])
+
+
+@pytest.mark.parametrize("code", [400, 401, 404, 422, 500])
+def test_a_refusal_is_kept(code: int) -> None:
+    with scripted_server(Answer(code)) as server:
+        outcome, pauses = send(server.url, 3)
+    assert (status(outcome), pauses) == (code, [])
+
+
+@pytest.mark.parametrize("code", [429, 502, 503, 504])
+def test_a_busy_server_is_asked_again(code: int) -> None:
+    with scripted_server(Answer(code), Answer(code), Answer(200)) as server:
+        outcome, pauses = send(server.url, 3)
+    assert (status(outcome), pauses) == (200, [0.5, 1.0])
+
+
+def test_retry_after_is_obeyed_within_reason() -> None:
+    far, date = Answer(503, headers={"retry-after": "900"}), Answer(429, headers={"retry-after": "Fri, 1 Jan 2027"})
+    with scripted_server(BUSY, far, date, Answer(200)) as server:
+        outcome, pauses = send(server.url, 3)
+    assert (status(outcome), pauses) == (200, [7.0, LAST_PAUSE, 2.0])
+
+
+def test_a_server_that_stays_busy_is_the_result() -> None:
+    with scripted_server(BUSY) as server:
+        outcome, pauses = send(server.url, 2)
+    assert (status(outcome), pauses, len(server.requests)) == (503, [7.0, 7.0], 3)
+
+
+def test_a_broken_connection_is_tried_again_and_in_the_end_not_blamed_on_the_request() -> None:
+    with scripted_server(Answer(0), Answer(200)) as server:
+        assert status(send(server.url, 1)[0]) == 200
+    with scripted_server(Answer(0)) as server, pytest.raises(ServerError, match="broke"):
+        send(server.url, 1)
+    with ScriptedServer([BUSY]) as gone:
+        url = gone.url
+    with pytest.raises(ServerError, match="no server answers on"):
+        send(url, 1)
+
+
+def test_an_answer_that_is_no_json_is_a_failure() -> None:
+    with scripted_server(Answer(200, b"<html>")) as server:
+        outcome, _ = send(server.url, 1)
+    assert outcome == BatchFailure("invalid_response", "the server's answer (200) is no JSON")
+
+
+def test_an_answer_that_takes_too_long_is_a_failure() -> None:
+    with ScriptedServer([BUSY]) as silent:  # it listens, and nobody answers
+        outcome, _ = send(silent.url, 1, timeout=0.05)
+    assert isinstance(outcome, BatchFailure)
+    assert outcome.code == "request_timeout"

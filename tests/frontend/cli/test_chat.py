@@ -1,0 +1,180 @@
+"""`tandem chat`: from a pipe in this process, and as a process of its own on a terminal."""
+
+import io
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.frontend.cli.answer import Answer
+from tandem.frontend.cli.main import main
+from tests.fakes.engine import FakeEngine
+from tests.frontend.conftest import DEADLINE, RunningServer, until
+from tests.support.scripted_server import RAW, prompts, say, write_chat_model
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = """
+import os, sys
+os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first terminal that a session opens sends it its interrupts
+from tandem.frontend.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("chat-model"))
+
+
+class Session:
+    """`tandem chat` on a terminal."""
+
+    def __init__(self, server: RunningServer, *flags: str) -> None:
+        self.fd, terminal = pty.openpty()
+        argv = [sys.executable, "-c", PROGRAM, "chat", "--url", server.url, *flags]
+        environment = {**os.environ, "TERM": "dumb"}
+        self.process = subprocess.Popen(
+            argv, cwd=ROOT, env=environment, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+        )
+        os.close(terminal)
+
+    def read(self, pattern: str) -> str:
+        """What comes up to and with this text."""
+        deadline = time.monotonic() + DEADLINE
+        seen = b""
+        while pattern.encode() not in seen:
+            assert time.monotonic() < deadline, f"waited for {pattern!r}, got {seen.decode()!r}"
+            if select.select([self.fd], [], [], 0.05)[0]:
+                seen += os.read(self.fd, 1)
+        return seen.decode()
+
+    def write(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def ask(self, line: str) -> str:
+        """Sends a line at the prompt; what comes until the next prompt, less the echo."""
+        self.write(line + "\n")
+        return self.read(">>> ").partition("\r\n")[2].removesuffix(">>> ").replace("\r\n", "\n")
+
+    def close(self) -> int:
+        code = self.process.wait(DEADLINE)
+        os.close(self.fd)
+        return code
+
+
+@pytest.fixture
+def session(server: RunningServer) -> Iterator[Session]:
+    running = Session(server)
+    running.read(">>> ")
+    yield running
+    if running.process.poll() is None:
+        running.process.kill()
+        running.close()
+
+
+def test_one_question_from_a_pipe(
+    server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(engine, "use os.path.join")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("how do I\njoin two paths?"))
+    assert main(["chat", "--url", server.url, "--system", "you know Python"]) == 0
+    assert capsys.readouterr() == ("use os.path.join\n", "")
+    assert prompts(engine) == ["system: you know Python\nuser: how do I\njoin two paths?\nassistant:"]
+
+
+def test_a_refusal_of_a_question_from_a_pipe(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x"))
+    assert main(["chat", "--url", server.url, "--top-p", "2"]) == 1
+    assert capsys.readouterr() == (
+        "",
+        "tandem: 'top_p' must be above 0 and at most 1, not 2.0 (422, invalid_value)\n",
+    )
+
+
+def test_a_conversation_remembers_and_obeys(session: Session, engine: FakeEngine) -> None:
+    say(engine, "one")
+    assert session.ask("first") == "one\n"
+    say(engine, "two")
+    assert session.ask("second") == "two\n"
+    assert prompts(engine)[1] == "user: first\nassistant: one\nuser: second\nassistant:"
+    assert session.ask("/system be brief") == ""
+    assert session.ask("/reset") == ""
+    session.write('"""a block\n')
+    session.read("... ")
+    assert session.ask('of lines"""') == "two\n"
+    assert prompts(engine)[2] == "system: be brief\nuser: a block\nof lines\nassistant:"
+    assert "/quit" in session.ask("/help")
+    assert session.ask("/nonsense") == "/nonsense is no command; /help lists them\n"
+    assert session.ask("") == ""
+    session.write("/quit\n")
+    assert session.close() == 0
+    assert len(engine.submits) == 3
+
+
+def test_an_error_is_one_line_and_not_the_end(session: Session, engine: FakeEngine) -> None:
+    engine.script = lambda _: RAW.encode("stop here and stop there").ids
+    engine.break_after = 2
+    answer = session.ask("first")
+    # Where the end overtakes the first token nothing was shown before the line, and it names the HTTP status, too.
+    assert answer.splitlines()[-1].startswith("tandem: broken by the fake engine") and answer.count("tandem:") == 1
+    engine.break_after = None
+    say(engine, "two")
+    assert session.ask("second") == "two\n"
+    assert prompts(engine)[1] == "user: second\nassistant:", "what failed is not part of the conversation"
+    session.write("\x04")
+    assert session.close() == 0
+
+
+def test_an_interrupt_stops_the_answer_and_not_the_program(session: Session, engine: FakeEngine) -> None:
+    engine.script = lambda _: RAW.encode("one two three four five six " * 200).ids
+    engine.step_seconds = 0.02
+    session.write("count\n")
+    session.read("three")
+    session.write("\x03")
+    session.read(">>> ")
+    until(lambda: engine.num_running == 0, "the engine is told")
+    engine.step_seconds = 0.001
+    say(engine, "done")
+    session.write("half a line\x03")
+    session.read(">>> ")
+    assert session.ask("and then?") == "done\n"
+    assert prompts(engine)[1].startswith("user: count\nassistant: one two three")
+    assert prompts(engine)[1].endswith("\nuser: and then?\nassistant:")
+
+
+def test_what_could_move_the_cursor_is_not_sent_to_a_terminal(
+    session: Session, engine: FakeEngine, server: RunningServer, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    say(engine, "a\x1b[2Jb\tc")
+    assert session.ask("x") == "a\ufffd[2Jb\tc\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x"))
+    assert main(["chat", "--url", server.url]) == 0
+    assert capsys.readouterr().out == "a\x1b[2Jb\tc\n"
+
+
+def test_thoughts_are_dim_on_a_terminal_and_nowhere_else() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def events() -> Generator[dict[str, Any], None, None]:
+        for delta in ({"role": "assistant", "content": ""}, {"reasoning_content": "which"}, {"content": "this"}):
+            yield {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+
+    file, terminal = io.StringIO(), Terminal()
+    for out in (file, terminal):
+        answer = Answer(out, lambda: 0.0)
+        assert answer.follow(events())
+        assert answer.content == "this"
+    assert file.getvalue() == "this\n"
+    assert terminal.getvalue() == "\x1b[2mwhich\x1b[0m\nthis\n"

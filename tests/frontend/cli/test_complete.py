@@ -1,0 +1,162 @@
+"""`tandem complete` against a frontend and a fake engine."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.frontend.cli.main import main
+from tests.fakes.engine import FakeEngine
+from tests.fakes.http_server import Answer, scripted_server
+from tests.frontend.conftest import DEADLINE, RunningServer
+from tests.support.scripted_server import RAW, say
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = "import sys; from tandem.frontend.cli.main import main; sys.exit(main(sys.argv[1:]))"
+TEXT = "how do I join two paths? 你好 🙂"
+
+
+def complete(server: RunningServer, *flags: str) -> int:
+    return main(["complete", "--url", server.url, *flags])
+
+
+def test_the_answer_and_nothing_else_is_on_stdout(
+    server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(engine, TEXT)
+    assert complete(server, "--max-tokens", "100", "x") == 0
+    assert capsys.readouterr() == (TEXT + "\n", "")
+
+
+def test_a_prompt_from_a_pipe_and_usage_on_stderr(
+    server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(engine, "one two\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the quick brown fox"))
+    assert complete(server, "--max-tokens", "100", "--usage") == 0
+    out, err = capsys.readouterr()
+    assert out == "one two\n"
+    prompt, answer = len(RAW.encode("the quick brown fox").ids), len(RAW.encode("one two\n").ids) + 1
+    assert err.startswith(f"{prompt} tokens in, {answer} out, first after ")
+    assert err.endswith("tokens/s, ended by stop\n")
+
+
+def test_flags_become_fields(server: RunningServer, engine: FakeEngine) -> None:
+    flags = (
+        *("--max-tokens", "7", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "3", "--min-p", "0.1"),
+        *("--repetition-penalty", "1.1", "--presence-penalty", "0.2", "--frequency-penalty", "0.3", "--seed", "5"),
+    )
+    assert complete(server, *flags, "--stop", "never", "--stop", "ever", "x") == 0
+    sampling = engine.submits[0].sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (7, 0.5, 0.9, 3)
+    assert (sampling.min_p, sampling.repetition_penalty, sampling.seed) == (0.1, 1.1, 5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.2, 0.3)
+
+
+def test_a_refusal_is_one_line(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, reason in (
+        (("--temperature", "3"), "'temperature' must be between 0 and 2, not 3.0 (422, invalid_value)"),
+        (("--model", "other"), "the model 'other' does not exist; this server has 'fake-model' (404, model_not_found)"),
+    ):
+        assert complete(server, *flags, "x") == 1
+        assert capsys.readouterr() == ("", f"tandem: {reason}\n")
+
+
+def test_an_error_within_the_answer(
+    server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(engine, TEXT)
+    engine.break_after = 4
+    assert complete(server, "--max-tokens", "100", "x") == 1
+    out, err = capsys.readouterr()
+    assert TEXT.startswith(out.rstrip("\n"))
+    assert out.endswith("\n")
+    assert err == "tandem: broken by the fake engine\n"
+
+
+def events(*parts: object) -> bytes:
+    return b"".join(
+        b"data: %b\n\n" % (part if isinstance(part, bytes) else json.dumps(part).encode()) for part in parts
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (Answer(200, events({"choices": []})), "the connection ended before the answer did"),
+        (Answer(200, events(b"{")), "the server sent an event that cannot be read"),
+        (Answer(200, events({"error": 7})), "the server ended the answer with an error: 7"),
+        (Answer(500, b"<h1>\nno\n</h1>"), "the server answered 500: <h1> no </h1>"),
+        (Answer(401, b'{"error":{"message":"no","code":"k"}}'), "no (401, k); give --api-key or set TANDEM_API_KEY"),
+        (Answer(400, b'{"error":{"message":"\\u001b[2J"}}'), "tandem: \ufffd[2J (400)"),
+        (Answer(0), "broke"),
+    ],
+)
+def test_a_bad_server_is_one_line(answer: Answer, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with scripted_server(answer) as server:
+        assert main(["complete", "--url", server.url, "--model", "m", "x"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("tandem: ")
+    assert reason in err
+
+
+def test_a_server_without_models_and_none_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+    with scripted_server(Answer(200, b'{"data": []}')) as server:
+        assert main(["complete", "--url", server.url + "/v1/", "x"]) == 1
+        assert server.requests == [("/v1/models", b"")]
+    assert "give one with --model" in capsys.readouterr().err
+    assert main(["complete", "--url", server.url, "x"]) == 1
+    assert "no server answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "sent"), [("f", "", "f"), ("f", "e", "f"), ("", "e", "e"), ("", "one, two", "one")]
+)
+def test_the_key_comes_from_the_flag_or_the_environment(
+    flag: str, variable: str, sent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(os.environ, "TANDEM_API_KEY", variable)
+    with scripted_server(Answer(200, events({"choices": []}, b"[DONE]"))) as server:
+        assert main(["complete", "--url", server.url, "--model", "m", *(["--api-key", flag] if flag else []), "x"]) == 0
+        assert server.headers[0]["authorization"] == f"Bearer {sent}"
+
+
+def test_a_schema_travels_as_a_response_format(tmp_path: Path) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    (tmp_path / "schema").write_text(json.dumps(schema))
+    with scripted_server(Answer(200, events({"choices": []}, b"[DONE]"))) as server:
+        main(["complete", "--url", server.url, "--model", "m", "--json-schema", str(tmp_path / "schema"), "x"])
+        body = json.loads(server.requests[0][1])
+    assert body["response_format"]["type"] == "json_schema"
+    assert body["response_format"]["json_schema"]["schema"] == schema
+
+
+def test_what_can_be_no_flag_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "schema").write_text("{")
+    for flags, reason in (
+        (("--json-schema", str(tmp_path / "schema")), "is no JSON"),
+        (("--json-schema", str(tmp_path / "none")), "cannot be read"),
+        (("--url", "127.0.0.1:8000"), "neither http:// nor https://"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(["complete", *flags, "x"])
+        assert caught.value.code == 2
+        assert reason in capsys.readouterr().err
+    assert main(["complete", "--timeout", "0", "x"]) == 2
+
+
+def test_a_reader_that_has_enough_ends_it(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = lambda _: RAW.encode("one two three " * 200).ids
+    command = [sys.executable, "-c", PROGRAM, "complete", "--url", server.url, "--max-tokens", "1000", "x"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(3) == "one"
+        process.stdout.close()
+        assert process.wait(DEADLINE) == 1
+        assert process.stderr.read() == ""

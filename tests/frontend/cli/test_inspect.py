@@ -1,0 +1,152 @@
+"""`tandem inspect`: its table, alone and against a frontend with a fake engine."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tandem.frontend.cli.inspect import render
+from tandem.frontend.cli.main import main
+from tests.fakes.engine import FakeEngine
+from tests.fakes.http_server import Answer, scripted_server
+from tests.frontend.conftest import RunningServer, open_stream
+
+IDLE: dict[str, Any] = {
+    "policy": "fcfs",
+    "queue": {"waiting": 0, "oldest_wait": 0.0, "unlisted": 0},
+    "rows": {"running": 0, "total": 64},
+    "pages": {"used": 0, "free": 4096, "settling": 0, "total": 4096, "page_size": 16},
+    "prefix_cache": {"pages": 0, "queried_tokens": 0, "hit_tokens": 0, "hit_rate": None, "evicted_pages": 0},
+    "preemptions": 0,
+    "sequences": [],
+    "sessions": [],
+    "evicted_sessions": 0,
+}
+SEQUENCE = {
+    "client": "ab", "request_id": 5, "state": "decode", "row": 0, "prompt_tokens": 40, "generated_tokens": 3,
+    "computed_tokens": 42, "pages": 3, "shared_pages": 2, "cached_tokens": 32, "priority": -1, "preemptions": 1,
+    "age": 2.345, "wait": 0.0, "session_id": "talk",
+}  # fmt: skip
+BUSY = {
+    **IDLE,
+    "policy": "priority",
+    "queue": {"waiting": 300, "oldest_wait": 12.34, "unlisted": 44},
+    "rows": {"running": 1, "total": 64},
+    "pages": {"used": 30, "free": 4000, "settling": 2, "total": 4096, "page_size": 16},
+    "prefix_cache": {
+        "pages": 12, "queried_tokens": 300, "hit_tokens": 100, "hit_rate": 0.3333, "evicted_pages": 6,
+    },
+    "sequences": [
+        SEQUENCE,
+        {**SEQUENCE, "state": "waiting", "row": None, "request_id": 12345, "age": 1.0, "wait": 0.5, "session_id": None},
+    ],
+    "sessions": [
+        {"session_id": "talk", "busy": True, "pages": 2, "idle": 0.0},
+        {"session_id": "x" * 50, "busy": False, "pages": 20, "idle": 30.06},
+    ],
+}  # fmt: skip
+
+
+def test_an_idle_scheduler() -> None:
+    assert render(IDLE).splitlines() == [
+        "policy        fcfs",
+        "queue         nobody waits",
+        "rows          0 of 64 in use",
+        "pages         0 of 4096 in use, 0 cached and unused, 4096 free, 16 tokens each",
+        "prefix cache  0 pages, hit rate none yet (0 of 0 prompt tokens), 0 evicted",
+        "preemptions   0",
+        "sessions      0, 0 of them busy, 0 evicted",
+    ]
+
+
+def test_a_busy_scheduler() -> None:
+    summary, sequences, sessions = render(BUSY).split("\n\n")
+    assert "policy        priority" in summary
+    assert "queue         300 waiting, 44 of them not listed, the oldest for 12.3 s" in summary
+    assert "pages         30 of 4096 in use (2 of them until a step in flight ends), 66 cached and unused, " in summary
+    assert "sessions      2, 1 of them busy, 0 evicted" in summary
+    assert "prefix cache  12 pages, hit rate 33.3% (100 of 300 prompt tokens), 6 evicted" in summary
+    assert [" ".join(line.split()) for line in sequences.splitlines()] == [
+        "STATE ROW REQUEST PROMPT OUTPUT COMPUTED CACHED PAGES SHARED PRIORITY PREEMPTED AGE WAIT SESSION",
+        "decode 0 5 40 3 42 32 3 2 -1 1 2.3 s - talk",
+        "waiting - 12345 40 3 42 32 3 2 -1 1 1.0 s 0.5 s -",
+    ]
+    head, first, _ = sequences.splitlines()
+    assert first.index("  5 ") + 3 == head.index("REQUEST") + len("REQUEST"), "numbers end where their heads do"
+    assert [line.split() for line in sessions.splitlines()] == [
+        ["SESSION", "BUSY", "KEPT", "IDLE"],
+        ["talk", "yes", "2", "-"],
+        ["x" * 37 + "...", "no", "20", "30.1", "s"],
+    ]
+
+
+def test_a_name_cannot_write_to_the_terminal() -> None:
+    session = {"session_id": "a\x1b[2Jb\nc", "busy": False, "pages": 1, "idle": 0.0}
+    assert render({**IDLE, "sessions": [session]}).splitlines()[-1].startswith("a\ufffd[2Jb\ufffdc  ")
+
+
+def test_a_turn_in_progress(server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    body = {"model": "fake-model", "prompt": "one", "max_tokens": 1000, "stream": True, "session_id": "talk"}
+    with open_stream("POST", server.url + "/v1/completions", json=body):
+        engine.hold = True
+        assert main(["inspect", "--url", server.url]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("policy        fcfs\n")
+    assert out.splitlines()[-1].split() == ["talk", "yes", "2", "-"]
+    assert err == ""
+
+
+def test_watching_ends_with_an_interrupt(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("tandem.frontend.cli.inspect.time.sleep", sleep)
+    assert main(["inspect", "--url", server.url, "--watch", "0.5"]) == 130
+    assert waits == [0.5, 0.5]
+    out = capsys.readouterr().out
+    assert out.count("policy        fcfs\n") == 2
+    assert "\x1b" not in out, "no terminal, nothing to clear"
+
+
+@pytest.mark.parametrize(("height", "last"), [(30, "xxx"), (16, "xxx"), (15, "and 2 lines more;"), (1, "and 14 lines")])
+def test_a_terminal_is_not_scrolled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, height: int, last: str
+) -> None:
+    monkeypatch.setattr("tandem.frontend.cli.inspect.sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("LINES", str(height))
+    monkeypatch.setattr("tandem.frontend.cli.inspect.time.sleep", interrupted)
+    with scripted_server(Answer(200, json.dumps(BUSY).encode())) as server:
+        assert main(["inspect", "--url", server.url, "--watch", "0.5"]) == 130
+    out = capsys.readouterr().out
+    assert out.startswith("\x1b[H\x1b[2Jpolicy        priority\n")
+    lines = out.splitlines()
+    assert len(lines) < max(height, 3)
+    assert max(map(len, lines)) <= 60 + len("\x1b[H\x1b[2J")
+    assert lines[-1].startswith(last)
+
+
+def interrupted(_: float) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_watch_out_of_range_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--watch", "0"]) == 2
+    assert "--watch must be between 0.1 and" in capsys.readouterr().err
+
+
+def test_what_goes_wrong_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    error = {"error": {"message": "the engine is not ready", "type": "x", "param": None, "code": "engine_unavailable"}}
+    for answer, reason in (
+        (Answer(503, json.dumps(error).encode()), "the engine is not ready (503, engine_unavailable)"),
+        (Answer(200, b'{"queue": 3}'), "the server's answer is no scheduler's state; it may be of another version"),
+    ):
+        with scripted_server(answer) as server:
+            assert main(["inspect", "--url", server.url]) == 1
+        assert capsys.readouterr() == ("", f"tandem: {reason}\n")

@@ -1,0 +1,174 @@
+"""The flags, and what is refused before anything starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.frontend.chat_options import ChatOptions
+from tandem.frontend.cli.main import build_parser, main
+from tandem.frontend.config import frontend_config
+from tandem.frontend.listening import listen
+from tandem.frontend.request.limits import RequestLimits
+from tandem.frontend.supervisor import launch
+from tandem.protocol.engine_options import engine_options
+from tandem.protocol.version import distribution_version
+from tests.fakes.tokenizer import write_tokenizer
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"tandem {distribution_version()}\n"
+
+
+def test_serve_without_torch_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda _: None)
+    assert main(["serve"]) == 2
+    assert "pip install 'tandem-llm[engine]'" in capsys.readouterr().err
+
+
+def test_what_cannot_be_started_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        long = "ipc://" + "x" * 120
+        folder = ["--model", str(tmp_path)]
+        for argv, reason in (
+            (["serve", "--model", "/nowhere"], "--model /nowhere is no folder"),
+            (["serve", *folder, "--ops-port", port], f"cannot listen on 127.0.0.1:{port}"),
+            (["serve", *folder, "--ops-port", "0", "--port", port], "choose another --port"),
+            (["engine", *folder, "--endpoint", long], "choose a shorter one"),
+            (["engine", *folder, "--endpoint", "tcp://127.0.0.1:1"], "--curve-keys"),
+            (
+                ["frontend", "--model-dir", str(tmp_path), "--endpoint", "ipc:///x", "--port", "0"],
+                "has no tokenizer.json",
+            ),
+            (["frontend", "--model-dir", str(tmp_path), "--endpoint", "http://x"], "neither ipc:// nor tcp://"),
+            (["frontend", "--model-dir", ".", "--endpoint", "ipc:///x", "--max-concurrent", "0"], "must be between 1"),
+            (
+                ["frontend", "--model-dir", ".", "--endpoint", "ipc:///x", "--default-max-tokens", "0"],
+                "must be between 1",
+            ),
+        ):
+            assert main(argv) == 2, argv
+            error = capsys.readouterr().err
+            assert reason in error
+            assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--port", "65536"), ("--port", "-1"), ("--ops-port", "70000"), ("--drain-timeout", "-1"),
+        ("--drain-timeout", "nan"), ("--drain-timeout", "inf"), ("--beat-timeout", "nan"), ("--beat-timeout", "inf"),
+        ("--beat-timeout", "0"), ("--step-timeout", "nan"), ("--step-timeout", "inf"), ("--step-timeout", "-1"),
+    ],
+)  # fmt: skip
+def test_a_number_out_of_range_is_refused_by_its_flag(
+    flag: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--model", str(tmp_path), f"{flag}={value}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{flag} must be between" in error
+    assert error.count("\n") == 1
+
+
+def test_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "keys"
+    assert main(["keys", str(folder)]) == 0
+    assert "engine.key" in capsys.readouterr().out
+    assert (folder / "engine.key_secret").stat().st_mode & 0o077 == 0
+
+
+def test_a_supervisor_hands_its_flags_on(tmp_path: Path) -> None:
+    argv = ["--max-concurrent", "7", "--drain-timeout", "3.5", "--step-timeout", "9", "--log-level", "warning"]
+    arguments = build_parser().parse_args(["serve", *argv, "--model", "/m", "--max-len", "512", "--device", "cpu"])
+    command = launch.engine_command(arguments, "ipc:///e")
+    assert command[:6] == [sys.executable, "-P", "-m", "tandem.engine_core", "--endpoint", "ipc:///e"]
+    engine = build_parser().parse_args(["engine", *command[4:]])
+    assert engine_options(engine) == engine_options(arguments)
+    command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5)
+    config = frontend_config(build_parser().parse_args(["frontend", *command[4:]]))
+    assert (config.endpoint, config.model_dir, config.fd) == ("ipc:///e", tmp_path, 5)
+    assert (config.max_concurrent, config.drain_timeout, config.step_timeout) == (7, 3.5, 9.0)
+
+
+def test_limits_and_who_may_ask_are_handed_on(tmp_path: Path) -> None:
+    argv = ["--max-body", "2", "--max-n", "3", "--max-top-logprobs", "0", "--max-stop-strings", "1"]
+    argv += ["--max-queued-tokens", "9", "--max-prompt-tokens", "8", "--cors-origin", "*"]
+    argv += ["--cors-origin", "https://a.example", "--api-key", "secret"]
+    arguments = build_parser().parse_args(["serve", *argv])
+    command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5)
+    assert "secret" not in " ".join(command)
+    config = frontend_config(build_parser().parse_args(["frontend", *command[4:]]))
+    assert config.limits == RequestLimits(3, 0, 1, 8)
+    assert (config.max_body, config.load_limits) == (2 * 2**20, (1024, 9))
+    assert config.cors_origins == ("*", "https://a.example")
+    assert config.api_keys == ()
+
+
+def test_who_may_ask_is_checked_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cert = tmp_path / "cert.pem"
+    cert.write_text("no certificate")
+    for flags, reason in (
+        (["--cors-origin", "a.example"], "--cors-origin a.example is no origin"),
+        (["--cors-origin", "https://a.example/path"], "is no origin"),
+        (["--tls-cert", str(cert)], "--tls-cert and --tls-key belong together"),
+        (["--tls-cert", str(cert), "--tls-key", str(cert)], "cannot be used"),
+        (["--tls-cert", "/none", "--tls-key", "/none"], "cannot be used"),
+        (["--api-key", "two words"], "printable ASCII"),
+        (["--api-key-file", "/none"], "cannot be read"),
+        (["--max-n", "129"], "--max-n must be between 1 and 128"),
+        (["--max-body", "0"], "--max-body must be between 1 and 1024"),
+        (["--max-top-logprobs", "21"], "--max-top-logprobs must be between 0 and 20"),
+    ):
+        serve = ["serve", "--model", str(tmp_path), "--port", "0", "--ops-port", "0"]
+        for command in (serve, ["frontend", "--model-dir", str(tmp_path), "--endpoint", "ipc:///x"]):
+            assert main([*command, *flags]) == 2, flags
+            error = capsys.readouterr().err
+            assert reason in error, flags
+            assert error.count("\n") == 1, error
+
+
+def test_the_flags_of_chats_are_handed_on(tmp_path: Path) -> None:
+    argv = ["--chat-template", "t.jinja", "--default-max-tokens", "9", "--tool-parser", "mistral"]
+    for given, expected in (
+        ([], ChatOptions()),
+        ([*argv, "--reasoning-parser", "none"], ChatOptions(9, Path("t.jinja"), "mistral", "none")),
+    ):
+        arguments = build_parser().parse_args(["serve", *given])
+        command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5)
+        assert frontend_config(build_parser().parse_args(["frontend", *command[4:]])).chat == expected
+
+
+def test_a_chat_template_that_is_none_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "broken.jinja").write_text("{% if %}")
+    argv = ["frontend", "--model-dir", str(tmp_path), "--endpoint", "ipc:///x", "--port", "0", "--chat-template"]
+    for name, reason in (("broken.jinja", "line 1"), ("missing.jinja", "cannot be read")):
+        assert main([*argv, str(tmp_path / name)]) == 2
+        error = capsys.readouterr().err
+        assert reason in error
+        assert error.count("\n") == 1
+
+
+def test_the_private_endpoint_is_removed() -> None:
+    with launch.private_endpoint(None) as endpoint:
+        folder = Path(endpoint.removeprefix("ipc://")).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert len(endpoint) < 100
+    assert not folder.exists()
+
+
+def test_http_processes_import_neither_torch_nor_the_engine() -> None:
+    program = (
+        "import sys, tandem.frontend.server.app, tandem.frontend.server.server\n"
+        "import tandem.frontend.supervisor.launch, tandem.frontend.cli.main\n"
+        "print([m for m in ('torch', 'transformers', 'tandem.engine_core', 'numpy') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"

@@ -1,0 +1,76 @@
+"""Which reply belongs to which call, without an engine."""
+
+import asyncio
+
+import pytest
+
+from tandem.frontend.engine.calls import Call, EngineCalls
+from tandem.frontend.errors import ApiError, unavailable
+from tandem.protocol.commands import EndSession, SetPolicy
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.events import Answer, EngineStats, Inspection
+
+
+def test_each_call_gets_its_own_reply() -> None:
+    async def ask() -> None:
+        sent: list[Call] = []
+        calls = EngineCalls(sent.append)
+        ended = asyncio.create_task(calls.end_session("talk"))
+        refused = asyncio.create_task(calls.set_policy("lottery"))
+        switched = asyncio.create_task(calls.set_policy("fcfs"))
+        inspected = asyncio.create_task(calls.inspect())
+        while len(sent) < 4:
+            await asyncio.sleep(0)
+        first, second, third, fourth = (call.call for call in sent)
+        assert sent[:2] == [EndSession(first, "talk"), SetPolicy(second, "lottery")]
+        assert len({first, second, third, fourth}) == calls.num_open == 4
+        picture = Inspection(fourth, "fcfs", EngineStats(), 1, 0, [], [])
+        replies = (Answer(99, True), picture, Answer(third, True), Answer(second, False, "no"), Answer(second, True))
+        for reply in (*replies, Answer(first, True)):
+            calls.answer(reply)
+        assert (await ended, await refused, await switched, await inspected) == (True, "no", "", picture)
+        assert calls.num_open == 0
+
+    asyncio.run(ask())
+
+
+def test_without_a_reply_it_is_503() -> None:
+    async def wait_in_vain() -> None:
+        sent: list[Call] = []
+        calls = EngineCalls(sent.append, timeout=0.01)
+        with pytest.raises(ApiError, match=r"did not answer within 0\.01 s") as caught:
+            await calls.inspect()
+        assert (caught.value.status, caught.value.code) == (503, ErrorCode.ENGINE_UNAVAILABLE)
+        assert calls.num_open == 0
+        calls.answer(Answer(sent[0].call, True))
+
+    asyncio.run(wait_in_vain())
+
+
+def test_what_cannot_be_sent_is_forgotten() -> None:
+    def broken(_: Call) -> None:
+        raise unavailable("there is no engine")
+
+    async def fail() -> None:
+        calls = EngineCalls(broken)
+        with pytest.raises(ApiError, match="there is no engine"):
+            await calls.end_session("talk")
+        assert calls.num_open == 0
+
+    asyncio.run(fail())
+
+
+def test_the_loss_of_the_engine_ends_every_call() -> None:
+    async def lose() -> None:
+        sent: list[Call] = []
+        calls = EngineCalls(sent.append)
+        asked = [asyncio.create_task(calls.end_session(name)) for name in "ab"]
+        while len(sent) < 2:
+            await asyncio.sleep(0)
+        calls.fail_all(unavailable("the engine was restarted"))
+        for task in asked:
+            with pytest.raises(ApiError, match="restarted"):
+                await task
+        assert calls.num_open == 0
+
+    asyncio.run(lose())

@@ -1,0 +1,176 @@
+"""The engine dies, hangs, refuses or comes back: streams end, readiness follows."""
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from msgspec import structs
+
+from tandem.frontend.config import FrontendConfig
+from tandem.protocol.events import Phase
+from tests.fakes.engine import FakeEngine
+from tests.frontend.conftest import DEADLINE, RunningServer, get, open_stream, post, until
+
+
+class OpenStream:
+    """A stream that is read in a thread until it ends."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.begun = threading.Event()
+        self.text = ""
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self) -> None:
+        body = {"model": "fake-model", "prompt": "one two three", "max_tokens": 2000, "stream": True}
+        with open_stream("POST", self.url + "/v1/completions", json=body) as response:
+            for part in response.iter_text():
+                self.text += part
+                self.begun.set()
+
+    def last_error(self) -> dict[str, Any]:
+        """Waits for the end; what its last event says before [DONE]."""
+        self.thread.join(DEADLINE)
+        assert not self.thread.is_alive(), "the stream did not end"
+        *_, last, done, rest = self.text.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        error: dict[str, Any] = json.loads(last.removeprefix("data: "))["error"]
+        return error
+
+
+@pytest.fixture
+def stream(server: RunningServer, engine: FakeEngine) -> Iterator[OpenStream]:
+    """Under way, and slow enough not to end by itself."""
+    engine.step_seconds = 0.02
+    opened = OpenStream(server.url)
+    assert opened.begun.wait(DEADLINE)
+    yield opened
+    opened.thread.join(DEADLINE)
+
+
+def ready(server: RunningServer) -> dict[str, Any]:
+    body: dict[str, Any] = get(server.url + "/health/ready").json()
+    return body
+
+
+def complete(server: RunningServer) -> httpx.Response:
+    body = {"model": "fake-model", "prompt": "one", "max_tokens": 2}
+    return post(server.url + "/v1/completions", json=body)
+
+
+def test_a_dead_engine_ends_streams_and_a_new_one_is_found(
+    server: RunningServer, engine: FakeEngine, stream: OpenStream
+) -> None:
+    engine.die()
+    assert stream.last_error()["code"] == "engine_unavailable"
+    assert ready(server)["status"] in ("lost", "silent")
+    assert complete(server).status_code == 503
+    engine.start()
+    server.ready()
+    assert complete(server).status_code == 200
+    assert len(engine.hellos) == 2
+    assert "tandem_frontend_engine_connects_total 2.0" in get(server.url + "/metrics").text
+
+
+def test_a_silent_engine_ends_streams_and_is_taken_back(engine: FakeEngine, config: FrontendConfig) -> None:
+    engine.start()
+    engine.step_seconds = 0.02
+    server = RunningServer(structs.replace(config, beat_timeout=1.0)).start().ready()
+    try:
+        stream = OpenStream(server.url)
+        assert stream.begun.wait(DEADLINE)
+        engine.frozen = True
+        assert "no heartbeat" in stream.last_error()["message"]
+        assert ready(server)["status"] == "silent"
+        engine.frozen = False
+        server.ready()
+        assert complete(server).status_code == 200
+    finally:
+        engine.frozen = False
+        server.stop()
+
+
+def test_a_failed_engine_says_why(server: RunningServer, engine: FakeEngine, stream: OpenStream) -> None:
+    engine.detail = "device lost"
+    engine.phase = Phase.FAILED
+    error = stream.last_error()
+    assert error["code"] == "engine_failed"
+    assert "device lost" in error["message"]
+    assert ready(server) == {"status": "failed", "reason": "the engine failed: device lost"}
+
+
+def test_a_draining_engine_keeps_its_streams_and_takes_no_new_ones(
+    server: RunningServer, engine: FakeEngine, stream: OpenStream
+) -> None:
+    engine.phase = Phase.DRAINING
+    until(lambda: ready(server)["status"] == "draining")
+    response = complete(server)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
+    assert stream.thread.is_alive()
+    engine.die()
+    stream.last_error()
+
+
+def test_a_hung_engine_is_not_ready(engine: FakeEngine, config: FrontendConfig) -> None:
+    engine.start()
+    server = RunningServer(structs.replace(config, step_timeout=0.3)).start().ready()
+    try:
+        engine.hold = True
+        stream = OpenStream(server.url)
+        until(lambda: ready(server)["status"] == "hung", "no step is noticed")
+        assert "1 requests wait" in ready(server)["reason"]
+        assert complete(server).status_code == 503
+        engine.hold = False
+        engine.tokens_per_step = 2000
+        server.ready()
+        stream.thread.join(DEADLINE)
+        assert '"finish_reason":"length"' in stream.text
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("how", ["refused", "protocol", "tokenizer"])
+def test_an_engine_that_does_not_fit_is_a_clear_reason(engine: FakeEngine, config: FrontendConfig, how: str) -> None:
+    if how == "refused":
+        engine.hello_refusal = "protocol 9 wanted"
+    elif how == "protocol":
+        engine.protocol_version = 9
+    else:
+        engine.facts = structs.replace(engine.facts, tokenizer_fingerprint="0" * 64)
+    engine.start()
+    server = RunningServer(config).start()
+    try:
+        until(lambda: ready(server)["status"] == "refused", "the mismatch is told")
+        reason = ready(server)["reason"]
+        assert {"refused": "protocol 9 wanted", "protocol": "protocol 9", "tokenizer": "tokenizer.json"}[how] in reason
+        assert complete(server).status_code == 503
+        count = len(engine.hellos)
+        engine.die()
+        engine.hello_refusal = None
+        engine.protocol_version = 1
+        engine.facts = structs.replace(engine.facts, tokenizer_fingerprint="")
+        engine.start()
+        server.ready()
+        # One Hello a life of the engine: what does not fit is not tried again.
+        assert (count, len(engine.hellos)) == (1, 2)
+    finally:
+        server.stop()
+
+
+def test_draining_ends_open_streams_with_an_error_after_the_grace_period(
+    server: RunningServer, engine: FakeEngine, stream: OpenStream
+) -> None:
+    assert server.server._loop is not None
+    server.server._loop.call_soon_threadsafe(server.server.begin_drain)
+    until(lambda: ready(server)["status"] == "draining")
+    response = complete(server)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
+    assert stream.last_error()["code"] == "shutting_down"
+    until(lambda: engine.num_running == 0, "its row is freed")
+    server.thread.join(DEADLINE)
+    assert not server.thread.is_alive()
+    until(lambda: engine.goodbyes == 1)

@@ -1,0 +1,197 @@
+"""Log-probabilities in step with the text: offsets, hold-back and cuts."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.frontend.generation.choice import Choice, Piece
+from tandem.frontend.generation.detokenizer import Detokenizer
+from tandem.frontend.generation.scored_tokens import LOWEST, ScoredToken, ScoredTokens, echoed_prompt, finite
+from tandem.frontend.generation.stop_strings import StopMatcher
+from tandem.frontend.generation.token_bytes import token_bytes
+from tandem.protocol.codec import pack_floats, pack_ids
+from tandem.protocol.errors import FinishReason, ProtocolError
+from tandem.protocol.events import Finished, TokenLogprobs
+from tests.fakes.engine_request import fake_line, fake_logprob
+from tests.fakes.tokenizer import END, byte_level_tokenizer
+
+RAW: tokenizers.Tokenizer = byte_level_tokenizer()
+SPELL = token_bytes(RAW)
+PROMPT = "naïve 🙂 "
+TEXT = "the quick 你好 🙂🙃 fox"
+DONE = Finished(1, FinishReason.LENGTH)
+
+
+def encode(text: str) -> list[int]:
+    ids: list[int] = RAW.encode(text).ids
+    return ids
+
+
+def choice(stops: Sequence[str] = (), echo: bool = False, include_stop: bool = False) -> Choice:
+    prompt = echoed_prompt(encode(PROMPT), PROMPT, Detokenizer(RAW)) if echo else None
+    scored = ScoredTokens(SPELL, len(encode(PROMPT)), len(PROMPT), prompt)
+    return Choice(0, Detokenizer(RAW), StopMatcher(stops) if stops else None, 0, include_stop, scored)
+
+
+def lines(tokens: Sequence[int], first: int, top: int = 1) -> TokenLogprobs:
+    packed = b"".join([fake_line(position, token, top) for position, token in enumerate(tokens, first)])
+    return TokenLogprobs(1, first, top, packed)
+
+
+def run(made: Choice, tokens: Sequence[int], sizes: Sequence[int] = (), end: Finished = DONE) -> list[Piece]:
+    """The pieces of all tokens, in deltas of these sizes; the terminal event comes with the last."""
+    prompt = encode(PROMPT)
+    ahead, pieces, at = [lines(prompt[1:], 1)], [], 0
+    for size in [*sizes, len(tokens)]:
+        part = tokens[at : at + size]
+        last = at + len(part) == len(tokens)
+        pieces.append(made.advance(part, end if last else None, [*ahead, lines(part, len(prompt) + at)]))
+        ahead, at = [], at + len(part)
+        if last or pieces[-1].finish_reason:
+            break
+    return pieces
+
+
+def scored(pieces: Sequence[Piece]) -> list[ScoredToken]:
+    return [token for piece in pieces for token in piece.logprobs]
+
+
+def shown(pieces: Sequence[Piece]) -> str:
+    return "".join([piece.text for piece in pieces])
+
+
+def test_each_token_has_its_own() -> None:
+    tokens = encode(TEXT)
+    found = scored(run(choice(), tokens))
+    assert [token.token for token in found] == [SPELL(token) for token in tokens]
+    first = len(encode(PROMPT))
+    assert [token.logprob for token in found] == [fake_logprob(at, token) for at, token in enumerate(tokens, first)]
+    assert all(token.alternatives == [(SPELL(2), LOWEST)] for token in found)
+
+
+def check_offsets(found: Sequence[ScoredToken], text: str) -> None:
+    """Tokens that are whole characters stand in the text where they say; the others begin at their character."""
+    offsets = [token.offset for token in found]
+    assert offsets == sorted(offsets)
+    assert all(0 <= offset <= len(text) for offset in offsets)
+    for token in found:
+        try:
+            spelled = token.token.decode()
+        except UnicodeDecodeError:
+            continue
+        assert text[token.offset : token.offset + len(spelled)] == spelled
+
+
+@given(st.text(min_size=1), st.lists(st.integers(1, 5)))
+def test_offsets_are_characters_of_the_text(text: str, sizes: list[int]) -> None:
+    pieces = run(choice(echo=True), encode(text), sizes)
+    found = scored(pieces)
+    whole = PROMPT + shown(pieces)
+    assert whole == PROMPT + text
+    check_offsets(found, whole)
+    assert b"".join([token.token for token in found]).decode() == whole
+    assert found[0].logprob is None
+    assert all(token.logprob is not None for token in found[1:])
+
+
+@given(st.text("ab🙂 ", min_size=1, max_size=30), st.lists(st.integers(1, 4)), st.text("ab🙂", min_size=1, max_size=3))
+def test_a_stop_string_cuts_tokens_off_however_they_arrive(text: str, sizes: list[int], stop: str) -> None:
+    tokens = encode(text)
+    pieces = run(choice([stop]), tokens, sizes)
+    visible = text.partition(stop)[0]
+    assert shown(pieces) == visible
+    found = scored(pieces)
+    assert [token.token for token in found] == [SPELL(token) for token in tokens[: len(found)]]
+    if stop in text:
+        assert all(token.offset < len(PROMPT) + len(visible) for token in found), "no text of it was shown"
+    else:
+        assert len(found) == len(tokens)
+    assert b"".join([token.token for token in found]).startswith(visible.encode())
+    assert scored(run(choice([stop]), tokens, [1] * len(tokens))) == found
+
+
+def test_a_stop_string_that_is_shown_has_its_tokens() -> None:
+    tokens = encode("one two three")
+    pieces = run(choice(["two"], include_stop=True), tokens)
+    assert shown(pieces) == "one two"
+    assert b"".join([token.token for token in scored(pieces)]) == b"one two"
+
+
+def test_held_back_with_its_text() -> None:
+    """A token is given out when part of its text is, not before and not later."""
+    tokens = encode("x stop the rest")
+    made, pieces = choice(["stop there"]), list[Piece]()
+    for at, token in enumerate([*tokens, None]):
+        pieces += run_one(made, token, at, DONE if token is None else None)
+        spelled = [token.token.decode() for token in scored(pieces)]
+        assert "".join(spelled).startswith(shown(pieces))
+        assert len("".join(spelled[:-1])) < len(shown(pieces)) or not spelled
+    assert shown(pieces) == "x stop the rest"
+    assert [len(piece.logprobs) for piece in pieces].count(0) > 1, "nothing was held back"
+
+
+def run_one(made: Choice, token: int | None, at: int, end: Finished | None) -> list[Piece]:
+    part = [] if token is None else [token]
+    return [made.advance(part, end, [lines(part, len(encode(PROMPT)) + at)] if part else [])]
+
+
+def test_half_a_character_at_the_end() -> None:
+    tokens = encode("a🙂")[:-1]
+    pieces = run(choice(), tokens)
+    assert shown(pieces) == "a\N{REPLACEMENT CHARACTER}"
+    assert [token.offset for token in scored(pieces)] == [len(PROMPT)] + [len(PROMPT) + 1] * (len(tokens) - 1)
+
+
+def test_an_end_token_is_no_text_but_counts_for_the_mean() -> None:
+    tokens = [*encode("one"), RAW.token_to_id(END)]
+    end = Finished(1, FinishReason.STOP, tokens[-1])
+    pieces = run(choice(), tokens, end=end)
+    first = len(encode(PROMPT))
+    values = [fake_logprob(at, token) for at, token in enumerate(tokens, first)]
+    assert [token.logprob for token in scored(pieces)] == values[:-1]
+    assert pieces[-1].mean_logprob == pytest.approx(sum(values) / len(values))
+
+
+def test_the_mean_ends_with_the_token_that_completed_the_stop_string() -> None:
+    tokens = encode("one two three")
+    (piece,) = run(choice(["two"]), tokens)
+    used = piece.token_ids
+    values = [fake_logprob(at, token) for at, token in enumerate(used, len(encode(PROMPT)))]
+    assert len(used) < len(tokens)
+    assert piece.mean_logprob == pytest.approx(sum(values) / len(values))
+
+
+def test_only_a_prompt() -> None:
+    """Scoring: no token of the output, and the prompt's come with the end."""
+    prompt = encode(PROMPT)
+    made = choice(echo=True)
+    first = made.advance([], None, [lines(prompt[1:], 1)])
+    assert first.is_empty and not first.logprobs
+    last = made.advance([], DONE)
+    assert [token.token for token in last.logprobs] == [SPELL(token) for token in prompt]
+    check_offsets(last.logprobs, PROMPT)
+    assert last.text == "" and last.finish_reason == "length"
+
+
+def test_special_tokens_of_a_prompt_have_no_text() -> None:
+    ids = [RAW.token_to_id(END), *encode("one two"), RAW.token_to_id(END)]
+    prompt = echoed_prompt(ids, "one two", Detokenizer(RAW))
+    assert prompt.offsets[0] == prompt.offsets[1] == 0
+    assert prompt.offsets[-1] == len("one two")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(-math.inf, LOWEST), (math.nan, LOWEST), (-1e5, LOWEST), (-9998.5, -9998.5), (0.0, 0.0)]
+)
+def test_what_json_cannot_say(value: float, expected: float) -> None:
+    assert finite(value) == expected
+
+
+def test_lines_that_do_not_divide_are_refused() -> None:
+    broken = TokenLogprobs(1, 50, 1, pack_floats([0.0, 0.0]) + pack_ids([1, 2]))
+    with pytest.raises(ProtocolError, match="do not divide"):
+        choice().advance([5], None, [broken])

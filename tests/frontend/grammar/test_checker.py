@@ -1,0 +1,233 @@
+"""Verdicts on grammars with their places, and what one grammar does to those beside it."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from tandem.frontend.errors import ApiError
+from tandem.frontend.grammar import checker as grammar_check
+from tandem.frontend.grammar.checker import GrammarChecker
+from tandem.frontend.grammar.grammar import Grammar, lark, output_grammar, schema_grammar
+from tandem.frontend.grammar.process import TOO_COMPLEX
+
+SPECIAL = {"<|end|>": 7}
+FINE = Grammar(lark("start: /a+/"), "grammar", "'grammar'")
+NOWHERE = Grammar(lark("start: nowhere"), "grammar", "'grammar'")
+ENDLESS = schema_grammar(
+    {"allOf": [{"type": "integer", "multipleOf": 7919}, {"type": "integer", "multipleOf": 7907}]}, "p", "'p'"
+)
+"""Multiples of the product of two primes: as many states as that."""
+OVERFLOWING = Grammar(
+    lark("start: A0\n" + "\n".join(f'A{i}: A{i + 1} "x"' for i in range(20_000)) + '\nA20000: "x"'), "p", "'p'"
+)
+
+
+def with_checker(body: Callable[[GrammarChecker], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        checker = GrammarChecker(500, SPECIAL)
+        try:
+            await body(checker)
+        finally:
+            await checker.close()
+
+    asyncio.run(run())
+
+
+async def refusal(checker: GrammarChecker, grammar: Grammar) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        await checker.check(grammar)
+    return caught.value
+
+
+def pids(checker: GrammarChecker) -> list[int]:
+    """Of the processes that run and are not at work."""
+    return [process.pid for process in checker._idle if process.pid is not None]
+
+
+def pid(checker: GrammarChecker) -> int:
+    (only,) = pids(checker)
+    return only
+
+
+def named(letter: str) -> Grammar:
+    return Grammar(lark(f"start: /{letter}/"), "p", "'p'")
+
+
+NOTHING = {"type": "number", "minimum": 2, "maximum": 1}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "ab(c"}, "'regex' is invalid at character 2: unclosed group"),
+    ({"regex": "a/b\n[z-a]"}, "'regex' is invalid at character 5: invalid character class range"),
+    ({"regex": "a(?!b)"}, "'regex' is invalid at character 1: look-around"),
+    ({"regex": "a^b"}, "'regex' is invalid: lookarounds not supported yet; Start"),
+    ({"regex": r"(a)\1"}, "'regex' is invalid at character 3: backreferences are not supported"),
+    ({"grammar": 'start: "a" b\nc: "d"'}, "'grammar' is invalid at line 1, column 8: unknown name"),
+    ({"grammar": 'start: "a"\nb: (\n'}, "'grammar' is invalid at line 2, column 5: Expected token"),
+    ({"grammar": "{}"}, "'grammar' is invalid at line 1, column 1"),
+    ({"grammar": "start: <|nope|>"}, "'grammar' is invalid at line 1, column 8: unknown special token"),
+    ({"grammar": "start: <[500000]>"}, "'grammar' is invalid at line 1, column 8: Token range end too large"),
+    ({"grammar": 'start: A\nA: "a" & "b"'}, "'grammar' is invalid: no output can ever satisfy it"),
+    ({"schema": {"items": {"pattern": "(", "type": "string"}}}, "at #/items: invalid pattern: unclosed group"),
+    (
+        {"schema": {"properties": {"b": {"$ref": "#/$defs/c"}}, "required": ["b"], "$defs": {"c": NOTHING}}},
+        "at #/properties/b: Unsatisfiable schema: minimum (2) is greater than maximum (1)",
+    ),
+    ({"schema": {"oneOf": [{"type": "object"}, {"minProperties": 1}]}}, "at #: oneOf constraints are not supported"),
+]  # fmt: skip
+
+
+def test_what_is_refused_has_its_place() -> None:
+    async def body(checker: GrammarChecker) -> None:
+        for fields, text in REFUSED:
+            schema = fields.get("schema")
+            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            made = output_grammar(form if schema else None, fields.get("regex"), (), fields.get("grammar"))
+            assert made is not None
+            error = await refusal(checker, made)
+            assert text in error.message
+            assert "\n" not in error.message
+            assert (error.status, error.param) == (400, made.param)
+            assert error.code == ("invalid_grammar" if made.schema is None else "invalid_json_schema")
+
+    with_checker(body)
+
+
+def test_one_process_takes_many() -> None:
+    async def body(checker: GrammarChecker) -> None:
+        await checker.check(FINE)
+        first = pid(checker)
+        for special in ("<|end|>", "<[7]>", "<[499]>"):
+            await checker.check(Grammar(lark(f"start: {special}"), "grammar", "'grammar'"))
+        assert pid(checker) == first
+
+    with_checker(body)
+
+
+def test_verdicts_are_remembered() -> None:
+    async def body(checker: GrammarChecker) -> None:
+        await checker.check(FINE)
+        first = await refusal(checker, NOWHERE)
+        os.kill(pid(checker), signal.SIGSTOP)  # whoever asks it now would wait
+        await checker.check(FINE)
+        assert str(await refusal(checker, NOWHERE)) == str(first)
+
+    with_checker(body)
+
+
+def test_the_oldest_verdicts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "MAX_CACHED", 2)
+
+    async def body(checker: GrammarChecker) -> None:
+        for letter in "abc":
+            await checker.check(named(letter))
+        assert len(checker._known) == 2
+
+    with_checker(body)
+
+
+def test_a_slow_grammar_does_not_hold_the_others_up() -> None:
+    """Nor do many requests with the same one."""
+
+    async def body(checker: GrammarChecker) -> None:
+        await checker.check(FINE)
+        stopped = pid(checker)
+        os.kill(stopped, signal.SIGSTOP)
+        slow = [asyncio.create_task(checker.check(named("s"))) for _ in range(5)]
+        await asyncio.sleep(0)
+        for letter in "abc":
+            await checker.check(named(letter))
+        assert not any(task.done() for task in slow)
+        assert stopped not in pids(checker)
+        os.kill(stopped, signal.SIGCONT)
+        await asyncio.gather(*slow)
+        assert len(pids(checker)) == 2
+
+    with_checker(body)
+
+
+@pytest.mark.parametrize("hostile", [ENDLESS, OVERFLOWING], ids=["endless", "overflowing"])
+def test_a_grammar_that_ends_the_process_is_refused_and_no_other(hostile: Grammar) -> None:
+    async def body(checker: GrammarChecker) -> None:
+        await checker.check(FINE)
+        first = pid(checker)
+        error, _ = await asyncio.gather(refusal(checker, hostile), checker.check(named("b")))
+        assert error.message == f"'p' is invalid: {TOO_COMPLEX}"
+        assert error.status == 400
+        assert first not in pids(checker)
+        await checker.check(named("c"))
+
+    with_checker(body)
+
+
+def test_all_processes_are_replaced_each_on_its_own() -> None:
+    async def body(checker: GrammarChecker) -> None:
+        await asyncio.gather(*(checker.check(named(letter)) for letter in "ab"))
+        before = pids(checker)
+        assert len(before) == grammar_check.PROCESSES == 2
+        assert (await refusal(checker, ENDLESS)).status == 400
+        (kept,) = pids(checker)
+        assert kept in before
+        await asyncio.gather(*(checker.check(named(letter)) for letter in "cd"))
+        assert len(set(pids(checker)) | set(before)) == 3
+
+    with_checker(body)
+
+
+def test_whoever_waits_too_long_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "WAIT_SECONDS", 0.05)
+
+    async def body(checker: GrammarChecker) -> None:
+        await asyncio.gather(*(checker.check(named(letter)) for letter in "ab"))
+        stopped = pids(checker)
+        for one in stopped:
+            os.kill(one, signal.SIGSTOP)
+        ahead = [asyncio.create_task(checker.check(named(letter))) for letter in "cd"]
+        await asyncio.sleep(0)
+        error = await refusal(checker, named("e"))
+        assert (error.status, error.code) == (503, "overloaded")
+        for one in stopped:
+            os.kill(one, signal.SIGCONT)
+        await asyncio.gather(*ahead)
+
+    with_checker(body)
+
+
+def test_whoever_gives_up_takes_the_answer_from_nobody() -> None:
+    async def body(checker: GrammarChecker) -> None:
+        await checker.check(FINE)
+        stopped = pid(checker)
+        os.kill(stopped, signal.SIGSTOP)
+        given_up, other = (asyncio.create_task(refusal(checker, NOWHERE)) for _ in range(2))
+        await asyncio.sleep(0.05)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        os.kill(stopped, signal.SIGCONT)
+        assert (await other).status == 400
+
+    with_checker(body)
+
+
+def test_the_end_waits_for_no_answer() -> None:
+    async def body(checker: GrammarChecker) -> None:
+        await checker.check(FINE)
+        os.kill(pid(checker), signal.SIGSTOP)
+        asked = asyncio.create_task(checker.check(named("b")))
+        await asyncio.sleep(0.05)
+        await checker.close()
+        assert pids(checker) == []
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    with_checker(body)
+
+
+def test_a_grammar_that_is_too_long() -> None:
+    async def body(checker: GrammarChecker) -> None:
+        error = await refusal(checker, Grammar(lark("#" * 2**20), "grammar", "'grammar'"))
+        assert "at most 1048576" in error.message
+        assert pids(checker) == []
+
+    with_checker(body)

@@ -1,0 +1,184 @@
+"""From the fields of a request to a grammar: what it accepts, and what is refused."""
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.frontend.errors import ApiError
+from tandem.frontend.grammar.grammar import Grammar, output_grammar, place_in_regex, regex_pieces
+from tests.support.byte_grammar import verdict
+
+
+def of(
+    response_format: dict[str, Any] | None = None,
+    regex: str | None = None,
+    choice: tuple[str, ...] = (),
+    grammar: str | None = None,
+) -> Grammar:
+    made = output_grammar(response_format, regex, choice, grammar)
+    assert made is not None
+    return made
+
+
+def refusal(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        of(**fields)
+    return caught.value
+
+
+def schema_format(schema: object, **more: object) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, **more}}
+
+
+def test_free_text_has_no_grammar() -> None:
+    assert output_grammar(None, None, (), None) is None
+    assert output_grammar({"type": "text"}, None, (), None) is None
+    assert output_grammar({"type": "text"}, "a", (), None) is not None
+
+
+@pytest.mark.parametrize(
+    ("regex", "text", "expected"),
+    [
+        ("[a-z]+", "abc", "whole"),
+        ("[a-z]+", "", "beginning"),
+        ("[a-z]+", "aB", "wrong"),
+        ("a{3}", "aa", "beginning"),
+        (".+", "a\nb", "wrong"),
+        ("(?s).+", "a\nb", "whole"),
+        ("^ab$", "ab", "whole"),
+        ("a/b", "a/b", "whole"),
+        (r"a\/b", "a/b", "whole"),
+        (r"a\\/b", "a\\/b", "whole"),
+        ("[/]+", "//", "whole"),
+        ("a\nb", "a\nb", "whole"),
+        ("a\\\nb", "a\nb", "whole"),
+        ('"#%', '"#%', "whole"),
+        (r"\d{2}-\w+", "12-é", "whole"),
+        (r"\p{Greek}+", "αβ", "whole"),
+        ("é{2}🙂", "éé🙂", "whole"),
+        ("é", "e", "wrong"),
+        ("a|b|", "", "whole"),
+    ],
+)
+def test_a_regex_holds_for_the_whole_output(regex: str, text: str, expected: str) -> None:
+    assert verdict(of(regex=regex).text, text) == expected
+
+
+@given(text=st.text(max_size=20).filter(lambda text: "\\" not in text))
+def test_an_escaped_text_matches_itself(text: str) -> None:
+    assert verdict(of(regex=re.escape(text) or "()").text, text) == "whole"
+
+
+@given(regex=st.text(alphabet="ab/\\\n", max_size=12))
+def test_a_regex_in_lark_is_the_same_characters_in_order(regex: str) -> None:
+    try:
+        pieces = regex_pieces(regex)
+    except ApiError:
+        assert len(regex) - len(regex.rstrip("\\")) in range(1, 13, 2)
+        return
+    assert len(pieces) == len(regex)
+    assert "\n" not in "".join(pieces)
+    offset = len("(?-s)")
+    for index, piece in enumerate(pieces):
+        assert place_in_regex(regex, offset) == index
+        offset += len(piece)
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", 'a"b', "a\\b", "a\nb", "\t", "\x00", "\x7f", "é", "🙂", "\u2028", "a/b", "%json {}", "<|end|>"]
+)
+def test_a_choice_is_taken_letter_by_letter(text: str) -> None:
+    grammar = of(choice=(text, "other")).text
+    assert verdict(grammar, text) == "whole"
+    assert verdict(grammar, "other") == "whole"
+    assert verdict(grammar, text + "x") == "wrong"
+
+
+def test_a_grammar_in_lark() -> None:
+    text = of(grammar='start: "a" rest\nrest: /[0-9]+/ | %json {"type": "null"}').text
+    assert [verdict(text, output) for output in ("a12", "anull", "a", "b")] == ["whole", "whole", "beginning", "wrong"]
+
+
+def test_a_grammar_that_looks_like_the_compilers_own_format_is_not_taken_as_such() -> None:
+    made = of(grammar='{"grammars": [{"json_schema": {}}]}')
+    assert made.body == {"lark_grammar": '{"grammars": [{"json_schema": {}}]}'}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{}", "whole"),
+        ('{"a": [1, {"b": null}]}', "whole"),
+        ('{"a": [1', "beginning"),
+        ("[]", "wrong"),
+        ("{} ", "wrong"),
+        ('{\n  "a": 1\n}', "whole"),
+        ("{  }", "wrong"),
+    ],
+)
+def test_json_object(text: str, expected: str) -> None:
+    assert verdict(of({"type": "json_object"}).text, text) == expected
+
+
+def test_json_schema_strict_or_not() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for strict in (True, False, None):
+        text = of(schema_format(schema, strict=strict, description="d")).text
+        assert verdict(text, '{"a":1}') == verdict(text, '{\n  "a" : 1 }') == "whole"
+        assert verdict(text, '{"b') == verdict(text, '{"a": 1, "b') == "wrong"
+
+
+def test_blanks_are_bounded() -> None:
+    text = of({"type": "json_object"}).text
+    assert verdict(text, "{\n" + 32 * " ") == "beginning"
+    assert verdict(text, "{\n" + 33 * " ") == "wrong"
+    assert verdict(text, "{\n\n") == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"regex": "a", "choice": ("b",)}, 422, "choice"),
+        ({"response_format": {"type": "json_object"}, "grammar": "start: /a/"}, 422, "grammar"),
+        ({"response_format": {"type": "xml"}}, 422, "response_format"),
+        ({"response_format": {}}, 400, "response_format.type"),
+        ({"response_format": {"type": "text", "schema": {}}}, 422, "response_format.schema"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
+        ({"response_format": schema_format([])}, 400, "response_format.json_schema.schema"),
+        ({"response_format": schema_format({}, strict="yes")}, 400, "response_format.json_schema.strict"),
+        ({"response_format": schema_format({}, foo=1)}, 422, "response_format.json_schema.foo"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            400,
+            "response_format.json_schema.name",
+        ),
+        ({"response_format": schema_format({"type": "thing"})}, 400, "response_format.json_schema.schema"),
+        ({"regex": "ab\\"}, 400, "regex"),
+    ],
+)
+def test_what_is_refused(fields: dict[str, Any], status: int, param: str) -> None:
+    error = refusal(**fields)
+    assert (error.status, error.param) == (status, param)
+
+
+def test_two_sources_are_both_named() -> None:
+    assert refusal(regex="a", choice=("b",)).message == "'regex' and 'choice' cannot be combined; give one of them"
+
+
+SPECIAL = {"<think>": 300, "</think>": 301}
+
+
+@pytest.mark.parametrize("special", [{}, SPECIAL])
+@pytest.mark.parametrize("made", [of({"type": "json_object"}), of(regex="a+"), of(choice=("yes", "no"))])
+def test_thoughts_come_first(made: Grammar, special: dict[str, int]) -> None:
+    answer = {"response_format": "{}", "regex": "aa", "choice": "yes"}[made.param]
+    opened, closed = made.after_thoughts(True, special), made.after_thoughts(False, special)
+    thoughts = "<think>hm { no\n</think>\n\n"
+    assert verdict(closed, answer, special) == "whole"
+    assert verdict(closed, thoughts + answer, special) == "whole"
+    assert verdict(closed, thoughts + "?", special) == "wrong"
+    assert verdict(opened, answer, special) == "beginning"
+    assert verdict(opened, thoughts.removeprefix("<think>") + answer, special) == "whole"

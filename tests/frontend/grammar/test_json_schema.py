@@ -1,0 +1,146 @@
+"""What a JSON schema may hold, and where in it an error is."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tandem.frontend.grammar.json_schema import (
+    MAX_NESTING,
+    SchemaError,
+    check_nesting,
+    check_schema,
+    locate,
+    moved,
+    walk,
+    with_options,
+)
+
+
+def error_of(schema: dict[str, Any]) -> str:
+    with pytest.raises(SchemaError) as caught:
+        check_schema(schema)
+    return str(caught.value)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        schema = {"items": schema}
+    return schema
+
+
+UNSUPPORTED = (
+    *("not", "if", "then", "else", "uniqueItems", "contains", "propertyNames", "dependentRequired", "nullable"),
+    *("unevaluatedProperties", "dependencies", "additionalItems", "$dynamicRef", "requried", "x-guidance"),
+)
+
+
+@pytest.mark.parametrize("keyword", UNSUPPORTED)
+def test_an_unsupported_keyword_is_named_with_its_place(keyword: str) -> None:
+    schema = {"properties": {"a/b": {"anyOf": [{}, {"items": {keyword: True}}]}}}
+    assert error_of(schema) == (
+        f"at #/properties/a~1b/anyOf/1/items: the keyword '{keyword}' is not supported; leave it out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "objekt"}, "at #: 'objekt' is no type"),
+        ({"items": {"minimum": 10**20}}, "at #/items/minimum: the number 100000000000000000000 is beyond 2**53"),
+        ({"enum": [1, {"a": [2**53, -(2**53) - 1]}]}, "at #/enum: the number -9007199254740993 is beyond 2**53"),
+        ({"const": 12345678901234567890123}, "at #/const: the number 12345678901234567890123 is beyond 2**53"),
+        ({"items": {"type": ["string", 3]}}, "at #/items: '3' is no type"),
+        ({"items": {"format": "iri"}}, "at #/items: the format 'iri' is not supported"),
+        ({"items": 3}, "at #/items: a schema must be an object or a boolean"),
+        ({"anyOf": {}}, "at #: 'anyOf' must be an array of schemas"),
+        ({"properties": []}, "at #: 'properties' must be an object of schemas"),
+        ({"items": {"$ref": "http://example.org/x"}}, "at #/items: $ref must point into the same schema"),
+        ({"items": {"$ref": "other.json#/x"}}, "at #/items: $ref must point into the same schema"),
+        ({"$ref": "#/$defs/a"}, "at #: $ref '#/$defs/a' points to nothing"),
+        ({"anyOf": [{"$ref": "#/anyOf/7"}]}, "at #/anyOf/0: $ref '#/anyOf/7' points to nothing"),
+        ({"items": {"$id": "x"}}, "at #/items: '$id' is supported at the root alone"),
+        ({"enum": list(range(10_001))}, "at #: more than 10000 enum values"),
+        ({"anyOf": [{}] * 5000}, "more than 5000 schemas"),
+        (nested(MAX_NESTING + 2), f"nested more than {MAX_NESTING} levels deep"),
+    ],
+)
+def test_what_is_refused(schema: dict[str, Any], text: str) -> None:
+    assert text in error_of(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        nested(MAX_NESTING),
+        {"type": "integer", "format": "int32"},
+        {"type": ["string", "null"], "description": "d", "default": {"not": 1}, "examples": [{"if": 1}]},
+        {"properties": {"not": {"const": {"uniqueItems": 1}}, "$ref": {}}},
+        {"$defs": {"a~b/c d": {}}, "items": {"$ref": "#/$defs/a~0b~1c%20d"}},
+        {"$id": "http://example.org", "$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#"},
+        {"additionalProperties": False, "patternProperties": {"^a": True}, "x-order": 3},
+    ],
+)
+def test_what_is_taken(schema: dict[str, Any]) -> None:
+    check_schema(schema)
+
+
+def test_nesting_is_counted_without_recursion() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(SchemaError):
+        check_nesting(deep)
+
+
+def test_all_schemas_are_found_outer_ones_first() -> None:
+    schema = {
+        "properties": {"a": {"items": True}},
+        "allOf": [{"$defs": {"b": {}}}],
+        "enum": [{"items": {}}],
+        "default": {"properties": {"no": {}}},
+    }
+    assert [place for place, _ in walk(schema)] == [
+        "#", "#/properties/a", "#/properties/a/items", "#/allOf/0", "#/allOf/0/$defs/b",
+    ]  # fmt: skip
+
+
+def test_a_moved_schema_points_to_where_it_went() -> None:
+    schema = {
+        "$id": "gone",
+        "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"$ref": "#"}, "c": {"const": {"$ref": "#/kept"}}},
+        "anyOf": [{"items": {"$ref": "#/$defs/x"}}, True],
+        "$defs": {"x": {}},
+    }
+    before = str(schema)
+    assert moved(schema, "#/base") == {
+        "properties": {"a": {"$ref": "#/base/$defs/x"}, "b": {"$ref": "#/base"}, "c": {"const": {"$ref": "#/kept"}}},
+        "anyOf": [{"items": {"$ref": "#/base/$defs/x"}}, True],
+        "$defs": {"x": {}},
+    }
+    assert str(schema) == before
+
+
+def test_options_are_ours() -> None:
+    assert with_options({"x-guidance": {"lenient": True}, "$id": "x", "type": "object"}, {"a": 1}) == {
+        "x-guidance": {"a": 1},
+        "type": "object",
+    }
+
+
+def test_an_error_is_located_in_the_innermost_schema_that_has_it() -> None:
+    schema = {
+        "$defs": {"used": {}},
+        "properties": {"fine": {}, "bad": {"items": {"anyOf": [{}, {"pattern": "(", "items": {}}]}}},
+    }
+    asked: list[dict[str, Any]] = []
+
+    async def fails(part: dict[str, Any]) -> bool:
+        asked.append(part)
+        return "'pattern': '('" in str(part)
+
+    place = asyncio.run(locate(schema, fails))
+    assert place == "#/properties/bad/items/anyOf/1"
+    assert all("$defs" in part for part in asked)

@@ -1,0 +1,105 @@
+"""The process that compiles grammars: how it ends, and what is asked of the next."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.frontend.errors import ApiError
+from tandem.frontend.grammar import process as grammar_process
+from tandem.frontend.grammar.grammar import Grammar, lark
+from tandem.frontend.grammar.process import GrammarProcess
+
+
+def text(source: str) -> str:
+    return Grammar(lark(source), "p", "'p'").text
+
+
+FINE, WRONG = text("start: /a/"), text("start: nowhere")
+
+
+def with_process(body: Callable[[GrammarProcess], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        process = GrammarProcess(b"[500, {}]")
+        try:
+            await body(process)
+        finally:
+            await process.close()
+
+    asyncio.run(run())
+
+
+def stop(process: GrammarProcess) -> int:
+    """Returns its id once it stands still: on a loaded machine it may answer a question after the signal."""
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)
+    return process.pid
+
+
+def test_it_starts_with_the_first_question_and_takes_many() -> None:
+    async def body(process: GrammarProcess) -> None:
+        assert process.pid is None
+        assert await process.ask(FINE) is None
+        first = process.pid
+        assert "unknown name" in (await process.ask(WRONG) or "")
+        assert process.pid == first is not None
+
+    with_process(body)
+
+
+def test_one_that_was_killed_is_replaced() -> None:
+    async def body(process: GrammarProcess) -> None:
+        await process.ask(FINE)
+        assert process._process is not None
+        process._process.kill()
+        await process._process.wait()
+        assert await process.ask(FINE) is None
+
+    with_process(body)
+
+
+def test_one_that_hangs_is_503_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(process: GrammarProcess) -> None:
+        await process.ask(FINE)
+        stopped = stop(process)
+        monkeypatch.setattr(grammar_process, "CHECK_SECONDS", 0.1)
+        with pytest.raises(ApiError) as caught:
+            await process.ask(FINE)
+        assert (caught.value.status, caught.value.code) == (503, "overloaded")
+        monkeypatch.undo()
+        assert await process.ask(FINE) is None
+        assert process.pid != stopped
+
+    with_process(body)
+
+
+def test_an_answer_that_nobody_waits_for_reaches_nobody_else() -> None:
+    async def body(process: GrammarProcess) -> None:
+        await process.ask(FINE)
+        stop(process)
+        given_up = asyncio.create_task(process.ask(WRONG))
+        await asyncio.sleep(0.05)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        assert await process.ask(FINE) is None
+
+    with_process(body)
+
+
+def test_the_end_leaves_no_process() -> None:
+    async def body(process: GrammarProcess) -> None:
+        await process.ask(FINE)
+        stopped = stop(process)
+        await process.close()
+        assert process.pid is None
+        with pytest.raises(ProcessLookupError):
+            os.kill(stopped, 0)
+
+    with_process(body)

@@ -1,0 +1,155 @@
+"""Outputs with calls of tools: what the grammar takes, in every form of writing them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tandem.frontend.errors import ApiError
+from tandem.frontend.grammar.grammar import Grammar, output_grammar
+from tandem.frontend.grammar.tool_calls import GENERIC_JSON, HERMES, LLAMA3_JSON, MISTRAL, CallSyntax, tool_grammar
+from tandem.frontend.request.tools import Tool, ToolChoice, ToolUse
+from tests.support.byte_grammar import verdict
+
+SPECIAL = {"[TOOL_CALLS]": 400, "<tool_call>": 401}
+FORMS: list[tuple[CallSyntax, dict[str, int]]] = [
+    (form, special) for form in (HERMES, LLAMA3_JSON, MISTRAL, GENERIC_JSON) for special in ({}, SPECIAL)
+]
+
+WEATHER = {
+    "type": "object",
+    "properties": {"place": {"$ref": "#/$defs/place"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["place"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "string"}},
+}
+STRICT = Tool("weather", WEATHER, True, {})
+LOOSE = Tool("clock", {"properties": {"zone": {"not": {}}}, "additionalProperties": True}, False, {})
+EMPTY = Tool("ping", None, True, {})
+
+GOOD, BAD = {"place": "Köln"}, {"place": 3}
+
+
+def use(*tools: Tool, mode: Any = "required", name: str | None = None, parallel: bool = True) -> ToolUse:
+    return ToolUse(tools, ToolChoice(mode, name), parallel)
+
+
+def call(form: CallSyntax, name: str, arguments: object) -> str:
+    return json.dumps({"name": name, form.arguments: arguments}, ensure_ascii=False)
+
+
+def written(form: CallSyntax, *calls: str) -> str:
+    return form.opening + form.between.join(form.before + one + form.after for one in calls) + form.closing
+
+
+def text_of(grammar: Grammar | None) -> str:
+    assert grammar is not None
+    return grammar.text
+
+
+@pytest.mark.parametrize(("form", "special"), FORMS)
+def test_a_required_call(form: CallSyntax, special: dict[str, int]) -> None:
+    text = text_of(tool_grammar(use(STRICT, LOOSE, EMPTY), form, special))
+
+    def judged(*calls: str) -> str:
+        return verdict(text, written(form, *calls), special)
+
+    good = call(form, "weather", GOOD)
+    assert judged(good) == judged(good, call(form, "clock", {"zone": [1]}), good) == "whole"
+    assert judged(call(form, "ping", {})) == "whole"
+    for wrong in (
+        call(form, "weather", BAD),
+        call(form, "weather", {**GOOD, "more": 1}),
+        call(form, "ping", {"a": 1}),
+        call(form, "clock", []),
+        call(form, "other", {}),
+    ):
+        assert judged(wrong) == judged(good, wrong) == "wrong"
+    assert verdict(text, "Well, " + written(form, good), special) == "wrong"
+    assert verdict(text, "", special) == "beginning"
+
+
+@pytest.mark.parametrize(("form", "special"), FORMS)
+@pytest.mark.parametrize("tool_use", [use(STRICT, LOOSE, parallel=False), use(STRICT, LOOSE, name="weather")])
+def test_exactly_one_call(form: CallSyntax, special: dict[str, int], tool_use: ToolUse) -> None:
+    text = text_of(tool_grammar(tool_use, form, special))
+    good = call(form, "weather", GOOD)
+    assert verdict(text, written(form, good), special) == "whole"
+    assert verdict(text, written(form, good, good), special) == "wrong"
+
+
+@pytest.mark.parametrize(("form", "special"), FORMS)
+def test_a_named_call_is_of_that_tool(form: CallSyntax, special: dict[str, int]) -> None:
+    text = text_of(tool_grammar(use(STRICT, EMPTY, name="ping"), form, special))
+    assert verdict(text, written(form, call(form, "ping", {})), special) == "whole"
+    assert verdict(text, written(form, call(form, "weather", GOOD)), special) == "wrong"
+
+
+@pytest.mark.parametrize(("form", "special"), FORMS)
+def test_text_or_calls(form: CallSyntax, special: dict[str, int]) -> None:
+    text = text_of(tool_grammar(use(STRICT, LOOSE, mode="auto"), form, special))
+    for free in ("", "hello", "say {", "a <tool b", "[x](y)", "grüße\n\n- a"):
+        assert verdict(text, free, special) == "whole", free
+    good = call(form, "weather", GOOD)
+    assert verdict(text, written(form, good, good), special) == "whole"
+    assert verdict(text, written(form, call(form, "weather", BAD)), special) == "wrong"
+    said = verdict(text, "I look: " + written(form, call(form, "weather", BAD)), special)
+    assert said == ("wrong" if form.trigger else "whole")
+
+
+@pytest.mark.parametrize("form", [LLAMA3_JSON, GENERIC_JSON])
+@pytest.mark.parametrize("text", ['{"a', "\n {", "[{", "[ {"])
+def test_without_a_trigger_a_brace_begins_a_call(form: CallSyntax, text: str) -> None:
+    grammar = text_of(tool_grammar(use(STRICT, mode="auto"), form, {}))
+    assert verdict(grammar, text + "x") == "wrong"
+
+
+@pytest.mark.parametrize(("form", "special"), FORMS)
+def test_an_answer_in_json_or_calls(form: CallSyntax, special: dict[str, int]) -> None:
+    schema = {"type": "object", "properties": {"answer": {"$ref": "#/$defs/a"}}, "required": ["answer"]}
+    content = output_grammar(
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {**schema, "$defs": {"a": {"type": "null"}}}}},
+        None, (), None,
+    )  # fmt: skip
+    text = text_of(tool_grammar(use(STRICT, mode="auto"), form, special, content))
+    assert verdict(text, '{"answer": null}', special) == "whole"
+    assert verdict(text, written(form, call(form, "weather", GOOD)), special) == "whole"
+    assert verdict(text, '{"answer": 1', special) == verdict(text, "Well", special) == "wrong"
+    only_calls = tool_grammar(use(STRICT), form, special, content)
+    assert verdict(text_of(only_calls), '{"answer": null}', special) == "wrong"
+
+
+def test_what_needs_no_grammar() -> None:
+    content = output_grammar(None, "a", (), None)
+    assert tool_grammar(use(LOOSE, mode="auto"), HERMES, {}) is None
+    assert tool_grammar(use(STRICT, mode="none"), HERMES, {}) is None
+    assert tool_grammar(use(STRICT, mode="none"), HERMES, {}, content) is content
+    assert tool_grammar(use(), HERMES, {}, content) is content
+
+
+def test_what_cannot_be_combined() -> None:
+    content = output_grammar(None, "a", (), None)
+    with pytest.raises(ApiError, match="'regex' and 'tools' cannot be combined") as caught:
+        tool_grammar(use(STRICT), HERMES, {}, content)
+    assert (caught.value.status, caught.value.param) == (422, "regex")
+
+
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        (Tool("t", {"properties": {"a": {"not": {}}}}, True, {}), "at #/properties/a: the keyword 'not'"),
+        (Tool("t", {"items": {"$ref": "http://x"}}, True, {}), "at #/items: $ref must point"),
+    ],
+)
+def test_a_strict_schema_that_cannot_be_followed(tool: Tool, text: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        tool_grammar(use(tool), HERMES, {})
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+    assert caught.value.message.startswith(f"the parameters of the tool 't' is invalid {text}")
+
+
+def test_a_tool_that_is_not_strict_is_held_to_what_can_be_held() -> None:
+    tool = Tool("t", {"type": "object", "properties": {"a": {"type": "integer", "not": {}}}}, False, {})
+    text = text_of(tool_grammar(use(tool), GENERIC_JSON, {}))
+    assert verdict(text, call(GENERIC_JSON, "t", {"a": 1})) == "whole"
+    assert verdict(text, call(GENERIC_JSON, "t", {"a": "x"})) == "wrong"

@@ -1,0 +1,52 @@
+"""Coroutines for callers without an event loop."""
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tandem.frontend.offline.loop_thread import LoopThread
+
+
+@pytest.fixture
+def thread() -> Iterator[LoopThread]:
+    running = LoopThread("test-loop")
+    running.start()
+    yield running
+    running.stop()
+    assert "test-loop" not in [one.name for one in threading.enumerate()]
+
+
+def test_a_result_and_an_error_come_back(thread: LoopThread) -> None:
+    async def double(number: int) -> int:
+        await asyncio.sleep(0)
+        assert thread.is_current
+        return 2 * number
+
+    async def fail() -> None:
+        raise ValueError("no")
+
+    assert thread.run(double(21)) == 42
+    with pytest.raises(ValueError, match="no"):
+        thread.run(fail())
+    assert not thread.is_current
+
+
+def test_an_interrupt_cancels_and_waits(thread: LoopThread) -> None:
+    told: list[str] = []
+
+    async def endless() -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            told.append("ended")
+
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(endless())
+    assert told == ["ended"]

@@ -1,0 +1,135 @@
+"""Limits that a server's flags set, prompt tokens that wait, and room in the KV pool."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from msgspec import structs
+
+from tandem.frontend.config import FrontendConfig
+from tandem.frontend.prompt_queue import PromptQueue
+from tandem.frontend.request.limits import RequestLimits
+from tests.fakes.engine import FakeEngine
+from tests.frontend.api.test_errors import error_of
+from tests.frontend.conftest import DEADLINE, RunningServer, until
+
+LIMITS = RequestLimits(max_n=2, max_top_logprobs=3, max_stop_strings=1, max_prompt_tokens=20)
+
+
+@pytest.fixture
+def limited(engine: FakeEngine, config: FrontendConfig) -> Iterator[RunningServer]:
+    engine.start()
+    running = RunningServer(structs.replace(config, limits=LIMITS, max_queued_tokens=30))
+    yield running.start().ready()
+    running.stop()
+
+
+def complete(server: RunningServer, timeout_s: float = DEADLINE, **fields: Any) -> httpx.Response:
+    body = {"model": "fake-model", "prompt": [5] * 5, **fields}
+    return httpx.post(server.url + "/v1/completions", json=body, timeout=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "text"),
+    [
+        ({"n": 3}, 422, "n", "asks for 3, this server allows at most 2 (--max-n)"),
+        ({"logprobs": 4}, 422, "logprobs", "asks for 4, this server allows at most 3 (--max-top-logprobs)"),
+        ({"stop": ["a", "b"]}, 422, "stop", "asks for 2, this server allows at most 1 (--max-stop-strings)"),
+        ({"prompt": [5] * 21}, 400, "prompt", "has 21 tokens, this server allows at most 20 (--max-prompt-tokens)"),
+        ({"prompt": "x" * 4000}, 400, "prompt", "has at least "),
+    ],
+)
+def test_more_than_a_flag_allows_is_refused(
+    limited: RunningServer, fields: dict[str, Any], status: int, param: str, text: str
+) -> None:
+    response = complete(limited, **fields)
+    error = error_of(response)
+    assert (response.status_code, error["param"]) == (status, param)
+    assert text in error["message"]
+
+
+def test_what_a_flag_allows_is_taken(limited: RunningServer) -> None:
+    assert complete(limited, n=2, stop=["zzz"], prompt=[5] * 15).status_code == 200
+
+
+def test_prompt_tokens_that_wait_are_bounded(limited: RunningServer, engine: FakeEngine) -> None:
+    client = limited.server._service.client
+    engine.hold = True
+    with ThreadPoolExecutor(1) as pool:
+        # More than the limit by itself, yet nothing else waits.
+        waiting = pool.submit(complete, limited, prompt=[5] * 20, n=2)
+        until(lambda: client.queued_tokens == 40)
+        refused = complete(limited)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert error_of(refused)["message"].startswith(
+            "40 prompt tokens are waiting and 5 more were asked for, at most 30 at once (--max-queued-tokens)"
+        )
+        engine.hold = False
+        assert waiting.result().status_code == 200
+    assert client.queued_tokens == 0
+    assert complete(limited).status_code == 200
+
+
+@pytest.mark.parametrize("how", ["failure", "disconnect", "engine loss"])
+def test_a_sequence_that_ends_early_waits_no_longer(limited: RunningServer, engine: FakeEngine, how: str) -> None:
+    client = limited.server._service.client
+    engine.hold = True
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(complete, limited, timeout_s=1.0 if how == "disconnect" else DEADLINE)
+        until(lambda: client.queued_tokens == 5)
+        if how == "failure":
+            engine.break_after = 0
+            engine.hold = False
+        elif how == "engine loss":
+            engine.die()
+        until(lambda: client.queued_tokens == 0)
+        if how == "disconnect":
+            assert isinstance(asked.exception(), httpx.TimeoutException)
+        else:
+            assert asked.result().status_code >= 500
+
+
+def test_the_queue_counts_each_sequence_until_its_first_event() -> None:
+    queue = PromptQueue()
+    queue.add(1, 10)
+    queue.add(2, 5)
+    assert queue.tokens == 15
+    queue.remove(1)
+    queue.remove(1)
+    assert queue.tokens == 5
+    queue.remove_all([1, 2, 3])
+    assert queue.tokens == 0
+
+
+@pytest.fixture
+def small_pool(engine: FakeEngine, config: FrontendConfig) -> Iterator[RunningServer]:
+    """A server whose KV pool holds less than the model's context."""
+    engine.kv_tokens = 512
+    engine.start()
+    running = RunningServer(config).start().ready()
+    yield running
+    running.stop()
+
+
+def test_the_default_length_is_clamped_to_the_kv_pool(small_pool: RunningServer, engine: FakeEngine) -> None:
+    """The KV of an answer's last token is never computed."""
+    complete(small_pool, prompt=[[5] * 496, [5] * 497, [5] * 498, [5] * 512])
+    assert [submit.sampling.max_tokens for submit in engine.submits] == [16, 16, 15, 1]
+    engine.submits.clear()
+    assert complete(small_pool, prompt=[5] * 510, min_tokens=9).status_code == 200
+    assert complete(small_pool, prompt=[5] * 510, max_tokens=20).status_code == 200
+    assert [submit.sampling.max_tokens for submit in engine.submits] == [9, 20], "what was asked for the engine judges"
+
+
+@pytest.mark.parametrize(("prompt", "length"), [([5] * 513, "513"), ("x" * 600, "600"), ("x" * 20_000, "at least ")])
+def test_a_prompt_longer_than_the_kv_pool(
+    small_pool: RunningServer, engine: FakeEngine, prompt: str | list[int], length: str
+) -> None:
+    response = complete(small_pool, prompt=prompt)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "kv_capacity_exceeded", "prompt")
+    assert f"the prompt has {length}" in error["message"]
+    assert "this server's KV pool holds 512 (--kv-tokens)" in error["message"]
+    assert engine.submits == []

@@ -1,0 +1,127 @@
+"""`/openapi.json` is true: what the routes take and answer fits what it says of them."""
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from msgspec import structs
+
+from tandem.frontend.config import FrontendConfig
+from tandem.protocol.errors import ErrorCode
+from tests.fakes.engine import FakeEngine
+from tests.frontend.api.test_malformed import (
+    GENERATING,
+    GOOD,
+    broken_json,
+    chatting,
+    out_of_range,
+    wrong_requests,
+    wrong_types,
+)
+from tests.frontend.conftest import RunningServer, get, post
+
+__all__ = ("chatting",)
+
+
+@pytest.fixture
+def guarded(engine: FakeEngine, config: FrontendConfig) -> Iterator[RunningServer]:
+    engine.start()
+    running = RunningServer(structs.replace(config, api_keys=("key",))).start().ready()
+    yield running
+    running.stop()
+
+
+def described(server: RunningServer, **more: Any) -> dict[str, Any]:
+    found: dict[str, Any] = get(server.url + "/openapi.json", **more).json()
+    return found
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield method, path, operation
+
+
+def body_schema(document: dict[str, Any], path: str) -> dict[str, Any]:
+    schema: dict[str, Any] = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    return schema
+
+
+def answer_schema(document: dict[str, Any], path: str, method: str, status: int) -> dict[str, Any]:
+    response = document["paths"][path][method]["responses"][str(status)]
+    schema: dict[str, Any] = response["content"]["application/json"]["schema"]
+    return schema
+
+
+def test_every_schema_is_one(server: RunningServer) -> None:
+    for method, path, operation in operations(described(server)):
+        if "requestBody" in operation:
+            jsonschema.Draft202012Validator.check_schema(body_schema(described(server), path))
+        for status, response in operation["responses"].items():
+            for content in response.get("content", {}).values():
+                jsonschema.Draft202012Validator.check_schema(content["schema"])
+            assert "X-Request-Id" in response["headers"], (method, path, status)
+
+
+def test_the_model_that_is_served_is_named(server: RunningServer) -> None:
+    document = described(server)
+    assert body_schema(document, "/v1/completions")["properties"]["model"]["enum"] == ["fake-model"]
+    assert body_schema(document, "/detokenize")["properties"]["model"]["enum"] == ["fake-model", None]
+    assert "enum" not in body_schema(document, "/v1/completions")["properties"]["prompt"]["anyOf"][0]
+
+
+def test_good_requests_and_answers_fit(chatting: RunningServer) -> None:
+    document = described(chatting)
+    for path, fields in GOOD.items():
+        jsonschema.validate(fields, body_schema(document, path))
+        response = post(chatting.url + path, json=fields)
+        jsonschema.validate(response.json(), answer_schema(document, path, "post", response.status_code))
+    for path in ("/v1/models", "/v1/models/{model}", "/version", "/health/live", "/health/ready"):
+        response = get(chatting.url + path.format(model="fake-model"))
+        jsonschema.validate(response.json(), answer_schema(document, path, "get", response.status_code))
+    missing = get(chatting.url + "/v1/models/other")
+    jsonschema.validate(missing.json(), answer_schema(document, "/v1/models/{model}", "get", 404))
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_refused_values_do_not_fit(server: RunningServer, path: str) -> None:
+    """The description says what the types and bounds are, so that a client may check for itself."""
+    validator = jsonschema.Draft202012Validator(body_schema(described(server), path))
+    for case in (*wrong_types(path), *out_of_range(path)):
+        assert not validator.is_valid(json.loads(case.content)), case.name
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_refusals_fit(chatting: RunningServer, path: str) -> None:
+    document = described(chatting)
+    for case in (*broken_json(path, random.Random(1)), *wrong_requests(path)):
+        headers = {"content-type": "application/json", **case.headers}
+        response = post(chatting.url + path, content=case.content, headers=headers)
+        jsonschema.validate(response.json(), answer_schema(document, path, "post", response.status_code))
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_every_failure_of_the_engine_is_described(chatting: RunningServer, engine: FakeEngine, path: str) -> None:
+    document = described(chatting)
+    for code in ErrorCode:
+        engine.refusal = code
+        response = post(chatting.url + path, json=GOOD[path])
+        assert response.json()["error"]["code"] == code
+        jsonschema.validate(response.json(), answer_schema(document, path, "post", response.status_code))
+
+
+def test_without_keys_none_is_asked_for(server: RunningServer) -> None:
+    for _, path, operation in operations(described(server)):
+        assert "security" not in operation, path
+        assert "401" not in operation["responses"], path
+
+
+def test_keys_are_described_where_they_are_needed(guarded: RunningServer) -> None:
+    with_keys = described(guarded, headers={"authorization": "Bearer key"})
+    for _, path, operation in operations(with_keys):
+        needed = not path.startswith("/health/")
+        assert ("security" in operation) == ("401" in operation["responses"]) == needed, path
+    assert with_keys["components"]["securitySchemes"]["apiKey"]["scheme"] == "bearer"

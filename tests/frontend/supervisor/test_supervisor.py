@@ -1,0 +1,269 @@
+"""`tandem serve` as a process, with a fake engine core."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tandem.frontend.supervisor.process import Child
+from tests.fakes.tokenizer import write_tokenizer
+from tests.frontend.conftest import DEADLINE, get, open_stream, post, until
+from tests.support.tandem_with_fake_engine import write_tandem
+
+SERVING = """
+import sys
+from pathlib import Path
+from tests.fakes.engine import run_as_process
+engine = run_as_process(sys.argv)
+Path("last_words").write_text(f"goodbyes {engine.goodbyes}")
+"""
+
+HANGING_ONCE = """
+import sys
+from pathlib import Path
+from tests.fakes import engine
+hangs = not Path("hung").exists()
+Path("hung").touch()
+class Engine(engine.FakeEngine):
+    def __init__(self, endpoint):
+        super().__init__(endpoint)
+        self.hold = hangs
+engine.FakeEngine = Engine
+engine.run_as_process(sys.argv)
+"""
+
+IMPOSSIBLE = """
+import sys
+print("max_len 5 is below 16; raise --max-len", file=sys.stderr)
+sys.exit(2)
+"""
+
+
+class Tandem:
+    """A `tandem` process and the lines it has printed."""
+
+    def __init__(self, folder: Path, python_path: str, *flags: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": python_path, "PYTHONWARNINGS": "default"}
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                "import sys; from tandem.frontend.cli.main import main; sys.exit(main())",
+                *flags,
+            ],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def find(self, pattern: str) -> re.Match[str]:
+        """Waits for a line of this pattern."""
+        until(lambda: re.search(pattern, self.output) or self.process.poll() is not None, pattern)
+        match = re.search(pattern, self.output)
+        assert match is not None, self.output
+        return match
+
+    def url(self) -> str:
+        return self.find(r"tandem is ready on (http://\S+) \(model fake-model, cpu, 65536 KV tokens, [\d.]+ s\)")[1]
+
+    def ops_url(self) -> str:
+        return self.find(r"engine metrics on (http://\S+)/metrics")[1]
+
+    def child(self, module: str) -> psutil.Process:
+        """The running child that was started as `-m module`."""
+        found: list[psutil.Process] = []
+
+        def look() -> bool:
+            found[:] = [
+                child
+                for child in psutil.Process(self.process.pid).children()
+                if module in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE
+            ]
+            return len(found) == 1
+
+        until(look, f"one child runs {module}")
+        return found[0]
+
+    def wait(self) -> int:
+        return self.process.wait(DEADLINE)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(DEADLINE)
+        self.reader.join(DEADLINE)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+Start = Callable[..., Tandem]
+
+
+@pytest.fixture
+def tandem(tmp_path: Path) -> Iterator[Start]:
+    """Starts `tandem` in a folder with this program as its engine core."""
+    started: list[Tandem] = []
+
+    def start(program: str, *flags: str) -> Tandem:
+        python_path = write_tandem(tmp_path, program)
+        model = tmp_path / "tandem" / "engine_core" / "default_model"
+        model.mkdir()
+        write_tokenizer(model)
+        started.append(Tandem(tmp_path, python_path, *flags))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.close()
+
+
+SERVE = ("serve", "--port", "0", "--ops-port", "0", "--drain-timeout", "2")
+
+
+def complete(url: str) -> httpx.Response:
+    body = {"model": "fake-model", "prompt": "one two three", "max_tokens": 4}
+    return post(url + "/v1/completions", json=body)
+
+
+def test_serves_the_model_inside_and_ends_in_order(tandem: Start) -> None:
+    process = tandem(SERVING, *SERVE)
+    assert complete(process.url()).status_code == 200
+    mapped = Path(f"/proc/{process.child('tandem.frontend').pid}/maps").read_text()
+    assert "tokenizers" in mapped
+    assert "torch" not in mapped
+    metrics = get(process.ops_url() + "/metrics").text
+    assert "tandem_engine_up 1.0" in metrics
+    assert "tandem_engine_restarts_total 0.0" in metrics
+    assert get(process.ops_url() + "/health").json()["status"] == "ready"
+    process.process.send_signal(signal.SIGTERM)
+    assert process.wait() == 0, process.output
+    # The frontend said goodbye before the engine was told to stop.
+    assert (process.folder / "last_words").read_text() == "goodbyes 1"
+    assert "Traceback" not in process.output
+
+
+def test_each_dead_child_is_started_again_alone(tandem: Start) -> None:
+    process = tandem(SERVING, *SERVE)
+    url = process.url()
+    engine, frontend = process.child("tandem.engine_core"), process.child("tandem.frontend")
+    engine.kill()
+    until(lambda: get(url + "/health/ready").status_code == 503, "the frontend notices")
+    until(lambda: get(url + "/health/ready").status_code == 200, "the frontend finds the new engine")
+    assert complete(url).status_code == 200
+    assert process.child("tandem.frontend").pid == frontend.pid
+    restarted = process.child("tandem.engine_core")
+    assert restarted.pid != engine.pid
+    frontend.kill()
+    # The listening socket is the supervisor's: the request waits in it for the next frontend.
+    assert complete_when_ready(url).status_code == 200
+    assert process.child("tandem.engine_core").pid == restarted.pid
+    assert "tandem_engine_restarts_total 1.0" in get(process.ops_url() + "/metrics").text
+
+
+def complete_when_ready(url: str) -> httpx.Response:
+    def serves() -> bool:
+        try:
+            return complete(url).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    until(serves, "the new frontend serves")
+    return complete(url)
+
+
+def test_a_silent_engine_is_killed_and_started_again(tandem: Start) -> None:
+    process = tandem(SERVING, *SERVE, "--beat-timeout", "1")
+    url = process.url()
+    engine = process.child("tandem.engine_core")
+    engine.suspend()
+    process.find(f"the engine core, process {engine.pid}, is killed: no heartbeat from the engine")
+    until(lambda: get(url + "/health/ready").status_code == 200, "the frontend finds the new engine")
+    assert process.child("tandem.engine_core").pid != engine.pid
+    assert complete(url).status_code == 200
+
+
+def test_a_hung_engine_is_killed_and_started_again(tandem: Start) -> None:
+    process = tandem(HANGING_ONCE, *SERVE, "--step-timeout", "1")
+    url = process.url()
+    engine = process.child("tandem.engine_core")
+    assert complete(url).status_code == 503
+    process.find(f"the engine core, process {engine.pid}, is killed: the engine made no step")
+    until(lambda: get(url + "/health/ready").status_code == 200, "the frontend finds the new engine")
+    assert complete(url).status_code == 200
+
+
+def test_no_python_runs_between_fork_and_exec(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    start = asyncio.create_subprocess_exec
+
+    async def spy(*argv: str, **options: Any) -> asyncio.subprocess.Process:
+        given.update(options)
+        return await start(*argv, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spy)
+    assert asyncio.run(Child("child", [sys.executable, "-c", "raise SystemExit(2)"]).keep()) == 2
+    assert "preexec_fn" not in given
+
+
+def test_an_engine_that_refuses_its_settings_ends_everything(tandem: Start) -> None:
+    process = tandem(IMPOSSIBLE, *SERVE)
+    assert process.wait() == 2
+    process.find("max_len 5 is below 16; raise --max-len")
+    process.find("the engine core cannot run with these settings")
+    assert "Traceback" not in process.output
+
+
+def test_nothing_outlives_a_killed_supervisor(tandem: Start) -> None:
+    process = tandem(SERVING, *SERVE)
+    process.url()
+    children = [process.child("tandem.engine_core"), process.child("tandem.frontend")]
+    process.process.kill()
+    _, alive = psutil.wait_procs(children)
+    assert alive == []
+
+
+def test_an_engine_alone_serves_its_ops_port(tandem: Start, ipc_dir: Path) -> None:
+    process = tandem(SERVING, "engine", "--ops-port", "0", "--endpoint", f"ipc://{ipc_dir}/e")
+    process.find("the engine is ready")
+    assert "tandem_engine_ready 1.0" in get(process.ops_url() + "/metrics").text
+    process.process.send_signal(signal.SIGINT)
+    assert process.wait() == 0, process.output
+
+
+def test_a_second_signal_kills(tandem: Start) -> None:
+    process = tandem(SERVING.replace("engine = ", "import signal; engine = "), *SERVE[:-1], "60")
+    url = process.url()
+    body = {"model": "fake-model", "prompt": "one", "max_tokens": 2000, "stream": True}
+    with open_stream("POST", url + "/v1/completions", json=body) as response:
+        chunks = response.iter_raw()
+        next(chunks)
+        process.process.send_signal(signal.SIGTERM)
+        until(lambda: get(url + "/health/ready").status_code == 503, "the frontend drains")
+        process.process.send_signal(signal.SIGTERM)
+        assert process.wait() == 130

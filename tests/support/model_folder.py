@@ -1,0 +1,38 @@
+"""A model folder of random weights, as Hugging Face lays one out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from tests.support.tiny_llama import CONFIG, random_model
+
+FUSED = ("qkv_proj", "gate_up_proj")
+
+
+def write_model(folder: Path) -> None:
+    """The weights of `random_model`, its configuration, and a tokenizer.json that nobody can use."""
+    slots = random_model().weight_slots()
+    parts = {
+        name: slot.target.contiguous().clone() for name, slot in slots.items() if not any(f in name for f in FUSED)
+    }
+    save_file(parts, folder / "model.safetensors")
+    write_config(folder)
+    (folder / "tokenizer.json").write_bytes(b"{}")
+
+
+def write_config(folder: Path, **changes: Any) -> None:
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": CONFIG.vocab_size,
+        "hidden_size": CONFIG.hidden_size,
+        "intermediate_size": CONFIG.intermediate_size,
+        "num_hidden_layers": CONFIG.layers,
+        "num_attention_heads": CONFIG.heads,
+        "num_key_value_heads": CONFIG.kv_heads,
+        "max_position_embeddings": CONFIG.max_positions,
+        "rms_norm_eps": CONFIG.rms_norm_eps,
+        "eos_token_id": list(CONFIG.eos_ids),
+    }
+    (folder / "config.json").write_text(json.dumps(fields | changes))

@@ -1,0 +1,94 @@
+"""Runs a model over several sequences at once through a shuffled paged pool, as a runtime would."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.engine_core.attention.base import ForwardBatch, Span
+from tandem.engine_core.attention.torch import TorchAttention
+from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.loader.weights import load_weights
+from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.models.registry import Model, build_model
+
+Work = tuple[int, int, int]
+"""Sequence, first position, number of positions."""
+
+
+def load(directory: Path) -> Model:
+    config = ModelConfig.read(directory)
+    model = build_model(config, torch.device("cpu"), torch.float32)
+    load_weights(model, directory)
+    return model
+
+
+class PagedRun:
+    """Teacher-forced sequences over pages in random order, beginning with page 1, full of stale numbers."""
+
+    def __init__(self, model: Model, tokens: Sequence[Tensor], page_size: int, seed: int) -> None:
+        config = model.config
+        need = [-(-len(sequence) // page_size) for sequence in tokens]
+        generator = torch.Generator().manual_seed(seed)
+        order = (torch.randperm(sum(need), generator=generator) + 1).to(torch.int32)
+        self.model = model
+        self.tokens = tokens
+        self.page_size = page_size
+        # Entries past a row's pages are stale, as in a table that rows take turns in.
+        self.pages = torch.randint(1, sum(need) + 1, (len(tokens), max(need)), generator=generator, dtype=torch.int32)
+        for row, pages in enumerate(order.split(need)):
+            self.pages[row, : len(pages)] = pages
+        self.storage = KVStorage.allocate(
+            layers=config.layers,
+            pages=sum(need) + 1,
+            page_size=page_size,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype=torch.float32,
+            device="cpu",
+        )
+        for pool in (*self.storage.keys, *self.storage.values):
+            pool.normal_(0, 100, generator=generator)
+
+    def step(self, work: Sequence[Work]) -> Tensor:
+        """Logits of all positions of one step, [T, vocab]."""
+        spans, ids, positions, places, offset = [], [], [], [], 0
+        for row, start, length in work:
+            spans.append(Span(row, offset, start, length))
+            offset += length
+            where = torch.arange(start, start + length)
+            ids.append(self.tokens[row][start : start + length])
+            positions.append(where)
+            places.append(self.pages[row, where // self.page_size].long() * self.page_size + where % self.page_size)
+        backend = TorchAttention()
+        with torch.inference_mode():
+            plan = backend.plan(spans, self.pages, self.page_size)
+            batch = ForwardBatch(
+                torch.cat(ids), torch.cat(positions), torch.cat(places), torch.arange(offset), backend, plan
+            )
+            return self.model.logits(self.model.forward(batch, self.storage))
+
+    def run(self, schedule: Sequence[Sequence[Work]]) -> list[Tensor]:
+        """Runs steps; returns each sequence's logits in the order of its positions."""
+        found: list[list[Tensor]] = [[] for _ in self.tokens]
+        for work in schedule:
+            logits = self.step(work)
+            for (row, _, _), part in zip(work, logits.split([length for _, _, length in work]), strict=True):
+                found[row].append(part)
+        return [torch.cat(parts) for parts in found]
+
+
+def chunked(lengths: Sequence[int], prefill: Sequence[int], chunk: int) -> list[list[Work]]:
+    """Steps in which each sequence computes a chunk of its first `prefill` positions, or one of the later ones."""
+    done = [0] * len(lengths)
+    steps = []
+    while any(have < length for have, length in zip(done, lengths, strict=True)):
+        work = []
+        for row, length in enumerate(lengths):
+            if done[row] < length:
+                count = min(chunk, prefill[row] - done[row]) if done[row] < prefill[row] else 1
+                work.append((row, done[row], count))
+                done[row] += count
+        steps.append(work)
+    return steps

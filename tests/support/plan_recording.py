@@ -1,0 +1,145 @@
+"""What an engine launched, kept step by step, and played again on the same runtime."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from tandem.engine_core.contracts import Masks
+from tandem.engine_core.engine import Engine
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.protocol.commands import Abort
+from tandem.protocol.params import SamplingParams
+from tests.fakes.constraint import FakeCompiler, FakeFiller, FakeVerifier
+from tests.fakes.fixed_masks import ReplayingFiller, as_filled
+from tests.support.engine_driver import CLIENT, DrivenEngine
+
+TABLES = ("tokens", "pages", "ints", "floats", "bias", "suppressed")
+Request = tuple[list[int], SamplingParams]
+
+
+@dataclass
+class Recording:
+    """Steps in the order of their launches: what went in, and what came out."""
+
+    plans: list[StepPlan] = field(default_factory=list)
+    masks: list[Masks | None] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    """[S, V] each, of the rows that sample."""
+    graphed: list[bool] = field(default_factory=list)
+    results: list[list[int]] = field(default_factory=list)
+
+
+def runtime_of(driven: DrivenEngine) -> TorchRuntime:
+    runtime = driven.engine.runtime
+    assert isinstance(runtime, TorchRuntime)
+    return runtime
+
+
+@contextmanager
+def recorded(runtime: TorchRuntime) -> Iterator[Recording]:
+    """Keeps every step that the runtime executes meanwhile."""
+    recording = Recording()
+    launch, sample, collect = runtime.launch, runtime.sample, runtime.collect
+
+    def on_launch(slot: int, plan: StepPlan) -> None:
+        launch(slot, plan)
+        s = runtime.slots[slot]
+        assert s.logits is not None and s.packed is not None
+        recording.plans.append(plan)
+        recording.logits.append(s.logits[: len(s.packed.sample_rows)].clone())
+        recording.graphed.append(runtime.graphs is not None and runtime.graphs.shape(plan) is not None)
+
+    def on_sample(slot: int, masks: Masks | None) -> None:
+        sample(slot, masks)
+        recording.masks.append(as_filled(runtime.slots[slot], masks))
+
+    def on_collect(slot: int) -> list[int]:
+        recording.results.append(collect(slot))
+        return recording.results[-1]
+
+    wrapped: dict[str, Any] = {"launch": on_launch, "sample": on_sample, "collect": on_collect}
+    with patch.multiple(runtime, **wrapped):
+        yield recording
+
+
+def play(runtime: TorchRuntime, recording: Recording, slots: Sequence[int]) -> Recording:
+    """Runs the recorded plans in the pipeline's order, in these slots in turn, as many in flight as there are slots."""
+    in_flight: deque[int] = deque()
+    with recorded(runtime) as played:
+        for number, (plan, masks) in enumerate(zip(recording.plans, recording.masks, strict=True)):
+            if len(in_flight) == len(slots):
+                runtime.collect(in_flight.popleft())
+            slot = slots[number % len(slots)]
+            runtime.launch(slot, plan)
+            runtime.sample(slot, masks)
+            in_flight.append(slot)
+        while in_flight:
+            runtime.collect(in_flight.popleft())
+    runtime.synchronize()
+    return played
+
+
+def reset(runtime: TorchRuntime) -> None:
+    """As if nothing had run yet: tables and pool as they were allocated."""
+    runtime.synchronize()
+    with torch.inference_mode():
+        for name in TABLES:
+            getattr(runtime.tables, name).zero_()
+        for pool in (*runtime.kv.keys, *runtime.kv.values):
+            pool.zero_()
+    runtime.tables.modes[:] = 0
+    runtime.synchronize()
+
+
+def state(runtime: TorchRuntime) -> dict[str, Tensor]:
+    """Copies of everything that outlives a step, without the reserved row and page."""
+    runtime.synchronize()
+    tables, kv = runtime.tables, runtime.kv
+    rows = {name: getattr(tables, name)[1:].clone() for name in TABLES if name != "bias"}
+    rows["bias"] = tables.bias.view(2, len(tables.tokens), -1)[:, 1:].clone()
+    for name, pools in (("keys", kv.keys), ("values", kv.values)):
+        for layer, pool in enumerate(pools):
+            rows[f"{name} {layer}"] = pool[kv.page_size :].clone()
+    runtime.synchronize()
+    return rows
+
+
+def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """What is not the same bit for bit."""
+    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+
+
+def constraining(engine: Engine) -> None:
+    """Gives the engine constraints that need no grammar, and that can be played again. Before the first tick."""
+    assert isinstance(engine.runtime, TorchRuntime)
+    engine.compiler = engine.control.compiler = FakeCompiler()
+    engine.scheduler.verifier = FakeVerifier()
+    engine.runtime.filler = ReplayingFiller(FakeFiller())
+
+
+def drive(
+    driven: DrivenEngine, requests: Sequence[Request], rng: Random, aborts: float = 0.0, constrained: int = 0
+) -> list[int]:
+    """Requests arrive a few at a time, some are aborted on the way; returns their ids when nothing is in flight.
+
+    constrained: every so-manyth of them has a constraint.
+    """
+    waiting, ids = deque(requests), list[int]()
+    outcomes, inbox = driven.mailbox.outcomes, driven.mailbox.inbox
+    while waiting or any((CLIENT, number) not in outcomes for number in ids) or driven.engine.pipeline.in_flight:
+        if waiting and rng.random() < 0.3:
+            for _ in range(min(len(waiting), rng.randint(1, 4))):
+                grammar = "parity" if constrained and (len(ids) + 1) % constrained == 0 else None
+                ids.append(driven.submit(*waiting.popleft(), constraint=grammar))
+        if ids and rng.random() < aborts:
+            inbox.append((CLIENT, Abort([rng.choice(ids)])))
+        driven.engine.tick()
+    return ids

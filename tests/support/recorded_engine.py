@@ -1,0 +1,105 @@
+"""An engine over fakes, with a runtime that writes down what it was asked to do."""
+
+from typing import Any
+
+from tandem.engine_core.contracts import Masks
+from tandem.engine_core.control import Control
+from tandem.engine_core.engine import Engine
+from tandem.engine_core.pipeline import PipelineState
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.scheduler.admission import RowGate
+from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.stats import StageClock, new_stats
+from tandem.protocol.codec import pack_ids
+from tandem.protocol.commands import Hello, Submit
+from tandem.protocol.events import Failure, Finished, Limits, ModelFacts
+from tandem.protocol.params import SamplingParams
+from tandem.protocol.version import PROTOCOL_VERSION
+from tests.fakes.clock import FakeClock
+from tests.fakes.constraint import FakeCompiler, FakeVerifier
+from tests.fakes.mailbox import FakeMailbox
+from tests.fakes.model import END, VOCAB
+from tests.fakes.runtime import FakeRuntime
+from tests.support.kv_pool import kv_memory
+
+EPOCH, CLIENT = 7, b"client"
+
+
+class RecordingRuntime(FakeRuntime):
+    """Writes down every call as "launch 3", by the step's number; raises where it is told to."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.calls: list[str] = []
+        self.steps: dict[int, int] = {}
+        self.faults: dict[str, Exception] = {}
+
+    def _note(self, move: str, slot: int) -> None:
+        self.calls.append(f"{move} {self.steps[slot]}")
+        fault = self.faults.pop(self.calls[-1], None)
+        if fault is not None:
+            raise fault
+
+    def launch(self, slot: int, plan: StepPlan) -> None:
+        self.steps[slot] = plan.step_id
+        self._note("launch", slot)
+        super().launch(slot, plan)
+
+    def sample(self, slot: int, masks: Masks | None) -> None:
+        self._note("sample", slot)
+        super().sample(slot, masks)
+
+    def collect(self, slot: int) -> list[int]:
+        self._note("collect", slot)
+        return super().collect(slot)
+
+
+class Bench:
+    """One engine over fakes, and a frontend that has said Hello."""
+
+    def __init__(self, depth: int, rows: int = 4, pages: int = 100) -> None:
+        self.runtime = RecordingRuntime(rows, pages, 4)
+        self.memory = kv_memory(pages)
+        self.scheduler = Scheduler(RowGate(rows), self.memory, SchedulerLimits(64, 64, 50), FakeVerifier())
+        self.mailbox, self.clock, self.stats = FakeMailbox(), FakeClock(), new_stats()
+        facts = ModelFacts("fake", VOCAB, 64, [END], "", "cpu", "float32", 0)
+        self.compiler = FakeCompiler()
+        limits = Limits(rows, 0, 4, 64, 50)
+        self.control = Control(self.scheduler, self.compiler, EPOCH, facts, limits, self.stats, self.clock)
+        self.engine = Engine(
+            self.scheduler,
+            PipelineState(depth),
+            self.runtime,
+            self.mailbox,
+            self.control,
+            self.compiler,
+            self.stats,
+            StageClock(self.stats.stage_seconds, self.clock),
+        )
+        self.say(Hello(PROTOCOL_VERSION, EPOCH, "test"))
+
+    def say(self, *commands: Any, client: bytes = CLIENT) -> None:
+        self.mailbox.inbox.extend((client, command) for command in commands)
+
+    def submit(self, request_id: int, max_tokens: int, constraint: str | None = None, client: bytes = CLIENT) -> None:
+        params = SamplingParams(max_tokens, ignore_eos=True)
+        self.say(Submit(request_id, pack_ids([3, 4, 5]), params, constraint), client=client)
+
+    def tick_calls(self) -> list[str]:
+        before = len(self.runtime.calls)
+        self.engine.tick()
+        return self.runtime.calls[before:]
+
+    def finish(self) -> None:
+        for _ in range(200):
+            if not self.engine.tick() and not self.scheduler.open:
+                return
+        raise AssertionError(f"never idle: {self.engine.pipeline} {list(self.scheduler.held)}")
+
+    def outcome(self, request_id: int, client: bytes = CLIENT) -> Finished | Failure:
+        (outcome,) = self.mailbox.outcomes[client, request_id]
+        return outcome
+
+    def at_rest(self) -> bool:
+        return not self.scheduler.open and not list(self.scheduler.held) and self.memory.in_use == 0

@@ -1,0 +1,81 @@
+"""A scheduler of real parts, and moves of the engine on it."""
+
+from array import array
+
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.scheduler.admission import RowGate
+from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.sequence import Sequence
+from tandem.protocol.engine_options import Policy
+from tandem.protocol.params import SamplingParams
+from tests.fakes.constraint import FakeVerifier
+from tests.support.kv_pool import kv_memory
+
+END = 1
+
+
+def new(
+    rows: int = 4,
+    pages: int = 40,
+    step: int = 16,
+    chunk: int = 16,
+    waiting: int = 50,
+    *,
+    page_size: int = 4,
+    cache: bool = True,
+    policy: Policy = "fcfs",
+    prompts: int = 0,
+    static: bool = False,
+) -> Scheduler:
+    limits = SchedulerLimits(step, chunk, waiting, prompts, static=static)
+    return Scheduler(RowGate(rows), kv_memory(pages, page_size, cache), limits, FakeVerifier(), policy)
+
+
+def sequence(
+    number: int,
+    prompt: int = 5,
+    max_tokens: int = 3,
+    client: bytes = b"c",
+    min_tokens: int = 0,
+    *,
+    first: int = 10,
+    priority: int = 0,
+    session: str = "",
+) -> Sequence:
+    """Its prompt counts up from `first`."""
+    params = SamplingParams(max_tokens, min_tokens=min_tokens)
+    ids = array("i", range(first, first + prompt))
+    return Sequence(number, client, number, ids, params, frozenset({END}), priority=priority, session=session)
+
+
+def added(scheduler: Scheduler, *sequences: Sequence) -> None:
+    for seq in sequences:
+        scheduler.add(seq)
+    scheduler.admit_waiting()
+
+
+def launched(scheduler: Scheduler, step_id: int) -> StepPlan:
+    plan = scheduler.plan_step(step_id)
+    assert plan is not None
+    scheduler.on_launch(plan)
+    return plan
+
+
+def run(scheduler: Scheduler, *sequences: Sequence, token: int = 20, depth: int = 1, first_step: int = 1) -> int:
+    """Computes sequences to their ends, `token` after `token`; the number of the next step."""
+    step, flights = first_step, []
+    for seq in sequences:
+        scheduler.add(seq)
+    while scheduler.open or flights:
+        scheduler.admit_waiting()
+        plan = scheduler.plan_step(step)
+        if plan is not None:
+            scheduler.on_launch(plan)
+            flights.append(plan)
+            step += 1
+        if plan is None or len(flights) == depth:
+            plan = flights.pop(0)
+            scheduler.commit(plan, [token] * len(plan.rows))
+        assert step < 5000, f"no end: {list(scheduler.held)}, {list(scheduler.waiting)}"
+    return step

@@ -1,0 +1,244 @@
+"""One random traffic: an engine over the fake runtime, its arrivals, and what must hold between any two moves."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+from tandem.engine_core.contracts import Masks
+from tandem.engine_core.control import Control
+from tandem.engine_core.engine import Engine
+from tandem.engine_core.errors import RowError
+from tandem.engine_core.kv_cache.manager import KVMemory
+from tandem.engine_core.kv_cache.pages import PageAllocator
+from tandem.engine_core.kv_cache.radix import RadixTree
+from tandem.engine_core.kv_cache.sessions import Sessions
+from tandem.engine_core.pipeline import PipelineState
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.scheduler.admission import RowGate
+from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.stats import StageClock, new_stats
+from tandem.protocol.commands import Abort, EndSession, Hello, Inspect, SetPolicy
+from tandem.protocol.engine_options import POLICIES
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.events import Failure, Limits, ModelFacts
+from tandem.protocol.version import PROTOCOL_VERSION
+from tests.fakes.clock import FakeClock
+from tests.fakes.constraint import FakeCompiler, FakeVerifier
+from tests.fakes.mailbox import FakeMailbox
+from tests.fakes.model import END, VOCAB
+from tests.fakes.runtime import FakeRuntime
+from tests.support.sim_traffic import CLIENTS, LONGEST, Shape, Traffic
+
+EPOCH = 77
+
+
+class FaultyRuntime(FakeRuntime):
+    """Raises in one place: "row" fails a row before anything is enqueued, the others are device errors."""
+
+    def __init__(self, *sizes: int, fault: str, rng: random.Random) -> None:
+        super().__init__(*sizes)
+        self.fault = fault
+        self.rng = rng
+        self.raised = 0
+
+    def launch(self, slot: int, plan: StepPlan) -> None:
+        if self.fault == "row" and self.rng.random() < 0.1:
+            self.raised += 1
+            victim = self.rng.choice(plan.rows)
+            raise RowError(victim.seq_id, ErrorCode.ENGINE_FAILED, "this row cannot be staged")
+        self._maybe("launch")
+        super().launch(slot, plan)
+
+    def sample(self, slot: int, masks: Masks | None) -> None:
+        self._maybe("sample")
+        super().sample(slot, masks)
+
+    def collect(self, slot: int) -> list[int]:
+        self._maybe("collect")
+        return super().collect(slot)
+
+    def _maybe(self, place: str) -> None:
+        if self.fault == place and self.rng.random() < 0.03:
+            self.raised += 1
+            raise RuntimeError(f"device lost in {place}")
+
+
+class PoisoningAllocator(PageAllocator):
+    """Erases on the device what is freed here."""
+
+    erase: Callable[[list[int]], None]
+
+    def release(self, owner: int, pages: Items[int]) -> None:
+        super().release(owner, pages)
+        self.erase(list(pages))
+
+
+class World:
+    """Builds the engine of one traffic and drives it through its mailbox."""
+
+    def __init__(self, seed: int, shape: Shape) -> None:
+        self.rng = rng = random.Random(seed)
+        self.shape = shape
+        self.clock = FakeClock()
+        self._build()
+        self.requests = Traffic(rng, shape).requests(rng.randint(1, shape.requests))
+        self.arrivals = list(self.requests)
+        self.aborted: set[tuple[bytes, int]] = set()
+        self.ticks = self.launches = self.overlaps = self.forced = 0
+        self.mailbox.on_drain = self._before_tick
+        self.mailbox.on_flush = self.check
+        self.mailbox.on_wait = self._check_sleep
+        self._seen_launched = 0
+        for client in CLIENTS:
+            self.mailbox.inbox.append((client, Hello(PROTOCOL_VERSION, EPOCH, client.decode())))
+
+    def _build(self) -> None:
+        rng, shape = self.rng, self.shape
+        page_size = shape.page_size or rng.choice([1, 2, 4, 8, LONGEST])
+        pages = max(2, 1 + rng.randint(*shape.pages) * 2 // (page_size + 1))
+        max_rows = rng.randint(1, 6)
+        whole = shape.static or rng.random() < 0.15
+        step_tokens = rng.randint(max_rows, 40) + whole * LONGEST
+        cache = rng.random() < 0.8 if shape.cache is None else shape.cache
+        self.allocator = PoisoningAllocator(pages)
+        tree = RadixTree(pages, page_size) if cache and not shape.static else None
+        self.memory = KVMemory(self.allocator, page_size, tree, Sessions(tree, rng.randint(0, 3), rng.choice([5, 1e9])))
+        self.runtime = FaultyRuntime(max_rows, pages, page_size, fault=shape.faults, rng=rng)
+        self.allocator.erase = self.runtime.free
+        if tree is not None:
+            self.runtime.is_shared = tree.__contains__
+        limits = SchedulerLimits(
+            step_tokens,
+            0 if whole else rng.randint(1, step_tokens),
+            rng.choice([3, 100]),
+            rng.choice([0, 0, 1, 2]),
+            rng.choice([LONGEST, 1000]),
+            shape.static,
+        )
+        self.rows = RowGate(max_rows)
+        policy = "fcfs" if shape.static else shape.policy or rng.choice(POLICIES)
+        self.scheduler = Scheduler(self.rows, self.memory, limits, FakeVerifier(), policy)
+        self.compiler = FakeCompiler(lambda: rng.choice([0, 0, 1, 5, 40]))
+        self.pipeline = PipelineState(shape.depth)
+        self.mailbox = FakeMailbox()
+        stats = new_stats()
+        facts = ModelFacts("fake", VOCAB, LONGEST, [END], "", "cpu", "float32", 0)
+        wire_limits = Limits(max_rows, 0, page_size, step_tokens, 100)
+        self.control = Control(self.scheduler, self.compiler, EPOCH, facts, wire_limits, stats, self.clock)
+        stages = StageClock(stats.stage_seconds, self.clock)
+        self.engine = Engine(
+            self.scheduler, self.pipeline, self.runtime, self.mailbox, self.control, self.compiler, stats, stages
+        )
+
+    def _before_tick(self) -> None:
+        """Whatever must hold between two ticks; then arrivals and what goes wrong."""
+        self.check()
+        self.ticks += 1
+        self.clock.now += 0.1
+        assert self.ticks < 4000, (
+            f"no progress: {list(self.scheduler.waiting)} {self.scheduler.running} {self.pipeline} {self.allocator}"
+        )
+        rng = self.rng
+        while self.arrivals and rng.random() < 0.5:
+            request = self.arrivals.pop(0)
+            self.mailbox.inbox.append((request.client, request.submit))
+        if not self.shape.calm:
+            self._disturb()
+        launched = self.engine.stats.steps_launched
+        if launched > self._seen_launched:
+            self.launches += 1
+            self.overlaps += self.pipeline.in_flight > 1
+        self._seen_launched = launched
+        idle = not self.scheduler.open and not self.scheduler.ended and not self.pipeline.in_flight
+        if idle and not self.arrivals and not self.mailbox.inbox:
+            self.check_at_rest()
+            self.engine.stopping = True
+
+    def _check_sleep(self) -> None:
+        """A loop that falls asleep can do nothing for anybody: whoever is open waits for a grammar."""
+        assert not self.pipeline.in_flight
+        assert self.scheduler.open == len(self.scheduler.compiling), (
+            f"asleep: {list(self.scheduler.waiting)} {self.scheduler.running} {self.allocator} {self.memory.tree}"
+        )
+
+    def _disturb(self) -> None:
+        """Aborts, frontends that vanish, and what an operator does."""
+        rng = self.rng
+        if rng.random() < 0.06:
+            victim = rng.choice(self.requests)
+            self.aborted.add(victim.key)
+            if victim in self.arrivals:
+                self.arrivals.remove(victim)
+            self.mailbox.inbox.append((victim.client, Abort([victim.request_id, 10_000])))
+        if rng.random() < 0.01:
+            self.mailbox.gone.add(rng.choice(CLIENTS))
+        if rng.random() < 0.05:
+            self._manage()
+
+    def happened(self) -> dict[str, int]:
+        """How often what."""
+        outcomes = [outcome for outcomes in self.mailbox.outcomes.values() for outcome in outcomes]
+        busy = [o for o in outcomes if isinstance(o, Failure) and o.code is ErrorCode.SESSION_BUSY]
+        talks = {request.key for request in self.requests if request.session}
+        return {
+            "hit": self.memory.hit,
+            "evicted": self.memory.evicted,
+            "cached told": len(self.mailbox.cached),
+            "preemptions": self.scheduler.preemptions,
+            "for lack of pages": self.scheduler.preemptions - self.forced,
+            "session busy": len(busy),
+            "sessions evicted": self.memory.sessions.evicted,
+            "session hits": len(talks & self.mailbox.cached.keys()),
+        }
+
+    def _manage(self) -> None:
+        """What an operator does meanwhile, and preemption for no reason."""
+        rng = self.rng
+        command = rng.choice([SetPolicy(1, rng.choice(POLICIES)), EndSession(2, rng.choice("xyz")), Inspect(3)])
+        self.mailbox.inbox.append((CLIENTS[0], command))
+        victims = [seq for seq in self.scheduler.running.values() if not seq.finishing]
+        if victims and rng.random() < 0.5:
+            self.forced += 1
+            self.scheduler.preempt(rng.choice(victims))
+
+    def check(self) -> None:
+        """The invariants, whenever the scheduler is between two moves."""
+        holders = Counter(row.seq_id for step in self.pipeline.steps for row in step.plan.rows)
+        readers: dict[int, bytes] = {}
+        for seq in self.scheduler.held:
+            assert seq.inflight == holders.pop(seq.id, 0), f"inflight differs from the pipeline: {seq} {self.pipeline}"
+            assert 0 <= seq.inflight <= self.pipeline.depth, seq
+            assert 0 <= seq.unseen <= seq.inflight, seq
+            for page in seq.pages:
+                assert readers.setdefault(page, seq.root) == seq.root, f"page {page} is read under two namespaces"
+        assert not holders, f"steps hold sequences whose leases are closed: {holders}"
+        assert self.scheduler.audit() == []
+        assert self.pipeline.steps or not self.memory.settling
+        owned = {page for pages in self.allocator.owned().values() for page in pages}
+        for step in self.pipeline.steps:
+            free = self.runtime.pages_in_flight.get(step.slot, set()) - owned
+            assert not free, f"pages {free} are free while {step} uses them"
+
+    def check_at_rest(self) -> None:
+        """After the last tick: everything came back, and everybody was told exactly once."""
+        assert not self.scheduler.open
+        assert not self.scheduler.compiling
+        assert not self.compiler.jobs, "grammars are compiled for nobody"
+        assert not list(self.scheduler.held)
+        assert self.memory.settling == 0
+        assert self.scheduler.audit() == []
+        assert self.rows.free == self.rows.total
+        assert all(session.turn is None for session in self.memory.sessions.known)
+        assert self.memory.available == self.allocator.total
+        for key, outcomes in self.mailbox.outcomes.items():
+            assert len(outcomes) == 1, f"{key} ended {len(outcomes)} times: {outcomes}"
+
+    def check_after_the_end(self) -> None:
+        """Nothing is kept that could not be had, for the cache or for a session."""
+        self.check_at_rest()
+        self.memory.sessions.clear()
+        assert self.memory.in_use == 0
+        assert self.memory.take(10_000, self.allocator.total) is not None
+        assert self.memory.cached == 0
