@@ -35,10 +35,10 @@ from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
 from tandem.engine_core.pipeline import PipelineState
 from tandem.engine_core.plan import StepPlan
-from tandem.engine_core.runtime.mask_filler import MaskFiller
+from tandem.engine_core.runtime.sampling import MaskFiller
 from tandem.engine_core.runtime.staging import capacity, pack
 from tandem.engine_core.scheduler.admission import RowGate
-from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.engine_core.stats import STAGES, StageClock, new_stats

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 from msgspec import Struct
 
-from tandem.engine_core.constraints.constraint import Prototype
+from tandem.engine_core.constraints.grammars import Prototype
 from tandem.engine_core.contracts import Constraint
 from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode

@@ -12,7 +12,7 @@ import numpy as np
 from llguidance import LLExecutor
 from numpy.typing import NDArray
 
-from tandem.engine_core.constraints.constraint import GrammarConstraint
+from tandem.engine_core.constraints.grammars import GrammarConstraint
 from tandem.engine_core.contracts import Constraint
 from tandem.protocol.events import EngineStats
 

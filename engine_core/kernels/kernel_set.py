@@ -6,13 +6,12 @@ from functools import partial
 
 from torch import Tensor
 
-from tandem.engine_core.kernels import reference_qk
-from tandem.engine_core.kernels.reference import layer as reference
+from tandem.engine_core.kernels.reference import layer
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
-    """Functions with the signatures and the meaning of `kernels.reference` and `kernels.reference_qk`."""
+    """Functions with the signatures and the meaning of `kernels.reference.layer`."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -26,7 +25,10 @@ class KernelSet:
 def torch_kernels() -> KernelSet:
     """The oracles, on any device."""
     return KernelSet(
-        reference.rms_norm, reference.add_rms_norm, reference_qk.qk_norm_rope_and_kv_write, reference.silu_mul
+        layer.rms_norm,
+        layer.add_rms_norm,
+        layer.qk_norm_rope_and_kv_write,
+        layer.silu_mul,
     )
 
 

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, PromptAttention
-from tandem.engine_core.attention.mixed import MixedAttention, MixedRows
-from tandem.engine_core.attention.triton import DecodeRows, TritonDecode
+from tandem.engine_core.attention.triton import DecodeRows, MixedAttention, MixedRows, TritonDecode
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.paged_decode import choose_splits
 from tandem.engine_core.kv_cache.storage import KVStorage

@@ -10,16 +10,13 @@ from tandem.engine_core.contracts import DeviceTimes, Masks, StepLogprobs
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
 from tandem.engine_core.plan import StepPlan
-from tandem.engine_core.runtime.device import Device
-from tandem.engine_core.runtime.gpu_clock import GpuClock
+from tandem.engine_core.runtime.device import Device, GpuClock
 from tandem.engine_core.runtime.graph_bucket import Shape, long_spans, pack_shaped
 from tandem.engine_core.runtime.graphs import StepGraphs
-from tandem.engine_core.runtime.mask_filler import MaskFiller
-from tandem.engine_core.runtime.sampling import TokenSampler
+from tandem.engine_core.runtime.sampling import SLICE, MaskFiller, TokenSampler, TokenScorer
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.staging import Packed, mask_places, pack, pack_decode
 from tandem.engine_core.runtime.tables import DeviceTables, field
-from tandem.engine_core.runtime.token_scorer import SLICE, TokenScorer
 
 CONTINUOUS_SECONDS = 0.02
 """A launch this soon after the last results belongs to the same run of work; a longer pause is not the loop's."""

@@ -1,12 +1,45 @@
 """Sampling as the runtime calls it: from a step's packed inputs to tokens, in the device's own way."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from tandem.engine_core.runtime.staging import Packed
+from tandem.engine_core.contracts import Constraint
+from tandem.engine_core.kernels.reference.sampling import logprob_lines
+from tandem.engine_core.runtime.staging import Ints, Packed
 from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.sampling.sampler import sample
+
+
+class MaskFiller(Protocol):
+    """Knows the constraints of a step from the inside."""
+
+    def fill(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
+        """Writes what each constraint allows into the row of `out` that is named beside it.
+
+        out: [rows, ceil(V / 32)] int32, contiguous; bit i % 32 of word i // 32 stands for token i. What is beyond the
+        vocabulary does not matter.
+        """
+
+
+SLICE = 256
+"""Most prompt positions whose logits exist at once."""
+
+
+class TokenScorer(Protocol):
+    """Looks one token a row up in the row's log-softmax, and the row's most probable tokens."""
+
+    def run(self, logits: Tensor, chosen: Tensor, top: int, lines: Tensor) -> None:
+        """logits: [S, V]; chosen: [S] int32; lines: [S, 1 + 2 * top] int32, written as in `logprob_lines`."""
+
+
+class TorchScorer:
+    """The oracle, on any device."""
+
+    def run(self, logits: Tensor, chosen: Tensor, top: int, lines: Tensor) -> None:
+        """As in `TokenScorer`."""
+        lines.copy_(logprob_lines(logits, chosen, top))
 
 
 class TokenSampler(Protocol):

@@ -9,13 +9,10 @@ from tandem.engine_core.errors import RequestError
 from tandem.engine_core.kv_cache.manager import KVMemory
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.admission import PageGate, RowGate, admit
-from tandem.engine_core.scheduler.constrained import append, dead_end, jump_ahead, masks_of, refused_by
-from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.constrained import append, dead_end, end_of, jump_ahead, masks_of, refused_by
 from tandem.engine_core.scheduler.logprobs import attach
-from tandem.engine_core.scheduler.planner import Planner
-from tandem.engine_core.scheduler.queue import WaitingQueue
-from tandem.engine_core.scheduler.running import Running
-from tandem.engine_core.scheduler.stopping import end_of
+from tandem.engine_core.scheduler.planner import Planner, SchedulerLimits
+from tandem.engine_core.scheduler.queue import Running, WaitingQueue
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy
 from tandem.protocol.errors import ErrorCode, FinishReason

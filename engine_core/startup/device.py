@@ -16,14 +16,12 @@ from tandem.engine_core.layers.placement import Placement, torch_placement
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model
 from tandem.engine_core.runtime.captured import CapturedMixed, MixedBuffers
-from tandem.engine_core.runtime.device import Device
-from tandem.engine_core.runtime.gpu_clock import GpuClock
+from tandem.engine_core.runtime.device import Device, GpuClock
 from tandem.engine_core.runtime.graph_bucket import Shape
 from tandem.engine_core.runtime.graphs import StepGraphs, capture_decode, capture_mixed
-from tandem.engine_core.runtime.sampling import TokenSampler, TorchSampler
+from tandem.engine_core.runtime.sampling import SLICE, TokenSampler, TokenScorer, TorchSampler, TorchScorer
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.tables import DeviceTables, Mode
-from tandem.engine_core.runtime.token_scorer import SLICE, TokenScorer, TorchScorer
 from tandem.engine_core.startup.attention import GraphPrompts, eager_prompts, further_graph_bytes
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
@@ -137,7 +135,7 @@ class CudaParts:
         return eager_prompts(self.device, model, config, dtype, kv_dtype)
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
-        from tandem.engine_core.runtime.triton_sampler import triton_sampler
+        from tandem.engine_core.runtime.triton_sampling import triton_sampler
 
         return triton_sampler(tables, vocab_size, max_rows)
 
@@ -157,7 +155,7 @@ class CudaParts:
         progress: Callable[[int], None],
     ) -> StepGraphs | None:
         from tandem.engine_core.runtime.cuda_forward import CudaForward
-        from tandem.engine_core.runtime.triton_sampler import TritonSampler
+        from tandem.engine_core.runtime.triton_sampling import TritonSampler
 
         if not config.graph_rows:
             return None

@@ -14,19 +14,16 @@ from tandem.engine_core import config as configuration
 from tandem.engine_core.config import EngineConfig, ModelShape, StepConfig
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kv_cache.storage import KVStorage
-from tandem.engine_core.loader.noise import fill_with_noise
-from tandem.engine_core.loader.weights import load_weights
+from tandem.engine_core.loader.weights import fill_with_noise, load_weights
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model, build_model
 from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.runtime.graphs import StepGraphs
-from tandem.engine_core.runtime.mask_filler import MaskFiller
 from tandem.engine_core.runtime.runtime import TorchRuntime
-from tandem.engine_core.runtime.sampling import TokenSampler
+from tandem.engine_core.runtime.sampling import MaskFiller, TokenSampler, TokenScorer
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.staging import capacity
 from tandem.engine_core.runtime.tables import DeviceTables
-from tandem.engine_core.runtime.token_scorer import TokenScorer
 from tandem.engine_core.startup import kv_sizing
 from tandem.engine_core.startup.device import CpuParts, CudaParts, DeviceParts
 from tandem.engine_core.startup.kv_sizing import Memory

@@ -4,13 +4,137 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from tandem.frontend.api.openapi import error_response, json_response, takes
+from tandem.frontend.api.openapi import STRING, Schema, closed, error_response, json_response, takes
+from tandem.frontend.api.reply import parse_body
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import unsupported
-from tandem.frontend.formats.inspection import shown
-from tandem.frontend.routes.intake import parse_body
-from tandem.frontend.schemas.openapi_scheduler import INSPECTION, POLICY
-from tandem.frontend.schemas.scheduler import parse_policy
+from tandem.frontend.request.fields import BodyFormat, FieldReader
+from tandem.protocol.engine_options import POLICIES
+from tandem.protocol.events import SEQUENCE_STATES, EngineStats, InspectedSequence, InspectedSession, Inspection, Limits
+
+
+def shown(found: Inspection, limits: Limits) -> dict[str, Any]:
+    """An inspection as JSON. Times in seconds, sizes in tokens or pages as their names say."""
+    stats = found.stats
+    return {
+        "policy": found.policy,
+        "queue": {
+            "waiting": stats.waiting,
+            "oldest_wait": round(stats.oldest_wait, 3),
+            "unlisted": found.omitted,
+        },
+        "rows": {"running": stats.running, "total": limits.max_rows},
+        "pages": {
+            "used": stats.pages_used,
+            "free": found.pages_free,
+            "settling": found.pages_settling,
+            "total": stats.pages_total,
+            "page_size": limits.page_size,
+        },
+        "prefix_cache": _prefix_cache(stats),
+        "preemptions": stats.preemptions,
+        "sequences": [_sequence(sequence) for sequence in found.sequences],
+        "sessions": [_session(session) for session in found.sessions],
+        "evicted_sessions": stats.sessions_evicted,
+    }
+
+
+def _prefix_cache(stats: EngineStats) -> dict[str, Any]:
+    queried, hits = stats.prefix_queries, stats.prefix_hits
+    return {
+        "pages": stats.pages_cached,
+        "queried_tokens": queried,
+        "hit_tokens": hits,
+        "hit_rate": round(hits / queried, 4) if queried else None,
+        "evicted_pages": stats.pages_evicted,
+    }
+
+
+def _sequence(sequence: InspectedSequence) -> dict[str, Any]:
+    return {
+        "client": sequence.client,
+        "request_id": sequence.request_id,
+        "state": sequence.state,
+        "row": sequence.row if sequence.row >= 0 else None,
+        "prompt_tokens": sequence.prompt_len,
+        "generated_tokens": sequence.generated,
+        "computed_tokens": sequence.launched,
+        "pages": sequence.pages,
+        "shared_pages": sequence.shared_pages,
+        "cached_tokens": sequence.cached_tokens,
+        "priority": sequence.priority,
+        "preemptions": sequence.preemptions,
+        "age": round(sequence.age, 3),
+        "wait": round(sequence.wait, 3),
+        "session_id": sequence.session or None,
+    }
+
+
+def _session(session: InspectedSession) -> dict[str, Any]:
+    return {
+        "session_id": session.name,
+        "busy": session.busy,
+        "pages": session.pages,
+        "idle": round(session.idle, 3),
+    }
+
+
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_NUMBER: Schema = {"type": "number", "minimum": 0}
+_FLAG: Schema = {"type": "boolean"}
+
+POLICY = closed({"policy": {"enum": [*POLICIES]}})
+
+_SEQUENCE = closed(
+    {
+        "client": STRING,
+        "request_id": _COUNT,
+        "state": {"enum": [*SEQUENCE_STATES]},
+        "row": {"type": ["integer", "null"], "minimum": 0},
+        **dict.fromkeys(("prompt_tokens", "generated_tokens", "computed_tokens"), _COUNT),
+        **dict.fromkeys(("pages", "shared_pages", "cached_tokens"), _COUNT),
+        "priority": {"type": "integer"},
+        "preemptions": _COUNT,
+        "age": _NUMBER,
+        "wait": _NUMBER,
+        "session_id": {"type": ["string", "null"]},
+    }
+)
+_SESSION = closed({"session_id": STRING, "busy": _FLAG, "pages": _COUNT, "idle": _NUMBER})
+INSPECTION = closed(
+    {
+        "policy": {"enum": [*POLICIES]},
+        "queue": closed({"waiting": _COUNT, "oldest_wait": _NUMBER, "unlisted": _COUNT}),
+        "rows": closed({"running": _COUNT, "total": _COUNT}),
+        "pages": closed(
+            {**dict.fromkeys(("used", "free", "settling", "total", "page_size"), _COUNT)},
+        ),
+        "prefix_cache": closed(
+            {
+                "pages": _COUNT,
+                "queried_tokens": _COUNT,
+                "hit_tokens": _COUNT,
+                "hit_rate": {"type": ["number", "null"], "minimum": 0, "maximum": 1},
+                "evicted_pages": _COUNT,
+            }
+        ),
+        "preemptions": _COUNT,
+        "sequences": {"type": "array", "items": _SEQUENCE},
+        "sessions": {"type": "array", "items": _SESSION},
+        "evicted_sessions": _COUNT,
+    }
+)
+
+
+_BODY = BodyFormat(("policy",))
+
+
+def parse_policy(body: bytes) -> str:
+    """The name of a policy; which there are, the engine says. Raises ApiError 400, 422."""
+    fields = FieldReader(_BODY.split(body))
+    policy = fields.required_text("policy")
+    fields.finish()
+    return policy
 
 
 def scheduler_router(service: Service) -> APIRouter:

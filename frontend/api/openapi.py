@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.frontend.api.chat_completions.request import REASONING_EFFORTS
+from tandem.frontend.request.conversation import REASONING_EFFORTS
+
 from tandem.frontend.api.completions.request import DEFAULT_MAX_TOKENS
 from tandem.frontend.request.messages import MAX_MESSAGES
 from tandem.frontend.request.options import (

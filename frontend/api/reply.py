@@ -1,16 +1,38 @@
 """The ASGI response of a generation: streamed or whole, in whatever shape. It notices at once when the client goes."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
 
+import msgspec
+from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tandem.frontend.api.body import SMALL_BODY, BodyShare, read_body
 from tandem.frontend.api.formatter import Formatter
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import Piece
 from tandem.frontend.generation.generation import Generation
+
+_Parsed = TypeVar("_Parsed")
+
+
+async def parse_body(
+    request: Request, share: BodyShare, service: Service, parse: Callable[[bytes], _Parsed]
+) -> _Parsed:
+    """Reads and parses; a large body in a thread, for a small one that would cost more than it saves."""
+    body = await read_body(request, service.config.max_body, share)
+    if len(body) <= SMALL_BODY:
+        return parse(body)
+    return await service.parser.run(parse, body)
+
+
+def encoded(value: object) -> Response:
+    """200 with this value as JSON."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
 
 MANY_SCORED = 1024
 """A whole reply with the log-probabilities of more tokens is encoded in a thread."""

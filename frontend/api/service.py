@@ -2,11 +2,11 @@
 
 import asyncio
 
-from tandem.frontend.api.body import BodyBudget
-from tandem.frontend.arrivals import Arrivals
+from tandem.frontend.grammar.tags import CLOSE
+
+from tandem.frontend.api.body import Arrivals, BodyBudget
 from tandem.frontend.chat.chat import Chat
 from tandem.frontend.chat.chat_template import ChatTemplate, model_type
-from tandem.frontend.chat.reasoning import CLOSE
 from tandem.frontend.chat.tool_formats import tool_format
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.engine.client import EngineClient

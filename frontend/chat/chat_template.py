@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 from jinja2 import Template
+from tandem.frontend.request.conversation import Conversation
 
-from tandem.frontend.api.chat_completions.request import Conversation
 from tandem.frontend.chat.template_sandbox import RenderError, SandboxedTemplates
 from tandem.frontend.errors import ApiError, malformed, unsupported
 from tandem.frontend.generation.tokenizer import Tokenizer

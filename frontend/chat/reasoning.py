@@ -4,8 +4,7 @@ from enum import Enum
 
 from tandem.frontend.chat.deltas import Content, MessageDelta, Reasoning
 from tandem.frontend.chat.held_text import BLANK, MAX_BLANKS, blanks_before, held_length
-
-OPEN, CLOSE = "<think>", "</think>"
+from tandem.frontend.grammar.tags import CLOSE, OPEN
 
 
 class _Mode(Enum):

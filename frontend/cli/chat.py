@@ -7,9 +7,8 @@ import time
 from typing import Any
 
 from tandem.frontend.cli.answer import Answer
-from tandem.frontend.cli.connection import Connection, connect
+from tandem.frontend.cli.connection import Connection, ServerError, connect
 from tandem.frontend.cli.flags import INTERRUPTED, api_key, sampling_fields
-from tandem.frontend.client.server_error import ServerError
 
 HELP = '''\
 /system TEXT  sets the system prompt, without TEXT removes it

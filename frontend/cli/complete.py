@@ -5,9 +5,8 @@ import sys
 import time
 
 from tandem.frontend.cli.answer import Answer
-from tandem.frontend.cli.connection import connect
+from tandem.frontend.cli.connection import ServerError, connect
 from tandem.frontend.cli.flags import INTERRUPTED, api_key, sampling_fields
-from tandem.frontend.client.server_error import ServerError
 
 
 def run_complete(arguments: argparse.Namespace) -> int:

@@ -7,9 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.frontend.cli.connection import Connection, connect
+from tandem.frontend.cli.connection import Connection, ServerError, connect
 from tandem.frontend.cli.flags import api_key
-from tandem.frontend.client.server_error import ServerError
 
 _CLEAR = "\x1b[H\x1b[2J"
 _LONGEST_NAME = 40

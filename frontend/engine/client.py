@@ -14,10 +14,9 @@ import zmq.asyncio
 from tandem.frontend.engine.calls import Call, EngineCalls
 from tandem.frontend.engine.health import EngineWatch, Verdict
 from tandem.frontend.engine.link import EngineLink
-from tandem.frontend.engine.streams import TokenStream, Waker
+from tandem.frontend.engine.streams import PromptQueue, TokenStream, Waker
 from tandem.frontend.errors import unavailable
 from tandem.frontend.metrics import FrontendMetrics
-from tandem.frontend.prompt_queue import PromptQueue
 from tandem.protocol.codec import decode_event, runs
 from tandem.protocol.commands import Abort, Submit
 from tandem.protocol.errors import ErrorCode, ProtocolError

@@ -1,11 +1,32 @@
 """Tokens on their way from the engine's messages to the coroutine that answers a request."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
 from tandem.protocol.events import Failure, Finished, TokenLogprobs
+
+
+class PromptQueue:
+    """Sequences by id, from their submission to their first event."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._lengths: dict[int, int] = {}
+
+    def add(self, request_id: int, length: int) -> None:
+        self._lengths[request_id] = length
+        self.tokens += length
+
+    def remove(self, request_id: int) -> None:
+        """Idempotent."""
+        self.tokens -= self._lengths.pop(request_id, 0)
+
+    def remove_all(self, request_ids: Iterable[int]) -> None:
+        for request_id in request_ids:
+            self.remove(request_id)
+
 
 Terminal = Finished | Failure
 

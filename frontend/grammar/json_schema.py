@@ -228,3 +228,36 @@ def _check_reference(place: str, reference: object, root: dict[str, Any]) -> Non
 def refused(error: SchemaError, param: str, name: str) -> ApiError:
     """The 400 of a schema; `name` is what the request calls it."""
     return ApiError(400, f"{name} is invalid {error}", param, "invalid_json_schema")
+
+
+_OPEN_WORDS = ("additionalProperties", "patternProperties", "minProperties")
+_COMBINING = {"allOf", "anyOf", "oneOf", "$ref"}
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with `additionalProperties: false` for the objects that name their properties and say nothing of
+    others. Left as it is where schemas are combined that would exclude each other's properties."""
+    if any(_combines(node) for _, node in walk(schema)):
+        return schema
+    result: dict[str, Any] = map_schemas(schema, _close)
+    return result
+
+
+def _combines(node: object) -> bool:
+    """Whether an object has to satisfy several schemas at once."""
+    if not isinstance(node, dict):
+        return False
+    combined = _COMBINING & node.keys()
+    every = node.get("allOf")
+    return (
+        len(combined) > 1 or (bool(combined) and "properties" in node) or (isinstance(every, list) and len(every) > 1)
+    )
+
+
+def _close(node: dict[str, Any]) -> dict[str, Any]:
+    named, required = node.get("properties"), node.get("required", [])
+    if not isinstance(named, dict) or not named or any(word in node for word in _OPEN_WORDS):
+        return node
+    if not isinstance(required, list) or not all(isinstance(name, str) and name in named for name in required):
+        return node
+    return {**node, "additionalProperties": False}

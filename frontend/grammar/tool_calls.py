@@ -14,11 +14,11 @@ from tandem.frontend.grammar.json_schema import (
     SchemaError,
     check_nesting,
     check_schema,
+    closed,
     moved,
     refused,
     with_options,
 )
-from tandem.frontend.grammar_closing import closed
 from tandem.frontend.request.tools import Tool, ToolUse
 
 

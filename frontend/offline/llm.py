@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from tandem.frontend.chat_options import ChatOptions
-from tandem.frontend.engine_process import EngineError
+from tandem.frontend.config import ChatOptions
 from tandem.frontend.offline.loop_thread import LoopThread
 from tandem.frontend.offline.result import Output, RequestError, Result
 from tandem.frontend.offline.session import OfflineSession
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.supervisor.launch import LaunchError, check_engine_installed
+from tandem.frontend.supervisor.process import EngineError
 from tandem.protocol.engine_options import EngineOptions
 
 __all__ = ["LLM", "ChatOptions", "EngineError", "LaunchError", "Output", "RequestError", "Result"]

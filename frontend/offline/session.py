@@ -13,9 +13,7 @@ from tandem.frontend.api.chat_completions.request import parse_chat
 from tandem.frontend.api.completions.request import parse_completion
 from tandem.frontend.api.reply import collect
 from tandem.frontend.api.service import Service
-from tandem.frontend.chat_options import ChatOptions
-from tandem.frontend.config import FrontendConfig
-from tandem.frontend.engine_process import EngineError, EngineProcess
+from tandem.frontend.config import ChatOptions, FrontendConfig
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.choice import Piece
@@ -25,6 +23,7 @@ from tandem.frontend.progress import Progress
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.server.app import build_service
 from tandem.frontend.supervisor.launch import model_dir, private_endpoint
+from tandem.frontend.supervisor.process import EngineError, EngineProcess
 from tandem.protocol.engine_options import EngineOptions
 
 _UNLIMITED = 2**31 - 1

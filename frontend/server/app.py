@@ -23,7 +23,6 @@ from tandem.frontend.api.service import Service
 from tandem.frontend.api.sessions import sessions_router
 from tandem.frontend.api.tokenize import tokenize_router
 from tandem.frontend.api_keys import ApiKeys
-from tandem.frontend.authorization import RequireKey
 from tandem.frontend.chat.chat_template import load_chat_template
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.engine.client import EngineClient
@@ -31,7 +30,7 @@ from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.errors import ApiError, error_body, error_headers
 from tandem.frontend.generation.tokenizer import load_tokenizer
 from tandem.frontend.metrics import FrontendMetrics
-from tandem.frontend.server.middleware import Access
+from tandem.frontend.server.middleware import Access, RequireKey
 from tandem.frontend.server.openapi import document
 from tandem.protocol.version import distribution_version
 

@@ -11,11 +11,28 @@ import time
 from typing import Any, Literal
 
 from tandem.frontend.engine.monitor import EngineMonitor
-from tandem.frontend.engine_guard import guard_engine
 from tandem.frontend.supervisor.ops import QuietServer
 from tandem.frontend.supervisor.process import Child
 
 logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.25
+
+
+async def guard_engine(engine: Child, monitor: EngineMonitor) -> None:
+    """Kills the engine's process whenever its beats say that it is hung, or have long stopped. Runs until cancelled."""
+    loop = asyncio.get_running_loop()
+    expected = loop.time()
+    while True:
+        await asyncio.sleep(TICK_SECONDS)
+        now = loop.time()
+        if now - expected > TICK_SECONDS + 1.0:
+            monitor.excuse()
+        expected = now
+        if engine.pid is not None and (reason := monitor.hopeless()):
+            logger.error("the %s, process %d, is killed: %s", engine.name, engine.pid, reason)
+            engine.restart()
+
 
 ENGINE_STOP_SECONDS = 10.0
 EXTRA_STOP_SECONDS = 5.0

@@ -7,7 +7,7 @@ import pytest
 
 from tandem.engine_core import contracts
 from tandem.engine_core.constraints.compiler import GrammarCompiler
-from tandem.engine_core.constraints.constraint import GrammarConstraint
+from tandem.engine_core.constraints.grammars import GrammarConstraint
 from tandem.engine_core.constraints.matchers import Matchers
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.wire.mailbox import ZmqMailbox

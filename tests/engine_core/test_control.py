@@ -10,7 +10,7 @@ from msgspec import structs
 
 from tandem.engine_core.control import Control
 from tandem.engine_core.scheduler.admission import RowGate
-from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.stats import new_stats
 from tandem.protocol.codec import pack_floats, pack_ids

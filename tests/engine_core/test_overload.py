@@ -13,7 +13,7 @@ import psutil
 from msgspec import structs
 
 from tandem.engine_core.models.llama import LlamaModel
-from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.commands import Abort, EndSession, SetPolicy, Submit
 from tandem.protocol.engine_options import POLICIES

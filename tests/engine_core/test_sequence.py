@@ -5,7 +5,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine_core.scheduler.stopping import end_of
+from tandem.engine_core.scheduler.constrained import end_of
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import FinishReason
 from tandem.protocol.events import Finished

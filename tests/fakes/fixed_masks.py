@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.engine_core.contracts import Constraint, Masks
-from tandem.engine_core.runtime.mask_filler import MaskFiller
+from tandem.engine_core.runtime.sampling import MaskFiller
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.staging import mask_places
 from tests.fakes.constraint import FakeConstraint

@@ -12,12 +12,11 @@ if not torch.cuda.is_available():
 
 from tandem.engine_core.attention.base import Span
 from tandem.engine_core.attention.triton import TritonRagged
-from tandem.engine_core.kernels import reference_prefill
 from tandem.engine_core.kernels.attention.paged_decode import choose_splits, paged_decode
 from tandem.engine_core.kernels.attention.paged_prefill import tile_queries
 from tandem.engine_core.kernels.kv_dtype import to_pool
-from tandem.engine_core.kernels.reference import attention as reference_decode
-from tandem.engine_core.kernels.reference_qk import qk_norm_rope_and_kv_write
+from tandem.engine_core.kernels.reference import attention as reference_attention
+from tandem.engine_core.kernels.reference.layer import qk_norm_rope_and_kv_write
 from tandem.engine_core.kernels.rope import rope_and_kv_write
 from tests.support.fp8_kv import Loss, build, logits, runtime_of, texts
 
@@ -71,7 +70,7 @@ def test_decoding(heads: int, kv_heads: int, head_dim: int, page: int, dtype: to
     positions, table = (lengths - 1).int().cuda(), table.cuda()
     scale = head_dim**-0.5
     given = (rows, positions, table, page, scale)
-    exact = reference_decode.paged_decode(query, keys.float(), values.float(), *given)
+    exact = reference_attention.paged_decode(query, keys.float(), values.float(), *given)
     for splits in {1, choose_splits(5, kv_heads, 132, 4096)}:
         found = paged_decode(query, keys, values, *given, splits, pdl=True)
         torch.testing.assert_close(found.float(), exact, atol=2 * STEP[dtype], rtol=2 * STEP[dtype])
@@ -104,7 +103,7 @@ def test_rows_of_any_lengths(
         tile_queries(heads, kv_heads, head_dim, dtype), len(spans), offset,
     )  # fmt: skip
     found = ragged.run(ragged.plan(spans, pages, page), query, keys, values, scale)
-    exact = reference_prefill.paged_prefill(query, keys, values, WORK, pages, page, scale)
+    exact = reference_attention.paged_prefill(query, keys, values, WORK, pages, page, scale)
     tolerance = 2 * STEP.get(dtype, 1e-5)
     torch.testing.assert_close(found.float(), exact, atol=tolerance, rtol=tolerance)
 

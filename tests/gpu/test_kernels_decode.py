@@ -9,14 +9,13 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tandem.engine_core.kernels import reference_activation
 from tandem.engine_core.kernels.activation import gelu_mul, silu_mul
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs, decode_inputs_reference
 from tandem.engine_core.kernels.attention.paged_decode import choose_splits, paged_decode
 from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
-from tandem.engine_core.kernels.reference import attention as reference_decode
-from tandem.engine_core.kernels.reference import layer as reference
-from tandem.engine_core.kernels.reference_qk import qk_norm_rope_and_kv_write
+from tandem.engine_core.kernels.reference import attention as reference_attention
+from tandem.engine_core.kernels.reference import layer as reference_layer
+from tandem.engine_core.kernels.reference.layer import qk_norm_rope_and_kv_write
 from tandem.engine_core.kernels.rope import rope_and_kv_write
 
 pytestmark = pytest.mark.gpu
@@ -47,16 +46,16 @@ def test_norms(tokens: int, hidden: int, dtype: torch.dtype, pdl: bool) -> None:
         randn(tokens, hidden, dtype=dtype),
         randn(hidden).to(dtype),
     )
-    assert_rounded(rms_norm(x, weight, 1e-5, pdl), reference.rms_norm(x.float(), weight.float(), 1e-5), 2.1)
+    assert_rounded(rms_norm(x, weight, 1e-5, pdl), reference_layer.rms_norm(x.float(), weight.float(), 1e-5), 2.1)
     normed, total = add_rms_norm(x, residual, weight, 1e-5, pdl)
     assert torch.equal(total, x + residual)
-    assert_rounded(normed, reference.rms_norm(total.float(), weight.float(), 1e-5), 2.1)
+    assert_rounded(normed, reference_layer.rms_norm(total.float(), weight.float(), 1e-5), 2.1)
 
 
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("kernel", "oracle"), [(silu_mul, reference.silu_mul), (gelu_mul, reference_activation.gelu_mul)]
+    ("kernel", "oracle"), [(silu_mul, reference_layer.silu_mul), (gelu_mul, reference_layer.gelu_mul)]
 )
 @pytest.mark.parametrize(("tokens", "width"), [(1, 8192), (5, 100), (64, 14336), (2048, 8192)])
 def test_activations(
@@ -148,7 +147,7 @@ def test_paged_decode(
 ) -> None:
     given = paged(lengths, heads, kv_heads, head_dim, page, dtype)
     scale = head_dim**-0.5
-    exact = reference_decode.paged_decode(*given, page, scale)
+    exact = reference_attention.paged_decode(*given, page, scale)
     # Weights are rounded to the pool's dtype before they meet values of size about 1: a few roundings of that size.
     tolerance = 2 * STEP[dtype]
     for splits in {1, 3, choose_splits(len(lengths), kv_heads, 132, max(lengths)), 64}:
@@ -171,7 +170,7 @@ def test_one_graph_serves_every_length() -> None:
         given[3].copy_(torch.randint(1, 5, (4,), dtype=torch.int32))
         given[0].copy_(randn(4, 32, 64))
         graph.replay()
-        exact = reference_decode.paged_decode(*given, 16, 0.125)
+        exact = reference_attention.paged_decode(*given, 16, 0.125)
         torch.testing.assert_close(found.float(), exact, atol=2**-7, rtol=2**-7)
 
 

@@ -8,13 +8,19 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tandem.engine_core.attention.base import Span
-from tandem.engine_core.attention.mixed import MixedAttention, MixedRows
-from tandem.engine_core.attention.triton import DecodeRows, TritonPrompts, TritonRagged, most_tiles
-from tandem.engine_core.kernels import reference_prefill
+from tandem.engine_core.attention.triton import (
+    DecodeRows,
+    MixedAttention,
+    MixedRows,
+    TritonPrompts,
+    TritonRagged,
+    most_tiles,
+)
 from tandem.engine_core.kernels.activation import silu_mul
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.attention.paged_prefill import choose_splits, paged_prefill, tile_queries
 from tandem.engine_core.kernels.norm import add_rms_norm
+from tandem.engine_core.kernels.reference import attention as reference_attention
 from tandem.engine_core.kernels.rope import rope_and_kv_write
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +73,7 @@ def test_programs_that_share_a_tile(
     query = randn(sum(span.length for span in spans), heads, head_dim, dtype=dtype)
     own = ragged(heads, kv_heads, head_dim, dtype, len(spans) + 5, len(query))
     tiles = own.upload(spans, room=len(own.tiles))
-    exact = reference_prefill.paged_prefill(query, keys, values, work, table, PAGE, head_dim**-0.5)
+    exact = reference_attention.paged_prefill(query, keys, values, work, table, PAGE, head_dim**-0.5)
     for splits in {1, 2, choose_splits(len(query) // own.queries, kv_heads, 132), 64}:
         for _ in range(2):
             found = paged_prefill(query, keys, values, tiles, table, PAGE, head_dim**-0.5, splits, pdl=pdl)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem.engine_core.kernels.reference_logprobs import logprob_lines
+from tandem.engine_core.kernels.reference.sampling import logprob_lines
 from tandem.engine_core.kernels.sampling.logprobs import LogprobKernels
 from tests.support.sampling_case import (
     Case,

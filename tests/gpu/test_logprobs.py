@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from tandem.engine_core.contracts import StepLogprobs
-from tandem.engine_core.kernels.reference_logprobs import logprob_lines
+from tandem.engine_core.kernels.reference.sampling import logprob_lines
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.cuda_forward import CudaForward
 from tandem.engine_core.runtime.runtime import TorchRuntime

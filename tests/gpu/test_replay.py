@@ -15,7 +15,7 @@ from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.cuda_forward import CudaForward
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.runtime.tables import Mode
-from tandem.engine_core.runtime.triton_sampler import TritonSampler
+from tandem.engine_core.runtime.triton_sampling import TritonSampler
 from tandem.protocol.engine_options import EngineOptions
 from tests.support.engine_driver import DrivenEngine
 from tests.support.gpu_traffic import KINDS, requests

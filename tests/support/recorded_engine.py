@@ -8,7 +8,7 @@ from tandem.engine_core.engine import Engine
 from tandem.engine_core.pipeline import PipelineState
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.admission import RowGate
-from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.stats import StageClock, new_stats
 from tandem.protocol.codec import pack_ids

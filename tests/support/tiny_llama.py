@@ -20,13 +20,12 @@ from tandem.engine_core.pipeline import PipelineState
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.device import CpuDevice
 from tandem.engine_core.runtime.runtime import TorchRuntime
-from tandem.engine_core.runtime.sampling import TorchSampler
+from tandem.engine_core.runtime.sampling import TorchSampler, TorchScorer
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.staging import capacity
 from tandem.engine_core.runtime.tables import DeviceTables
-from tandem.engine_core.runtime.token_scorer import TorchScorer
 from tandem.engine_core.scheduler.admission import RowGate
-from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.stats import StageClock, new_stats
 from tandem.protocol.codec import pack_ids, unpack_floats, unpack_ids

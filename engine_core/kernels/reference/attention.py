@@ -1,7 +1,28 @@
 """Decode attention over the paged pool in plain torch, row by row: the oracle of `kernels.paged_decode`."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+
+def paged_prefill(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    work: Sequence[tuple[int, int]],
+    page_table: Tensor,
+    page_size: int,
+    scale: float,
+) -> Tensor:
+    """Causal attention, computed in float32: every query is a decode row of its own.
+
+    query: [T, heads, D], rows one after another; keys, values: [places, kv_heads, D]; work: of each row of the page
+    table, its first query's position and how many queries it has. Returns [T, heads, D] float32. For tests only.
+    """
+    rows = torch.tensor([row for row, (_, queries) in enumerate(work) for _ in range(queries)])
+    positions = torch.cat([torch.arange(start, start + queries) for start, queries in work])
+    return paged_decode(query, keys, values, rows, positions, page_table, page_size, scale)
 
 
 def paged_decode(

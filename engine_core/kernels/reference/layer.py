@@ -7,6 +7,15 @@ from torch.nn import functional
 from tandem.engine_core.kernels.kv_dtype import write_pool
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """GeGLU's product (Shazeer, 2020) with GELU's tanh approximation: gelu(gate) * up.
+
+    gate_up: [T, 2 * width], gate first. Returns [T, width].
+    """
+    gate, up = gate_up.chunk(2, -1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square norm (Zhang and Sennrich, 2019) over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
 
@@ -51,3 +60,32 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """SwiGLU's product (Shazeer, 2020): silu(gate) * up. gate_up: [T, 2 * width], gate first. Returns [T, width]."""
     gate, up = gate_up.chunk(2, -1)
     return functional.silu(gate) * up
+
+
+def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, kv_heads: int, eps: float) -> Tensor:
+    """RMSNorm over each query and key head before the rotation, as Qwen 3 and Gemma 3 have it (Henry et al., 2020).
+
+    qkv: [T, heads + 2 * kv_heads, head_dim]; q_norm, k_norm: [head_dim]. Returns a new tensor of qkv's shape, whose
+    value heads are copies.
+    """
+    query_heads = qkv.shape[1] - 2 * kv_heads
+    keys_end = query_heads + kv_heads
+    query, key = qkv[:, :query_heads], qkv[:, query_heads:keys_end]
+    return torch.cat((rms_norm(query, q_norm, eps), rms_norm(key, k_norm, eps), qkv[:, keys_end:]), 1)
+
+
+def qk_norm_rope_and_kv_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_index: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """`reference.rope_and_kv_write` after `qk_norm`, which is left out where there are no norm weights."""
+    if q_norm is not None and k_norm is not None:
+        qkv = qk_norm(qkv, q_norm, k_norm, keys.shape[1], eps)
+    return rope_and_kv_write(qkv, cos, sin, kv_index, keys, values)

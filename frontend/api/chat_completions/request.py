@@ -5,8 +5,8 @@ from typing import Any
 from msgspec import Struct
 
 from tandem.frontend.errors import unsupported
-from tandem.frontend.request.fields import BodyFormat, FieldReader, wrong_type
-from tandem.frontend.request.messages import parse_messages
+from tandem.frontend.request.conversation import CONVERSATION_NAMES, Conversation, read_conversation
+from tandem.frontend.request.fields import BodyFormat, FieldReader
 from tandem.frontend.request.options import (
     INT32_MAX,
     MAX_TOP_LOGPROBS,
@@ -17,8 +17,6 @@ from tandem.frontend.request.options import (
     refused_with_events,
 )
 from tandem.frontend.request.tools import ToolUse, read_tool_use
-
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
@@ -32,17 +30,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Conversation(Struct, frozen=True):
-    """What a chat template renders."""
-
-    messages: list[dict[str, Any]]
-    tools: tuple[dict[str, Any], ...] = ()
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    template_kwargs: dict[str, Any] = {}
-    reasoning_effort: str | None = None
-
-
 class ChatRequest(Struct, frozen=True):
     """A validated request."""
 
@@ -50,11 +37,6 @@ class ChatRequest(Struct, frozen=True):
     conversation: Conversation
     tool_use: ToolUse
 
-
-CONVERSATION_NAMES = (
-    "messages", "tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message",
-    "chat_template_kwargs", "reasoning_effort",
-)  # fmt: skip
 
 _BODY = BodyFormat((*OPTION_NAMES, *CONVERSATION_NAMES, *_NEUTRAL, "max_completion_tokens", "logprobs", "top_logprobs"))
 
@@ -70,34 +52,6 @@ def parse_chat(body: bytes, default_max_tokens: int) -> ChatRequest:
     conversation = read_conversation(fields, tool_use)
     fields.finish()
     return ChatRequest(options, conversation, tool_use)
-
-
-def read_conversation(fields: FieldReader, tool_use: ToolUse) -> Conversation:
-    """Takes the fields that say what a template renders."""
-    messages = parse_messages(fields.raw("messages"))
-    continues = fields.boolean("continue_final_message", False)
-    generation_prompt = fields.boolean("add_generation_prompt", not continues)
-    if continues and generation_prompt:
-        raise unsupported(
-            "'continue_final_message' and 'add_generation_prompt' exclude each other", "continue_final_message"
-        )
-    return Conversation(
-        messages=messages,
-        tools=tuple(tool.shown for tool in tool_use.tools) if tool_use.active else (),
-        add_generation_prompt=generation_prompt,
-        continue_final_message=continues,
-        template_kwargs=read_template_kwargs(fields),
-        reasoning_effort=_reasoning_effort(fields),
-    )
-
-
-def read_template_kwargs(fields: FieldReader) -> dict[str, Any]:
-    """Takes the values that a chat template gets beside the conversation."""
-    kwargs = fields.object("chat_template_kwargs") or {}
-    for name in kwargs:
-        if name in ("messages", "tools", *CONVERSATION_NAMES):
-            raise unsupported(f"'chat_template_kwargs' may not hold {name!r}; it is a field of its own", name)
-    return kwargs
 
 
 def _max_tokens(fields: FieldReader) -> int | None:
@@ -116,17 +70,3 @@ def _logprobs(fields: FieldReader) -> int | None:
     if top and not wanted:
         raise unsupported("'top_logprobs' needs 'logprobs': true", "top_logprobs")
     return top or 0 if wanted else None
-
-
-def _reasoning_effort(fields: FieldReader) -> str | None:
-    value = fields.take("reasoning_effort")
-    if value is None or isinstance(value, str):
-        return check_reasoning_effort(value, "reasoning_effort")
-    raise wrong_type("reasoning_effort", "a string", value)
-
-
-def check_reasoning_effort(value: str | None, place: str) -> str | None:
-    """The value. Raises ApiError 422 for one that nobody knows."""
-    if value is not None and value not in REASONING_EFFORTS:
-        raise unsupported(f"{place!r} must be one of {', '.join(REASONING_EFFORTS)}, not {value[:40]!r}", place)
-    return value

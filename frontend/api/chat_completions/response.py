@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.frontend.api.formatter import reply_head
+from tandem.frontend.api.formatter import DONE, error_event, reply_head
 from tandem.frontend.api.logprobs import chat_logprobs
 from tandem.frontend.chat.deltas import CallArguments, CallStart, Content, MessageDelta, Reasoning
 from tandem.frontend.chat.message import Message, MessageParser, MessageShape, whole_message
@@ -13,7 +13,6 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.choice import Piece
 from tandem.frontend.generation.generation import Usage
-from tandem.frontend.sse import DONE, error_event
 
 _encode = msgspec.json.encode
 

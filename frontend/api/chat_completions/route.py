@@ -8,12 +8,11 @@ from starlette.responses import Response
 
 from tandem.frontend.api.chat_completions.request import parse_chat
 from tandem.frontend.api.chat_completions.response import ChatFormat
+from tandem.frontend.api.formatter import EventFormat
 from tandem.frontend.api.openapi import CHAT, generates
-from tandem.frontend.api.reply import Reply
+from tandem.frontend.api.reply import Reply, parse_body
 from tandem.frontend.api.service import Service
-from tandem.frontend.formats.events import EventFormat
 from tandem.frontend.generation.generation import Generation
-from tandem.frontend.routes.intake import parse_body
 
 
 def chat_router(service: Service) -> APIRouter:

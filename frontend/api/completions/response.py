@@ -5,13 +5,12 @@ from typing import Any
 
 import msgspec
 
-from tandem.frontend.api.formatter import reply_head
+from tandem.frontend.api.formatter import DONE, error_event, reply_head
 from tandem.frontend.api.logprobs import completion_logprobs, keep_best
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.choice import Piece
 from tandem.frontend.generation.generation import Usage
-from tandem.frontend.sse import DONE, error_event
 
 _encode = msgspec.json.encode
 

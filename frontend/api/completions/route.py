@@ -7,12 +7,11 @@ from starlette.responses import Response
 
 from tandem.frontend.api.completions.request import parse_completion
 from tandem.frontend.api.completions.response import CompletionFormat
+from tandem.frontend.api.formatter import EventFormat
 from tandem.frontend.api.openapi import COMPLETION, generates
-from tandem.frontend.api.reply import Reply
+from tandem.frontend.api.reply import Reply, parse_body
 from tandem.frontend.api.service import Service
-from tandem.frontend.formats.events import EventFormat
 from tandem.frontend.generation.generation import Generation
-from tandem.frontend.routes.intake import parse_body
 
 
 def completions_router(service: Service) -> APIRouter:

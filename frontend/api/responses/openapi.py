@@ -1,6 +1,7 @@
 """What `/openapi.json` says of the body of `/v1/responses`."""
 
-from tandem.frontend.api.chat_completions.request import REASONING_EFFORTS
+from tandem.frontend.request.conversation import REASONING_EFFORTS
+
 from tandem.frontend.api.openapi import (
     ANY,
     BOOLEAN,

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct, structs
+from tandem.frontend.request.conversation import Conversation, check_reasoning_effort, read_template_kwargs
 
-from tandem.frontend.api.chat_completions.request import Conversation, check_reasoning_effort, read_template_kwargs
 from tandem.frontend.api.responses.input_items import parse_input
 from tandem.frontend.errors import unsupported
 from tandem.frontend.grammar.json_schema import SchemaError, check_schema

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
+from tandem.frontend.api.formatter import named_event
 from tandem.frontend.api.responses.output_items import Ending, Event, OutputItems
 from tandem.frontend.chat.message import MessageShape
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import Piece
 from tandem.frontend.generation.generation import Usage
-from tandem.frontend.sse import named_event
 from tandem.protocol.errors import FinishReason
 
 

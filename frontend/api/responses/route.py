@@ -9,14 +9,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tandem.frontend.api.openapi import generates
-from tandem.frontend.api.reply import Reply
+from tandem.frontend.api.reply import Reply, parse_body
 from tandem.frontend.api.responses.openapi import RESPONSES
 from tandem.frontend.api.responses.request import parse_responses
 from tandem.frontend.api.responses.response import ResponsesFormat
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.generation import Generation
-from tandem.frontend.routes.intake import parse_body
 
 _NAMES = {
     "response_format.json_schema": "text.format",

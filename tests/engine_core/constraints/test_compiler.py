@@ -9,8 +9,7 @@ import pytest
 from llguidance import LLMatcher
 
 from tandem.engine_core.constraints.compiler import GrammarCompiler
-from tandem.engine_core.constraints.constraint import GrammarConstraint, Prototype
-from tandem.engine_core.constraints.grammars import Grammars
+from tandem.engine_core.constraints.grammars import GrammarConstraint, Grammars, Prototype
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.stats import new_stats
 from tandem.protocol.errors import ErrorCode

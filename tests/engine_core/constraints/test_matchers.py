@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from llguidance import LLExecutor, LLMatcher
 
-from tandem.engine_core.constraints.constraint import GrammarConstraint
-from tandem.engine_core.constraints.grammars import Grammars
+from tandem.engine_core.constraints.grammars import GrammarConstraint, Grammars
 from tandem.engine_core.constraints.matchers import Matchers
 from tandem.engine_core.stats import new_stats
 from tests.engine_core.constraints.conftest import ENDS, VOCAB

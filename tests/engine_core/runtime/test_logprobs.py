@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.runtime.runtime import TorchRuntime
-from tandem.engine_core.runtime.token_scorer import SLICE
+from tandem.engine_core.runtime.sampling import SLICE
 from tandem.protocol.codec import pack_floats, pack_ids, read_logprobs
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams

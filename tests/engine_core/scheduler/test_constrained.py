@@ -6,7 +6,7 @@ import pytest
 
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.scheduler.admission import RowGate
-from tandem.engine_core.scheduler.limits import SchedulerLimits
+from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason

@@ -6,9 +6,8 @@ import jsonschema
 import pytest
 from msgspec import structs
 
+from tandem.frontend.api.admin import INSPECTION, shown
 from tandem.frontend.config import FrontendConfig
-from tandem.frontend.formats.inspection import shown
-from tandem.frontend.schemas.openapi_scheduler import INSPECTION
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.events import (
     SEQUENCE_STATES,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tandem.frontend.api import reply as intake
 from tandem.frontend.api.body import read_body
 from tandem.frontend.api.completions import route as completions
-from tandem.frontend.routes import intake
 from tandem.protocol.events import Phase
 from tandem.protocol.version import PROTOCOL_VERSION, distribution_version
 from tests.fakes.engine import FakeEngine

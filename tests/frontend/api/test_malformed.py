@@ -15,9 +15,8 @@ from msgspec import Struct, structs
 
 from tandem.frontend.api.openapi import CHAT, COMPLETION
 from tandem.frontend.api.responses.openapi import RESPONSES
-from tandem.frontend.chat_options import ChatOptions
-from tandem.frontend.config import FrontendConfig
-from tandem.frontend.schemas.openapi_tokenize import DETOKENIZE, TOKENIZE
+from tandem.frontend.api.tokenize import DETOKENIZE, TOKENIZE
+from tandem.frontend.config import ChatOptions, FrontendConfig
 from tests.fakes.engine import FakeEngine
 from tests.frontend.api.test_errors import error_of
 from tests.frontend.conftest import RunningServer, get, until

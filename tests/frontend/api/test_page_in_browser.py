@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
-from tandem.frontend.chat_options import ChatOptions
-from tandem.frontend.config import FrontendConfig
+from tandem.frontend.config import ChatOptions, FrontendConfig
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import DEADLINE, RunningServer, until
 from tests.support.scripted_server import RAW, prompts, say, write_chat_model

@@ -13,10 +13,8 @@ import httpx
 import pytest
 from msgspec import structs
 
-from tandem.frontend.api.body import BodyBudget
-from tandem.frontend.arrivals import Arrivals
-from tandem.frontend.chat_options import ChatOptions
-from tandem.frontend.config import FrontendConfig
+from tandem.frontend.api.body import Arrivals, BodyBudget
+from tandem.frontend.config import ChatOptions, FrontendConfig
 from tandem.frontend.errors import ApiError
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import DEADLINE, RunningServer, post, until

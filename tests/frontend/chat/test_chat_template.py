@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tandem.frontend.request.conversation import Conversation
 from transformers import PreTrainedTokenizerFast
 
-from tandem.frontend.api.chat_completions.request import Conversation
 from tandem.frontend.chat.chat_template import (
     MODEL_TEMPLATES,
     TEMPLATES,

@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from tandem.frontend.cli.batch_files import MAX_ID_CHARS, BatchError, read_requests
-from tandem.frontend.client.batch_output import BatchFailure, BatchResponse, open_output, result
+from tandem.frontend.cli.batch_files import (
+    MAX_ID_CHARS,
+    BatchError,
+    BatchFailure,
+    BatchResponse,
+    open_output,
+    read_requests,
+    result,
+)
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}
 

@@ -6,10 +6,9 @@ import httpx
 import pytest
 from msgspec import Raw
 
-from tandem.frontend.cli.batch_files import BatchRequest
-from tandem.frontend.client.batch_output import BatchFailure, BatchResponse
-from tandem.frontend.client.batch_sender import LAST_PAUSE, BatchSender
-from tandem.frontend.client.server_error import ServerError
+from tandem.frontend.cli.batch import LAST_PAUSE, BatchSender
+from tandem.frontend.cli.batch_files import BatchFailure, BatchRequest, BatchResponse
+from tandem.frontend.cli.connection import ServerError
 from tests.fakes.http_server import Answer, ScriptedServer, scripted_server
 
 REQUEST = BatchRequest("a", "POST", "/v1/completions", Raw(b'{"prompt":"x"}'))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.frontend.client.event_lines import event_data
+from tandem.frontend.cli.connection import event_data
 
 STREAM = (
     b': a comment\n\ndata: {"a": 1}\n\ndata:{"b": "\xe2\x80\xa8 \xc2\x85"}\r\n\r\n'

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.frontend.chat_options import ChatOptions
 from tandem.frontend.cli.main import build_parser, main
-from tandem.frontend.config import frontend_config
+from tandem.frontend.config import ChatOptions, frontend_config
 from tandem.frontend.listening import listen
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.supervisor import launch

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tandem.frontend.grammar_closing import closed
+from tandem.frontend.grammar.json_schema import closed
 
 NAMED = {"properties": {"a": {}}}
 CLOSED = {"properties": {"a": {}}, "additionalProperties": False}

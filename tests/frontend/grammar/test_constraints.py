@@ -8,8 +8,7 @@ import httpx
 import pytest
 from msgspec import structs
 
-from tandem.frontend.chat_options import ChatOptions
-from tandem.frontend.config import FrontendConfig
+from tandem.frontend.config import ChatOptions, FrontendConfig
 from tests.fakes.engine import FakeEngine
 from tests.frontend.api.test_errors import error_of
 from tests.frontend.conftest import RunningServer, post

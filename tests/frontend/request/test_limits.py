@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from tandem.frontend.config import FrontendConfig
-from tandem.frontend.prompt_queue import PromptQueue
+from tandem.frontend.engine.streams import PromptQueue
 from tandem.frontend.request.limits import RequestLimits
 from tests.fakes.engine import FakeEngine
 from tests.frontend.api.test_errors import error_of

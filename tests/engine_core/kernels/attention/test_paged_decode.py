@@ -5,7 +5,7 @@ import torch
 
 from tandem.engine_core.kernels.attention.paged_decode import Tile, choose_splits, choose_tile, paged_decode
 from tandem.engine_core.kernels.kv_dtype import to_pool
-from tandem.engine_core.kernels.reference import attention as reference_decode
+from tandem.engine_core.kernels.reference import attention as reference
 
 SMALL = Tile(16, 4, 1)
 
@@ -37,7 +37,7 @@ def pool(
 def test_equals_the_oracle(heads: int, kv_heads: int, head_dim: int, page_size: int, splits: int, device: str) -> None:
     given = pool([1, 16, 17, 70], heads, kv_heads, head_dim, page_size, device)
     found = paged_decode(*given, page_size, 0.2, splits, tile=SMALL)
-    expected = reference_decode.paged_decode(*given, page_size, 0.2)
+    expected = reference.paged_decode(*given, page_size, 0.2)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
@@ -50,7 +50,7 @@ def test_a_launch_leaves_its_counters_at_zero(device: str) -> None:
 def test_short_rows_stay_in_one_program(device: str) -> None:
     given = pool([20, 70], 2, 1, 32, 8, device)
     found = paged_decode(*given, 8, 0.2, 4, tile=SMALL, least=64)
-    torch.testing.assert_close(found, reference_decode.paged_decode(*given, 8, 0.2), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(found, reference.paged_decode(*given, 8, 0.2), atol=2e-5, rtol=2e-5)
 
 
 def test_padding_rows_are_harmless(device: str) -> None:
@@ -61,7 +61,7 @@ def test_padding_rows_are_harmless(device: str) -> None:
     rows, positions = torch.cat((rows, nothing)), torch.cat((positions, nothing))
     found = paged_decode(padded, keys, values, rows, positions, table, 4, 0.2, 2, tile=SMALL)
     assert found.isfinite().all()
-    expected = reference_decode.paged_decode(padded, keys, values, rows, positions, table, 4, 0.2)
+    expected = reference.paged_decode(padded, keys, values, rows, positions, table, 4, 0.2)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
@@ -69,7 +69,7 @@ def test_a_pool_of_8_bit_floats_is_read_exactly(device: str) -> None:
     query, keys, values, *rest = pool([1, 16, 70], 4, 2, 32, 8, device)
     keys, values = (to_pool(part.nan_to_num(), torch.float8_e4m3fn) for part in (keys, values))
     found = paged_decode(query, keys, values, *rest, 8, 0.2, 3, tile=SMALL)
-    expected = reference_decode.paged_decode(query, keys.float(), values.float(), *rest, 8, 0.2)
+    expected = reference.paged_decode(query, keys.float(), values.float(), *rest, 8, 0.2)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
@@ -77,13 +77,13 @@ def test_a_pool_of_8_bit_floats_is_read_exactly(device: str) -> None:
 def test_one_page_a_row(length: int, device: str) -> None:
     given = pool([length, 3], 2, 1, 32, 64, device)
     found = paged_decode(*given, 64, 0.2, 2, tile=SMALL)
-    torch.testing.assert_close(found, reference_decode.paged_decode(*given, 64, 0.2), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(found, reference.paged_decode(*given, 64, 0.2), atol=2e-5, rtol=2e-5)
 
 
 def test_large_scores_do_not_overflow(device: str) -> None:
     query, *rest = pool([40], 2, 1, 32, 4, device)
     found = paged_decode(query * 1e3, *rest, 4, 1.0, 4, tile=SMALL)
-    torch.testing.assert_close(found, reference_decode.paged_decode(query * 1e3, *rest, 4, 1.0), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, reference.paged_decode(query * 1e3, *rest, 4, 1.0), atol=1e-4, rtol=1e-4)
 
 
 def test_splits_fill_the_device_and_bound_a_long_row() -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 from tandem.engine_core.attention.base import Span
 from tandem.engine_core.attention.torch import TorchAttention
 from tandem.engine_core.attention.triton import TritonPrompts, TritonRagged, graph_tiles, most_tiles
-from tandem.engine_core.kernels import reference_prefill
 from tandem.engine_core.kernels.attention import paged_prefill as kernel
 from tandem.engine_core.kernels.attention.paged_prefill import choose_shape, choose_splits, paged_prefill, tile_queries
 from tandem.engine_core.kernels.attention.split_counters import arrivals
 from tandem.engine_core.kernels.kv_dtype import to_pool
+from tandem.engine_core.kernels.reference import attention as reference
 
 Work = Sequence[tuple[int, int]]
 """(start, length) a row."""
@@ -78,7 +78,7 @@ def test_equals_the_oracle(work: Work, heads: int, kv_heads: int, head_dim: int,
     spans, query, keys, values, pages = inputs(work, heads, kv_heads, head_dim, page_size, device)
     ragged = backend(heads, kv_heads, head_dim, spans, device)
     found = ragged.run(ragged.plan(spans, pages, page_size), query, keys, values, 0.2)
-    expected = reference_prefill.paged_prefill(query, keys, values, work, pages, page_size, 0.2)
+    expected = reference.paged_prefill(query, keys, values, work, pages, page_size, 0.2)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
@@ -97,7 +97,7 @@ def test_programs_that_share_a_tile_equal_the_oracle(
     out = torch.full_like(query, torch.nan)
     found = paged_prefill(query, keys, values, tiles, pages, 4, 0.2, splits, out=out)
     assert found is out
-    expected = reference_prefill.paged_prefill(query, keys, values, work, pages, 4, 0.2)
+    expected = reference.paged_prefill(query, keys, values, work, pages, 4, 0.2)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
     assert not arrivals("paged_prefill", query.device).any(), "counters return to zero by themselves"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine_core.kernels.reference_logprobs import logprob_lines
+from tandem.engine_core.kernels.reference.sampling import logprob_lines
 from tandem.engine_core.kernels.sampling.logprobs import LogprobKernels
 
 # The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.

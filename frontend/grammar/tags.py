@@ -1,0 +1,3 @@
+"""The tags around the thoughts of a reasoning model."""
+
+OPEN, CLOSE = "<think>", "</think>"
