@@ -30,7 +30,7 @@ from tandem.engine_core.constraints.matchers import Matchers
 from tandem.engine_core.contracts import DeviceTimes, Masks, StepLogprobs
 from tandem.engine_core.control import Control
 from tandem.engine_core.engine import Engine
-from tandem.engine_core.kv_cache.manager import CACHE, KVMemory
+from tandem.engine_core.kv_cache.manager import CACHE, KVManager
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
 from tandem.engine_core.pipeline import PipelineState
@@ -88,7 +88,7 @@ class StagingRuntime:
         return DeviceTimes()
 
 
-def full_cache(pages: int) -> KVMemory:
+def full_cache(pages: int) -> KVManager:
     """A pool whose pages all lie in the prefix cache, in prompts of 64 pages, and nobody reads them."""
     tree = RadixTree(pages + 1, PAGE_SIZE)
     allocator = PageAllocator(pages + 1)
@@ -101,12 +101,12 @@ def full_cache(pages: int) -> KVMemory:
             parent = tree.insert(tree.key(b"", tokens, 0, parent), page, parent)
         tree.lock(path)
         tree.unlock(path)
-    return KVMemory(allocator, PAGE_SIZE, tree)
+    return KVManager(allocator, PAGE_SIZE, tree)
 
 
 def build(rows: int, cached_pages: int, router: Any, wakeup: Wakeup) -> Engine:
     pages = cached_pages or rows * MAX_LEN // PAGE_SIZE
-    memory = full_cache(pages) if cached_pages else KVMemory(PageAllocator(pages + 1), PAGE_SIZE)
+    memory = full_cache(pages) if cached_pages else KVManager(PageAllocator(pages + 1), PAGE_SIZE)
     stats = new_stats()
     threads = len(os.sched_getaffinity(0)) // 2
     matchers = Matchers(LLExecutor(threads) if threads > 1 else None, [2], stats, time.monotonic)

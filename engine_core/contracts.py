@@ -21,7 +21,7 @@ class Delta(Struct, frozen=True):
 
 class StepLogprobs(Struct, frozen=True):
     """Log-probabilities of one step, in lines as of `TokenLogprobs` with `top` alternatives: one for each row that
-    samples, in the plan's order, then one for each scored position (`Row.targets`), in the plan's order."""
+    samples, then one for each scored position (`ScheduledSequence.targets`), both in the plan's order."""
 
     top: int
     lines: bytes

@@ -9,7 +9,7 @@ from msgspec import Struct
 from tandem.protocol.params import SamplingParams
 
 
-class Row(Struct, frozen=True, gc=False):
+class ScheduledSequence(Struct, frozen=True, gc=False):
     """One sequence's share of a step: positions `start` to `start + length - 1` of its row."""
 
     seq_id: int
@@ -40,7 +40,7 @@ class Row(Struct, frozen=True, gc=False):
         return self.start + self.length
 
 
-class Admission(Struct, frozen=True):
+class NewSequence(Struct, frozen=True):
     """What the device has to know of a sequence before its first row."""
 
     seq_id: int
@@ -55,23 +55,27 @@ class StepPlan(Struct, frozen=True):
     """One step: at most one row a sequence. Make it with `of`, which derives the rest from the rows."""
 
     step_id: int
-    rows: tuple[Row, ...]
-    admitted: tuple[Admission, ...]
+    rows: tuple[ScheduledSequence, ...]
+    admitted: tuple[NewSequence, ...]
     total_tokens: int
     needs_mask: bool
-    plain: bool
+    is_unconstrained_decode: bool
     """Whether every row is one sampled position and nothing else (tokens to upload, constraint, suppressed end), maybe
     with new pages: steady decode."""
-    single: bool
+    is_decode_only: bool
     """The same, constrained or not, and with a suppressed end or not: its logits can come from a graph."""
     logprobs: int = -1
     """Most alternatives that a row wants with its log-probabilities; -1: no row wants any."""
-    news: tuple[Row, ...] = ()
+    updated_rows: tuple[ScheduledSequence, ...] = ()
     """The rows that bring tokens or pages."""
 
     @classmethod
     def of(
-        cls, step_id: int, rows: tuple[Row, ...], admitted: tuple[Admission, ...] = (), logprobs: int = -1
+        cls,
+        step_id: int,
+        rows: tuple[ScheduledSequence, ...],
+        admitted: tuple[NewSequence, ...] = (),
+        logprobs: int = -1,
     ) -> "StepPlan":
         single = all(row.length == 1 and row.samples and not (row.tokens or row.targets) for row in rows)
         return cls(
@@ -80,8 +84,8 @@ class StepPlan(Struct, frozen=True):
             admitted,
             total_tokens=sum([row.length for row in rows]),
             needs_mask=any(row.constrained and row.samples for row in rows),
-            plain=single and not any(row.constrained or row.suppress_ends for row in rows),
-            single=single,
+            is_unconstrained_decode=single and not any(row.constrained or row.suppress_ends for row in rows),
+            is_decode_only=single,
             logprobs=logprobs,
-            news=tuple([row for row in rows if row.tokens or row.new_pages]),
+            updated_rows=tuple([row for row in rows if row.tokens or row.new_pages]),
         )

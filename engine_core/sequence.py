@@ -13,53 +13,53 @@ from tandem.protocol.params import SamplingParams
 class Sequence:
     """Arithmetic of one sequence.
 
-    `tokens` are known on the host: the prompt and what has been committed. `launched` KV positions are enqueued on
-    the device, `unseen` samples are in flight. What remains to compute is the same for a prompt, a chunk of it and a
-    decoded token: `pending = len(tokens) + unseen - launched`.
+    `tokens` are known on the host: the prompt and what has been committed. `num_scheduled_tokens` KV positions are
+    enqueued on the device, `num_inflight_samples` samples are in flight. What remains to compute is the same for a
+    prompt, a chunk of it and a decoded token: `pending = len(tokens) + num_inflight_samples - num_scheduled_tokens`.
     """
 
     __slots__ = (
-        "announced",
         "arrival",
-        "awaited",
-        "cached",
-        "claim",
+        "awaited_key",
+        "cache_namespace",
+        "cached_path",
+        "cached_path_epoch",
         "client",
         "compiling",
         "constraint",
         "end_ids",
-        "found",
-        "found_at",
         "id",
+        "in_steady_decode",
         "inflight",
-        "launched",
         "leases",
         "logprobs",
-        "mapped",
         "min_tokens",
         "namespace",
+        "next_page_boundary",
+        "num_cached_tokens",
+        "num_inflight_samples",
+        "num_mapped_pages",
+        "num_scheduled_tokens",
+        "num_shared_pages",
         "outcome",
         "pages",
         "params",
-        "passed",
+        "pending_key",
         "preemptions",
         "priority",
         "prompt_len",
         "prompt_logprobs",
         "queued_at",
+        "reported_len",
         "request_id",
-        "root",
         "row",
         "session",
-        "settled",
-        "shared",
-        "steady_until",
+        "start_reported",
+        "steps_skipped",
         "tokens",
-        "told",
         "total_len",
-        "unseen",
-        "uploaded",
-        "uploads",
+        "upload_end",
+        "uploaded_len",
     )
 
     id: int
@@ -68,18 +68,18 @@ class Sequence:
     """Most positions it can ever take."""
     namespace: bytes
     """Its KV is shared only with sequences of the same one."""
-    uploads: int
+    upload_end: int
     """Positions below this one are uploaded by the rows that compute them; later ones are sampled on the device."""
-    uploaded: int
+    uploaded_len: int
     """Positions below this one have their token on the device; it matters until the prompt is computed."""
     pages: list[int]
-    shared: int
+    num_shared_pages: int
     """How many of `pages` lie in the prefix cache; the others are its own."""
-    mapped: int
+    num_mapped_pages: int
     """How many of `pages` the device's page table holds."""
-    steady_until: int
+    next_page_boundary: int
     """A settled row that starts below this position brings no pages and is not the last."""
-    settled: bool
+    in_steady_decode: bool
     """Whether its rows are mere numbers and pages, one position each: no tokens to upload, no suppressed end."""
     compiling: bool
     """Whether it has to wait for its constraint before anything else."""
@@ -87,25 +87,25 @@ class Sequence:
     """Alternatives wanted with the log-probability of each generated token; None: no log-probabilities."""
     prompt_logprobs: int | None
     """The same for each prompt token."""
-    told: int
+    reported_len: int
     """Positions computed before a preemption: what follows them has been scored, and is not told twice."""
-    announced: bool
+    start_reported: bool
     """Whether its frontend knows how much of its prompt was cached."""
-    root: bytes
+    cache_namespace: bytes
     """Namespace under which its pages lie in the prefix cache."""
-    claim: bytes
+    pending_key: bytes
     """Key of the page that others wait for, for this sequence computes it next."""
-    awaited: bytes
+    awaited_key: bytes
     """Key of the page that it waited for in the queue."""
-    found: list[int]
+    cached_path: list[int]
     """Pages of the prefix cache that hold its beginning, as far as was known in the queue..."""
-    found_at: int
+    cached_path_epoch: int
     """...when `RadixTree.lost` was this."""
-    cached: int
+    num_cached_tokens: int
     """Prompt tokens whose KV it did not have to compute."""
     queued_at: float
     """When it came to the queue, for the first time or after a preemption."""
-    passed: int
+    steps_skipped: int
     """Steps since its last row that had none for it."""
 
     def __init__(
@@ -129,7 +129,7 @@ class Sequence:
         self.client = client
         self.request_id = request_id
         self.tokens = prompt
-        self.prompt_len = self.uploads = len(prompt)
+        self.prompt_len = self.upload_end = len(prompt)
         self.params = params
         self.total_len = len(prompt) + params.max_tokens
         self.min_tokens = params.min_tokens
@@ -142,14 +142,16 @@ class Sequence:
         self.priority = priority
         self.session = session
         self.namespace = namespace
-        self.settled = self.announced = False
-        self.launched = self.unseen = self.inflight = 0
+        self.in_steady_decode = self.start_reported = False
+        self.num_scheduled_tokens = self.num_inflight_samples = self.inflight = 0
         self.row = -1
         self.pages = []
-        self.shared = self.mapped = self.uploaded = self.cached = self.steady_until = self.told = 0
-        self.root = self.claim = self.awaited = b""
-        self.found, self.found_at = [], -1
-        self.passed = self.preemptions = 0
+        self.num_shared_pages = self.num_mapped_pages = self.uploaded_len = self.num_cached_tokens = (
+            self.next_page_boundary
+        ) = self.reported_len = 0
+        self.cache_namespace = self.pending_key = self.awaited_key = b""
+        self.cached_path, self.cached_path_epoch = [], -1
+        self.steps_skipped = self.preemptions = 0
         self.leases = ExitStack()
         self.outcome: Finished | Failure | None = None
 
@@ -170,47 +172,51 @@ class Sequence:
     @property
     def pending(self) -> int:
         """Positions that could be computed now."""
-        return len(self.tokens) + self.unseen - self.launched
+        return len(self.tokens) + self.num_inflight_samples - self.num_scheduled_tokens
 
     @property
     def finishing(self) -> bool:
         """Whether everything that it may ever compute is on its way."""
-        return len(self.tokens) + self.unseen >= self.total_len
+        return len(self.tokens) + self.num_inflight_samples >= self.total_len
 
     def on_launch(self) -> None:
         """Called after a launch that counted, while the sequence is not settled yet: is it now?"""
-        self.uploaded = self.launched
-        self.settled = self.launched >= self.uploads and self.launched + 1 - self.prompt_len >= self.min_tokens
+        self.uploaded_len = self.num_scheduled_tokens
+        self.in_steady_decode = (
+            self.num_scheduled_tokens >= self.upload_end
+            and self.num_scheduled_tokens + 1 - self.prompt_len >= self.min_tokens
+        )
 
     def jumped(self) -> None:
         """Tokens were appended that the device does not have: the next row brings them."""
-        if self.settled:
-            self.uploaded = self.launched
-        self.uploads, self.settled = len(self.tokens), False
+        if self.in_steady_decode:
+            self.uploaded_len = self.num_scheduled_tokens
+        self.upload_end, self.in_steady_decode = len(self.tokens), False
 
     def map(self, pages: int, page_size: int) -> None:
         """The device knows the first `pages` of its pages now."""
-        self.mapped = pages
-        self.steady_until = min(pages * page_size, self.total_len - 1)
+        self.num_mapped_pages = pages
+        self.next_page_boundary = min(pages * page_size, self.total_len - 1)
 
     def remap(self, index: int) -> None:
         """The page at this index has become another: the next row has to bring it."""
-        self.mapped = min(self.mapped, index)
-        self.steady_until = 0
+        self.num_mapped_pages = min(self.num_mapped_pages, index)
+        self.next_page_boundary = 0
 
     def restart(self) -> None:
         """Everything is to be computed again, what was generated with the prompt: it was preempted."""
         assert not self.inflight, f"restarted while in flight: {self}"
         self.preemptions += 1
-        self.uploads = len(self.tokens)
-        self.passed = self.steady_until = 0
-        self.settled = False
-        self.told = max(self.told, self.launched)
-        self.awaited = b""
+        self.upload_end = len(self.tokens)
+        self.steps_skipped = self.next_page_boundary = 0
+        self.in_steady_decode = False
+        self.reported_len = max(self.reported_len, self.num_scheduled_tokens)
+        self.awaited_key = b""
 
     def __repr__(self) -> str:
         return (
             f"Sequence({self.id}, {self.prompt_len}+{self.generated} tokens of {self.total_len}, "
-            f"launched={self.launched}, unseen={self.unseen}, inflight={self.inflight}, row={self.row}, "
-            f"{len(self.pages)} pages, {self.shared} shared, outcome={self.outcome})"
+            f"num_scheduled_tokens={self.num_scheduled_tokens}, num_inflight_samples={self.num_inflight_samples}, "
+            f"inflight={self.inflight}, row={self.row}, "
+            f"{len(self.pages)} pages, {self.num_shared_pages} shared, outcome={self.outcome})"
         )

@@ -32,7 +32,7 @@ class ForwardBatch:
     """[T] int64."""
     positions: Tensor
     """[T] int64, position of each token in its sequence."""
-    kv_index: Tensor
+    slot_mapping: Tensor
     """[T] int64, flat place of each token's key and value in the pool: page * page_size + offset."""
     sample_index: Tensor | None
     """[S] int64, which of the T tokens are sampled from; None: all of them."""
@@ -54,7 +54,7 @@ class AttentionBackend(Protocol):
         """Causal attention of one layer, whose new keys and values are in the pool already.
 
         query: [T, heads, head_dim]; keys, values: [places, kv_heads, head_dim], the layer's whole pool, indexed by
-        `kv_index`, in the query's dtype or as in `kernels.kv_dtype`. Returns [T, heads, head_dim] in the query's.
+        `slot_mapping`, in the query's dtype or as in `kernels.kv_dtype`. Returns [T, heads, head_dim] in the query's.
         """
 
 

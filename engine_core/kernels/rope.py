@@ -36,7 +36,7 @@ def _rope_kernel(
     qkv,
     cos,
     sin,
-    kv_index,
+    slot_mapping,
     q_norm,
     k_norm,
     qkv_stride,
@@ -70,7 +70,7 @@ def _rope_kernel(
     source = qkv + token * qkv_stride + head[:, None] * D + pair[None, :]
     first_raw = tl.load(source, mask=inside, other=0.0)
     second_raw = tl.load(source + HALF, mask=inside, other=0.0)
-    place = tl.load(kv_index + token)
+    place = tl.load(slot_mapping + token)
     # The cosine's halves are equal and the sine's first half is its second, negated: half of each is enough.
     c = tl.load(cos + token * cos_stride + pair)[None, :]
     s = tl.load(sin + token * sin_stride + HALF + pair)[None, :]
@@ -100,7 +100,7 @@ def rope_and_kv_write(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    kv_index: Tensor,
+    slot_mapping: Tensor,
     keys: Tensor,
     values: Tensor,
     q_norm: Tensor | None = None,
@@ -111,7 +111,7 @@ def rope_and_kv_write(
     """Rotates queries and keys, after their norms where weights are given, and stores keys and values in the pool.
 
     qkv: [T, heads + 2 * kv_heads, D], heads contiguous, D one of 32, 64, 128, 256; cos, sin: [T, 1, D] float32 as in
-    `reference.rope`; kv_index: [T] int64; keys, values: [places, kv_heads, D], written, with one stride for places;
+    `reference.rope`; slot_mapping: [T] int64; keys, values: [places, kv_heads, D], written, with one stride for places;
     q_norm, k_norm: [D], both or neither (Qwen 3). Dtypes float32, bfloat16 or float16, all but the tables' the same;
     keys and values may be as in `kv_dtype`.
     Returns the rotated queries, [T, heads, D], contiguous. ValueError for another D or layout.
@@ -127,7 +127,7 @@ def rope_and_kv_write(
         return query
     block = max(1, ELEMENTS // head_dim)
     _rope_kernel[(tokens, triton.cdiv(all_heads, block))](
-        *(query, keys, values, qkv, cos, sin, kv_index),
+        *(query, keys, values, qkv, cos, sin, slot_mapping),
         *(qkv if norm is None else norm for norm in (q_norm, k_norm)),
         *(qkv.stride(0), cos.stride(0), sin.stride(0), keys.stride(0), eps),
         HEADS=heads,

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from tandem.engine_core.kv_cache.pages import PageAllocator
-from tandem.engine_core.kv_cache.pending_pages import Claims
+from tandem.engine_core.kv_cache.pending_pages import PendingPages
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
 from tandem.engine_core.sequence import Sequence
@@ -21,7 +21,7 @@ EVICT_AHEAD = 4096
 """Of so many evictable pages one more is evicted than has to be."""
 
 
-class KVMemory:
+class KVManager:
     """Composes the allocator, the prefix cache (None: off) and the sessions."""
 
     def __init__(
@@ -35,7 +35,7 @@ class KVMemory:
         """Prompt tokens looked for, prompt tokens found."""
         self._version = bytes(4)
         """Begins every namespace: KV of other weights is never found."""
-        self._claims = Claims()
+        self._pending = PendingPages()
         self.moves = 0
         """Counts moments from which on somebody might be admitted who was refused: pages came back, or are shared."""
         self._settling: deque[tuple[int, list[int]]] = deque()
@@ -99,19 +99,19 @@ class KVMemory:
     def awaits(self, seq: Sequence) -> bool:
         """Whether the first page that a waiting sequence would have to compute is being computed by a running one of
         no lower priority."""
-        if not self._claims or not self._matches(seq):
+        if not self._pending or not self._matches(seq):
             return False
         assert self.tree is not None
-        if seq.awaited not in self._claims or not self._stands(seq):
+        if seq.awaited_key not in self._pending or not self._stands(seq):
             path = self._match(seq)
             if len(path) >= self._limit(seq):
                 return False
-            seq.awaited = self.tree.key(seq.root, seq.tokens, len(path), _last(path, len(path)))
+            seq.awaited_key = self.tree.key(seq.cache_namespace, seq.tokens, len(path), _last(path, len(path)))
         return self.follows(seq)
 
     def follows(self, seq: Sequence) -> bool:
         """Whether the page for which a waiting sequence was last seen to wait is still being computed. Quick."""
-        return self._claims.holds_up(seq)
+        return self._pending.holds_up(seq)
 
     def admit(self, seq: Sequence, chunk: int, keep: int) -> bool:
         """Gives a waiting sequence the cached pages of its prompt, and pages for the first `chunk` positions after
@@ -126,9 +126,9 @@ class KVMemory:
             if self.tree is not None:
                 self.tree.unlock(path)
             return False
-        seq.root = self._root(seq)
-        seq.pages, seq.shared, seq.launched = path + own, len(path), start
-        seq.found, seq.found_at = [], -1
+        seq.cache_namespace = self._root(seq)
+        seq.pages, seq.num_shared_pages, seq.num_scheduled_tokens = path + own, len(path), start
+        seq.cached_path, seq.cached_path_epoch = [], -1
         if not seq.preemptions and self._matches(seq):
             self.queried += len(seq.tokens)
             self._count_hit(seq, start)
@@ -142,19 +142,19 @@ class KVMemory:
         if not self._matches(seq):
             return
         assert self.tree is not None
-        shared = seq.shared
-        found = self.tree.match(seq.root, seq.tokens, self._limit(seq), shared, _last(seq.pages, shared))
+        shared = seq.num_shared_pages
+        found = self.tree.match(seq.cache_namespace, seq.tokens, self._limit(seq), shared, _last(seq.pages, shared))
         end = (shared + len(found)) * self.page_size
-        if end <= seq.launched:
+        if end <= seq.num_scheduled_tokens:
             return
         self.tree.lock(found)
         unused = seq.pages[shared : shared + len(found)]
         seq.pages[shared : shared + len(found)] = found
         self._settle_later(seq, unused, newest_step)
         if not seq.preemptions:
-            self._count_hit(seq, end - seq.launched)
+            self._count_hit(seq, end - seq.num_scheduled_tokens)
         seq.remap(shared)
-        seq.shared, seq.launched = shared + len(found), end
+        seq.num_shared_pages, seq.num_scheduled_tokens = shared + len(found), end
         self._claim(seq)
 
     def grow(self, seq: Sequence, end: int) -> bool:
@@ -171,7 +171,7 @@ class KVMemory:
     def grow_each(self, sequences: Items[Sequence]) -> bool:
         """A page for each of these that has none for its next position; False if they are not all to be had."""
         size = self.page_size
-        full = [seq for seq in sequences if len(seq.pages) * size <= seq.launched]
+        full = [seq for seq in sequences if len(seq.pages) * size <= seq.num_scheduled_tokens]
         pages = self.pages.allocate_each([seq.id for seq in full]) if self._free(len(full)) else None
         if pages is None:
             return False
@@ -196,7 +196,7 @@ class KVMemory:
         path = None
         if seq.pages:
             self._settle_later(seq, self._publish(seq), newest_step)
-            path = seq.pages[: seq.shared]
+            path = seq.pages[: seq.num_shared_pages]
         self.sessions.leave(seq.session, seq.id, now, path)
 
     def release(self, seq: Sequence) -> None:
@@ -204,13 +204,13 @@ class KVMemory:
         own: list[int] = []
         if self.tree is not None:
             own = self._publish(seq)
-            self._claims.drop(seq)
-            self.tree.unlock(seq.pages[: seq.shared])
-        own += seq.pages[seq.shared :]
+            self._pending.drop(seq)
+            self.tree.unlock(seq.pages[: seq.num_shared_pages])
+        own += seq.pages[seq.num_shared_pages :]
         self.pages.release(seq.id, own)
         self.moves += 1
         seq.pages = []
-        seq.shared = seq.mapped = seq.launched = seq.uploaded = 0
+        seq.num_shared_pages = seq.num_mapped_pages = seq.num_scheduled_tokens = seq.uploaded_len = 0
 
     def readers(self, page: int) -> int:
         """Sequences that share a page."""
@@ -218,7 +218,9 @@ class KVMemory:
 
     def holds_alone(self, seq: Sequence) -> bool:
         """Whether any page would come back with this sequence."""
-        return len(seq.pages) > seq.shared or any(self.readers(page) == 1 for page in seq.pages[: seq.shared])
+        return len(seq.pages) > seq.num_shared_pages or any(
+            self.readers(page) == 1 for page in seq.pages[: seq.num_shared_pages]
+        )
 
     def new_weights(self) -> None:
         """From now on nothing is found of what was computed before; sessions begin anew."""
@@ -240,21 +242,23 @@ class KVMemory:
 
     def _match(self, seq: Sequence) -> list[int]:
         """Goes on from where the last look ended, less what the cache has lost since."""
-        tree, path = self.tree, seq.found
+        tree, path = self.tree, seq.cached_path
         if tree is None or seq.scored:
             return []
         while not self._stands(seq):
             path.pop()
-        seq.root, seq.found_at = self._root(seq), tree.lost
-        path += tree.match(seq.root, seq.tokens, self._limit(seq), len(path), _last(path, len(path)))
+        seq.cache_namespace, seq.cached_path_epoch = self._root(seq), tree.lost
+        path += tree.match(seq.cache_namespace, seq.tokens, self._limit(seq), len(path), _last(path, len(path)))
         return path
 
     def _stands(self, seq: Sequence) -> bool:
         """Whether the last page that was found is still what it was, and so are all before it: leaves go first."""
         assert self.tree is not None
-        if not seq.found:
+        if not seq.cached_path:
             return True
-        return seq.root == self._root(seq) and seq.found_at >= self.tree.lost_at(seq.found[-1])
+        return seq.cache_namespace == self._root(seq) and seq.cached_path_epoch >= self.tree.lost_at(
+            seq.cached_path[-1]
+        )
 
     def _root(self, seq: Sequence) -> bytes:
         """The namespace in which its pages are to be looked for now."""
@@ -262,18 +266,18 @@ class KVMemory:
 
     def _count_hit(self, seq: Sequence, tokens: int) -> None:
         """What a grammar forced behind the prompt may be found too, and is none of it."""
-        found = min(tokens, seq.prompt_len - seq.cached)
+        found = min(tokens, seq.prompt_len - seq.num_cached_tokens)
         self.hit += found
-        seq.cached += found
+        seq.num_cached_tokens += found
 
     def _publish(self, seq: Sequence) -> list[int]:
         """Returns pages of the sequence in whose place it has taken another's of the same content."""
         tree, size = self.tree, self.page_size
         assert tree is not None
         duplicates: list[int] = []
-        for index in range(seq.shared, min(seq.launched, len(seq.tokens)) // size):
+        for index in range(seq.num_shared_pages, min(seq.num_scheduled_tokens, len(seq.tokens)) // size):
             parent, page = _last(seq.pages, index), seq.pages[index]
-            held = tree.insert(tree.key(seq.root, seq.tokens, index, parent), page, parent)
+            held = tree.insert(tree.key(seq.cache_namespace, seq.tokens, index, parent), page, parent)
             tree.lock((held,))
             if held == page:
                 self.pages.transfer(seq.id, CACHE, page)
@@ -281,7 +285,7 @@ class KVMemory:
                 duplicates.append(page)
                 seq.pages[index] = held
                 seq.remap(index)
-            seq.shared = index + 1
+            seq.num_shared_pages = index + 1
             self.moves += 1
         return duplicates
 
@@ -298,10 +302,12 @@ class KVMemory:
 
     def _claim(self, seq: Sequence) -> None:
         """Says which page the sequence computes next, if all its tokens are known."""
-        self._claims.drop(seq)
-        if self.tree is not None and (seq.shared + 1) * self.page_size <= len(seq.tokens):
-            key = self.tree.key(seq.root, seq.tokens, seq.shared, _last(seq.pages, seq.shared))
-            self._claims.make(seq, key)
+        self._pending.drop(seq)
+        if self.tree is not None and (seq.num_shared_pages + 1) * self.page_size <= len(seq.tokens):
+            key = self.tree.key(
+                seq.cache_namespace, seq.tokens, seq.num_shared_pages, _last(seq.pages, seq.num_shared_pages)
+            )
+            self._pending.make(seq, key)
 
     def audit(self, held: Iterable[Sequence]) -> list[str]:
         """What is wrong, a line each, given every sequence that holds pages. Empty when all is well."""
@@ -311,9 +317,9 @@ class KVMemory:
         readers: dict[int, int] = {}
         claims = 0
         for seq in held:
-            expected[seq.id] = sorted(seq.pages[seq.shared :])
-            claims += bool(seq.claim)
-            for page in seq.pages[: seq.shared]:
+            expected[seq.id] = sorted(seq.pages[seq.num_shared_pages :])
+            claims += bool(seq.pending_key)
+            for page in seq.pages[: seq.num_shared_pages]:
                 readers[page] = readers.get(page, 0) + 1
         if self.tree is not None:
             problems += self.tree.audit()
@@ -322,8 +328,8 @@ class KVMemory:
             problems += [f"page {page} has {self.tree.readers(page)} locks, not one a reader" for page in wrong]
         if {owner: pages for owner, pages in expected.items() if pages} != owned:
             problems.append(f"pages belong to {owned}, expected {expected}")
-        if claims != len(self._claims):
-            problems.append(f"{len(self._claims)} claims, {claims} of them of somebody")
+        if claims != len(self._pending):
+            problems.append(f"{len(self._pending)} claims, {claims} of them of somebody")
         return problems
 
 

@@ -3,7 +3,7 @@
 from tandem.engine_core.sequence import Sequence
 
 
-class Claims:
+class PendingPages:
     """Running sequences by the key of the page (`RadixTree.key`) that they are going to compute next."""
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class Claims:
 
     def holds_up(self, seq: Sequence) -> bool:
         """Whether what a waiting sequence awaits is claimed by one of no lower priority."""
-        claimant = self._claimants.get(seq.awaited)
+        claimant = self._claimants.get(seq.awaited_key)
         return claimant is not None and claimant.priority >= seq.priority
 
     def make(self, seq: Sequence, key: bytes) -> None:
@@ -27,11 +27,11 @@ class Claims:
         if other is not None:
             if other.priority >= seq.priority:
                 return
-            other.claim = b""
+            other.pending_key = b""
         self._claimants[key] = seq
-        seq.claim = key
+        seq.pending_key = key
 
     def drop(self, seq: Sequence) -> None:
-        if seq.claim:
-            del self._claimants[seq.claim]
-            seq.claim = b""
+        if seq.pending_key:
+            del self._claimants[seq.pending_key]
+            seq.pending_key = b""

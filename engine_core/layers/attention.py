@@ -65,11 +65,11 @@ class Attention:
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """update, residual: [T, hidden], as in `Linear.normed`; rotary: of the batch's positions; keys, values: the
-        layer's pool, written at `batch.kv_index`. Returns the next update and the stream, [T, hidden]."""
+        layer's pool, written at `batch.slot_mapping`. Returns the next update and the stream, [T, hidden]."""
         projected, residual = self.qkv.normed(update, residual, norm)
         qkv = projected.view(update.shape[0], -1, self.head_dim)
         query = self.kernels.rope_and_kv_write(
-            qkv, *rotary, batch.kv_index, keys, values, self.q_norm, self.k_norm, self.eps
+            qkv, *rotary, batch.slot_mapping, keys, values, self.q_norm, self.k_norm, self.eps
         )
         attended = batch.backend.run(batch.plan, query, keys, values, self.scale)
         return self.output(attended.view(update.shape[0], -1)), residual

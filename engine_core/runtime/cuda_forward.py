@@ -9,7 +9,7 @@ from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.paged_decode import choose_splits
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
-from tandem.engine_core.runtime.graph_bucket import Shape
+from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.tables import DeviceTables
 
 
@@ -32,7 +32,7 @@ class CudaForward:
 
     @torch.inference_mode()
     def mixed(
-        self, rows: Tensor, positions: Tensor, shape: Shape, prompts: PromptAttention, attended: Tensor
+        self, rows: Tensor, positions: Tensor, shape: GraphBucket, prompts: PromptAttention, attended: Tensor
     ) -> Tensor:
         """rows, positions: [T] int32, laid out as the shape has it; prompts: planned for the rows of several tokens;
         attended: [T, heads, head_dim], as in `MixedRows`.

@@ -19,7 +19,7 @@ from tandem.engine_core.runtime.staging import (
 )
 
 
-class Shape(NamedTuple):
+class GraphBucket(NamedTuple):
     """First a place for each row of a single token, then places for the tokens of longer rows.
 
     What a step leaves free is padding: row 0, position 0, page 0.
@@ -29,13 +29,13 @@ class Shape(NamedTuple):
     tokens: int
 
 
-def lies(plan: StepPlan) -> Shape:
+def exact_bucket(plan: StepPlan) -> GraphBucket:
     """The shape that a plan fills to the last place."""
     singles = sum([row.length == 1 for row in plan.rows])
-    return Shape(singles, plan.total_tokens - singles)
+    return GraphBucket(singles, plan.total_tokens - singles)
 
 
-def pack_shaped(plan: StepPlan, shape: Shape, max_len: int, pages_per_row: int, out: Ints) -> Packed:
+def pack_padded(plan: StepPlan, shape: GraphBucket, max_len: int, pages_per_row: int, out: Ints) -> Packed:
     """Writes a plan into `out` for a graph of this shape, which the plan has to fit.
 
     Fields as in `staging.pack`, but token_rows and positions come first, as long as the shape has places.
@@ -83,7 +83,7 @@ def _columns(plan: StepPlan) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
     )
 
 
-def _first_places(single: NDArray[np.bool_], length: Ints, shape: Shape) -> Ints:
+def _first_places(single: NDArray[np.bool_], length: Ints, shape: GraphBucket) -> Ints:
     """Where each row's first token lies."""
     before = np.cumsum(np.where(single, 0, length), dtype=np.int32) - length
     return np.where(single, np.cumsum(single, dtype=np.int32) - 1, shape.singles + before)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import PromptAttention
-from tandem.engine_core.plan import Row, StepPlan
+from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.captured import CapturedDecode, CapturedMixed, MixedBuffers
-from tandem.engine_core.runtime.graph_bucket import Shape, lies
+from tandem.engine_core.runtime.graph_bucket import GraphBucket, exact_bucket
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.tables import Mode
 
@@ -25,7 +25,7 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 """(rows [B] int32, positions [B] int32) -> logits [B, V]."""
 Sampling = Callable[[Mode, Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
 """(mode, logits, rows, positions, out [B] int32, allowed [B, words] int32 or None)."""
-MixedForward = Callable[[Tensor, Tensor, Shape, PromptAttention, Tensor], Tensor]
+MixedForward = Callable[[Tensor, Tensor, GraphBucket, PromptAttention, Tensor], Tensor]
 """(rows [T] int32, positions [T] int32, shape, prompts, attended [T, heads, head_dim]) -> hidden [T, hidden]."""
 PROMPTS = 64
 """Rows of several tokens that a graph has room for; a step of more runs eagerly. FlashInfer's planning looks at each
@@ -41,7 +41,7 @@ class StepGraphs:
         singles: tuple[int, ...],
         tokens: tuple[int, ...],
         decode: list[dict[int, CapturedDecode]],
-        mixed: list[dict[Shape, CapturedMixed]],
+        mixed: list[dict[GraphBucket, CapturedMixed]],
     ) -> None:
         """rows: of decode steps; singles, tokens: of the shapes of mixed ones; all ascending. decode, mixed: one
         dictionary a slot."""
@@ -51,22 +51,22 @@ class StepGraphs:
         self.decode = decode
         self.mixed = mixed
 
-    def shape(self, plan: StepPlan) -> Shape | None:
+    def shape(self, plan: StepPlan) -> GraphBucket | None:
         """The smallest shape that a step fits, or None: no graph is large enough, or a single token is no sample."""
-        if plan.single:
+        if plan.is_decode_only:
             rows = _at_least(len(plan.rows), self.rows)
-            return None if rows is None else Shape(rows, 0)
-        wanted = lies(plan)
+            return None if rows is None else GraphBucket(rows, 0)
+        wanted = exact_bucket(plan)
         if wanted.tokens == 0:
             rows = _at_least(wanted.singles, self.rows) if all(_sampled(row) for row in plan.rows) else None
-            return None if rows is None else Shape(rows, 0)
+            return None if rows is None else GraphBucket(rows, 0)
         singles, tokens = _at_least(wanted.singles, self.singles), _at_least(wanted.tokens, self.tokens)
         if singles is None or tokens is None or len(plan.rows) - wanted.singles > PROMPTS:
             return None
-        return Shape(singles, tokens)
+        return GraphBucket(singles, tokens)
 
 
-def _sampled(row: Row) -> bool:
+def _sampled(row: ScheduledSequence) -> bool:
     """Whether a single token is what a decode step's graph takes it for."""
     return row.samples and not row.targets
 
@@ -115,18 +115,18 @@ def capture_mixed(
     prompts: Callable[[int, int], PromptAttention],
     buffers: MixedBuffers,
     progress: Callable[[int], None],
-) -> list[dict[Shape, CapturedMixed]]:
+) -> list[dict[GraphBucket, CapturedMixed]]:
     """Captures every slot's steps with prompts, the largest first.
 
     prompts: makes the attention of the graphs of a slot, by its number, for so many tokens of prompts.
     """
-    steps: list[dict[Shape, CapturedMixed]] = [{} for _ in slots]
+    steps: list[dict[GraphBucket, CapturedMixed]] = [{} for _ in slots]
     for done, count in enumerate(reversed(tokens)):
         for number, (slot, captured) in enumerate(zip(slots, steps, strict=True)):
             slot.device_inputs.zero_()
             attention = prompts(number, count)
             for rows_before in reversed(singles):
-                shape = Shape(rows_before, count)
+                shape = GraphBucket(rows_before, count)
                 total = sum(shape)
                 rows, positions = slot.device_inputs[:total], slot.device_inputs[total : 2 * total]
                 own = buffers.first(total)

@@ -11,7 +11,7 @@ from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.device import Device, GpuClock
-from tandem.engine_core.runtime.graph_bucket import Shape, long_spans, pack_shaped
+from tandem.engine_core.runtime.graph_bucket import GraphBucket, long_spans, pack_padded
 from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.sampling import SLICE, MaskFiller, TokenSampler, TokenScorer
 from tandem.engine_core.runtime.slots import StepSlot
@@ -124,15 +124,15 @@ class TorchRuntime:
     def device_times(self) -> DeviceTimes:
         return self.clock.times if self.clock is not None else DeviceTimes()
 
-    def _pack(self, plan: StepPlan, shape: Shape | None, s: StepSlot) -> Packed:
+    def _pack(self, plan: StepPlan, shape: GraphBucket | None, s: StepSlot) -> Packed:
         max_len, pages_per_row = self.tables.tokens.shape[1], self.tables.pages.shape[1]
-        if plan.single and shape is not None:
+        if plan.is_decode_only and shape is not None:
             return pack_decode(plan, shape.singles, pages_per_row, s.inputs_view)
         if shape is None:
             return pack(plan, max_len, pages_per_row, s.inputs_view)
-        return pack_shaped(plan, shape, max_len, pages_per_row, s.inputs_view)
+        return pack_padded(plan, shape, max_len, pages_per_row, s.inputs_view)
 
-    def _replay(self, slot: int, shape: Shape, inputs: Tensor) -> None:
+    def _replay(self, slot: int, shape: GraphBucket, inputs: Tensor) -> None:
         """Enqueues the forward pass out of a graph."""
         s, graphs = self.slots[slot], self.graphs
         assert graphs is not None and s.plan is not None and s.packed is not None
@@ -178,7 +178,7 @@ class TorchRuntime:
         return ForwardBatch(
             input_ids=self.tables.tokens[rows, positions].long(),
             positions=positions,
-            kv_index=places + positions % self.page_size,
+            slot_mapping=places + positions % self.page_size,
             sample_index=field(inputs, packed, "sample_index").long(),
             backend=s.attention,
             plan=s.attention.plan(_spans(s.plan), self.tables.pages, self.page_size),

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.engine_core.errors import RowError
-from tandem.engine_core.plan import Admission, StepPlan
+from tandem.engine_core.plan import NewSequence, StepPlan
 from tandem.protocol.codec import unpack_floats, unpack_ids
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
@@ -57,7 +57,7 @@ def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints) -> Packed:
     """
     row = np.array([r.row for r in plan.rows], dtype=np.int32)
     start = np.array([r.start for r in plan.rows], dtype=np.int32)
-    if plan.single:
+    if plan.is_decode_only:
         last = np.arange(len(row), dtype=np.int32)
         parts = {"token_rows": row, "positions": start}
         parts |= {"sample_index": last, "sample_rows": row, "sample_positions": start + 1} | restrictions(plan)
@@ -95,7 +95,7 @@ def pack_decode(plan: StepPlan, bucket: int, pages_per_row: int, out: Ints) -> P
     out[bucket + count : 2 * bucket] = 0
     fields = {"rows": (0, bucket), "positions": (bucket, bucket)}
     parts = new_pages(plan, pages_per_row)
-    if not plan.plain:
+    if not plan.is_unconstrained_decode:
         fields["sample_rows"] = (0, count)
         parts |= {"sample_positions": position + 1} | restrictions(plan)
     behind = lay_out(parts, out[2 * bucket :], row, int(position.max()) + 1)
@@ -115,7 +115,7 @@ def mask_places(plan: StepPlan) -> dict[int, int]:
 def restrictions(plan: StepPlan) -> dict[str, Ints]:
     """Which rows that sample may not sample everything: suppress and mask_places, [S] each, where there are any."""
     parts: dict[str, Ints] = {}
-    if plan.plain:
+    if plan.is_unconstrained_decode:
         return parts
     suppress = np.array([r.suppress_ends for r in plan.rows if r.samples], dtype=np.int32)
     if suppress.any():
@@ -151,7 +151,11 @@ def pack_targets(plan: StepPlan, first: Ints, parts: dict[str, Ints]) -> None:
 
 def uploads(plan: StepPlan, max_len: int) -> dict[str, Ints]:
     """Tokens that the device does not know yet, and their places in the flat token table."""
-    fresh = [(r.row * max_len + r.start - r.skipped, np.frombuffer(r.tokens, np.int32)) for r in plan.news if r.tokens]
+    fresh = [
+        (r.row * max_len + r.start - r.skipped, np.frombuffer(r.tokens, np.int32))
+        for r in plan.updated_rows
+        if r.tokens
+    ]
     if not fresh:
         return {}
     places = [np.arange(first, first + len(tokens), dtype=np.int32) for first, tokens in fresh]
@@ -162,14 +166,14 @@ def new_pages(plan: StepPlan, pages_per_row: int) -> dict[str, Ints]:
     """Pages that the device does not know yet, and their places in the flat page table."""
     places: list[int] = []
     pages: list[int] = []
-    for r in plan.news:
+    for r in plan.updated_rows:
         first = r.row * pages_per_row + r.first_page
         places += range(first, first + len(r.new_pages))
         pages += r.new_pages
     return {"page_index": np.array(places, np.int32), "pages": np.array(pages, np.int32)} if pages else {}
 
 
-def pack_admissions(admitted: tuple[Admission, ...], parts: dict[str, Ints]) -> None:
+def pack_admissions(admitted: tuple[NewSequence, ...], parts: dict[str, Ints]) -> None:
     """Adds what admitted rows ask of sampling. Raises RowError where it does not fit."""
     ints, floats = array("I"), array("f")
     bias_index: list[int] = []

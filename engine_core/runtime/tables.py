@@ -1,7 +1,7 @@
 """What the device remembers between steps: every row's tokens, pages and sampling parameters.
 
 All token values live here: prompts and samples are written, every forward gathers. So "the newest token exists only
-on the device" needs no special case. Row 0 and page 0 are padding.
+on the device" needs no special case. ScheduledSequence 0 and page 0 are padding.
 """
 
 from enum import Enum
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine_core.plan import Admission
+from tandem.engine_core.plan import NewSequence
 from tandem.engine_core.runtime.staging import ADMISSION_FLOATS, ADMISSION_INTS, MAX_SUPPRESSED, Packed
 from tandem.engine_core.sampling.sampler import Bias, Draw, Penalties, SamplingRows, Truncation
 from tandem.protocol.params import MAX_LOGIT_BIAS
@@ -74,7 +74,7 @@ class DeviceTables:
             zeros(4 * rows, dtype=torch.int64),
         )
 
-    def note(self, admitted: tuple[Admission, ...]) -> None:
+    def note(self, admitted: tuple[NewSequence, ...]) -> None:
         """Keeps on the host what the admitted rows ask of sampling."""
         for a in admitted:
             p = a.params

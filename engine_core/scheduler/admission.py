@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Protocol
 
-from tandem.engine_core.kv_cache.manager import KVMemory
+from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.sequence import Sequence
 
 PADDING_ROW = 0
@@ -53,7 +53,7 @@ class PageGate:
     was preempted asks for everything it has to compute again, and for a larger reserve each time.
     """
 
-    def __init__(self, memory: KVMemory, chunk: int) -> None:
+    def __init__(self, memory: KVManager, chunk: int) -> None:
         """chunk: positions that a step could compute first; 0: all of them."""
         self.memory = memory
         self.chunk = chunk

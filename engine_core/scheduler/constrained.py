@@ -75,7 +75,7 @@ def jump_ahead(verifier: Verifier, seq: Sequence, delta: Delta) -> Finished | Fa
     of sampling, so a sequence that wants them never jumps.
     """
     constraint = seq.constraint
-    assert constraint is not None and seq.unseen == 0, f"no jump for {seq}"
+    assert constraint is not None and seq.num_inflight_samples == 0, f"no jump for {seq}"
     if seq.logprobs is not None or seq.scored:
         return None
     before = len(seq.tokens)

@@ -47,7 +47,7 @@ def oldest_wait(scheduler: Scheduler, now: float) -> float:
 
 def _state(seq: Sequence) -> SequenceState:
     """What a preemption took is computed again like a prompt; what a grammar forces comes with decoding."""
-    return "prefill" if seq.launched < max(seq.prompt_len, seq.told) else "decode"
+    return "prefill" if seq.num_scheduled_tokens < max(seq.prompt_len, seq.reported_len) else "decode"
 
 
 def _sequence(seq: Sequence, state: SequenceState, now: float, wait: float = 0.0) -> InspectedSequence:
@@ -58,10 +58,10 @@ def _sequence(seq: Sequence, state: SequenceState, now: float, wait: float = 0.0
         seq.row,
         seq.prompt_len,
         seq.generated,
-        seq.launched,
+        seq.num_scheduled_tokens,
         len(seq.pages),
-        seq.shared,
-        seq.cached,
+        seq.num_shared_pages,
+        seq.num_cached_tokens,
         seq.priority,
         seq.preemptions,
         now - seq.arrival,

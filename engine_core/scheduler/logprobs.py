@@ -4,7 +4,7 @@ from collections.abc import Container, Mapping
 from collections.abc import Sequence as Rows
 
 from tandem.engine_core.contracts import Delta, StepLogprobs
-from tandem.engine_core.plan import Row
+from tandem.engine_core.plan import ScheduledSequence
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.events import TokenLogprobs
 
@@ -15,7 +15,7 @@ def most_wanted(seq: Sequence) -> int:
 
 
 def attach(
-    rows: Rows[Row],
+    rows: Rows[ScheduledSequence],
     held: Mapping[int, Sequence],
     refused: Container[int],
     logprobs: StepLogprobs,
@@ -31,7 +31,7 @@ def attach(
         seq = held[row.seq_id]
         targets = len(row.targets) // 4
         if seq.outcome is None:
-            told = min(targets, max(0, seq.told - row.start))
+            told = min(targets, max(0, seq.reported_len - row.start))
             if targets > told and seq.prompt_logprobs is not None:
                 first = row.start + told
                 _add(deltas, seq, first + 1, seq.prompt_logprobs, logprobs, scored + told, targets - told)

@@ -5,8 +5,8 @@ from collections.abc import Sequence as Items
 
 from msgspec import Struct
 
-from tandem.engine_core.kv_cache.manager import KVMemory
-from tandem.engine_core.plan import Admission, Row, StepPlan
+from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.policy import POLICIES, Budget, Wants, choose_rows
 from tandem.engine_core.scheduler.preemption import Growth
 from tandem.engine_core.scheduler.queue import Running
@@ -27,13 +27,13 @@ class SchedulerLimits(Struct, frozen=True):
     """Static batching: a batch runs to its end before the next is admitted."""
 
 
-def next_row(seq: Sequence, length: int, page_size: int) -> Row:
+def next_row(seq: Sequence, length: int, page_size: int) -> ScheduledSequence:
     """The next `length` positions, with whatever the device needs for them and does not have."""
-    start = seq.launched
+    start = seq.num_scheduled_tokens
     end = start + length
-    first = min(start, seq.uploaded) if start < seq.uploads else start
-    scored = seq.scored and seq.told < seq.prompt_len
-    return Row(
+    first = min(start, seq.uploaded_len) if start < seq.upload_end else start
+    scored = seq.scored and seq.reported_len < seq.prompt_len
+    return ScheduledSequence(
         seq.id,
         seq.row,
         start,
@@ -41,39 +41,45 @@ def next_row(seq: Sequence, length: int, page_size: int) -> Row:
         length == seq.pending,
         suppress_ends=end - seq.prompt_len < seq.min_tokens,
         constrained=seq.constraint is not None,
-        tokens=seq.tokens[first : min(end, seq.uploads)].tobytes() if first < seq.uploads else b"",
-        new_pages=tuple(seq.pages[seq.mapped : -(-end // page_size)]),
-        first_page=seq.mapped,
+        tokens=seq.tokens[first : min(end, seq.upload_end)].tobytes() if first < seq.upload_end else b"",
+        new_pages=tuple(seq.pages[seq.num_mapped_pages : -(-end // page_size)]),
+        first_page=seq.num_mapped_pages,
         skipped=start - first,
         targets=seq.tokens[start + 1 : min(end + 1, seq.prompt_len)].tobytes() if scored else b"",
     )
 
 
-def paged_row(seq: Sequence, page_size: int) -> Row:
+def paged_row(seq: Sequence, page_size: int) -> ScheduledSequence:
     """The next row of a settled sequence, where it begins with a new page."""
-    start, mapped = seq.launched, seq.mapped
+    start, mapped = seq.num_scheduled_tokens, seq.num_mapped_pages
     pages = tuple(seq.pages[mapped : start // page_size + 1])
     constrained = seq.constraint is not None
-    return Row(seq.id, seq.row, start, 1, True, constrained=constrained, new_pages=pages, first_page=mapped)
+    return ScheduledSequence(
+        seq.id, seq.row, start, 1, True, constrained=constrained, new_pages=pages, first_page=mapped
+    )
 
 
-def steady_rows(running: Items[Sequence]) -> list[Row]:
+def steady_rows(running: Items[Sequence]) -> list[ScheduledSequence]:
     """Of settled sequences, those whose one pending position, at `launched`, lies in a page that the device knows."""
-    return [Row(seq.id, seq.row, seq.launched, 1, True) for seq in running if seq.launched < seq.steady_until]
-
-
-def steady_rows_some_constrained(running: Items[Sequence]) -> list[Row]:
-    """The same where some follow a grammar: a second loop, so that the first need not look."""
     return [
-        Row(seq.id, seq.row, seq.launched, 1, True, False, seq.constraint is not None)
+        ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens, 1, True)
         for seq in running
-        if seq.launched < seq.steady_until
+        if seq.num_scheduled_tokens < seq.next_page_boundary
     ]
 
 
-def admission_of(seq: Sequence) -> Admission:
+def steady_rows_some_constrained(running: Items[Sequence]) -> list[ScheduledSequence]:
+    """The same where some follow a grammar: a second loop, so that the first need not look."""
+    return [
+        ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens, 1, True, False, seq.constraint is not None)
+        for seq in running
+        if seq.num_scheduled_tokens < seq.next_page_boundary
+    ]
+
+
+def admission_of(seq: Sequence) -> NewSequence:
     """What goes before its first row."""
-    return Admission(
+    return NewSequence(
         seq.id,
         seq.row,
         seq.prompt_len,
@@ -85,8 +91,8 @@ def admission_of(seq: Sequence) -> Admission:
 def within_uploads(candidates: Items[Sequence], takes: list[int], left: int) -> None:
     """Puts off rows whose cached tokens would not fit into the step's upload. The first always fits."""
     for index, seq in enumerate(candidates):
-        if takes[index] and seq.launched > seq.uploaded and not seq.settled:
-            skipped = seq.launched - seq.uploaded
+        if takes[index] and seq.num_scheduled_tokens > seq.uploaded_len and not seq.in_steady_decode:
+            skipped = seq.num_scheduled_tokens - seq.uploaded_len
             if skipped > left:
                 takes[index] = 0
             else:
@@ -101,7 +107,7 @@ class Planner:
     """
 
     def __init__(
-        self, memory: KVMemory, limits: SchedulerLimits, policy: Policy, preempt: Callable[[Sequence], None]
+        self, memory: KVManager, limits: SchedulerLimits, policy: Policy, preempt: Callable[[Sequence], None]
     ) -> None:
         """preempt: takes a sequence out of the running ones."""
         self.memory = memory
@@ -132,14 +138,14 @@ class Planner:
                 return plan if rows else None
         for seq_id in running.unsettled:
             seq = members[seq_id]
-            if seq.launched < seq.uploads:
+            if seq.num_scheduled_tokens < seq.upload_end:
                 self.memory.extend(seq, newest_step)
         candidates, takes = self._choose(members, held)
         page_size = self.memory.page_size
         rows = tuple(
             [
-                Row(seq.id, seq.row, seq.launched, 1, True, False, seq.constraint is not None)
-                if seq.settled and seq.launched < seq.steady_until
+                ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens, 1, True, False, seq.constraint is not None)
+                if seq.in_steady_decode and seq.num_scheduled_tokens < seq.next_page_boundary
                 else next_row(seq, take, page_size)
                 for seq, take in zip(candidates, takes, strict=True)
                 if take
@@ -147,17 +153,17 @@ class Planner:
         )
         if not rows:
             return None
-        new = [seq for seq, take in zip(candidates, takes, strict=True) if take and not seq.uploaded]
+        new = [seq for seq, take in zip(candidates, takes, strict=True) if take and not seq.uploaded_len]
         return StepPlan.of(step_id, rows, tuple([admission_of(seq) for seq in new]), running.logprobs)
 
     def _choose(self, running: dict[int, Sequence], held: Collection[Sequence]) -> tuple[list[Sequence], list[int]]:
         """Who could compute, and how many positions each one takes."""
-        candidates = [seq for seq in running.values() if len(seq.tokens) + seq.unseen < seq.total_len]
+        candidates = [seq for seq in running.values() if len(seq.tokens) + seq.num_inflight_samples < seq.total_len]
         self._growth.lacking = False
         while True:
             wants = Wants(
-                [len(seq.tokens) + seq.unseen - seq.launched for seq in candidates],
-                [seq.passed for seq in candidates],
+                [len(seq.tokens) + seq.num_inflight_samples - seq.num_scheduled_tokens for seq in candidates],
+                [seq.steps_skipped for seq in candidates],
                 [seq.priority for seq in candidates],
             )
             takes = choose_rows(POLICIES[self.policy], wants, self.budget)
@@ -170,14 +176,18 @@ class Planner:
             # launched gives pages back.
             candidates = [seq for seq, take in zip(candidates, chosen, strict=True) if not take and seq.id in running]
 
-    def _steady(self, running: dict[int, Sequence], following: bool) -> tuple[tuple[Row, ...], tuple[Row, ...] | None]:
+    def _steady(
+        self, running: dict[int, Sequence], following: bool
+    ) -> tuple[tuple[ScheduledSequence, ...], tuple[ScheduledSequence, ...] | None]:
         """All rows, and those of them that bring pages, where there is nothing to choose: every sequence is settled, so
         each has one position pending, at `launched`, and the budget serves all. None if a page is not to be had."""
         sequences = list(running.values())
         rows = steady_rows_some_constrained(sequences) if following else steady_rows(sequences)
-        news: tuple[Row, ...] = ()
+        news: tuple[ScheduledSequence, ...] = ()
         if len(rows) < len(running):
-            at_edge = [seq for seq in sequences if seq.steady_until <= seq.launched < seq.total_len - 1]
+            at_edge = [
+                seq for seq in sequences if seq.next_page_boundary <= seq.num_scheduled_tokens < seq.total_len - 1
+            ]
             if not self.memory.grow_each(at_edge):
                 return (), None
             page_size = self.memory.page_size

@@ -10,7 +10,7 @@ the next.
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
-from tandem.engine_core.kv_cache.manager import KVMemory
+from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.scheduler.queue import seniority
 from tandem.engine_core.sequence import Sequence
 
@@ -18,7 +18,7 @@ from tandem.engine_core.sequence import Sequence
 class Growth:
     """Fits a step into the pool."""
 
-    def __init__(self, memory: KVMemory, preempt: Callable[[Sequence], None]) -> None:
+    def __init__(self, memory: KVManager, preempt: Callable[[Sequence], None]) -> None:
         """preempt: takes a sequence out of the running ones."""
         self.memory = memory
         self.preempt = preempt
@@ -37,7 +37,7 @@ class Growth:
         short = [
             index
             for index, (seq, take) in enumerate(zip(candidates, takes, strict=True))
-            if take and seq.launched + take > len(seq.pages) * size
+            if take and seq.num_scheduled_tokens + take > len(seq.pages) * size
         ]
         short.sort(key=lambda index: seniority(candidates[index]))
         pressure: Pressure | None = None
@@ -66,19 +66,19 @@ class Growth:
 
     def _grow(self, seq: Sequence, take: int) -> int:
         """How many of these positions have pages now."""
-        if self.memory.grow(seq, seq.launched + take):
+        if self.memory.grow(seq, seq.num_scheduled_tokens + take):
             return take
         pages = len(seq.pages) + self.memory.available
         end = pages * self.memory.page_size
-        if end <= seq.launched or not self.memory.grow(seq, end):
+        if end <= seq.num_scheduled_tokens or not self.memory.grow(seq, end):
             return 0
-        return end - seq.launched
+        return end - seq.num_scheduled_tokens
 
 
 class Pressure:
     """What a step without enough pages knows: which pages come back anyway, and who might give up others."""
 
-    def __init__(self, memory: KVMemory, running: dict[int, Sequence], held: Iterable[Sequence]) -> None:
+    def __init__(self, memory: KVManager, running: dict[int, Sequence], held: Iterable[Sequence]) -> None:
         self.memory = memory
         self.running = running
         self.coming = memory.settling
@@ -94,8 +94,8 @@ class Pressure:
 
     def goes(self, seq: Sequence) -> None:
         """Its pages come back with the last step that holds it, a shared one with its last reader."""
-        self.coming += len(seq.pages) - seq.shared
-        for page in seq.pages[: seq.shared]:
+        self.coming += len(seq.pages) - seq.num_shared_pages
+        for page in seq.pages[: seq.num_shared_pages]:
             going = self._ending[page] = self._ending.get(page, 0) + 1
             self.coming += going == self.memory.readers(page)
 

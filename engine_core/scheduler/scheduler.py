@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from tandem.engine_core.contracts import Constraint, Delta, Masks, StepLogprobs, Verifier
 from tandem.engine_core.errors import RequestError
-from tandem.engine_core.kv_cache.manager import KVMemory
+from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.admission import PageGate, RowGate, admit
 from tandem.engine_core.scheduler.constrained import append, dead_end, end_of, jump_ahead, masks_of, refused_by
@@ -43,7 +43,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, rows: RowGate, memory: KVMemory, limits: SchedulerLimits, verifier: Verifier, policy: Policy = "fcfs"
+        self, rows: RowGate, memory: KVManager, limits: SchedulerLimits, verifier: Verifier, policy: Policy = "fcfs"
     ) -> None:
         self.rows = rows
         self.memory = memory
@@ -64,7 +64,7 @@ class Scheduler:
         """Preempted ones that a step in flight still holds."""
         self._started: list[tuple[bytes, Started]] = []
         self._refused = (-1, -1)
-        """Whom the gates refused last, and when by `KVMemory.moves`: until it moves they would again."""
+        """Whom the gates refused last, and when by `KVManager.moves`: until it moves they would again."""
         self._newest_step = 0
         self._now = 0.0
 
@@ -164,9 +164,9 @@ class Scheduler:
 
     def _announce(self, seq: Sequence) -> None:
         """Its first token is on its way."""
-        if seq.cached and not seq.announced:
-            self._started.append((seq.client, Started(seq.request_id, seq.cached)))
-        seq.announced = True
+        if seq.num_cached_tokens and not seq.start_reported:
+            self._started.append((seq.client, Started(seq.request_id, seq.num_cached_tokens)))
+        seq.start_reported = True
 
     def plan_step(self, step_id: int) -> StepPlan | None:
         """The next step over the running sequences, or None.
@@ -178,20 +178,20 @@ class Scheduler:
     def on_launch(self, plan: StepPlan) -> None:
         """Counts a plan that is now on the device."""
         held, self._newest_step = self._held, plan.step_id
-        if plan.single:
+        if plan.is_decode_only:
             for row in plan.rows:
                 seq = held[row.seq_id]
-                seq.launched += 1
+                seq.num_scheduled_tokens += 1
                 seq.inflight += 1
-                seq.unseen += 1
+                seq.num_inflight_samples += 1
         else:
             for row in plan.rows:
                 seq = held[row.seq_id]
-                seq.launched = row.start + row.length
+                seq.num_scheduled_tokens = row.start + row.length
                 seq.inflight += 1
                 if row.samples:
-                    seq.unseen += 1
-        for row in plan.news:
+                    seq.num_inflight_samples += 1
+        for row in plan.updated_rows:
             held[row.seq_id].map(row.first_page + len(row.new_pages), self.memory.page_size)
         if self._running.unsettled:
             self._settle(plan)
@@ -207,10 +207,10 @@ class Scheduler:
                 self.memory.publish(seq, plan.step_id)
             if row.samples:
                 self._announce(seq)
-            if seq.settled:
+            if seq.in_steady_decode:
                 unsettled.discard(seq_id)
         for seq in self.running.values():
-            seq.passed = 0 if seq.id in served else seq.passed + 1
+            seq.steps_skipped = 0 if seq.id in served else seq.steps_skipped + 1
 
     def commit(self, plan: StepPlan, tokens: list[int], logprobs: StepLogprobs | None = None) -> Committed:
         """Takes the results of the oldest step: appends tokens, ends sequences, buries zombies."""
@@ -225,7 +225,7 @@ class Scheduler:
             seq = held[row.seq_id]
             seq.inflight -= 1
             if row.samples:
-                seq.unseen -= 1
+                seq.num_inflight_samples -= 1
             if seq.outcome is not None:
                 committed.zombies += 1
                 if seq.inflight == 0:
@@ -260,7 +260,7 @@ class Scheduler:
         outcome = append(seq, token, delta)
         if outcome is not None:
             self.end(seq, outcome)
-        elif seq.unseen == 0:
+        elif seq.num_inflight_samples == 0:
             self._jump(seq, delta)
 
     def _jump(self, seq: Sequence, delta: Delta) -> None:
@@ -268,7 +268,7 @@ class Scheduler:
         outcome = jump_ahead(self.verifier, seq, delta)
         if outcome is not None:
             self.end(seq, outcome)
-        elif not seq.settled and seq.id in self.running:
+        elif not seq.in_steady_decode and seq.id in self.running:
             self._running.unsettled.add(seq.id)
 
     def masks(self, plan: StepPlan) -> Masks:
@@ -299,7 +299,7 @@ class Scheduler:
         for seq in list(self._open.values()):
             self.end(seq, Failure(seq.request_id, code, message))
         for seq in list(self._held.values()):
-            seq.inflight = seq.unseen = 0
+            seq.inflight = seq.num_inflight_samples = 0
             self._bury(seq)
         self.memory.abandon()
 
@@ -369,6 +369,6 @@ class Scheduler:
         return problems
 
     def _bury(self, seq: Sequence) -> None:
-        assert seq.inflight == 0 and seq.unseen == 0, f"buried while in flight: {seq}"
+        assert seq.inflight == 0 and seq.num_inflight_samples == 0, f"buried while in flight: {seq}"
         del self._held[seq.id]
         seq.leases.close()

@@ -17,7 +17,7 @@ from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model
 from tandem.engine_core.runtime.captured import CapturedMixed, MixedBuffers
 from tandem.engine_core.runtime.device import Device, GpuClock
-from tandem.engine_core.runtime.graph_bucket import Shape
+from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.graphs import StepGraphs, capture_decode, capture_mixed
 from tandem.engine_core.runtime.sampling import SLICE, TokenSampler, TokenScorer, TorchSampler, TorchScorer
 from tandem.engine_core.runtime.slots import StepSlot
@@ -186,7 +186,7 @@ class CudaParts:
         forward: "CudaForward",
         slots: list[StepSlot],
         progress: Callable[[int], None],
-    ) -> list[dict[Shape, CapturedMixed]]:
+    ) -> list[dict[GraphBucket, CapturedMixed]]:
         if not config.graph_tokens:
             return []
         model, pages = forward.model.config, forward.tables.pages

@@ -21,7 +21,7 @@ from tandem.engine_core.contracts import Mailbox
 from tandem.engine_core.control import Control
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.kv_cache.manager import KVMemory
+from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
@@ -144,10 +144,10 @@ def _build_loop(
     return Engine(scheduler, PipelineState(config.depth), runtime, mailbox, control, compiler, stats, stages)
 
 
-def _kv_memory(config: EngineConfig) -> KVMemory:
+def _kv_memory(config: EngineConfig) -> KVManager:
     tree = RadixTree(config.pages, config.page_size) if config.prefix_cache else None
     sessions = Sessions(tree, config.max_sessions, config.session_ttl)
-    return KVMemory(PageAllocator(config.pages), config.page_size, tree, sessions)
+    return KVManager(PageAllocator(config.pages), config.page_size, tree, sessions)
 
 
 def _facts(config: EngineConfig, model: ModelConfig, directory: Path) -> ModelFacts:

@@ -2,7 +2,7 @@
 
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.contracts import Runtime
-from tandem.engine_core.plan import Admission, Row, StepPlan
+from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.admission import PADDING_ROW
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.params import SamplingParams
@@ -28,15 +28,15 @@ def full_step(config: StepConfig) -> StepPlan:
     # The token that is sampled needs a position of its own.
     lengths = [min(length + (index < longer), config.max_len - 1) for index in range(config.max_rows)]
     rows = tuple([_prompt(length, scored=True) for length in lengths])
-    return StepPlan.of(0, rows, (Admission(-1, PADDING_ROW, 1, GREEDY),), logprobs=1)
+    return StepPlan.of(0, rows, (NewSequence(-1, PADDING_ROW, 1, GREEDY),), logprobs=1)
 
 
 def _short_steps(params: SamplingParams, max_len: int, logprobs: int) -> tuple[StepPlan, ...]:
     """The decode row samples only where it has room for it."""
     length = max(1, min(4, max_len - 2))
-    decode = Row(-1, PADDING_ROW, length, 1, length + 1 < max_len)
-    masked = Row(-1, PADDING_ROW, length, 1, length + 1 < max_len, constrained=True)
-    admission = Admission(-1, PADDING_ROW, length, params)
+    decode = ScheduledSequence(-1, PADDING_ROW, length, 1, length + 1 < max_len)
+    masked = ScheduledSequence(-1, PADDING_ROW, length, 1, length + 1 < max_len, constrained=True)
+    admission = NewSequence(-1, PADDING_ROW, length, params)
     return (
         StepPlan.of(0, (_prompt(length, scored=logprobs >= 0),), (admission,), logprobs),
         StepPlan.of(0, (decode,), (), logprobs),
@@ -44,10 +44,10 @@ def _short_steps(params: SamplingParams, max_len: int, logprobs: int) -> tuple[S
     )
 
 
-def _prompt(length: int, scored: bool) -> Row:
+def _prompt(length: int, scored: bool) -> ScheduledSequence:
     """The padding row's page table holds nothing but the padding page."""
     targets = pack_ids([0] * (length - 1)) if scored else b""
-    return Row(-1, PADDING_ROW, 0, length, True, tokens=pack_ids([0] * length), targets=targets)
+    return ScheduledSequence(-1, PADDING_ROW, 0, length, True, tokens=pack_ids([0] * length), targets=targets)
 
 
 def _run(runtime: Runtime, slot: int, plan: StepPlan) -> None:

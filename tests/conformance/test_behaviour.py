@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from tandem.engine_core.contracts import Runtime
-from tandem.engine_core.plan import Admission, Row, StepPlan
+from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.params import SamplingParams
 from tests.fakes.runtime import FakeRuntime
@@ -22,14 +22,14 @@ def fake() -> Runtime:
     return FakeRuntime(4, 65, 4)
 
 
-def news(seq_id: int, start: int, length: int, samples: bool) -> Row:
+def news(seq_id: int, start: int, length: int, samples: bool) -> ScheduledSequence:
     tokens = pack_ids([3 + seq_id] * length)
     pages = (2 * seq_id, 2 * seq_id + 1) if start == 0 else ()
-    return Row(seq_id, seq_id, start, length, samples, tokens=tokens, new_pages=pages)
+    return ScheduledSequence(seq_id, seq_id, start, length, samples, tokens=tokens, new_pages=pages)
 
 
-def step(step_id: int, *rows: Row) -> StepPlan:
-    return StepPlan.of(step_id, rows, tuple(Admission(r.seq_id, r.row, 5, GREEDY) for r in rows if r.start == 0))
+def step(step_id: int, *rows: ScheduledSequence) -> StepPlan:
+    return StepPlan.of(step_id, rows, tuple(NewSequence(r.seq_id, r.row, 5, GREEDY) for r in rows if r.start == 0))
 
 
 @pytest.fixture(params=[fake, real], ids=["fake", "real"])
@@ -58,7 +58,7 @@ def test_a_step_without_samples_goes_the_same_way(runtime: Runtime) -> None:
 def test_the_other_slot_may_run_ahead(runtime: Runtime) -> None:
     runtime.launch(0, step(1, news(1, 0, 5, True)))
     runtime.sample(0, None)
-    runtime.launch(1, step(2, Row(1, 1, 5, 1, True)))
+    runtime.launch(1, step(2, ScheduledSequence(1, 1, 5, 1, True)))
     runtime.sample(1, None)
     ahead = runtime.collect(0) + runtime.collect(1)
     assert all(token >= 0 for token in ahead)

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from tandem.engine_core.plan import Row, StepPlan
+from tandem.engine_core.plan import ScheduledSequence, StepPlan
 
 
-def row(length: int = 1, samples: bool = True, constrained: bool = False, start: int = 0) -> Row:
-    return Row(1, 1, start, length, samples, constrained=constrained)
+def row(length: int = 1, samples: bool = True, constrained: bool = False, start: int = 0) -> ScheduledSequence:
+    return ScheduledSequence(1, 1, start, length, samples, constrained=constrained)
 
 
-def plan(*rows: Row) -> StepPlan:
+def plan(*rows: ScheduledSequence) -> StepPlan:
     return StepPlan.of(1, rows)
 
 
@@ -35,7 +35,7 @@ def test_total_tokens(lengths: list[int], total: int) -> None:
         ((row(constrained=True, samples=False), row()), False),
     ],
 )
-def test_a_mask_is_needed_where_a_constrained_row_samples(rows: tuple[Row, ...], needed: bool) -> None:
+def test_a_mask_is_needed_where_a_constrained_row_samples(rows: tuple[ScheduledSequence, ...], needed: bool) -> None:
     assert plan(*rows).needs_mask is needed
 
 
@@ -57,9 +57,13 @@ def test_plans_do_not_change() -> None:
     ],
 )
 def test_steady_decode_is_plain(news: dict[str, Any], plain: bool) -> None:
-    assert plan(row(), Row(2, 2, 5, 1, True, **news)).plain is plain
+    assert plan(row(), ScheduledSequence(2, 2, 5, 1, True, **news)).is_unconstrained_decode is plain
 
 
 def test_the_news_of_a_plan() -> None:
-    quiet, tokens, pages = row(), Row(2, 2, 5, 1, True, tokens=b"\1\0\0\0"), Row(3, 3, 5, 1, True, new_pages=(3,))
-    assert plan(quiet, tokens, pages).news == (tokens, pages)
+    quiet, tokens, pages = (
+        row(),
+        ScheduledSequence(2, 2, 5, 1, True, tokens=b"\1\0\0\0"),
+        ScheduledSequence(3, 3, 5, 1, True, new_pages=(3,)),
+    )
+    assert plan(quiet, tokens, pages).updated_rows == (tokens, pages)

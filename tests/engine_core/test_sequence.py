@@ -25,23 +25,23 @@ def test_any_chunking_computes_every_position_once(prompt: int, max_tokens: int,
     computed: list[int] = []
     turn = 0
     while seq.generated < max_tokens:
-        if len(flights) == depth or not (len(seq.tokens) + seq.unseen < seq.total_len and seq.pending):
+        if len(flights) == depth or not (len(seq.tokens) + seq.num_inflight_samples < seq.total_len and seq.pending):
             samples = flights.pop(0)
             seq.inflight -= 1
             if samples:
-                seq.unseen -= 1
+                seq.num_inflight_samples -= 1
                 seq.tokens.append(99)
             continue
         length = min(seq.pending, chunks[turn % len(chunks)])
         samples = length == seq.pending
         flights.append(samples)
-        computed += range(seq.launched, seq.launched + length)
-        seq.launched += length
-        seq.unseen += samples
+        computed += range(seq.num_scheduled_tokens, seq.num_scheduled_tokens + length)
+        seq.num_scheduled_tokens += length
+        seq.num_inflight_samples += samples
         seq.inflight += 1
         turn += 1
         assert seq.pending >= 0
-        assert seq.generated + seq.unseen <= max_tokens, "length caps are foreseen"
+        assert seq.generated + seq.num_inflight_samples <= max_tokens, "length caps are foreseen"
     assert computed == list(range(prompt + max_tokens - 1)), "the last token needs no KV position"
     assert not flights, "no row is computed for a sequence that is at its length"
     assert len(seq.tokens) == seq.total_len
@@ -49,7 +49,7 @@ def test_any_chunking_computes_every_position_once(prompt: int, max_tokens: int,
 
 def test_repr_shows_the_numbers_a_bug_report_needs() -> None:
     text = repr(new(3, 5))
-    for part in ("3+0 tokens of 8", "launched=0", "unseen=0", "inflight=0", "row=-1"):
+    for part in ("3+0 tokens of 8", "num_scheduled_tokens=0", "num_inflight_samples=0", "inflight=0", "row=-1"):
         assert part in text
 
 

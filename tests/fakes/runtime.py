@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from tandem.engine_core.contracts import Constraint, DeviceTimes, Masks, StepLogprobs
 from tandem.engine_core.kv_cache.pages import PADDING_PAGE
-from tandem.engine_core.plan import Admission, Row, StepPlan
+from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.admission import PADDING_ROW
 from tests.fakes.constraint import own
 from tests.fakes.model import choose, fold, logprob_line
@@ -26,7 +26,7 @@ class FakeRuntime:
         self.page_table: list[list[int]] = [[] for _ in range(max_rows + 1)]
         self.pool: list[tuple[int, int] | None] = [None] * (pages * page_size)
         """Per place: (position, folded state)."""
-        self.admissions: dict[int, Admission] = {}
+        self.admissions: dict[int, NewSequence] = {}
         self.resumed: set[int] = set()
         """Sequences that were admitted more than once: what they upload may have been sampled."""
         self.jumped = 0
@@ -90,12 +90,12 @@ class FakeRuntime:
         for page in pages:
             self.pool[page * self.page_size : (page + 1) * self.page_size] = [None] * self.page_size
 
-    def _place(self, row: Row, position: int) -> int:
+    def _place(self, row: ScheduledSequence, position: int) -> int:
         page = self.page_table[row.row][position // self.page_size]
         assert page != PADDING_PAGE, f"{row} uses the reserved page"
         return page * self.page_size + position % self.page_size
 
-    def _forward(self, row: Row) -> None:
+    def _forward(self, row: ScheduledSequence) -> None:
         assert row.row != PADDING_ROW, f"{row} uses the reserved row"
         table, known = self.page_table[row.row], self.tokens[row.row]
         assert not row.new_pages or row.first_page <= len(table), f"{row} leaves a hole in the page table"
@@ -122,22 +122,22 @@ class FakeRuntime:
             assert not self.is_shared(place // self.page_size), f"{row} writes position {position} into a shared page"
             self.pool[place] = (position, state)
 
-    def _scored(self, row: Row, top: int) -> list[bytes]:
+    def _scored(self, row: ScheduledSequence, top: int) -> list[bytes]:
         """The lines of a row's scored positions; their targets have to be the prompt's."""
         targets = array("i", row.targets)
         later = array("i", row.tokens)[row.skipped + 1 :]
         assert targets[: len(later)] == later[: len(targets)], f"{row} is scored at tokens that are not its prompt's"
         return [logprob_line(self._state(row, row.start + index), token, top) for index, token in enumerate(targets)]
 
-    def _line(self, row: Row, position: int, top: int) -> bytes:
+    def _line(self, row: ScheduledSequence, position: int, top: int) -> bytes:
         return logprob_line(self._state(row, position - 1), self.tokens[row.row][position], top)
 
-    def _state(self, row: Row, position: int) -> int:
+    def _state(self, row: ScheduledSequence, position: int) -> int:
         held = self.pool[self._place(row, position)]
         assert held is not None and held[0] == position, f"{row} reads {held} at {position}"
         return held[1]
 
-    def _sample(self, row: Row, constraint: Constraint | None) -> int:
+    def _sample(self, row: ScheduledSequence, constraint: Constraint | None) -> int:
         held = self.pool[self._place(row, row.end - 1)]
         assert held is not None and held[0] == row.end - 1, f"{row} samples from {held}"
         forbidden = frozenset(self.admissions[row.seq_id].end_ids) if row.suppress_ends else frozenset()

@@ -62,7 +62,7 @@ def logits_of(sequence: Sequence[int], device: str, dtype: torch.dtype) -> torch
     batch = ForwardBatch(
         input_ids=torch.tensor(sequence, device=where),
         positions=positions,
-        kv_index=positions + 16,
+        slot_mapping=positions + 16,
         sample_index=positions,
         backend=backend,
         plan=backend.plan([Span(0, 0, 0, len(sequence))], pages, 16),

@@ -151,7 +151,12 @@ class Eager:
         def on_sample(slot: int, masks: Any) -> None:
             s = self.runtime.slots[slot]
             sample(slot, masks)
-            if s.captured is not None and s.packed is not None and s.plan is not None and s.plan.plain:
+            if (
+                s.captured is not None
+                and s.packed is not None
+                and s.plan is not None
+                and s.plan.is_unconstrained_decode
+            ):
                 rows, positions = self.inputs(slot)
                 if masks is not None or "suppress" in s.packed.fields:
                     return

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from tandem.engine_core.plan import Admission, Row, StepPlan
+from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.engine_options import EngineOptions
@@ -49,9 +49,10 @@ def prompt(row: int, length: int) -> list[int]:
 
 def prefill(step_id: int, rows: list[int], length: int, params: SamplingParams, samples: bool = True) -> StepPlan:
     work = tuple(
-        Row(row, row, 0, length, samples, tokens=pack_ids(prompt(row, length)), new_pages=pages(row)) for row in rows
+        ScheduledSequence(row, row, 0, length, samples, tokens=pack_ids(prompt(row, length)), new_pages=pages(row))
+        for row in rows
     )
-    return StepPlan.of(step_id, work, tuple(Admission(row, row, length, params) for row in rows))
+    return StepPlan.of(step_id, work, tuple(NewSequence(row, row, length, params) for row in rows))
 
 
 def run(runtime: TorchRuntime, slot: int, plan: StepPlan) -> list[int]:
@@ -67,8 +68,8 @@ def test_padding_touches_no_other_row(runtime: TorchRuntime, live: list[int], pa
     length = 11
     run(runtime, 0, prefill(1, list(range(1, ROWS + 1)), length, params))
     before = state(runtime)
-    decode = StepPlan.of(2, tuple(Row(row, row, length, 1, True) for row in live))
-    assert decode.plain
+    decode = StepPlan.of(2, tuple(ScheduledSequence(row, row, length, 1, True) for row in live))
+    assert decode.is_unconstrained_decode
     runtime.launch(1, decode)
     assert runtime.slots[1].captured is not None
     runtime.sample(1, None)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tandem.engine_core.plan import Admission, Row, StepPlan
+from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.scheduler.admission import PADDING_ROW
 from tandem.protocol.codec import pack_ids
@@ -43,10 +43,10 @@ def build(device: Device = DEVICE) -> DrivenEngine:
 def settle(runtime: TorchRuntime) -> None:
     """The same last steps in every slot, one from a graph and one without, because a slot keeps what its last step
     needed, and so does the attention of its steps that no graph holds."""
-    row = Row(-1, PADDING_ROW, 0, 4, True, tokens=pack_ids([0] * 4))
+    row = ScheduledSequence(-1, PADDING_ROW, 0, 4, True, tokens=pack_ids([0] * 4))
     for slot, graphs in product(range(len(runtime.slots)), (runtime.graphs, None)):
         with patch.object(runtime, "graphs", graphs):
-            runtime.launch(slot, StepPlan.of(1, (row,), (Admission(-1, PADDING_ROW, 4, SamplingParams(2)),)))
+            runtime.launch(slot, StepPlan.of(1, (row,), (NewSequence(-1, PADDING_ROW, 4, SamplingParams(2)),)))
             runtime.sample(slot, None)
             runtime.collect(slot)
     runtime.synchronize()

@@ -9,7 +9,7 @@ from tandem.engine_core.contracts import Masks
 from tandem.engine_core.control import Control
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import RowError
-from tandem.engine_core.kv_cache.manager import KVMemory
+from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
@@ -104,7 +104,9 @@ class World:
         cache = rng.random() < 0.8 if shape.cache is None else shape.cache
         self.allocator = PoisoningAllocator(pages)
         tree = RadixTree(pages, page_size) if cache and not shape.static else None
-        self.memory = KVMemory(self.allocator, page_size, tree, Sessions(tree, rng.randint(0, 3), rng.choice([5, 1e9])))
+        self.memory = KVManager(
+            self.allocator, page_size, tree, Sessions(tree, rng.randint(0, 3), rng.choice([5, 1e9]))
+        )
         self.runtime = FaultyRuntime(max_rows, pages, page_size, fault=shape.faults, rng=rng)
         self.allocator.erase = self.runtime.free
         if tree is not None:
@@ -210,9 +212,11 @@ class World:
         for seq in self.scheduler.held:
             assert seq.inflight == holders.pop(seq.id, 0), f"inflight differs from the pipeline: {seq} {self.pipeline}"
             assert 0 <= seq.inflight <= self.pipeline.depth, seq
-            assert 0 <= seq.unseen <= seq.inflight, seq
+            assert 0 <= seq.num_inflight_samples <= seq.inflight, seq
             for page in seq.pages:
-                assert readers.setdefault(page, seq.root) == seq.root, f"page {page} is read under two namespaces"
+                assert readers.setdefault(page, seq.cache_namespace) == seq.cache_namespace, (
+                    f"page {page} is read under two namespaces"
+                )
         assert not holders, f"steps hold sequences whose leases are closed: {holders}"
         assert self.scheduler.audit() == []
         assert self.pipeline.steps or not self.memory.settling

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine_core.plan import Admission, Row, StepPlan
+from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.params import SamplingParams
@@ -99,7 +99,7 @@ class Forced:
 
     def step(self, step_id: int, takes: list[int]) -> None:
         rows = tuple(self.row(index, take) for index, take in enumerate(takes) if take)
-        admitted = tuple(Admission(row.seq_id, row.row, 1, GREEDY) for row in rows if row.start == 0)
+        admitted = tuple(NewSequence(row.seq_id, row.row, 1, GREEDY) for row in rows if row.start == 0)
         self.runtime.launch(step_id % len(self.runtime.slots), StepPlan.of(step_id, rows, admitted))
         slot = self.runtime.slots[step_id % len(self.runtime.slots)]
         assert slot.logits is not None
@@ -114,7 +114,7 @@ class Forced:
             self.found.setdefault(sort, []).append((row.seq_id - 1, row.end - 1, after))
             self.done[row.seq_id - 1] = row.end
 
-    def row(self, index: int, take: int) -> Row:
+    def row(self, index: int, take: int) -> ScheduledSequence:
         start, ids = self.done[index], self.sequences[index]
         width = self.runtime.tables.pages.shape[1]
         pages = () if self.mapped[index] else tuple(range(1 + index, 1 + len(self.sequences) * width))
@@ -122,10 +122,10 @@ class Forced:
         self.mapped[index] = True
         # As the scheduler has it: whoever computes several positions brings their tokens.
         tokens = pack_ids(ids[start : start + take]) if take > 1 or pages else b""
-        return Row(index + 1, index + 1, start, take, True, tokens=tokens, new_pages=pages)
+        return ScheduledSequence(index + 1, index + 1, start, take, True, tokens=tokens, new_pages=pages)
 
     @staticmethod
-    def sort(rows: tuple[Row, ...]) -> str:
+    def sort(rows: tuple[ScheduledSequence, ...]) -> str:
         single = sum(row.length == 1 for row in rows)
         if single == len(rows):
             return "decode without graphs"

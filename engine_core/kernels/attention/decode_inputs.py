@@ -29,7 +29,7 @@ def decode_inputs_reference(
 @triton.jit
 def _decode_inputs_kernel(
     input_ids,
-    kv_index,
+    slot_mapping,
     tokens,
     pages,
     rows,
@@ -51,7 +51,7 @@ def _decode_inputs_kernel(
     token = tl.load(tokens + row * token_stride + position, mask=inside, other=0)
     page = tl.load(pages + row * page_stride + position // PAGE, mask=inside, other=0)
     tl.store(input_ids + index, token.to(tl.int64), mask=inside)
-    tl.store(kv_index + index, page.to(tl.int64) * PAGE + position % PAGE, mask=inside)
+    tl.store(slot_mapping + index, page.to(tl.int64) * PAGE + position % PAGE, mask=inside)
 
 
 def decode_inputs(
@@ -61,18 +61,18 @@ def decode_inputs(
 
     tokens: [R, max_len] int32; pages: [R, pages_per_row] int32; rows, positions: [B] integers, contiguous, rows below
     R, positions below max_len and pages_per_row * page_size; nothing checks them, since they live on the device.
-    Returns (input_ids, kv_index), each [B] int64. ValueError if a table's rows are scattered.
+    Returns (input_ids, slot_mapping), each [B] int64. ValueError if a table's rows are scattered.
     """
     if tokens.stride(1) != 1 or pages.stride(1) != 1:
         raise ValueError("a table's rows must be contiguous")
     batch = rows.shape[0]
     input_ids = torch.empty(batch, dtype=torch.int64, device=rows.device)
-    kv_index = torch.empty(batch, dtype=torch.int64, device=rows.device)
+    slot_mapping = torch.empty(batch, dtype=torch.int64, device=rows.device)
     if batch == 0:
-        return input_ids, kv_index
+        return input_ids, slot_mapping
     _decode_inputs_kernel[(triton.cdiv(batch, BLOCK),)](
         input_ids,
-        kv_index,
+        slot_mapping,
         tokens,
         pages,
         rows,
@@ -86,4 +86,4 @@ def decode_inputs(
         num_warps=BLOCK // 32,
         **({"launch_pdl": True} if pdl else {}),
     )
-    return input_ids, kv_index
+    return input_ids, slot_mapping

@@ -41,18 +41,20 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(wide * cos, swapped, sin).to(x.dtype)
 
 
-def rope_and_kv_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_index: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def rope_and_kv_write(
+    qkv: Tensor, cos: Tensor, sin: Tensor, slot_mapping: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
     """Rotates queries and keys, and stores keys and values in the pool.
 
-    qkv: [T, heads + 2 * kv_heads, head_dim]; cos, sin: as in `rope`; kv_index: [T] int64, places in the pool;
+    qkv: [T, heads + 2 * kv_heads, head_dim]; cos, sin: as in `rope`; slot_mapping: [T] int64, places in the pool;
     keys, values: [places, kv_heads, head_dim], written, in qkv's dtype or as in `kv_dtype`. Returns the rotated
     queries, [T, heads, head_dim].
     """
     kv_heads = keys.shape[1]
     query_heads = qkv.shape[1] - 2 * kv_heads
     rotated = rope(qkv[:, : query_heads + kv_heads], cos, sin)
-    write_pool(keys, kv_index, rotated[:, query_heads:])
-    write_pool(values, kv_index, qkv[:, query_heads + kv_heads :])
+    write_pool(keys, slot_mapping, rotated[:, query_heads:])
+    write_pool(values, slot_mapping, qkv[:, query_heads + kv_heads :])
     return rotated[:, :query_heads]
 
 
@@ -78,7 +80,7 @@ def qk_norm_rope_and_kv_write(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    kv_index: Tensor,
+    slot_mapping: Tensor,
     keys: Tensor,
     values: Tensor,
     q_norm: Tensor | None = None,
@@ -88,4 +90,4 @@ def qk_norm_rope_and_kv_write(
     """`reference.rope_and_kv_write` after `qk_norm`, which is left out where there are no norm weights."""
     if q_norm is not None and k_norm is not None:
         qkv = qk_norm(qkv, q_norm, k_norm, keys.shape[1], eps)
-    return rope_and_kv_write(qkv, cos, sin, kv_index, keys, values)
+    return rope_and_kv_write(qkv, cos, sin, slot_mapping, keys, values)

@@ -9,7 +9,7 @@ from tandem.engine_core.kernels.rope import rope_and_kv_write
 
 
 def inputs(tokens: int, heads: int, kv_heads: int, head_dim: int, device: str) -> tuple[torch.Tensor, ...]:
-    """qkv, cos, sin and kv_index. The tables are halves of one lookup, as `RotaryTable` gives them."""
+    """qkv, cos, sin and slot_mapping. The tables are halves of one lookup, as `RotaryTable` gives them."""
     angles = torch.rand(tokens, head_dim // 2) * 6
     cos, sin = angles.cos(), angles.sin()
     table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(device)

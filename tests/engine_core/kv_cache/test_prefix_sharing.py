@@ -27,7 +27,7 @@ def test_a_second_prompt_begins_behind_what_is_cached() -> None:
     run(scheduler, with_prompt(1, *SYSTEM, 1))
     second = with_prompt(2, *SYSTEM, 2, 3)
     added(scheduler, second)
-    assert (second.launched, second.shared, second.cached) == (12, 3, 12)
+    assert (second.num_scheduled_tokens, second.num_shared_pages, second.num_cached_tokens) == (12, 3, 12)
     (row,) = launched(scheduler, 50).rows
     assert (row.start, row.length, row.samples, row.skipped) == (12, 2, True, 12)
     assert array("i", row.tokens).tolist() == [*SYSTEM, 2, 3], "the device has to know cached tokens, too"
@@ -42,7 +42,7 @@ def test_the_last_token_is_always_computed() -> None:
     run(scheduler, with_prompt(1, *SYSTEM))
     again = with_prompt(2, *SYSTEM)
     added(scheduler, again)
-    assert again.launched == 8, "of three full pages two are taken: the third holds the last token"
+    assert again.num_scheduled_tokens == 8, "of three full pages two are taken: the third holds the last token"
 
 
 def test_what_was_generated_is_found_as_well() -> None:
@@ -53,7 +53,7 @@ def test_what_was_generated_is_found_as_well() -> None:
     assert len(said) == 9
     turn = with_prompt(2, *said, 8, 8, 8, 8)
     added(scheduler, turn)
-    assert turn.launched == 8, "the ninth token was never fed back"
+    assert turn.num_scheduled_tokens == 8, "the ninth token was never fed back"
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.STOP])
@@ -77,7 +77,7 @@ def test_prompts_that_arrive_together_share() -> None:
     assert list(scheduler.running) == [1, 3], "the second waits for pages that the first computes, the third does not"
     launched(scheduler, 1)
     scheduler.admit_waiting()
-    assert (second.launched, scheduler.memory.in_use) == (12, 3 + 1 + 1 + 2)
+    assert (second.num_scheduled_tokens, scheduler.memory.in_use) == (12, 3 + 1 + 1 + 2)
     launched(scheduler, 2)
     assert scheduler.audit() == []
 
@@ -97,7 +97,7 @@ def test_choices_share_their_prompt() -> None:
     added(scheduler, *choices)
     launched(scheduler, 1)
     scheduler.admit_waiting()
-    assert [seq.launched for seq in choices] == [13, 12, 12, 12]
+    assert [seq.num_scheduled_tokens for seq in choices] == [13, 12, 12, 12]
     assert scheduler.memory.in_use == 3 + 4
 
 
@@ -120,7 +120,7 @@ def test_salts_share_nothing() -> None:
     run(scheduler, with_prompt(1, *SYSTEM, 1, namespace=b"a"))
     other, same = with_prompt(2, *SYSTEM, 1, namespace=b"b"), with_prompt(3, *SYSTEM, 1, namespace=b"a")
     added(scheduler, other, same)
-    assert (other.launched, same.launched) == (0, 12)
+    assert (other.num_scheduled_tokens, same.num_scheduled_tokens) == (0, 12)
 
 
 def test_new_weights_find_nothing_old() -> None:
@@ -129,7 +129,7 @@ def test_new_weights_find_nothing_old() -> None:
     scheduler.memory.new_weights()
     seq = with_prompt(2, *SYSTEM, 1)
     added(scheduler, seq)
-    assert seq.launched == 0
+    assert seq.num_scheduled_tokens == 0
 
 
 def test_a_scored_prompt_is_computed_whole_and_found_by_others() -> None:
@@ -139,7 +139,7 @@ def test_a_scored_prompt_is_computed_whole_and_found_by_others() -> None:
     scored.prompt_logprobs = 0
     queried = scheduler.memory.queried
     run(scheduler, scored, first_step=40)
-    assert (scored.cached, scheduler.memory.queried) == (0, queried)
+    assert (scored.num_cached_tokens, scheduler.memory.queried) == (0, queried)
     assert scheduler.memory.cached == 3, "its pages were there already"
     assert scheduler.audit() == []
 
@@ -177,13 +177,13 @@ def test_a_prompt_goes_on_behind_what_another_has_computed_meanwhile() -> None:
     for step in (2, 3, 4):
         (row,) = launched(scheduler, step).rows
         assert row.seq_id == ahead.id
-    assert behind.launched == 8, "as far as the other had come when the last step was planned"
+    assert behind.num_scheduled_tokens == 8, "as far as the other had come when the last step was planned"
     rows = {row.seq_id: row for row in launched(scheduler, 5).rows}
     assert (rows[1].start, rows[1].length, rows[1].skipped) == (12, 1, 8)
     assert array("i", rows[1].tokens).tolist() == [*SYSTEM[4:], 1]
     assert (rows[1].new_pages, rows[1].first_page) == (tuple(behind.pages[1:]), 1)
     assert behind.pages[:3] == ahead.pages[:3]
-    assert behind.cached == 8
+    assert behind.num_cached_tokens == 8
     assert scheduler.audit() == []
 
 
@@ -192,7 +192,7 @@ def test_a_page_half_written_is_given_back_when_its_step_has_committed() -> None
     (mine,) = behind.pages
     plans = [launched(scheduler, step) for step in (2, 3)]
     scheduler.plan_step(4)
-    assert behind.launched == 4
+    assert behind.num_scheduled_tokens == 4
     assert behind.pages[0] == ahead.pages[0] != mine
     assert scheduler.memory.settling == 1
     assert scheduler.audit() == []
@@ -206,7 +206,7 @@ def test_without_the_cache_nothing_is_kept() -> None:
     run(scheduler, with_prompt(1, *SYSTEM, 1))
     seq = with_prompt(2, *SYSTEM, 1)
     added(scheduler, seq)
-    assert (seq.launched, scheduler.memory.cached, scheduler.memory.queried) == (0, 0, 0)
+    assert (seq.num_scheduled_tokens, scheduler.memory.cached, scheduler.memory.queried) == (0, 0, 0)
     run(scheduler, first_step=20)
     assert scheduler.memory.pages.used == 0
 
@@ -254,7 +254,7 @@ def test_the_refused_are_looked_at_again_when_more_is_shared() -> None:
     assert list(scheduler.running) == [1]
     plan = launched(scheduler, 1)
     assert scheduler.admit_waiting() == [urgent]
-    assert urgent.cached == 12
+    assert urgent.num_cached_tokens == 12
     scheduler.commit(plan, [20])
 
 
@@ -278,13 +278,13 @@ def test_what_was_found_is_given_up_with_what_the_cache_loses() -> None:
     assert pages is not None
     scheduler.add(seq)
     assert scheduler.memory.admit(seq, 99, 5) is False, "it looks, and is refused"
-    assert len(seq.found) == 3
+    assert len(seq.cached_path) == 3
     more = memory.take(stranger, 2)
     assert more is not None
     assert memory.evicted == 1
     memory.pages.release(stranger, [*pages, *more])
     assert scheduler.admit_waiting() == [seq]
-    assert (seq.shared, seq.launched) == (2, 8)
+    assert (seq.num_shared_pages, seq.num_scheduled_tokens) == (2, 8)
     assert scheduler.audit() == []
 
 
@@ -294,7 +294,7 @@ def test_what_was_found_of_other_weights_is_given_up() -> None:
     seq = with_prompt(2, *SYSTEM, 2)
     scheduler.add(seq)
     assert scheduler.memory.admit(seq, 99, 99) is False
-    assert len(seq.found) == 3
+    assert len(seq.cached_path) == 3
     scheduler.memory.new_weights()
     assert scheduler.admit_waiting() == [seq]
-    assert seq.shared == 0
+    assert seq.num_shared_pages == 0

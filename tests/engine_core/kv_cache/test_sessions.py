@@ -35,7 +35,7 @@ def test_a_turn_goes_on_where_the_last_one_ended() -> None:
     scheduler, said = after_one_turn()
     again = turn(2, *said, 40, 41, client=b"another frontend")
     added(scheduler, again)
-    assert again.launched == 12
+    assert again.num_scheduled_tokens == 12
     run(scheduler, first_step=30)
     assert scheduler.memory.in_use == 4, "18 tokens by now"
     assert scheduler.audit() == []
@@ -45,7 +45,7 @@ def test_what_no_longer_matches_is_let_go() -> None:
     scheduler, said = after_one_turn()
     edited = turn(2, *said[:7], 99, 98, 97)
     added(scheduler, edited)
-    assert edited.launched == 4
+    assert edited.num_scheduled_tokens == 4
     (session,) = scheduler.memory.sessions.known
     assert session.pages == edited.pages[:1]
     assert scheduler.memory.evictable == 2
@@ -60,7 +60,7 @@ def test_a_session_outlives_the_rest_of_the_cache() -> None:
     assert scheduler.memory.evicted > 0
     again = turn(9, *said, 40)
     added(scheduler, again)
-    assert again.launched == 12
+    assert again.num_scheduled_tokens == 12
 
 
 def test_under_pressure_the_oldest_idle_one_goes_and_its_next_turn_still_works() -> None:
@@ -76,7 +76,7 @@ def test_under_pressure_the_oldest_idle_one_goes_and_its_next_turn_still_works()
     for number, (name, found) in enumerate((("young", 12), ("old", 0)), 4):
         seq = turn(number, *talks[name], 7, session=name)
         added(scheduler, seq)
-        assert seq.launched == found, name
+        assert seq.num_scheduled_tokens == found, name
         run(scheduler, first_step=100 * number)
         assert seq.outcome == Finished(number, FinishReason.LENGTH)
 
@@ -120,7 +120,7 @@ def test_a_turn_that_never_ran_changes_nothing() -> None:
     scheduler.abort(b"c", 2)
     again = turn(3, *said, 40)
     added(scheduler, again)
-    assert again.launched == 12
+    assert again.num_scheduled_tokens == 12
 
 
 def test_idle_for_too_long() -> None:
@@ -191,7 +191,7 @@ def test_turns_that_never_ran_leave_nothing_and_push_nobody_out() -> None:
     assert scheduler.memory.sessions.evicted == 0
     again = turn(10, *said, 40)
     added(scheduler, again)
-    assert again.launched == 12
+    assert again.num_scheduled_tokens == 12
 
 
 def test_a_turn_that_never_ran_after_its_pages_went_leaves_nothing() -> None:
@@ -253,7 +253,7 @@ def test_new_weights_while_a_turn_is_in_progress(admitted: bool) -> None:
     added(scheduler, successor)
     run(scheduler, first_step=30)
     assert (old.outcome, successor.outcome) == (Finished(2, FinishReason.LENGTH), Finished(3, FinishReason.LENGTH))
-    assert successor.cached == 0 or not admitted
+    assert successor.num_cached_tokens == 0 or not admitted
     assert [(session.turn, len(session.pages)) for session in scheduler.memory.sessions.known] == [(None, 4)]
     assert scheduler.audit() == []
 
@@ -264,7 +264,7 @@ def test_new_weights_end_sessions() -> None:
     assert (len(scheduler.memory.sessions), scheduler.memory.in_use) == (0, 0)
     again = turn(2, *said, 40)
     added(scheduler, again)
-    assert again.launched == 0
+    assert again.num_scheduled_tokens == 0
 
 
 @pytest.mark.parametrize("cache", [True, False])

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine_core.attention.base import Span
-from tandem.engine_core.plan import Row, StepPlan
-from tandem.engine_core.runtime.graph_bucket import Shape, lies, long_spans, pack_shaped
+from tandem.engine_core.plan import ScheduledSequence, StepPlan
+from tandem.engine_core.runtime.graph_bucket import GraphBucket, exact_bucket, long_spans, pack_padded
 from tandem.engine_core.runtime.graphs import PROMPTS, StepGraphs
 from tandem.engine_core.runtime.staging import Packed, capacity, pack, pack_decode
 from tests.engine_core.runtime.test_staging import MAX_LEN, PAGES_PER_ROW, ROWS, plans
@@ -23,11 +23,11 @@ def fields(packed: Packed, out: np.ndarray) -> dict[str, list[int]]:
 @settings(deadline=None, max_examples=80, print_blob=True)
 @given(plans(), st.integers(0, 3), st.integers(0, 5))
 def test_every_token_lies_where_the_shape_has_it(plan: StepPlan, free_rows: int, free_tokens: int) -> None:
-    tight = lies(plan)
-    shape = Shape(tight.singles + free_rows, tight.tokens + free_tokens)
+    tight = exact_bucket(plan)
+    shape = GraphBucket(tight.singles + free_rows, tight.tokens + free_tokens)
     out = np.full(capacity(ROWS + 3, 9 * ROWS + 5, ROWS * PAGES_PER_ROW, ROWS * MAX_LEN), -77, dtype=np.int32)
     eager = fields(pack(plan, MAX_LEN, PAGES_PER_ROW, out), out)
-    packed = pack_shaped(plan, shape, MAX_LEN, PAGES_PER_ROW, out)
+    packed = pack_padded(plan, shape, MAX_LEN, PAGES_PER_ROW, out)
     found = fields(packed, out)
     assert {name: found[name] for name in found.keys() - LAYOUT} == {
         name: eager[name] for name in eager.keys() - LAYOUT
@@ -49,15 +49,15 @@ def test_every_token_lies_where_the_shape_has_it(plan: StepPlan, free_rows: int,
         assert tokens[shape.singles + span.offset] == (span.row, span.start)
 
 
-def decode(count: int, samples: bool = True) -> list[Row]:
-    return [Row(number, number, 10 + number, 1, samples) for number in range(1, count + 1)]
+def decode(count: int, samples: bool = True) -> list[ScheduledSequence]:
+    return [ScheduledSequence(number, number, 10 + number, 1, samples) for number in range(1, count + 1)]
 
 
-def prompt(number: int, length: int) -> Row:
-    return Row(number, number, 0, length, True, tokens=b"\0\0\0\0" * length)
+def prompt(number: int, length: int) -> ScheduledSequence:
+    return ScheduledSequence(number, number, 0, length, True, tokens=b"\0\0\0\0" * length)
 
 
-def plan_of(rows: list[Row]) -> StepPlan:
+def plan_of(rows: list[ScheduledSequence]) -> StepPlan:
     return StepPlan.of(1, tuple(rows))
 
 
@@ -67,39 +67,39 @@ GRAPHS = StepGraphs((1, 2, 4), (0, 2, 8), (16, 64), [], [])
 @pytest.mark.parametrize(
     ("rows", "shape"),
     [
-        (decode(1), Shape(1, 0)),
-        (decode(3), Shape(4, 0)),
+        (decode(1), GraphBucket(1, 0)),
+        (decode(3), GraphBucket(4, 0)),
         (decode(5), None),
-        ([*decode(2), Row(9, 9, 32, 1, True, new_pages=(4,), first_page=2)], Shape(4, 0)),
-        ([*decode(2), Row(9, 9, 3, 1, True, constrained=True)], Shape(4, 0)),
-        ([*decode(2), Row(9, 9, 3, 1, True, targets=b"\0\0\0\0")], None),
+        ([*decode(2), ScheduledSequence(9, 9, 32, 1, True, new_pages=(4,), first_page=2)], GraphBucket(4, 0)),
+        ([*decode(2), ScheduledSequence(9, 9, 3, 1, True, constrained=True)], GraphBucket(4, 0)),
+        ([*decode(2), ScheduledSequence(9, 9, 3, 1, True, targets=b"\0\0\0\0")], None),
         (decode(2, samples=False), None),
-        ([prompt(1, 2)], Shape(0, 16)),
-        ([prompt(1, 17)], Shape(0, 64)),
-        ([prompt(1, 64)], Shape(0, 64)),
+        ([prompt(1, 2)], GraphBucket(0, 16)),
+        ([prompt(1, 17)], GraphBucket(0, 64)),
+        ([prompt(1, 64)], GraphBucket(0, 64)),
         ([prompt(1, 65)], None),
-        ([*decode(1), prompt(9, 16)], Shape(2, 16)),
-        ([*decode(8), prompt(9, 10), prompt(10, 7)], Shape(8, 64)),
+        ([*decode(1), prompt(9, 16)], GraphBucket(2, 16)),
+        ([*decode(8), prompt(9, 10), prompt(10, 7)], GraphBucket(8, 64)),
         ([*decode(9), prompt(10, 10)], None),
-        ([prompt(number, 2) for number in range(1, 33)], Shape(0, 64)),
+        ([prompt(number, 2) for number in range(1, 33)], GraphBucket(0, 64)),
     ],
 )
-def test_the_smallest_shape_that_fits(rows: list[Row], shape: Shape | None) -> None:
+def test_the_smallest_shape_that_fits(rows: list[ScheduledSequence], shape: GraphBucket | None) -> None:
     assert GRAPHS.shape(plan_of(rows)) == shape
 
 
 def test_more_prompts_than_a_graph_has_room_for() -> None:
     graphs = StepGraphs((1,), (0,), (1024,), [], [])
-    assert graphs.shape(plan_of([prompt(number, 2) for number in range(1, PROMPTS + 1)])) == Shape(0, 1024)
+    assert graphs.shape(plan_of([prompt(number, 2) for number in range(1, PROMPTS + 1)])) == GraphBucket(0, 1024)
     assert graphs.shape(plan_of([prompt(number, 2) for number in range(1, PROMPTS + 2)])) is None
 
 
 def test_plain_steps_pack_alike_either_way() -> None:
     plan = plan_of(decode(3))
-    assert plan.plain
+    assert plan.is_unconstrained_decode
     out, other = np.full(50, -77, dtype=np.int32), np.full(50, -77, dtype=np.int32)
     packed = pack_decode(plan, 4, PAGES_PER_ROW, out)
-    shaped = pack_shaped(plan, Shape(4, 0), MAX_LEN, PAGES_PER_ROW, other)
+    shaped = pack_padded(plan, GraphBucket(4, 0), MAX_LEN, PAGES_PER_ROW, other)
     assert out[:8].tolist() == other[:8].tolist() == [1, 2, 3, 0, 11, 12, 13, 0]
     assert packed.sample_rows.tolist() == shaped.sample_rows.tolist()
     assert packed.longest == shaped.longest == 14

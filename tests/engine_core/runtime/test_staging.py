@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.engine_core.plan import Admission, Row, StepPlan
+from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.staging import MAX_SUPPRESSED, capacity, mask_places, pack, pack_decode
 from tandem.protocol.codec import pack_floats, pack_ids, unpack_floats, unpack_ids
 from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
@@ -48,7 +48,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         skipped = draw(st.integers(1, start)) if kind == "cached" else 0
         ids = draw(st.lists(IDS, min_size=length + skipped, max_size=length + skipped))
         rows.append(
-            Row(
+            ScheduledSequence(
                 100 + number,
                 number,
                 start,
@@ -65,7 +65,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         )
         if kind in ("first", "cached"):
             ends = tuple(draw(st.lists(IDS, max_size=4)))
-            admitted.append(Admission(100 + number, number, draw(st.integers(1, 40)), draw(params()), ends))
+            admitted.append(NewSequence(100 + number, number, draw(st.integers(1, 40)), draw(params()), ends))
     return StepPlan.of(7, tuple(rows), tuple(admitted))
 
 
@@ -163,7 +163,9 @@ def test_every_field(plan: StepPlan) -> None:
 )
 def test_a_decode_step_where_graphs_read_it(drawn: list[tuple[int, bool, bool, list[int]]], padding: int) -> None:
     rows = [
-        Row(50 + number, number + 1, start, 1, True, suppressed, constrained, new_pages=tuple(pages), first_page=number)
+        ScheduledSequence(
+            50 + number, number + 1, start, 1, True, suppressed, constrained, new_pages=tuple(pages), first_page=number
+        )
         for number, (start, suppressed, constrained, pages) in enumerate(drawn)
     ]
     plan, bucket = StepPlan.of(3, tuple(rows)), len(rows) + padding
@@ -175,7 +177,7 @@ def test_a_decode_step_where_graphs_read_it(drawn: list[tuple[int, bool, bool, l
     assert found["positions"] == [row.start for row in rows] + [0] * padding
     assert packed.fields["rows"] == (0, bucket) and packed.fields["positions"] == (bucket, bucket)
     for name in ("sample_rows", "sample_positions", "suppress", "mask_places"):
-        assert found.get(name) == (None if plan.plain else expected.get(name)), name
+        assert found.get(name) == (None if plan.is_unconstrained_decode else expected.get(name)), name
     for name in ("page_index", "pages"):
         assert found.get(name) == expected.get(name), name
     assert (out[packed.total :] == -77).all()
@@ -184,8 +186,12 @@ def test_a_decode_step_where_graphs_read_it(drawn: list[tuple[int, bool, bool, l
 
 
 def test_the_mask_of_a_row_is_found_by_its_row() -> None:
-    rows = [Row(1, 7, 0, 1, True, constrained=True), Row(2, 3, 0, 1, True), Row(3, 5, 0, 1, False, constrained=True)]
-    rows += [Row(4, 2, 0, 1, True, constrained=True)]
+    rows = [
+        ScheduledSequence(1, 7, 0, 1, True, constrained=True),
+        ScheduledSequence(2, 3, 0, 1, True),
+        ScheduledSequence(3, 5, 0, 1, False, constrained=True),
+    ]
+    rows += [ScheduledSequence(4, 2, 0, 1, True, constrained=True)]
     assert mask_places(StepPlan.of(1, tuple(rows))) == {7: 1, 2: 2}
 
 
@@ -198,15 +204,17 @@ def worst(rows: int, step_tokens: int, pages: int, uploads: int) -> StepPlan:
         stop_token_ids=pack_ids([6] * MAX_STOP_TOKEN_IDS),
     )
     share, rest = divmod(step_tokens, rows)
-    made: list[Row] = []
+    made: list[ScheduledSequence] = []
     for number in range(rows):
         length = share + (rest if number == 0 else 0)
         mine, skipped = (tuple(range(pages)), uploads) if number == 0 else ((), 0)
         tokens, targets = pack_ids([1] * (length + skipped)), pack_ids([1] * (length - 1))
         made.append(
-            Row(number, number + 1, skipped, length, True, True, True, tokens, mine, skipped=skipped, targets=targets)
+            ScheduledSequence(
+                number, number + 1, skipped, length, True, True, True, tokens, mine, skipped=skipped, targets=targets
+            )
         )
-    admitted = [Admission(row.seq_id, row.row, 9, full, tuple(range(MAX_SUPPRESSED))) for row in made]
+    admitted = [NewSequence(row.seq_id, row.row, 9, full, tuple(range(MAX_SUPPRESSED))) for row in made]
     return StepPlan.of(1, tuple(made), tuple(admitted))
 
 
@@ -224,7 +232,7 @@ def test_capacity_is_enough_for_the_worst_step(rows: int, more: int, pages: int,
 
 
 def test_steady_decode_is_small() -> None:
-    rows = tuple(Row(number, number, 10 + number, 1, True) for number in range(1, 5))
+    rows = tuple(ScheduledSequence(number, number, 10 + number, 1, True) for number in range(1, 5))
     out = np.zeros(100, dtype=np.int32)
     packed = pack(StepPlan.of(1, rows), MAX_LEN, PAGES_PER_ROW, out)
     assert packed.total <= 4 * len(rows), "columns with the same content share their place"
@@ -232,9 +240,9 @@ def test_steady_decode_is_small() -> None:
 
 def test_new_pages_keep_decode_plain() -> None:
     """The graph of a decode step reads rows and positions; what its rows bring lies behind them."""
-    rows = (Row(1, 1, 8, 1, True, new_pages=(7,), first_page=2), Row(2, 2, 30, 1, True))
+    rows = (ScheduledSequence(1, 1, 8, 1, True, new_pages=(7,), first_page=2), ScheduledSequence(2, 2, 30, 1, True))
     plan = StepPlan.of(1, rows)
-    assert plan.plain
+    assert plan.is_unconstrained_decode
     out = np.zeros(100, dtype=np.int32)
     packed = pack_decode(plan, 4, PAGES_PER_ROW, out)
     assert out[: packed.total].tolist() == [1, 2, 0, 0, 8, 30, 0, 0, PAGES_PER_ROW + 2, 7]

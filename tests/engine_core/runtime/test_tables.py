@@ -7,7 +7,7 @@ import torch
 from tandem.engine_core.attention.torch import TorchAttention
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.models.llama import LlamaModel
-from tandem.engine_core.plan import Admission, Row, StepPlan
+from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.device import CpuDevice, open_device
 from tandem.engine_core.runtime.sampling import TorchSampler
 from tandem.engine_core.runtime.slots import StepSlot
@@ -34,8 +34,8 @@ def staged(plan: StepPlan) -> tuple[torch.Tensor, Packed]:
 def first(
     row: int, params: SamplingParams, tokens: list[int], pages: tuple[int, ...], ends: tuple[int, ...] = ()
 ) -> StepPlan:
-    news = Row(row, row, 0, len(tokens), True, bool(ends), tokens=pack_ids(tokens), new_pages=pages)
-    return StepPlan.of(1, (news,), (Admission(row, row, len(tokens), params, ends),))
+    news = ScheduledSequence(row, row, 0, len(tokens), True, bool(ends), tokens=pack_ids(tokens), new_pages=pages)
+    return StepPlan.of(1, (news,), (NewSequence(row, row, len(tokens), params, ends),))
 
 
 def apply(target: DeviceTables, plan: StepPlan) -> tuple[torch.Tensor, Packed]:
@@ -103,7 +103,10 @@ def test_ends_are_suppressed_while_a_row_says_so() -> None:
     suppressed = table.sampling_rows(inputs, packed).suppressed
     assert suppressed is not None
     assert suppressed[0, :3].tolist() == [8, 9, -1]
-    rows = (Row(1, 1, 1, 1, True, suppress_ends=False), Row(2, 2, 4, 1, True, suppress_ends=True))
+    rows = (
+        ScheduledSequence(1, 1, 1, 1, True, suppress_ends=False),
+        ScheduledSequence(2, 2, 4, 1, True, suppress_ends=True),
+    )
     suppressed = table.sampling_rows(*staged(StepPlan.of(2, rows))).suppressed
     assert suppressed is not None
     assert (suppressed[0] == -1).all()

@@ -156,7 +156,7 @@ class TestJumps:
         (row,) = plan.rows
         assert (row.start, row.length, row.samples, row.constrained) == (3, 5, True, True)
         assert array("i", row.tokens).tolist() == [3, 5, 8, 11, 14]
-        assert not plan.plain
+        assert not plan.is_unconstrained_decode
         assert step(scheduler, 2, 20) == [20]
         plan = scheduler.plan_step(3)
         assert plan is not None

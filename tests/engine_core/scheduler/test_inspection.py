@@ -53,7 +53,7 @@ def test_looking_changes_nothing() -> None:
     scheduler.add(late)
     before = [repr(seq) for seq in scheduler.held]
     assert facts_of(scheduler)[3].state == "waiting", "nobody has looked for its pages"
-    assert (late.awaited, late.found) == (b"", [])
+    assert (late.awaited_key, late.cached_path) == (b"", [])
     assert [repr(seq) for seq in scheduler.held] == before
     assert scheduler.audit() == []
     scheduler.admit_waiting()

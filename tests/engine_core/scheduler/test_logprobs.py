@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from tandem.engine_core.contracts import Delta, StepLogprobs
-from tandem.engine_core.plan import Row
+from tandem.engine_core.plan import ScheduledSequence
 from tandem.engine_core.scheduler.logprobs import attach, most_wanted
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.codec import pack_floats, pack_ids, read_logprobs
@@ -32,7 +32,9 @@ def step(top: int, count: int) -> StepLogprobs:
     return StepLogprobs(top, lines)
 
 
-def told(rows: list[Row], held: list[Sequence], logprobs: StepLogprobs, refused: set[int]) -> dict[bytes, Delta]:
+def told(
+    rows: list[ScheduledSequence], held: list[Sequence], logprobs: StepLogprobs, refused: set[int]
+) -> dict[bytes, Delta]:
     deltas: dict[bytes, Delta] = {}
     attach(rows, {seq.id: seq for seq in held}, refused, logprobs, deltas)
     return deltas
@@ -59,10 +61,10 @@ def test_each_gets_its_own_lines() -> None:
     """Three samples (1, 3, 4), then the scored positions of 1 and 2; who asked for nothing gets nothing."""
     held = [sequence(1, 2, 4), sequence(2, None, 0), sequence(3), sequence(4, 4)]
     rows = [
-        Row(1, 1, 2, 4, True, targets=pack_ids([13, 14, 15])),
-        Row(2, 2, 0, 2, False, targets=pack_ids([11, 12])),
-        Row(3, 3, 7, 1, True),
-        Row(4, 4, 6, 1, True),
+        ScheduledSequence(1, 1, 2, 4, True, targets=pack_ids([13, 14, 15])),
+        ScheduledSequence(2, 2, 0, 2, False, targets=pack_ids([11, 12])),
+        ScheduledSequence(3, 3, 7, 1, True),
+        ScheduledSequence(4, 4, 6, 1, True),
     ]
     deltas = told(rows, held, step(4, 8), set())
     prompt, output = deltas[b"odd"].logprobs
@@ -81,7 +83,11 @@ def test_each_gets_its_own_lines() -> None:
 def test_zombies_and_refused_tokens_are_passed_over() -> None:
     held = [sequence(1, 1, 1), sequence(2, 1), sequence(4, 1)]
     held[0].outcome = Finished(101, FinishReason.ABORT)
-    rows = [Row(1, 1, 0, 6, True, targets=pack_ids([11])), Row(2, 2, 6, 1, True), Row(4, 4, 6, 1, True)]
+    rows = [
+        ScheduledSequence(1, 1, 0, 6, True, targets=pack_ids([11])),
+        ScheduledSequence(2, 2, 6, 1, True),
+        ScheduledSequence(4, 4, 6, 1, True),
+    ]
     (delta,) = told(rows, held, step(1, 4), {2}).values()
     (part,) = delta.logprobs
     assert part.request_id == 104
@@ -91,10 +97,10 @@ def test_zombies_and_refused_tokens_are_passed_over() -> None:
 def test_after_a_preemption_nothing_is_told_twice() -> None:
     """Of six prompt tokens three had been computed before: what follows those is known to the frontend."""
     seq = sequence(1, None, 1)
-    seq.told = 3
+    seq.reported_len = 3
     chunks = [
-        Row(1, 1, 0, 2, False, targets=pack_ids([11, 12])),
-        Row(1, 1, 2, 4, True, targets=pack_ids([13, 14, 15])),
+        ScheduledSequence(1, 1, 0, 2, False, targets=pack_ids([11, 12])),
+        ScheduledSequence(1, 1, 2, 4, True, targets=pack_ids([13, 14, 15])),
     ]
     assert told(chunks[:1], [seq], step(1, 2), set()) == {}
     (delta,) = told(chunks[1:], [seq], step(1, 4), set()).values()

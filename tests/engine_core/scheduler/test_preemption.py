@@ -23,7 +23,7 @@ def test_pages_come_as_rows_grow() -> None:
         plan = launched(scheduler, step)
         pages.append(len(seq.pages))
         assert plan.rows[0].new_pages == (tuple(seq.pages[-1:]) if step in (1, 3, 7) else ())
-        assert plan.plain == (step > 1)
+        assert plan.is_unconstrained_decode == (step > 1)
         scheduler.commit(plan, [20])
     assert pages == [1, 1, 2, 2, 2, 2, 3, 3]
     assert seq.outcome is not None
@@ -94,7 +94,7 @@ def test_what_is_in_flight_still_commits() -> None:
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
     scheduler.commit(plans[0], [20, 21])
     assert scheduler.plan_step(3) is None, "the older waits for pages, the newer is to run no more"
-    assert (newer.inflight, newer.unseen, newer.generated) == (1, 1, 1)
+    assert (newer.inflight, newer.num_inflight_samples, newer.generated) == (1, 1, 1)
     assert newer in scheduler.held
     assert scheduler.admit_waiting() == []
     scheduler.commit(plans[1], [22, 23])
@@ -177,7 +177,7 @@ def test_overload_makes_progress_and_does_not_thrash(depth: int, cache: bool) ->
     while scheduler.open or flights:
         scheduler.admit_waiting()
         senior = min(scheduler.running.values(), key=seniority, default=None)
-        before = None if senior is None else senior.launched + senior.unseen
+        before = None if senior is None else senior.num_scheduled_tokens + senior.num_inflight_samples
         plan = scheduler.plan_step(next(steps))
         if plan is not None:
             scheduler.on_launch(plan)

@@ -35,7 +35,7 @@ def test_the_rows_of_a_life() -> None:
     scheduler.commit(second, [END])
     fourth = launched(scheduler, 4)
     assert not fourth.rows[0].suppress_ends
-    assert fourth.plain
+    assert fourth.is_unconstrained_decode
     assert scheduler.plan_step(5) is None, "the length is foreseen"
     scheduler.commit(third, [20])
     committed = scheduler.commit(fourth, [21])

@@ -122,8 +122,8 @@ class Traffic(RuleBasedStateMachine):
         assert plan == StepPlan.of(plan.step_id, plan.rows, plan.admitted)
         for row in plan.rows:
             seq = self.sequences[row.seq_id]
-            assert (row.row, row.start, seq.outcome) == (seq.row, seq.launched, None)
-            assert row.samples == (row.end == len(seq.tokens) + seq.unseen)
+            assert (row.row, row.start, seq.outcome) == (seq.row, seq.num_scheduled_tokens, None)
+            assert row.samples == (row.end == len(seq.tokens) + seq.num_inflight_samples)
             assert row.end < seq.total_len
         self.steps += 1
         self.scheduler.on_launch(plan)
@@ -155,7 +155,7 @@ class Traffic(RuleBasedStateMachine):
         holders = Counter(row.seq_id for plan in self.in_flight for row in plan.rows)
         samples = Counter(row.seq_id for plan in self.in_flight for row in plan.rows if row.samples)
         for seq in self.sequences.values():
-            assert (seq.inflight, seq.unseen) == (holders[seq.id], samples[seq.id]), seq
+            assert (seq.inflight, seq.num_inflight_samples) == (holders[seq.id], samples[seq.id]), seq
             held = seq in scheduler.held
             assert held == (seq.id in scheduler.running or seq.inflight > 0), seq
             assert bool(seq.pages) == held == (seq.row > 0)

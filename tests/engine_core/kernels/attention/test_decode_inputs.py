@@ -26,8 +26,8 @@ def test_padding_rows_read_row_zero_and_write_page_zero(device: str) -> None:
     )
     tokens[1], pages[1] = 5, 3
     padding = torch.zeros(3, dtype=torch.int32, device=device)
-    input_ids, kv_index = decode_inputs(tokens, pages, padding, padding, 4)
-    assert input_ids.tolist() == kv_index.tolist() == [0, 0, 0]
+    input_ids, slot_mapping = decode_inputs(tokens, pages, padding, padding, 4)
+    assert input_ids.tolist() == slot_mapping.tolist() == [0, 0, 0]
 
 
 def test_nothing_and_scattered_tables(device: str) -> None:
