@@ -5,9 +5,9 @@ from typing import Any
 
 from tandem.frontend.request.conversation import REASONING_EFFORTS
 
-from tandem.frontend.api.completions.request import DEFAULT_MAX_TOKENS
 from tandem.frontend.request.messages import MAX_MESSAGES
 from tandem.frontend.request.options import (
+    COMPLETION_MAX_TOKENS,
     INT32_MAX,
     MAX_CHOICES,
     MAX_N,
@@ -201,7 +201,7 @@ COMPLETION = closed(
     },
     {
         **OPTIONS,
-        "max_tokens": integer(0, INT32_MAX, default=DEFAULT_MAX_TOKENS),
+        "max_tokens": integer(0, INT32_MAX, default=COMPLETION_MAX_TOKENS),
         "logprobs": integer(0, MAX_TOP_LOGPROBS),
         "best_of": integer(1, MAX_N),
         "echo": BOOLEAN,

@@ -10,6 +10,8 @@ from tandem.frontend.request.fields import FieldReader, wrong_type
 from tandem.protocol.commands import MAX_NAME_BYTES, MAX_PRIORITY
 from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS
 
+COMPLETION_MAX_TOKENS = 16
+"""Tokens that a completion without `max_tokens` may have, as at OpenAI."""
 MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024

@@ -7,6 +7,7 @@ from msgspec import Struct, structs
 from tandem.frontend.errors import unsupported
 from tandem.frontend.request.fields import BodyFormat, FieldReader
 from tandem.frontend.request.options import (
+    COMPLETION_MAX_TOKENS,
     INT32_MAX,
     MAX_N,
     MAX_TOP_LOGPROBS,
@@ -21,7 +22,6 @@ from tandem.frontend.request.prompts import Prompt, parse_prompts
 
 MAX_SEQUENCES = 256
 """Most prompts times choices of one request."""
-DEFAULT_MAX_TOKENS = 16
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"suffix": ("",), "add_special_tokens": (True,)}
 
@@ -46,7 +46,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
     # Without echo there would be nothing to answer with.
     max_tokens = optional_integer(fields, "max_tokens", 0 if echo else 1, INT32_MAX)
     logprobs = optional_integer(fields, "logprobs", 0, MAX_TOP_LOGPROBS)
-    options = read_options(fields, max_tokens, DEFAULT_MAX_TOKENS, logprobs)
+    options = read_options(fields, max_tokens, COMPLETION_MAX_TOKENS, logprobs)
     options = _best_of(fields, structs.replace(options, prompt_logprobs=logprobs if echo else None))
     prompts = parse_prompts(fields.raw("prompt"))
     if (wanted := options.n * len(prompts)) > MAX_SEQUENCES:
