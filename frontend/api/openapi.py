@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandem.frontend.request.conversation import REASONING_EFFORTS
-
 from tandem.frontend.request.messages import MAX_MESSAGES
 from tandem.frontend.request.options import (
     COMPLETION_MAX_TOKENS,

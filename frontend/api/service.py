@@ -2,8 +2,6 @@
 
 import asyncio
 
-from tandem.frontend.grammar.tags import CLOSE
-
 from tandem.frontend.api.body import Arrivals, BodyBudget
 from tandem.frontend.chat.chat import Chat
 from tandem.frontend.chat.chat_template import ChatTemplate, model_type
@@ -16,6 +14,7 @@ from tandem.frontend.generation.admission import Admission
 from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.grammar.checker import GrammarChecker
 from tandem.frontend.grammar.constraints import Constraints
+from tandem.frontend.grammar.tags import CLOSE
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.workers import Workers
 from tandem.protocol.errors import ErrorCode

@@ -1,8 +1,6 @@
 """From a conversation to an admitted request, and to what its outputs are to be read for."""
 
 from msgspec import structs
-from tandem.frontend.grammar.tags import CLOSE
-from tandem.frontend.request.conversation import Conversation
 
 from tandem.frontend.chat.chat_template import ChatTemplate, no_template
 from tandem.frontend.chat.message import MessageShape
@@ -10,6 +8,8 @@ from tandem.frontend.chat.reasoning import opens_thoughts
 from tandem.frontend.chat.tool_formats import ToolFormat
 from tandem.frontend.generation.admission import Admission, Admitted, check_model
 from tandem.frontend.grammar.constraints import Thoughts
+from tandem.frontend.grammar.tags import CLOSE
+from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.options import GenerationOptions
 from tandem.frontend.request.tools import ToolUse
 from tandem.frontend.workers import Workers

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 from jinja2 import Template
-from tandem.frontend.request.conversation import Conversation
 
 from tandem.frontend.chat.template_sandbox import RenderError, SandboxedTemplates
 from tandem.frontend.errors import ApiError, malformed, unsupported
 from tandem.frontend.generation.tokenizer import Tokenizer
+from tandem.frontend.request.conversation import Conversation
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 

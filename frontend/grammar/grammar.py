@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from tandem.frontend.grammar.tags import CLOSE, OPEN
 
 from tandem.frontend.errors import ApiError, malformed, unsupported
 from tandem.frontend.grammar.json_schema import OPTIONS, SchemaError, check_schema, closed, refused, with_options
+from tandem.frontend.grammar.tags import CLOSE, OPEN
 from tandem.frontend.request.fields import not_supported, wrong_type
 
 _REGEX_FLAGS = "(?-s)"

@@ -1,7 +1,5 @@
 """What `/openapi.json` says of the body of `/v1/responses`."""
 
-from tandem.frontend.request.conversation import REASONING_EFFORTS
-
 from tandem.frontend.api.openapi import (
     ANY,
     BOOLEAN,
@@ -16,6 +14,7 @@ from tandem.frontend.api.openapi import (
     one_of,
 )
 from tandem.frontend.api.responses.request import INCLUDES, MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE, NOT_HERE
+from tandem.frontend.request.conversation import REASONING_EFFORTS
 from tandem.frontend.request.messages import MAX_PARTS
 from tandem.frontend.request.options import INT32_MAX
 from tandem.frontend.request.tools import MAX_TOOLS

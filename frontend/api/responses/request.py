@@ -4,11 +4,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct, structs
-from tandem.frontend.request.conversation import Conversation, check_reasoning_effort, read_template_kwargs
 
 from tandem.frontend.api.responses.input_items import parse_input
 from tandem.frontend.errors import unsupported
 from tandem.frontend.grammar.json_schema import SchemaError, check_schema
+from tandem.frontend.request.conversation import Conversation, check_reasoning_effort, read_template_kwargs
 from tandem.frontend.request.fields import BodyFormat, FieldReader, decode_field, misshapen, wrong_type
 from tandem.frontend.request.options import INT32_MAX, OPTION_NAMES, GenerationOptions, optional_integer, read_options
 from tandem.frontend.request.tools import Function, Tool, ToolUse, Wanted, checked_tools, tool_use

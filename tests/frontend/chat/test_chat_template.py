@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tandem.frontend.request.conversation import Conversation
 from transformers import PreTrainedTokenizerFast
 
 from tandem.frontend.chat.chat_template import (
@@ -20,6 +19,7 @@ from tandem.frontend.chat.chat_template import (
 )
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.tokenizer import Tokenizer, load_tokenizer
+from tandem.frontend.request.conversation import Conversation
 from tests.fakes.tokenizer import BEGIN, END, write_tokenizer
 
 TOKENS = {"bos_token": BEGIN, "eos_token": END}

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
-from tandem.frontend.request.conversation import CONVERSATION_NAMES
 
 from tandem.frontend.api.chat_completions.request import ChatRequest, parse_chat
 from tandem.frontend.api.openapi import CHAT, COMPLETION
 from tandem.frontend.errors import ApiError
+from tandem.frontend.request.conversation import CONVERSATION_NAMES
 from tandem.frontend.request.messages import MAX_MESSAGES, MAX_PARTS
 from tandem.frontend.request.options import OPTION_NAMES
 from tandem.frontend.request.tools import MAX_TOOLS, Tool, ToolChoice
