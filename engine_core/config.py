@@ -23,7 +23,7 @@ STEP_UPLOADS = 65_536
 
 DTYPES = ("bfloat16", "float16", "float32")
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-GRAPH_SINGLES = (0, 8, 32, 64, 128, 192, 256)
+MIXED_GRAPH_ROWS = (0, 8, 32, 64, 128, 192, 256)
 GRAPH_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
@@ -48,17 +48,17 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     """Beside decoding rows; 0: prompts are computed whole."""
     page_size: int
     max_waiting: int
-    prompts_a_step: int = 0
+    max_prefill_chunks_per_step: int = 0
     """Prompts that one step may take part of; 0: any number."""
     policy: Policy = "fcfs"
-    static: bool = False
+    static_batching: bool = False
     """Whether each batch runs to its end before the next is admitted."""
     prefix_cache: bool = False
     max_sessions: int = 0
     session_ttl: float = 0.0
     graph_rows: tuple[int, ...] = ()
     """Row counts for which decode steps are captured as CUDA graphs, ascending; none on a CPU."""
-    graph_singles: tuple[int, ...] = ()
+    mixed_graph_rows: tuple[int, ...] = ()
     """Decoding rows, and"""
     graph_tokens: tuple[int, ...] = ()
     """positions of prompts, for all pairs of which steps that hold both are captured; ascending."""
@@ -68,7 +68,7 @@ class StepConfig(Struct, frozen=True, kw_only=True):
         return -(-self.max_len // self.page_size)
 
     @property
-    def row_pages(self) -> int:
+    def max_page_entries(self) -> int:
         """Most entries of page tables that one step can name: rows may share pages, so the pool is no bound."""
         return self.max_rows * self.pages_per_row
 
@@ -140,14 +140,16 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str) 
         prefill_chunk=chunk,
         page_size=_page_size(options.page_size, wanted_len),
         max_waiting=max_waiting,
-        prompts_a_step=_at_least_one("--max-prefill-chunks-per-step", options.max_prefill_chunks_per_step, 0),
+        max_prefill_chunks_per_step=_at_least_one(
+            "--max-prefill-chunks-per-step", options.max_prefill_chunks_per_step, 0
+        ),
         policy=options.policy,
-        static=options.batching == "static",
+        static_batching=options.batching == "static",
         prefix_cache=prefix_cache,
         max_sessions=_max_sessions(options, prefix_cache),
         session_ttl=_session_ttl(options),
         graph_rows=() if cpu else _sizes("--graph-rows", options.graph_rows, GRAPH_ROWS, "--max-rows", max_rows),
-        graph_singles=() if cpu else _up_to(GRAPH_SINGLES, max_rows),
+        mixed_graph_rows=() if cpu else _up_to(MIXED_GRAPH_ROWS, max_rows),
         graph_tokens=() if cpu else _graph_tokens(options.graph_tokens, step_tokens, max_rows * wanted_len),
     )
 

@@ -164,7 +164,7 @@ class Step:
             name: make_weights(self.method, shape, 1 if name == "head" else LAYERS) for name, shape in shapes.items()
         }
         self.inputs = {name: shape[1] for name, shape in shapes.items()}
-        self.gain = torch.ones(self.inputs["qkv"], device="cuda", dtype=torch.bfloat16)
+        self.norm_weight = torch.ones(self.inputs["qkv"], device="cuda", dtype=torch.bfloat16)
 
     def linears(self, apply: Apply, rows: int, head: bool) -> float:
         """Microseconds of the products alone."""
@@ -183,12 +183,12 @@ class Step:
         """Microseconds with norms, residual stream and SwiGLU; apply: for products alone, None: the fused kernels."""
         hidden, attended = self.inputs["qkv"], self.inputs["o"]
         update, residual = random_rows(rows, hidden), random_rows(rows, hidden)
-        method, gain, weights = self.method, self.gain, self.weights
+        method, norm_weight, weights = self.method, self.norm_weight, self.weights
 
         def normed(x: Tensor, stream: Tensor, weight: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
             if apply is None:
-                return method.apply_normed(x, stream, gain, EPS, weight, None, gated)
-            y, stream = add_rms_norm(x, stream, gain, EPS, pdl=True)
+                return method.apply_normed(x, stream, norm_weight, EPS, weight, None, gated)
+            y, stream = add_rms_norm(x, stream, norm_weight, EPS, pdl=True)
             y = apply(y, weight, None)
             return silu_mul(y, pdl=True) if gated else y, stream
 

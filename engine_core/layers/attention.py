@@ -5,9 +5,9 @@ from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch
 from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import Linear
 from tandem.engine_core.layers.norm import RMSNorm
-from tandem.engine_core.layers.placement import Placement
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
 
@@ -43,16 +43,16 @@ class Attention:
         self.eps = eps
 
     @classmethod
-    def build(cls, config: ModelConfig, place: Placement) -> "Attention":
+    def build(cls, config: ModelConfig, context: BuildContext) -> "Attention":
         """Unfilled."""
         heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
         width, bias = (heads + 2 * kv_heads) * head_dim, config.attention_bias
-        qkv = Linear.build(width, config.hidden_size, bias, place)
-        output = Linear.build(config.hidden_size, heads * head_dim, bias, place)
+        qkv = Linear.build(width, config.hidden_size, bias, context)
+        output = Linear.build(config.hidden_size, heads * head_dim, bias, context)
         q_norm = k_norm = None
         if config.qk_norm:
-            q_norm, k_norm = torch.empty(2, head_dim, device=place.device, dtype=place.dtype)
-        return cls(qkv, output, heads, kv_heads, head_dim, place.kernels, q_norm, k_norm, config.rms_norm_eps)
+            q_norm, k_norm = torch.empty(2, head_dim, device=context.device, dtype=context.dtype)
+        return cls(qkv, output, heads, kv_heads, head_dim, context.kernels, q_norm, k_norm, config.rms_norm_eps)
 
     def __call__(
         self,

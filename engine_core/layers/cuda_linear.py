@@ -70,7 +70,7 @@ class TritonMethod:
         self,
         x: Tensor,
         residual: Tensor | None,
-        gain: Tensor,
+        norm_weight: Tensor,
         eps: float,
         weight: Tensor,
         bias: Tensor | None,
@@ -78,18 +78,19 @@ class TritonMethod:
     ) -> tuple[Tensor, Tensor]:
         """`apply` (gated: `apply_gated`) of the root mean square norm of the residual stream, x added to it first.
 
-        x, residual: [T, inputs], no residual: x starts the stream; gain: [inputs]. Returns the product and the stream.
+        x, residual: [T, inputs], no residual: x starts the stream; norm_weight: [inputs].
+        Returns the product and the stream.
         """
         plan = _choose_normed(weight.shape[1], gated) if x.shape[0] == 1 and _fits(x, weight) else None
         if plan is not None and residual is None:
-            return norm_gemv(x, gain, eps, weight, bias, plan, gated), x
+            return norm_gemv(x, norm_weight, eps, weight, bias, plan, gated), x
         if plan is not None and residual is not None and residual.is_contiguous():
-            return add_norm_gemv(x, residual, gain, eps, weight, bias, plan, gated)
+            return add_norm_gemv(x, residual, norm_weight, eps, weight, bias, plan, gated)
         pdl = x.is_cuda
         if residual is None:
-            normed, stream = rms_norm(x, gain, eps, pdl=pdl), x
+            normed, stream = rms_norm(x, norm_weight, eps, pdl=pdl), x
         else:
-            normed, stream = add_rms_norm(x, residual, gain, eps, pdl=pdl)
+            normed, stream = add_rms_norm(x, residual, norm_weight, eps, pdl=pdl)
         return (self.apply_gated if gated else self.apply)(normed, weight, bias), stream
 
     def _reserve(self, outputs: int, inputs: int, device: torch.device, itemsize: int) -> None:

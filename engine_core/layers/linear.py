@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_method import LinearMethod
 from tandem.engine_core.layers.norm import RMSNorm
-from tandem.engine_core.layers.placement import Placement
 from tandem.engine_core.loader.slots import WeightSlot
 
 
@@ -19,10 +19,10 @@ class Linear:
         self.method = method
 
     @classmethod
-    def build(cls, outputs: int, inputs: int, bias: bool, place: Placement) -> "Linear":
+    def build(cls, outputs: int, inputs: int, bias: bool, context: BuildContext) -> "Linear":
         """Unfilled."""
-        vector = torch.empty(outputs, device=place.device, dtype=place.dtype) if bias else None
-        return cls(place.method.allocate(outputs, inputs, place.device, place.dtype), vector, place.method)
+        vector = torch.empty(outputs, device=context.device, dtype=context.dtype) if bias else None
+        return cls(context.method.allocate(outputs, inputs, context.device, context.dtype), vector, context.method)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, inputs]. Returns [T, outputs]."""

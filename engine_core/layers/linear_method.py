@@ -28,7 +28,7 @@ class LinearMethod(Protocol):
         self,
         x: Tensor,
         residual: Tensor | None,
-        gain: Tensor,
+        norm_weight: Tensor,
         eps: float,
         weight: Tensor,
         bias: Tensor | None,
@@ -36,8 +36,8 @@ class LinearMethod(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Applies the map to the root mean square norm of the residual stream, to which x is added first.
 
-        x, residual: [T, inputs], no residual: x starts the stream; gain: [inputs]; gated: the product's first half is a
-        gate, silu(gate) * rest. Returns the product and the stream.
+        x, residual: [T, inputs], no residual: x starts the stream; norm_weight: [inputs]; gated: the product's first
+        half is a gate, silu(gate) * rest. Returns the product and the stream.
         """
 
 
@@ -55,7 +55,7 @@ class SeparateMethod:
         self,
         x: Tensor,
         residual: Tensor | None,
-        gain: Tensor,
+        norm_weight: Tensor,
         eps: float,
         weight: Tensor,
         bias: Tensor | None,
@@ -63,9 +63,9 @@ class SeparateMethod:
     ) -> tuple[Tensor, Tensor]:
         """As in `LinearMethod`."""
         if residual is None:
-            normed, stream = self.kernels.rms_norm(x, gain, eps), x
+            normed, stream = self.kernels.rms_norm(x, norm_weight, eps), x
         else:
-            normed, stream = self.kernels.add_rms_norm(x, residual, gain, eps)
+            normed, stream = self.kernels.add_rms_norm(x, residual, norm_weight, eps)
         product = self.apply(normed, weight, bias)
         return self.kernels.silu_mul(product) if gated else product, stream
 

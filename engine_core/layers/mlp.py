@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import Linear
 from tandem.engine_core.layers.norm import RMSNorm
-from tandem.engine_core.layers.placement import Placement
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
 
@@ -18,11 +18,11 @@ class GatedMLP:
         self.width = width
 
     @classmethod
-    def build(cls, config: ModelConfig, place: Placement) -> "GatedMLP":
+    def build(cls, config: ModelConfig, context: BuildContext) -> "GatedMLP":
         """Unfilled."""
         width, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
-        gate_up = Linear.build(2 * width, hidden, bias, place)
-        return cls(gate_up, Linear.build(hidden, width, bias, place), width)
+        gate_up = Linear.build(2 * width, hidden, bias, context)
+        return cls(gate_up, Linear.build(hidden, width, bias, context), width)
 
     def __call__(self, update: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """update, residual: [T, hidden], as in `Linear.normed`. Returns the next update and the stream."""

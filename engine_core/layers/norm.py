@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.kernels.kernel_set import KernelSet
-from tandem.engine_core.layers.placement import Placement
+from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.loader.slots import WeightSlot
 
 
@@ -18,9 +18,9 @@ class RMSNorm:
         self.kernels = kernels
 
     @classmethod
-    def build(cls, hidden: int, eps: float, place: Placement) -> "RMSNorm":
+    def build(cls, hidden: int, eps: float, context: BuildContext) -> "RMSNorm":
         """Unfilled."""
-        return cls(torch.empty(hidden, device=place.device, dtype=place.dtype), eps, place.kernels)
+        return cls(torch.empty(hidden, device=context.device, dtype=context.dtype), eps, context.kernels)
 
     def __call__(self, update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Adds the update to the residual stream (None: the update starts it). Both [T, hidden].

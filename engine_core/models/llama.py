@@ -6,11 +6,11 @@ from torch import Tensor
 from tandem.engine_core.attention.base import ForwardBatch
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.layers.attention import Attention
+from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.embedding import Embedding
 from tandem.engine_core.layers.linear import Linear
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.norm import RMSNorm
-from tandem.engine_core.layers.placement import Placement
 from tandem.engine_core.layers.rotary import RotaryTable
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
@@ -29,13 +29,13 @@ class LlamaLayer:
         self.mlp = mlp
 
     @classmethod
-    def build(cls, config: ModelConfig, place: Placement) -> "LlamaLayer":
+    def build(cls, config: ModelConfig, context: BuildContext) -> "LlamaLayer":
         """Unfilled."""
         return cls(
-            RMSNorm.build(config.hidden_size, config.rms_norm_eps, place),
-            Attention.build(config, place),
-            RMSNorm.build(config.hidden_size, config.rms_norm_eps, place),
-            GatedMLP.build(config, place),
+            RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
+            Attention.build(config, context),
+            RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
+            GatedMLP.build(config, context),
         )
 
     def __call__(
@@ -84,17 +84,17 @@ class LlamaModel:
         self.head = head
 
     @classmethod
-    def build(cls, config: ModelConfig, max_positions: int, place: Placement) -> "LlamaModel":
+    def build(cls, config: ModelConfig, max_positions: int, context: BuildContext) -> "LlamaModel":
         """Unfilled; `loader.weights.load_weights` fills it."""
         vocab, hidden = config.vocab_size, config.hidden_size
-        head = Linear.build(vocab, hidden, False, place)
+        head = Linear.build(vocab, hidden, False, context)
         tied = config.tie_embeddings
         return cls(
             config,
-            RotaryTable.build(config.rope, config.head_dim, max_positions, place.device),
-            Embedding(head.weight if tied else torch.empty(vocab, hidden, device=place.device, dtype=place.dtype)),
-            [LlamaLayer.build(config, place) for _ in range(config.layers)],
-            RMSNorm.build(config.hidden_size, config.rms_norm_eps, place),
+            RotaryTable.build(config.rope, config.head_dim, max_positions, context.device),
+            Embedding(head.weight if tied else torch.empty(vocab, hidden, device=context.device, dtype=context.dtype)),
+            [LlamaLayer.build(config, context) for _ in range(config.layers)],
+            RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
             head,
         )
 

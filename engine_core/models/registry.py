@@ -8,7 +8,7 @@ from torch import Tensor
 from tandem.engine_core.attention.base import ForwardBatch
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kv_cache.storage import KVStorage
-from tandem.engine_core.layers.placement import Placement, torch_placement
+from tandem.engine_core.layers.build_context import BuildContext, torch_build_context
 from tandem.engine_core.loader.slots import Loadable
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.llama import LlamaModel
@@ -37,9 +37,9 @@ def build_model(
     device: torch.device,
     dtype: torch.dtype,
     max_positions: int | None = None,
-    place: Placement | None = None,
+    context: BuildContext | None = None,
 ) -> Model:
-    """A model with unfilled weights, of plain torch unless `place` says otherwise.
+    """A model with unfilled weights, of plain torch unless `context` says otherwise.
 
     max_positions: how many positions a sequence may have, if fewer than the config says. Raises ConfigError if the
     architecture is unknown.
@@ -48,4 +48,4 @@ def build_model(
     if builder is None:
         supported = ", ".join(BUILDERS)
         raise ConfigError(f"the architecture {config.architecture} is not supported; supported: {supported}")
-    return builder(config, max_positions or config.max_positions, place or torch_placement(device, dtype))
+    return builder(config, max_positions or config.max_positions, context or torch_build_context(device, dtype))

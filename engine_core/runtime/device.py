@@ -67,7 +67,7 @@ class Event(Protocol):
 class Device(Protocol):
     """One device and its two streams (I1). The compute stream is current unless `copy` says otherwise."""
 
-    kind: torch.device
+    torch_device: torch.device
 
     def copy(self) -> AbstractContextManager[Any]:
         """Makes the copy stream current."""
@@ -109,7 +109,7 @@ class CpuDevice:
     """Runs everything at once, in order."""
 
     def __init__(self) -> None:
-        self.kind = torch.device("cpu")
+        self.torch_device = torch.device("cpu")
 
     def copy(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -156,7 +156,7 @@ class CudaDevice:
     """The current CUDA device. Its compute stream stays current on the thread that opened it; see `open_device`."""
 
     def __init__(self, compute: torch.cuda.Stream, copy: torch.cuda.Stream) -> None:
-        self.kind = torch.device("cuda", compute.device_index)
+        self.torch_device = torch.device("cuda", compute.device_index)
         self._copy = copy
 
     def copy(self) -> AbstractContextManager[Any]:
@@ -169,21 +169,21 @@ class CudaDevice:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.kind)
+        torch.cuda.synchronize(self.torch_device)
 
     def free_bytes(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.kind)
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
         return free
 
     def total_bytes(self) -> int:
-        _, total = torch.cuda.mem_get_info(self.kind)
+        _, total = torch.cuda.mem_get_info(self.torch_device)
         return total
 
     def held_bytes(self) -> int:
-        return torch.cuda.memory_reserved(self.kind)
+        return torch.cuda.memory_reserved(self.torch_device)
 
     def release_unused(self) -> None:
-        torch.cuda.synchronize(self.kind)
+        torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
 
 

@@ -64,7 +64,7 @@ class StepSlot:
         attention: AttentionBackend,
     ) -> "StepSlot":
         def on_device(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device.kind)
+            return torch.zeros(shape, dtype=torch.int32, device=device.torch_device)
 
         host_inputs = device.host_buffer(capacity)
         words = -(-vocab_size // 32)

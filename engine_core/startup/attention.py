@@ -36,7 +36,7 @@ def eager_prompts(
 
     heads = Heads(model.heads, model.kv_heads, model.head_dim, model.head_dim**-0.5, dtype)
     return FlashInferAttention.allocate(
-        device.host_buffer, device.kind, heads, config.max_rows, config.row_pages, config.page_size
+        device.host_buffer, device.torch_device, heads, config.max_rows, config.max_page_entries, config.page_size
     )
 
 
@@ -45,7 +45,9 @@ def _ragged(device: Device, model: ModelConfig, config: StepConfig) -> "TritonRa
     from tandem.engine_core.kernels.attention.paged_prefill import tile_queries
 
     queries = tile_queries(model.heads, model.kv_heads, model.head_dim, getattr(torch, config.dtype))
-    return TritonRagged.allocate(device.host_buffer, device.kind, queries, config.max_rows, config.max_step_tokens)
+    return TritonRagged.allocate(
+        device.host_buffer, device.torch_device, queries, config.max_rows, config.max_step_tokens
+    )
 
 
 class GraphPrompts:
@@ -72,7 +74,7 @@ class GraphPrompts:
             return library.for_graph(rows, tokens, _table_entries(self.config))
         ragged = self.ragged[slot]
         room = graph_tiles(rows, tokens, ragged.queries)
-        sms = torch.cuda.get_device_properties(self.device.kind).multi_processor_count
+        sms = torch.cuda.get_device_properties(self.device.torch_device).multi_processor_count
         splits = choose_splits(-(-tokens // ragged.queries), self.model.kv_heads, sms)
         prompts = TritonPrompts(ragged, room, splits, self.pages, self.config.page_size)
         # Captured beside padding alone: what an eager step left in the tiles would lead out of a smaller one.

@@ -12,7 +12,7 @@ from tandem.engine_core.attention.torch import TorchAttention
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kv_cache.storage import KVStorage
-from tandem.engine_core.layers.placement import Placement, torch_placement
+from tandem.engine_core.layers.build_context import BuildContext, torch_build_context
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model
 from tandem.engine_core.runtime.captured import CapturedMixed, MixedBuffers
@@ -45,7 +45,7 @@ def check_installed() -> None:
 class DeviceParts(Protocol):
     """The choices of one device."""
 
-    def placement(self, dtype: torch.dtype) -> Placement: ...
+    def build_context(self, dtype: torch.dtype) -> BuildContext: ...
 
     def check_kv(self, kv_dtype: torch.dtype) -> None:
         """Raises ConfigError for a dtype of keys and values that the device's kernels cannot read."""
@@ -82,8 +82,8 @@ class CpuParts:
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def placement(self, dtype: torch.dtype) -> Placement:
-        return torch_placement(self.device.kind, dtype)
+    def build_context(self, dtype: torch.dtype) -> BuildContext:
+        return torch_build_context(self.device.torch_device, dtype)
 
     def check_kv(self, kv_dtype: torch.dtype) -> None:
         return None
@@ -115,14 +115,14 @@ class CudaParts:
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def placement(self, dtype: torch.dtype) -> Placement:
+    def build_context(self, dtype: torch.dtype) -> BuildContext:
         from tandem.engine_core.kernels.kernel_set import triton_kernels
         from tandem.engine_core.layers.cuda_linear import TritonMethod
 
-        return Placement(self.device.kind, dtype, TritonMethod(), triton_kernels())
+        return BuildContext(self.device.torch_device, dtype, TritonMethod(), triton_kernels())
 
     def check_kv(self, kv_dtype: torch.dtype) -> None:
-        major, minor = torch.cuda.get_device_capability(self.device.kind)
+        major, minor = torch.cuda.get_device_capability(self.device.torch_device)
         if kv_dtype == torch.float8_e4m3fn and (major, minor) < FP8_CAPABILITY:
             raise ConfigError(
                 f"--kv-dtype fp8 with --device cuda: the GPU's compute capability is {major}.{minor}, "
@@ -142,7 +142,7 @@ class CudaParts:
     def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
         from tandem.engine_core.kernels.sampling.logprobs import LogprobKernels
 
-        return LogprobKernels(vocab_size, max(max_rows, SLICE), MAX_TOP_LOGPROBS, self.device.kind)
+        return LogprobKernels(vocab_size, max(max_rows, SLICE), MAX_TOP_LOGPROBS, self.device.torch_device)
 
     def graphs(
         self,
@@ -177,7 +177,7 @@ class CudaParts:
             mixed = self._mixed(pool, config, forward, slots, lambda p: progress(p // 2))
             rows = config.graph_rows
             decode = capture_decode(pool, rows, slots, forward.decode, sampling, lambda p: progress(50 + p // 2))
-        return StepGraphs(rows, config.graph_singles, config.graph_tokens, decode, mixed)
+        return StepGraphs(rows, config.mixed_graph_rows, config.graph_tokens, decode, mixed)
 
     def _mixed(
         self,
@@ -191,14 +191,14 @@ class CudaParts:
             return []
         model, pages = forward.model.config, forward.tables.pages
         prompts = GraphPrompts(self.device, model, config, pages, [slot.attention for slot in slots])
-        largest = config.graph_singles[-1] + config.graph_tokens[-1]
+        largest = config.mixed_graph_rows[-1] + config.graph_tokens[-1]
 
         def zeros(*shape: int) -> "Tensor":
-            return torch.zeros(shape, dtype=getattr(torch, config.dtype), device=self.device.kind)
+            return torch.zeros(shape, dtype=getattr(torch, config.dtype), device=self.device.torch_device)
 
         buffers = MixedBuffers(zeros(largest, model.heads, model.head_dim), zeros(largest, model.hidden_size))
         return capture_mixed(
-            pool, config.graph_singles, config.graph_tokens, slots, forward.mixed, prompts, buffers, progress
+            pool, config.mixed_graph_rows, config.graph_tokens, slots, forward.mixed, prompts, buffers, progress
         )
 
     def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:

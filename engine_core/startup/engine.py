@@ -35,7 +35,7 @@ from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.startup.device import check_installed
 from tandem.engine_core.startup.kv_sizing import check_flags
-from tandem.engine_core.startup.runtime import Source, build_runtime
+from tandem.engine_core.startup.runtime import ModelSource, build_runtime
 from tandem.engine_core.startup.start_log import StartLog
 from tandem.engine_core.stats import StageClock
 from tandem.engine_core.wire.heartbeat import Status
@@ -67,7 +67,7 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
     device = open_device(kind)
     name = "tandem-default" if directory == DEFAULT_MODEL else directory.resolve().name
     kv_dtype = torch.float8_e4m3fn if options.kv_dtype == "fp8" else getattr(torch, dtype)
-    source = Source(directory, name, model_config, getattr(torch, dtype), kv_dtype)
+    source = ModelSource(directory, name, model_config, getattr(torch, dtype), kv_dtype)
     log = StartLog(time.monotonic, device.held_bytes)
     constraints = _start_constraints(source, mailbox, status.stats)
     runtime, config = build_runtime(options, source, device, constraints.matchers, status, log)
@@ -84,7 +84,7 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
     return engine
 
 
-def _log_settings(config: EngineConfig, source: Source) -> None:
+def _log_settings(config: EngineConfig, source: ModelSource) -> None:
     """Every decision that was made for this engine, on one line of JSON."""
     settings = structs.asdict(config) | {
         "kv_tokens": config.kv_tokens,
@@ -102,7 +102,7 @@ class Constraints(Struct, frozen=True):
     matchers: Matchers
 
 
-def _start_constraints(source: Source, mailbox: Mailbox, stats: EngineStats) -> Constraints:
+def _start_constraints(source: ModelSource, mailbox: Mailbox, stats: EngineStats) -> Constraints:
     """Begins with the tokenizer at once, so that it is there by the time the weights are."""
     end_ids = source.model.eos_ids
     grammars = Grammars(source.directory / "tokenizer.json", source.model.vocab_size, end_ids)
@@ -131,9 +131,13 @@ def _build_loop(
     stats = status.stats
     stats.rows_total, stats.pages_total = config.max_rows, config.pages - 1
     limits = SchedulerLimits(
-        config.max_step_tokens, config.prefill_chunk, config.max_waiting, config.prompts_a_step, config.max_uploads,
-        config.static,
-    )  # fmt: skip
+        config.max_step_tokens,
+        config.prefill_chunk,
+        config.max_waiting,
+        config.max_prefill_chunks_per_step,
+        config.max_uploads,
+        config.static_batching,
+    )
     scheduler = Scheduler(RowGate(config.max_rows), _kv_memory(config), limits, constraints.matchers, config.policy)
     wire_limits = Limits(
         config.max_rows, config.kv_tokens, config.page_size, config.max_step_tokens, config.max_waiting

@@ -78,7 +78,7 @@ def _pool_bytes(config: StepConfig, options: EngineOptions, memory: Memory, toke
     if options.kv_memory is not None:
         return options.kv_memory
     if config.device == "cpu":
-        useful = (config.row_pages + 1) * config.page_size * token_bytes
+        useful = (config.max_page_entries + 1) * config.page_size * token_bytes
         return min(int(memory.free * CPU_KV_SHARE), CPU_KV_BYTES, useful)
     share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
     held = memory.free_at_start - memory.free

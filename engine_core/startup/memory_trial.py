@@ -12,7 +12,7 @@ from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.startup.warmup import warm_up
 
 
-def step_bytes(device: Device, runtime: Runtime, config: StepConfig) -> int:
+def measure_step_bytes(device: Device, runtime: Runtime, config: StepConfig) -> int:
     """What the allocator has to hold for any step: activations, logits, and what its blocks waste."""
     device.release_unused()
     before = device.held_bytes()
@@ -20,7 +20,7 @@ def step_bytes(device: Device, runtime: Runtime, config: StepConfig) -> int:
     return device.held_bytes() - before
 
 
-def graph_bytes(device: Device, config: StepConfig, row_bytes: int, trial: Callable[[int], object]) -> int:
+def measure_graph_bytes(device: Device, config: StepConfig, row_bytes: int, trial: Callable[[int], object]) -> int:
     """What the decode graphs of all row counts and slots will take.
 
     trial: captures the graphs of the largest row count so many times over, and returns what holds them. The first of
@@ -40,7 +40,7 @@ def graph_bytes(device: Device, config: StepConfig, row_bytes: int, trial: Calla
     return first + (captures - 1) * driver + logits - config.graph_rows[-1] * row_bytes
 
 
-def mixed_graph_bytes(device: Device, config: StepConfig, further: int, trial: Callable[[int], object]) -> int:
+def measure_mixed_graph_bytes(device: Device, config: StepConfig, further: int, trial: Callable[[int], object]) -> int:
     """What the graphs of steps with prompts will take beside the decode graphs.
 
     trial: captures so many of the largest shapes of one token count, none to two, beside the largest decode step.
@@ -51,8 +51,8 @@ def mixed_graph_bytes(device: Device, config: StepConfig, further: int, trial: C
         return 0
     _taken(device, trial, 1)
     without, first = _taken(device, trial, 0), _taken(device, trial, 1)
-    captures = config.depth * len(config.graph_tokens) * len(config.graph_singles)
-    driver = max(0, _taken(device, trial, 2) - first) if len(config.graph_singles) > 1 else 0
+    captures = config.depth * len(config.graph_tokens) * len(config.mixed_graph_rows)
+    driver = max(0, _taken(device, trial, 2) - first) if len(config.mixed_graph_rows) > 1 else 0
     device.release_unused()
     return max(0, first - without) + (captures - 1) * driver + further
 

@@ -27,7 +27,7 @@ from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.startup import kv_sizing
 from tandem.engine_core.startup.device import CpuParts, CudaParts, DeviceParts
 from tandem.engine_core.startup.kv_sizing import Memory
-from tandem.engine_core.startup.memory_trial import graph_bytes, mixed_graph_bytes, step_bytes
+from tandem.engine_core.startup.memory_trial import measure_graph_bytes, measure_mixed_graph_bytes, measure_step_bytes
 from tandem.engine_core.startup.start_log import StartLog
 from tandem.engine_core.startup.warmup import warm_up
 from tandem.engine_core.wire.heartbeat import Status
@@ -37,7 +37,7 @@ from tandem.protocol.events import Phase
 logger = logging.getLogger(__name__)
 
 
-class Source(Struct, frozen=True):
+class ModelSource(Struct, frozen=True):
     """What is loaded."""
 
     directory: Path
@@ -53,12 +53,12 @@ class Source(Struct, frozen=True):
         return KVStorage.bytes_per_token(layers=m.layers, kv_heads=m.kv_heads, head_dim=m.head_dim, dtype=self.kv_dtype)
 
 
-class Workbench(Struct, frozen=True):
+class RuntimeBuilder(Struct, frozen=True):
     """Everything that a runtime has beside its KV pool and its graphs."""
 
     device: Device
     parts: DeviceParts
-    source: Source
+    source: ModelSource
     config: StepConfig
     model: Model
     tables: DeviceTables
@@ -73,7 +73,7 @@ class Workbench(Struct, frozen=True):
         try:
             return KVStorage.allocate(
                 layers=m.layers, pages=pages, page_size=page_size, kv_heads=m.kv_heads, head_dim=m.head_dim,
-                dtype=self.source.kv_dtype, device=self.device.kind,
+                dtype=self.source.kv_dtype, device=self.device.torch_device,
             )  # fmt: skip
         except RuntimeError as error:
             raise ConfigError(
@@ -93,17 +93,17 @@ class Workbench(Struct, frozen=True):
 
         return self.parts.graphs(self.config, self.model, kv, self.tables, self.sampler, self.slots, progress)
 
-    def try_graphs(self, kv: KVStorage, count: int) -> object:
+    def capture_decode_trial(self, kv: KVStorage, count: int) -> object:
         """Those of decode steps of the largest row count alone, so many times over."""
         config = structs.replace(self.config, graph_rows=self.config.graph_rows[-1:], graph_tokens=())
         slots = self.slots[:1] * count
         return self.parts.graphs(config, self.model, kv, self.tables, self.sampler, slots, lambda _: None)
 
-    def try_mixed(self, kv: KVStorage, count: int) -> object:
+    def capture_mixed_trial(self, kv: KVStorage, count: int) -> object:
         """So many of the largest shapes of the largest token count, beside one decode step."""
         c = self.config
         config = structs.replace(
-            c, graph_rows=c.graph_rows[-1:], graph_singles=c.graph_singles[-max(1, count) :],
+            c, graph_rows=c.graph_rows[-1:], mixed_graph_rows=c.mixed_graph_rows[-max(1, count) :],
             graph_tokens=c.graph_tokens[-1:] if count else (),
         )  # fmt: skip
         return self.parts.graphs(config, self.model, kv, self.tables, self.sampler, self.slots[:1], lambda _: None)
@@ -111,7 +111,7 @@ class Workbench(Struct, frozen=True):
     def measure(self, free_at_start: int) -> Memory:
         """A CPU's steps take little, and share their memory with other processes: nothing is tried there."""
         device = self.device
-        if device.kind.type == "cpu":
+        if device.torch_device.type == "cpu":
             return Memory(free=device.free_bytes())
         steps, graphs = self._try(self.pool(1))
         device.release_unused()
@@ -120,19 +120,25 @@ class Workbench(Struct, frozen=True):
     def _try(self, scratch: KVStorage) -> tuple[int, int]:
         """What steps and graphs take, over a pool that goes when this returns."""
         row_bytes = self.source.model.vocab_size * self.source.dtype.itemsize
-        graphs = graph_bytes(self.device, self.config, row_bytes, lambda count: self.try_graphs(scratch, count))
+        graphs = measure_graph_bytes(
+            self.device, self.config, row_bytes, lambda count: self.capture_decode_trial(scratch, count)
+        )
         further = self.parts.prompt_graph_bytes(self.config, self.slots)
-        graphs += mixed_graph_bytes(self.device, self.config, further, lambda count: self.try_mixed(scratch, count))
-        return step_bytes(self.device, self.runtime(scratch), self.config), graphs
+        graphs += measure_mixed_graph_bytes(
+            self.device, self.config, further, lambda count: self.capture_mixed_trial(scratch, count)
+        )
+        return measure_step_bytes(self.device, self.runtime(scratch), self.config), graphs
 
 
 def build_runtime(
-    options: EngineOptions, source: Source, device: Device, filler: MaskFiller, status: Status, log: StartLog
+    options: EngineOptions, source: ModelSource, device: Device, filler: MaskFiller, status: Status, log: StartLog
 ) -> tuple[TorchRuntime, EngineConfig]:
     """Loads, measures and allocates everything, and runs each path once. Raises ConfigError if it cannot be."""
     free_at_start = device.free_bytes()
     try:
-        return _build(_workbench(options, source, device, filler, status, log), options, free_at_start, status, log)
+        return _build(
+            _runtime_builder(options, source, device, filler, status, log), options, free_at_start, status, log
+        )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the memory does not hold weights, steps, graphs and KV pool ({error}); lower --gpu-memory, --max-rows or "
@@ -141,44 +147,46 @@ def build_runtime(
 
 
 def _build(
-    bench: Workbench, options: EngineOptions, free_at_start: int, status: Status, log: StartLog
+    builder: RuntimeBuilder, options: EngineOptions, free_at_start: int, status: Status, log: StartLog
 ) -> tuple[TorchRuntime, EngineConfig]:
-    source = bench.source
+    source = builder.source
     status.enter(Phase.WARMING)
-    memory = bench.measure(free_at_start)
+    memory = builder.measure(free_at_start)
     log.mark("trial of steps and graphs")
-    config = kv_sizing.with_pool(bench.config, options, memory, source.token_bytes)
-    kv = bench.pool(config.pages)
+    config = kv_sizing.with_pool(builder.config, options, memory, source.token_bytes)
+    kv = builder.pool(config.pages)
     _log_memory(config, memory, source)
     log.mark("KV pool")
-    warm_up(bench.runtime(kv), config)
+    warm_up(builder.runtime(kv), config)
     log.mark("warm-up")
-    graphs = bench.graphs(kv, status)
+    graphs = builder.graphs(kv, status)
     if graphs is None:
-        return bench.runtime(kv), config
+        return builder.runtime(kv), config
     log.mark(
         f"graphs of {len(graphs.rows)} row counts, {len(graphs.singles) * len(graphs.tokens)} mixed shapes and "
         f"{config.depth} slots"
     )
-    runtime = bench.runtime(kv, graphs)
+    runtime = builder.runtime(kv, graphs)
     warm_up(runtime, config)
     return runtime, config
 
 
-def _workbench(
-    options: EngineOptions, source: Source, device: Device, filler: MaskFiller, status: Status, log: StartLog
-) -> Workbench:
-    parts: DeviceParts = CudaParts(device) if device.kind.type == "cuda" else CpuParts(device)
+def _runtime_builder(
+    options: EngineOptions, source: ModelSource, device: Device, filler: MaskFiller, status: Status, log: StartLog
+) -> RuntimeBuilder:
+    parts: DeviceParts = CudaParts(device) if device.torch_device.type == "cuda" else CpuParts(device)
     parts.check_kv(source.kv_dtype)
     shape = ModelShape(source.name, source.model.max_positions)
     dtype_name = str(source.dtype).removeprefix("torch.")
-    config = configuration.resolve(options, shape, device.kind.type, dtype_name)
-    model = build_model(source.model, device.kind, source.dtype, options.max_len, parts.placement(source.dtype))
+    config = configuration.resolve(options, shape, device.torch_device.type, dtype_name)
+    model = build_model(
+        source.model, device.torch_device, source.dtype, options.max_len, parts.build_context(source.dtype)
+    )
     _load(options, model, source.directory, status)
     log.mark("weights")
     vocab_size = source.model.vocab_size
-    tables = DeviceTables.allocate(config.max_rows, config.max_len, config.pages_per_row, device.kind)
-    words = capacity(config.max_rows, config.max_step_tokens, config.row_pages, config.max_uploads)
+    tables = DeviceTables.allocate(config.max_rows, config.max_len, config.pages_per_row, device.torch_device)
+    words = capacity(config.max_rows, config.max_step_tokens, config.max_page_entries, config.max_uploads)
     slots = [
         StepSlot.allocate(
             device, words, config.max_rows, config.max_step_tokens, vocab_size,
@@ -189,7 +197,7 @@ def _workbench(
     sampler = parts.sampler(tables, vocab_size, config.max_rows)
     scorer = parts.scorer(vocab_size, config.max_rows)
     log.mark("tables and slots")
-    return Workbench(device, parts, source, config, model, tables, sampler, scorer, filler, slots)
+    return RuntimeBuilder(device, parts, source, config, model, tables, sampler, scorer, filler, slots)
 
 
 def _load(options: EngineOptions, model: Model, directory: Path, status: Status) -> None:
@@ -199,7 +207,7 @@ def _load(options: EngineOptions, model: Model, directory: Path, status: Status)
         load_weights(model, directory, lambda percent: status.enter(Phase.LOADING, int(percent)))
 
 
-def _log_memory(config: EngineConfig, memory: Memory, source: Source) -> None:
+def _log_memory(config: EngineConfig, memory: Memory, source: ModelSource) -> None:
     def gib(count: int) -> float:
         return count / kv_sizing.GIB
 

@@ -52,7 +52,7 @@ class TestDefaults:
     )
     def test_pages_of_a_row(self, max_len: int, page_size: int | None, pages: int) -> None:
         config = decide(max_len=max_len, page_size=page_size)
-        assert (config.pages_per_row, config.row_pages) == (pages, 32 * pages)
+        assert (config.pages_per_row, config.max_page_entries) == (pages, 32 * pages)
 
     @pytest.mark.parametrize(
         ("max_len", "page_size"), [(None, 2048), (2, 2), (3, 4), (4, 4), (5, 8), (1024, 1024), (1025, 2048)]

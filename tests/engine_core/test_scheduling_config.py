@@ -19,7 +19,7 @@ def decide(**options: Any) -> StepConfig:
 
 def test_defaults() -> None:
     config = decide()
-    assert (config.policy, config.static, config.prompts_a_step) == ("fcfs", False, 0)
+    assert (config.policy, config.static_batching, config.max_prefill_chunks_per_step) == ("fcfs", False, 0)
     assert (config.prefix_cache, config.max_sessions, config.session_ttl) == (True, MAX_SESSIONS, 600.0)
 
 
@@ -38,7 +38,12 @@ def test_whole_prompts() -> None:
 
 def test_what_is_asked_for() -> None:
     config = decide(policy="priority", max_prefill_chunks_per_step=3, max_sessions=7, session_ttl=1.5)
-    assert (config.policy, config.prompts_a_step, config.max_sessions, config.session_ttl) == ("priority", 3, 7, 1.5)
+    assert (config.policy, config.max_prefill_chunks_per_step, config.max_sessions, config.session_ttl) == (
+        "priority",
+        3,
+        7,
+        1.5,
+    )
     assert decide(max_sessions=0).max_sessions == 0
     assert decide(prefix_cache="off", max_sessions=0).max_sessions == 0
 
@@ -103,5 +108,5 @@ def test_whatever_is_decided_holds_together(options: EngineOptions) -> None:
     least = config.max_rows + (0 if config.prefill_chunk else config.max_len)
     assert config.max_step_tokens >= least
     assert config.max_uploads >= config.max_len
-    assert not (config.static and (config.prefix_cache or config.prefill_chunk or config.policy != "fcfs"))
+    assert not (config.static_batching and (config.prefix_cache or config.prefill_chunk or config.policy != "fcfs"))
     assert config.prefix_cache or not config.max_sessions

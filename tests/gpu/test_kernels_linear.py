@@ -67,17 +67,17 @@ def test_gemv(outputs: int, inputs: int, plan: GemvPlan, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("inputs", [2048, 2560])
 def test_gemv_behind_a_norm_and_before_silu(inputs: int, dtype: torch.dtype) -> None:
     x, weight, _ = operands(1, 4098, inputs, dtype)
-    gain, residual = (torch.randn(inputs, device="cuda", dtype=dtype) for _ in range(2))
+    norm_weight, residual = (torch.randn(inputs, device="cuda", dtype=dtype) for _ in range(2))
     plan = GemvPlan(4, 1 << (inputs - 1).bit_length(), 2)
-    normed, total = add_rms_norm(x, residual[None], gain, EPS)
+    normed, total = add_rms_norm(x, residual[None], norm_weight, EPS)
     gated = product(normed, weight, None)
-    y, stream = add_norm_gemv(x, residual[None], gain, EPS, weight, None, plan)
+    y, stream = add_norm_gemv(x, residual[None], norm_weight, EPS, weight, None, plan)
     assert error(y, gated) < FUSED_TOLERANCE[dtype]
     assert torch.equal(stream, total)
-    fused = add_norm_gemv(x, residual[None], gain, EPS, weight, None, plan, silu=True)[0]
+    fused = add_norm_gemv(x, residual[None], norm_weight, EPS, weight, None, plan, silu=True)[0]
     assert error(fused, silu_mul(gated)) < FUSED_TOLERANCE[dtype]
-    alone = silu_mul(product(rms_norm(x, gain, EPS), weight, None))
-    assert error(norm_gemv(x, gain, EPS, weight, None, plan, silu=True), alone) < FUSED_TOLERANCE[dtype]
+    alone = silu_mul(product(rms_norm(x, norm_weight, EPS), weight, None))
+    assert error(norm_gemv(x, norm_weight, EPS, weight, None, plan, silu=True), alone) < FUSED_TOLERANCE[dtype]
     assert error(gemv_silu_mul(x, weight, None, plan), silu_mul(product(x, weight, None))) < FUSED_TOLERANCE[dtype]
 
 
@@ -115,10 +115,12 @@ def test_method_behind_a_norm(rows: int, gated: bool) -> None:
     for width, inputs in ((4096, 2048), (6144, 2560), (520, 1032)):
         x, weight, bias = operands(rows, 2 * width, inputs, torch.bfloat16)
         slot = method.allocate(2 * width, inputs, x.device, x.dtype).copy_(weight)
-        gain, residual = torch.rand_like(x[0]) + 0.5, torch.randn_like(x)
+        norm_weight, residual = torch.rand_like(x[0]) + 0.5, torch.randn_like(x)
         for before in (None, residual):
-            y, stream = method.apply_normed(x, before, gain, EPS, slot, bias, gated)
-            normed, total = (rms_norm(x, gain, EPS), x) if before is None else add_rms_norm(x, before, gain, EPS)
+            y, stream = method.apply_normed(x, before, norm_weight, EPS, slot, bias, gated)
+            normed, total = (
+                (rms_norm(x, norm_weight, EPS), x) if before is None else add_rms_norm(x, before, norm_weight, EPS)
+            )
             exact = product(normed, weight, bias)
             assert error(y, silu_mul(exact) if gated else exact) < FUSED_TOLERANCE[torch.bfloat16]
             assert torch.equal(stream, total)

@@ -214,7 +214,7 @@ def build_runtime(model: LlamaModel, shape: Shape) -> RecordingTorchRuntime:
         dtype=torch.float32,
         device="cpu",
     )
-    tables = DeviceTables.allocate(shape.max_rows, MAX_LEN, -(-MAX_LEN // shape.page_size), device.kind)
+    tables = DeviceTables.allocate(shape.max_rows, MAX_LEN, -(-MAX_LEN // shape.page_size), device.torch_device)
     words = capacity(shape.max_rows, shape.step_tokens, shape.max_rows * -(-MAX_LEN // shape.page_size), 1024)
     attention = TorchAttention()
     slots = [

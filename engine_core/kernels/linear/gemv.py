@@ -53,7 +53,7 @@ def gemv_kernel(
     x,
     weight,
     bias,
-    gain,
+    norm_weight,
     residual,
     y,
     total,
@@ -70,7 +70,7 @@ def gemv_kernel(
 ):
     """x: [K]; weight: [N, K] (SILU: [2 N, K], gate first); y: [N]. A program makes ROWS * TILES elements of y.
 
-    MODE: 1 normalises x first (gain: [K]), 2 adds residual: [K] before that and writes the sum to total: [K].
+    MODE: 1 normalises x first (norm_weight: [K]), 2 adds residual: [K] before that and writes the sum to total: [K].
     """
     dtype: tl.constexpr = y.dtype.element_ty
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -87,7 +87,7 @@ def gemv_kernel(
     if SILU:
         other = tl.load(upper + offsets, mask=inside[None, :], other=0.0)
     if MODE > 0:
-        scales = tl.load(gain + cols, mask=inside, other=0.0)
+        scales = tl.load(norm_weight + cols, mask=inside, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -129,7 +129,7 @@ def _launch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    gain: Tensor | None = None,
+    norm_weight: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
     total: Tensor | None = None,
@@ -140,7 +140,7 @@ def _launch(
     rows, inputs = x.shape
     assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs
     assert residual is None or residual.is_contiguous()
-    plain = not silu and gain is None and plan.tiles == 1
+    plain = not silu and norm_weight is None and plan.tiles == 1
     assert plain or plan.block_k >= inputs, "only whole rows are fused or tiled"
     y = torch.empty(1, outputs, device=x.device, dtype=x.dtype)
     pdl = x.is_cuda
@@ -148,7 +148,7 @@ def _launch(
         x,
         weight,
         x if bias is None else bias,
-        x if gain is None else gain,
+        x if norm_weight is None else norm_weight,
         x if residual is None else residual,
         y,
         x if total is None else total,
@@ -159,7 +159,7 @@ def _launch(
         BLOCK_K=plan.block_k,
         TILES=plan.tiles,
         HAS_BIAS=bias is not None,
-        MODE=NO_NORM if gain is None else NORM if residual is None else ADD_NORM,
+        MODE=NO_NORM if norm_weight is None else NORM if residual is None else ADD_NORM,
         SILU=silu,
         PDL=pdl,
         num_warps=plan.warps,
@@ -179,16 +179,16 @@ def gemv_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemvPlan
 
 
 def norm_gemv(
-    x: Tensor, gain: Tensor, eps: float, weight: Tensor, bias: Tensor | None, plan: GemvPlan, silu: bool = False
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, plan: GemvPlan, silu: bool = False
 ) -> Tensor:
-    """`gemv` (silu: `gemv_silu_mul`) of rms_norm(x). gain: [K]; plan.block_k >= K."""
-    return _launch(plan, x, weight, bias, gain, eps, silu=silu)
+    """`gemv` (silu: `gemv_silu_mul`) of rms_norm(x). norm_weight: [K]; plan.block_k >= K."""
+    return _launch(plan, x, weight, bias, norm_weight, eps, silu=silu)
 
 
 def add_norm_gemv(
     x: Tensor,
     residual: Tensor,
-    gain: Tensor,
+    norm_weight: Tensor,
     eps: float,
     weight: Tensor,
     bias: Tensor | None,
@@ -197,4 +197,4 @@ def add_norm_gemv(
 ) -> tuple[Tensor, Tensor]:
     """As `norm_gemv`, of rms_norm(x + residual). residual: [1, K]. Returns the product and the sum, [1, K]."""
     total = torch.empty_like(x)
-    return _launch(plan, x, weight, bias, gain, eps, residual, total, silu), total
+    return _launch(plan, x, weight, bias, norm_weight, eps, residual, total, silu), total

@@ -2,16 +2,16 @@ import pytest
 import torch
 
 from tandem.engine_core.kernels.kernel_set import torch_kernels
+from tandem.engine_core.layers.build_context import BuildContext, torch_build_context
 from tandem.engine_core.layers.linear import Linear
 from tandem.engine_core.layers.linear_method import CpuMethod, LinearMethod, PlainMethod
-from tandem.engine_core.layers.placement import Placement, torch_placement
 
 CPU = torch.device("cpu")
 
 
 def filled(method: LinearMethod, bias: bool) -> Linear:
     torch.manual_seed(0)
-    linear = Linear.build(200, 96, bias, Placement(CPU, torch.float32, method, torch_kernels()))
+    linear = Linear.build(200, 96, bias, BuildContext(CPU, torch.float32, method, torch_kernels()))
     linear.weight.copy_(torch.randn(200, 96))
     if linear.bias is not None:
         linear.bias.normal_()
@@ -32,7 +32,7 @@ def test_is_a_product(method: LinearMethod, bias: bool) -> None:
 
 
 def test_few_rows_round_as_many_do_on_the_cpu() -> None:
-    linear = filled(torch_placement(CPU, torch.float32).method, False)
+    linear = filled(torch_build_context(CPU, torch.float32).method, False)
     x = torch.randn(4, 96)
     four = linear(x)
     for rows in (1, 2, 3):
@@ -49,4 +49,4 @@ def test_slots_of_a_fused_projection() -> None:
 
 
 def test_default_method_follows_the_device() -> None:
-    assert isinstance(torch_placement(torch.device("cuda"), torch.float32).method, PlainMethod)
+    assert isinstance(torch_build_context(torch.device("cuda"), torch.float32).method, PlainMethod)

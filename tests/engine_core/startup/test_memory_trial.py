@@ -6,7 +6,7 @@ from msgspec import structs
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.contracts import Masks
 from tandem.engine_core.plan import StepPlan
-from tandem.engine_core.startup.memory_trial import graph_bytes, mixed_graph_bytes, step_bytes
+from tandem.engine_core.startup.memory_trial import measure_graph_bytes, measure_mixed_graph_bytes, measure_step_bytes
 from tandem.engine_core.startup.warmup import full_step
 from tests.fakes.counted_device import CountedDevice, Held
 from tests.fakes.runtime import FakeRuntime
@@ -42,7 +42,7 @@ class Captures:
 @pytest.mark.parametrize("graph_rows", [(16,), (1, 16), (1, 2, 4, 8, 16)])
 def test_all_graphs_are_reckoned_from_the_largest(graph_rows: tuple[int, ...], depth: int) -> None:
     device = CountedDevice()
-    found = graph_bytes(device, config(graph_rows, depth), ROW, Captures(device))
+    found = measure_graph_bytes(device, config(graph_rows, depth), ROW, Captures(device))
     assert found == SHARED + depth * sum(DRIVER + rows * ROW for rows in graph_rows)
     assert device.held_bytes() == KERNELS, "nothing of the trial is left but code"
 
@@ -50,7 +50,7 @@ def test_all_graphs_are_reckoned_from_the_largest(graph_rows: tuple[int, ...], d
 def test_without_graphs_nothing_is_tried() -> None:
     device = CountedDevice()
     captures = Captures(device)
-    assert graph_bytes(device, config(()), ROW, captures) == 0
+    assert measure_graph_bytes(device, config(()), ROW, captures) == 0
     assert not captures.code
 
 
@@ -67,9 +67,9 @@ class MixedCaptures(Captures):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_mixed_graphs_are_reckoned_from_the_two_largest(depth: int) -> None:
     device = CountedDevice()
-    sizes = structs.replace(config((1, 16), depth), graph_singles=(0, 8, 16), graph_tokens=(64, 128))
+    sizes = structs.replace(config((1, 16), depth), mixed_graph_rows=(0, 8, 16), graph_tokens=(64, 128))
     further = (depth * 2 - 1) * PROMPT
-    found = mixed_graph_bytes(device, sizes, further, MixedCaptures(device))
+    found = measure_mixed_graph_bytes(device, sizes, further, MixedCaptures(device))
     assert found == BUFFERS + depth * 2 * (PROMPT + 3 * DRIVER)
     assert device.held_bytes() == KERNELS
 
@@ -77,9 +77,9 @@ def test_mixed_graphs_are_reckoned_from_the_two_largest(depth: int) -> None:
 def test_where_prompts_have_no_graphs_nothing_is_tried() -> None:
     device = CountedDevice()
     captures = MixedCaptures(device)
-    sizes = structs.replace(config(), graph_singles=(0, 8), graph_tokens=(64,))
-    assert mixed_graph_bytes(device, structs.replace(sizes, graph_tokens=()), 0, captures) == 0
-    assert mixed_graph_bytes(device, structs.replace(sizes, graph_rows=()), 0, captures) == 0
+    sizes = structs.replace(config(), mixed_graph_rows=(0, 8), graph_tokens=(64,))
+    assert measure_mixed_graph_bytes(device, structs.replace(sizes, graph_tokens=()), 0, captures) == 0
+    assert measure_mixed_graph_bytes(device, structs.replace(sizes, graph_rows=()), 0, captures) == 0
     assert not captures.code
 
 
@@ -106,7 +106,7 @@ def test_the_largest_step_says_what_steps_take() -> None:
     device = CountedDevice()
     device.unused = 77
     runtime = HungryRuntime(device)
-    assert step_bytes(device, runtime, config()) == 40 * 10
+    assert measure_step_bytes(device, runtime, config()) == 40 * 10
     largest = max(runtime.plans, key=lambda plan: plan.total_tokens)
     assert (len(largest.rows), largest.total_tokens) == (16, 40)
 

@@ -43,18 +43,18 @@ def test_silu(width: int, with_bias: bool, device: str) -> None:
 @pytest.mark.parametrize("inputs", [48, 64])
 def test_norm(inputs: int, silu: bool, device: str) -> None:
     x, weight, bias = operands(26, inputs, device)
-    gain = torch.randn(inputs, device=device)
-    expected = functional.linear(rms_norm(x, gain, EPS), weight, bias)
-    y = norm_gemv(x, gain, EPS, weight, bias, WHOLE, silu)
+    norm_weight = torch.randn(inputs, device=device)
+    expected = functional.linear(rms_norm(x, norm_weight, EPS), weight, bias)
+    y = norm_gemv(x, norm_weight, EPS, weight, bias, WHOLE, silu)
     torch.testing.assert_close(y, silu_mul(expected) if silu else expected)
 
 
 @pytest.mark.parametrize("silu", [False, True])
 def test_norm_of_the_sum(silu: bool, device: str) -> None:
     x, weight, _ = operands(26, 48, device)
-    residual, gain = torch.randn(1, 48, device=device), torch.randn(48, device=device)
-    normed, total = add_rms_norm(x, residual, gain, EPS)
-    y, stream = add_norm_gemv(x, residual, gain, EPS, weight, None, WHOLE, silu)
+    residual, norm_weight = torch.randn(1, 48, device=device), torch.randn(48, device=device)
+    normed, total = add_rms_norm(x, residual, norm_weight, EPS)
+    y, stream = add_norm_gemv(x, residual, norm_weight, EPS, weight, None, WHOLE, silu)
     expected = functional.linear(normed, weight)
     torch.testing.assert_close(y, silu_mul(expected) if silu else expected)
     assert torch.equal(stream, total)

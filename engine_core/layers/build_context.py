@@ -9,7 +9,7 @@ from tandem.engine_core.layers.linear_method import CpuMethod, LinearMethod, Pla
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class BuildContext:
     """Device, dtype and implementations of a model's layers."""
 
     device: torch.device
@@ -18,8 +18,8 @@ class Placement:
     kernels: KernelSet
 
 
-def torch_placement(device: torch.device, dtype: torch.dtype) -> Placement:
+def torch_build_context(device: torch.device, dtype: torch.dtype) -> BuildContext:
     """Nothing but torch, on any device."""
     kernels = torch_kernels()
     method = CpuMethod(kernels) if device.type == "cpu" else PlainMethod(kernels)
-    return Placement(device, dtype, method, kernels)
+    return BuildContext(device, dtype, method, kernels)
