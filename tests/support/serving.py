@@ -40,8 +40,10 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 class Serving:
     """Starts on entry, waits until ready, and leaves no process behind."""
 
-    def __init__(self, log: Path, *flags: str) -> None:
+    def __init__(self, log: Path, *flags: str, tandem: Path | None = None) -> None:
+        """tandem: the console script, by default that of the environment of the tests."""
         self.log = log
+        self.tandem = tandem or Path(sys.executable).with_name("tandem")
         self.flags = flags
         self.port, self.ops_port = free_port(), free_port()
         self.process: subprocess.Popen[bytes] | None = None
@@ -52,7 +54,7 @@ class Serving:
 
     def __enter__(self) -> "Serving":
         ports = ("--port", str(self.port), "--ops-port", str(self.ops_port))
-        command = [str(Path(sys.executable).with_name("tandem")), "serve", *ports, *self.flags]
+        command = [str(self.tandem), "serve", *ports, *self.flags]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         until(self.ready, f"readiness; the log says:\n{self.log.read_text()}")

@@ -1,0 +1,77 @@
+"""The wheel, installed outside the tree, serves from a folder whose files have the names of modules."""
+
+import shutil
+import site
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.serving import Serving
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("src", "engine_core", "frontend", "protocol", "pyproject.toml", "README.md", "LICENSE")
+SHADOWS = ("random.py", "json.py", "typing.py", "frontend/__init__.py", "protocol/__init__.py", "tandem.py")
+"""Files of a careless working folder: each breaks a process that looks there for its imports."""
+
+
+def run(*command: object) -> None:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build from a copy, so that nothing is left in the tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, source / name)
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_one_package(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"tandem", "tandem_llm"}
+    for needed in (
+        "tandem/py.typed",
+        "tandem/engine_core/default_model/model.safetensors",
+        "tandem/frontend/page/index.html",
+        "tandem/frontend/templates/llama3.jinja",
+    ):
+        assert needed in names
+
+
+def test_the_wheel_serves_from_a_folder_that_shadows_modules(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment, folder = tmp_path / "environment", tmp_path / "folder"
+    run(sys.executable, "-m", "venv", "--without-pip", environment)
+    run(sys.executable, "-m", "pip", "--python", environment / "bin" / "python", "install", "-q", "--no-deps", wheel)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    # Dependencies come from the environment of the tests; its link to the tree is a .pth file, not followed here.
+    (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    for name in SHADOWS:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("raise ImportError('a module of the working folder was imported')\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with Serving(tmp_path / "log", tandem=environment / "bin" / "tandem") as serving:
+        status, reply = serving.post(
+            "/v1/completions", {"model": "tandem-default", "prompt": "What does textwrap.dedent do?", "max_tokens": 8}
+        )
+        assert status == 200, reply
+        assert reply["usage"]["completion_tokens"] == 8
+        # A constrained request starts a process more, which compiles the expression.
+        body = {"model": "tandem-default", "prompt": "a", "max_tokens": 8, "regex": "[ab]"}
+        status, reply = serving.post("/v1/completions", body)
+        assert (status, reply["choices"][0]["text"] in ("a", "b")) == (200, True), reply
