@@ -34,7 +34,14 @@ from tandem.protocol.commands import (
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode, ProtocolError
 from tandem.protocol.events import Answer, AnyEvent, EngineStats, Failure, Limits, ModelFacts, Ready, Refused
-from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingParams
+from tandem.protocol.params import (
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    SAMPLING_FIELDS,
+    SamplingParams,
+)
 from tandem.protocol.version import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
@@ -215,13 +222,8 @@ def check_params(params: SamplingParams) -> None:
     """Raises RequestError for numbers outside their ranges, which NaN and infinities always are."""
     _require(params.max_tokens >= 1, f"max_tokens is {params.max_tokens}, at least 1")
     _require(0 <= params.min_tokens <= params.max_tokens, f"min_tokens is {params.min_tokens}, 0 to max_tokens")
-    _require(0.0 <= params.temperature <= 100.0, f"temperature is {params.temperature}, 0 to 100")
-    _require(0 <= params.top_k < 2**31, f"top_k is {params.top_k}, at least 0")
-    _require(0.0 < params.top_p <= 1.0, f"top_p is {params.top_p}, above 0 and at most 1")
-    _require(0.0 <= params.min_p <= 1.0, f"min_p is {params.min_p}, 0 to 1")
-    _require(0.0 < params.repetition_penalty <= 100.0, f"repetition_penalty is {params.repetition_penalty}, 0 to 100")
-    for name in ("presence_penalty", "frequency_penalty"):
-        value = getattr(params, name)
-        _require(-100.0 <= value <= 100.0, f"{name} is {value}, -100 to 100")
+    for field in SAMPLING_FIELDS:
+        value = getattr(params, field.name)
+        _require(field.accepts(value), f"{field.name} is {value}, {field.describe_bounds()}")
     _require(0 <= params.seed <= MAX_SEED, f"seed is {params.seed}, 0 to {MAX_SEED}")
     _require(0 <= params.choice < 2**31, f"choice is {params.choice}, at least 0")

@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen and when it stops."""
+"""Parameters that choose the tokens of one request and end it."""
 
 from msgspec import Struct
 
@@ -13,6 +13,50 @@ MAX_LEXER_STATES, LEXER_STEP_FUEL = 50_000, 100_000
 """What a grammar's lexer may come to hold, and work that one token may take there. With llguidance's own limits (five
 and two times as much) a grammar of 10 kB grows by 180 MB while it is followed, and one mask takes a third of a second.
 """
+
+
+class SamplingField(Struct, frozen=True):
+    """A number that a request may set for sampling: its bounds, and the value that changes nothing.
+
+    The request parser, its documentation and the engine read the bounds from here, and the engine its table columns.
+    """
+
+    name: str
+    """Name of the request field and of the `SamplingParams` attribute."""
+    minimum: float
+    maximum: float
+    neutral: float
+    """Value of a request that does not set it. An int marks an integer field, a float a number."""
+    above_minimum: bool = False
+    """The minimum itself is out of bounds."""
+
+    @property
+    def is_integer(self) -> bool:
+        return isinstance(self.neutral, int)
+
+    def describe_bounds(self) -> str:
+        """Return the bounds as error messages state them, for example "above 0 and at most 1"."""
+        if self.above_minimum:
+            return f"above {self.minimum:g} and at most {self.maximum:g}"
+        high = self.maximum if self.is_integer else f"{self.maximum:g}"
+        return f"{self.minimum:g} to {high}"
+
+    def accepts(self, value: float) -> bool:
+        """Return true if the value is within bounds, which NaN and infinities never are."""
+        above = self.minimum < value if self.above_minimum else self.minimum <= value
+        return above and value <= self.maximum
+
+
+SAMPLING_FIELDS = (
+    SamplingField("temperature", 0.0, 2.0, 1.0),
+    SamplingField("top_p", 0.0, 1.0, 1.0, above_minimum=True),
+    SamplingField("min_p", 0.0, 1.0, 0.0),
+    SamplingField("repetition_penalty", 0.0, 10.0, 1.0, above_minimum=True),
+    SamplingField("presence_penalty", -2.0, 2.0, 0.0),
+    SamplingField("frequency_penalty", -2.0, 2.0, 0.0),
+    SamplingField("top_k", 0, 2**31 - 1, 0),
+)
+"""The numeric sampling parameters, each also an attribute of `SamplingParams`."""
 
 
 class SamplingParams(Struct, frozen=True, array_like=True):
@@ -35,7 +79,7 @@ class SamplingParams(Struct, frozen=True, array_like=True):
     choice: int = 0
     """Index among the `n` choices of one HTTP request: choices share a seed and differ by this."""
     min_tokens: int = 0
-    """No end-of-sequence or stop token is sampled before so many tokens exist."""
+    """Number of generated tokens before which no end-of-sequence or stop token is sampled."""
     ignore_eos: bool = False
     stop_token_ids: bytes = b""
     logit_bias_ids: bytes = b""
@@ -47,10 +91,10 @@ class SamplingParams(Struct, frozen=True, array_like=True):
 
     @property
     def truncates(self) -> bool:
-        """Whether sampling is restricted to part of the vocabulary by rank or probability."""
+        """Return true if rank or probability restricts sampling to part of the vocabulary."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
     def penalizes(self) -> bool:
-        """Whether the logits depend on which tokens the sequence already holds."""
+        """Return true if the logits depend on the tokens that the sequence already holds."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
