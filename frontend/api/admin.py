@@ -1,11 +1,10 @@
-"""`/admin/scheduler`: what the engine's scheduler holds, and by which policy it goes."""
+"""The route `/admin/scheduler`: the state of the engine's scheduler, and its policy."""
 
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from tandem.frontend.api.openapi import STRING, Schema, closed, error_response, json_response, takes
-from tandem.frontend.api.reply import parse_body
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import unsupported
 from tandem.frontend.request.fields import BodyFormat, FieldReader
@@ -13,28 +12,28 @@ from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.events import SEQUENCE_STATES, EngineStats, InspectedSequence, InspectedSession, Inspection, Limits
 
 
-def shown(found: Inspection, limits: Limits) -> dict[str, Any]:
-    """An inspection as JSON. Times in seconds, sizes in tokens or pages as their names say."""
-    stats = found.stats
+def inspection_body(inspection: Inspection, limits: Limits) -> dict[str, Any]:
+    """Convert an inspection to JSON. Times are in seconds, sizes in the tokens or pages that their names say."""
+    stats = inspection.stats
     return {
-        "policy": found.policy,
+        "policy": inspection.policy,
         "queue": {
             "waiting": stats.waiting,
             "oldest_wait": round(stats.oldest_wait, 3),
-            "unlisted": found.omitted,
+            "unlisted": inspection.omitted,
         },
         "rows": {"running": stats.running, "total": limits.max_rows},
         "pages": {
             "used": stats.pages_used,
-            "free": found.pages_free,
-            "settling": found.pages_settling,
+            "free": inspection.pages_free,
+            "settling": inspection.pages_settling,
             "total": stats.pages_total,
             "page_size": limits.page_size,
         },
         "prefix_cache": _prefix_cache(stats),
         "preemptions": stats.preemptions,
-        "sequences": [_sequence(sequence) for sequence in found.sequences],
-        "sessions": [_session(session) for session in found.sessions],
+        "sequences": [_sequence(sequence) for sequence in inspection.sequences],
+        "sessions": [_session(session) for session in inspection.sessions],
         "evicted_sessions": stats.sessions_evicted,
     }
 
@@ -130,7 +129,7 @@ _BODY = BodyFormat(("policy",))
 
 
 def parse_policy(body: bytes) -> str:
-    """The name of a policy; which there are, the engine says. Raises ApiError 400, 422."""
+    """Read the name of a policy, which the engine checks. Raises ApiError 400, 422."""
     fields = FieldReader(_BODY.split(body))
     policy = fields.required_text("policy")
     fields.finish()
@@ -138,28 +137,30 @@ def parse_policy(body: bytes) -> str:
 
 
 def scheduler_router(service: Service) -> APIRouter:
+    """Build the routes of `/admin/scheduler`."""
     router = APIRouter()
 
     @router.get(
         "/admin/scheduler",
         openapi_extra={
             "responses": {
-                "200": json_response("Its state at one moment.", INSPECTION),
+                "200": json_response("The state at one moment.", INSPECTION),
                 "503": error_response("Not ready; try again later."),
             }
         },
     )
     async def get_scheduler() -> dict[str, Any]:
-        """Queue, rows, pages, prefix cache and sessions of the engine."""
-        return shown(await service.client.calls.inspect(), service.ready().limits)
+        """Describe the queue, rows, pages, prefix cache and sessions of the engine."""
+        return inspection_body(await service.client.calls.inspect(), service.ready().limits)
 
-    @router.post("/admin/scheduler", openapi_extra=takes(POLICY, json_response("It is in force.", POLICY), False))
+    @router.post(
+        "/admin/scheduler", openapi_extra=takes(POLICY, json_response("The policy is in effect.", POLICY), False)
+    )
     async def set_scheduler(request: Request) -> dict[str, Any]:
-        """Changes the scheduling policy from the next step on, for all that runs and waits."""
-        async with service.arrivals.request() as share:
-            policy = await parse_body(request, share, service, parse_policy)
-        if refusal := await service.client.calls.set_policy(policy):
-            raise unsupported(refusal, "policy")
+        """Change the scheduling policy from the next step on, for running and waiting sequences."""
+        async with service.pending.receive(request, parse_policy) as policy:
+            if refusal := await service.client.calls.set_policy(policy):
+                raise unsupported(refusal, "policy")
         return {"policy": policy}
 
     return router

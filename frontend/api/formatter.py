@@ -1,4 +1,4 @@
-"""What a reply is made of, whatever its shape: pieces in, bytes out."""
+"""Formatters, which turn the pieces of a generation into the bytes of a response."""
 
 import secrets
 import time
@@ -17,17 +17,17 @@ DONE = b"data: [DONE]\n\n"
 
 
 def named_event(name: str, value: object) -> bytes:
-    """An event of a stream whose events have names."""
+    """Encode a named server-sent event."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(value))
 
 
 def error_event(error: ApiError) -> bytes:
-    """How an error is told once the status has been sent: an event with the error body, and the end."""
+    """Encode an error after the status was sent: an event with the error body, and the end of the stream."""
     return b"data: " + error.body() + b"\n\n" + DONE
 
 
-class ReplyHead(msgspec.Struct, frozen=True):
-    """What every chunk of a reply, and the whole reply, begins with. Field order is the order on the wire."""
+class ResponseHead(msgspec.Struct, frozen=True):
+    """The first fields of every chunk and of a whole response, in the order of the JSON."""
 
     id: str
     object: str
@@ -36,9 +36,9 @@ class ReplyHead(msgspec.Struct, frozen=True):
     system_fingerprint: str
 
 
-def reply_head(prefix: str, kind: str, model: ModelFacts) -> ReplyHead:
-    """The head of one reply, with a fresh id."""
-    return ReplyHead(
+def response_head(prefix: str, kind: str, model: ModelFacts) -> ResponseHead:
+    """Build the head of one response, with a new id."""
+    return ResponseHead(
         id=f"{prefix}-{secrets.token_hex(16)}",
         object=kind,
         created=int(time.time()),
@@ -48,34 +48,38 @@ def reply_head(prefix: str, kind: str, model: ModelFacts) -> ReplyHead:
 
 
 class Formatter(Protocol):
-    """The shape of one reply. Does no I/O; a stream calls `opening`, `batch` for each turn of the event loop, then
-    `closing` or `failure`; a whole reply calls `whole` alone."""
+    """The format of one response, without I/O.
+
+    A stream calls `opening`, then `batch` for each turn of the event loop, then `closing` or `failure`; a response
+    that is not streamed calls only `whole`.
+    """
 
     def opening(self) -> bytes:
-        """What goes ahead of all pieces, in the same send as the first."""
+        """Return the bytes ahead of all pieces, sent together with the first."""
 
     def batch(self, pieces: Sequence[Piece]) -> bytes:
-        """The events of some pieces; empty where they have nothing to show."""
+        """Encode pieces as events; empty if they have no visible output."""
 
     def closing(self, usage: Usage) -> bytes:
-        """What ends a stream that went well."""
+        """Return the end of a stream that succeeded."""
 
     def failure(self, error: ApiError) -> bytes:
-        """What ends a stream that did not."""
+        """Return the end of a stream that failed."""
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
-        """The body of a reply that is not streamed; the pieces are whole choices in the order of their indices."""
+        """Encode a response that is not streamed, from whole choices in the order of their indices."""
 
 
-class EventFormat:
-    """Formats one reply of one choice, from pieces of at most one token.
+class EventFormatter:
+    """Format the stream of events of one choice, from pieces of at most one token.
 
-    A `token` event has the text that its token completes, which may be none, as that of half a character or of the
-    id that ends an output. What was held back beyond the last token, and belongs to none alone, comes with a null id.
+    A `token` event has the text that its token completes. It may be empty: after the first half of a character, or
+    for the id that ends an output. Text held back beyond the last token, which belongs to no single token, has a
+    null id.
     """
 
     def __init__(self, model: ModelFacts) -> None:
-        self._head = reply_head("evt", "events", model)
+        self._head = response_head("evt", "events", model)
         self._finish_reason: str | None = None
 
     def opening(self) -> bytes:
@@ -92,7 +96,7 @@ class EventFormat:
         return b"event: error\ndata: " + error.body() + b"\n\n"
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
-        raise AssertionError(f"a reply in events is a stream, not {len(choices)} whole choices of {usage}")
+        raise AssertionError(f"a response in events is always streamed, got {len(choices)} whole choices of {usage}")
 
     def _piece(self, piece: Piece) -> bytes:
         self._finish_reason = piece.finish_reason

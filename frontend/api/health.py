@@ -1,4 +1,4 @@
-"""Liveness, readiness, metrics and version of this process."""
+"""The routes of liveness, readiness, metrics and version of this process."""
 
 from typing import Any
 
@@ -13,21 +13,22 @@ from tandem.protocol.version import PROTOCOL_VERSION, distribution_version
 
 
 def health_router(service: Service) -> APIRouter:
+    """Build the routes of liveness, readiness, metrics and version."""
     router = APIRouter()
 
     @router.head("/health/live", include_in_schema=False)
     @router.get("/health/live")
     async def live() -> dict[str, str]:
-        """200 for as long as this process answers."""
+        """Answer 200 as long as this process answers."""
         return {"status": "live"}
 
     @router.head("/health/ready", include_in_schema=False)
     @router.get(
         "/health/ready",
-        openapi_extra={"responses": {"503": json_response("No completion would be taken.", {"type": "object"})}},
+        openapi_extra={"responses": {"503": json_response("No completion would be accepted.", {"type": "object"})}},
     )
     async def ready() -> JSONResponse:
-        """200 when a completion would be taken, else 503 with the reason."""
+        """Answer 200 if a completion would be accepted, otherwise 503 with the reason."""
         verdict = service.verdict()
         if verdict.ready:
             engine = service.ready()
@@ -48,12 +49,12 @@ def health_router(service: Service) -> APIRouter:
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """What this process measures, for Prometheus."""
+        """Return the metrics of this process in the Prometheus text format."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/version")
     async def version() -> dict[str, Any]:
-        """Versions of the distribution and of the protocol to the engine."""
+        """Return the versions of the distribution and of the protocol to the engine."""
         return {"version": distribution_version(), "protocol": PROTOCOL_VERSION}
 
     return router

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of the OpenAI API. Pure."""
+"""Log-probabilities in the formats of the OpenAI API."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +8,11 @@ from tandem.frontend.generation.scored_tokens import LOWEST, ScoredToken
 
 
 def completion_logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-    """Of `/v1/completions`: parallel lists. A token that is no UTF-8 is written as `bytes:\\xe2\\x80`.
+    """Format tokens for `/v1/completions`, as parallel lists.
 
-    Each object of `top_logprobs` has the most probable tokens and the token itself: one more where it is not among
-    them. Tokens that are written alike share an entry, the most probable one's.
+    A token that is not valid UTF-8 is written as `bytes:\\xe2\\x80`. Each object of `top_logprobs` has the most
+    probable tokens and the token itself: one more if it is not among them. Tokens with the same text share an entry,
+    the most probable one's.
     """
     return {
         "tokens": [_completion_text(token.token) for token in tokens],
@@ -22,7 +23,7 @@ def completion_logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
 
 
 def chat_logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-    """Of `/v1/chat/completions`: one object a token, with its bytes."""
+    """Format tokens for `/v1/chat/completions`, as one object a token with its bytes."""
     content = [
         _chat_token(token.token, LOWEST if token.logprob is None else token.logprob)
         | {"top_logprobs": [_chat_token(other, logprob) for other, logprob in token.alternatives]}
@@ -32,7 +33,10 @@ def chat_logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
 
 
 def keep_best(choices: Sequence[Piece], of: int, keep: int) -> list[Piece]:
-    """`best_of`: of each prompt's `of` whole choices the `keep` with the highest mean log-probability, best first."""
+    """Select the best choices of each prompt, best first (`best_of`).
+
+    Of every `of` whole choices, `keep` with the highest mean log-probability remain.
+    """
     kept: list[Piece] = []
     for start in range(0, len(choices), of):
         ranked = sorted(choices[start : start + of], key=lambda piece: -(piece.mean_logprob or 0.0))

@@ -1,4 +1,4 @@
-"""`GET /v1/models`: the one model that the engine serves."""
+"""The routes `GET /v1/models`: the one model that the engine serves."""
 
 from typing import Any
 
@@ -34,6 +34,7 @@ _NOT_READY = error_response("Not ready; try again later.")
 
 
 def models_router(service: Service) -> APIRouter:
+    """Build the routes of `/v1/models`."""
     router = APIRouter()
 
     @router.get(
@@ -41,7 +42,7 @@ def models_router(service: Service) -> APIRouter:
         openapi_extra={"responses": {"200": json_response("The served model.", _LIST), "503": _NOT_READY}},
     )
     async def list_models() -> dict[str, Any]:
-        """The served model, as a list."""
+        """List the served model."""
         return {"object": "list", "data": [_card(service.ready().model)]}
 
     @router.get(
@@ -55,7 +56,7 @@ def models_router(service: Service) -> APIRouter:
         },
     )
     async def get_model(model: str) -> dict[str, Any]:
-        """The served model, by its name."""
+        """Describe the served model, given its name."""
         served = service.ready().model
         if model != served.name:
             raise ApiError(

@@ -1,4 +1,4 @@
-"""The playground at `/`: static files that ship with the package and hold no secret."""
+"""The playground page at `/`: static files of the package, without secrets."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -23,12 +23,16 @@ _HEADERS = {
 
 
 def page_paths() -> dict[str, Path]:
-    """The path of each file of the page; a browser asks for them before anybody can give it an API key."""
+    """Map each URL path of the page to its file.
+
+    A browser requests them before the user can enter an API key.
+    """
     files = {f"/page/{file.name}": file for file in sorted(_FOLDER.iterdir()) if file.suffix in _TYPES}
     return {"/": files.pop("/page/index.html"), **files}
 
 
 def page_router() -> APIRouter:
+    """Build the routes of the playground page."""
     router = APIRouter()
     for path, file in page_paths().items():
         router.add_api_route(path, _serving(file), methods=["GET", "HEAD"], include_in_schema=False)

@@ -1,8 +1,8 @@
-"""What the routes of one app share."""
+"""The components that the routes of one app share."""
 
 import asyncio
 
-from tandem.frontend.api.body import Arrivals, BodyBudget
+from tandem.frontend.api.request_body import BodyBudget, PendingRequests
 from tandem.frontend.chat.chat import Chat
 from tandem.frontend.chat.chat_template import ChatTemplate, model_type
 from tandem.frontend.chat.tool_formats import tool_format
@@ -22,11 +22,11 @@ from tandem.protocol.events import Ready
 
 _POLL_SECONDS = 0.05
 _FLUSH_SECONDS = 1.0
-"""What responses get to write their error events once their streams have been ended."""
+"""Seconds that responses get to write their error events after their streams were ended."""
 
 
 class Service:
-    """The parts of a frontend and its one state: serving, or draining on the way out."""
+    """The components of one frontend, and its state: serving, or draining before it exits."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class Service:
         self.client = client
         self.tokenizer = tokenizer
         self.metrics = metrics
-        self.bodies = BodyBudget()
-        self.arrivals = Arrivals(self.bodies)
-        # One thread: what is large is taken in turn, so that requests beside it wait for one decoder at most.
+        # One thread: large bodies are parsed in turn, so that other requests wait for one decoder at most.
         self.parser = Workers(1, "parse")
+        self.body_budget = BodyBudget()
+        self.pending = PendingRequests(config.max_body, self.parser, self.body_budget)
         special = tokenizer.special_tokens()
         self.grammars = GrammarChecker(tokenizer.vocab_size, special)
         constraints = Constraints(self.grammars, self.parser, special)
@@ -53,38 +53,38 @@ class Service:
         close_id = tokenizer.token_id(CLOSE)
         self.chat = Chat(template, form, config.chat.reasoning_parser, close_id, self.admission, self.renderer)
         self.draining = False
-        self.replies = 0
-        """Completions being answered, from admission to the last byte."""
+        self.num_responses = 0
+        """Number of generations being answered, from admission to the last byte."""
 
     def verdict(self) -> Verdict:
-        """Whether a request would be taken now, and if not, why."""
+        """Return if a request would be accepted now, and otherwise the reason."""
         if self.draining:
             return Verdict(False, "draining", "the server is shutting down")
         return self.client.verdict()
 
     def ready(self) -> Ready:
-        """Facts and limits of the engine. Raises ApiError 503 with the reason."""
+        """Return facts and limits of the engine. Raises ApiError 503 with the reason while it is not ready."""
         if self.draining:
             raise unavailable("the server is shutting down", ErrorCode.SHUTTING_DOWN)
         return self.client.ready()
 
     async def drain(self) -> None:
-        """Takes nothing new, gives what is open its grace period, then ends the rest with an error."""
+        """Accept no new request, wait `drain_timeout` for the open ones, then end the rest with an error."""
         self.draining = True
-        await self._until_answered(self.config.drain_timeout)
-        self.arrivals.end_all()
+        await self._wait_until_answered(self.config.drain_timeout)
+        self.pending.end_all()
         self.client.fail_all(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
-        await self._until_answered(_FLUSH_SECONDS)
+        await self._wait_until_answered(_FLUSH_SECONDS)
 
     async def close(self) -> None:
-        """Ends the link to the engine and the threads."""
+        """Close the link to the engine and stop the threads."""
         await self.client.stop()
         self.tokenizer.close()
         self.parser.close()
         self.renderer.close()
         await self.grammars.close()
 
-    async def _until_answered(self, timeout: float) -> None:
+    async def _wait_until_answered(self, timeout: float) -> None:
         deadline = asyncio.get_running_loop().time() + timeout
-        while (self.replies or len(self.arrivals)) and asyncio.get_running_loop().time() < deadline:
+        while (self.num_responses or len(self.pending)) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""`DELETE /v1/sessions/{id}`: the end of a conversation whose KV is kept."""
+"""The route `DELETE /v1/sessions/{id}`: the end of a conversation whose KV cache is kept."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ _DELETED = closed({"id": STRING, "object": {"const": "session"}, "deleted": {"co
 
 
 def sessions_router(service: Service) -> APIRouter:
+    """Build the route that deletes a session."""
     router = APIRouter()
 
     # A name may hold slashes.
@@ -19,14 +20,14 @@ def sessions_router(service: Service) -> APIRouter:
         "/v1/sessions/{session_id:path}",
         openapi_extra={
             "responses": {
-                "200": json_response("It is forgotten.", _DELETED),
+                "200": json_response("The session is deleted.", _DELETED),
                 "404": error_response("There is no such session."),
                 "503": error_response("Not ready; try again later."),
             }
         },
     )
     async def end_session(session_id: str) -> dict[str, Any]:
-        """Frees what is kept for a session: at once, or with the end of its turn in progress."""
+        """Free the KV cache kept for a session, at once or when its turn in progress ends."""
         if not session_id:
             raise ApiError(404, "name the session to end: DELETE /v1/sessions/{id}", "session_id", "session_not_found")
         if not await service.client.calls.end_session(session_id):

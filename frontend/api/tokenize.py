@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`: what the model sees of a text, and back."""
+"""The routes `POST /tokenize` and `POST /detokenize`: text to token ids and back."""
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -6,7 +6,6 @@ from msgspec import Raw, Struct
 from starlette.responses import Response
 
 from tandem.frontend.api.openapi import BOOLEAN, CHAT, ID, MESSAGE, STRING, Schema, array, closed, json_response, takes
-from tandem.frontend.api.reply import encoded, parse_body
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import malformed, unsupported
 from tandem.frontend.generation.admission import MANY_IDS, check_ids, check_model
@@ -18,7 +17,7 @@ from tandem.frontend.request.tools import read_tool_use
 
 MAX_TEXT_CHARS = 4 * 2**20
 MAX_IDS_BYTES = 4 * 2**20
-"""Of JSON: half a million ids of large vocabularies."""
+"""Most bytes of JSON of `tokens`: half a million ids of a large vocabulary."""
 
 _MODEL: Schema = {"type": ["string", "null"]}
 _SHARED: dict[str, Schema] = {"model": _MODEL, "add_special_tokens": BOOLEAN, "return_token_strs": BOOLEAN}
@@ -45,7 +44,7 @@ DETOKENIZED = closed({"prompt": STRING})
 
 
 class TokenizeRequest(Struct, frozen=True):
-    """A text, or a conversation to be rendered first."""
+    """A validated request to tokenize a text, or a conversation that is rendered first."""
 
     model: str | None
     source: str | Conversation
@@ -54,6 +53,8 @@ class TokenizeRequest(Struct, frozen=True):
 
 
 class DetokenizeRequest(Struct, frozen=True):
+    """A validated request for the text of token ids."""
+
     model: str | None
     tokens: list[int]
     skip_special_tokens: bool
@@ -64,7 +65,10 @@ _DETOKENIZE = BodyFormat(("model", "tokens", "skip_special_tokens"))
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
-    """Raises ApiError 400 for what is malformed, 422 for what is out of range or not supported."""
+    """Parse the body of `/tokenize`.
+
+    Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported.
+    """
     fields = FieldReader(_TOKENIZE.split(body))
     source: str | Conversation
     text, messages = _raw(fields, "prompt"), _raw(fields, "messages")
@@ -83,7 +87,10 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
 
 
 def parse_detokenize(body: bytes) -> DetokenizeRequest:
-    """Raises ApiError 400 for what is malformed, 422 for what is out of range or not supported."""
+    """Parse the body of `/detokenize`.
+
+    Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported.
+    """
     fields = FieldReader(_DETOKENIZE.split(body))
     raw = _raw(fields, "tokens")
     if raw is None:
@@ -126,6 +133,8 @@ def _ids(raw: Raw) -> list[int]:
 
 
 class Tokenized(Struct, frozen=True, omit_defaults=True):
+    """The body of a response of `/tokenize`."""
+
     count: int
     max_model_len: int
     tokens: list[int]
@@ -133,38 +142,45 @@ class Tokenized(Struct, frozen=True, omit_defaults=True):
 
 
 class Detokenized(Struct, frozen=True):
+    """The body of a response of `/detokenize`."""
+
     prompt: str
 
 
 def tokenize_router(service: Service) -> APIRouter:
+    """Build the routes `/tokenize` and `/detokenize`."""
     router = APIRouter()
 
-    @router.post("/tokenize", openapi_extra=takes(TOKENIZE, json_response("Its tokens.", TOKENIZED)))
+    @router.post("/tokenize", openapi_extra=takes(TOKENIZE, json_response("The token ids.", TOKENIZED)))
     async def tokenize(request: Request) -> Response:
-        """The token ids of a text or of a rendered conversation."""
-        async with service.arrivals.request() as share:
-            parsed = await parse_body(request, share, service, parse_tokenize)
+        """Encode a text or a rendered conversation as token ids."""
+        async with service.pending.receive(request, parse_tokenize) as parsed:
             model = service.ready().model
             check_model(parsed.model or model.name, model)
             text = parsed.source if isinstance(parsed.source, str) else await service.chat.render(parsed.source)
             ids = await service.tokenizer.encode(text, parsed.add_special_tokens)
-        answer = (service.tokenizer, ids, model.max_len, parsed.return_token_strs)
-        return _tokenized(*answer) if len(ids) <= MANY_IDS else await service.parser.run(_tokenized, *answer)
+        arguments = (service.tokenizer, ids, model.max_len, parsed.return_token_strs)
+        if len(ids) <= MANY_IDS:
+            return _tokenized(*arguments)
+        return await service.parser.run(_tokenized, *arguments)
 
-    @router.post("/detokenize", openapi_extra=takes(DETOKENIZE, json_response("Their text.", DETOKENIZED)))
+    @router.post("/detokenize", openapi_extra=takes(DETOKENIZE, json_response("The text.", DETOKENIZED)))
     async def detokenize(request: Request) -> Response:
-        """The text of token ids, special tokens included unless they are to be skipped."""
-        async with service.arrivals.request() as share:
-            parsed = await parse_body(request, share, service, parse_detokenize)
+        """Decode token ids, including special tokens unless they are to be skipped."""
+        async with service.pending.receive(request, parse_detokenize) as parsed:
             model = service.ready().model
             check_model(parsed.model or model.name, model)
             check_ids(parsed.tokens, model.vocab_size, "tokens")
             text = await service.tokenizer.decode_many(parsed.tokens, parsed.skip_special_tokens)
-        return encoded(Detokenized(text))
+        return _json_response(Detokenized(text))
 
     return router
 
 
 def _tokenized(tokenizer: Tokenizer, ids: list[int], max_len: int, with_names: bool) -> Response:
     names = tokenizer.names(ids) if with_names else None
-    return encoded(Tokenized(len(ids), max_len, ids, names))
+    return _json_response(Tokenized(len(ids), max_len, ids, names))
+
+
+def _json_response(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

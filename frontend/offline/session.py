@@ -11,7 +11,7 @@ import msgspec
 
 from tandem.frontend.api.chat_completions.request import parse_chat
 from tandem.frontend.api.completions.request import parse_completion
-from tandem.frontend.api.reply import collect
+from tandem.frontend.api.generation_response import collect_choices
 from tandem.frontend.api.service import Service
 from tandem.frontend.config import ChatOptions, FrontendConfig
 from tandem.frontend.errors import ApiError
@@ -135,6 +135,6 @@ class OfflineSession:
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, time.monotonic())
         try:
             generation.start(*service.config.load_limits)
-            return await collect(generation.batches(), admitted.num_choices), generation.usage()
+            return await collect_choices(generation.batches(), admitted.num_choices), generation.usage()
         finally:
             generation.close("cancelled")

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.frontend.api.body import drain
+from tandem.frontend.api.request_body import drain
 from tandem.frontend.api_keys import ApiKeys
 from tandem.frontend.errors import ApiError, error_body
 from tandem.frontend.metrics import FrontendMetrics

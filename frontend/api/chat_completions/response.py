@@ -1,11 +1,11 @@
-"""The reply to `POST /v1/chat/completions`."""
+"""The response of `POST /v1/chat/completions`."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from tandem.frontend.api.formatter import DONE, error_event, reply_head
+from tandem.frontend.api.formatter import DONE, error_event, response_head
 from tandem.frontend.api.logprobs import chat_logprobs
 from tandem.frontend.chat.deltas import CallArguments, CallStart, Content, MessageDelta, Reasoning
 from tandem.frontend.chat.message import Message, MessageParser, MessageShape, whole_message
@@ -17,8 +17,11 @@ from tandem.frontend.generation.generation import Usage
 _encode = msgspec.json.encode
 
 
-class ChatFormat:
-    """Formats one reply: prefix + encoded text + suffix. The shape says what is to be looked for in the text."""
+class ChatFormatter:
+    """Format one response as prefix, encoded text and suffix.
+
+    `shape` tells which tool calls and reasoning the text may contain.
+    """
 
     def __init__(self, admitted: Admitted, shape: MessageShape) -> None:
         options = admitted.options
@@ -28,7 +31,7 @@ class ChatFormat:
         self._with_ids = options.return_token_ids
         self._with_logprobs = options.logprobs is not None
         self._include_usage = options.include_usage
-        self._reply = reply_head(
+        self._reply = response_head(
             "chatcmpl", "chat.completion.chunk" if options.stream else "chat.completion", admitted.model
         )
         head = b"data: " + _encode(self._reply)[:-1]
@@ -39,8 +42,8 @@ class ChatFormat:
         self._after_content = b'},"logprobs":null,"finish_reason":null}]' + self._tail
 
     def opening(self) -> bytes:
-        """One chunk a choice that says who speaks, with the ids of the prompt where asked for."""
-        # Whether there will be content is not known yet where there may be calls or thoughts instead.
+        """Return one chunk a choice with the role, and the ids of the prompt if requested."""
+        # With tools or reasoning it is not known yet if there will be content.
         content = b'""' if self._shape.plain else b"null"
         delta = b'{"role":"assistant","content":%b,"refusal":null}' % content
         return b"".join([self._chunk(index, delta, self._prompt_ids(index)) for index in range(len(self._prefixes))])

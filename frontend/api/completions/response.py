@@ -1,11 +1,11 @@
-"""The reply to `POST /v1/completions`: prefix + encoded text + suffix, no object built for a token."""
+"""The response of `POST /v1/completions`: prefix, encoded text and suffix, no object built for a token."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from tandem.frontend.api.formatter import DONE, error_event, reply_head
+from tandem.frontend.api.formatter import DONE, error_event, response_head
 from tandem.frontend.api.logprobs import completion_logprobs, keep_best
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
@@ -15,15 +15,15 @@ from tandem.frontend.generation.generation import Usage
 _encode = msgspec.json.encode
 
 
-class CompletionFormat:
-    """Formats one reply; `echo` shows each prompt ahead of its choices."""
+class CompletionFormatter:
+    """Format one response; `echo` repeats each prompt ahead of its choices."""
 
     def __init__(self, admitted: Admitted, echo: bool) -> None:
         self._admitted = admitted
         self._echo = echo
         self._with_ids = admitted.options.return_token_ids
         self._include_usage = admitted.options.include_usage
-        self._reply = reply_head("cmpl", "text_completion", admitted.model)
+        self._reply = response_head("cmpl", "text_completion", admitted.model)
         head = self._head = b"data: " + _encode(self._reply)[:-1]
         self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
         self._prefixes = [b'%b,"choices":[{"index":%d,"text":' % (head, i) for i in range(admitted.num_choices)]
@@ -31,10 +31,10 @@ class CompletionFormat:
         self._text_only = not (self._with_ids or self._with_logprobs)
         self._after_text = b',"logprobs":null,"finish_reason":null}]' + self._tail
         self._unechoed = set(range(admitted.num_choices)) if echo and self._with_logprobs else set()
-        """Choices whose prompt goes out with its log-probabilities, which come with the first piece."""
+        """Choices whose echoed prompt is still to be sent, together with its log-probabilities, in the first piece."""
 
     def opening(self) -> bytes:
-        """The chunks ahead of all output: echoed prompts and their ids, where asked for."""
+        """Return the chunks ahead of all output: echoed prompts and their ids, if requested."""
         if not (self._with_ids or (self._echo and not self._unechoed)):
             return b""
         return b"".join([self._prompt(index) for index in range(self._admitted.num_choices)])
@@ -58,7 +58,7 @@ class CompletionFormat:
         return _encode({**msgspec.structs.asdict(self._reply), "choices": shown, "usage": usage})
 
     def _piece(self, piece: Piece) -> bytes:
-        """The chunk of a piece, or nothing where it has nothing to show."""
+        """Encode the chunk of a piece; empty if it has no visible output."""
         if self._text_only and not piece.finish_reason:
             text = piece.text
             return self._prefixes[piece.index] + _encode(text) + self._after_text if text else b""
@@ -67,7 +67,7 @@ class CompletionFormat:
         return self._chunk(self._echoing(piece), b"")
 
     def _echoing(self, piece: Piece) -> Piece:
-        """The first piece of a choice with the prompt in front, where that was not sent ahead."""
+        """Prepend the prompt to the first piece of a choice, unless it was sent ahead."""
         if piece.index not in self._unechoed:
             return piece
         self._unechoed.remove(piece.index)

@@ -1,30 +1,34 @@
-"""An assistant's message as the output items of a response, with the events that tell of each change."""
+"""The output items of a response, and the stream events of their changes."""
 
 import secrets
 from typing import Any, Literal
 
 from tandem.frontend.chat.deltas import CallArguments, CallStart, Content, MessageDelta, Reasoning
 
-Event = tuple[str, dict[str, Any]]
-"""The type of an event and its fields, without its number."""
+StreamEvent = tuple[str, dict[str, Any]]
+"""Type and fields of an event, without its sequence number."""
 
-Ending = Literal["completed", "incomplete"]
+OutputStatus = Literal["completed", "incomplete"]
 _TextKind = Literal["message", "reasoning"]
 _STREAMED = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
 
 
 class OutputItems:
-    """Folds the deltas of one choice into items, in the order in which they begin: another kind of output, or another
-    call, ends the item before it. However the text is cut into deltas, the items are the same."""
+    """Assemble the deltas of one choice into items, in the order in which they begin.
+
+    Another kind of output, or another call, ends the item before it. The items do not depend on how the text is split
+    into deltas.
+    """
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._open: str | None = None
-        """The type of the last item, while it grows."""
+        """The type of the last item, while it is open."""
         self._parts: list[str] = []
-        """Its text so far."""
+        """The text of the open item so far, in parts."""
 
-    def write(self, delta: MessageDelta) -> list[Event]:
+    def write(self, delta: MessageDelta) -> list[StreamEvent]:
+        """Append a delta and return its events."""
         match delta:
             case Content(text):
                 return [*self._text_item("message"), self._text_delta("message", text)]
@@ -38,13 +42,13 @@ class OutputItems:
                 self._parts.append(text)
                 return [self._event("response.function_call_arguments.delta", delta=text)]
 
-    def finish(self, status: Ending) -> list[Event]:
-        """Ends the output; one that says nothing is an empty message."""
+    def finish(self, status: OutputStatus) -> list[StreamEvent]:
+        """End the output; an empty one becomes an empty message."""
         begun = [] if self.items else self._text_item("message")
         return begun + self.end(status)
 
-    def end(self, status: Ending) -> list[Event]:
-        """Ends the item that grows, if one does."""
+    def end(self, status: OutputStatus) -> list[StreamEvent]:
+        """End the open item, if there is one."""
         kind, self._open = self._open, None
         if kind is None:
             return []
@@ -53,18 +57,18 @@ class OutputItems:
         item["status"] = status
         if kind == "function_call":
             item["arguments"] = text
-            told = [self._event("response.function_call_arguments.done", name=item["name"], arguments=text)]
+            events = [self._event("response.function_call_arguments.done", name=item["name"], arguments=text)]
         else:
             part = _part(kind, text)
             item["content"] = [part]
-            told = [
+            events = [
                 self._event(f"{_STREAMED[kind]}.done", content_index=0, text=text, **_logprobs(kind)),
                 self._event("response.content_part.done", content_index=0, part=part),
             ]
-        return [*told, self._item_event("response.output_item.done")]
+        return [*events, self._item_event("response.output_item.done")]
 
-    def _text_item(self, kind: _TextKind) -> list[Event]:
-        """Begins an item of text, unless it grows already."""
+    def _text_item(self, kind: _TextKind) -> list[StreamEvent]:
+        """Begin an item of text, unless one of this kind is open."""
         if self._open == kind:
             return []
         ended = self.end("completed")
@@ -74,20 +78,20 @@ class OutputItems:
             added = self._add(kind, "rs", summary=[], content=[])
         return [*ended, added, self._event("response.content_part.added", content_index=0, part=_part(kind, ""))]
 
-    def _text_delta(self, kind: _TextKind, text: str) -> Event:
+    def _text_delta(self, kind: _TextKind, text: str) -> StreamEvent:
         self._parts.append(text)
         return self._event(f"{_STREAMED[kind]}.delta", content_index=0, delta=text, **_logprobs(kind))
 
-    def _add(self, kind: str, prefix: str, **fields: Any) -> Event:
+    def _add(self, kind: str, prefix: str, **fields: Any) -> StreamEvent:
         self._open = kind
         item_id = f"{prefix}_{secrets.token_hex(24)}"
         self.items.append({"id": item_id, "type": kind, "status": "in_progress", **fields})
         return self._item_event("response.output_item.added")
 
-    def _event(self, event: str, **fields: Any) -> Event:
+    def _event(self, event: str, **fields: Any) -> StreamEvent:
         return event, {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
 
-    def _item_event(self, event: str) -> Event:
+    def _item_event(self, event: str) -> StreamEvent:
         return event, {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
 
 
@@ -98,5 +102,5 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 
 def _logprobs(kind: str) -> dict[str, Any]:
-    """The official client's types require them of a message's text."""
+    """Return the empty `logprobs` that OpenAI's types require for the text of a message."""
     return {"logprobs": []} if kind == "message" else {}

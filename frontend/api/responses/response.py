@@ -1,4 +1,4 @@
-"""The reply to `POST /v1/responses`: one response object, or the numbered events that lead to it."""
+"""The response of `POST /v1/responses`: one response object, or the numbered events that build it."""
 
 import secrets
 import time
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from tandem.frontend.api.formatter import named_event
-from tandem.frontend.api.responses.output_items import Ending, Event, OutputItems
+from tandem.frontend.api.responses.output_items import OutputItems, OutputStatus, StreamEvent
 from tandem.frontend.chat.message import MessageShape
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import Piece
@@ -16,8 +16,8 @@ from tandem.frontend.generation.generation import Usage
 from tandem.protocol.errors import FinishReason
 
 
-class ResponsesFormat:
-    """Formats one reply; `settings` are the fields of the response that say what it was asked with."""
+class ResponsesFormatter:
+    """Format one response; `settings` are its fields that repeat the settings of the request."""
 
     def __init__(self, model: str, shape: MessageShape, settings: dict[str, Any]) -> None:
         self._parser = shape.parser()
@@ -45,10 +45,10 @@ class ResponsesFormat:
 
     def failure(self, error: ApiError) -> bytes:
         ended = self._items.end("incomplete")
-        told = {"code": error.code, "message": error.message, "param": error.param}
+        fields = {"code": error.code, "message": error.message, "param": error.param}
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         response = self._response("failed", error={"code": code, "message": error.message})
-        return self._encoded([*ended, ("error", told), self._last(response)])
+        return self._encoded([*ended, ("error", fields), self._last(response)])
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         for piece in choices:
@@ -56,13 +56,13 @@ class ResponsesFormat:
         self._items.finish(self._ending)
         return msgspec.json.encode(self._ended(usage))
 
-    def _read(self, piece: Piece) -> list[Event]:
+    def _read(self, piece: Piece) -> list[StreamEvent]:
         if piece.finish_reason:
             self._finish_reason = piece.finish_reason
         return [event for delta in self._parser.push(piece) for event in self._items.write(delta)]
 
     @property
-    def _ending(self) -> Ending:
+    def _ending(self) -> OutputStatus:
         return "incomplete" if self._finish_reason == FinishReason.LENGTH.value else "completed"
 
     def _ended(self, usage: Usage) -> dict[str, Any]:
@@ -92,15 +92,15 @@ class ResponsesFormat:
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion_tokens,
-            # The count is required; thoughts that no token of their own closes cannot be counted.
+            # The count is required; reasoning that no single token closes cannot be counted.
             "output_tokens_details": {"reasoning_tokens": self._parser.reasoning_tokens or 0},
             "total_tokens": usage.total_tokens,
         }
 
-    def _last(self, response: dict[str, Any]) -> Event:
+    def _last(self, response: dict[str, Any]) -> StreamEvent:
         return f"response.{response['status']}", {"response": response}
 
-    def _encoded(self, events: Sequence[Event]) -> bytes:
+    def _encoded(self, events: Sequence[StreamEvent]) -> bytes:
         parts: list[bytes] = []
         for event, fields in events:
             parts.append(named_event(event, {"type": event, "sequence_number": self._number, **fields}))

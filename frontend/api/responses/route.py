@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: stateless, so nothing is stored and nothing can be asked for later."""
+"""The route `POST /v1/responses`: stateless, so no response is stored or can be retrieved later."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +8,11 @@ from time import monotonic
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from tandem.frontend.api.generation_response import GenerationResponse
 from tandem.frontend.api.openapi import generates
-from tandem.frontend.api.reply import Reply, parse_body
 from tandem.frontend.api.responses.openapi import RESPONSES
 from tandem.frontend.api.responses.request import parse_responses
-from tandem.frontend.api.responses.response import ResponsesFormat
+from tandem.frontend.api.responses.response import ResponsesFormatter
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.generation import Generation
@@ -28,21 +28,21 @@ _NAMES = {
 
 
 def responses_router(service: Service) -> APIRouter:
+    """Build the route of `/v1/responses`."""
     router = APIRouter()
     parse = partial(parse_responses, default_max_tokens=service.config.chat.default_max_tokens)
 
     @router.post("/v1/responses", openapi_extra=generates(RESPONSES))
     async def responses(request: Request) -> Response:
-        """Continues a conversation; OpenAI's newer interface, without its memory."""
+        """Continue a conversation; OpenAI's newer interface, without its stored state."""
         arrived = monotonic()
-        async with service.arrivals.request() as share:
-            parsed = await parse_body(request, share, service, parse)
+        async with service.pending.receive(request, parse) as parsed:
             with _own_names():
                 admitted, shape = await service.chat.admit(
                     parsed.options, parsed.conversation, parsed.tool_use, service.ready()
                 )
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
-        return Reply(generation, ResponsesFormat(admitted.model.name, shape, parsed.settings), service)
+        return GenerationResponse(generation, ResponsesFormatter(admitted.model.name, shape, parsed.settings), service)
 
     return router
 

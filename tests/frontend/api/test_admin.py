@@ -6,7 +6,7 @@ import jsonschema
 import pytest
 from msgspec import structs
 
-from tandem.frontend.api.admin import INSPECTION, shown
+from tandem.frontend.api.admin import INSPECTION, inspection_body
 from tandem.frontend.config import FrontendConfig
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.events import (
@@ -35,7 +35,7 @@ def test_an_inspection_as_json() -> None:
     running = InspectedSequence("ab", 5, "decode", 0, 40, 3, 42, 3, 2, 32, -1, 1, 2.34567, "talk")
     waiting = InspectedSequence("ab", 6, "waiting", -1, 40, 0, 0, 0, 0, 0, 0, 0, 1.0, wait=0.5678)
     session = InspectedSession("talk", True, 2, 0.0)
-    found = shown(Inspection(1, "fcfs", stats, 4, 1, [running, waiting], [session], 2), LIMITS)
+    found = inspection_body(Inspection(1, "fcfs", stats, 4, 1, [running, waiting], [session], 2), LIMITS)
     jsonschema.validate(found, INSPECTION)
     assert found == {
         "policy": "fcfs",
@@ -63,13 +63,15 @@ def test_an_inspection_as_json() -> None:
         "sessions": [{"session_id": "talk", "busy": True, "pages": 2, "idle": 0.0}],
         "evicted_sessions": 7,
     }  # fmt: skip
-    assert shown(Inspection(1, "fcfs", EngineStats(), 4, 1, [], []), LIMITS)["prefix_cache"]["hit_rate"] is None
+    assert (
+        inspection_body(Inspection(1, "fcfs", EngineStats(), 4, 1, [], []), LIMITS)["prefix_cache"]["hit_rate"] is None
+    )
 
 
 @pytest.mark.parametrize("state", SEQUENCE_STATES)
 def test_every_state_of_a_sequence_is_described(state: SequenceState) -> None:
     sequence = InspectedSequence("ab", 6, state, -1, 40, 0, 0, 0, 0, 0, 0, 0, 1.0)
-    jsonschema.validate(shown(Inspection(1, "fcfs", EngineStats(), 4, 1, [sequence], []), LIMITS), INSPECTION)
+    jsonschema.validate(inspection_body(Inspection(1, "fcfs", EngineStats(), 4, 1, [sequence], []), LIMITS), INSPECTION)
 
 
 def test_a_turn_in_progress_is_seen(server: RunningServer, engine: FakeEngine) -> None:

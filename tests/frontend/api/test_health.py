@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tandem.frontend.api import reply as intake
-from tandem.frontend.api.body import read_body
+from tandem.frontend.api import request_body
 from tandem.frontend.api.completions import route as completions
+from tandem.frontend.api.request_body import read_body
 from tandem.protocol.events import Phase
 from tandem.protocol.version import PROTOCOL_VERSION, distribution_version
 from tests.fakes.engine import FakeEngine
@@ -43,7 +43,7 @@ def test_latencies_begin_before_the_body_is_read(server: RunningServer, monkeypa
         return await read_body(*arguments)
 
     monkeypatch.setattr(completions, "monotonic", lambda: time.monotonic() - earlier[0])
-    monkeypatch.setattr(intake, "read_body", read)
+    monkeypatch.setattr(request_body, "read_body", read)
     assert post(server.url + "/v1/completions", json={"model": "fake-model", "prompt": "one"}).status_code == 200
     text = get(server.url + "/metrics").text
     for name in ("tandem_time_to_first_token_seconds", "tandem_e2e_request_latency_seconds"):

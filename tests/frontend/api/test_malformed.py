@@ -256,7 +256,7 @@ def check_alive(server: RunningServer, engine: FakeEngine, client: httpx.Client)
         assert client.post(server.url + path, json=fields).status_code == 200, path
     service = server.server._service
     until(lambda: engine.num_running == 0)
-    assert (service.client.num_open, service.client.queued_tokens, service.bodies.held) == (0, 0, 0)
+    assert (service.client.num_open, service.client.queued_tokens, service.body_budget.used) == (0, 0, 0)
     assert value_of(get(server.url + "/metrics").text, "tandem_frontend_num_requests_running") == 0
 
 

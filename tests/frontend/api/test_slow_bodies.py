@@ -13,9 +13,10 @@ import httpx
 import pytest
 from msgspec import structs
 
-from tandem.frontend.api.body import Arrivals, BodyBudget
+from tandem.frontend.api.request_body import BodyBudget, PendingRequests
 from tandem.frontend.config import ChatOptions, FrontendConfig
 from tandem.frontend.errors import ApiError
+from tandem.frontend.workers import Workers
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import DEADLINE, RunningServer, post, until
 
@@ -38,34 +39,38 @@ def shutting_down(response: httpx.Response) -> bool:
     return told == (503, "overloaded_error", "shutting_down", "the server is shutting down", "1")
 
 
+def pending_requests(budget: BodyBudget) -> PendingRequests:
+    return PendingRequests(10**9, Workers(1, "parse"), budget)
+
+
 def test_one_that_waits_is_ended_and_gives_back_what_it_holds() -> None:
     async def run() -> None:
         budget = BodyBudget()
-        arrivals = Arrivals(budget)
+        pending = pending_requests(budget)
 
         async def wait(moment: asyncio.Event) -> None:
-            async with arrivals.request() as share:
-                share.grow(LARGE)
+            async with pending.hold() as reservation:
+                reservation.grow(LARGE)
                 await moment.wait()
 
         through, never = asyncio.Event(), asyncio.Event()
         first, second = asyncio.create_task(wait(through)), asyncio.create_task(wait(never))
         await asyncio.sleep(0)
-        assert (len(arrivals), budget.held) == (2, 2 * LARGE)
+        assert (len(pending), budget.used) == (2, 2 * LARGE)
         through.set()
         await first
-        arrivals.end_all()
+        pending.end_all()
         with pytest.raises(ApiError) as caught:
             await second
         assert (caught.value.status, caught.value.code) == (503, "shutting_down")
-        assert (len(arrivals), budget.held) == (0, 0)
+        assert (len(pending), budget.used) == (0, 0)
 
     asyncio.run(run())
 
 
 def test_a_time_limit_of_what_it_waits_for_is_not_a_shutdown() -> None:
     async def run() -> None:
-        async with Arrivals(BodyBudget()).request(), asyncio.timeout(0):
+        async with pending_requests(BodyBudget()).hold(), asyncio.timeout(0):
             await asyncio.Event().wait()
 
     with pytest.raises(TimeoutError):
@@ -82,7 +87,7 @@ class Waiting:
         self._thread = threading.Thread(target=self._send)
         self._thread.start()
         until(lambda: server.server._service.grammars._asking, "its grammar is asked for")
-        assert len(server.server._service.arrivals) == 1
+        assert len(server.server._service.pending) == 1
 
     def _send(self) -> None:
         self._answers.append(post(self._url, json=self._body))
@@ -151,7 +156,7 @@ def test_one_whose_body_is_not_complete_learns_of_the_shutdown(server: RunningSe
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
     with socket.create_connection(server.sock.getsockname(), timeout=DEADLINE) as client:
         client.sendall(head)
-        until(lambda: len(server.server._service.arrivals) == 1)
+        until(lambda: len(server.server._service.pending) == 1)
         drain(server)
         with client.makefile("rb") as answer:
             text = answer.read()

@@ -8,8 +8,8 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tandem.frontend.api.chat_completions.request import parse_chat
-from tandem.frontend.api.chat_completions.response import ChatFormat
-from tandem.frontend.api.completions.response import CompletionFormat
+from tandem.frontend.api.chat_completions.response import ChatFormatter
+from tandem.frontend.api.completions.response import CompletionFormatter
 from tandem.frontend.api.formatter import Formatter
 from tandem.frontend.chat.message import MessageShape
 from tandem.frontend.chat.tool_formats import FORMATS
@@ -49,7 +49,7 @@ def chunks(data: bytes) -> list[dict[str, Any]]:
 
 
 def streamed(shape: MessageShape, pieces: list[Piece], **fields: Any) -> list[dict[str, Any]]:
-    formatter = ChatFormat(admitted(stream=True, **fields), shape)
+    formatter = ChatFormatter(admitted(stream=True, **fields), shape)
     data = formatter.opening() + b"".join(formatter.batch([piece]) for piece in pieces)
     found = chunks(data + formatter.closing(Usage(2, 5, 7)))
     for chunk in found:
@@ -65,7 +65,7 @@ def whole(shape: MessageShape, pieces: list[Piece], **fields: Any) -> dict[str, 
         pieces[-1].finish_reason,
         [token for piece in pieces for token in piece.logprobs],
     )
-    reply: dict[str, Any] = json.loads(ChatFormat(admitted(**fields), shape).whole([joined], Usage(2, 5, 7)))
+    reply: dict[str, Any] = json.loads(ChatFormatter(admitted(**fields), shape).whole([joined], Usage(2, 5, 7)))
     ChatCompletion.model_validate(reply, strict=True)
     return reply
 
@@ -127,10 +127,10 @@ def test_calls_without_content_have_null() -> None:
     assert whole(PLAIN, [Piece(0, "", [1], "stop")])["choices"][0]["message"]["content"] == ""
 
 
-@pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
+@pytest.mark.parametrize("kind", [ChatFormatter, CompletionFormatter])
 def test_an_error_ends_a_stream(kind: Any) -> None:
     formatter: Formatter = (
-        kind(admitted(stream=True), PLAIN) if kind is ChatFormat else kind(admitted(stream=True), False)
+        kind(admitted(stream=True), PLAIN) if kind is ChatFormatter else kind(admitted(stream=True), False)
     )
     (event,) = chunks(formatter.failure(unavailable("gone")))
     assert event["error"]["message"] == "gone"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 
 from tandem.frontend.api.responses.request import parse_responses
-from tandem.frontend.api.responses.response import ResponsesFormat
+from tandem.frontend.api.responses.response import ResponsesFormatter
 from tandem.frontend.chat.message import MessageShape
 from tandem.frontend.chat.tool_formats import FORMATS
 from tandem.frontend.errors import ApiError
@@ -35,8 +35,8 @@ BODY = b'{"model": "m", "input": "x", "tools": [{"type": "function", "name": "lo
 SETTINGS = {"store": False, "metadata": {"a": "b"}}
 
 
-def format_of(shape: MessageShape = SHAPE) -> ResponsesFormat:
-    return ResponsesFormat("m", shape, SETTINGS)
+def format_of(shape: MessageShape = SHAPE) -> ResponsesFormatter:
+    return ResponsesFormatter("m", shape, SETTINGS)
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ def test_everything_is_as_the_official_client_types_it(finish: str) -> None:
         Response.model_validate({**whole(text, finish), **parse_responses(BODY, 16).settings}, strict=True)
     known = pydantic.TypeAdapter(ResponseStreamEvent)
     for failed in (False, True):
-        form = ResponsesFormat("m", SHAPE, parse_responses(BODY, 16).settings)
+        form = ResponsesFormatter("m", SHAPE, parse_responses(BODY, 16).settings)
         data = form.opening() + form.batch([Piece(0, TEXTS[3], [7], None), Piece(0, "", [1], finish)])
         data += form.failure(ApiError(500, "no more")) if failed else form.closing(USAGE)
         for event in events_of(data):

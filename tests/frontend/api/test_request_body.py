@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
-from tandem.frontend.api.body import SMALL_BODY, BodyBudget, read_body
 from tandem.frontend.api.completions import route as completions
 from tandem.frontend.api.completions.request import CompletionRequest, parse_completion
+from tandem.frontend.api.request_body import MAX_INLINE_BODY, BodyBudget, read_body
 from tandem.frontend.errors import ApiError
 from tests.frontend.conftest import RunningServer, get, post
 
@@ -29,22 +29,22 @@ def request(*chunks: bytes) -> Request:
 
 
 def read(budget: BodyBudget, *chunks: bytes, limit: int = 10**9) -> bytes:
-    with budget.share() as share:
-        return asyncio.run(read_body(request(*chunks), limit, share))
+    with budget.reservation() as reservation:
+        return asyncio.run(read_body(request(*chunks), limit, reservation))
 
 
 def test_large_bodies_are_counted_while_they_are_held() -> None:
     budget = BodyBudget(200_000)
-    with budget.share() as share:
-        assert asyncio.run(read_body(request(CHUNK, CHUNK), 10**9, share)) == CHUNK * 2
-        assert budget.held == 100_000
+    with budget.reservation() as reservation:
+        assert asyncio.run(read_body(request(CHUNK, CHUNK), 10**9, reservation)) == CHUNK * 2
+        assert budget.used == 100_000
         assert read(budget, CHUNK) == CHUNK, "small bodies pass"
         assert read(budget, CHUNK, CHUNK) == CHUNK * 2
         with pytest.raises(ApiError, match="at most 200000") as caught:
             read(budget, CHUNK, CHUNK, CHUNK)
         assert (caught.value.status, caught.value.code) == (503, "overloaded")
-        assert budget.held == 100_000
-    assert budget.held == 0
+        assert budget.used == 100_000
+    assert budget.used == 0
 
 
 def test_a_body_too_large_is_read_to_its_end_and_no_further() -> None:
@@ -53,7 +53,7 @@ def test_a_body_too_large_is_read_to_its_end_and_no_further() -> None:
         with pytest.raises(ApiError) as caught:
             read(budget, *chunks, limit=10)
         assert caught.value.status == 413
-    assert budget.held == 0
+    assert budget.used == 0
 
 
 def test_large_bodies_are_parsed_beside_the_event_loop(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,13 +63,13 @@ def test_large_bodies_are_parsed_beside_the_event_loop(server: RunningServer, mo
 
     def slow(body: bytes) -> CompletionRequest:
         threads.append(threading.current_thread().name)
-        if len(body) > SMALL_BODY:
+        if len(body) > MAX_INLINE_BODY:
             entered.set()
             assert leave.wait(30)
         return parse_completion(body)
 
     monkeypatch.setattr(completions, "parse_completion", slow)
-    body = {"model": "fake-model", "prompt": "one", "user": "x" * SMALL_BODY}
+    body = {"model": "fake-model", "prompt": "one", "user": "x" * MAX_INLINE_BODY}
     answers: list[int] = []
     client = threading.Thread(
         target=lambda: answers.append(post(server.url + "/v1/completions", json=body).status_code)

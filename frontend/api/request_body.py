@@ -1,0 +1,197 @@
+"""Request bodies: read up to a limit, counted together, and held until the request is admitted."""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.types import Receive
+
+from tandem.frontend.errors import ApiError, malformed, unavailable
+from tandem.frontend.workers import Workers
+from tandem.protocol.errors import ErrorCode
+
+_Parsed = TypeVar("_Parsed")
+
+MAX_INLINE_BODY = 64 * 1024
+"""Largest body in bytes that is parsed in the event loop and not counted against the budget."""
+
+MAX_BUFFERED_BYTES = 256 * 2**20
+"""Total bytes of the larger bodies that are read, parsed and admitted at the same time."""
+
+DRAIN_BYTES = 64 * 2**20
+"""Most bytes of an oversized body that are read and discarded before the connection is closed.
+
+Many clients look at no response before they have sent their whole body, and a connection closed on unread bytes
+would take the response away from them."""
+
+DRAIN_SECONDS = 10.0
+"""Seconds for which the rest of an oversized body is read and discarded."""
+
+
+class BodyBudget:
+    """The bytes of large bodies that one process may buffer."""
+
+    def __init__(self, max_bytes: int = MAX_BUFFERED_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.used = 0
+
+    def reservation(self) -> "BodyReservation":
+        """Return an empty reservation for one request."""
+        return BodyReservation(self)
+
+
+class BodyReservation:
+    """The bytes that one request holds of a budget, returned at the end of its `with` block."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._held = 0
+
+    def grow(self, size: int) -> None:
+        """Extend the reservation to a body of `size` bytes.
+
+        Raises ApiError 503 if the budget has no room for it. Bodies up to MAX_INLINE_BODY are not counted.
+        """
+        if size <= MAX_INLINE_BODY:
+            return
+        added = size - self._held
+        if self._budget.used + added > self._budget.max_bytes:
+            raise unavailable(
+                f"large bodies of {self._budget.used} bytes are being read, at most {self._budget.max_bytes} are "
+                "allowed at once; try again later",
+                ErrorCode.OVERLOADED,
+            )
+        self._budget.used += added
+        self._held = size
+
+    def __enter__(self) -> "BodyReservation":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._budget.used -= self._held
+        self._held = 0
+
+
+class PendingRequests:
+    """All requests of one process between their first byte and their admission; `len` counts them."""
+
+    def __init__(self, max_body: int, parser: Workers, budget: BodyBudget) -> None:
+        """max_body: largest accepted body in bytes. parser: thread that parses large bodies."""
+        self._max_body = max_body
+        self._parser = parser
+        self._budget = budget
+        self._open: set[asyncio.Timeout] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @asynccontextmanager
+    async def receive(self, request: Request, parse: Callable[[bytes], _Parsed]) -> AsyncIterator[_Parsed]:
+        """Read and parse one body, and count the request as pending until the `with` block ends.
+
+        A large body is parsed in a thread; for a small one the thread would cost more than it saves. Raises ApiError
+        as `read_body` and `hold` do, and whatever `parse` raises.
+        """
+        async with self.hold() as reservation:
+            body = await read_body(request, self._max_body, reservation)
+            yield parse(body) if len(body) <= MAX_INLINE_BODY else await self._parser.run(parse, body)
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[BodyReservation]:
+        """Count one request as pending and yield its body reservation.
+
+        Raises ApiError 503 within the block when `end_all` is called.
+        """
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._open.add(limit)
+                with self._budget.reservation() as reservation:
+                    yield reservation
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise unavailable("the server is shutting down", ErrorCode.SHUTTING_DOWN) from None
+        finally:
+            self._open.discard(limit)
+
+    def end_all(self) -> None:
+        """Fail every pending request, whatever it is waiting for."""
+        now = asyncio.get_running_loop().time()
+        for limit in self._open:
+            limit.reschedule(now)
+
+
+async def read_body(request: Request, max_body: int, reservation: BodyReservation) -> bytes:
+    """Read the whole body.
+
+    Raises ApiError 413 for more than `max_body` bytes, announced or not, 503 if the budget is exhausted, and 415 for
+    a compressed body or one that is not JSON.
+    """
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        message = f"a body with content-encoding {encoding[:40]!r} is not supported; send it uncompressed"
+        raise ApiError(415, message, None, "unsupported_content_encoding")
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > max_body:
+        # A client that waits for "100 Continue" has sent nothing yet.
+        raise await _too_large(request, max_body, request.headers.get("expect", "").lower() != "100-continue")
+    chunks: list[bytes] = []
+    size, more = 0, True
+    while more:
+        chunk, more = await _next_chunk(request.receive)
+        size += len(chunk)
+        if size > max_body:
+            chunks.clear()
+            raise await _too_large(request, max_body, more)
+        reservation.grow(size)
+        chunks.append(chunk)
+    _check_content_type(request.headers.get("content-type"))
+    return b"".join(chunks)
+
+
+async def drain(receive: Receive) -> None:
+    """Read and discard the rest of a body, up to DRAIN_BYTES and DRAIN_SECONDS."""
+    size, more = 0, True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_SECONDS):
+            while more and size <= DRAIN_BYTES:
+                chunk, more = await _next_chunk(receive)
+                size += len(chunk)
+
+
+def _check_content_type(content_type: str | None) -> None:
+    """Raise ApiError 415 for a body declared as anything but JSON in UTF-8.
+
+    A page of another origin can send such a body without a CORS preflight.
+    """
+    if content_type is None:
+        return
+    kind, _, parameters = content_type.lower().partition(";")
+    charset = re.search(r"charset\s*=\s*\"?([^\s\";]*)", parameters)
+    is_json = kind.strip() == "application/json" or (kind.startswith("application/") and kind.strip().endswith("+json"))
+    if not is_json or (charset is not None and charset[1] not in ("utf-8", "utf8", "us-ascii")):
+        message = f"a body of content-type {content_type[:80]!r} is not supported; send JSON as 'application/json'"
+        raise ApiError(415, message, None, "unsupported_content_type")
+
+
+async def _next_chunk(receive: Receive) -> tuple[bytes, bool]:
+    """Return the next chunk of the body and if more follow; raise ApiError 400 if the client disconnected."""
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise malformed("the client disconnected before its request was complete")
+    return message.get("body", b""), message.get("more_body", False)
+
+
+async def _too_large(request: Request, max_body: int, more: bool) -> ApiError:
+    """Return the error to raise, after draining the rest of the body."""
+    if more:
+        await drain(request.receive)
+    return ApiError(413, f"the body exceeds {max_body} bytes; send a smaller one", None, "request_too_large")
