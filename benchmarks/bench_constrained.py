@@ -35,7 +35,7 @@ from benchmarks.serving.distribution import distribution
 from benchmarks.serving.level import Level, Slo, summarise
 from benchmarks.workloads import Load, Request, Span, Workload
 from tandem.engine_core.constraints.grammars import Grammars
-from tandem.engine_core.constraints.matchers import Matchers
+from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.engine_core.stats import new_stats
@@ -45,26 +45,28 @@ COMPILATIONS, WALKS, LONGEST_WALK = 5, 20, 80
 SLO = Slo(500.0, 50.0)
 
 
-def measure_grammar(grammars: Grammars, matchers: Matchers, schema: Schema, rng: random.Random) -> dict[str, Any]:
+def measure_grammar(
+    grammars: Grammars, mask_builder: MaskBuilder, schema: Schema, rng: random.Random
+) -> dict[str, Any]:
     """Times of one schema: compilation in milliseconds, a mask in microseconds."""
     text = LLMatcher.grammar_from_json_schema(schema)
     compilations = []
     for _ in range(COMPILATIONS):
         start = time.perf_counter()
-        prototype = grammars.compile(text)
+        compiled_grammar = grammars.compile(text)
         compilations.append(time.perf_counter() - start)
     mask = np.zeros((1, -(-grammars.vocab_size // 32)), dtype=np.int32)
     masks = []
     for _ in range(WALKS):
-        constraint = prototype.constraint(ignore_ends=True)
+        constraint = compiled_grammar.constraint(ignore_ends=True)
         for _ in range(LONGEST_WALK):
             start = time.thread_time()
-            matchers.fill([(constraint, 0)], mask)
+            mask_builder.fill([(constraint, 0)], mask)
             masks.append(time.thread_time() - start)
             allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little"))
-            (taken,) = matchers.accept([(constraint, int(rng.choice(allowed)))])
+            (taken,) = mask_builder.accept([(constraint, int(rng.choice(allowed)))])
             assert taken, constraint.problem
-            if constraint.complete:
+            if constraint.is_complete:
                 break
     return {
         "compile_ms": statistics.median(compilations) * 1e3,
@@ -79,9 +81,9 @@ def measure_grammars(model_dir: Path) -> dict[str, Any]:
     start = time.perf_counter()
     grammars.prepare()
     seconds = time.perf_counter() - start
-    matchers = Matchers(None, model.eos_ids, new_stats(), time.perf_counter)
+    mask_builder = MaskBuilder(None, model.eos_ids, new_stats(), time.perf_counter)
     rng = random.Random(0)
-    found = {name: measure_grammar(grammars, matchers, schema, rng) for name, schema in SCHEMAS.items()}
+    found = {name: measure_grammar(grammars, mask_builder, schema, rng) for name, schema in SCHEMAS.items()}
     return {"vocab_size": model.vocab_size, "tokenizer_seconds": seconds, "schemas": found}
 
 

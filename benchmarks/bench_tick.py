@@ -26,7 +26,7 @@ from llguidance import LLExecutor, LLMatcher
 from benchmarks.results import save
 from tandem.engine_core.constraints.compiler import GrammarCompiler
 from tandem.engine_core.constraints.grammars import Grammars
-from tandem.engine_core.constraints.matchers import Matchers
+from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.contracts import DeviceTimes, Masks, StepLogprobs
 from tandem.engine_core.control import Control
 from tandem.engine_core.engine import Engine
@@ -43,7 +43,7 @@ from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.engine_core.stats import STAGES, StageClock, new_stats
 from tandem.engine_core.wire.mailbox import ZmqMailbox
-from tandem.engine_core.wire.wakeup import Wakeup
+from tandem.engine_core.wire.wakeup import LoopWaker
 from tandem.protocol.codec import decode_event, encode, pack_ids, runs, step_output
 from tandem.protocol.commands import Hello, Submit
 from tandem.protocol.events import Limits, ModelFacts, StepOutput
@@ -104,13 +104,13 @@ def full_cache(pages: int) -> KVManager:
     return KVManager(allocator, PAGE_SIZE, tree)
 
 
-def build(rows: int, cached_pages: int, router: Any, wakeup: Wakeup) -> Engine:
+def build(rows: int, cached_pages: int, router: Any, wakeup: LoopWaker) -> Engine:
     pages = cached_pages or rows * MAX_LEN // PAGE_SIZE
     memory = full_cache(pages) if cached_pages else KVManager(PageAllocator(pages + 1), PAGE_SIZE)
     stats = new_stats()
     threads = len(os.sched_getaffinity(0)) // 2
-    matchers = Matchers(LLExecutor(threads) if threads > 1 else None, [2], stats, time.monotonic)
-    scheduler = Scheduler(RowGate(rows), memory, SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096), matchers)
+    mask_builder = MaskBuilder(LLExecutor(threads) if threads > 1 else None, [2], stats, time.monotonic)
+    scheduler = Scheduler(RowGate(rows), memory, SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096), mask_builder)
     mailbox = ZmqMailbox(router, wakeup)
     grammars = Grammars(DEFAULT_MODEL / "tokenizer.json", VOCAB, (2,))
     compiler = GrammarCompiler(grammars.compile, ThreadPoolExecutor(1), mailbox.wake, stats, time.monotonic)
@@ -118,7 +118,7 @@ def build(rows: int, cached_pages: int, router: Any, wakeup: Wakeup) -> Engine:
     limits = Limits(rows, pages * PAGE_SIZE, PAGE_SIZE, STEP_TOKENS, 4096)
     control = Control(scheduler, compiler, EPOCH, facts, limits, stats, time.monotonic)
     stages = StageClock(stats.stage_seconds, time.thread_time)
-    runtime = StagingRuntime(rows, matchers)
+    runtime = StagingRuntime(rows, mask_builder)
     return Engine(scheduler, PipelineState(), runtime, mailbox, control, compiler, stats, stages)
 
 
@@ -138,7 +138,7 @@ def measure(rows: int, steps: int, constrained: int, cached_pages: int) -> dict[
     with tempfile.TemporaryDirectory() as directory:
         endpoint = f"ipc://{directory}/engine.sock"
         router, dealer = bind_router(context, endpoint), connect_dealer(context, endpoint)
-        wakeup = Wakeup.open()
+        wakeup = LoopWaker.open()
         engine = build(rows, cached_pages, router, wakeup)
         dealer.send(encode(Hello(PROTOCOL_VERSION, EPOCH, "bench")))
         params = SamplingParams(MAX_LEN - PROMPT, ignore_eos=True)

@@ -13,9 +13,9 @@ import zmq
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.startup.engine import build_engine
 from tandem.engine_core.stats import new_stats
-from tandem.engine_core.wire.heartbeat import Heartbeat, Status
+from tandem.engine_core.wire.heartbeat import HeartbeatPublisher, Status
 from tandem.engine_core.wire.mailbox import ZmqMailbox
-from tandem.engine_core.wire.wakeup import Wakeup
+from tandem.engine_core.wire.wakeup import LoopWaker
 from tandem.protocol.engine_options import add_engine_arguments, engine_options
 from tandem.protocol.errors import ExitCode
 from tandem.protocol.events import Phase
@@ -37,7 +37,7 @@ def serve(arguments: argparse.Namespace) -> None:
     context = zmq.Context()
     status = Status(int.from_bytes(os.urandom(7), "little"), new_stats())
     router, heartbeat = _open_wire(context, arguments, status)
-    wakeup = Wakeup.open()
+    wakeup = LoopWaker.open()
     try:
         engine = build_engine(engine_options(arguments), ZmqMailbox(router, wakeup), status)
 
@@ -58,12 +58,14 @@ def serve(arguments: argparse.Namespace) -> None:
         context.destroy(linger=500)
 
 
-def _open_wire(context: zmq.Context[Any], arguments: argparse.Namespace, status: Status) -> tuple[Any, Heartbeat]:
+def _open_wire(
+    context: zmq.Context[Any], arguments: argparse.Namespace, status: Status
+) -> tuple[Any, HeartbeatPublisher]:
     """Raises ConfigError where the endpoint cannot be had."""
     try:
         security = transport(arguments)
         router = bind_router(context, arguments.endpoint, security)
-        heartbeat = Heartbeat(context, heartbeat_endpoint(arguments.endpoint), security, status)
+        heartbeat = HeartbeatPublisher(context, heartbeat_endpoint(arguments.endpoint), security, status)
         heartbeat.start()
     except (ValueError, zmq.ZMQError) as error:
         context.destroy(linger=0)

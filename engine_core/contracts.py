@@ -11,7 +11,7 @@ from tandem.protocol.commands import AnyCommand
 from tandem.protocol.events import AnyEvent, Failure, Finished, Started, TokenLogprobs
 
 
-class Delta(Struct, frozen=True):
+class TokenDelta(Struct, frozen=True):
     """One step's tokens for one frontend, in columns: the i-th token belongs to the i-th request."""
 
     request_ids: list[int]
@@ -31,7 +31,7 @@ class Constraint(Protocol):
     """What a sequence's next token may be, given the tokens it has. It belongs to one sequence, and to the loop."""
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether nothing can follow but an end."""
 
     @property
@@ -41,7 +41,7 @@ class Constraint(Protocol):
     def is_end(self, token: int) -> bool:
         """Whether a token only says that the output ends, and is none of its text."""
 
-    def forced(self) -> list[int]:
+    def fast_forward_tokens(self) -> list[int]:
         """Tokens that follow whatever is sampled, maybe none. Changes nothing."""
 
 
@@ -49,7 +49,7 @@ Masks = Sequence[tuple[int, Constraint]]
 """The rows of a step, by their number in the device's tables, whose sampling is constrained, each with its own."""
 
 
-class Verifier(Protocol):
+class ConstraintAdvancer(Protocol):
     """Advances constraints."""
 
     def accept(self, sampled: Sequence[tuple[Constraint, int]]) -> list[bool]:
@@ -131,7 +131,7 @@ class Mailbox(Protocol):
     def reply(self, client: bytes, event: AnyEvent) -> None:
         """Sends one event to a frontend, at once or dropped."""
 
-    def tokens(self, client: bytes, delta: Delta) -> None:
+    def tokens(self, client: bytes, delta: TokenDelta) -> None:
         """Adds one step's tokens to what the next flush sends."""
 
     def started(self, client: bytes, started: Started) -> None:

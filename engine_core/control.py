@@ -129,7 +129,7 @@ class Control:
         if not 0 <= submit.request_id < 2**64:
             logger.error("frontend %s used request id %d, no uint64; ignored", self.clients[client], submit.request_id)
             return None
-        if self.scheduler.knows(client, submit.request_id):
+        if self.scheduler.is_open(client, submit.request_id):
             logger.error("frontend %s reused open request id %d; ignored", self.clients[client], submit.request_id)
             return None
         try:

@@ -24,7 +24,7 @@ IDLE_SECONDS = 0.25
 """Longest sleep of an idle loop; a command wakes it at once, a stop signal within this."""
 RETRY_SECONDS = 0.005
 """Sleep of an idle loop that still holds output for a frontend that does not read."""
-FAREWELL_TRIES = 200
+MAX_FINAL_FLUSHES = 200
 """Flushes tried, RETRY_SECONDS apart, before an engine exits with output unsent."""
 
 
@@ -103,7 +103,7 @@ class Engine:
                 self.mailbox.reply(client, answer)
         if self.scheduler.compiling:
             for seq_id, result in self.compiler.finished():
-                self.scheduler.constrain(seq_id, result)
+                self.scheduler.set_constraint(seq_id, result)
         self.stages.mark("drain")
         if refused:
             self._send()
@@ -213,7 +213,7 @@ class Engine:
         self.scheduler.fail_all(code, message)
         self._send()
         self.compiler.close()
-        for _ in range(FAREWELL_TRIES):
+        for _ in range(MAX_FINAL_FLUSHES):
             if not self.mailbox.backlog:
                 return
             self.mailbox.drain()

@@ -258,7 +258,7 @@ class Inspection(Event, frozen=True, array_like=True, tag=5):
     """Waiting requests beyond those listed."""
 
 
-class Beat(Event, frozen=True, array_like=True, tag=3):
+class Heartbeat(Event, frozen=True, array_like=True, tag=3):
     """One heartbeat, published to whoever listens."""
 
     engine_epoch: int
@@ -270,4 +270,4 @@ class Beat(Event, frozen=True, array_like=True, tag=3):
     stats: EngineStats
 
 
-AnyEvent = Ready | Refused | StepOutput | Beat | Answer | Inspection
+AnyEvent = Ready | Refused | StepOutput | Heartbeat | Answer | Inspection

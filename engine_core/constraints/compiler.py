@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 from msgspec import Struct
 
-from tandem.engine_core.constraints.grammars import Prototype
+from tandem.engine_core.constraints.grammars import CompiledGrammar
 from tandem.engine_core.contracts import Constraint
 from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
@@ -39,7 +39,7 @@ class Compiled(Struct, frozen=True):
     """What a thread hands to the loop."""
 
     grammar: str
-    result: Prototype | RequestError
+    result: CompiledGrammar | RequestError
     seconds: float
 
 
@@ -52,7 +52,7 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        compile_grammar: Callable[[str], Prototype],
+        compile_grammar: Callable[[str], CompiledGrammar],
         threads: ThreadPoolExecutor,
         wake: Callable[[], None],
         stats: EngineStats,
@@ -68,7 +68,7 @@ class GrammarCompiler:
         self.clock = clock
         self.limit_seconds = limit_seconds
         self.cached = cached
-        self._prototypes: OrderedDict[str, Prototype] = OrderedDict()
+        self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._jobs: dict[str, Job] = {}
         self._waiters: dict[int, Waiter] = {}
         """By sequence, the earliest deadline first."""
@@ -76,10 +76,10 @@ class GrammarCompiler:
         self._compiled: SimpleQueue[Compiled] = SimpleQueue()
 
     def start(self, seq_id: int, grammar: str, ignore_ends: bool) -> None:
-        prototype = self._prototypes.get(grammar)
-        if prototype is not None:
-            self._prototypes.move_to_end(grammar)
-            self._ready.append((seq_id, prototype.constraint(ignore_ends)))
+        compiled_grammar = self._grammars.get(grammar)
+        if compiled_grammar is not None:
+            self._grammars.move_to_end(grammar)
+            self._ready.append((seq_id, compiled_grammar.constraint(ignore_ends)))
             return
         if grammar not in self._jobs:
             self._jobs[grammar] = Job(self.threads.submit(self._compile, grammar), set())
@@ -109,13 +109,13 @@ class GrammarCompiler:
     def _take(self, compiled: Compiled) -> None:
         self.stats.compile_time.observe(compiled.seconds)
         result = compiled.result
-        if isinstance(result, Prototype):
-            self._prototypes[compiled.grammar] = result
-            if len(self._prototypes) > self.cached:
-                self._prototypes.popitem(last=False)
+        if isinstance(result, CompiledGrammar):
+            self._grammars[compiled.grammar] = result
+            if len(self._grammars) > self.cached:
+                self._grammars.popitem(last=False)
         for seq_id in self._jobs.pop(compiled.grammar).waiting:
             waiter = self._waiters.pop(seq_id)
-            answer = result.constraint(waiter.ignore_ends) if isinstance(result, Prototype) else result
+            answer = result.constraint(waiter.ignore_ends) if isinstance(result, CompiledGrammar) else result
             self._ready.append((seq_id, answer))
 
     def _give_up(self) -> None:
@@ -130,7 +130,7 @@ class GrammarCompiler:
 
     def _compile(self, grammar: str) -> None:
         start = self.clock()
-        result: Prototype | RequestError
+        result: CompiledGrammar | RequestError
         try:
             result = self.compile_grammar(grammar)
         except RequestError as error:

@@ -1,4 +1,4 @@
-"""Grammars to matchers: the one place that constructs objects of llguidance."""
+"""Compiled grammars: the one place that constructs objects of llguidance."""
 
 import threading
 from pathlib import Path
@@ -13,18 +13,23 @@ from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEX
 class GrammarConstraint:
     """Implements `contracts.Constraint`."""
 
-    __slots__ = ("_ends", "ignore_ends", "matcher", "prototype")
+    __slots__ = ("_ends", "compiled_grammar", "ignore_ends", "matcher")
 
-    def __init__(self, matcher: LLMatcher, prototype: "Prototype", ends: frozenset[int], ignore_ends: bool) -> None:
-        """matcher: this constraint's alone, a copy of the prototype's; ends: the ids that llguidance allows where the
-        grammar may end."""
+    def __init__(
+        self, matcher: LLMatcher, compiled_grammar: "CompiledGrammar", ends: frozenset[int], ignore_ends: bool
+    ) -> None:
+        """Wrap one matcher.
+
+        matcher: used by this constraint only, a copy of the compiled grammar's; ends: ids that llguidance allows where
+        the grammar may end.
+        """
         self.matcher = matcher
-        self.prototype = prototype
+        self.compiled_grammar = compiled_grammar
         self.ignore_ends = ignore_ends
         self._ends = ends
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         return self.matcher.is_stopped()
 
     @property
@@ -34,11 +39,11 @@ class GrammarConstraint:
     def is_end(self, token: int) -> bool:
         return token in self._ends
 
-    def forced(self) -> list[int]:
+    def fast_forward_tokens(self) -> list[int]:
         return self.matcher.compute_ff_tokens()
 
 
-class Prototype:
+class CompiledGrammar:
     """A compiled grammar, from which every sequence that wants it gets a copy: microseconds, against milliseconds."""
 
     def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
@@ -78,7 +83,7 @@ class Grammars:
                 self._tokenizer = self._load()
             return self._tokenizer
 
-    def compile(self, grammar: str) -> Prototype:
+    def compile(self, grammar: str) -> CompiledGrammar:
         """A grammar's matcher at its start, the first mask computed so that copies find their tables warm.
 
         Raises RequestError with llguidance's reason. Its limits on grammar, lexer and parser bound how long it takes.
@@ -95,7 +100,7 @@ class Grammars:
             matcher.compute_bitmask()
         if matcher.is_error():
             raise RequestError(ErrorCode.INVALID_GRAMMAR, f"the grammar does not compile: {reason(matcher)}")
-        return Prototype(matcher, frozenset(tokenizer.eos_tokens))
+        return CompiledGrammar(matcher, frozenset(tokenizer.eos_tokens))
 
     def _load(self) -> LLTokenizer:
         if not self.tokenizer_file.is_file():

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 
-from tandem.engine_core.contracts import Constraint, Delta, Masks, Verifier
+from tandem.engine_core.contracts import Constraint, ConstraintAdvancer, Masks, TokenDelta
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished
 
 
-def end_of(seq: Sequence) -> Finished | None:
+def check_stop(seq: Sequence) -> Finished | None:
     """The end that the newest token brings, if it does: an end id first, then the grammar, then the length.
 
     Where the grammar allows nothing more, `ignore_eos` and `min_tokens` cannot be followed any further either.
@@ -18,26 +18,28 @@ def end_of(seq: Sequence) -> Finished | None:
     generated = len(seq.tokens) - seq.prompt_len
     if token in seq.end_ids and generated > seq.min_tokens:
         return Finished(seq.request_id, FinishReason.STOP, token)
-    if seq.constraint is not None and seq.constraint.complete:
+    if seq.constraint is not None and seq.constraint.is_complete:
         return Finished(seq.request_id, FinishReason.STOP, token if seq.constraint.is_end(token) else None)
     if len(seq.tokens) >= seq.total_len:
         return Finished(seq.request_id, FinishReason.LENGTH)
     return None
 
 
-def masks_of(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:
+def get_masks(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:
     """The constraints that the sampling of a step waits for. Rows that have ended meanwhile need none."""
     return [(plan.rows[index].row, constraint) for index, constraint in _constrained(plan, held)]
 
 
-def refused_by(verifier: Verifier, plan: StepPlan, tokens: list[int], held: Mapping[int, Sequence]) -> set[int]:
+def advance_constraints(
+    advancer: ConstraintAdvancer, plan: StepPlan, tokens: list[int], held: Mapping[int, Sequence]
+) -> set[int]:
     """Advances the constraints of a step by what was sampled; the sequences whose grammar does not take their token.
 
     The mask leaves such a token no chance, so this is a grammar too complex to go on with, or one that allows nothing
     beside what `min_tokens` forbids.
     """
     rows = _constrained(plan, held)
-    accepted = verifier.accept([(constraint, tokens[index]) for index, constraint in rows])
+    accepted = advancer.accept([(constraint, tokens[index]) for index, constraint in rows])
     return {plan.rows[index].seq_id for (index, _), taken in zip(rows, accepted, strict=True) if not taken}
 
 
@@ -52,22 +54,22 @@ def _constrained(plan: StepPlan, held: Mapping[int, Sequence]) -> list[tuple[int
     return found
 
 
-def dead_end(seq: Sequence) -> Failure:
+def grammar_error(seq: Sequence) -> Failure:
     """The end of a sequence whose grammar refused its newest token."""
     problem = seq.constraint.problem if seq.constraint is not None else ""
     message = f"the grammar cannot be followed any further after {seq.generated} tokens: {problem}"
     return Failure(seq.request_id, ErrorCode.GRAMMAR_FAILED, message)
 
 
-def append(seq: Sequence, token: int, delta: Delta) -> Finished | Failure | None:
+def append(seq: Sequence, token: int, delta: TokenDelta) -> Finished | Failure | None:
     """Gives a sequence its next token, which goes to the client; its end, if that was it."""
     seq.tokens.append(token)
     delta.request_ids.append(seq.request_id)
     delta.tokens.append(token)
-    return end_of(seq)
+    return check_stop(seq)
 
 
-def jump_ahead(verifier: Verifier, seq: Sequence, delta: Delta) -> Finished | Failure | None:
+def jump_forward(advancer: ConstraintAdvancer, seq: Sequence, delta: TokenDelta) -> Finished | Failure | None:
     """Appends the tokens that the grammar forces, without computing the steps that would sample them.
 
     Only for a sequence with no sample in flight. They are generated tokens like others: they go to the client, count,
@@ -80,11 +82,11 @@ def jump_ahead(verifier: Verifier, seq: Sequence, delta: Delta) -> Finished | Fa
         return None
     before = len(seq.tokens)
     outcome: Finished | Failure | None = None
-    for token in constraint.forced():
+    for token in constraint.fast_forward_tokens():
         if token in seq.end_ids and seq.generated < seq.min_tokens:
             break
-        if not verifier.accept([(constraint, token)])[0]:
-            outcome = dead_end(seq)
+        if not advancer.accept([(constraint, token)])[0]:
+            outcome = grammar_error(seq)
             break
         outcome = append(seq, token, delta)
         if outcome is not None:

@@ -4,7 +4,7 @@ from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.events import EngineStats, InspectedSequence, InspectedSession, Inspection, SequenceState
 
-MOST_WAITING = 256
+MAX_LISTED = 256
 """Waiting requests that are listed one by one."""
 
 
@@ -16,7 +16,7 @@ def inspect(scheduler: Scheduler, call: int, stats: EngineStats, now: float) -> 
     others = [seq for seq in scheduler.held if seq.id not in scheduler.running]
     sequences = [_sequence(seq, _state(seq), now) for seq in running]
     sequences += [_sequence(seq, "leaving" if seq.outcome is None else "zombie", now) for seq in others]
-    for seq in waiting[:MOST_WAITING]:
+    for seq in waiting[:MAX_LISTED]:
         state: SequenceState = "compiling" if seq.compiling else "following" if memory.follows(seq) else "waiting"
         sequences.append(_sequence(seq, state, now, now - seq.queued_at))
     return Inspection(
@@ -35,7 +35,7 @@ def inspect(scheduler: Scheduler, call: int, stats: EngineStats, now: float) -> 
             )
             for session in memory.sessions.known
         ],
-        max(0, len(waiting) - MOST_WAITING),
+        max(0, len(waiting) - MAX_LISTED),
     )
 
 

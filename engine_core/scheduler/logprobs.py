@@ -3,13 +3,13 @@
 from collections.abc import Container, Mapping
 from collections.abc import Sequence as Rows
 
-from tandem.engine_core.contracts import Delta, StepLogprobs
+from tandem.engine_core.contracts import StepLogprobs, TokenDelta
 from tandem.engine_core.plan import ScheduledSequence
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.events import TokenLogprobs
 
 
-def most_wanted(seq: Sequence) -> int:
+def max_logprobs(seq: Sequence) -> int:
     """Most alternatives that a sequence wants anywhere; -1: it wants no log-probabilities."""
     return max([-1 if top is None else top for top in (seq.logprobs, seq.prompt_logprobs)])
 
@@ -19,7 +19,7 @@ def attach(
     held: Mapping[int, Sequence],
     refused: Container[int],
     logprobs: StepLogprobs,
-    deltas: dict[bytes, Delta],
+    deltas: dict[bytes, TokenDelta],
 ) -> None:
     """Adds to each frontend's delta what its sequences asked for.
 
@@ -42,10 +42,10 @@ def attach(
 
 
 def _add(
-    deltas: dict[bytes, Delta], seq: Sequence, start: int, top: int, logprobs: StepLogprobs, first: int, count: int
+    deltas: dict[bytes, TokenDelta], seq: Sequence, start: int, top: int, logprobs: StepLogprobs, first: int, count: int
 ) -> None:
     """`count` of the step's lines from `first` on, for the tokens from position `start` on."""
-    delta = deltas.setdefault(seq.client, Delta([], []))
+    delta = deltas.setdefault(seq.client, TokenDelta([], []))
     delta.logprobs.append(TokenLogprobs(seq.request_id, start, top, _cut(logprobs, first, count, top)))
 
 

@@ -8,7 +8,7 @@ from msgspec import Struct
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.policy import POLICIES, Budget, Wants, choose_rows
-from tandem.engine_core.scheduler.preemption import Growth
+from tandem.engine_core.scheduler.preemption import PageReserver
 from tandem.engine_core.scheduler.queue import Running
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy
@@ -77,7 +77,7 @@ def steady_rows_some_constrained(running: Items[Sequence]) -> list[ScheduledSequ
     ]
 
 
-def admission_of(seq: Sequence) -> NewSequence:
+def new_sequence(seq: Sequence) -> NewSequence:
     """What goes before its first row."""
     return NewSequence(
         seq.id,
@@ -88,7 +88,7 @@ def admission_of(seq: Sequence) -> NewSequence:
     )
 
 
-def within_uploads(candidates: Items[Sequence], takes: list[int], left: int) -> None:
+def limit_uploads(candidates: Items[Sequence], takes: list[int], left: int) -> None:
     """Puts off rows whose cached tokens would not fit into the step's upload. The first always fits."""
     for index, seq in enumerate(candidates):
         if takes[index] and seq.num_scheduled_tokens > seq.uploaded_len and not seq.in_steady_decode:
@@ -113,13 +113,13 @@ class Planner:
         self.memory = memory
         self.limits = limits
         self.policy = policy
-        self._growth = Growth(memory, preempt)
+        self._reserver = PageReserver(memory, preempt)
         self.budget = Budget(limits.max_step_tokens, limits.prefill_chunk, limits.prompts_a_step)
 
     @property
-    def lacking(self) -> bool:
+    def out_of_pages(self) -> bool:
         """Whether a row of the last step planned found no page."""
-        return self._growth.lacking
+        return self._reserver.out_of_pages
 
     def plan(
         self,
@@ -129,14 +129,14 @@ class Planner:
         newest_step: int,
     ) -> StepPlan | None:
         """held: all that have pages; newest_step: launched last."""
-        members, following = running.members, bool(running.following)
-        if not running.unsettled and len(members) <= self.limits.max_step_tokens:
-            rows, news = self._steady(members, following)
-            if news is not None:
-                masked = following and any(row.constrained for row in rows)
-                plan = StepPlan(step_id, rows, (), len(rows), masked, not masked, True, running.logprobs, news)
+        members, constrained = running.members, bool(running.constrained)
+        if not running.unsteady and len(members) <= self.limits.max_step_tokens:
+            rows, updated_rows = self._steady(members, constrained)
+            if updated_rows is not None:
+                masked = constrained and any(row.constrained for row in rows)
+                plan = StepPlan(step_id, rows, (), len(rows), masked, not masked, True, running.logprobs, updated_rows)
                 return plan if rows else None
-        for seq_id in running.unsettled:
+        for seq_id in running.unsteady:
             seq = members[seq_id]
             if seq.num_scheduled_tokens < seq.upload_end:
                 self.memory.extend(seq, newest_step)
@@ -154,12 +154,12 @@ class Planner:
         if not rows:
             return None
         new = [seq for seq, take in zip(candidates, takes, strict=True) if take and not seq.uploaded_len]
-        return StepPlan.of(step_id, rows, tuple([admission_of(seq) for seq in new]), running.logprobs)
+        return StepPlan.of(step_id, rows, tuple([new_sequence(seq) for seq in new]), running.logprobs)
 
     def _choose(self, running: dict[int, Sequence], held: Collection[Sequence]) -> tuple[list[Sequence], list[int]]:
         """Who could compute, and how many positions each one takes."""
         candidates = [seq for seq in running.values() if len(seq.tokens) + seq.num_inflight_samples < seq.total_len]
-        self._growth.lacking = False
+        self._reserver.out_of_pages = False
         while True:
             wants = Wants(
                 [len(seq.tokens) + seq.num_inflight_samples - seq.num_scheduled_tokens for seq in candidates],
@@ -167,9 +167,9 @@ class Planner:
                 [seq.priority for seq in candidates],
             )
             takes = choose_rows(POLICIES[self.policy], wants, self.budget)
-            within_uploads(candidates, takes, self.limits.max_uploads)
+            limit_uploads(candidates, takes, self.limits.max_uploads)
             chosen = list(takes)
-            self._growth.fit(candidates, takes, running, held)
+            self._reserver.reserve(candidates, takes, running, held)
             if any(takes) or not any(chosen):
                 return candidates, takes
             # None of those that the policy prefers found a page, and the others must not wait for them: only what is
@@ -177,13 +177,13 @@ class Planner:
             candidates = [seq for seq, take in zip(candidates, chosen, strict=True) if not take and seq.id in running]
 
     def _steady(
-        self, running: dict[int, Sequence], following: bool
+        self, running: dict[int, Sequence], constrained: bool
     ) -> tuple[tuple[ScheduledSequence, ...], tuple[ScheduledSequence, ...] | None]:
         """All rows, and those of them that bring pages, where there is nothing to choose: every sequence is settled, so
         each has one position pending, at `launched`, and the budget serves all. None if a page is not to be had."""
         sequences = list(running.values())
-        rows = steady_rows_some_constrained(sequences) if following else steady_rows(sequences)
-        news: tuple[ScheduledSequence, ...] = ()
+        rows = steady_rows_some_constrained(sequences) if constrained else steady_rows(sequences)
+        updated_rows: tuple[ScheduledSequence, ...] = ()
         if len(rows) < len(running):
             at_edge = [
                 seq for seq in sequences if seq.next_page_boundary <= seq.num_scheduled_tokens < seq.total_len - 1
@@ -191,6 +191,6 @@ class Planner:
             if not self.memory.grow_each(at_edge):
                 return (), None
             page_size = self.memory.page_size
-            news = tuple([paged_row(seq, page_size) for seq in at_edge])
-        self._growth.lacking = False
-        return (*rows, *news), news
+            updated_rows = tuple([paged_row(seq, page_size) for seq in at_edge])
+        self._reserver.out_of_pages = False
+        return (*rows, *updated_rows), updated_rows

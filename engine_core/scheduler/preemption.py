@@ -1,10 +1,10 @@
 """Pages for the rows of a step, and who gives his up when there are none.
 
-Preemption is by recompute: the sequence loses its row and its pages, goes back to the queue with the tokens it has, and
-computes them again. Its full pages stay in the prefix cache for as long as nobody needs them. Whoever is senior to all
-others (`seniority`) is never preempted, and others are until it has what it needs. No later arrival becomes its senior
-once `HEAD_START` arrivals a step of priority have passed, so under any load at least one sequence makes progress, then
-the next.
+Preemption is by recompute: the sequence loses its row and its pages, returns to the queue with the tokens it has, and
+computes them again. Its full pages stay in the prefix cache until they are evicted. The most senior sequence
+(`seniority`) is never preempted; others are, until it has the pages it needs. No later arrival becomes senior to it
+once `ARRIVALS_PER_PRIORITY` arrivals for each step of priority have come, so under any load at least one sequence makes
+progress, then the next.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,17 +15,17 @@ from tandem.engine_core.scheduler.queue import seniority
 from tandem.engine_core.sequence import Sequence
 
 
-class Growth:
+class PageReserver:
     """Fits a step into the pool."""
 
     def __init__(self, memory: KVManager, preempt: Callable[[Sequence], None]) -> None:
         """preempt: takes a sequence out of the running ones."""
         self.memory = memory
         self.preempt = preempt
-        self.lacking = False
+        self.out_of_pages = False
         """Set where a row found no page. Nobody is admitted then."""
 
-    def fit(
+    def reserve(
         self, candidates: Items[Sequence], takes: list[int], running: dict[int, Sequence], held: Iterable[Sequence]
     ) -> None:
         """Finds pages for what each candidate takes; takes become smaller, or 0, where there are none.
@@ -40,7 +40,7 @@ class Growth:
             if take and seq.num_scheduled_tokens + take > len(seq.pages) * size
         ]
         short.sort(key=lambda index: seniority(candidates[index]))
-        pressure: Pressure | None = None
+        pressure: Reclaim | None = None
         for index in short:
             seq = candidates[index]
             if seq.id not in running:
@@ -49,16 +49,16 @@ class Growth:
             takes[index] = self._grow(seq, wanted)
             if takes[index]:
                 continue
-            pressure = pressure or Pressure(self.memory, running, held)
+            pressure = pressure or Reclaim(self.memory, running, held)
             while (victim := pressure.victim(seq)) is not None:
                 self.preempt(victim)
-                pressure.goes(victim)
+                pressure.add(victim)
                 takes[index] = self._grow(seq, wanted)
                 if takes[index]:
                     break
             else:
-                self.lacking = True
-                pressure.owed += 1
+                self.out_of_pages = True
+                pressure.promised += 1
         if pressure is not None:
             for index, seq in enumerate(candidates):
                 if seq.id not in running:
@@ -75,34 +75,34 @@ class Growth:
         return end - seq.num_scheduled_tokens
 
 
-class Pressure:
+class Reclaim:
     """What a step without enough pages knows: which pages come back anyway, and who might give up others."""
 
     def __init__(self, memory: KVManager, running: dict[int, Sequence], held: Iterable[Sequence]) -> None:
         self.memory = memory
         self.running = running
-        self.coming = memory.settling
+        self.reclaimable = memory.settling
         """Pages that steps in flight will give back: of those that have ended, are ending, or were preempted."""
-        self.owed = 0
+        self.promised = 0
         """Rows that wait for them."""
         self._ending: dict[int, int] = {}
         """Shared pages of those, with how many of their readers go."""
         self._juniors = sorted(running.values(), key=seniority, reverse=True)
         for seq in held:
             if seq.id not in running or seq.finishing:
-                self.goes(seq)
+                self.add(seq)
 
-    def goes(self, seq: Sequence) -> None:
+    def add(self, seq: Sequence) -> None:
         """Its pages come back with the last step that holds it, a shared one with its last reader."""
-        self.coming += len(seq.pages) - seq.num_shared_pages
+        self.reclaimable += len(seq.pages) - seq.num_shared_pages
         for page in seq.pages[: seq.num_shared_pages]:
             going = self._ending[page] = self._ending.get(page, 0) + 1
-            self.coming += going == self.memory.readers(page)
+            self.reclaimable += going == self.memory.readers(page)
 
     def victim(self, seq: Sequence) -> Sequence | None:
         """Who has to go for this one: nobody while more is coming than others wait for. The most junior of its juniors
         that holds a page alone; if there is none, the most junior, for what it shares may be free with the next."""
-        if self.coming > self.owed:
+        if self.reclaimable > self.promised:
             return None
         last: Sequence | None = None
         for other in self._juniors:

@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from tandem.engine_core.scheduler.logprobs import most_wanted
+from tandem.engine_core.scheduler.logprobs import max_logprobs
 from tandem.engine_core.sequence import Sequence
 
 
@@ -13,9 +13,9 @@ class Running:
     def __init__(self) -> None:
         self.members: dict[int, Sequence] = {}
         """By id, in the order of admission."""
-        self.unsettled: set[int] = set()
+        self.unsteady: set[int] = set()
         """Ids of those that are not settled."""
-        self.following: set[int] = set()
+        self.constrained: set[int] = set()
         """Ids of those that follow a grammar."""
         self._observed: dict[int, int] = {}
         """Those that want log-probabilities, with the most alternatives that they want."""
@@ -27,24 +27,24 @@ class Running:
 
     def enter(self, seq: Sequence) -> None:
         self.members[seq.id] = seq
-        self.unsettled.add(seq.id)
+        self.unsteady.add(seq.id)
         if seq.constraint is not None:
-            self.following.add(seq.id)
-        wanted = most_wanted(seq)
+            self.constrained.add(seq.id)
+        wanted = max_logprobs(seq)
         if wanted >= 0:
             self._observed[seq.id] = wanted
 
     def leave(self, seq: Sequence) -> None:
         """Nothing for one that does not run."""
         self.members.pop(seq.id, None)
-        self.unsettled.discard(seq.id)
-        self.following.discard(seq.id)
+        self.unsteady.discard(seq.id)
+        self.constrained.discard(seq.id)
         self._observed.pop(seq.id, None)
 
 
-HEAD_START = 64
-"""How many arrivals one step of priority is worth. Who waits is overtaken by no more than the next `HEAD_START`
-arrivals for each step that their priority is above its own, so nobody waits for ever."""
+ARRIVALS_PER_PRIORITY = 64
+"""Arrivals that one step of priority is worth. A waiting sequence is overtaken by at most this many later arrivals for
+each step that their priority is above its own, so none waits indefinitely."""
 
 
 class WaitingQueue:
@@ -92,4 +92,4 @@ class WaitingQueue:
 
 def seniority(seq: Sequence) -> tuple[int, int]:
     """Sorts by arrival with a head start for priority; the least is the most senior."""
-    return (seq.id - HEAD_START * seq.priority, seq.id)
+    return (seq.id - ARRIVALS_PER_PRIORITY * seq.priority, seq.id)

@@ -4,12 +4,19 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from tandem.engine_core.contracts import Constraint, Delta, Masks, StepLogprobs, Verifier
+from tandem.engine_core.contracts import Constraint, ConstraintAdvancer, Masks, StepLogprobs, TokenDelta
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.admission import PageGate, RowGate, admit
-from tandem.engine_core.scheduler.constrained import append, dead_end, end_of, jump_ahead, masks_of, refused_by
+from tandem.engine_core.scheduler.constrained import (
+    advance_constraints,
+    append,
+    check_stop,
+    get_masks,
+    grammar_error,
+    jump_forward,
+)
 from tandem.engine_core.scheduler.logprobs import attach
 from tandem.engine_core.scheduler.planner import Planner, SchedulerLimits
 from tandem.engine_core.scheduler.queue import Running, WaitingQueue
@@ -18,14 +25,14 @@ from tandem.protocol.engine_options import Policy
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, Started
 
-PASSED_BY = 64
+MAX_BYPASSED = 64
 """So many at the head of the queue may wait for a page that another computes while those behind them are admitted."""
 
 
 class Committed(Struct):
     """What a step's results meant."""
 
-    deltas: dict[bytes, Delta]
+    deltas: dict[bytes, TokenDelta]
     """What each frontend gets."""
     tokens: int
     """How many in all."""
@@ -43,12 +50,17 @@ class Scheduler:
     """
 
     def __init__(
-        self, rows: RowGate, memory: KVManager, limits: SchedulerLimits, verifier: Verifier, policy: Policy = "fcfs"
+        self,
+        rows: RowGate,
+        memory: KVManager,
+        limits: SchedulerLimits,
+        advancer: ConstraintAdvancer,
+        policy: Policy = "fcfs",
     ) -> None:
         self.rows = rows
         self.memory = memory
         self.limits = limits
-        self.verifier = verifier
+        self.advancer = advancer
         self.compiling: dict[int, Sequence] = {}
         """Accepted, but their grammar is not ready: they hold up nobody."""
         self.waiting = WaitingQueue(policy == "priority")
@@ -60,7 +72,7 @@ class Scheduler:
         self._open: dict[tuple[bytes, int], Sequence] = {}
         self._held: dict[int, Sequence] = {}
         """Every sequence whose leases are open, zombies too."""
-        self._leaving: list[Sequence] = []
+        self._preempting: list[Sequence] = []
         """Preempted ones that a step in flight still holds."""
         self._started: list[tuple[bytes, Started]] = []
         self._refused = (-1, -1)
@@ -69,7 +81,7 @@ class Scheduler:
         self._now = 0.0
 
     @property
-    def open(self) -> int:
+    def num_open(self) -> int:
         """Sequences that are still owed a terminal event."""
         return len(self._open)
 
@@ -86,7 +98,7 @@ class Scheduler:
     def held(self) -> Iterable[Sequence]:
         return self._held.values()
 
-    def knows(self, client: bytes, request_id: int) -> bool:
+    def is_open(self, client: bytes, request_id: int) -> bool:
         return (client, request_id) in self._open
 
     def add(self, seq: Sequence) -> None:
@@ -114,7 +126,7 @@ class Scheduler:
         else:
             self.waiting.push(seq)
 
-    def constrain(self, seq_id: int, result: Constraint | RequestError) -> None:
+    def set_constraint(self, seq_id: int, result: Constraint | RequestError) -> None:
         """Puts a sequence whose grammar is ready where it belongs in the queue, or ends it if the grammar is not to be
         had. It may have ended by itself."""
         seq = self.compiling.get(seq_id)
@@ -133,14 +145,14 @@ class Scheduler:
         In order, but whoever would first have to compute a page that a running sequence is computing waits for that
         one without holding up the others.
         """
-        if not self.rows.free or (self.running and self.planner.lacking) or (self.limits.static and self._held):
+        if not self.rows.free or (self.running and self.planner.out_of_pages) or (self.limits.static and self._held):
             return []
         moved: list[Sequence] = []
-        passed_by = 0
+        num_bypassed = 0
         for seq in self.waiting:
             if self.memory.awaits(seq):
-                passed_by += 1
-                if passed_by > PASSED_BY:
+                num_bypassed += 1
+                if num_bypassed > MAX_BYPASSED:
                     break
                 continue
             if self._refused == (seq.id, self.memory.moves):
@@ -154,15 +166,15 @@ class Scheduler:
             moved.append(seq)
         return moved
 
-    def start(self, seq: Sequence) -> Delta:
+    def start(self, seq: Sequence) -> TokenDelta:
         """What the grammar of a sequence that was just admitted forces it to go on with."""
-        delta = Delta([], [])
-        self._jump(seq, delta)
+        delta = TokenDelta([], [])
+        self._jump_forward(seq, delta)
         if delta.tokens:
-            self._announce(seq)
+            self._report_start(seq)
         return delta
 
-    def _announce(self, seq: Sequence) -> None:
+    def _report_start(self, seq: Sequence) -> None:
         """Its first token is on its way."""
         if seq.num_cached_tokens and not seq.start_reported:
             self._started.append((seq.client, Started(seq.request_id, seq.num_cached_tokens)))
@@ -193,22 +205,22 @@ class Scheduler:
                     seq.num_inflight_samples += 1
         for row in plan.updated_rows:
             held[row.seq_id].map(row.first_page + len(row.new_pages), self.memory.page_size)
-        if self._running.unsettled:
+        if self._running.unsteady:
             self._settle(plan)
 
     def _settle(self, plan: StepPlan) -> None:
         """What a launch means for the sequences that are not plain, and for those that had no row in it."""
         served = {row.seq_id: row for row in plan.rows}
-        unsettled = self._running.unsettled
-        for seq_id in [seq_id for seq_id in unsettled if seq_id in served]:
+        unsteady = self._running.unsteady
+        for seq_id in [seq_id for seq_id in unsteady if seq_id in served]:
             seq, row = self.running[seq_id], served[seq_id]
             seq.on_launch()
             if row.tokens:
                 self.memory.publish(seq, plan.step_id)
             if row.samples:
-                self._announce(seq)
+                self._report_start(seq)
             if seq.in_steady_decode:
-                unsettled.discard(seq_id)
+                unsteady.discard(seq_id)
         for seq in self.running.values():
             seq.steps_skipped = 0 if seq.id in served else seq.steps_skipped + 1
 
@@ -216,10 +228,10 @@ class Scheduler:
         """Takes the results of the oldest step: appends tokens, ends sequences, buries zombies."""
         committed = Committed({}, 0, 0)
         deltas, held = committed.deltas, self._held
-        refused = refused_by(self.verifier, plan, tokens, held) if plan.needs_mask else set()
+        refused = advance_constraints(self.advancer, plan, tokens, held) if plan.needs_mask else set()
         if logprobs is not None:
             attach(plan.rows, held, refused, logprobs, deltas)
-        delta = Delta([], [])
+        delta = TokenDelta([], [])
         client, append_id, append_token = None, delta.request_ids.append, delta.tokens.append
         for row, token in zip(plan.rows, tokens, strict=True):
             seq = held[row.seq_id]
@@ -229,51 +241,53 @@ class Scheduler:
             if seq.outcome is not None:
                 committed.zombies += 1
                 if seq.inflight == 0:
-                    self._bury(seq)
+                    self._release(seq)
             elif seq.constraint is not None:
                 if row.samples:
-                    self._follow(seq, token, seq.id in refused, deltas.setdefault(seq.client, Delta([], [])))
+                    self._commit_constrained(
+                        seq, token, seq.id in refused, deltas.setdefault(seq.client, TokenDelta([], []))
+                    )
             elif row.samples:
                 known = seq.tokens
                 known.append(token)
                 if seq.client is not client:
                     client = seq.client
-                    delta = deltas.setdefault(client, Delta([], []))
+                    delta = deltas.setdefault(client, TokenDelta([], []))
                     append_id, append_token = delta.request_ids.append, delta.tokens.append
                 append_id(seq.request_id)
                 append_token(token)
                 if token in seq.end_ids or len(known) >= seq.total_len:
-                    outcome = end_of(seq)
+                    outcome = check_stop(seq)
                     if outcome is not None:
                         self.end(seq, outcome)
-        if self._leaving:
+        if self._preempting:
             self._requeue()
         self.memory.settle(plan.step_id)
         committed.tokens = sum([len(delta.tokens) for delta in deltas.values()])
         return committed
 
-    def _follow(self, seq: Sequence, token: int, refused: bool, delta: Delta) -> None:
+    def _commit_constrained(self, seq: Sequence, token: int, refused: bool, delta: TokenDelta) -> None:
         """Commits a token of a sequence that has to follow a grammar."""
         if refused:
-            self.end(seq, dead_end(seq))
+            self.end(seq, grammar_error(seq))
             return
         outcome = append(seq, token, delta)
         if outcome is not None:
             self.end(seq, outcome)
         elif seq.num_inflight_samples == 0:
-            self._jump(seq, delta)
+            self._jump_forward(seq, delta)
 
-    def _jump(self, seq: Sequence, delta: Delta) -> None:
+    def _jump_forward(self, seq: Sequence, delta: TokenDelta) -> None:
         """Appends what the grammar forces, which may end the sequence."""
-        outcome = jump_ahead(self.verifier, seq, delta)
+        outcome = jump_forward(self.advancer, seq, delta)
         if outcome is not None:
             self.end(seq, outcome)
         elif not seq.in_steady_decode and seq.id in self.running:
-            self._running.unsettled.add(seq.id)
+            self._running.unsteady.add(seq.id)
 
     def masks(self, plan: StepPlan) -> Masks:
         """What the rows of a step may sample. Called when every step before it has been committed."""
-        return masks_of(plan, self._held)
+        return get_masks(plan, self._held)
 
     def abort(self, client: bytes, request_id: int) -> None:
         """Ends a request whose frontend wants no more of it. Idempotent."""
@@ -300,7 +314,7 @@ class Scheduler:
             self.end(seq, Failure(seq.request_id, code, message))
         for seq in list(self._held.values()):
             seq.inflight = seq.num_inflight_samples = 0
-            self._bury(seq)
+            self._release(seq)
         self.memory.abandon()
 
     def end(self, seq: Sequence, outcome: Finished | Failure) -> None:
@@ -317,10 +331,10 @@ class Scheduler:
         if seq.id not in self._held:
             self.waiting.remove(seq)
             return
-        if seq in self._leaving:
-            self._leaving.remove(seq)
+        if seq in self._preempting:
+            self._preempting.remove(seq)
         if seq.inflight == 0:
-            self._bury(seq)
+            self._release(seq)
 
     def preempt(self, seq: Sequence) -> None:
         """Stops a running sequence, to go on later: no new rows; what is in flight still commits, and then it waits
@@ -328,13 +342,13 @@ class Scheduler:
         assert seq.outcome is None and seq.id in self.running, f"preempted without running: {seq}"
         self._running.leave(seq)
         self.preemptions += 1
-        self._leaving.append(seq)
+        self._preempting.append(seq)
         self._requeue()
 
     def _requeue(self) -> None:
         """Puts preempted sequences back into the queue that nothing in flight holds any more."""
-        for seq in [seq for seq in self._leaving if seq.inflight == 0]:
-            self._leaving.remove(seq)
+        for seq in [seq for seq in self._preempting if seq.inflight == 0]:
+            self._preempting.remove(seq)
             del self._held[seq.id]
             seq.restart()
             seq.leases.close()
@@ -368,7 +382,7 @@ class Scheduler:
             problems.append(f"{self.rows.free} of {self.rows.total} rows are free, {len(self._held)} are held")
         return problems
 
-    def _bury(self, seq: Sequence) -> None:
+    def _release(self, seq: Sequence) -> None:
         assert seq.inflight == 0 and seq.num_inflight_samples == 0, f"buried while in flight: {seq}"
         del self._held[seq.id]
         seq.leases.close()

@@ -16,7 +16,7 @@ from tandem.engine_core import config as configuration
 from tandem.engine_core.config import EngineConfig
 from tandem.engine_core.constraints.compiler import GrammarCompiler
 from tandem.engine_core.constraints.grammars import Grammars
-from tandem.engine_core.constraints.matchers import Matchers
+from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.contracts import Mailbox
 from tandem.engine_core.control import Control
 from tandem.engine_core.engine import Engine
@@ -70,7 +70,7 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
     source = ModelSource(directory, name, model_config, getattr(torch, dtype), kv_dtype)
     log = StartLog(time.monotonic, device.held_bytes)
     constraints = _start_constraints(source, mailbox, status.stats)
-    runtime, config = build_runtime(options, source, device, constraints.matchers, status, log)
+    runtime, config = build_runtime(options, source, device, constraints.mask_builder, status, log)
     engine = _build_loop(config, runtime, mailbox, constraints, status, _facts(config, model_config, directory))
     _log_settings(config, source)
     if options.page_size == "max" and config.page_size > config.max_len:
@@ -99,7 +99,7 @@ class Constraints(Struct, frozen=True):
     """What makes constraints, and what works with them."""
 
     compiler: GrammarCompiler
-    matchers: Matchers
+    mask_builder: MaskBuilder
 
 
 def _start_constraints(source: ModelSource, mailbox: Mailbox, stats: EngineStats) -> Constraints:
@@ -110,7 +110,7 @@ def _start_constraints(source: ModelSource, mailbox: Mailbox, stats: EngineStats
     threads.submit(grammars.prepare)
     return Constraints(
         GrammarCompiler(grammars.compile, threads, mailbox.wake, stats, time.monotonic),
-        Matchers(_executor(), end_ids, stats, time.monotonic),
+        MaskBuilder(_executor(), end_ids, stats, time.monotonic),
     )
 
 
@@ -138,7 +138,7 @@ def _build_loop(
         config.max_uploads,
         config.static_batching,
     )
-    scheduler = Scheduler(RowGate(config.max_rows), _kv_memory(config), limits, constraints.matchers, config.policy)
+    scheduler = Scheduler(RowGate(config.max_rows), _kv_memory(config), limits, constraints.mask_builder, config.policy)
     wire_limits = Limits(
         config.max_rows, config.kv_tokens, config.page_size, config.max_step_tokens, config.max_waiting
     )

@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 from tandem.protocol.codec import encode
-from tandem.protocol.events import Beat, EngineStats, Phase
+from tandem.protocol.events import EngineStats, Heartbeat, Phase
 from tandem.protocol.sockets import Transport, bind_heartbeat
 
 INTERVAL_SECONDS = 0.25
@@ -25,13 +25,13 @@ class Status:
         self.percent = percent
         self.phase = phase
 
-    def beat(self) -> Beat:
+    def heartbeat(self) -> Heartbeat:
         stats = self.stats
         pending = stats.running + stats.waiting
-        return Beat(self.epoch, self.phase, self.percent, self.detail, pending, stats)
+        return Heartbeat(self.epoch, self.phase, self.percent, self.detail, pending, stats)
 
 
-class Heartbeat:
+class HeartbeatPublisher:
     """A daemon thread with a PUB socket of its own, so that beats go on while a forward or a load runs."""
 
     def __init__(self, context: Any, endpoint: str, transport: Transport, status: Status) -> None:
@@ -56,6 +56,6 @@ class Heartbeat:
 
     def _run(self, publisher: Any) -> None:
         while not self._stop.wait(INTERVAL_SECONDS):
-            publisher.send(encode(self.status.beat()))
-        publisher.send(encode(self.status.beat()))
+            publisher.send(encode(self.status.heartbeat()))
+        publisher.send(encode(self.status.heartbeat()))
         publisher.close(linger=200)

@@ -6,8 +6,8 @@ from typing import Any
 
 import zmq
 
-from tandem.engine_core.contracts import Delta
-from tandem.engine_core.wire.wakeup import Wakeup
+from tandem.engine_core.contracts import TokenDelta
+from tandem.engine_core.wire.wakeup import LoopWaker
 from tandem.protocol.codec import decode_command, encode, step_output
 from tandem.protocol.commands import AnyCommand
 from tandem.protocol.errors import ProtocolError
@@ -54,14 +54,14 @@ class Outbox:
 
 logger = logging.getLogger(__name__)
 
-DRAIN_LIMIT = 256
+MAX_DRAINED_MESSAGES = 256
 """Messages taken in one tick, so that a flood of them cannot starve the streams that run."""
 
 
 class ZmqMailbox:
     """Implements `contracts.Mailbox` over one ROUTER socket."""
 
-    def __init__(self, router: Any, wakeup: Wakeup) -> None:
+    def __init__(self, router: Any, wakeup: LoopWaker) -> None:
         self.router = router
         self.wakeup = wakeup
         self._poller = zmq.Poller()
@@ -76,7 +76,7 @@ class ZmqMailbox:
 
     def drain(self) -> list[tuple[bytes, AnyCommand]]:
         commands: list[tuple[bytes, AnyCommand]] = []
-        for _ in range(DRAIN_LIMIT):
+        for _ in range(MAX_DRAINED_MESSAGES):
             if not self.router.events & zmq.POLLIN:
                 break
             frames = self.router.recv_multipart(zmq.NOBLOCK)
@@ -106,7 +106,7 @@ class ZmqMailbox:
         if not sent:
             logger.warning("frontend %s does not read; dropped a %s", client.hex(), type(event).__name__)
 
-    def tokens(self, client: bytes, delta: Delta) -> None:
+    def tokens(self, client: bytes, delta: TokenDelta) -> None:
         box = self._outboxes.setdefault(client, Outbox())
         box.request_ids += delta.request_ids
         box.tokens += delta.tokens

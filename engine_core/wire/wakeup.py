@@ -3,7 +3,7 @@
 import socket
 
 
-class Wakeup:
+class LoopWaker:
     """One thread waits on `reader`, any thread calls `wake`."""
 
     def __init__(self, reader: socket.socket, writer: socket.socket) -> None:
@@ -12,7 +12,7 @@ class Wakeup:
         self.writer = writer
 
     @classmethod
-    def open(cls) -> "Wakeup":
+    def open(cls) -> "LoopWaker":
         reader, writer = socket.socketpair()
         reader.setblocking(False)
         writer.setblocking(False)

@@ -20,7 +20,7 @@ from tandem.frontend.metrics import FrontendMetrics
 from tandem.protocol.codec import decode_event, runs
 from tandem.protocol.commands import Abort, Submit
 from tandem.protocol.errors import ErrorCode, ProtocolError
-from tandem.protocol.events import Answer, AnyEvent, Beat, Failure, Inspection, Phase, Ready, Refused, StepOutput
+from tandem.protocol.events import Answer, AnyEvent, Failure, Heartbeat, Inspection, Phase, Ready, Refused, StepOutput
 from tandem.protocol.sockets import Transport, connect_heartbeat, heartbeat_endpoint
 from tandem.protocol.version import PROTOCOL_VERSION
 
@@ -177,7 +177,7 @@ class EngineClient:
                 except ProtocolError as error:
                     logger.warning("unreadable heartbeat: %s", error)
                     continue
-                if isinstance(event, Beat):
+                if isinstance(event, Heartbeat):
                     self._on_beat(event)
 
     async def _look_for_silence(self) -> None:
@@ -191,7 +191,7 @@ class EngineClient:
             if self._link is not None and self._watch.silence(now) > self._watch.beat_timeout:
                 self._lose(ErrorCode.ENGINE_UNAVAILABLE, self._watch.verdict(now).reason)
 
-    def _on_beat(self, beat: Beat) -> None:
+    def _on_beat(self, beat: Heartbeat) -> None:
         now = self._clock()
         if self._broken is not None and self._broken[0] == beat.engine_epoch and now - self._broken[1] < STALE_SECONDS:
             return
@@ -239,7 +239,7 @@ class EngineClient:
                 self.calls.answer(event)
             case Refused(message):
                 self._refuse(f"the engine refused this frontend: {message}")
-            case Beat():
+            case Heartbeat():
                 pass
 
     def _on_step(self, output: StepOutput) -> None:

@@ -5,7 +5,7 @@ Pure: it is told the time (seconds of a monotonic clock) and does no I/O.
 
 from msgspec import Struct
 
-from tandem.protocol.events import Beat, Phase
+from tandem.protocol.events import Heartbeat, Phase
 
 SILENCE_FACTOR = 3
 """Beat timeouts until a silent engine is not only unready but to be killed."""
@@ -34,12 +34,12 @@ class EngineWatch:
     def __init__(self, beat_timeout: float, step_timeout: float) -> None:
         self.beat_timeout = beat_timeout
         self.step_timeout = step_timeout
-        self.beat: Beat | None = None
+        self.beat: Heartbeat | None = None
         self._beat_at = 0.0
         self._moved_at = 0.0
         self._gone: int | None = None
 
-    def observe(self, beat: Beat, now: float) -> None:
+    def observe(self, beat: Heartbeat, now: float) -> None:
         if beat.engine_epoch == self._gone:  # it was on its way when the process ended
             return
         before, self.beat = self.beat, beat
@@ -100,6 +100,6 @@ class EngineWatch:
         return verdict.reason if given_up else ""
 
 
-def _position(beat: Beat) -> tuple[int, int, int]:
+def _position(beat: Heartbeat) -> tuple[int, int, int]:
     """How far an engine has come, in which life."""
     return beat.engine_epoch, beat.stats.steps_launched, beat.stats.steps_committed

@@ -11,7 +11,7 @@ import zmq.asyncio
 from tandem.frontend.engine.health import EngineWatch, Verdict
 from tandem.protocol.codec import decode_event
 from tandem.protocol.errors import ProtocolError
-from tandem.protocol.events import Beat
+from tandem.protocol.events import Heartbeat
 from tandem.protocol.sockets import Transport, connect_heartbeat, heartbeat_endpoint
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class EngineMonitor:
         self._clock = clock
 
     @property
-    def beat(self) -> Beat | None:
+    def beat(self) -> Heartbeat | None:
         return self._watch.beat
 
     def silence(self) -> float:
@@ -77,5 +77,5 @@ class EngineMonitor:
         except ProtocolError as error:
             logger.warning("unreadable heartbeat: %s", error)
             return
-        if isinstance(event, Beat):
+        if isinstance(event, Heartbeat):
             self._watch.observe(event, self._clock())

@@ -11,7 +11,7 @@ from benchmarks.grammars import ENDLESS, SCHEMAS
 from benchmarks.serving.completion import Dialect
 from benchmarks.workloads import Request, Span, Workload
 from tandem.engine_core.constraints.grammars import Grammars
-from tandem.engine_core.constraints.matchers import Matchers
+from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.engine_core.stats import new_stats
 from tests.fakes.clock import FakeClock
@@ -42,16 +42,16 @@ def test_a_share_follows_from_the_prompts() -> None:
 @pytest.mark.parametrize("schema", ["flat record", "recursive tree"])
 def test_a_grammar_is_followed_and_timed(schema: str) -> None:
     grammars = Grammars(DEFAULT_MODEL / "tokenizer.json", 4096, (2,))
-    matchers = Matchers(None, (2,), new_stats(), FakeClock())
-    found = measure_grammar(grammars, matchers, SCHEMAS[schema], random.Random(1))
+    mask_builder = MaskBuilder(None, (2,), new_stats(), FakeClock())
+    found = measure_grammar(grammars, mask_builder, SCHEMAS[schema], random.Random(1))
     assert found["compile_ms"] > 0
     assert 0 < found["mask_us"]["p50"] <= found["mask_us"]["p99"]
-    assert found["masks"] == matchers.stats.mask_rows > bench_constrained.WALKS
+    assert found["masks"] == mask_builder.stats.mask_rows > bench_constrained.WALKS
 
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_no_output_of_a_load_comes_to_its_end(name: str) -> None:
     grammars = Grammars(DEFAULT_MODEL / "tokenizer.json", 4096, (2,))
-    matchers = Matchers(None, (2,), new_stats(), FakeClock())
+    mask_builder = MaskBuilder(None, (2,), new_stats(), FakeClock())
     most = bench_constrained.WALKS * bench_constrained.LONGEST_WALK
-    assert measure_grammar(grammars, matchers, ENDLESS[name], random.Random(2))["masks"] == most
+    assert measure_grammar(grammars, mask_builder, ENDLESS[name], random.Random(2))["masks"] == most

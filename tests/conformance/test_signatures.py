@@ -8,10 +8,10 @@ import pytest
 from tandem.engine_core import contracts
 from tandem.engine_core.constraints.compiler import GrammarCompiler
 from tandem.engine_core.constraints.grammars import GrammarConstraint
-from tandem.engine_core.constraints.matchers import Matchers
+from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.wire.mailbox import ZmqMailbox
-from tests.fakes.constraint import FakeCompiler, FakeConstraint, FakeVerifier
+from tests.fakes.constraint import FakeAdvancer, FakeCompiler, FakeConstraint
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.runtime import FakeRuntime
 
@@ -22,8 +22,8 @@ PAIRS: list[tuple[type, type]] = [
     (ZmqMailbox, contracts.Mailbox),
     (FakeConstraint, contracts.Constraint),
     (GrammarConstraint, contracts.Constraint),
-    (FakeVerifier, contracts.Verifier),
-    (Matchers, contracts.Verifier),
+    (FakeAdvancer, contracts.ConstraintAdvancer),
+    (MaskBuilder, contracts.ConstraintAdvancer),
     (FakeCompiler, contracts.Compiler),
     (GrammarCompiler, contracts.Compiler),
 ]

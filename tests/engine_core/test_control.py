@@ -20,7 +20,7 @@ from tandem.protocol.events import Answer, Failure, Finished, Inspection, Limits
 from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
-from tests.fakes.constraint import FakeCompiler, FakeVerifier
+from tests.fakes.constraint import FakeAdvancer, FakeCompiler
 from tests.support.kv_pool import kv_memory
 from tests.support.messages import COMMANDS
 
@@ -32,7 +32,7 @@ PROMPT = pack_ids([5, 6, 7])
 
 def new(pages: int = 21, max_waiting: int = 3) -> Control:
     limits = SchedulerLimits(16, 16, max_waiting)
-    scheduler = Scheduler(RowGate(4), kv_memory(pages), limits, FakeVerifier())
+    scheduler = Scheduler(RowGate(4), kv_memory(pages), limits, FakeAdvancer())
     return Control(scheduler, FakeCompiler(), EPOCH, FACTS, LIMITS, new_stats(), FakeClock())
 
 
@@ -63,7 +63,7 @@ class TestHello:
         for part in ("front", f"protocol {version}", f"engine {PROTOCOL_VERSION};"):
             assert part in answer.message
         assert control.apply(b"a", submit()) is None
-        assert control.scheduler.open == 0
+        assert control.scheduler.num_open == 0
 
     def test_for_another_engine_is_ignored(self) -> None:
         control = new()
@@ -74,14 +74,14 @@ class TestHello:
         control = greeted(b"a")
         for command in (submit(), Abort([9]), Goodbye()):
             assert control.apply(b"b", command) is None
-        assert control.scheduler.open == 0
+        assert control.scheduler.num_open == 0
         assert control.stats.requests_accepted == 0
 
     def test_again_is_answered_again_and_keeps_what_is_open(self) -> None:
         control = greeted()
         control.apply(b"a", submit())
         assert isinstance(control.apply(b"a", Hello(PROTOCOL_VERSION, EPOCH, "x")), Ready)
-        assert control.scheduler.knows(b"a", 9)
+        assert control.scheduler.is_open(b"a", 9)
 
 
 class TestScheduling:
@@ -107,7 +107,7 @@ class TestScheduling:
         assert isinstance(refusal, Failure)
         assert refusal.code is ErrorCode.INVALID_VALUE
         assert text in refusal.message
-        assert control.scheduler.open == 0
+        assert control.scheduler.num_open == 0
 
     def test_a_busy_session(self) -> None:
         control = greeted(b"a", b"b")
@@ -175,14 +175,14 @@ class TestSubmit:
         control = greeted()
         assert control.apply(b"a", submit()) is None
         assert control.apply(b"a", submit(pack_ids([1]))) is None
-        assert control.scheduler.open == control.stats.requests_accepted == 1
+        assert control.scheduler.num_open == control.stats.requests_accepted == 1
         assert list(next(iter(control.scheduler.waiting)).tokens) == [5, 6, 7]
 
     def test_the_same_id_of_two_frontends_is_two_requests(self) -> None:
         control = greeted(b"a", b"b")
         control.apply(b"a", submit())
         control.apply(b"b", submit())
-        assert control.scheduler.open == 2
+        assert control.scheduler.num_open == 2
 
     def test_the_largest_that_fits(self) -> None:
         control = greeted()
@@ -259,10 +259,10 @@ def test_refused_with_code_and_numbers(command: Submit, code: ErrorCode, text: s
     assert isinstance(answer, Failure)
     assert (answer.request_id, answer.code) == (9, code)
     assert text in answer.message
-    assert control.scheduler.open == control.stats.requests_accepted == 0
+    assert control.scheduler.num_open == control.stats.requests_accepted == 0
     assert control.stats.requests_failed == {code: 1}
     assert control.apply(b"a", submit()) is None, "a refused id is free again"
-    assert control.scheduler.open == 1
+    assert control.scheduler.num_open == 1
 
 
 def test_more_than_the_pool_can_ever_hold() -> None:
@@ -287,7 +287,7 @@ def test_a_request_id_that_no_column_can_hold(request_id: int) -> None:
     """Request ids go back in a column of uint64: one outside it would fail the send, fatal for everybody."""
     control = greeted()
     control.apply(b"a", submit(request_id=request_id))
-    assert control.scheduler.open == 0
+    assert control.scheduler.num_open == 0
 
 
 class TestLeaving:
@@ -295,7 +295,7 @@ class TestLeaving:
         control = greeted(b"a", b"b")
         control.apply(b"a", submit())
         control.apply(b"b", Abort([9, 10]))
-        assert control.scheduler.open == 1, "requests of another frontend are not its own"
+        assert control.scheduler.num_open == 1, "requests of another frontend are not its own"
         for _ in range(2):
             assert control.apply(b"a", Abort([9, 9, 10, -5, 2**64 - 1])) is None
         (seq,) = control.scheduler.take_ended()
@@ -309,7 +309,7 @@ class TestLeaving:
         assert [seq.client for seq in control.scheduler.take_ended()] == [b"a"]
         assert set(control.clients) == {b"b"}
         assert control.apply(b"a", submit(request_id=10)) is None
-        assert control.scheduler.open == 1, "after a Goodbye comes a Hello, or nothing"
+        assert control.scheduler.num_open == 1, "after a Goodbye comes a Hello, or nothing"
 
     def test_forgetting_a_stranger(self) -> None:
         control = greeted()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tandem.engine_core.engine import FAREWELL_TRIES
+from tandem.engine_core.engine import MAX_FINAL_FLUSHES
 from tandem.engine_core.errors import FatalError, RowError
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, SetPolicy, Submit
@@ -155,7 +155,7 @@ class TestRun:
         bench.mailbox.wait = waits.append  # type: ignore[method-assign]
         bench.engine.stopping = True
         bench.engine.run()
-        assert len(waits) == FAREWELL_TRIES
+        assert len(waits) == MAX_FINAL_FLUSHES
         assert "did not read" in caplog.text
 
     def test_an_idle_loop_with_a_backlog_sleeps_briefly(self) -> None:
@@ -255,7 +255,7 @@ class TestGrammars:
             bench.mailbox.gone.add(CLIENT)
         else:
             bench.say(Abort([1, 2, 3]) if leave == "abort" else Goodbye())
-        while leave != "stop" and bench.scheduler.open:
+        while leave != "stop" and bench.scheduler.num_open:
             bench.engine.tick()
         while leave != "stop" and bench.engine.tick():
             pass

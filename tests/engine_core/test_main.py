@@ -16,7 +16,7 @@ from tandem.engine_core.errors import ConfigError
 from tandem.protocol.codec import decode_event, encode, pack_ids, runs
 from tandem.protocol.commands import Hello, Submit
 from tandem.protocol.errors import ErrorCode, ExitCode
-from tandem.protocol.events import Beat, Phase, Ready, StepOutput
+from tandem.protocol.events import Heartbeat, Phase, Ready, StepOutput
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.sockets import bind_router, connect_dealer, connect_heartbeat, heartbeat_endpoint
 from tandem.protocol.version import PROTOCOL_VERSION
@@ -45,10 +45,10 @@ def event(sock: Any) -> Any:
     return decode_event(sock.recv())
 
 
-def beat(listener: Any, wanted: Callable[[Beat], bool]) -> Beat:
+def beat(listener: Any, wanted: Callable[[Heartbeat], bool]) -> Heartbeat:
     while True:
         found = event(listener)
-        assert isinstance(found, Beat)
+        assert isinstance(found, Heartbeat)
         assert found.phase is not Phase.FAILED, found.detail
         if wanted(found):
             return found

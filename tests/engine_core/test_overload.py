@@ -118,7 +118,7 @@ def test_overload_leaves_nothing_behind() -> None:
         "objects more than after the first third"
     )
     assert scheduler.audit() == []
-    assert (scheduler.open, len(scheduler.waiting), list(scheduler.held)) == (0, 0, [])
+    assert (scheduler.num_open, len(scheduler.waiting), list(scheduler.held)) == (0, 0, [])
     assert scheduler.memory.settling == 0
     assert scheduler.rows.free == scheduler.rows.total
     assert stats.steps_launched == stats.steps_committed

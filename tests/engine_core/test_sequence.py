@@ -5,7 +5,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine_core.scheduler.constrained import end_of
+from tandem.engine_core.scheduler.constrained import check_stop
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import FinishReason
 from tandem.protocol.events import Finished
@@ -57,25 +57,25 @@ class TestEnd:
     def test_goes_on_before_its_length(self) -> None:
         seq = new(2, 3, frozenset({5}))
         seq.tokens.append(4)
-        assert end_of(seq) is None
+        assert check_stop(seq) is None
 
     def test_an_end_id_stops_and_is_named(self) -> None:
         seq = new(2, 3, frozenset({5}))
         seq.tokens.append(5)
-        assert end_of(seq) == Finished(7, FinishReason.STOP, 5)
+        assert check_stop(seq) == Finished(7, FinishReason.STOP, 5)
 
     def test_an_end_id_at_the_last_position_is_a_stop(self) -> None:
         seq = new(2, 1, frozenset({5}))
         seq.tokens.append(5)
-        assert end_of(seq) == Finished(7, FinishReason.STOP, 5)
+        assert check_stop(seq) == Finished(7, FinishReason.STOP, 5)
 
     def test_the_length_ends_it(self) -> None:
         seq = new(2, 1, frozenset({5}))
         seq.tokens.append(4)
-        assert end_of(seq) == Finished(7, FinishReason.LENGTH)
+        assert check_stop(seq) == Finished(7, FinishReason.LENGTH)
 
     def test_min_tokens_holds_an_end_id_back(self) -> None:
         seq = new(2, 9, frozenset({5}), min_tokens=2)
         for generated, expected in ((1, None), (2, None), (3, Finished(7, FinishReason.STOP, 5))):
             seq.tokens.append(5)
-            assert (seq.generated, end_of(seq)) == (generated, expected)
+            assert (seq.generated, check_stop(seq)) == (generated, expected)

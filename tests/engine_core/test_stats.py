@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tandem.engine_core.stats import QUEUE_SECONDS, STAGES, STEP_ROWS, StageClock, count_outcome, new_stats
 from tandem.protocol.codec import decode_event, encode
 from tandem.protocol.errors import ErrorCode, FinishReason
-from tandem.protocol.events import Beat, Failure, Finished, Histogram, Phase
+from tandem.protocol.events import Failure, Finished, Heartbeat, Histogram, Phase
 from tests.fakes.clock import FakeClock
 
 
@@ -53,7 +53,7 @@ def test_outcomes_are_counted_by_reason_and_code() -> None:
         count_outcome(stats, Failure(1, code, "x"))
     assert stats.requests_finished == {"stop": 2, "length": 0, "abort": 1}
     assert stats.requests_failed == {"overloaded": 2, "invalid_value": 1}
-    beat = Beat(1, Phase.READY, 100, "", 0, stats)
+    beat = Heartbeat(1, Phase.READY, 100, "", 0, stats)
     assert decode_event(encode(beat)) == beat, "the keys are plain text on the wire"
 
 

@@ -30,7 +30,7 @@ class FakeConstraint:
         self.problem_text = ""
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         return self.rule == "stops" and self.taken >= self.limit
 
     @property
@@ -40,7 +40,7 @@ class FakeConstraint:
     def is_end(self, token: int) -> bool:
         return token == END
 
-    def forced(self) -> list[int]:
+    def fast_forward_tokens(self) -> list[int]:
         return list(self.queue)
 
     def allows(self, token: int) -> bool:
@@ -54,7 +54,7 @@ class FakeConstraint:
             case "runs" if self.queue:
                 return token == self.queue[0]
             case "stops":
-                return token != END and not self.complete
+                return token != END and not self.is_complete
             case "dies":
                 return self.taken < self.limit
         return True
@@ -74,7 +74,7 @@ class FakeConstraint:
         return True
 
 
-class FakeVerifier:
+class FakeAdvancer:
     """Takes what `FakeConstraint` takes."""
 
     def accept(self, sampled: Sequence[tuple[Constraint, int]]) -> list[bool]:

@@ -16,10 +16,10 @@ from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import (
     Answer,
     AnyEvent,
-    Beat,
     EngineStats,
     Failure,
     Finished,
+    Heartbeat,
     InspectedSession,
     Inspection,
     Limits,
@@ -140,9 +140,9 @@ class FakeEngine:
                 self._step(router)
         context.destroy(linger=0)
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         self.stats.running = len(self._running)
-        return Beat(self.epoch, self.phase, self.percent, self.detail, len(self._running), self.stats)
+        return Heartbeat(self.epoch, self.phase, self.percent, self.detail, len(self._running), self.stats)
 
     def _drain(self, router: zmq.Socket[bytes]) -> None:
         while router.poll(0):

@@ -3,7 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from tandem.engine_core.contracts import Delta
+from tandem.engine_core.contracts import TokenDelta
 from tandem.protocol.commands import AnyCommand
 from tandem.protocol.events import AnyEvent, Failure, Finished, Started, TokenLogprobs
 
@@ -46,7 +46,7 @@ class FakeMailbox:
     def reply(self, client: bytes, event: AnyEvent) -> None:
         self.replies.append((client, event))
 
-    def tokens(self, client: bytes, delta: Delta) -> None:
+    def tokens(self, client: bytes, delta: TokenDelta) -> None:
         for request_id, token in zip(delta.request_ids, delta.tokens, strict=True):
             assert (client, request_id) not in self.outcomes, f"a token for {request_id} after its terminal event"
             self.received[client, request_id].append(token)

@@ -46,7 +46,7 @@ class Follows(Protocol):
     """What the reference needs of a constraint."""
 
     @property
-    def complete(self) -> bool: ...
+    def is_complete(self) -> bool: ...
 
     def allows(self, token: int) -> bool: ...
 
@@ -72,7 +72,7 @@ def reference(
         if constraint and not constraint.take(token):
             break
         tokens.append(token)
-        if (token in end_ids and len(tokens) > min_tokens) or (constraint and constraint.complete):
+        if (token in end_ids and len(tokens) > min_tokens) or (constraint and constraint.is_complete):
             break
         state = fold(state, token)
     return tokens

@@ -7,10 +7,10 @@ from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import (
     SEQUENCE_STATES,
     Answer,
-    Beat,
     EngineStats,
     Failure,
     Finished,
+    Heartbeat,
     Histogram,
     InspectedSequence,
     InspectedSession,
@@ -128,7 +128,7 @@ EVENTS = (
         started=st.lists(st.builds(Started, ANY_INT, ANY_INT), max_size=3),
     )
     | st.builds(
-        Beat,
+        Heartbeat,
         engine_epoch=ANY_INT,
         phase=st.sampled_from(Phase),
         percent=ANY_INT,

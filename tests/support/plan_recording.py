@@ -17,7 +17,7 @@ from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.protocol.commands import Abort
 from tandem.protocol.params import SamplingParams
-from tests.fakes.constraint import FakeCompiler, FakeFiller, FakeVerifier
+from tests.fakes.constraint import FakeAdvancer, FakeCompiler, FakeFiller
 from tests.fakes.fixed_masks import ReplayingFiller, as_filled
 from tests.support.engine_driver import CLIENT, DrivenEngine
 
@@ -121,7 +121,7 @@ def constraining(engine: Engine) -> None:
     """Gives the engine constraints that need no grammar, and that can be played again. Before the first tick."""
     assert isinstance(engine.runtime, TorchRuntime)
     engine.compiler = engine.control.compiler = FakeCompiler()
-    engine.scheduler.verifier = FakeVerifier()
+    engine.scheduler.advancer = FakeAdvancer()
     engine.runtime.filler = ReplayingFiller(FakeFiller())
 
 

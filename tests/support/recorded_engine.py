@@ -17,7 +17,7 @@ from tandem.protocol.events import Failure, Finished, Limits, ModelFacts
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
-from tests.fakes.constraint import FakeCompiler, FakeVerifier
+from tests.fakes.constraint import FakeAdvancer, FakeCompiler
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.model import END, VOCAB
 from tests.fakes.runtime import FakeRuntime
@@ -61,7 +61,7 @@ class Bench:
     def __init__(self, depth: int, rows: int = 4, pages: int = 100) -> None:
         self.runtime = RecordingRuntime(rows, pages, 4)
         self.memory = kv_memory(pages)
-        self.scheduler = Scheduler(RowGate(rows), self.memory, SchedulerLimits(64, 64, 50), FakeVerifier())
+        self.scheduler = Scheduler(RowGate(rows), self.memory, SchedulerLimits(64, 64, 50), FakeAdvancer())
         self.mailbox, self.clock, self.stats = FakeMailbox(), FakeClock(), new_stats()
         facts = ModelFacts("fake", VOCAB, 64, [END], "", "cpu", "float32", 0)
         self.compiler = FakeCompiler()
@@ -93,7 +93,7 @@ class Bench:
 
     def finish(self) -> None:
         for _ in range(200):
-            if not self.engine.tick() and not self.scheduler.open:
+            if not self.engine.tick() and not self.scheduler.num_open:
                 return
         raise AssertionError(f"never idle: {self.engine.pipeline} {list(self.scheduler.held)}")
 
@@ -102,4 +102,4 @@ class Bench:
         return outcome
 
     def at_rest(self) -> bool:
-        return not self.scheduler.open and not list(self.scheduler.held) and self.memory.in_use == 0
+        return not self.scheduler.num_open and not list(self.scheduler.held) and self.memory.in_use == 0

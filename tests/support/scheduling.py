@@ -9,7 +9,7 @@ from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy
 from tandem.protocol.params import SamplingParams
-from tests.fakes.constraint import FakeVerifier
+from tests.fakes.constraint import FakeAdvancer
 from tests.support.kv_pool import kv_memory
 
 END = 1
@@ -29,7 +29,7 @@ def new(
     static: bool = False,
 ) -> Scheduler:
     limits = SchedulerLimits(step, chunk, waiting, prompts, static=static)
-    return Scheduler(RowGate(rows), kv_memory(pages, page_size, cache), limits, FakeVerifier(), policy)
+    return Scheduler(RowGate(rows), kv_memory(pages, page_size, cache), limits, FakeAdvancer(), policy)
 
 
 def sequence(
@@ -67,7 +67,7 @@ def run(scheduler: Scheduler, *sequences: Sequence, token: int = 20, depth: int 
     step, flights = first_step, []
     for seq in sequences:
         scheduler.add(seq)
-    while scheduler.open or flights:
+    while scheduler.num_open or flights:
         scheduler.admit_waiting()
         plan = scheduler.plan_step(step)
         if plan is not None:

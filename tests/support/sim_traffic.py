@@ -71,7 +71,7 @@ class Request:
         tokens = reference(self.prompt, params.max_tokens, ends, params.min_tokens, constraint)
         if constraint and constraint.problem:
             return tokens, ErrorCode.GRAMMAR_FAILED
-        stopped = (tokens[-1] in ends and len(tokens) > params.min_tokens) or (constraint and constraint.complete)
+        stopped = (tokens[-1] in ends and len(tokens) > params.min_tokens) or (constraint and constraint.is_complete)
         return tokens, FinishReason.STOP if stopped else FinishReason.LENGTH
 
 

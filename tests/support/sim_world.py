@@ -25,7 +25,7 @@ from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Limits, ModelFacts
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
-from tests.fakes.constraint import FakeCompiler, FakeVerifier
+from tests.fakes.constraint import FakeAdvancer, FakeCompiler
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.model import END, VOCAB
 from tests.fakes.runtime import FakeRuntime
@@ -121,7 +121,7 @@ class World:
         )
         self.rows = RowGate(max_rows)
         policy = "fcfs" if shape.static else shape.policy or rng.choice(POLICIES)
-        self.scheduler = Scheduler(self.rows, self.memory, limits, FakeVerifier(), policy)
+        self.scheduler = Scheduler(self.rows, self.memory, limits, FakeAdvancer(), policy)
         self.compiler = FakeCompiler(lambda: rng.choice([0, 0, 1, 5, 40]))
         self.pipeline = PipelineState(shape.depth)
         self.mailbox = FakeMailbox()
@@ -153,7 +153,7 @@ class World:
             self.launches += 1
             self.overlaps += self.pipeline.in_flight > 1
         self._seen_launched = launched
-        idle = not self.scheduler.open and not self.scheduler.ended and not self.pipeline.in_flight
+        idle = not self.scheduler.num_open and not self.scheduler.ended and not self.pipeline.in_flight
         if idle and not self.arrivals and not self.mailbox.inbox:
             self.check_at_rest()
             self.engine.stopping = True
@@ -161,7 +161,7 @@ class World:
     def _check_sleep(self) -> None:
         """A loop that falls asleep can do nothing for anybody: whoever is open waits for a grammar."""
         assert not self.pipeline.in_flight
-        assert self.scheduler.open == len(self.scheduler.compiling), (
+        assert self.scheduler.num_open == len(self.scheduler.compiling), (
             f"asleep: {list(self.scheduler.waiting)} {self.scheduler.running} {self.allocator} {self.memory.tree}"
         )
 
@@ -227,7 +227,7 @@ class World:
 
     def check_at_rest(self) -> None:
         """After the last tick: everything came back, and everybody was told exactly once."""
-        assert not self.scheduler.open
+        assert not self.scheduler.num_open
         assert not self.scheduler.compiling
         assert not self.compiler.jobs, "grammars are compiled for nobody"
         assert not list(self.scheduler.held)

@@ -35,7 +35,7 @@ from tandem.protocol.events import Failure, Finished, Limits, ModelFacts
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
-from tests.fakes.constraint import FakeCompiler, FakeConstraint, FakeFiller, FakeVerifier
+from tests.fakes.constraint import FakeAdvancer, FakeCompiler, FakeConstraint, FakeFiller
 from tests.fakes.fixed_masks import ReplayingFiller, as_filled
 from tests.fakes.mailbox import FakeMailbox
 from tests.support.kv_pool import kv_memory
@@ -236,7 +236,7 @@ class TinyEngine:
         self.mailbox = FakeMailbox()
         memory = kv_memory(self.runtime.kv.pages, shape.page_size, shape.cache)
         limits = SchedulerLimits(shape.step_tokens, shape.chunk, 100, static=shape.static)
-        self.scheduler = Scheduler(RowGate(shape.max_rows), memory, limits, FakeVerifier(), shape.policy)
+        self.scheduler = Scheduler(RowGate(shape.max_rows), memory, limits, FakeAdvancer(), shape.policy)
         stats, clock = new_stats(), FakeClock()
         facts = ModelFacts("tiny", VOCAB, MAX_LEN, [END], "", "cpu", "float32", 0)
         compiler = FakeCompiler()

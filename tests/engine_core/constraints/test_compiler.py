@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher
 
 from tandem.engine_core.constraints.compiler import GrammarCompiler
-from tandem.engine_core.constraints.grammars import GrammarConstraint, Grammars, Prototype
+from tandem.engine_core.constraints.grammars import CompiledGrammar, GrammarConstraint, Grammars
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.stats import new_stats
 from tandem.protocol.errors import ErrorCode
@@ -21,8 +21,8 @@ WAIT = 30.0
 class Workshop:
     """A compiler whose grammars are texts; one that begins with "slow" waits until it is let go."""
 
-    def __init__(self, prototype: Prototype, threads: int = 2, **sizes: Any) -> None:
-        self.prototype = prototype
+    def __init__(self, compiled_grammar: CompiledGrammar, threads: int = 2, **sizes: Any) -> None:
+        self.compiled_grammar = compiled_grammar
         self.compiled: list[str] = []
         self.gate = threading.Event()
         self.news = threading.Semaphore(0)
@@ -32,7 +32,7 @@ class Workshop:
             self.compile, self.pool, self.news.release, new_stats(), self.clock, limit_seconds=10.0, **sizes
         )
 
-    def compile(self, grammar: str) -> Prototype:
+    def compile(self, grammar: str) -> CompiledGrammar:
         self.compiled.append(grammar)
         if grammar.startswith("slow"):
             assert self.gate.wait(WAIT)
@@ -40,7 +40,7 @@ class Workshop:
             raise RequestError(ErrorCode.INVALID_GRAMMAR, "it is bad")
         if grammar == "bug":
             raise KeyboardInterrupt("a panic")
-        return self.prototype
+        return self.compiled_grammar
 
     def start(self, seq_id: int, grammar: str) -> None:
         self.compiler.start(seq_id, grammar, ignore_ends=seq_id % 2 == 1)
@@ -51,13 +51,13 @@ class Workshop:
 
 
 @pytest.fixture(scope="module")
-def prototype(grammars: Grammars) -> Prototype:
+def compiled_grammar(grammars: Grammars) -> CompiledGrammar:
     return grammars.compile(LLMatcher.grammar_from_regex("a+"))
 
 
 @pytest.fixture
-def shop(prototype: Prototype) -> Iterator[Workshop]:
-    shop = Workshop(prototype)
+def shop(compiled_grammar: CompiledGrammar) -> Iterator[Workshop]:
+    shop = Workshop(compiled_grammar)
     yield shop
     shop.gate.set()
     shop.pool.shutdown()
@@ -141,8 +141,8 @@ def test_who_is_forgotten_when_it_is_ready_gets_nothing_either(shop: Workshop) -
     assert [seq_id for seq_id, _ in shop.compiler.finished()] == [3]
 
 
-def test_what_nobody_waits_for_is_not_begun(prototype: Prototype) -> None:
-    shop = Workshop(prototype, threads=1)
+def test_what_nobody_waits_for_is_not_begun(compiled_grammar: CompiledGrammar) -> None:
+    shop = Workshop(compiled_grammar, threads=1)
     shop.start(1, "slow")
     shop.start(2, "never")
     shop.compiler.forget(2)
@@ -165,8 +165,8 @@ def test_a_grammar_given_up_by_all_while_it_compiles_may_be_joined_again(shop: W
     assert shop.compiled == ["slow"]
 
 
-def test_the_least_recently_used_is_dropped(prototype: Prototype) -> None:
-    shop = Workshop(prototype, cached=2)
+def test_the_least_recently_used_is_dropped(compiled_grammar: CompiledGrammar) -> None:
+    shop = Workshop(compiled_grammar, cached=2)
     for seq_id, grammar in enumerate(["a", "b"]):
         shop.start(seq_id, grammar)
         shop.after_news()
@@ -182,8 +182,8 @@ def test_the_least_recently_used_is_dropped(prototype: Prototype) -> None:
     shop.compiler.close()
 
 
-def test_closing_drops_what_has_not_begun(prototype: Prototype) -> None:
-    shop = Workshop(prototype, threads=1)
+def test_closing_drops_what_has_not_begun(compiled_grammar: CompiledGrammar) -> None:
+    shop = Workshop(compiled_grammar, threads=1)
     shop.start(1, "slow")
     shop.start(2, "never")
     shop.compiler.close()

@@ -35,12 +35,12 @@ def test_a_model_without_end_ids_has_its_tokenizers(grammars: Grammars) -> None:
 def test_a_grammar_from_its_start_to_its_end(grammars: Grammars) -> None:
     constraint = grammars.compile(REGEX("ab(cd)?")).constraint(ignore_ends=False)
     for token in ids(grammars, "ab"):
-        assert not constraint.complete
+        assert not constraint.is_complete
         assert constraint.matcher.consume_token(token)
-    assert not constraint.complete, "it may end, and it may go on"
+    assert not constraint.is_complete, "it may end, and it may go on"
     for token in ids(grammars, "cd"):
         assert constraint.matcher.consume_token(token)
-    assert constraint.complete
+    assert constraint.is_complete
     assert constraint.problem == ""
 
 
@@ -50,22 +50,22 @@ def test_every_end_id_ends_a_grammar_that_may_end(grammars: Grammars, end: int) 
     assert constraint.is_end(end)
     assert not constraint.is_end(ids(grammars, "a")[0])
     assert constraint.matcher.consume_token(end)
-    assert constraint.complete
+    assert constraint.is_complete
 
 
 def test_forced_tokens_leave_the_state(grammars: Grammars) -> None:
     constraint = grammars.compile(REGEX("exactly this text")).constraint(ignore_ends=False)
-    assert constraint.forced() == constraint.forced() == ids(grammars, "exactly this text")
-    assert constraint.matcher.consume_tokens(constraint.forced())
-    assert constraint.complete
-    assert constraint.forced() == []
+    assert constraint.fast_forward_tokens() == constraint.fast_forward_tokens() == ids(grammars, "exactly this text")
+    assert constraint.matcher.consume_tokens(constraint.fast_forward_tokens())
+    assert constraint.is_complete
+    assert constraint.fast_forward_tokens() == []
 
 
-def test_copies_of_a_prototype_do_not_know_each_other(grammars: Grammars) -> None:
-    prototype = grammars.compile(REGEX("[ab]c"))
-    one, other = prototype.constraint(False), prototype.constraint(False)
+def test_copies_of_a_compiled_grammar_do_not_know_each_other(grammars: Grammars) -> None:
+    compiled_grammar = grammars.compile(REGEX("[ab]c"))
+    one, other = compiled_grammar.constraint(False), compiled_grammar.constraint(False)
     assert one.matcher.consume_tokens(ids(grammars, "a") + ids(grammars, "c"))
-    assert (one.complete, other.complete) == (True, False)
+    assert (one.is_complete, other.is_complete) == (True, False)
 
 
 def test_a_refused_token_is_a_problem_in_one_line(grammars: Grammars) -> None:

@@ -87,7 +87,7 @@ def test_one_turn_at_a_time() -> None:
     with pytest.raises(RequestError, match="'talk' has a turn in progress") as caught:
         scheduler.add(turn(2, *FIRST))
     assert caught.value.code is ErrorCode.SESSION_BUSY
-    assert scheduler.open == 1
+    assert scheduler.num_open == 1
     scheduler.add(turn(3, *FIRST, session="other"))
     scheduler.abort(b"c", 1)
     scheduler.add(turn(4, *FIRST))
@@ -179,7 +179,7 @@ def test_a_waiting_turn_does_not_hold_the_pool() -> None:
     scheduler.add(turn(4, *range(600, 609), session="b"))
     run(scheduler, first_step=100)
     assert scheduler.audit() == []
-    assert not scheduler.open
+    assert not scheduler.num_open
 
 
 def test_turns_that_never_ran_leave_nothing_and_push_nobody_out() -> None:
@@ -277,4 +277,4 @@ def test_where_sessions_are_off(cache: bool) -> None:
     ) as caught:
         scheduler.add(turn(1, 5))
     assert caught.value.code is ErrorCode.SESSIONS_OFF
-    assert scheduler.open == 0
+    assert scheduler.num_open == 0

@@ -12,7 +12,7 @@ from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, Started
 from tandem.protocol.params import SamplingParams
-from tests.fakes.constraint import FakeConstraint, FakeVerifier
+from tests.fakes.constraint import FakeAdvancer, FakeConstraint
 from tests.fakes.model import END
 from tests.support.kv_pool import kv_memory
 
@@ -21,7 +21,7 @@ PROMPT = [10, 11, 12]
 
 def new(rows: int = 4, step: int = 16, waiting: int = 50) -> Scheduler:
     limits = SchedulerLimits(step, step, waiting)
-    return Scheduler(RowGate(rows), kv_memory(60), limits, FakeVerifier())
+    return Scheduler(RowGate(rows), kv_memory(60), limits, FakeAdvancer())
 
 
 def sequence(
@@ -61,7 +61,7 @@ class TestCompiling:
         assert [seq.id for seq in scheduler.admit_waiting()] == [0]
         assert [seq.id for seq in scheduler.waiting] == [1, 3]
         constraint = FakeConstraint("parity")
-        scheduler.constrain(2, constraint)
+        scheduler.set_constraint(2, constraint)
         assert [seq.id for seq in scheduler.waiting] == [1, 2, 3]
         assert list(scheduler.waiting)[1].constraint is constraint
         assert not scheduler.compiling
@@ -70,9 +70,9 @@ class TestCompiling:
         scheduler = new()
         scheduler.add(sequence(1, "later"))
         scheduler.add(sequence(2))
-        scheduler.constrain(1, RequestError(ErrorCode.INVALID_GRAMMAR, "no"))
+        scheduler.set_constraint(1, RequestError(ErrorCode.INVALID_GRAMMAR, "no"))
         assert [seq.outcome for seq in scheduler.take_ended()] == [Failure(1, ErrorCode.INVALID_GRAMMAR, "no")]
-        assert scheduler.open == 1
+        assert scheduler.num_open == 1
         assert not scheduler.compiling
 
     def test_an_abort_meanwhile_and_a_result_for_nobody(self) -> None:
@@ -80,9 +80,9 @@ class TestCompiling:
         scheduler.add(sequence(1, "later"))
         scheduler.abort(b"c", 1)
         assert [seq.outcome for seq in scheduler.take_ended()] == [Finished(1, FinishReason.ABORT)]
-        scheduler.constrain(1, FakeConstraint("parity"))
-        scheduler.constrain(1, RequestError(ErrorCode.INVALID_GRAMMAR, "no"))
-        assert scheduler.open == 0
+        scheduler.set_constraint(1, FakeConstraint("parity"))
+        scheduler.set_constraint(1, RequestError(ErrorCode.INVALID_GRAMMAR, "no"))
+        assert scheduler.num_open == 0
         assert not scheduler.waiting
         assert scheduler.take_ended() == []
 
@@ -239,7 +239,7 @@ class TestJumps:
             plans.append(plan)
         assert scheduler.commit(plans[0], [12]).deltas[b"c"].tokens == [12]
         assert seq.constraint is not None
-        assert seq.constraint.forced() == [14]
+        assert seq.constraint.fast_forward_tokens() == [14]
         assert scheduler.commit(plans[1], [14]).deltas[b"c"].tokens == [14]
 
     def test_not_where_log_probabilities_are_wanted(self) -> None:
@@ -249,7 +249,7 @@ class TestJumps:
 
     def test_a_forced_token_that_is_refused_ends_the_request(self) -> None:
         class Liar(FakeConstraint):
-            def forced(self) -> list[int]:
+            def fast_forward_tokens(self) -> list[int]:
                 return [4, 5]
 
         seq = sequence(1)

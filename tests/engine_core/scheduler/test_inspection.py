@@ -1,6 +1,6 @@
 """The scheduler at one moment."""
 
-from tandem.engine_core.scheduler.inspection import MOST_WAITING, inspect, oldest_wait
+from tandem.engine_core.scheduler.inspection import MAX_LISTED, inspect, oldest_wait
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.stats import new_stats
 from tandem.protocol.codec import decode_event, encode
@@ -104,7 +104,7 @@ def test_the_longest_wait() -> None:
     assert oldest_wait(scheduler, 50.0) == 38.0
     scheduler.add(compiling)
     assert oldest_wait(scheduler, 50.0) == 39.0
-    scheduler.constrain(3, FakeConstraint("parity"))
+    scheduler.set_constraint(3, FakeConstraint("parity"))
     assert oldest_wait(scheduler, 50.0) == 39.0
     scheduler.advance(40.0)
     scheduler.preempt(first)
@@ -121,6 +121,6 @@ def test_the_longest_wait() -> None:
 
 def test_a_long_queue_is_cut() -> None:
     scheduler = new(rows=1, waiting=1000)
-    added(scheduler, *[sequence(number, first=number) for number in range(MOST_WAITING + 9)])
+    added(scheduler, *[sequence(number, first=number) for number in range(MAX_LISTED + 9)])
     seen = inspect(scheduler, 1, new_stats(), 0.0)
-    assert (len(seen.sequences), seen.omitted) == (1 + MOST_WAITING, 8)
+    assert (len(seen.sequences), seen.omitted) == (1 + MAX_LISTED, 8)

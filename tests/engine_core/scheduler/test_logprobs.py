@@ -4,9 +4,9 @@ from array import array
 
 import pytest
 
-from tandem.engine_core.contracts import Delta, StepLogprobs
+from tandem.engine_core.contracts import StepLogprobs, TokenDelta
 from tandem.engine_core.plan import ScheduledSequence
-from tandem.engine_core.scheduler.logprobs import attach, most_wanted
+from tandem.engine_core.scheduler.logprobs import attach, max_logprobs
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.codec import pack_floats, pack_ids, read_logprobs
 from tandem.protocol.errors import FinishReason
@@ -34,8 +34,8 @@ def step(top: int, count: int) -> StepLogprobs:
 
 def told(
     rows: list[ScheduledSequence], held: list[Sequence], logprobs: StepLogprobs, refused: set[int]
-) -> dict[bytes, Delta]:
-    deltas: dict[bytes, Delta] = {}
+) -> dict[bytes, TokenDelta]:
+    deltas: dict[bytes, TokenDelta] = {}
     attach(rows, {seq.id: seq for seq in held}, refused, logprobs, deltas)
     return deltas
 
@@ -54,7 +54,7 @@ def check(part: TokenLogprobs, first: int, count: int, top: int) -> None:
     ("logprobs", "prompt_logprobs", "most"), [(None, None, -1), (0, None, 0), (None, 0, 0), (3, 5, 5), (7, 2, 7)]
 )
 def test_most_wanted(logprobs: int | None, prompt_logprobs: int | None, most: int) -> None:
-    assert most_wanted(sequence(1, logprobs, prompt_logprobs)) == most
+    assert max_logprobs(sequence(1, logprobs, prompt_logprobs)) == most
 
 
 def test_each_gets_its_own_lines() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine_core.scheduler.queue import HEAD_START, seniority
+from tandem.engine_core.scheduler.queue import ARRIVALS_PER_PRIORITY, seniority
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import POLICIES, Policy
@@ -174,7 +174,7 @@ def test_overload_makes_progress_and_does_not_thrash(depth: int, cache: bool) ->
     ended: list[int] = []
     for number in range(1, total + 1):
         scheduler.add(sequence(number, prompt=10, max_tokens=38, first=100 * number))
-    while scheduler.open or flights:
+    while scheduler.num_open or flights:
         scheduler.admit_waiting()
         senior = min(scheduler.running.values(), key=seniority, default=None)
         before = None if senior is None else senior.num_scheduled_tokens + senior.num_inflight_samples
@@ -260,7 +260,7 @@ def test_a_low_priority_is_overtaken_by_so_many_arrivals_only() -> None:
         while len(scheduler.waiting) < 4:
             arrivals += 1
             scheduler.add(sequence(1 + arrivals, 3, 12, first=1000 * arrivals))
-        assert arrivals < 2 * HEAD_START, f"{low} has not ended after {arrivals} arrivals"
+        assert arrivals < 2 * ARRIVALS_PER_PRIORITY, f"{low} has not ended after {arrivals} arrivals"
         scheduler.admit_waiting()
         step += 1
         plan = launched(scheduler, step)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine_core.scheduler.queue import HEAD_START, WaitingQueue
+from tandem.engine_core.scheduler.queue import ARRIVALS_PER_PRIORITY, WaitingQueue
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.params import SamplingParams
 
@@ -93,14 +93,14 @@ def test_nobody_is_overtaken_for_ever(low: int, above: int) -> None:
     patient = new(0, low)
     queue.push(patient)
     overtaken = 0
-    for number in range(1, 4 * HEAD_START * above):
+    for number in range(1, 4 * ARRIVALS_PER_PRIORITY * above):
         queue.push(new(number, low + above))
         head = next(iter(queue))
         queue.remove(head)
         if head is patient:
             break
         overtaken += 1
-    assert overtaken == HEAD_START * above - 1
+    assert overtaken == ARRIVALS_PER_PRIORITY * above - 1
 
 
 @given(st.lists(st.tuples(st.integers(-9, 9), st.booleans()), max_size=40))
@@ -113,5 +113,5 @@ def test_a_queue_is_a_sorted_list(arrivals: list[tuple[int, bool]]) -> None:
         kept.append(seq)
         if goes:
             queue.remove(kept.pop(len(kept) // 2))
-    assert order(queue) == [s.id for s in sorted(kept, key=lambda s: (s.id - HEAD_START * s.priority, s.id))]
+    assert order(queue) == [s.id for s in sorted(kept, key=lambda s: (s.id - ARRIVALS_PER_PRIORITY * s.priority, s.id))]
     assert len(queue) == len(kept)

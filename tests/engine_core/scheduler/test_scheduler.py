@@ -52,7 +52,7 @@ def test_a_zombie_keeps_its_pages_until_its_last_step() -> None:
     assert scheduler.commit(plans[0], [END]).zombies == 0
     assert seq.outcome == Finished(1, FinishReason.STOP, END)
     assert scheduler.memory.in_use == 2
-    assert scheduler.open == 0
+    assert scheduler.num_open == 0
     committed = scheduler.commit(plans[1], [33])
     assert (committed.zombies, committed.tokens, committed.deltas) == (1, 0, {})
     assert scheduler.memory.in_use == 0
@@ -89,7 +89,7 @@ def test_refusals() -> None:
     with pytest.raises(RequestError, match=f"{room} requests are waiting already") as caught:
         scheduler.add(sequence(2 + room))
     assert caught.value.code is ErrorCode.OVERLOADED
-    assert scheduler.open == room
+    assert scheduler.num_open == room
 
 
 def test_masks_for_live_constrained_rows_alone() -> None:
@@ -121,7 +121,7 @@ def test_every_admitted_row_is_served_in_time(policy: Policy, prompts: int) -> N
         scheduler.add(sequence(number, 90 if long else 5, 2 if long else 30, first=200 * number, priority=number % 2))
     last: dict[int, int] = {}
     worst = step = 0
-    while scheduler.open:
+    while scheduler.num_open:
         step += 1
         last |= {seq.id: step - 1 for seq in scheduler.admit_waiting()}
         plan = launched(scheduler, step)
@@ -138,7 +138,7 @@ def test_static_batches_run_to_their_end() -> None:
     for number, tokens in ((1, 2), (2, 5), (3, 3), (4, 2), (5, 9)):
         scheduler.add(sequence(number, max_tokens=tokens, first=40 * number))
     batches, step = [], 0
-    while scheduler.open:
+    while scheduler.num_open:
         step += 1
         if moved := scheduler.admit_waiting():
             batches.append(([seq.id for seq in moved], step))

@@ -16,7 +16,7 @@ from tandem.protocol.engine_options import POLICIES, Policy
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure
 from tandem.protocol.params import SamplingParams
-from tests.fakes.constraint import FakeVerifier
+from tests.fakes.constraint import FakeAdvancer
 from tests.support.effort import machine
 from tests.support.kv_pool import kv_memory
 
@@ -46,7 +46,7 @@ class Traffic(RuleBasedStateMachine):
             RowGate(rows),
             kv_memory(pages, page_size, cache, 2),
             SchedulerLimits(step, chunk, full),
-            FakeVerifier(),
+            FakeAdvancer(),
             policy,
         )
         self.sequences: dict[int, Sequence] = {}
@@ -116,7 +116,7 @@ class Traffic(RuleBasedStateMachine):
         plan = self.scheduler.plan_step(self.steps + 1)
         if plan is None:
             idle = [seq for seq in self.scheduler.running.values() if not seq.finishing]
-            assert not idle or (self.in_flight and self.scheduler.planner.lacking), f"{idle} could run"
+            assert not idle or (self.in_flight and self.scheduler.planner.out_of_pages), f"{idle} could run"
             return
         assert 1 <= plan.total_tokens <= self.scheduler.limits.max_step_tokens
         assert plan == StepPlan.of(plan.step_id, plan.rows, plan.admitted)
@@ -169,7 +169,7 @@ class Traffic(RuleBasedStateMachine):
         told = self.ended + [seq.id for seq in self.scheduler.ended]
         assert len(told) == len(set(told))
         assert set(told) == {seq.id for seq in self.sequences.values() if seq.outcome is not None}
-        assert self.scheduler.open == len(self.sequences) - len(told)
+        assert self.scheduler.num_open == len(self.sequences) - len(told)
 
     @invariant()
     def busy_sessions_have_a_turn(self) -> None:
@@ -184,7 +184,7 @@ class Traffic(RuleBasedStateMachine):
             assert self.scheduler.audit() == []
             assert self.scheduler.memory.in_use == 0
             assert self.scheduler.rows.free == self.scheduler.rows.total
-            assert not self.scheduler.open
+            assert not self.scheduler.num_open
             assert all(seq.outcome is not None for seq in self.sequences.values())
 
 

@@ -10,9 +10,9 @@ import pytest
 import zmq
 
 from tandem.engine_core.stats import new_stats
-from tandem.engine_core.wire.heartbeat import Heartbeat, Status
+from tandem.engine_core.wire.heartbeat import HeartbeatPublisher, Status
 from tandem.protocol.codec import decode_event
-from tandem.protocol.events import Beat, Phase
+from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.sockets import Transport, connect_heartbeat
 from tests.support.zmq_context import KeepingContext
 
@@ -32,32 +32,32 @@ def context() -> Iterator[Any]:
     context.destroy(linger=0)
 
 
-def next_beat(listener: Any) -> Beat:
+def next_beat(listener: Any) -> Heartbeat:
     assert listener.poll(WAIT_MS), "no beat"
     beat = decode_event(listener.recv())
-    assert isinstance(beat, Beat)
+    assert isinstance(beat, Heartbeat)
     return beat
 
 
 def test_status_says_what_was_entered() -> None:
     status = Status(7, new_stats())
-    assert (status.beat().phase, status.beat().percent, status.beat().detail) == (Phase.STARTING, 0, "")
+    assert (status.heartbeat().phase, status.heartbeat().percent, status.heartbeat().detail) == (Phase.STARTING, 0, "")
     status.enter(Phase.LOADING, 40, "weights")
-    beat = status.beat()
+    beat = status.heartbeat()
     assert (beat.engine_epoch, beat.phase, beat.percent, beat.detail) == (7, Phase.LOADING, 40, "weights")
     status.enter(Phase.READY)
-    assert (status.beat().percent, status.beat().detail) == (0, ""), "nothing of the phase before is left"
+    assert (status.heartbeat().percent, status.heartbeat().detail) == (0, ""), "nothing of the phase before is left"
 
 
 def test_pending_is_what_runs_and_what_waits() -> None:
     status = Status(7, new_stats())
     status.stats.running, status.stats.waiting = 3, 4
-    assert status.beat().pending == 7
+    assert status.heartbeat().pending == 7
 
 
 def test_beats_while_the_main_thread_is_busy_and_once_more_at_the_end(endpoint: str, context: Any) -> None:
     status = Status(7, new_stats())
-    heartbeat = Heartbeat(context, endpoint, Transport(), status)
+    heartbeat = HeartbeatPublisher(context, endpoint, Transport(), status)
     heartbeat.start()
     listener = connect_heartbeat(context, endpoint)
     beats = 0
@@ -66,7 +66,7 @@ def test_beats_while_the_main_thread_is_busy_and_once_more_at_the_end(endpoint: 
             beat = decode_event(listener.recv(zmq.NOBLOCK))
         except zmq.Again:
             continue
-        assert isinstance(beat, Beat)
+        assert isinstance(beat, Heartbeat)
         assert beat.phase is Phase.STARTING
         beats += 1
     status.stats.steps_committed = 41
@@ -79,7 +79,7 @@ def test_beats_while_the_main_thread_is_busy_and_once_more_at_the_end(endpoint: 
 
 def test_stop_frees_the_endpoint_and_may_come_twice(endpoint: str, context: Any) -> None:
     for epoch in (1, 2):
-        heartbeat = Heartbeat(context, endpoint, Transport(), Status(epoch, new_stats()))
+        heartbeat = HeartbeatPublisher(context, endpoint, Transport(), Status(epoch, new_stats()))
         start_when_free(heartbeat)
         listener = connect_heartbeat(context, endpoint)
         assert next_beat(listener).engine_epoch == epoch
@@ -88,7 +88,7 @@ def test_stop_frees_the_endpoint_and_may_come_twice(endpoint: str, context: Any)
         heartbeat.stop()
 
 
-def start_when_free(heartbeat: Heartbeat) -> None:
+def start_when_free(heartbeat: HeartbeatPublisher) -> None:
     """ZMQ closes a socket in its own time."""
     for _ in range(10_000):
         try:
@@ -99,15 +99,15 @@ def start_when_free(heartbeat: Heartbeat) -> None:
 
 
 def test_stop_before_start_does_nothing(endpoint: str, context: Any) -> None:
-    Heartbeat(context, endpoint, Transport(), Status(1, new_stats())).stop()
+    HeartbeatPublisher(context, endpoint, Transport(), Status(1, new_stats())).stop()
     assert not Path(endpoint.removeprefix("ipc://")).exists()
 
 
 def test_an_endpoint_in_use_is_refused(endpoint: str, context: Any) -> None:
-    first = Heartbeat(context, endpoint, Transport(), Status(1, new_stats()))
+    first = HeartbeatPublisher(context, endpoint, Transport(), Status(1, new_stats()))
     first.start()
     try:
         with pytest.raises(ValueError, match="already listens"):
-            Heartbeat(context, endpoint, Transport(), Status(2, new_stats())).start()
+            HeartbeatPublisher(context, endpoint, Transport(), Status(2, new_stats())).start()
     finally:
         first.stop()

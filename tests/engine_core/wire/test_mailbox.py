@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import zmq
 
-from tandem.engine_core.contracts import Delta
-from tandem.engine_core.wire.mailbox import DRAIN_LIMIT, ZmqMailbox
-from tandem.engine_core.wire.wakeup import Wakeup
+from tandem.engine_core.contracts import TokenDelta
+from tandem.engine_core.wire.mailbox import MAX_DRAINED_MESSAGES, ZmqMailbox
+from tandem.engine_core.wire.wakeup import LoopWaker
 from tandem.protocol.codec import decode_event, encode, runs
 from tandem.protocol.commands import Abort, AnyCommand, Goodbye, Hello
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -29,7 +29,7 @@ class Wire:
         self.context = context
         self.endpoint = endpoint
         self.router = bind_router(context, endpoint)
-        self.wakeup = Wakeup.open()
+        self.wakeup = LoopWaker.open()
         self.mailbox = ZmqMailbox(self.router, self.wakeup)
         self.dealers: list[Any] = []
 
@@ -92,14 +92,14 @@ class TestDrain:
 
     def test_a_flood_is_taken_in_parts(self, wire: Wire) -> None:
         dealer = wire.dealer()
-        send_all(dealer, [encode(Abort([number])) for number in range(2 * DRAIN_LIMIT + 10)])
+        send_all(dealer, [encode(Abort([number])) for number in range(2 * MAX_DRAINED_MESSAGES + 10)])
         received: list[AnyCommand] = []
-        while len(received) < 2 * DRAIN_LIMIT + 10:
+        while len(received) < 2 * MAX_DRAINED_MESSAGES + 10:
             assert wire.router.poll(WAIT_MS)
             part = wire.mailbox.drain()
-            assert len(part) <= DRAIN_LIMIT
+            assert len(part) <= MAX_DRAINED_MESSAGES
             received += [command for _, command in part]
-        assert received == [Abort([number]) for number in range(2 * DRAIN_LIMIT + 10)]
+        assert received == [Abort([number]) for number in range(2 * MAX_DRAINED_MESSAGES + 10)]
 
     def test_junk_is_ignored_and_what_follows_is_not(self, wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
         dealer = wire.dealer()
@@ -118,12 +118,12 @@ class TestDrain:
 
             def recv_multipart(self, _flags: int) -> list[bytes]:
                 calls.append(1)
-                assert len(calls) <= 10 * DRAIN_LIMIT, "one drain goes on and on"
+                assert len(calls) <= 10 * MAX_DRAINED_MESSAGES, "one drain goes on and on"
                 return [b"client", b"junk"]
 
-        wakeup = Wakeup.open()
+        wakeup = LoopWaker.open()
         assert ZmqMailbox(Endless(), wakeup).drain() == []
-        assert len(calls) <= DRAIN_LIMIT + 1
+        assert len(calls) <= MAX_DRAINED_MESSAGES + 1
         wakeup.close()
 
     def test_wait_ends_when_something_arrives(self, wire: Wire) -> None:
@@ -154,8 +154,8 @@ class TestFlush:
     def test_one_message_a_flush_and_frontend(self, wire: Wire) -> None:
         peers = [wire.greeted() for _ in range(2)]
         for _, client in peers:
-            wire.mailbox.tokens(client, Delta([1, 2], [10, 20]))
-            wire.mailbox.tokens(client, Delta([1], [11]))
+            wire.mailbox.tokens(client, TokenDelta([1, 2], [10, 20]))
+            wire.mailbox.tokens(client, TokenDelta([1], [11]))
             wire.mailbox.ended(client, Finished(1, FinishReason.STOP, 11))
             wire.mailbox.ended(client, Failure(2, ErrorCode.ENGINE_FAILED, "x"))
             wire.mailbox.started(client, Started(3, 64))
@@ -169,7 +169,7 @@ class TestFlush:
             assert output.failures == [Failure(2, ErrorCode.ENGINE_FAILED, "x")]
             assert output.started == [Started(3, 64)]
         assert wire.mailbox.flush(7) == []
-        wire.mailbox.tokens(peers[0][1], Delta([5], [50]))
+        wire.mailbox.tokens(peers[0][1], TokenDelta([5], [50]))
         wire.mailbox.flush(8)
         assert receive(peers[0][0]).step_id == 8, "nothing came between, and nothing twice"
         assert not peers[1][0].poll(0)
@@ -180,8 +180,8 @@ class TestFlush:
         steps = 0
         while not wire.mailbox.backlog or steps % 50:
             steps += 1
-            wire.mailbox.tokens(slow_client, Delta(list(range(500)), [steps] * 500))
-            wire.mailbox.tokens(other_client, Delta([1], [steps]))
+            wire.mailbox.tokens(slow_client, TokenDelta(list(range(500)), [steps] * 500))
+            wire.mailbox.tokens(other_client, TokenDelta([1], [steps]))
             assert wire.mailbox.flush(steps) == []
             assert list(runs(receive(other))) == [(1, [steps])], "others are not held up"
         assert steps > SEND_HIGH_WATER_MARK
@@ -208,8 +208,8 @@ class TestFlush:
         gone.close()
         lost: list[bytes] = []
         while not lost:
-            wire.mailbox.tokens(gone_client, Delta([1], [5]))
-            wire.mailbox.tokens(other_client, Delta([1], [5]))
+            wire.mailbox.tokens(gone_client, TokenDelta([1], [5]))
+            wire.mailbox.tokens(other_client, TokenDelta([1], [5]))
             lost = wire.mailbox.flush(1)
             assert list(runs(receive(other))) == [(1, [5])]
         assert lost == [gone_client]
@@ -223,7 +223,7 @@ class TestFlush:
     def test_nothing_kept_is_no_backlog(self, wire: Wire) -> None:
         """As `contracts.Mailbox` says: whether a flush kept something, not whether something waits for a flush."""
         _, client = wire.greeted()
-        wire.mailbox.tokens(client, Delta([1], [5]))
+        wire.mailbox.tokens(client, TokenDelta([1], [5]))
         assert not wire.mailbox.backlog
 
 

@@ -9,7 +9,7 @@ from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.streams import TokenStream, Waker
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.protocol.codec import step_output
-from tandem.protocol.events import Beat, EngineStats, Phase, Started
+from tandem.protocol.events import EngineStats, Heartbeat, Phase, Started
 from tandem.protocol.sockets import Transport
 
 
@@ -36,8 +36,8 @@ class Link:
         pass
 
 
-def beat(epoch: int) -> Beat:
-    return Beat(epoch, Phase.READY, 100, "", 0, EngineStats())
+def beat(epoch: int) -> Heartbeat:
+    return Heartbeat(epoch, Phase.READY, 100, "", 0, EngineStats())
 
 
 @pytest.fixture

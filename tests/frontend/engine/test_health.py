@@ -1,11 +1,11 @@
 """The verdict on an engine from its beats, without a clock."""
 
 from tandem.frontend.engine.health import EngineWatch
-from tandem.protocol.events import Beat, EngineStats, Phase
+from tandem.protocol.events import EngineStats, Heartbeat, Phase
 
 
-def beat(phase: Phase = Phase.READY, pending: int = 0, steps: int = 0, epoch: int = 1, percent: int = 100) -> Beat:
-    return Beat(epoch, phase, percent, "", pending, EngineStats(steps_launched=steps, steps_committed=steps))
+def beat(phase: Phase = Phase.READY, pending: int = 0, steps: int = 0, epoch: int = 1, percent: int = 100) -> Heartbeat:
+    return Heartbeat(epoch, phase, percent, "", pending, EngineStats(steps_launched=steps, steps_committed=steps))
 
 
 def watch() -> EngineWatch:

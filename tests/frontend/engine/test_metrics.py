@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.metrics import EngineCollector
 from tandem.frontend.engine.monitor import EngineMonitor
-from tandem.protocol.events import Beat, EngineStats, Histogram, Phase
+from tandem.protocol.events import EngineStats, Heartbeat, Histogram, Phase
 from tandem.protocol.sockets import Transport
 
 STATS = EngineStats(
@@ -51,7 +51,7 @@ def test_before_the_first_beat_there_is_only_its_absence() -> None:
 
 def test_every_number_of_the_engine() -> None:
     watch = EngineWatch(5.0, 60.0)
-    watch.observe(Beat(1, Phase.READY, 100, "", 5, STATS), 10.0)
+    watch.observe(Heartbeat(1, Phase.READY, 100, "", 5, STATS), 10.0)
     lines = exposition(watch)
     for line in (
         "tandem_engine_up 1.0",
@@ -89,7 +89,7 @@ def test_every_number_of_the_engine() -> None:
 
 def test_the_stages_are_called_what_they_are() -> None:
     watch = EngineWatch(5.0, 60.0)
-    watch.observe(Beat(1, Phase.READY, 100, "", 5, STATS), 10.0)
+    watch.observe(Heartbeat(1, Phase.READY, 100, "", 5, STATS), 10.0)
     (line,) = [line for line in exposition(watch) if line.startswith("# HELP tandem_engine_stage_seconds")]
     assert "Wall time" in line
     assert "collect is the wait for the device" in line
@@ -97,7 +97,7 @@ def test_the_stages_are_called_what_they_are() -> None:
 
 def test_an_engine_without_pages_or_observations() -> None:
     watch = EngineWatch(5.0, 60.0)
-    watch.observe(Beat(1, Phase.LOADING, 10, "", 0, EngineStats()), 0.0)
+    watch.observe(Heartbeat(1, Phase.LOADING, 10, "", 0, EngineStats()), 0.0)
     lines = exposition(watch)
     assert "tandem_engine_up 0.0" in lines
     assert "tandem_kv_cache_usage_perc 0.0" in lines

@@ -22,8 +22,8 @@ PARALLEL_GRAMMARS = 8
 """From so many different grammars in a step on, other threads help."""
 
 
-class Matchers:
-    """Works on the constraints that this package makes, and on no others. Implements `contracts.Verifier`."""
+class MaskBuilder:
+    """Works on the constraints that this package makes, and on no others. Implements `contracts.ConstraintAdvancer`."""
 
     def __init__(
         self, executor: LLExecutor | None, end_ids: Sequence[int], stats: EngineStats, clock: Callable[[], float]
@@ -54,7 +54,7 @@ class Matchers:
         pairs = cast("Sequence[tuple[GrammarConstraint, int]]", masks)
         assert out.flags.c_contiguous and out.dtype == np.int32, f"{out.dtype} of strides {out.strides} for masks"
         address, size = out.ctypes.data, out.strides[0]
-        grammars = {id(constraint.prototype) for constraint, _ in pairs}
+        grammars = {id(constraint.compiled_grammar) for constraint, _ in pairs}
         if self.executor is None or len(grammars) < PARALLEL_GRAMMARS:
             for constraint, place in pairs:
                 assert 0 <= place < len(out), f"mask {place} of {len(out)}"

@@ -5,7 +5,7 @@ import pytest
 from llguidance import LLExecutor, LLMatcher
 
 from tandem.engine_core.constraints.grammars import GrammarConstraint, Grammars
-from tandem.engine_core.constraints.matchers import Matchers
+from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.stats import new_stats
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 from tests.fakes.clock import FakeClock
@@ -15,8 +15,8 @@ UNTOUCHED = 0x5A5A5A5A
 
 
 @pytest.fixture(params=[None, 2], ids=["one thread", "parallel"])
-def matchers(request: pytest.FixtureRequest) -> Matchers:
-    return Matchers(LLExecutor(request.param) if request.param else None, ENDS, new_stats(), FakeClock())
+def mask_builder(request: pytest.FixtureRequest) -> MaskBuilder:
+    return MaskBuilder(LLExecutor(request.param) if request.param else None, ENDS, new_stats(), FakeClock())
 
 
 def constraint(grammars: Grammars, regex: str, ignore_ends: bool = False) -> GrammarConstraint:
@@ -32,42 +32,42 @@ def masks(rows: int) -> np.ndarray:
     return np.full((rows, WORDS), UNTOUCHED, dtype=np.int32)
 
 
-def test_each_mask_in_its_place_and_nothing_elsewhere(grammars: Grammars, matchers: Matchers) -> None:
+def test_each_mask_in_its_place_and_nothing_elsewhere(grammars: Grammars, mask_builder: MaskBuilder) -> None:
     tokenizer, out = grammars.prepare(), masks(40)
     wanted = [(constraint(grammars, letter), 39 - 3 * index) for index, letter in enumerate("abcdefghijkl")]
-    matchers.fill(wanted, out)
+    mask_builder.fill(wanted, out)
     for index, letter in enumerate("abcdefghijkl"):
         assert allowed(out[39 - 3 * index]) == tokenizer.tokenize_str(letter)
     taken = {place for _, place in wanted}
     assert all((out[place] == UNTOUCHED).all() for place in range(40) if place not in taken)
-    assert matchers.stats.mask_rows == 12
+    assert mask_builder.stats.mask_rows == 12
 
 
 def test_the_time_is_counted(grammars: Grammars) -> None:
     ticks = iter([1.0, 3.5])
-    matchers = Matchers(None, ENDS, new_stats(), lambda: next(ticks))
-    matchers.fill([(constraint(grammars, "a"), 0)], masks(1))
-    assert matchers.stats.mask_seconds == 2.5
+    mask_builder = MaskBuilder(None, ENDS, new_stats(), lambda: next(ticks))
+    mask_builder.fill([(constraint(grammars, "a"), 0)], masks(1))
+    assert mask_builder.stats.mask_seconds == 2.5
 
 
-def test_ids_beyond_the_tokenizer_are_never_allowed(grammars: Grammars, matchers: Matchers) -> None:
+def test_ids_beyond_the_tokenizer_are_never_allowed(grammars: Grammars, mask_builder: MaskBuilder) -> None:
     out = masks(1)
-    matchers.fill([(constraint(grammars, "(.|\\n)*"), 0)], out)
+    mask_builder.fill([(constraint(grammars, "(.|\\n)*"), 0)], out)
     ids = allowed(out[0])
     assert len(ids) > 4000
     assert max(ids) < 4096
 
 
-def test_where_a_grammar_may_end_every_end_id_is_allowed(grammars: Grammars, matchers: Matchers) -> None:
+def test_where_a_grammar_may_end_every_end_id_is_allowed(grammars: Grammars, mask_builder: MaskBuilder) -> None:
     out = masks(2)
-    matchers.fill([(constraint(grammars, "a*"), 0), (constraint(grammars, "a+"), 1)], out)
+    mask_builder.fill([(constraint(grammars, "a*"), 0), (constraint(grammars, "a+"), 1)], out)
     assert set(ENDS) <= set(allowed(out[0]))
     assert not set(ENDS) & set(allowed(out[1]))
 
 
-def test_ignored_ends_are_allowed_only_where_nothing_else_is(grammars: Grammars, matchers: Matchers) -> None:
+def test_ignored_ends_are_allowed_only_where_nothing_else_is(grammars: Grammars, mask_builder: MaskBuilder) -> None:
     out = masks(3)
-    matchers.fill([(constraint(grammars, "a*", ignore_ends=True), 0), (constraint(grammars, "", True), 2)], out)
+    mask_builder.fill([(constraint(grammars, "a*", ignore_ends=True), 0), (constraint(grammars, "", True), 2)], out)
     letters = allowed(out[0])
     assert letters
     assert not set(ENDS) & set(letters)
@@ -78,42 +78,42 @@ def test_ignored_ends_are_allowed_only_where_nothing_else_is(grammars: Grammars,
 def test_end_ids_in_the_sign_bit_and_in_one_word(grammars: Grammars) -> None:
     ends = (31, 63, 62)
     file, clock = grammars.tokenizer_file, FakeClock()
-    other, matchers = Grammars(file, VOCAB, ends), Matchers(None, ends, new_stats(), clock)
+    other, mask_builder = Grammars(file, VOCAB, ends), MaskBuilder(None, ends, new_stats(), clock)
     out = masks(2)
-    matchers.fill([(constraint(other, "[a-z]*"), 0), (constraint(other, "[a-z]*", ignore_ends=True), 1)], out)
+    mask_builder.fill([(constraint(other, "[a-z]*"), 0), (constraint(other, "[a-z]*", ignore_ends=True), 1)], out)
     assert set(allowed(out[0])) - set(allowed(out[1])) == set(ends)
 
 
 def test_a_token_that_is_not_allowed_is_refused_and_its_neighbours_are_taken(
-    grammars: Grammars, matchers: Matchers
+    grammars: Grammars, mask_builder: MaskBuilder
 ) -> None:
     some = [constraint(grammars, "[ab]{2}") for _ in range(5)]
     (a,), (z,) = (grammars.prepare().tokenize_str(letter) for letter in "az")
     others = [True, False, True, True, True]
-    assert matchers.accept(list(zip(some, (a, z, a, a, a), strict=True))) == others
+    assert mask_builder.accept(list(zip(some, (a, z, a, a, a), strict=True))) == others
     assert [not each.problem for each in some] == others
-    assert matchers.accept([(each, a) for each in some]) == others, "a problem stays"
-    assert all(each.complete for each, taken in zip(some, others, strict=True) if taken)
+    assert mask_builder.accept([(each, a) for each in some]) == others, "a problem stays"
+    assert all(each.is_complete for each, taken in zip(some, others, strict=True) if taken)
 
 
 @pytest.mark.parametrize("token", [VOCAB, VOCAB + 100, 2**31 - 1])
-def test_a_token_outside_the_vocabulary_is_refused(grammars: Grammars, matchers: Matchers, token: int) -> None:
+def test_a_token_outside_the_vocabulary_is_refused(grammars: Grammars, mask_builder: MaskBuilder, token: int) -> None:
     each = constraint(grammars, "a")
-    assert matchers.accept([(each, token)]) == [False]
+    assert mask_builder.accept([(each, token)]) == [False]
     assert "out of range" in each.problem
 
 
-def test_a_failed_matcher_allows_ends_alone_and_takes_none(grammars: Grammars, matchers: Matchers) -> None:
+def test_a_failed_matcher_allows_ends_alone_and_takes_none(grammars: Grammars, mask_builder: MaskBuilder) -> None:
     each, out = constraint(grammars, "a"), masks(1)
-    assert matchers.accept([(each, 300)]) == [False]
-    matchers.fill([(each, 0)], out)
+    assert mask_builder.accept([(each, 300)]) == [False]
+    mask_builder.fill([(each, 0)], out)
     assert allowed(out[0]) == list(ENDS)
-    assert matchers.accept([(each, ENDS[0])]) == [False]
+    assert mask_builder.accept([(each, ENDS[0])]) == [False]
 
 
-def test_memory_of_another_shape_is_a_bug(grammars: Grammars, matchers: Matchers) -> None:
+def test_memory_of_another_shape_is_a_bug(grammars: Grammars, mask_builder: MaskBuilder) -> None:
     each = [(constraint(grammars, "a"), 0)]
     with pytest.raises(AssertionError, match="for masks"):
-        matchers.fill(each, masks(2)[:, ::2])
+        mask_builder.fill(each, masks(2)[:, ::2])
     with pytest.raises(AssertionError, match="for masks"):
-        matchers.fill(each, masks(2).astype(np.int64))
+        mask_builder.fill(each, masks(2).astype(np.int64))
