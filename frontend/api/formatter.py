@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from tandem.frontend.errors import ApiError
-from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Usage
 from tandem.protocol.events import ModelFacts
 from tandem.protocol.version import distribution_version
@@ -57,7 +57,7 @@ class Formatter(Protocol):
     def opening(self) -> bytes:
         """Return the bytes ahead of all pieces, sent together with the first."""
 
-    def batch(self, pieces: Sequence[Piece]) -> bytes:
+    def batch(self, pieces: Sequence[ChoiceDelta]) -> bytes:
         """Encode pieces as events; empty if they have no visible output."""
 
     def closing(self, usage: Usage) -> bytes:
@@ -66,7 +66,7 @@ class Formatter(Protocol):
     def failure(self, error: ApiError) -> bytes:
         """Return the end of a stream that failed."""
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[ChoiceDelta], usage: Usage) -> bytes:
         """Encode a response that is not streamed, from whole choices in the order of their indices."""
 
 
@@ -85,7 +85,7 @@ class EventFormatter:
     def opening(self) -> bytes:
         return b""
 
-    def batch(self, pieces: Sequence[Piece]) -> bytes:
+    def batch(self, pieces: Sequence[ChoiceDelta]) -> bytes:
         return b"".join([self._piece(piece) for piece in pieces])
 
     def closing(self, usage: Usage) -> bytes:
@@ -95,10 +95,10 @@ class EventFormatter:
     def failure(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + error.body() + b"\n\n"
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[ChoiceDelta], usage: Usage) -> bytes:
         raise AssertionError(f"a response in events is always streamed, got {len(choices)} whole choices of {usage}")
 
-    def _piece(self, piece: Piece) -> bytes:
+    def _piece(self, piece: ChoiceDelta) -> bytes:
         self._finish_reason = piece.finish_reason
         if not (piece.text or piece.token_ids):
             return b""

@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.frontend.api.formatter import Formatter
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
-from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Generation
 
 MAX_INLINE_LOGPROBS = 1024
@@ -95,22 +95,22 @@ class GenerationResponse(Response):
         await _send_body(send, body, more=False)
 
 
-async def collect_choices(batches: AsyncIterator[list[Piece]], count: int) -> list[Piece]:
+async def collect_choices(batches: AsyncIterator[list[ChoiceDelta]], count: int) -> list[ChoiceDelta]:
     """Collect the batches of `count` choices into one piece a choice, in order of their indices."""
-    pieces: list[list[Piece]] = [[] for _ in range(count)]
+    pieces: list[list[ChoiceDelta]] = [[] for _ in range(count)]
     async for batch in batches:
         for piece in batch:
             pieces[piece.index].append(piece)
     return [_concatenate(index, parts) for index, parts in enumerate(pieces)]
 
 
-def _concatenate(index: int, parts: list[Piece]) -> Piece:
+def _concatenate(index: int, parts: list[ChoiceDelta]) -> ChoiceDelta:
     if not parts:
-        return Piece(index, "", [], None)
+        return ChoiceDelta(index, "", [], None)
     ids = [token_id for part in parts for token_id in part.token_ids]
     logprobs = [token for part in parts for token in part.logprobs]
     text = "".join([part.text for part in parts])
-    return Piece(index, text, ids, parts[-1].finish_reason, logprobs, parts[-1].mean_logprob)
+    return ChoiceDelta(index, text, ids, parts[-1].finish_reason, logprobs, parts[-1].mean_logprob)
 
 
 async def _send_body(send: Send, body: bytes, more: bool = True) -> None:

@@ -29,8 +29,8 @@ def health_router(service: Service) -> APIRouter:
     )
     async def ready() -> JSONResponse:
         """Answer 200 if a completion would be accepted, otherwise 503 with the reason."""
-        verdict = service.verdict()
-        if verdict.ready:
+        health = service.health()
+        if health.ready:
             engine = service.ready()
             return JSONResponse(
                 {
@@ -42,9 +42,9 @@ def health_router(service: Service) -> APIRouter:
                     "kv_tokens": engine.limits.kv_tokens,
                 }
             )
-        body: dict[str, Any] = {"status": verdict.status, "reason": verdict.reason}
-        if verdict.percent is not None:
-            body["percent"] = verdict.percent
+        body: dict[str, Any] = {"status": health.status, "reason": health.reason}
+        if health.percent is not None:
+            body["percent"] = health.percent
         return JSONResponse(body, 503, error_headers(503))
 
     @router.get("/metrics", response_class=PlainTextResponse)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.scored_tokens import LOWEST, ScoredToken
 
 
@@ -32,12 +32,12 @@ def chat_logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def keep_best(choices: Sequence[Piece], of: int, keep: int) -> list[Piece]:
+def keep_best(choices: Sequence[ChoiceDelta], of: int, keep: int) -> list[ChoiceDelta]:
     """Select the best choices of each prompt, best first (`best_of`).
 
     Of every `of` whole choices, `keep` with the highest mean log-probability remain.
     """
-    kept: list[Piece] = []
+    kept: list[ChoiceDelta] = []
     for start in range(0, len(choices), of):
         ranked = sorted(choices[start : start + of], key=lambda piece: -(piece.mean_logprob or 0.0))
         kept += ranked[:keep]

@@ -8,7 +8,7 @@ from tandem.frontend.chat.chat_template import ChatTemplate, model_type
 from tandem.frontend.chat.tool_formats import tool_format
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.engine.client import EngineClient
-from tandem.frontend.engine.health import Verdict
+from tandem.frontend.engine.health import EngineHealth
 from tandem.frontend.errors import unavailable
 from tandem.frontend.generation.admission import Admission
 from tandem.frontend.generation.tokenizer import Tokenizer
@@ -56,11 +56,11 @@ class Service:
         self.num_responses = 0
         """Number of generations being answered, from admission to the last byte."""
 
-    def verdict(self) -> Verdict:
+    def health(self) -> EngineHealth:
         """Return if a request would be accepted now, and otherwise the reason."""
         if self.draining:
-            return Verdict(False, "draining", "the server is shutting down")
-        return self.client.verdict()
+            return EngineHealth(False, "draining", "the server is shutting down")
+        return self.client.health()
 
     def ready(self) -> Ready:
         """Return facts and limits of the engine. Raises ApiError 503 with the reason while it is not ready."""

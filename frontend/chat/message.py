@@ -6,7 +6,7 @@ from tandem.frontend.chat.deltas import CallArguments, CallStart, Content, Messa
 from tandem.frontend.chat.reasoning import ReasoningParser
 from tandem.frontend.chat.tool_formats import ToolFormat
 from tandem.frontend.chat.tool_parser import ToolParser
-from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.request.tools import ToolUse
 
 
@@ -61,7 +61,7 @@ class MessageParser:
     def num_calls(self) -> int:
         return 0 if self._tools is None else self._tools.num_calls
 
-    def push(self, piece: Piece) -> list[MessageDelta]:
+    def push(self, piece: ChoiceDelta) -> list[MessageDelta]:
         """What a piece adds; with its finish reason also what was held back."""
         if self._reasoning is None:
             deltas: list[MessageDelta] = [Content(piece.text)] if piece.text else []
@@ -77,7 +77,7 @@ class MessageParser:
             read += self._tools.push(delta.text) if isinstance(delta, Content) else [delta]
         return read + self._tools.finish() if piece.finish_reason else read
 
-    def _count(self, piece: Piece) -> None:
+    def _count(self, piece: ChoiceDelta) -> None:
         ids, close_id = piece.token_ids, self._close_id
         if not self._closed and close_id is not None:
             self._closed = close_id in ids

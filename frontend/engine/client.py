@@ -12,9 +12,9 @@ import zmq
 import zmq.asyncio
 
 from tandem.frontend.engine.calls import Call, EngineCalls
-from tandem.frontend.engine.health import EngineWatch, Verdict
+from tandem.frontend.engine.health import EngineHealth, EngineWatch
 from tandem.frontend.engine.link import EngineLink
-from tandem.frontend.engine.streams import PromptQueue, TokenStream, Waker
+from tandem.frontend.engine.streams import PromptQueue, ReadySet, TokenStream
 from tandem.frontend.errors import unavailable
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.protocol.codec import decode_event, runs
@@ -102,38 +102,38 @@ class EngineClient:
         """Prompt tokens of streams that have had no event yet."""
         return self._waiting.tokens
 
-    def verdict(self) -> Verdict:
+    def health(self) -> EngineHealth:
         """Whether a request would be taken now, and if not, why."""
-        verdict = self._watch.verdict(self._clock())
-        if not verdict.ready:
-            return verdict
+        health = self._watch.health(self._clock())
+        if not health.ready:
+            return health
         beat = self._watch.beat
         assert beat is not None
         if self._refusal is not None and self._refusal[0] == beat.engine_epoch:
-            return Verdict(False, "refused", self._refusal[1])
+            return EngineHealth(False, "refused", self._refusal[1])
         if self._link is None and self._broken is not None:
-            return Verdict(False, "lost", self._broken[2])
+            return EngineHealth(False, "lost", self._broken[2])
         if self._link is None or self._link.ready is None:
-            return Verdict(False, "connecting", "the handshake with the engine is under way")
-        return verdict
+            return EngineHealth(False, "connecting", "the handshake with the engine is under way")
+        return health
 
     def ready(self) -> Ready:
         """Facts and limits of the engine. Raises ApiError 503 with the reason while there is none to serve."""
-        verdict = self.verdict()
-        if not verdict.ready or self._link is None or self._link.ready is None:
-            code = ErrorCode.SHUTTING_DOWN if verdict.status == "draining" else ErrorCode.ENGINE_UNAVAILABLE
-            raise unavailable(f"the engine is not ready: {verdict.reason}", code)
+        health = self.health()
+        if not health.ready or self._link is None or self._link.ready is None:
+            code = ErrorCode.SHUTTING_DOWN if health.status == "draining" else ErrorCode.ENGINE_UNAVAILABLE
+            raise unavailable(f"the engine is not ready: {health.reason}", code)
         return self._link.ready
 
     def next_id(self) -> int:
         """A request id that this process has never used."""
         return next(self._ids)
 
-    def submit(self, command: Submit, choice: int, waker: Waker) -> TokenStream:
+    def submit(self, command: Submit, choice: int, ready_set: ReadySet) -> TokenStream:
         """Sends a request whose output arrives in the stream returned. Raises ApiError 503 when not ready."""
         self.ready()
         assert self._link is not None
-        stream = TokenStream(command.request_id, choice, waker)
+        stream = TokenStream(command.request_id, choice, ready_set)
         self._streams[command.request_id] = stream
         self._waiting.add(command.request_id, len(command.prompt_ids) // _ID_BYTES)
         self._link.send(command)
@@ -186,10 +186,10 @@ class EngineClient:
             await asyncio.sleep(TICK_SECONDS)
             now = self._clock()
             if now - expected > TICK_SECONDS + 1.0:
-                self._watch.excuse(now)
+                self._watch.reset_timers(now)
             expected = now
             if self._link is not None and self._watch.silence(now) > self._watch.beat_timeout:
-                self._lose(ErrorCode.ENGINE_UNAVAILABLE, self._watch.verdict(now).reason)
+                self._lose(ErrorCode.ENGINE_UNAVAILABLE, self._watch.health(now).reason)
 
     def _on_beat(self, beat: Heartbeat) -> None:
         now = self._clock()

@@ -8,12 +8,12 @@ from msgspec import Struct
 from tandem.protocol.events import Heartbeat, Phase
 
 SILENCE_FACTOR = 3
-"""Beat timeouts until a silent engine is not only unready but to be killed."""
+"""Heartbeat timeouts until a silent engine is not only unready but to be killed."""
 
 _PREPARING = (Phase.STARTING, Phase.LOADING, Phase.WARMING)
 
 
-class Verdict(Struct, frozen=True):
+class EngineHealth(Struct, frozen=True):
     """Whether the engine can take work; if not, why."""
 
     ready: bool
@@ -49,7 +49,7 @@ class EngineWatch:
         if not (owes_steps and stood_still):
             self._moved_at = now
 
-    def excuse(self, now: float) -> None:
+    def reset_timers(self, now: float) -> None:
         """The listener itself was held up: what it missed is not the engine's silence."""
         self._beat_at = max(self._beat_at, now)
         self._moved_at = max(self._moved_at, now)
@@ -63,41 +63,41 @@ class EngineWatch:
         """Seconds since the last beat; 0 before the first."""
         return now - self._beat_at if self.beat is not None else 0.0
 
-    def verdict(self, now: float) -> Verdict:
+    def health(self, now: float) -> EngineHealth:
         beat = self.beat
         if beat is None:
-            return Verdict(False, "waiting", "no heartbeat from the engine yet; is it running on this endpoint?")
+            return EngineHealth(False, "waiting", "no heartbeat from the engine yet; is it running on this endpoint?")
         if (silence := self.silence(now)) > self.beat_timeout:
-            return Verdict(False, "silent", f"no heartbeat from the engine for {silence:.1f} s")
+            return EngineHealth(False, "silent", f"no heartbeat from the engine for {silence:.1f} s")
         if beat.phase in _PREPARING:
             detail = f": {beat.detail}" if beat.detail else ""
-            return Verdict(
+            return EngineHealth(
                 False, "loading", f"the engine is {beat.phase.value}, {beat.percent} %{detail}", beat.percent
             )
         if beat.phase is Phase.FAILED:
-            return Verdict(False, "failed", f"the engine failed: {beat.detail or 'no detail given'}")
+            return EngineHealth(False, "failed", f"the engine failed: {beat.detail or 'no detail given'}")
         if beat.phase is Phase.DRAINING:
-            return Verdict(False, "draining", "the engine is shutting down")
+            return EngineHealth(False, "draining", "the engine is shutting down")
         if beat.pending and (stuck := now - self._moved_at) > self.step_timeout:
-            return Verdict(
+            return EngineHealth(
                 False, "hung", f"the engine made no step for {stuck:.0f} s while {beat.pending} requests wait for it"
             )
-        return Verdict(True, "ready")
+        return EngineHealth(True, "ready")
 
-    def hopeless(self, now: float) -> str:
+    def should_restart(self, now: float) -> str:
         """Why the process should be killed, to be started again; nothing while it may recover.
 
         What loads is silent for longer, as code that loads may hold the interpreter, and with it the beats. A
         process that has not beaten yet is left alone: it may be reading its programs from a slow disk.
         """
-        beat, verdict = self.beat, self.verdict(now)
+        beat, health = self.beat, self.health(now)
         if beat is None:
             return ""
         patience = SILENCE_FACTOR * self.beat_timeout
         if beat.phase in _PREPARING:
             patience = max(patience, self.step_timeout)
-        given_up = verdict.status == "hung" or self.silence(now) > patience
-        return verdict.reason if given_up else ""
+        given_up = health.status == "hung" or self.silence(now) > patience
+        return health.reason if given_up else ""
 
 
 def _position(beat: Heartbeat) -> tuple[int, int, int]:

@@ -89,10 +89,10 @@ class EngineCollector(Collector):
             yield from stats_metrics(beat.stats)
 
     def _life(self) -> Iterator[Metric]:
-        beat, verdict = self._monitor.beat, self._monitor.verdict()
-        up = beat is not None and verdict.status not in ("silent", "failed")
+        beat, health = self._monitor.beat, self._monitor.health()
+        up = beat is not None and health.status not in ("silent", "failed")
         yield GaugeMetricFamily("tandem_engine_up", "1 while the engine's heartbeat is heard.", float(up))
-        yield GaugeMetricFamily("tandem_engine_ready", "1 while the engine takes requests.", float(verdict.ready))
+        yield GaugeMetricFamily("tandem_engine_ready", "1 while the engine takes requests.", float(health.ready))
         yield CounterMetricFamily("tandem_engine_restarts", "Times the engine was started again.", self._restarts())
         phases = GaugeMetricFamily("tandem_engine_phase", "1 for the phase that the engine is in.", labels=["phase"])
         for phase in Phase:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import zmq.asyncio
 
-from tandem.frontend.engine.health import EngineWatch, Verdict
+from tandem.frontend.engine.health import EngineHealth, EngineWatch
 from tandem.protocol.codec import decode_event
 from tandem.protocol.errors import ProtocolError
 from tandem.protocol.events import Heartbeat
@@ -40,16 +40,16 @@ class EngineMonitor:
         """Seconds since the last beat; 0 before the first."""
         return self._watch.silence(self._clock())
 
-    def verdict(self) -> Verdict:
-        return self._watch.verdict(self._clock())
+    def health(self) -> EngineHealth:
+        return self._watch.health(self._clock())
 
-    def hopeless(self) -> str:
+    def should_restart(self) -> str:
         """Why the engine should be killed, to be started again; nothing while it may recover."""
-        return self._watch.hopeless(self._clock())
+        return self._watch.should_restart(self._clock())
 
-    def excuse(self) -> None:
+    def reset_timers(self) -> None:
         """This process was held up: what it missed is not the engine's silence."""
-        self._watch.excuse(self._clock())
+        self._watch.reset_timers(self._clock())
 
     def forget(self) -> None:
         """The engine's process has ended."""
@@ -68,7 +68,7 @@ class EngineMonitor:
 
     async def until_ready(self) -> None:
         """Returns once the engine says that it is ready."""
-        while not self.verdict().ready:
+        while not self.health().ready:
             await asyncio.sleep(0.05)
 
     def _take(self, data: bytes) -> None:

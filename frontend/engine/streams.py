@@ -31,7 +31,7 @@ class PromptQueue:
 Terminal = Finished | Failure
 
 
-class Delta(Struct, frozen=True):
+class StreamUpdate(Struct, frozen=True):
     """Tokens that one stream gained since the last look, and how it ended if it has."""
 
     tokens: list[int]
@@ -40,7 +40,7 @@ class Delta(Struct, frozen=True):
     """Of these tokens, and of the prompt ahead of the first, where they were asked for."""
 
 
-class Waker:
+class ReadySet:
     """Wakes one consumer of any number of streams: one future for whatever became ready in one event-loop turn."""
 
     __slots__ = ("_future", "_ready")
@@ -73,14 +73,14 @@ class TokenStream:
     and a wake-up takes all there is. After the one terminal event nothing is taken any more.
     """
 
-    __slots__ = ("_logprobs", "_marked", "_pending", "_terminal", "_waker", "cached_tokens", "choice", "request_id")
+    __slots__ = ("_logprobs", "_marked", "_pending", "_ready_set", "_terminal", "cached_tokens", "choice", "request_id")
 
-    def __init__(self, request_id: int, choice: int, waker: Waker) -> None:
+    def __init__(self, request_id: int, choice: int, ready_set: ReadySet) -> None:
         self.request_id = request_id
         self.choice = choice
         self.cached_tokens = 0
         """Prompt tokens that the engine did not have to compute; known when the first token arrives."""
-        self._waker = waker
+        self._ready_set = ready_set
         self._pending: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._terminal: Terminal | None = None
@@ -102,12 +102,12 @@ class TokenStream:
     def fail(self, failure: Failure) -> None:
         self._end(failure)
 
-    def take(self) -> Delta:
+    def take(self) -> StreamUpdate:
         """All there is, for a consumer that was woken."""
         tokens, self._pending = self._pending, []
         logprobs, self._logprobs = self._logprobs, []
         self._marked = False
-        return Delta(tokens, self._terminal, logprobs)
+        return StreamUpdate(tokens, self._terminal, logprobs)
 
     def _end(self, terminal: Terminal) -> None:
         if self._terminal is None:
@@ -117,4 +117,4 @@ class TokenStream:
     def _mark(self) -> None:
         if not self._marked:
             self._marked = True
-            self._waker.mark(self)
+            self._ready_set.mark(self)

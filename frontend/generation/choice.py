@@ -12,7 +12,7 @@ from tandem.protocol.errors import FinishReason
 from tandem.protocol.events import Finished, TokenLogprobs
 
 
-class Piece(Struct, frozen=True):
+class ChoiceDelta(Struct, frozen=True):
     """What one delta adds to a choice, or all deltas together."""
 
     index: int
@@ -20,9 +20,9 @@ class Piece(Struct, frozen=True):
     token_ids: Sequence[int]
     finish_reason: str | None
     logprobs: Sequence[ScoredToken] = ()
-    """Of the text shown here, where they were asked for; the echoed prompt's come with the first piece."""
+    """Of the text shown here, where they were asked for; the echoed prompt's come with the first delta."""
     mean_logprob: float | None = None
-    """Of all tokens of the choice, in the piece that ends it."""
+    """Of all tokens of the choice, in the delta that ends it."""
 
     @property
     def is_empty(self) -> bool:
@@ -59,30 +59,30 @@ class Choice:
 
     def advance(
         self, tokens: Sequence[int], terminal: Terminal | None, logprobs: Sequence[TokenLogprobs] = ()
-    ) -> Piece:
-        """Takes a delta. The piece has a finish reason once the choice has ended well, here or in the engine."""
+    ) -> ChoiceDelta:
+        """Takes a delta. The delta has a finish reason once the choice has ended well, here or in the engine."""
         if self._scored is None:
             return self._advance(tokens, terminal)
         self._scored.take(logprobs)
-        piece = self._advance(tokens, terminal)
-        if piece.is_empty:
-            return piece
-        self._shown += len(piece.text)
-        if piece.finish_reason is None:
-            return structs.replace(piece, logprobs=self._scored.release(self._shown))
+        delta = self._advance(tokens, terminal)
+        if delta.is_empty:
+            return delta
+        self._shown += len(delta.text)
+        if delta.finish_reason is None:
+            return structs.replace(delta, logprobs=self._scored.release(self._shown))
         shown = self._scored.release(self._shown) if self._cut else self._scored.flush()
-        return structs.replace(piece, logprobs=shown, mean_logprob=self._scored.mean)
+        return structs.replace(delta, logprobs=shown, mean_logprob=self._scored.mean)
 
-    def advance_singly(self, tokens: Sequence[int], terminal: Terminal | None) -> list[Piece]:
-        """The same without log-probabilities, in one piece a token up to the one that ended the choice."""
-        pieces: list[Piece] = []
+    def advance_singly(self, tokens: Sequence[int], terminal: Terminal | None) -> list[ChoiceDelta]:
+        """The same without log-probabilities, in one delta a token up to the one that ended the choice."""
+        deltas: list[ChoiceDelta] = []
         for token in tokens[:-1]:
-            pieces.append(self.advance([token], None))
-            if pieces[-1].finish_reason is not None:
-                return pieces
-        return [*pieces, self.advance(tokens[-1:], terminal)]
+            deltas.append(self.advance([token], None))
+            if deltas[-1].finish_reason is not None:
+                return deltas
+        return [*deltas, self.advance(tokens[-1:], terminal)]
 
-    def _advance(self, tokens: Sequence[int], terminal: Terminal | None) -> Piece:
+    def _advance(self, tokens: Sequence[int], terminal: Terminal | None) -> ChoiceDelta:
         finished = terminal if isinstance(terminal, Finished) else None
         # The id that ended a sequence counts, but is not part of its text unless asked for.
         hidden = int(finished is not None and finished.stop_token_id is not None and not self._include_stop)
@@ -91,14 +91,14 @@ class Choice:
         if stopped:
             self._cut = True
             self.num_tokens += used
-            return Piece(self.index, text, tokens[:used], FinishReason.STOP.value)
+            return ChoiceDelta(self.index, text, tokens[:used], FinishReason.STOP.value)
         self.num_tokens += len(tokens)
         if finished is None or finished.reason is FinishReason.ABORT:
-            return Piece(self.index, text, tokens, None)
+            return ChoiceDelta(self.index, text, tokens, None)
         tail, stopped = self._close()
         self._cut = stopped
         reason = FinishReason.STOP if stopped else finished.reason
-        return Piece(self.index, text + tail, tokens, reason.value)
+        return ChoiceDelta(self.index, text + tail, tokens, reason.value)
 
     def _decode(self, tokens: Sequence[int]) -> tuple[str, int, bool]:
         """Text of these tokens, how many of them it took, and whether a stop string ended it."""

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Callable
 from msgspec import Struct, structs
 
 from tandem.frontend.engine.client import EngineClient
-from tandem.frontend.engine.streams import Delta, TokenStream, Waker
+from tandem.frontend.engine.streams import ReadySet, StreamUpdate, TokenStream
 from tandem.frontend.errors import ApiError, from_failure
 from tandem.frontend.generation.admission import Admitted, AdmittedPrompt, check_overload, check_queue
-from tandem.frontend.generation.choice import Choice, Piece
+from tandem.frontend.generation.choice import Choice, ChoiceDelta
 from tandem.frontend.generation.scored_tokens import EchoedPrompt, ScoredTokens, echoed_prompt
 from tandem.frontend.generation.stop_strings import StopMatcher
 from tandem.frontend.generation.tokenizer import Tokenizer
@@ -58,7 +58,7 @@ class Generation:
         self._metrics = metrics
         self._clock = clock
         self._arrived = arrived
-        self._waker = Waker()
+        self._ready_set = ReadySet()
         self._choices: list[Choice] = []
         self._firsts: list[TokenStream] = []
         """The stream of each prompt's first choice: the others find in the cache what that one computed."""
@@ -86,13 +86,13 @@ class Generation:
         for index in range(count):
             prompt = admitted.prompt_of(index)
             command = self._command(prompt, index % options.n)
-            stream = self._client.submit(command, index, self._waker)
+            stream = self._client.submit(command, index, self._ready_set)
             if index % options.n == 0:
                 self._firsts.append(stream)
             self._open[command.request_id] = self._arrived
             self._metrics.running.inc()
 
-    async def batches(self) -> AsyncIterator[list[Piece]]:
+    async def batches(self) -> AsyncIterator[list[ChoiceDelta]]:
         """What each turn of the event loop brought, never an empty list, until every choice has ended.
 
         Raises ApiError when one choice fails; the caller closes the rest. What came before is yielded first, unless
@@ -101,15 +101,15 @@ class Generation:
         """
         begun = False
         if self.without_engine:
-            yield [Piece(choice.index, "", [], FinishReason.LENGTH.value) for choice in self._choices]
+            yield [ChoiceDelta(choice.index, "", [], FinishReason.LENGTH.value) for choice in self._choices]
         while self._open:
-            ready = await self._waker.wait()
+            ready = await self._ready_set.wait()
             shown = [
-                piece
+                delta
                 for stream in ready
                 if stream.request_id in self._open
-                for piece in self._advance(stream)
-                if not piece.is_empty
+                for delta in self._advance(stream)
+                if not delta.is_empty
             ]
             if shown and (begun or self._error is None):
                 begun = True
@@ -168,25 +168,25 @@ class Generation:
             options.cache_salt,
         )
 
-    def _advance(self, stream: TokenStream) -> list[Piece]:
-        """What a stream has brought, in one piece or, for a stream of events, one a token."""
-        delta = stream.take()
+    def _advance(self, stream: TokenStream) -> list[ChoiceDelta]:
+        """Turn a stream's new tokens into one delta, or into one delta per token for a stream of events."""
+        update = stream.take()
         choice = self._choices[stream.choice]
         before = choice.num_tokens
-        tokens = delta.tokens if self.admitted.options.max_tokens else []
+        tokens = update.tokens if self.admitted.options.max_tokens else []
         if self.admitted.options.stream_events:
-            pieces = choice.advance_singly(tokens, delta.terminal)
+            deltas = choice.advance_singly(tokens, update.terminal)
         else:
-            pieces = [choice.advance(tokens, delta.terminal, delta.logprobs)]
-        piece = pieces[-1]
+            deltas = [choice.advance(tokens, update.terminal, update.logprobs)]
+        delta = deltas[-1]
         self._measure(stream.request_id, before, choice.num_tokens)
-        if delta.terminal is not None:
+        if update.terminal is not None:
             self._forget(stream.request_id)
-        elif piece.finish_reason is not None:
+        elif delta.finish_reason is not None:
             self._give_up([stream.request_id], "stop_string")
-        if piece.finish_reason is None and self._error is None:
-            self._error = _error(delta)
-        return pieces
+        if delta.finish_reason is None and self._error is None:
+            self._error = _failure(update)
+        return deltas
 
     def _measure(self, request_id: int, before: int, after: int) -> None:
         if after == before:
@@ -212,10 +212,10 @@ class Generation:
             self._metrics.running.dec()
 
 
-def _error(delta: Delta) -> ApiError | None:
-    """Why a sequence ended without a finish reason, if it has."""
-    if delta.terminal is None:
+def _failure(update: StreamUpdate) -> ApiError | None:
+    """Return the error of a sequence that ended without a finish reason; None while it is open."""
+    if update.terminal is None:
         return None
-    if isinstance(delta.terminal, Failure):
-        return from_failure(delta.terminal)
+    if isinstance(update.terminal, Failure):
+        return from_failure(update.terminal)
     return ApiError(500, "the engine gave the request up", None, ErrorCode.ENGINE_FAILED.value)

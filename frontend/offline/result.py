@@ -7,7 +7,7 @@ from msgspec import Struct
 from tandem.frontend.chat.message import Call, MessageParser, MessageShape, whole_message
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
-from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Usage
 
 
@@ -48,18 +48,18 @@ class RequestError(Exception):
         self.code = error.code
 
 
-def completed(admitted: Admitted, choices: Sequence[Piece], usage: Usage) -> Result:
+def completed(admitted: Admitted, choices: Sequence[ChoiceDelta], usage: Usage) -> Result:
     """The result of the one prompt of a generation."""
-    outputs = [Output(piece.text, list(piece.token_ids), piece.finish_reason or "") for piece in choices]
+    outputs = [Output(delta.text, list(delta.token_ids), delta.finish_reason or "") for delta in choices]
     return Result(admitted.prompts[0].ids, outputs, usage)
 
 
-def answered(admitted: Admitted, shape: MessageShape, choices: Sequence[Piece], usage: Usage) -> Result:
+def answered(admitted: Admitted, shape: MessageShape, choices: Sequence[ChoiceDelta], usage: Usage) -> Result:
     """The result of a chat, each choice read as a message."""
-    return Result(admitted.prompts[0].ids, [_output(piece, shape.parser()) for piece in choices], usage)
+    return Result(admitted.prompts[0].ids, [_output(delta, shape.parser()) for delta in choices], usage)
 
 
-def _output(piece: Piece, parser: MessageParser) -> Output:
-    message = whole_message(parser.push(piece))
-    reason = parser.finish_reason(piece.finish_reason or "")
-    return Output(message.content or "", list(piece.token_ids), reason, message.reasoning, message.calls)
+def _output(delta: ChoiceDelta, parser: MessageParser) -> Output:
+    message = whole_message(parser.push(delta))
+    reason = parser.finish_reason(delta.finish_reason or "")
+    return Output(message.content or "", list(delta.token_ids), reason, message.reasoning, message.calls)

@@ -16,7 +16,7 @@ from tandem.frontend.api.service import Service
 from tandem.frontend.config import ChatOptions, FrontendConfig
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
-from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Generation, Usage
 from tandem.frontend.offline.result import RequestError, Result, answered, completed
 from tandem.frontend.progress import Progress
@@ -60,10 +60,10 @@ class OfflineSession:
         await self._engine.start()
         self._service.client.start()
         deadline = time.monotonic() + timeout
-        while not (verdict := self._service.client.verdict()).ready:
+        while not (health := self._service.client.health()).ready:
             self._engine.check()
             if time.monotonic() > deadline:
-                raise EngineError(f"the engine core is not ready after {timeout:.0f} s: {verdict.reason}")
+                raise EngineError(f"the engine core is not ready after {timeout:.0f} s: {health.reason}")
             await asyncio.sleep(_POLL_SECONDS)
 
     async def close(self) -> None:
@@ -130,7 +130,7 @@ class OfflineSession:
         admitted, shape = await service.chat.admit(parsed.options, parsed.conversation, parsed.tool_use, ready)
         return answered(admitted, shape, *await self._generate(admitted))
 
-    async def _generate(self, admitted: Admitted) -> tuple[list[Piece], Usage]:
+    async def _generate(self, admitted: Admitted) -> tuple[list[ChoiceDelta], Usage]:
         service = self._running()
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, time.monotonic())
         try:

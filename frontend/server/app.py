@@ -75,7 +75,7 @@ def _describe(app: FastAPI, routers: Sequence[APIRouter], service: Service) -> N
     """What `/openapi.json` answers. It names the model once there is one."""
 
     def openapi() -> dict[str, Any]:
-        served = service.client.ready().model if service.client.verdict().ready else None
+        served = service.client.ready().model if service.client.health().ready else None
         return document(app, routers, bool(service.config.api_keys), served)
 
     app.openapi = openapi  # type: ignore[method-assign]

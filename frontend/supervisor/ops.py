@@ -27,20 +27,20 @@ def ops_app(monitor: EngineMonitor, registry: CollectorRegistry) -> Starlette:
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def health(_: Request) -> Response:
-        verdict = monitor.verdict()
+    async def answer_health(_: Request) -> Response:
+        health = monitor.health()
         beat = monitor.beat
         body = {
-            "status": verdict.status,
-            "reason": verdict.reason,
+            "status": health.status,
+            "reason": health.reason,
             "epoch": beat.engine_epoch if beat else None,
             "phase": beat.phase.value if beat else None,
             "percent": beat.percent if beat else None,
             "seconds_since_last_beat": round(monitor.silence(), 3),
         }
-        return JSONResponse(body, 200 if verdict.ready else 503)
+        return JSONResponse(body, 200 if health.ready else 503)
 
-    return Starlette(routes=[Route("/metrics", metrics), Route("/health", health)])
+    return Starlette(routes=[Route("/metrics", metrics), Route("/health", answer_health)])
 
 
 def ops_server(monitor: EngineMonitor, registry: CollectorRegistry) -> QuietServer:

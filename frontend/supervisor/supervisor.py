@@ -27,9 +27,9 @@ async def guard_engine(engine: Child, monitor: EngineMonitor) -> None:
         await asyncio.sleep(TICK_SECONDS)
         now = loop.time()
         if now - expected > TICK_SECONDS + 1.0:
-            monitor.excuse()
+            monitor.reset_timers()
         expected = now
-        if engine.pid is not None and (reason := monitor.hopeless()):
+        if engine.pid is not None and (reason := monitor.should_restart()):
             logger.error("the %s, process %d, is killed: %s", engine.name, engine.pid, reason)
             engine.restart()
 

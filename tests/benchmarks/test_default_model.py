@@ -197,7 +197,7 @@ def test_server_is_asked_for_completions() -> None:
 
 def test_only_answers_and_their_ends_are_learnt() -> None:
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    sample: list[batches.Piece] = [1, 4, ("What is len?", False), END_ID, 5, ("len(obj).", True), END_ID]
+    sample: list[batches.ChoiceDelta] = [1, 4, ("What is len?", False), END_ID, 5, ("len(obj).", True), END_ID]
     ((ids, learnt),) = batches.encode([sample], tokenizer)
     assert tokenizer.decode([i for i, flag in zip(ids, learnt, strict=True) if flag]) == "len(obj)."
     assert ids[-1] == END_ID

@@ -11,7 +11,7 @@ from tandem.frontend.chat.deltas import CallArguments, CallStart, Content, Messa
 from tandem.frontend.chat.message import Message, MessageParser, MessageShape, whole_message
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
-from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Usage
 
 _encode = msgspec.json.encode
@@ -48,7 +48,7 @@ class ChatFormatter:
         delta = b'{"role":"assistant","content":%b,"refusal":null}' % content
         return b"".join([self._chunk(index, delta, self._prompt_ids(index)) for index in range(len(self._prefixes))])
 
-    def batch(self, pieces: Sequence[Piece]) -> bytes:
+    def batch(self, pieces: Sequence[ChoiceDelta]) -> bytes:
         return b"".join([self._piece(piece) for piece in pieces])
 
     def closing(self, usage: Usage) -> bytes:
@@ -59,11 +59,11 @@ class ChatFormatter:
     def failure(self, error: ApiError) -> bytes:
         return error_event(error)
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[ChoiceDelta], usage: Usage) -> bytes:
         shown = [self._choice(piece) for piece in choices]
         return _encode({**msgspec.structs.asdict(self._reply), "choices": shown, "usage": self._usage(usage)})
 
-    def _piece(self, piece: Piece) -> bytes:
+    def _piece(self, piece: ChoiceDelta) -> bytes:
         if self._content_only and not piece.finish_reason:
             text = piece.text
             return self._prefixes[piece.index] + b'{"content":' + _encode(text) + self._after_content if text else b""
@@ -94,7 +94,7 @@ class ChatFormatter:
     def _prompt_ids(self, index: int) -> bytes:
         return b',"prompt_token_ids":' + _encode(self._admitted.prompt_of(index).ids) if self._with_ids else b""
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
+    def _choice(self, piece: ChoiceDelta) -> dict[str, Any]:
         parser: MessageParser = self._parsers[piece.index]
         message = whole_message(parser.push(piece))
         logprobs = chat_logprobs(piece.logprobs) if self._with_logprobs else None

@@ -9,7 +9,7 @@ from tandem.frontend.api.formatter import DONE, error_event, response_head
 from tandem.frontend.api.logprobs import completion_logprobs, keep_best
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
-from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Usage
 
 _encode = msgspec.json.encode
@@ -39,7 +39,7 @@ class CompletionFormatter:
             return b""
         return b"".join([self._prompt(index) for index in range(self._admitted.num_choices)])
 
-    def batch(self, pieces: Sequence[Piece]) -> bytes:
+    def batch(self, pieces: Sequence[ChoiceDelta]) -> bytes:
         return b"".join([self._piece(piece) for piece in pieces])
 
     def closing(self, usage: Usage) -> bytes:
@@ -50,14 +50,14 @@ class CompletionFormatter:
     def failure(self, error: ApiError) -> bytes:
         return error_event(error)
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[ChoiceDelta], usage: Usage) -> bytes:
         options = self._admitted.options
         if options.keep is not None:
             choices = keep_best(choices, options.n, options.keep)
         shown = [self._choice(index, piece) for index, piece in enumerate(choices)]
         return _encode({**msgspec.structs.asdict(self._reply), "choices": shown, "usage": usage})
 
-    def _piece(self, piece: Piece) -> bytes:
+    def _piece(self, piece: ChoiceDelta) -> bytes:
         """Encode the chunk of a piece; empty if it has no visible output."""
         if self._text_only and not piece.finish_reason:
             text = piece.text
@@ -66,7 +66,7 @@ class CompletionFormatter:
             return b""
         return self._chunk(self._echoing(piece), b"")
 
-    def _echoing(self, piece: Piece) -> Piece:
+    def _echoing(self, piece: ChoiceDelta) -> ChoiceDelta:
         """Prepend the prompt to the first piece of a choice, unless it was sent ahead."""
         if piece.index not in self._unechoed:
             return piece
@@ -77,16 +77,16 @@ class CompletionFormatter:
         prompt = self._admitted.prompt_of(index)
         ids = b',"prompt_token_ids":' + _encode(prompt.ids) if self._with_ids else b""
         text = prompt.text if self._echo and not self._unechoed else ""
-        return self._chunk(Piece(index, text, [], None), ids)
+        return self._chunk(ChoiceDelta(index, text, [], None), ids)
 
-    def _chunk(self, piece: Piece, extra: bytes) -> bytes:
+    def _chunk(self, piece: ChoiceDelta, extra: bytes) -> bytes:
         ids = b',"token_ids":' + _encode(piece.token_ids) if self._with_ids else b""
         finish = b'"%b"' % piece.finish_reason.encode() if piece.finish_reason else b"null"
         logprobs = _encode(completion_logprobs(piece.logprobs)) if self._with_logprobs and piece.logprobs else b"null"
         shown = (self._prefixes[piece.index], _encode(piece.text), logprobs, ids, extra, finish, self._tail)
         return b'%b%b,"logprobs":%b%b%b,"finish_reason":%b}]%b' % shown
 
-    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _choice(self, index: int, piece: ChoiceDelta) -> dict[str, Any]:
         prompt = self._admitted.prompt_of(piece.index)
         text = prompt.text + piece.text if self._echo else piece.text
         logprobs = completion_logprobs(piece.logprobs) if self._with_logprobs else None

@@ -11,7 +11,7 @@ from tandem.frontend.api.formatter import named_event
 from tandem.frontend.api.responses.output_items import OutputItems, OutputStatus, StreamEvent
 from tandem.frontend.chat.message import MessageShape
 from tandem.frontend.errors import ApiError
-from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Usage
 from tandem.protocol.errors import FinishReason
 
@@ -36,7 +36,7 @@ class ResponsesFormatter:
         response = self._response("in_progress")
         return self._encoded([(f"response.{name}", {"response": response}) for name in ("created", "in_progress")])
 
-    def batch(self, pieces: Sequence[Piece]) -> bytes:
+    def batch(self, pieces: Sequence[ChoiceDelta]) -> bytes:
         return self._encoded([event for piece in pieces for event in self._read(piece)])
 
     def closing(self, usage: Usage) -> bytes:
@@ -50,13 +50,13 @@ class ResponsesFormatter:
         response = self._response("failed", error={"code": code, "message": error.message})
         return self._encoded([*ended, ("error", fields), self._last(response)])
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[ChoiceDelta], usage: Usage) -> bytes:
         for piece in choices:
             self._read(piece)
         self._items.finish(self._ending)
         return msgspec.json.encode(self._ended(usage))
 
-    def _read(self, piece: Piece) -> list[StreamEvent]:
+    def _read(self, piece: ChoiceDelta) -> list[StreamEvent]:
         if piece.finish_reason:
             self._finish_reason = piece.finish_reason
         return [event for delta in self._parser.push(piece) for event in self._items.write(delta)]

@@ -7,7 +7,7 @@ from openai.types.chat.chat_completion import ChoiceLogprobs
 from openai.types.completion_choice import Logprobs
 
 from tandem.frontend.api.logprobs import chat_logprobs, completion_logprobs, keep_best
-from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.scored_tokens import LOWEST, ScoredToken
 
 HALF, FACE = "🙂".encode()[:2], "🙂".encode()
@@ -74,6 +74,6 @@ def test_the_official_types_take_them() -> None:
 
 def test_the_best_of_each_prompt_come_first() -> None:
     means = [-3.0, -1.0, -2.0, -9.0, None, -8.0]
-    choices = [Piece(index, str(index), [], "stop", mean_logprob=mean) for index, mean in enumerate(means)]
+    choices = [ChoiceDelta(index, str(index), [], "stop", mean_logprob=mean) for index, mean in enumerate(means)]
     assert [piece.index for piece in keep_best(choices, 3, 2)] == [1, 2, 4, 5]
     assert [piece.index for piece in keep_best(choices, 3, 3)] == [1, 2, 0, 4, 5, 3]

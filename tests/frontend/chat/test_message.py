@@ -3,15 +3,15 @@
 from tandem.frontend.chat.deltas import CallArguments, CallStart, Content, MessageDelta, Reasoning
 from tandem.frontend.chat.message import Call, Message, MessageShape, whole_message
 from tandem.frontend.chat.tool_formats import FORMATS
-from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.request.tools import Tool, ToolChoice, ToolUse
 
 USE = ToolUse((Tool("look", None, False, {}),), ToolChoice("auto"))
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
 
 
-def piece(text: str, finish: str | None = None) -> Piece:
-    return Piece(0, text, [7] * len(text.split()), finish)
+def piece(text: str, finish: str | None = None) -> ChoiceDelta:
+    return ChoiceDelta(0, text, [7] * len(text.split()), finish)
 
 
 def test_without_tools_and_thoughts_all_is_content() -> None:
@@ -28,8 +28,8 @@ def test_thoughts_then_content_then_a_call() -> None:
     assert not shape.plain
     parser = shape.parser()
     deltas: list[MessageDelta] = []
-    deltas += parser.push(Piece(0, "<think>what to", [7, 7], None))
-    deltas += parser.push(Piece(0, " do</think>\n\nI look. ", [7, 8, 7, 7], None))
+    deltas += parser.push(ChoiceDelta(0, "<think>what to", [7, 7], None))
+    deltas += parser.push(ChoiceDelta(0, " do</think>\n\nI look. ", [7, 8, 7, 7], None))
     deltas += parser.push(piece(CALL))
     deltas += parser.push(piece("", "stop"))
     message = whole_message(deltas)
@@ -42,13 +42,13 @@ def test_thoughts_then_content_then_a_call() -> None:
 
 def test_thoughts_are_counted_where_one_token_closes_them() -> None:
     unknown = MessageShape(reasoning=True).parser()
-    unknown.push(Piece(0, "<think>a", [7], None))
+    unknown.push(ChoiceDelta(0, "<think>a", [7], None))
     assert unknown.reasoning_tokens is None
     none = MessageShape(reasoning=True, close_id=8).parser()
-    none.push(Piece(0, "an answer", [7, 7], "stop"))
+    none.push(ChoiceDelta(0, "an answer", [7, 7], "stop"))
     assert none.reasoning_tokens == 0
     endless = MessageShape(reasoning=True, thoughts_open=True, close_id=8).parser()
-    endless.push(Piece(0, "on and on", [7, 7, 7], "length"))
+    endless.push(ChoiceDelta(0, "on and on", [7, 7, 7], "length"))
     assert endless.reasoning_tokens == 3
 
 

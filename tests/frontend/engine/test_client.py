@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 from tandem.frontend.engine import client as engine_client
 from tandem.frontend.engine.client import STALE_SECONDS, EngineClient
 from tandem.frontend.engine.health import EngineWatch
-from tandem.frontend.engine.streams import TokenStream, Waker
+from tandem.frontend.engine.streams import ReadySet, TokenStream
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.protocol.codec import step_output
 from tandem.protocol.events import EngineStats, Heartbeat, Phase, Started
@@ -59,15 +59,15 @@ def test_a_beat_that_outlived_its_engine_opens_no_link(opened: list[int]) -> Non
     clock = Clock()
     frontend = client(clock)
     frontend._on_beat(beat(1))
-    assert frontend.verdict().status == "connecting"
+    assert frontend.health().status == "connecting"
     frontend._on_break("the engine closed the connection")
     clock.now += STALE_SECONDS / 2
     frontend._on_beat(beat(1))
     assert opened == [1]
-    assert (frontend.verdict().status, frontend.verdict().reason) == ("lost", "the engine closed the connection")
+    assert (frontend.health().status, frontend.health().reason) == ("lost", "the engine closed the connection")
     frontend._on_beat(beat(2))
     assert opened == [1, 2]
-    assert frontend.verdict().status == "connecting"
+    assert frontend.health().status == "connecting"
 
 
 def test_an_engine_that_beats_on_after_a_broken_connection_is_taken_back(opened: list[int]) -> None:
@@ -82,7 +82,7 @@ def test_an_engine_that_beats_on_after_a_broken_connection_is_taken_back(opened:
 
 def test_the_cached_part_of_a_prompt_is_known_with_the_first_token() -> None:
     frontend = client(Clock())
-    stream = TokenStream(7, 0, Waker())
+    stream = TokenStream(7, 0, ReadySet())
     frontend._streams[7] = stream
     output = step_output(1, [7], [42])
     output.started.extend((Started(7, 64), Started(8, 32)))

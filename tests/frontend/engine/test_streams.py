@@ -2,33 +2,33 @@
 
 import asyncio
 
-from tandem.frontend.engine.streams import Delta, TokenStream, Waker
+from tandem.frontend.engine.streams import ReadySet, StreamUpdate, TokenStream
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished
 
 END = Finished(1, FinishReason.LENGTH)
 
 
-def stream_of(waker: Waker) -> TokenStream:
-    return TokenStream(1, 0, waker)
+def stream_of(ready_set: ReadySet) -> TokenStream:
+    return TokenStream(1, 0, ready_set)
 
 
-async def collect(waker: Waker) -> list[Delta]:
+async def collect(ready_set: ReadySet) -> list[StreamUpdate]:
     """What a consumer of one stream sees until its end."""
-    seen: list[Delta] = []
+    seen: list[StreamUpdate] = []
     while not seen or seen[-1].terminal is None:
-        seen += [stream.take() for stream in await waker.wait()]
+        seen += [stream.take() for stream in await ready_set.wait()]
     return seen
 
 
 def test_a_lagging_consumer_gets_one_delta() -> None:
-    async def run() -> list[Delta]:
-        waker = Waker()
-        stream = stream_of(waker)
+    async def run() -> list[StreamUpdate]:
+        ready_set = ReadySet()
+        stream = stream_of(ready_set)
         for token in range(1000):
             stream.put([token])
         stream.finish(END)
-        return await collect(waker)
+        return await collect(ready_set)
 
     (delta,) = asyncio.run(run())
     assert delta.tokens == list(range(1000))
@@ -36,10 +36,10 @@ def test_a_lagging_consumer_gets_one_delta() -> None:
 
 
 def test_a_waiting_consumer_is_woken_for_each_turn() -> None:
-    async def run() -> list[Delta]:
-        waker = Waker()
-        stream = stream_of(waker)
-        reading = asyncio.create_task(collect(waker))
+    async def run() -> list[StreamUpdate]:
+        ready_set = ReadySet()
+        stream = stream_of(ready_set)
+        reading = asyncio.create_task(collect(ready_set))
         for token in range(3):
             await asyncio.sleep(0)
             stream.put([token])
@@ -55,13 +55,13 @@ def test_a_waiting_consumer_is_woken_for_each_turn() -> None:
 
 
 def test_nothing_follows_the_end() -> None:
-    async def run() -> list[Delta]:
-        waker = Waker()
-        stream = stream_of(waker)
+    async def run() -> list[StreamUpdate]:
+        ready_set = ReadySet()
+        stream = stream_of(ready_set)
         stream.fail(Failure(1, ErrorCode.ENGINE_FAILED, "first"))
         stream.finish(END)
         stream.put([1])
-        return await collect(waker)
+        return await collect(ready_set)
 
     (delta,) = asyncio.run(run())
     assert isinstance(delta.terminal, Failure)
@@ -69,17 +69,17 @@ def test_nothing_follows_the_end() -> None:
 
 
 def test_an_empty_put_wakes_nobody() -> None:
-    waker = Waker()
-    stream = TokenStream(1, 0, waker)
+    ready_set = ReadySet()
+    stream = TokenStream(1, 0, ready_set)
     stream.put([])
-    assert waker._ready == []
+    assert ready_set._ready == []
 
 
 def test_streams_of_one_waker_come_together() -> None:
     async def run() -> list[list[int]]:
-        waker = Waker()
-        streams = [TokenStream(number, number, waker) for number in range(5)]
-        waiting = asyncio.create_task(waker.wait())
+        ready_set = ReadySet()
+        streams = [TokenStream(number, number, ready_set) for number in range(5)]
+        waiting = asyncio.create_task(ready_set.wait())
         await asyncio.sleep(0)
         for stream in streams[1:4]:
             stream.put([stream.request_id])
@@ -91,13 +91,13 @@ def test_streams_of_one_waker_come_together() -> None:
 
 def test_a_cancelled_wait_loses_nothing() -> None:
     async def run() -> int:
-        waker = Waker()
-        stream = TokenStream(1, 0, waker)
-        waiting = asyncio.create_task(waker.wait())
+        ready_set = ReadySet()
+        stream = TokenStream(1, 0, ready_set)
+        waiting = asyncio.create_task(ready_set.wait())
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         stream.put([1])
-        return len(await waker.wait())
+        return len(await ready_set.wait())
 
     assert asyncio.run(run()) == 1

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.frontend.generation.choice import Choice, Piece
+from tandem.frontend.generation.choice import Choice, ChoiceDelta
 from tandem.frontend.generation.detokenizer import Detokenizer
 from tandem.frontend.generation.stop_strings import StopMatcher
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -25,7 +25,7 @@ def choice(stops: Sequence[str] = (), min_tokens: int = 0) -> Choice:
 
 
 def test_a_delta_without_an_end() -> None:
-    assert choice().advance(encode("one two"), None) == Piece(3, "one two", encode("one two"), None)
+    assert choice().advance(encode("one two"), None) == ChoiceDelta(3, "one two", encode("one two"), None)
 
 
 def test_the_stop_token_is_counted_and_not_shown_even_when_it_comes_alone() -> None:
@@ -71,9 +71,9 @@ def test_a_failure_or_an_abort_is_no_finish() -> None:
 
 
 def test_pieces_that_say_nothing_are_known() -> None:
-    assert Piece(0, "", [], None).is_empty
-    assert not Piece(0, "", [1], None).is_empty
-    assert not Piece(0, "", [], "stop").is_empty
+    assert ChoiceDelta(0, "", [], None).is_empty
+    assert not ChoiceDelta(0, "", [1], None).is_empty
+    assert not ChoiceDelta(0, "", [], "stop").is_empty
 
 
 @given(st.text(max_size=20), st.sampled_from([(), ("b",), ("ab", "c")]), st.booleans(), st.integers(0, 5))

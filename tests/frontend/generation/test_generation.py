@@ -8,7 +8,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from tandem.frontend.api.completions.request import parse_completion
-from tandem.frontend.engine.streams import TokenStream, Waker
+from tandem.frontend.engine.streams import ReadySet, TokenStream
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted, AdmittedPrompt, _sampling
 from tandem.frontend.generation.detokenizer import Detokenizer
@@ -35,8 +35,8 @@ class Streams:
     def next_id(self) -> int:
         return len(self.streams)
 
-    def submit(self, command: Submit, choice: int, waker: Waker) -> None:
-        self.streams.append(TokenStream(command.request_id, choice, waker))
+    def submit(self, command: Submit, choice: int, ready_set: ReadySet) -> None:
+        self.streams.append(TokenStream(command.request_id, choice, ready_set))
 
     def abort(self, request_ids: list[int]) -> None:
         self.aborted += request_ids
@@ -91,8 +91,8 @@ def test_a_failure_after_the_first_batch_follows_what_came_with_it() -> None:
 
 def test_each_prompt_has_its_own_length() -> None:
     class Lengths(Streams):
-        def submit(self, command: Submit, choice: int, waker: Waker) -> None:
-            super().submit(command, choice, waker)
+        def submit(self, command: Submit, choice: int, ready_set: ReadySet) -> None:
+            super().submit(command, choice, ready_set)
             lengths.append(command.sampling.max_tokens)
 
     async def run() -> None:

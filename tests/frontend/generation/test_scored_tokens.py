@@ -8,7 +8,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.frontend.generation.choice import Choice, Piece
+from tandem.frontend.generation.choice import Choice, ChoiceDelta
 from tandem.frontend.generation.detokenizer import Detokenizer
 from tandem.frontend.generation.scored_tokens import LOWEST, ScoredToken, ScoredTokens, echoed_prompt, finite
 from tandem.frontend.generation.stop_strings import StopMatcher
@@ -42,7 +42,7 @@ def lines(tokens: Sequence[int], first: int, top: int = 1) -> TokenLogprobs:
     return TokenLogprobs(1, first, top, packed)
 
 
-def run(made: Choice, tokens: Sequence[int], sizes: Sequence[int] = (), end: Finished = DONE) -> list[Piece]:
+def run(made: Choice, tokens: Sequence[int], sizes: Sequence[int] = (), end: Finished = DONE) -> list[ChoiceDelta]:
     """The pieces of all tokens, in deltas of these sizes; the terminal event comes with the last."""
     prompt = encode(PROMPT)
     ahead, pieces, at = [lines(prompt[1:], 1)], [], 0
@@ -56,11 +56,11 @@ def run(made: Choice, tokens: Sequence[int], sizes: Sequence[int] = (), end: Fin
     return pieces
 
 
-def scored(pieces: Sequence[Piece]) -> list[ScoredToken]:
+def scored(pieces: Sequence[ChoiceDelta]) -> list[ScoredToken]:
     return [token for piece in pieces for token in piece.logprobs]
 
 
-def shown(pieces: Sequence[Piece]) -> str:
+def shown(pieces: Sequence[ChoiceDelta]) -> str:
     return "".join([piece.text for piece in pieces])
 
 
@@ -124,7 +124,7 @@ def test_a_stop_string_that_is_shown_has_its_tokens() -> None:
 def test_held_back_with_its_text() -> None:
     """A token is given out when part of its text is, not before and not later."""
     tokens = encode("x stop the rest")
-    made, pieces = choice(["stop there"]), list[Piece]()
+    made, pieces = choice(["stop there"]), list[ChoiceDelta]()
     for at, token in enumerate([*tokens, None]):
         pieces += run_one(made, token, at, DONE if token is None else None)
         spelled = [token.token.decode() for token in scored(pieces)]
@@ -134,7 +134,7 @@ def test_held_back_with_its_text() -> None:
     assert [len(piece.logprobs) for piece in pieces].count(0) > 1, "nothing was held back"
 
 
-def run_one(made: Choice, token: int | None, at: int, end: Finished | None) -> list[Piece]:
+def run_one(made: Choice, token: int | None, at: int, end: Finished | None) -> list[ChoiceDelta]:
     part = [] if token is None else [token]
     return [made.advance(part, end, [lines(part, len(encode(PROMPT)) + at)] if part else [])]
 

@@ -15,7 +15,7 @@ from tandem.frontend.chat.message import MessageShape
 from tandem.frontend.chat.tool_formats import FORMATS
 from tandem.frontend.errors import unavailable
 from tandem.frontend.generation.admission import Admitted, AdmittedPrompt
-from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Usage
 from tandem.frontend.generation.scored_tokens import ScoredToken
 from tandem.frontend.request.tools import Tool, ToolChoice, ToolUse
@@ -29,11 +29,11 @@ PLAIN = MessageShape()
 RICH = MessageShape(USE, FORMATS["hermes"], reasoning=True)
 SCORED = ScoredToken(b"a", -0.5, [(b"b", -1.0)], 0)
 PIECES = [
-    Piece(0, "Hm", [5], None),
-    Piece(0, ', "ü\u2028', [6, 7], None),
-    Piece(0, "", [8], None),
-    Piece(0, f".\n{CALL}", [9], None),
-    Piece(0, "", [], "stop"),
+    ChoiceDelta(0, "Hm", [5], None),
+    ChoiceDelta(0, ', "ü\u2028', [6, 7], None),
+    ChoiceDelta(0, "", [8], None),
+    ChoiceDelta(0, f".\n{CALL}", [9], None),
+    ChoiceDelta(0, "", [], "stop"),
 ]
 
 
@@ -48,7 +48,7 @@ def chunks(data: bytes) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix(b"data: ")) for event in data.split(b"\n\n")[:-2]]
 
 
-def streamed(shape: MessageShape, pieces: list[Piece], **fields: Any) -> list[dict[str, Any]]:
+def streamed(shape: MessageShape, pieces: list[ChoiceDelta], **fields: Any) -> list[dict[str, Any]]:
     formatter = ChatFormatter(admitted(stream=True, **fields), shape)
     data = formatter.opening() + b"".join(formatter.batch([piece]) for piece in pieces)
     found = chunks(data + formatter.closing(Usage(2, 5, 7)))
@@ -57,8 +57,8 @@ def streamed(shape: MessageShape, pieces: list[Piece], **fields: Any) -> list[di
     return found
 
 
-def whole(shape: MessageShape, pieces: list[Piece], **fields: Any) -> dict[str, Any]:
-    joined = Piece(
+def whole(shape: MessageShape, pieces: list[ChoiceDelta], **fields: Any) -> dict[str, Any]:
+    joined = ChoiceDelta(
         0,
         "".join(piece.text for piece in pieces),
         [token for piece in pieces for token in piece.token_ids],
@@ -103,7 +103,11 @@ def test_the_first_chunk_says_who_speaks_and_the_last_why_it_ended() -> None:
 
 
 def test_logprobs_go_with_the_first_delta_of_their_piece() -> None:
-    pieces = [Piece(0, "a", [5], None, [SCORED]), Piece(0, "", [6], None, [SCORED]), Piece(0, "", [], "stop")]
+    pieces = [
+        ChoiceDelta(0, "a", [5], None, [SCORED]),
+        ChoiceDelta(0, "", [6], None, [SCORED]),
+        ChoiceDelta(0, "", [], "stop"),
+    ]
     found = [chunk["choices"][0] for chunk in streamed(PLAIN, pieces, logprobs=True, top_logprobs=1)][1:]
     assert [len((part["logprobs"] or {"content": []})["content"]) for part in found] == [1, 1, 0]
     choice = whole(PLAIN, pieces, logprobs=True, top_logprobs=1)["choices"][0]
@@ -120,11 +124,11 @@ def test_usage_is_the_chunk_behind_the_last() -> None:
 
 
 def test_calls_without_content_have_null() -> None:
-    message = whole(RICH, [Piece(0, CALL, [5], "stop")])["choices"][0]["message"]
+    message = whole(RICH, [ChoiceDelta(0, CALL, [5], "stop")])["choices"][0]["message"]
     assert message["content"] is None
-    message = whole(RICH, [Piece(0, "<think>hm</think>", [5], "length")])["choices"][0]["message"]
+    message = whole(RICH, [ChoiceDelta(0, "<think>hm</think>", [5], "length")])["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == (None, "hm")
-    assert whole(PLAIN, [Piece(0, "", [1], "stop")])["choices"][0]["message"]["content"] == ""
+    assert whole(PLAIN, [ChoiceDelta(0, "", [1], "stop")])["choices"][0]["message"]["content"] == ""
 
 
 @pytest.mark.parametrize("kind", [ChatFormatter, CompletionFormatter])

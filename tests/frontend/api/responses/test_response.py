@@ -15,7 +15,7 @@ from tandem.frontend.api.responses.response import ResponsesFormatter
 from tandem.frontend.chat.message import MessageShape
 from tandem.frontend.chat.tool_formats import FORMATS
 from tandem.frontend.errors import ApiError
-from tandem.frontend.generation.choice import Piece
+from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Usage
 from tandem.frontend.request.tools import Tool, ToolChoice, ToolUse
 
@@ -54,12 +54,12 @@ def events_of(data: bytes) -> list[dict[str, Any]]:
 
 def stream(texts: list[str], finish: str = "stop", shape: MessageShape = SHAPE) -> list[dict[str, Any]]:
     form = format_of(shape)
-    pieces = [*(Piece(0, text, [7], None) for text in texts), Piece(0, "", [1], finish)]
+    pieces = [*(ChoiceDelta(0, text, [7], None) for text in texts), ChoiceDelta(0, "", [1], finish)]
     return events_of(form.opening() + b"".join(form.batch([piece]) for piece in pieces) + form.closing(USAGE))
 
 
 def whole(text: str, finish: str = "stop") -> dict[str, Any]:
-    reply: dict[str, Any] = json.loads(format_of().whole([Piece(0, text, [7, 1], finish)], USAGE))
+    reply: dict[str, Any] = json.loads(format_of().whole([ChoiceDelta(0, text, [7, 1], finish)], USAGE))
     return reply
 
 
@@ -135,7 +135,7 @@ def test_everything_is_as_the_official_client_types_it(finish: str) -> None:
     known = pydantic.TypeAdapter(ResponseStreamEvent)
     for failed in (False, True):
         form = ResponsesFormatter("m", SHAPE, parse_responses(BODY, 16).settings)
-        data = form.opening() + form.batch([Piece(0, TEXTS[3], [7], None), Piece(0, "", [1], finish)])
+        data = form.opening() + form.batch([ChoiceDelta(0, TEXTS[3], [7], None), ChoiceDelta(0, "", [1], finish)])
         data += form.failure(ApiError(500, "no more")) if failed else form.closing(USAGE)
         for event in events_of(data):
             assert known.validate_python(event, strict=True).type == event["type"]
@@ -179,7 +179,7 @@ def test_an_output_that_was_cut_is_incomplete_in_its_last_item(text: str) -> Non
 @pytest.mark.parametrize(("status", "code"), [(503, "server_error"), (500, "server_error"), (400, "invalid_prompt")])
 def test_a_failure_is_told_and_ends_the_response(status: int, code: str) -> None:
     form = format_of()
-    begun = form.opening() + form.batch([Piece(0, "so fa", [7], None)])
+    begun = form.opening() + form.batch([ChoiceDelta(0, "so fa", [7], None)])
     *_, done, error, failed = events_of(begun + form.failure(ApiError(status, "no more", None, "engine_failed")))
     assert (done["type"], done["item"]["status"]) == ("response.output_item.done", "incomplete")
     assert {name: error[name] for name in ("type", "code", "message", "param")} == {
@@ -196,6 +196,6 @@ def test_a_failure_is_told_and_ends_the_response(status: int, code: str) -> None
 
 def test_thoughts_are_counted() -> None:
     form = format_of()
-    pieces = [Piece(0, "<think>a b</think>c", [7, 7, 8, 7], None), Piece(0, "", [1], "stop")]
+    pieces = [ChoiceDelta(0, "<think>a b</think>c", [7, 7, 8, 7], None), ChoiceDelta(0, "", [1], "stop")]
     usage = events_of(form.batch(pieces) + form.closing(USAGE))[-1]["response"]["usage"]
     assert usage["output_tokens_details"] == {"reasoning_tokens": 3}
