@@ -1,0 +1,57 @@
+"""Write the tables of flags in the READMEs from the parser itself: `python -m tests.support.flag_tables`."""
+
+import argparse
+import re
+from pathlib import Path
+
+from tandem.frontend.cli.main import build_parser
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("engine_core/README.md", "frontend/README.md", "deploy/README.md")
+TABLE = re.compile(r"<!-- flags: ([^>]+) -->\n(.*?)<!-- end -->", re.DOTALL)
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each command, by name."""
+    (choices,) = (
+        action.choices for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    return dict(choices)
+
+
+def groups() -> dict[str, list[argparse.Action]]:
+    """Return the flags of `tandem serve` by the title of their group, which holds all flags of servers."""
+    found = {}
+    for group in commands()["serve"]._action_groups:
+        flags = [action for action in group._group_actions if action.option_strings and action.dest != "help"]
+        if flags:
+            found[group.title or ""] = flags
+    return found
+
+
+def render(title: str) -> str:
+    """Render one group as a Markdown table, a row a flag."""
+    rows = ["| flag | meaning |", "| --- | --- |"]
+    for action in groups()[title]:
+        value = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
+        if action.choices:
+            value = " " + "\\|".join(map(str, action.choices))
+        meaning = str(action.help).replace("<", "&lt;").replace(">", "&gt;").replace("|", "\\|")
+        rows.append(f"| `{action.option_strings[0]}{value}` | {meaning} |")
+    return "\n".join(rows) + "\n"
+
+
+def written(page: str) -> list[tuple[str, str]]:
+    """Return the titles and texts of the tables that a page holds."""
+    return TABLE.findall((ROOT / page).read_text())
+
+
+def main() -> None:
+    """Replace every table by what the parser says."""
+    for page in PAGES:
+        path = ROOT / page
+        path.write_text(TABLE.sub(lambda m: f"<!-- flags: {m[1]} -->\n{render(m[1])}<!-- end -->", path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
