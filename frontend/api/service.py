@@ -12,9 +12,9 @@ from tandem.frontend.engine.health import EngineHealth
 from tandem.frontend.errors import unavailable
 from tandem.frontend.generation.admission import Admission
 from tandem.frontend.generation.tokenizer import Tokenizer
+from tandem.frontend.grammar.builder import GrammarBuilder
 from tandem.frontend.grammar.checker import GrammarChecker
-from tandem.frontend.grammar.constraints import Constraints
-from tandem.frontend.grammar.tags import CLOSE
+from tandem.frontend.grammar.grammar import THINK_END
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.workers import Workers
 from tandem.protocol.errors import ErrorCode
@@ -46,12 +46,12 @@ class Service:
         self.pending = PendingRequests(config.max_body, self.parser, self.body_budget)
         special = tokenizer.special_tokens()
         self.grammars = GrammarChecker(tokenizer.vocab_size, special)
-        constraints = Constraints(self.grammars, self.parser, special)
-        self.admission = Admission(tokenizer, self.parser, constraints, config.max_concurrent, config.limits)
+        grammars = GrammarBuilder(self.grammars, self.parser, special)
+        self.admission = Admission(tokenizer, self.parser, grammars, config.max_concurrent, config.limits)
         self.renderer = Workers(1, "render")
         form = tool_format(config.chat.tool_parser, model_type(config.model_dir))
-        close_id = tokenizer.token_id(CLOSE)
-        self.chat = Chat(template, form, config.chat.reasoning_parser, close_id, self.admission, self.renderer)
+        think_end_id = tokenizer.token_id(THINK_END)
+        self.chat = Chat(template, form, config.chat.reasoning_parser, think_end_id, self.admission, self.renderer)
         self.draining = False
         self.num_responses = 0
         """Number of generations being answered, from admission to the last byte."""

@@ -5,7 +5,7 @@ from enum import Enum
 
 import msgspec
 
-from tandem.frontend.chat.held_text import BLANK
+from tandem.frontend.chat.message import BLANK
 
 _OPENING, _CLOSING = "{[", "}]"
 

@@ -9,8 +9,16 @@ import string
 from collections.abc import Set
 from enum import Enum
 
-from tandem.frontend.chat.deltas import CallArguments, CallStart, Content, MessageDelta
-from tandem.frontend.chat.held_text import BLANK, MAX_BLANKS, blanks_before, held_length
+from tandem.frontend.chat.message import (
+    BLANK,
+    MAX_BLANKS,
+    CallArguments,
+    CallStart,
+    Content,
+    MessageDelta,
+    count_blanks_before,
+    holdback_length,
+)
 from tandem.frontend.chat.tool_call import CallReader, State
 from tandem.frontend.chat.tool_formats import ToolFormat
 
@@ -105,10 +113,10 @@ class ToolParser:
         text, self._held = self._held + text, ""
         at = text.find(self._trigger)
         if at >= 0:
-            shown, end = at - blanks_before(text, at), at + len(self._trigger)
+            shown, end = at - count_blanks_before(text, at), at + len(self._trigger)
             self._mode = _Mode.START
         else:
-            shown, end = len(text) - held_length(text, self._trigger), len(text)
+            shown, end = len(text) - holdback_length(text, self._trigger), len(text)
         self._content(text[:shown])
         self._held = text[shown:end]
         self._blanks = 0

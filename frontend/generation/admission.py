@@ -7,7 +7,8 @@ from msgspec import Struct
 
 from tandem.frontend.errors import ApiError, malformed, unavailable, unsupported
 from tandem.frontend.generation.tokenizer import Tokenizer
-from tandem.frontend.grammar.constraints import Constraints, Thoughts
+from tandem.frontend.grammar.builder import GrammarBuilder
+from tandem.frontend.grammar.grammar import ThinkingMode
 from tandem.frontend.grammar.tool_calls import CallSyntax
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.request.options import GenerationOptions
@@ -64,13 +65,13 @@ class Admission:
         self,
         tokenizer: Tokenizer,
         workers: Workers,
-        constraints: Constraints,
+        grammars: GrammarBuilder,
         max_concurrent: int,
         limits: RequestLimits,
     ) -> None:
         self._tokenizer = tokenizer
         self._workers = workers
-        self._constraints = constraints
+        self._grammars = grammars
         self._max_concurrent = max_concurrent
         self._limits = limits
 
@@ -85,7 +86,7 @@ class Admission:
         with_text: bool = False,
         tool_use: ToolUse | None = None,
         syntax: CallSyntax | None = None,
-        thoughts: Thoughts = Thoughts.NONE,
+        thinking: ThinkingMode = ThinkingMode.NONE,
     ) -> Admitted:
         """Raises ApiError with the numbers; `field` is where the prompts came from.
 
@@ -108,7 +109,7 @@ class Admission:
             few = len(ids) <= MANY_IDS
             admitted.append(self._finish(*finish) if few else await self._workers.run(self._finish, *finish))
         _check_scored(options, sum(len(prompt.ids) for prompt in admitted))
-        constraint = await self._constraints.of(options, tool_use, syntax, thoughts)
+        constraint = await self._grammars.build(options, tool_use, syntax, thinking)
         return Admitted(options, model, admitted, _sampling(options), constraint)
 
     def _check_count(self, options: GenerationOptions, prompts: int, limits: Limits) -> None:

@@ -1,4 +1,4 @@
-"""Grammars are compiled once here, in processes that may fail at it, before the engine gets to see them."""
+"""Compile grammars in disposable child processes, to reject bad ones before the engine sees them."""
 
 import asyncio
 import hashlib
@@ -10,111 +10,121 @@ from typing import Any
 import msgspec
 
 from tandem.frontend.errors import ApiError, unavailable
-from tandem.frontend.grammar.grammar import Grammar, place_in_regex
-from tandem.frontend.grammar.json_schema import OPTIONS, locate, with_options
+from tandem.frontend.grammar.grammar import Grammar, regex_position
+from tandem.frontend.grammar.json_schema import OPTIONS, locate_failure, with_options
 from tandem.frontend.grammar.process import MAX_GRAMMAR_CHARS, TOO_COMPLEX, GrammarProcess
 from tandem.protocol.errors import ErrorCode
 
-PROCESSES = 2
-"""How many work side by side, so that one slow grammar does not hold the others up."""
+NUM_PROCESSES = 2
+"""Processes that compile concurrently, so that one slow grammar does not block the others."""
 WAIT_SECONDS = 15.0
-"""What a request waits for those ahead of it."""
+"""Longest time that a grammar waits for a free process before its request gets a 503."""
 MAX_CACHED = 1024
-MAX_PLACE_CHECKS = 200
+"""Grammars whose result is remembered, least recently used dropped first."""
+MAX_LOCATE_CHECKS = 200
+"""Subschemas that are compiled to locate the error in a schema."""
 
-_REGEX_PLACE = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^+\nerror: (.*)")
-_REGEX_OTHER = re.compile(r"\(in regex\): (.*?) in regex", re.DOTALL)
-_LARK_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_REGEX_ERROR = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^+\nerror: (.*)")
+_OTHER_REGEX_ERROR = re.compile(r"\(in regex\): (.*?) in regex", re.DOTALL)
+_LARK_ERROR = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 
 
 class GrammarChecker:
-    """Checks grammars in a few processes and remembers what it found."""
+    """Checks grammars by compiling them in a few child processes, and caches the results.
 
-    def __init__(self, vocab_size: int, special: Mapping[str, int]) -> None:
-        hello = msgspec.json.encode([vocab_size, {str(token_id): text for text, token_id in special.items()}])
-        self._known: OrderedDict[bytes, str | None] = OrderedDict()
-        self._asking: dict[bytes, asyncio.Task[str | None]] = {}
-        self._free = asyncio.Semaphore(PROCESSES)
-        self._idle = [GrammarProcess(hello) for _ in range(PROCESSES)]
-        """The one that was used last is at the end, and used next: no more are started than are needed."""
+    `special_tokens` maps the text of the tokenizer's special tokens to their id.
+    """
+
+    def __init__(self, vocab_size: int, special_tokens: Mapping[str, int]) -> None:
+        hello = msgspec.json.encode([vocab_size, {str(token_id): text for text, token_id in special_tokens.items()}])
+        self._errors: OrderedDict[bytes, str | None] = OrderedDict()
+        """Compiler errors by hash of the grammar, None for valid grammars; most recently used last."""
+        self._compiling: dict[bytes, asyncio.Task[str | None]] = {}
+        self._num_free = asyncio.Semaphore(NUM_PROCESSES)
+        self._idle = [GrammarProcess(hello) for _ in range(NUM_PROCESSES)]
+        """Idle processes as a stack: the most recently used is taken first, so that no more start than are needed."""
 
     async def check(self, grammar: Grammar) -> None:
-        """Raises ApiError 400 for a grammar that cannot be compiled, naming the place, and 503 where too many others
-        are waiting to be."""
+        """Check that a grammar compiles.
+
+        Raises ApiError 400, with the place of the error, if it does not, and 503 while too many other grammars are
+        being compiled.
+        """
         text = grammar.text
         if len(text) > MAX_GRAMMAR_CHARS:
-            raise _refused(grammar, f": {len(text)} characters, at most {MAX_GRAMMAR_CHARS}; make it smaller")
-        error = await self._verdict(text)
+            raise _invalid(grammar, f": {len(text)} characters, at most {MAX_GRAMMAR_CHARS}; make it smaller")
+        error = await self._compile_error(text)
         if error is not None:
-            raise _refused(grammar, await self._explain(grammar, error))
+            raise _invalid(grammar, await self._explain(grammar, error))
 
     async def close(self) -> None:
-        asking = list(self._asking.values())
-        for task in asking:
+        """Cancel what is being compiled and end the processes."""
+        tasks = list(self._compiling.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(process.close() for process in self._idle))
 
-    async def _verdict(self, text: str) -> str | None:
+    async def _compile_error(self, text: str) -> str | None:
         key = hashlib.sha256(text.encode()).digest()
-        if key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key]
-        # Many requests with the same slow grammar take up one process.
-        if key not in self._asking:
-            self._asking[key] = asyncio.create_task(self._ask(key, text))
-            self._asking[key].add_done_callback(lambda task: self._asked(key, task))
-        return await asyncio.shield(self._asking[key])
+        if key in self._errors:
+            self._errors.move_to_end(key)
+            return self._errors[key]
+        # Concurrent requests with the same slow grammar share one process.
+        if key not in self._compiling:
+            self._compiling[key] = asyncio.create_task(self._compile(key, text))
+            self._compiling[key].add_done_callback(lambda task: self._compiled(key, task))
+        return await asyncio.shield(self._compiling[key])
 
-    async def _ask(self, key: bytes, text: str) -> str | None:
+    async def _compile(self, key: bytes, text: str) -> str | None:
         try:
             async with asyncio.timeout(WAIT_SECONDS):
-                await self._free.acquire()
+                await self._num_free.acquire()
         except TimeoutError:
             raise unavailable(
                 "other grammars are still being compiled; try again later", ErrorCode.OVERLOADED
             ) from None
         process = self._idle.pop()
         try:
-            verdict = await process.ask(text)
+            error = await process.ask(text)
         finally:
             self._idle.append(process)
-            self._free.release()
-        # Also what was too complex: to ask again would cost as much.
-        self._known[key] = verdict
-        if len(self._known) > MAX_CACHED:
-            self._known.popitem(last=False)
-        return verdict
+            self._num_free.release()
+        # Grammars that were too complex are cached as well: compiling them again would cost as much.
+        self._errors[key] = error
+        if len(self._errors) > MAX_CACHED:
+            self._errors.popitem(last=False)
+        return error
 
-    def _asked(self, key: bytes, task: asyncio.Task[str | None]) -> None:
-        del self._asking[key]
+    def _compiled(self, key: bytes, task: asyncio.Task[str | None]) -> None:
+        del self._compiling[key]
         if not task.cancelled():
-            task.exception()  # seen, also where nobody waits for it any more
+            task.exception()  # marks it as retrieved, in case every waiting request was cancelled
 
     async def _explain(self, grammar: Grammar, error: str) -> str:
-        """The error for people, with its place in the source."""
+        """Word a compiler error for the client, with its place in the field."""
         if grammar.schema is not None and error != TOO_COMPLEX:
-            found = _REGEX_PLACE.search(error)
+            found = _REGEX_ERROR.search(error)
             reason = f"invalid pattern: {found[2]}" if found else _first_line(error)
-            return f" at {await self._place(grammar.schema, error)}: {reason}"
+            return f" at {await self._locate(grammar.schema, error)}: {reason}"
         if grammar.regex is not None:
             return _explain_regex(grammar.regex, error)
-        if place := _LARK_PLACE.match(error):
-            return f" at line {place[1]}, column {place[2]}: {_first_line(error[place.end() :])}"
+        if found := _LARK_ERROR.match(error):
+            return f" at line {found[1]}, column {found[2]}: {_first_line(error[found.end() :])}"
         return f": {_first_line(error)}"
 
-    async def _place(self, schema: dict[str, Any], error: str) -> str:
-        left = MAX_PLACE_CHECKS
+    async def _locate(self, schema: dict[str, Any], error: str) -> str:
+        checks_left = MAX_LOCATE_CHECKS
 
         async def fails_alike(part: dict[str, Any]) -> bool:
-            nonlocal left
-            left -= 1
-            return (
-                left >= 0
-                and await self._verdict(Grammar({"json_schema": with_options(part, OPTIONS)}, "", "").text) == error
-            )
+            nonlocal checks_left
+            checks_left -= 1
+            if checks_left < 0:
+                return False
+            grammar = Grammar({"json_schema": with_options(part, OPTIONS)}, "", "")
+            return await self._compile_error(grammar.text) == error
 
-        return await locate(schema, fails_alike)
+        return await locate_failure(schema, fails_alike)
 
 
 def _first_line(error: str) -> str:
@@ -122,13 +132,13 @@ def _first_line(error: str) -> str:
 
 
 def _explain_regex(regex: str, error: str) -> str:
-    if found := _REGEX_PLACE.search(error):
-        return f" at character {place_in_regex(regex, len(found[1]))}: {found[2][:200]}"
-    if found := _REGEX_OTHER.search(error):
+    if found := _REGEX_ERROR.search(error):
+        return f" at character {regex_position(regex, len(found[1]))}: {found[2][:200]}"
+    if found := _OTHER_REGEX_ERROR.search(error):
         return f": {_first_line(found[1])}"
-    return f": {_first_line(_LARK_PLACE.sub('', error, count=1))}"
+    return f": {_first_line(_LARK_ERROR.sub('', error, count=1))}"
 
 
-def _refused(grammar: Grammar, reason: str) -> ApiError:
+def _invalid(grammar: Grammar, reason: str) -> ApiError:
     code = "invalid_grammar" if grammar.schema is None else "invalid_json_schema"
     return ApiError(400, f"{grammar.name} is invalid{reason}", grammar.param, code)

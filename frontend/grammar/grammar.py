@@ -1,70 +1,92 @@
-"""What an output is held to, from a request's fields to the grammar that the engine compiles.
+"""The grammar that constrains an output, built from the fields of a request.
 
-The text is what llguidance takes: JSON that holds a JSON schema or a grammar in its dialect of Lark. It is checked by
-`grammar_check.py` before the engine gets it.
+Its text is in llguidance's format: JSON that contains a JSON schema or a grammar in llguidance's dialect of Lark.
+`GrammarChecker` checks it before the engine compiles it.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from tandem.frontend.errors import ApiError, malformed, unsupported
-from tandem.frontend.grammar.json_schema import OPTIONS, SchemaError, check_schema, closed, refused, with_options
-from tandem.frontend.grammar.tags import CLOSE, OPEN
+from tandem.frontend.grammar.json_schema import (
+    OPTIONS,
+    SchemaError,
+    check_schema,
+    close_objects,
+    invalid_schema,
+    with_options,
+)
 from tandem.frontend.request.fields import not_supported, wrong_type
 
-_REGEX_FLAGS = "(?-s)"
-"""A dot matches no line break, as in Python and most other dialects; in llguidance's it does by default."""
+THINK_START, THINK_END = "<think>", "</think>"
+"""Tags around the reasoning of a model."""
 
+_REGEX_FLAGS = "(?-s)"
+"""Makes a dot match no line break, as in Python and most other dialects; llguidance's default is the opposite."""
 
 ANY_TEXT = r"(.|\n)*"
 _BLANK_LINES = r"/\n{0,2}/"
 _BODY = "body"
 
 
+class ThinkingMode(Enum):
+    """Whether an output starts with reasoning, which no grammar constrains."""
+
+    NONE = "none"
+    OPTIONAL = "optional"
+    """The output may start with the opening tag."""
+    OPEN = "open"
+    """The prompt ended with the opening tag, so the output starts within the reasoning."""
+
+
 class Grammar(Struct, frozen=True):
-    """A grammar, and where in the request it came from."""
+    """A grammar and the request field it came from."""
 
     body: dict[str, Any]
-    """In llguidance's form, without what else it may be a part of."""
+    """One entry of llguidance's `grammars` list."""
     param: str
+    """Name of the request field, for the `param` of errors."""
     name: str
-    """What errors call its source."""
+    """Name of the request field as error messages write it."""
     schema: dict[str, Any] | None = None
-    """The JSON schema in it, if that is all there is."""
+    """The client's JSON schema, if the grammar consists of nothing else."""
     regex: str | None = None
+    """The client's regular expression, if the grammar consists of nothing else."""
 
     @property
     def text(self) -> str:
-        return _encoded({"grammars": [self.body]})
+        """Encode the grammar as the engine takes it."""
+        return _encode({"grammars": [self.body]})
 
-    def after_thoughts(self, opened: bool, special: Mapping[str, int]) -> str:
-        """The text of this grammar behind thoughts, which hold anything but their end.
+    def after_thinking(self, opened: bool, special_tokens: Mapping[str, int]) -> str:
+        """Encode this grammar preceded by reasoning, which is any text up to its closing tag.
 
-        `opened` says that the prompt has begun them; otherwise there need be none.
+        `opened` says that the prompt ended with the opening tag; otherwise the reasoning is optional.
         """
         closed = f"closed {_BLANK_LINES}"
-        thoughts = closed if opened else f"({literal(OPEN, special)} {closed})?"
-        if CLOSE in special:
-            rules = f"closed: TEXT {literal(CLOSE, special)}\nTEXT: /{ANY_TEXT}/\n"
+        reasoning = closed if opened else f"({literal(THINK_START, special_tokens)} {closed})?"
+        if THINK_END in special_tokens:
+            rules = f"closed: TEXT {literal(THINK_END, special_tokens)}\nTEXT: /{ANY_TEXT}/\n"
         else:
-            rules = f"closed[lazy]: TEXT {quoted(CLOSE)}\nTEXT: /{ANY_TEXT}/\n"
-        start = {"lark_grammar": f"start: {thoughts} @{_BODY}\n{rules}"}
-        return _encoded({"grammars": [start, {"name": _BODY, **self.body}]})
+            rules = f"closed[lazy]: TEXT {quoted(THINK_END)}\nTEXT: /{ANY_TEXT}/\n"
+        start = {"lark_grammar": f"start: {reasoning} @{_BODY}\n{rules}"}
+        return _encode({"grammars": [start, {"name": _BODY, **self.body}]})
 
 
 def output_grammar(
     response_format: Mapping[str, Any] | None, regex: str | None, choice: Sequence[str], grammar: str | None
 ) -> Grammar | None:
-    """The grammar that these fields of a request ask for, or None for free text.
+    """Build the grammar that these request fields ask for; None for unconstrained text.
 
-    Raises ApiError 422 where two of them are given, 400 for a schema that cannot be followed.
+    Raises ApiError 422 if two of the fields are given, and 400 for a schema that is not supported.
     """
-    format_grammar = None if response_format is None else _of_response_format(response_format)
+    format_grammar = None if response_format is None else _response_format_grammar(response_format)
     given = {
         "response_format": format_grammar is not None,
         "regex": regex is not None,
@@ -75,7 +97,7 @@ def output_grammar(
     if len(names) > 1:
         raise unsupported(f"{names[0]!r} and {names[1]!r} cannot be combined; give one of them", names[1])
     if regex is not None:
-        return Grammar(lark(f"start: /{_escaped(regex)}/"), "regex", "'regex'", regex=regex)
+        return Grammar(lark(f"start: /{_escape_regex(regex)}/"), "regex", "'regex'", regex=regex)
     if choice:
         return Grammar(lark("start: " + " | ".join(quoted(text) for text in choice)), "choice", "'choice'")
     if grammar is not None:
@@ -84,43 +106,45 @@ def output_grammar(
 
 
 def schema_grammar(schema: dict[str, Any], param: str, name: str) -> Grammar:
-    """Raises ApiError 400 for a schema that cannot be followed."""
+    """Build the grammar of a JSON schema. Raises ApiError 400 for a schema that is not supported."""
     try:
         check_schema(schema)
     except SchemaError as error:
-        raise refused(error, param, name) from None
-    return Grammar({"json_schema": with_options(closed(schema), OPTIONS)}, param, name, schema=schema)
+        raise invalid_schema(error, param, name) from None
+    return Grammar({"json_schema": with_options(close_objects(schema), OPTIONS)}, param, name, schema=schema)
 
 
 def lark(text: str) -> dict[str, Any]:
-    """The body of a grammar in Lark."""
+    """Make the body of a grammar written in Lark."""
     return {"lark_grammar": text}
 
 
-def literal(text: str, special: Mapping[str, int]) -> str:
-    """A text in Lark, with the special tokens in it as what they are: no text makes one."""
-    names = sorted(special, key=len, reverse=True)
+def literal(text: str, special_tokens: Mapping[str, int]) -> str:
+    """Write a text in Lark, its special tokens by id: a model cannot produce them from ordinary tokens."""
+    names = sorted(special_tokens, key=len, reverse=True)
     parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
-    return " ".join(f"<[{special[part]}]>" if part in special else quoted(part) for part in parts if part)
+    return " ".join(f"<[{special_tokens[part]}]>" if part in special_tokens else quoted(part) for part in parts if part)
 
 
 def quoted(text: str) -> str:
-    """A literal in Lark. Escapes everything but ASCII: its lexer takes not every character as it is."""
+    """Write a string literal in Lark, with non-ASCII characters escaped: its lexer rejects some of them."""
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 
-def _encoded(value: object) -> str:
+def _encode(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _escaped(regex: str) -> str:
-    """A regex as it stands between slashes in Lark."""
-    escaped = regex_pieces(regex)
-    return _REGEX_FLAGS + "".join(escaped)
+def _escape_regex(regex: str) -> str:
+    """Escape a regex for use between slashes in Lark."""
+    return _REGEX_FLAGS + "".join(escape_regex_characters(regex))
 
 
-def regex_pieces(regex: str) -> list[str]:
-    """What each character of a regex becomes between slashes."""
+def escape_regex_characters(regex: str) -> list[str]:
+    """Escape each character of a regex for use between slashes in Lark.
+
+    Raises ApiError 400 for a regex that ends in a lone backslash.
+    """
     pieces: list[str] = []
     after_backslash = False
     for character in regex:
@@ -133,22 +157,25 @@ def regex_pieces(regex: str) -> list[str]:
         after_backslash = character == "\\" and not after_backslash
     if after_backslash:
         raise ApiError(
-            400, f"'regex' is invalid at character {len(regex) - 1}: it ends in a backslash", "regex", "invalid_grammar"
+            400,
+            f"'regex' is invalid at character {len(regex) - 1}: it ends in a backslash; escape it or remove it",
+            "regex",
+            "invalid_grammar",
         )
     return pieces
 
 
-def place_in_regex(regex: str, offset: int) -> int:
-    """The character of a regex that an offset into its form between slashes belongs to."""
+def regex_position(regex: str, offset: int) -> int:
+    """Find the index of the regex character at an offset into the escaped regex."""
     position = len(_REGEX_FLAGS)
-    for index, piece in enumerate(regex_pieces(regex)):
+    for index, piece in enumerate(escape_regex_characters(regex)):
         if position >= offset:
             return index
         position += len(piece)
     return len(regex)
 
 
-def _of_response_format(response_format: Mapping[str, Any]) -> Grammar | None:
+def _response_format_grammar(response_format: Mapping[str, Any]) -> Grammar | None:
     kind = response_format.get("type")
     if not isinstance(kind, str):
         raise wrong_type("response_format.type", "a string", kind)
@@ -157,19 +184,19 @@ def _of_response_format(response_format: Mapping[str, Any]) -> Grammar | None:
             f"'response_format.type' must be 'text', 'json_object' or 'json_schema', not {kind[:100]!r}",
             "response_format",
         )
-    _only(response_format, "response_format", ("type", "json_schema") if kind == "json_schema" else ("type",))
+    _check_keys(response_format, "response_format", ("type", "json_schema") if kind == "json_schema" else ("type",))
     if kind == "text":
         return None
     if kind == "json_object":
         return schema_grammar({"type": "object"}, "response_format", "'response_format'")
-    return _of_json_schema(response_format.get("json_schema"))
+    return _json_schema_grammar(response_format.get("json_schema"))
 
 
-def _of_json_schema(given: object) -> Grammar:
+def _json_schema_grammar(given: object) -> Grammar:
     name = "response_format.json_schema"
     if not isinstance(given, dict):
         raise wrong_type(name, "an object", given)
-    _only(given, name, ("name", "description", "schema", "strict"))
+    _check_keys(given, name, ("name", "description", "schema", "strict"))
     for key, kind, expected in (
         ("name", str, "a string"),
         ("description", str, "a string"),
@@ -185,7 +212,8 @@ def _of_json_schema(given: object) -> Grammar:
     return schema_grammar(schema, f"{name}.schema", f"'{name}.schema'")
 
 
-def _only(fields: Mapping[str, Any], parent: str, known: Sequence[str]) -> None:
+def _check_keys(fields: Mapping[str, Any], parent: str, known: Sequence[str]) -> None:
+    """Raise ApiError 422 for a key that is not known and not null."""
     for name, value in fields.items():
         if name not in known and value is not None:
             raise not_supported(f"{parent}.{name}")

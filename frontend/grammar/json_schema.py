@@ -1,6 +1,6 @@
-"""JSON schemas that an output can be held to: what is not supported is refused with its place in the schema.
+"""Check and prepare JSON schemas for the grammar compiler; report what is not supported by its JSON pointer.
 
-Everything here is quick and bounded; whether a schema can be satisfied is found by compiling it (`grammar_check.py`).
+All checks are bounded in time. `GrammarChecker` finds out whether a schema can be satisfied, by compiling it.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
@@ -10,14 +10,15 @@ from urllib.parse import unquote
 from tandem.frontend.errors import ApiError
 
 MAX_NESTING = 64
-"""Levels of JSON, objects and arrays alike; an object in an object's property is two levels deeper."""
+"""Levels of JSON nesting, counting objects and arrays; a schema in `properties` is two levels deeper."""
 MAX_SUBSCHEMAS = 5000
-MAX_VALUES = 10_000
-EXACT_INTEGER = 2**53
-"""Numbers beyond pass through doubles in the compiler and come out as others."""
-"""Values of all `enum` together."""
+MAX_ENUM_VALUES = 10_000
+"""Values of all `enum` keywords of a schema together."""
+MAX_EXACT_INTEGER = 2**53
+"""Largest exact integer: the compiler converts numbers to doubles, which changes larger ones."""
 
-MAX_PLACE = 300
+MAX_POINTER_CHARS = 300
+"""Longest JSON pointer that an error message quotes."""
 
 _TYPES = {"string", "number", "integer", "boolean", "object", "array", "null"}
 _FORMATS = {
@@ -38,77 +39,78 @@ _NUMBERS = {"const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiv
 _SUPPORTED = _SCHEMA | _SCHEMA_LISTS | _SCHEMA_MAPS | _VALUES | _ANNOTATIONS
 
 _COMPILER_OPTIONS = "x-guidance"
-"""Where the compiler looks for its own options: ours to set, not the client's."""
+"""Keyword under which the compiler reads its own options; clients may not set it."""
 _DROPPED = {_COMPILER_OPTIONS, "$id"}
 OPTIONS: dict[str, Any] = {"whitespace_pattern": r" |\n {0,32}"}
-"""JSON as it is usually written, on one line or indented. Without a bound a model could write blanks for ever."""
+"""Allows JSON on one line or indented. The bound keeps a model from emitting blanks without end."""
 LENIENT_OPTIONS = {**OPTIONS, "lenient": True}
-"""Holds to as much of a schema as can be held to."""
+"""Enforces the supported part of a schema and ignores the rest."""
 
 
 class SchemaError(Exception):
-    """`place` is a JSON pointer, as a URI fragment."""
+    """An error in a schema; `pointer` is the JSON pointer of the subschema, as a URI fragment."""
 
-    def __init__(self, place: str, reason: str) -> None:
-        super().__init__(f"at {place if len(place) <= MAX_PLACE else place[:MAX_PLACE] + '...'}: {reason}")
+    def __init__(self, pointer: str, reason: str) -> None:
+        shown = pointer if len(pointer) <= MAX_POINTER_CHARS else pointer[:MAX_POINTER_CHARS] + "..."
+        super().__init__(f"at {shown}: {reason}")
 
 
 def with_options(schema: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The schema as the compiler takes it."""
-    # A name of its own would be where its references to itself lead.
+    """Add the compiler's options to a schema."""
+    # With an `$id`, the compiler would resolve the schema's own references relative to it.
     return {_COMPILER_OPTIONS: options} | {key: value for key, value in schema.items() if key not in _DROPPED}
 
 
 def check_nesting(value: object) -> None:
-    """Raises SchemaError for JSON that is nested too deeply, without recursion."""
+    """Raise SchemaError for JSON nested deeper than MAX_NESTING levels, without recursion."""
     level: list[tuple[str, object]] = [("#", value)]
     depth = 0
     while level:
         depth += 1
         if depth > MAX_NESTING + 1:
             raise SchemaError(level[0][0], f"nested more than {MAX_NESTING} levels deep; make it flatter, or use $ref")
-        level = [pair for place, parent in level for pair in _containers(place, parent)]
+        level = [pair for pointer, parent in level for pair in _containers(pointer, parent)]
 
 
-def _containers(place: str, parent: object) -> Iterator[tuple[str, object]]:
-    children: Iterator[tuple[object, object]] = iter(())
+def _containers(pointer: str, parent: object) -> Iterator[tuple[str, object]]:
+    items: Iterator[tuple[object, object]] = iter(())
     if isinstance(parent, dict):
-        children = iter(parent.items())
+        items = iter(parent.items())
     elif isinstance(parent, list):
-        children = iter(enumerate(parent))
-    return ((_step(place, key), child) for key, child in children if isinstance(child, dict | list))
+        items = iter(enumerate(parent))
+    return ((_join_pointer(pointer, key), child) for key, child in items if isinstance(child, dict | list))
 
 
 def check_schema(schema: dict[str, Any]) -> None:
-    """Raises SchemaError for what is too large, malformed, or a keyword that nothing is made of."""
+    """Raise SchemaError for a schema that is too large, malformed, or uses a keyword that is not supported."""
     check_nesting(schema)
-    schemas = values = 0
-    for place, node in walk(schema):
-        schemas += 1
+    num_schemas = num_values = 0
+    for pointer, node in walk_schemas(schema):
+        num_schemas += 1
         if isinstance(node, bool):
             continue
         if not isinstance(node, dict):
-            raise SchemaError(place, "a schema must be an object or a boolean")
-        _check_node(place, node, schema)
+            raise SchemaError(pointer, "a schema must be an object or a boolean")
+        _check_node(pointer, node, schema)
         enum = node.get("enum")
-        values += len(enum) if isinstance(enum, list) else 0
-        if schemas > MAX_SUBSCHEMAS:
-            raise SchemaError(place, f"more than {MAX_SUBSCHEMAS} schemas in one; make it smaller")
-        if values > MAX_VALUES:
-            raise SchemaError(place, f"more than {MAX_VALUES} enum values in one schema; make it smaller")
+        num_values += len(enum) if isinstance(enum, list) else 0
+        if num_schemas > MAX_SUBSCHEMAS:
+            raise SchemaError(pointer, f"more than {MAX_SUBSCHEMAS} schemas in one; make it smaller")
+        if num_values > MAX_ENUM_VALUES:
+            raise SchemaError(pointer, f"more than {MAX_ENUM_VALUES} enum values in one schema; make it smaller")
 
 
-def walk(schema: object) -> Iterator[tuple[str, object]]:
-    """A schema and all within it, each with its place, outer ones first."""
-    waiting = [("#", schema)]
-    while waiting:
-        place, node = waiting.pop()
-        yield place, node
-        waiting += reversed([(_step(place, *path), child) for path, child in children(node)])
+def walk_schemas(schema: object) -> Iterator[tuple[str, object]]:
+    """Yield a schema and all its subschemas in document order, each with its JSON pointer."""
+    stack = [("#", schema)]
+    while stack:
+        pointer, node = stack.pop()
+        yield pointer, node
+        stack += reversed([(_join_pointer(pointer, *path), child) for path, child in subschemas(node)])
 
 
-def children(node: object) -> list[tuple[tuple[object, ...], object]]:
-    """The schemas right within one, each with the keys that lead there."""
+def subschemas(node: object) -> list[tuple[tuple[object, ...], object]]:
+    """List the direct subschemas of a schema, each with the keys that lead to it."""
     found: list[tuple[tuple[object, ...], object]] = []
     for key, value in node.items() if isinstance(node, dict) else ():
         if key in _SCHEMA:
@@ -121,7 +123,7 @@ def children(node: object) -> list[tuple[tuple[object, ...], object]]:
 
 
 def map_schemas(schema: object, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A copy in which every object among the schemas, outer ones first, is what `change` makes of a copy of it."""
+    """Copy a schema, applying `change` to a copy of each object schema, outer ones first."""
     if not isinstance(schema, dict):
         return schema
     copy = dict(change(dict(schema)))
@@ -135,8 +137,8 @@ def map_schemas(schema: object, change: Callable[[dict[str, Any]], dict[str, Any
     return copy
 
 
-def moved(schema: dict[str, Any], base: str) -> dict[str, Any]:
-    """A copy for another place: `base` is where it will stand, so that its references to itself still hold."""
+def rebase_references(schema: dict[str, Any], base: str) -> dict[str, Any]:
+    """Copy a schema for embedding at the JSON pointer `base`, so that its references to itself still resolve."""
 
     def move(node: dict[str, Any]) -> dict[str, Any]:
         node.pop("$id", None)
@@ -149,51 +151,55 @@ def moved(schema: dict[str, Any], base: str) -> dict[str, Any]:
     return result
 
 
-async def locate(schema: dict[str, Any], fails_alike: Callable[[dict[str, Any]], Awaitable[bool]]) -> str:
-    """The innermost schema that fails in the same way as the whole, by asking for each within the last one found."""
-    place, node = "#", schema
+async def locate_failure(schema: dict[str, Any], fails_alike: Callable[[dict[str, Any]], Awaitable[bool]]) -> str:
+    """Find the JSON pointer of the innermost schema that fails in the same way as the whole schema.
+
+    Descends from the root: `fails_alike` is asked about each subschema of the last one that failed.
+    """
+    pointer, node = "#", schema
     shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     while True:
-        for path, child in children(node):
+        for path, child in subschemas(node):
             if isinstance(child, dict) and await fails_alike({**child, **shared}):
-                place, node = _step(place, *path), child
+                pointer, node = _join_pointer(pointer, *path), child
                 break
         else:
-            return place
+            return pointer
 
 
-def _step(place: str, *keys: object) -> str:
-    return "/".join([place, *(str(key).replace("~", "~0").replace("/", "~1")[:100] for key in keys)])
+def _join_pointer(pointer: str, *keys: object) -> str:
+    """Append keys to a JSON pointer, escaped as in RFC 6901 and cut at 100 characters each."""
+    return "/".join([pointer, *(str(key).replace("~", "~0").replace("/", "~1")[:100] for key in keys)])
 
 
-def _check_node(place: str, node: dict[str, Any], root: dict[str, Any]) -> None:
+def _check_node(pointer: str, node: dict[str, Any], root: dict[str, Any]) -> None:
     for key, value in node.items():
         if key not in _SUPPORTED and (not key.startswith("x-") or key == _COMPILER_OPTIONS):
-            raise SchemaError(place, f"the keyword {key[:100]!r} is not supported; leave it out")
+            raise SchemaError(pointer, f"the keyword {key[:100]!r} is not supported; remove it")
         if key in _SCHEMA_LISTS and not isinstance(value, list):
-            raise SchemaError(place, f"{key!r} must be an array of schemas")
+            raise SchemaError(pointer, f"{key!r} must be an array of schemas")
         if key in _SCHEMA_MAPS and not isinstance(value, dict):
-            raise SchemaError(place, f"{key!r} must be an object of schemas")
+            raise SchemaError(pointer, f"{key!r} must be an object of schemas")
     if "$id" in node and node is not root:
-        raise SchemaError(place, "'$id' is supported at the root alone; leave it out")
-    _check_type(place, node.get("type", []))
+        raise SchemaError(pointer, "'$id' is supported only at the root; remove it")
+    _check_type(pointer, node.get("type", []))
     text_format = node.get("format")
     if isinstance(text_format, str) and text_format not in _FORMATS and _may_be_text(node):
         known = ", ".join(sorted(_FORMATS - {"unknown"}))
-        raise SchemaError(place, f"the format {text_format[:100]!r} is not supported; those that are: {known}")
-    _check_reference(place, node.get("$ref"), root)
+        raise SchemaError(pointer, f"the format {text_format[:100]!r} is not supported; use one of {known}")
+    _check_reference(pointer, node.get("$ref"), root)
     for key in _NUMBERS & node.keys():
-        _check_numbers(_step(place, key), node[key])
+        _check_numbers(_join_pointer(pointer, key), node[key])
 
 
-def _check_numbers(place: str, value: object) -> None:
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
+def _check_numbers(pointer: str, value: object) -> None:
+    stack = [value]
+    while stack:
+        item = stack.pop()
         if isinstance(item, dict | list):
-            waiting += item.values() if isinstance(item, dict) else item
-        elif isinstance(item, int) and abs(item) > EXACT_INTEGER:
-            raise SchemaError(place, f"the number {str(item)[:40]} is beyond 2**53 and cannot be held to exactly")
+            stack += item.values() if isinstance(item, dict) else item
+        elif isinstance(item, int) and abs(item) > MAX_EXACT_INTEGER:
+            raise SchemaError(pointer, f"the number {str(item)[:40]} is beyond 2**53 and cannot be enforced exactly")
 
 
 def _may_be_text(node: dict[str, Any]) -> bool:
@@ -201,18 +207,18 @@ def _may_be_text(node: dict[str, Any]) -> bool:
     return kind == "string" or (isinstance(kind, list) and "string" in kind)
 
 
-def _check_type(place: str, kinds: object) -> None:
+def _check_type(pointer: str, kinds: object) -> None:
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if not isinstance(kind, str) or kind not in _TYPES:
-            raise SchemaError(place, f"{str(kind)[:100]!r} is no type; there are {', '.join(sorted(_TYPES))}")
+            raise SchemaError(pointer, f"{str(kind)[:100]!r} is not a type; use one of {', '.join(sorted(_TYPES))}")
 
 
-def _check_reference(place: str, reference: object, root: dict[str, Any]) -> None:
+def _check_reference(pointer: str, reference: object, root: dict[str, Any]) -> None:
     if reference is None:
         return
     if not isinstance(reference, str) or not reference.startswith("#"):
         raise SchemaError(
-            place, f"$ref must point into the same schema ('#/$defs/...'), not to {str(reference)[:100]!r}"
+            pointer, f"$ref must point into the same schema ('#/$defs/...'), not to {str(reference)[:100]!r}"
         )
     node: object = root
     for step in reference.split("/")[1:]:
@@ -222,41 +228,43 @@ def _check_reference(place: str, reference: object, root: dict[str, Any]) -> Non
         elif isinstance(node, dict) and key in node:
             node = node[key]
         else:
-            raise SchemaError(place, f"$ref {reference[:100]!r} points to nothing")
+            raise SchemaError(pointer, f"$ref {reference[:100]!r} does not resolve to a schema")
 
 
-def refused(error: SchemaError, param: str, name: str) -> ApiError:
-    """The 400 of a schema; `name` is what the request calls it."""
+def invalid_schema(error: SchemaError, param: str, name: str) -> ApiError:
+    """Make the 400 for a schema; `name` is how the message names the schema's field."""
     return ApiError(400, f"{name} is invalid {error}", param, "invalid_json_schema")
 
 
-_OPEN_WORDS = ("additionalProperties", "patternProperties", "minProperties")
-_COMBINING = {"allOf", "anyOf", "oneOf", "$ref"}
+_OPEN_KEYWORDS = ("additionalProperties", "patternProperties", "minProperties")
+_COMBINING_KEYWORDS = {"allOf", "anyOf", "oneOf", "$ref"}
 
 
-def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with `additionalProperties: false` for the objects that name their properties and say nothing of
-    others. Left as it is where schemas are combined that would exclude each other's properties."""
-    if any(_combines(node) for _, node in walk(schema)):
+def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
+    """Add `additionalProperties: false` to objects that list properties and say nothing about others.
+
+    A schema that combines several schemas is returned unchanged: closed, they would exclude each other's properties.
+    """
+    if any(_combines_schemas(node) for _, node in walk_schemas(schema)):
         return schema
-    result: dict[str, Any] = map_schemas(schema, _close)
+    result: dict[str, Any] = map_schemas(schema, _close_object)
     return result
 
 
-def _combines(node: object) -> bool:
-    """Whether an object has to satisfy several schemas at once."""
+def _combines_schemas(node: object) -> bool:
+    """Tell whether an object has to satisfy several schemas at once."""
     if not isinstance(node, dict):
         return False
-    combined = _COMBINING & node.keys()
+    combined = _COMBINING_KEYWORDS & node.keys()
     every = node.get("allOf")
     return (
         len(combined) > 1 or (bool(combined) and "properties" in node) or (isinstance(every, list) and len(every) > 1)
     )
 
 
-def _close(node: dict[str, Any]) -> dict[str, Any]:
+def _close_object(node: dict[str, Any]) -> dict[str, Any]:
     named, required = node.get("properties"), node.get("required", [])
-    if not isinstance(named, dict) or not named or any(word in node for word in _OPEN_WORDS):
+    if not isinstance(named, dict) or not named or any(keyword in node for keyword in _OPEN_KEYWORDS):
         return node
     if not isinstance(required, list) or not all(isinstance(name, str) and name in named for name in required):
         return node

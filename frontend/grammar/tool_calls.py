@@ -1,4 +1,4 @@
-"""Grammars of tool calls, in the form in which a model writes them."""
+"""Grammars of tool calls, in the format in which a model writes them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,19 +14,19 @@ from tandem.frontend.grammar.json_schema import (
     SchemaError,
     check_nesting,
     check_schema,
-    closed,
-    moved,
-    refused,
+    close_objects,
+    invalid_schema,
+    rebase_references,
     with_options,
 )
 from tandem.frontend.request.tools import Tool, ToolUse
 
 
 class CallSyntax(Struct, frozen=True):
-    """How calls are written: `opening`, calls parted by `between`, `closing`; around each call `before` and `after`.
+    """The literals around calls: `opening`, calls separated by `between`, `closing`; `before` and `after` each call.
 
-    A call is a JSON object of `name` and `arguments`, whatever the latter is called here. Free text ends where
-    `trigger` begins; where that is empty, text is what does not begin with a brace.
+    A call is a JSON object with the keys `name` and the value of `arguments`. `trigger` ends free text; where it is
+    empty, an output is free text unless it starts with a brace.
     """
 
     trigger: str = ""
@@ -45,13 +45,14 @@ GENERIC_JSON = CallSyntax()
 
 
 def tool_grammar(
-    use: ToolUse, syntax: CallSyntax, special: Mapping[str, int], content: Grammar | None = None
+    use: ToolUse, syntax: CallSyntax, special_tokens: Mapping[str, int], content: Grammar | None = None
 ) -> Grammar | None:
-    """What an output with tools is held to, or None where nothing holds it.
+    """Build the grammar of an output that may call tools; None if the output is not constrained.
 
-    A call that is required is always held to its form and to the schema of its arguments, as far as that can be; a
-    strict tool's arguments to all of it. `special` has the tokenizer's special tokens by their text, `content` what
-    holds the text beside the calls. Raises ApiError 400 for a schema that cannot be followed.
+    A required call always follows its format and the supported part of its arguments' schema; the arguments of a
+    strict tool follow the whole schema. `special_tokens` maps the text of the tokenizer's special tokens to their id;
+    `content` constrains an output without calls. Raises ApiError 400 for a schema that is not supported, and 422 for a
+    `content` that cannot be combined with tools.
     """
     free = use.choice.mode == "auto"
     if not use.active or not use.tools or (free and content is None and not any(tool.strict for tool in use.tools)):
@@ -59,7 +60,7 @@ def tool_grammar(
     if content is not None and content.schema is None:
         raise unsupported(f"{content.param!r} and 'tools' cannot be combined; give one of them", content.param)
     tools = [tool for tool in use.tools if use.choice.name in (None, tool.name)]
-    writer = _Writer(syntax, special)
+    writer = _RuleWriter(syntax, special_tokens)
     rules = writer.calls([_call_schema(tool, syntax) for tool in tools], use.parallel and use.choice.name is None)
     if not free:
         start = "start: calls\n"
@@ -67,24 +68,24 @@ def tool_grammar(
         start = writer.text_or_calls()
     else:
         assert content.schema is not None
-        start = f"start: calls | content\ncontent: {_json(with_options(closed(content.schema), OPTIONS))}\n"
+        start = f"start: calls | content\ncontent: {_json(with_options(close_objects(content.schema), OPTIONS))}\n"
     return Grammar(lark(start + rules), "tools", "'tools'")
 
 
 _BLANKS = r"[ \n\r\t]*"
 _NO_CALL = rf"{_BLANKS}([^{{\[ \n\r\t](.|\n)*|\[({_BLANKS}[^{{ \n\r\t](.|\n)*)?)"
-"""Text that does not begin like a call, or an array of calls."""
+"""Regex of text that does not start like a call or an array of calls."""
 
 
-class _Writer:
-    """Writes the rules of one syntax."""
+class _RuleWriter:
+    """Writes the Lark rules of one call syntax."""
 
-    def __init__(self, syntax: CallSyntax, special: Mapping[str, int]) -> None:
+    def __init__(self, syntax: CallSyntax, special_tokens: Mapping[str, int]) -> None:
         self._syntax = syntax
-        self._special = special
+        self._special_tokens = special_tokens
 
     def calls(self, schemas: list[dict[str, Any]], several: bool) -> str:
-        """The rules `calls` and, for calls whose trigger was written, `triggered`."""
+        """Write the rule `calls`, and the rule `triggered` for calls after their trigger."""
         syntax = self._syntax
         more = f"({self._literal(syntax.between)} one)*" if several else ""
         before, opening = self._literal(syntax.before), self._literal(syntax.opening)
@@ -100,28 +101,28 @@ class _Writer:
         )
 
     def text_or_calls(self) -> str:
-        """The rule `start`: text, calls, or calls after a text."""
+        """Write the rule `start`: text, calls, or text followed by calls."""
         trigger = self._syntax.trigger
         if not trigger:
             return f'start: "" | TEXT | calls\nTEXT: /{_NO_CALL}/\n'
-        if trigger in self._special:
-            # No text makes a special token.
+        if trigger in self._special_tokens:
+            # Ordinary text never contains a special token.
             return f"start: TEXT | TEXT {self._literal(trigger)} triggered\nTEXT: /{ANY_TEXT}/\n"
         return f"start: TEXT | trigger triggered\ntrigger[lazy]: TEXT {quoted(trigger)}\nTEXT: /{ANY_TEXT}/\n"
 
     def _literal(self, text: str) -> str:
-        return literal(text, self._special)
+        return literal(text, self._special_tokens)
 
 
 def _call_schema(tool: Tool, syntax: CallSyntax) -> dict[str, Any]:
-    """The schema of a call of this tool."""
+    """Make the JSON schema of a call of this tool. Raises ApiError 400 for parameters that are not supported."""
     try:
         parameters, options = _parameters(tool)
     except SchemaError as error:
-        raise refused(error, "tools", f"the parameters of the tool {tool.name!r}") from None
+        raise invalid_schema(error, "tools", f"the parameters of the tool {tool.name!r}") from None
     keys = {
         "name": {"const": tool.name},
-        syntax.arguments: moved(closed(parameters), f"#/properties/{syntax.arguments}"),
+        syntax.arguments: rebase_references(close_objects(parameters), f"#/properties/{syntax.arguments}"),
     }
     return with_options(
         {"type": "object", "properties": keys, "required": list(keys), "additionalProperties": False}, options
@@ -129,19 +130,19 @@ def _call_schema(tool: Tool, syntax: CallSyntax) -> dict[str, Any]:
 
 
 def _parameters(tool: Tool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of a tool's arguments, which are always an object, and how it is compiled."""
+    """Return the schema of a tool's arguments, which are always an object, and the compiler's options for it."""
     given = tool.parameters
     if not tool.strict:
         check_nesting(given)
-        return {**({} if _has_kind(given) else {"type": "object"}), **(given or {})}, LENIENT_OPTIONS
+        return {**({} if _states_type(given) else {"type": "object"}), **(given or {})}, LENIENT_OPTIONS
     if given is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}, OPTIONS
     check_schema(given)
-    return {**({} if _has_kind(given) else {"type": "object"}), **given}, OPTIONS
+    return {**({} if _states_type(given) else {"type": "object"}), **given}, OPTIONS
 
 
-def _has_kind(schema: dict[str, Any] | None) -> bool:
-    """Whether a schema says by itself what kind of value it is of."""
+def _states_type(schema: dict[str, Any] | None) -> bool:
+    """Tell whether a schema states the type of its value, directly or through a combination."""
     return schema is not None and not {"type", "$ref", "anyOf", "oneOf", "allOf"}.isdisjoint(schema)
 
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from tandem.frontend.chat.message import Call, MessageParser, MessageShape, whole_message
+from tandem.frontend.chat.message import ToolCall, join_deltas
+from tandem.frontend.chat.message_parser import MessageParser, MessageShape
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.choice import ChoiceDelta
@@ -20,7 +21,7 @@ class Output(Struct, frozen=True):
     """As sampled, the id that ended the sequence among them."""
     finish_reason: str
     reasoning: str | None = None
-    calls: Sequence[Call] = ()
+    calls: Sequence[ToolCall] = ()
     """Calls of tools, of a chat."""
 
 
@@ -56,10 +57,10 @@ def completed(admitted: Admitted, choices: Sequence[ChoiceDelta], usage: Usage) 
 
 def answered(admitted: Admitted, shape: MessageShape, choices: Sequence[ChoiceDelta], usage: Usage) -> Result:
     """The result of a chat, each choice read as a message."""
-    return Result(admitted.prompts[0].ids, [_output(delta, shape.parser()) for delta in choices], usage)
+    return Result(admitted.prompts[0].ids, [_output(delta, shape.new_parser()) for delta in choices], usage)
 
 
 def _output(delta: ChoiceDelta, parser: MessageParser) -> Output:
-    message = whole_message(parser.push(delta))
+    message = join_deltas(parser.push(delta))
     reason = parser.finish_reason(delta.finish_reason or "")
     return Output(message.content or "", list(delta.token_ids), reason, message.reasoning, message.calls)

@@ -7,8 +7,16 @@ import msgspec
 
 from tandem.frontend.api.formatter import DONE, error_event, response_head
 from tandem.frontend.api.logprobs import chat_logprobs
-from tandem.frontend.chat.deltas import CallArguments, CallStart, Content, MessageDelta, Reasoning
-from tandem.frontend.chat.message import Message, MessageParser, MessageShape, whole_message
+from tandem.frontend.chat.message import (
+    CallArguments,
+    CallStart,
+    Content,
+    Message,
+    MessageDelta,
+    Reasoning,
+    join_deltas,
+)
+from tandem.frontend.chat.message_parser import MessageParser, MessageShape
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.choice import ChoiceDelta
@@ -27,7 +35,7 @@ class ChatFormatter:
         options = admitted.options
         self._admitted = admitted
         self._shape = shape
-        self._parsers = [shape.parser() for _ in range(admitted.num_choices)]
+        self._parsers = [shape.new_parser() for _ in range(admitted.num_choices)]
         self._with_ids = options.return_token_ids
         self._with_logprobs = options.logprobs is not None
         self._include_usage = options.include_usage
@@ -38,13 +46,13 @@ class ChatFormatter:
         self._head = head
         self._prefixes = [b'%b,"choices":[{"index":%d,"delta":' % (head, i) for i in range(admitted.num_choices)]
         self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
-        self._content_only = shape.plain and not (self._with_ids or self._with_logprobs)
+        self._content_only = shape.is_content_only and not (self._with_ids or self._with_logprobs)
         self._after_content = b'},"logprobs":null,"finish_reason":null}]' + self._tail
 
     def opening(self) -> bytes:
         """Return one chunk a choice with the role, and the ids of the prompt if requested."""
         # With tools or reasoning it is not known yet if there will be content.
-        content = b'""' if self._shape.plain else b"null"
+        content = b'""' if self._shape.is_content_only else b"null"
         delta = b'{"role":"assistant","content":%b,"refusal":null}' % content
         return b"".join([self._chunk(index, delta, self._prompt_ids(index)) for index in range(len(self._prefixes))])
 
@@ -70,7 +78,7 @@ class ChatFormatter:
         ids = b',"token_ids":' + _encode(piece.token_ids) if self._with_ids else b""
         logprobs = _encode(chat_logprobs(piece.logprobs)) if self._with_logprobs and piece.logprobs else b"null"
         parser = self._parsers[piece.index]
-        if self._shape.plain:
+        if self._shape.is_content_only:
             shown = [b'{"content":%b}' % _encode(piece.text)] if piece.text else []
         else:
             shown = [_delta(delta) for delta in parser.push(piece)]
@@ -96,7 +104,7 @@ class ChatFormatter:
 
     def _choice(self, piece: ChoiceDelta) -> dict[str, Any]:
         parser: MessageParser = self._parsers[piece.index]
-        message = whole_message(parser.push(piece))
+        message = join_deltas(parser.push(piece))
         logprobs = chat_logprobs(piece.logprobs) if self._with_logprobs else None
         choice: dict[str, Any] = {"index": piece.index, "message": _message(message), "logprobs": logprobs}
         choice["finish_reason"] = parser.finish_reason(piece.finish_reason or "stop")

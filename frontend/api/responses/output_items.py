@@ -3,7 +3,7 @@
 import secrets
 from typing import Any, Literal
 
-from tandem.frontend.chat.deltas import CallArguments, CallStart, Content, MessageDelta, Reasoning
+from tandem.frontend.chat.message import CallArguments, CallStart, Content, MessageDelta, Reasoning
 
 StreamEvent = tuple[str, dict[str, Any]]
 """Type and fields of an event, without its sequence number."""

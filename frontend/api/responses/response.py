@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.frontend.api.formatter import named_event
 from tandem.frontend.api.responses.output_items import OutputItems, OutputStatus, StreamEvent
-from tandem.frontend.chat.message import MessageShape
+from tandem.frontend.chat.message_parser import MessageShape
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Usage
@@ -20,7 +20,7 @@ class ResponsesFormatter:
     """Format one response; `settings` are its fields that repeat the settings of the request."""
 
     def __init__(self, model: str, shape: MessageShape, settings: dict[str, Any]) -> None:
-        self._parser = shape.parser()
+        self._parser = shape.new_parser()
         self._items = OutputItems()
         self._finish_reason = FinishReason.STOP.value
         self._number = 0

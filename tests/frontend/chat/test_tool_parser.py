@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.frontend.chat.deltas import CallArguments, CallStart, Content, MessageDelta
-from tandem.frontend.chat.held_text import MAX_BLANKS
-from tandem.frontend.chat.message import Message, whole_message
+from tandem.frontend.chat.message import (
+    MAX_BLANKS,
+    CallArguments,
+    CallStart,
+    Content,
+    Message,
+    MessageDelta,
+    join_deltas,
+)
 from tandem.frontend.chat.tool_formats import FORMATS, MODEL_FORMATS, tool_format
 from tandem.frontend.chat.tool_parser import ToolParser
 
@@ -25,7 +31,7 @@ def read(form: str, *chunks: str, parallel: bool = True, required: bool = False)
     deltas: list[MessageDelta] = [delta for chunk in chunks for delta in parser.push(chunk)]
     deltas += parser.finish()
     check_order(deltas)
-    return whole_message(deltas)
+    return join_deltas(deltas)
 
 
 def check_order(deltas: list[MessageDelta]) -> None:

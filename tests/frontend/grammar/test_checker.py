@@ -1,4 +1,4 @@
-"""Verdicts on grammars with their places, and what one grammar does to those beside it."""
+"""Results and error places of grammar checks, and how concurrent checks affect each other."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.frontend.errors import ApiError
-from tandem.frontend.grammar import checker as grammar_check
+from tandem.frontend.grammar import checker as checker_module
 from tandem.frontend.grammar.checker import GrammarChecker
 from tandem.frontend.grammar.grammar import Grammar, lark, output_grammar, schema_grammar
 from tandem.frontend.grammar.process import TOO_COMPLEX
@@ -79,7 +79,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-def test_what_is_refused_has_its_place() -> None:
+def test_error_names_the_place_in_the_grammar() -> None:
     async def body(checker: GrammarChecker) -> None:
         for fields, text in REFUSED:
             schema = fields.get("schema")
@@ -95,7 +95,7 @@ def test_what_is_refused_has_its_place() -> None:
     with_checker(body)
 
 
-def test_one_process_takes_many() -> None:
+def test_one_process_checks_many_grammars() -> None:
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
         first = pid(checker)
@@ -106,7 +106,7 @@ def test_one_process_takes_many() -> None:
     with_checker(body)
 
 
-def test_verdicts_are_remembered() -> None:
+def test_results_are_cached() -> None:
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
         first = await refusal(checker, NOWHERE)
@@ -117,18 +117,18 @@ def test_verdicts_are_remembered() -> None:
     with_checker(body)
 
 
-def test_the_oldest_verdicts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_check, "MAX_CACHED", 2)
+def test_least_recently_used_results_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker_module, "MAX_CACHED", 2)
 
     async def body(checker: GrammarChecker) -> None:
         for letter in "abc":
             await checker.check(named(letter))
-        assert len(checker._known) == 2
+        assert len(checker._errors) == 2
 
     with_checker(body)
 
 
-def test_a_slow_grammar_does_not_hold_the_others_up() -> None:
+def test_slow_grammar_does_not_block_others() -> None:
     """Nor do many requests with the same one."""
 
     async def body(checker: GrammarChecker) -> None:
@@ -149,7 +149,7 @@ def test_a_slow_grammar_does_not_hold_the_others_up() -> None:
 
 
 @pytest.mark.parametrize("hostile", [ENDLESS, OVERFLOWING], ids=["endless", "overflowing"])
-def test_a_grammar_that_ends_the_process_is_refused_and_no_other(hostile: Grammar) -> None:
+def test_grammar_that_kills_its_process_is_rejected_alone(hostile: Grammar) -> None:
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
         first = pid(checker)
@@ -162,11 +162,11 @@ def test_a_grammar_that_ends_the_process_is_refused_and_no_other(hostile: Gramma
     with_checker(body)
 
 
-def test_all_processes_are_replaced_each_on_its_own() -> None:
+def test_each_dead_process_is_replaced() -> None:
     async def body(checker: GrammarChecker) -> None:
         await asyncio.gather(*(checker.check(named(letter)) for letter in "ab"))
         before = pids(checker)
-        assert len(before) == grammar_check.PROCESSES == 2
+        assert len(before) == checker_module.NUM_PROCESSES == 2
         assert (await refusal(checker, ENDLESS)).status == 400
         (kept,) = pids(checker)
         assert kept in before
@@ -176,8 +176,8 @@ def test_all_processes_are_replaced_each_on_its_own() -> None:
     with_checker(body)
 
 
-def test_whoever_waits_too_long_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_check, "WAIT_SECONDS", 0.05)
+def test_waiting_too_long_for_a_process_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker_module, "WAIT_SECONDS", 0.05)
 
     async def body(checker: GrammarChecker) -> None:
         await asyncio.gather(*(checker.check(named(letter)) for letter in "ab"))
@@ -195,7 +195,7 @@ def test_whoever_waits_too_long_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
     with_checker(body)
 
 
-def test_whoever_gives_up_takes_the_answer_from_nobody() -> None:
+def test_cancelled_request_leaves_the_result_for_others() -> None:
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
         stopped = pid(checker)
@@ -210,7 +210,7 @@ def test_whoever_gives_up_takes_the_answer_from_nobody() -> None:
     with_checker(body)
 
 
-def test_the_end_waits_for_no_answer() -> None:
+def test_close_does_not_wait_for_results() -> None:
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
         os.kill(pid(checker), signal.SIGSTOP)
@@ -224,7 +224,7 @@ def test_the_end_waits_for_no_answer() -> None:
     with_checker(body)
 
 
-def test_a_grammar_that_is_too_long() -> None:
+def test_too_long_grammar_is_rejected() -> None:
     async def body(checker: GrammarChecker) -> None:
         error = await refusal(checker, Grammar(lark("#" * 2**20), "grammar", "'grammar'"))
         assert "at most 1048576" in error.message

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tandem.frontend.grammar.json_schema import closed
+from tandem.frontend.grammar.json_schema import close_objects
 
 NAMED = {"properties": {"a": {}}}
 CLOSED = {"properties": {"a": {}}, "additionalProperties": False}
@@ -23,9 +23,9 @@ CLOSED = {"properties": {"a": {}}, "additionalProperties": False}
         ({"const": NAMED, "default": NAMED}, {"const": NAMED, "default": NAMED}),
     ],
 )  # fmt: skip
-def test_closed(schema: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_close_objects_closes_objects_with_listed_properties(schema: dict[str, Any], expected: dict[str, Any]) -> None:
     before = str(schema)
-    assert closed(schema) == expected
+    assert close_objects(schema) == expected
     assert str(schema) == before
 
 
@@ -45,5 +45,5 @@ def test_closed(schema: dict[str, Any], expected: dict[str, Any]) -> None:
         {"$ref": "#/$defs/x", "anyOf": [NAMED], "$defs": {"x": {"properties": {"b": {}}}}},
     ],
 )
-def test_left_open(schema: dict[str, Any]) -> None:
-    assert closed(schema) == schema
+def test_close_objects_leaves_combined_and_open_schemas_unchanged(schema: dict[str, Any]) -> None:
+    assert close_objects(schema) == schema

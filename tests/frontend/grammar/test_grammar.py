@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.frontend.errors import ApiError
-from tandem.frontend.grammar.grammar import Grammar, output_grammar, place_in_regex, regex_pieces
+from tandem.frontend.grammar.grammar import Grammar, escape_regex_characters, output_grammar, regex_position
 from tests.support.byte_grammar import verdict
 
 
@@ -33,7 +33,7 @@ def schema_format(schema: object, **more: object) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, **more}}
 
 
-def test_free_text_has_no_grammar() -> None:
+def test_output_grammar_is_none_for_free_text() -> None:
     assert output_grammar(None, None, (), None) is None
     assert output_grammar({"type": "text"}, None, (), None) is None
     assert output_grammar({"type": "text"}, "a", (), None) is not None
@@ -63,19 +63,19 @@ def test_free_text_has_no_grammar() -> None:
         ("a|b|", "", "whole"),
     ],
 )
-def test_a_regex_holds_for_the_whole_output(regex: str, text: str, expected: str) -> None:
+def test_regex_constrains_the_whole_output(regex: str, text: str, expected: str) -> None:
     assert verdict(of(regex=regex).text, text) == expected
 
 
 @given(text=st.text(max_size=20).filter(lambda text: "\\" not in text))
-def test_an_escaped_text_matches_itself(text: str) -> None:
+def test_regex_of_an_escaped_text_matches_the_text(text: str) -> None:
     assert verdict(of(regex=re.escape(text) or "()").text, text) == "whole"
 
 
 @given(regex=st.text(alphabet="ab/\\\n", max_size=12))
-def test_a_regex_in_lark_is_the_same_characters_in_order(regex: str) -> None:
+def test_regex_position_maps_escaped_offsets_to_characters(regex: str) -> None:
     try:
-        pieces = regex_pieces(regex)
+        pieces = escape_regex_characters(regex)
     except ApiError:
         assert len(regex) - len(regex.rstrip("\\")) in range(1, 13, 2)
         return
@@ -83,26 +83,26 @@ def test_a_regex_in_lark_is_the_same_characters_in_order(regex: str) -> None:
     assert "\n" not in "".join(pieces)
     offset = len("(?-s)")
     for index, piece in enumerate(pieces):
-        assert place_in_regex(regex, offset) == index
+        assert regex_position(regex, offset) == index
         offset += len(piece)
 
 
 @pytest.mark.parametrize(
     "text", ["plain", 'a"b', "a\\b", "a\nb", "\t", "\x00", "\x7f", "é", "🙂", "\u2028", "a/b", "%json {}", "<|end|>"]
 )
-def test_a_choice_is_taken_letter_by_letter(text: str) -> None:
+def test_choice_accepts_exactly_its_texts(text: str) -> None:
     grammar = of(choice=(text, "other")).text
     assert verdict(grammar, text) == "whole"
     assert verdict(grammar, "other") == "whole"
     assert verdict(grammar, text + "x") == "wrong"
 
 
-def test_a_grammar_in_lark() -> None:
+def test_lark_grammar_is_followed() -> None:
     text = of(grammar='start: "a" rest\nrest: /[0-9]+/ | %json {"type": "null"}').text
     assert [verdict(text, output) for output in ("a12", "anull", "a", "b")] == ["whole", "whole", "beginning", "wrong"]
 
 
-def test_a_grammar_that_looks_like_the_compilers_own_format_is_not_taken_as_such() -> None:
+def test_grammar_in_the_compilers_own_format_is_treated_as_lark() -> None:
     made = of(grammar='{"grammars": [{"json_schema": {}}]}')
     assert made.body == {"lark_grammar": '{"grammars": [{"json_schema": {}}]}'}
 
@@ -119,11 +119,11 @@ def test_a_grammar_that_looks_like_the_compilers_own_format_is_not_taken_as_such
         ("{  }", "wrong"),
     ],
 )
-def test_json_object(text: str, expected: str) -> None:
+def test_json_object_accepts_any_object_and_nothing_else(text: str, expected: str) -> None:
     assert verdict(of({"type": "json_object"}).text, text) == expected
 
 
-def test_json_schema_strict_or_not() -> None:
+def test_json_schema_is_enforced_whether_strict_or_not() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     for strict in (True, False, None):
         text = of(schema_format(schema, strict=strict, description="d")).text
@@ -131,7 +131,7 @@ def test_json_schema_strict_or_not() -> None:
         assert verdict(text, '{"b') == verdict(text, '{"a": 1, "b') == "wrong"
 
 
-def test_blanks_are_bounded() -> None:
+def test_json_whitespace_is_bounded() -> None:
     text = of({"type": "json_object"}).text
     assert verdict(text, "{\n" + 32 * " ") == "beginning"
     assert verdict(text, "{\n" + 33 * " ") == "wrong"
@@ -159,12 +159,12 @@ def test_blanks_are_bounded() -> None:
         ({"regex": "ab\\"}, 400, "regex"),
     ],
 )
-def test_what_is_refused(fields: dict[str, Any], status: int, param: str) -> None:
+def test_output_grammar_rejects_invalid_fields(fields: dict[str, Any], status: int, param: str) -> None:
     error = refusal(**fields)
     assert (error.status, error.param) == (status, param)
 
 
-def test_two_sources_are_both_named() -> None:
+def test_error_names_both_fields_that_cannot_be_combined() -> None:
     assert refusal(regex="a", choice=("b",)).message == "'regex' and 'choice' cannot be combined; give one of them"
 
 
@@ -173,12 +173,12 @@ SPECIAL = {"<think>": 300, "</think>": 301}
 
 @pytest.mark.parametrize("special", [{}, SPECIAL])
 @pytest.mark.parametrize("made", [of({"type": "json_object"}), of(regex="a+"), of(choice=("yes", "no"))])
-def test_thoughts_come_first(made: Grammar, special: dict[str, int]) -> None:
+def test_reasoning_precedes_the_grammar(made: Grammar, special: dict[str, int]) -> None:
     answer = {"response_format": "{}", "regex": "aa", "choice": "yes"}[made.param]
-    opened, closed = made.after_thoughts(True, special), made.after_thoughts(False, special)
-    thoughts = "<think>hm { no\n</think>\n\n"
+    opened, closed = made.after_thinking(True, special), made.after_thinking(False, special)
+    reasoning = "<think>hm { no\n</think>\n\n"
     assert verdict(closed, answer, special) == "whole"
-    assert verdict(closed, thoughts + answer, special) == "whole"
-    assert verdict(closed, thoughts + "?", special) == "wrong"
+    assert verdict(closed, reasoning + answer, special) == "whole"
+    assert verdict(closed, reasoning + "?", special) == "wrong"
     assert verdict(opened, answer, special) == "beginning"
-    assert verdict(opened, thoughts.removeprefix("<think>") + answer, special) == "whole"
+    assert verdict(opened, reasoning.removeprefix("<think>") + answer, special) == "whole"

@@ -10,9 +10,9 @@ from tandem.frontend.grammar.json_schema import (
     SchemaError,
     check_nesting,
     check_schema,
-    locate,
-    moved,
-    walk,
+    locate_failure,
+    rebase_references,
+    walk_schemas,
     with_options,
 )
 
@@ -37,36 +37,36 @@ UNSUPPORTED = (
 
 
 @pytest.mark.parametrize("keyword", UNSUPPORTED)
-def test_an_unsupported_keyword_is_named_with_its_place(keyword: str) -> None:
+def test_unsupported_keyword_is_reported_with_its_pointer(keyword: str) -> None:
     schema = {"properties": {"a/b": {"anyOf": [{}, {"items": {keyword: True}}]}}}
     assert error_of(schema) == (
-        f"at #/properties/a~1b/anyOf/1/items: the keyword '{keyword}' is not supported; leave it out"
+        f"at #/properties/a~1b/anyOf/1/items: the keyword '{keyword}' is not supported; remove it"
     )
 
 
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
-        ({"type": "objekt"}, "at #: 'objekt' is no type"),
+        ({"type": "objekt"}, "at #: 'objekt' is not a type"),
         ({"items": {"minimum": 10**20}}, "at #/items/minimum: the number 100000000000000000000 is beyond 2**53"),
         ({"enum": [1, {"a": [2**53, -(2**53) - 1]}]}, "at #/enum: the number -9007199254740993 is beyond 2**53"),
         ({"const": 12345678901234567890123}, "at #/const: the number 12345678901234567890123 is beyond 2**53"),
-        ({"items": {"type": ["string", 3]}}, "at #/items: '3' is no type"),
+        ({"items": {"type": ["string", 3]}}, "at #/items: '3' is not a type"),
         ({"items": {"format": "iri"}}, "at #/items: the format 'iri' is not supported"),
         ({"items": 3}, "at #/items: a schema must be an object or a boolean"),
         ({"anyOf": {}}, "at #: 'anyOf' must be an array of schemas"),
         ({"properties": []}, "at #: 'properties' must be an object of schemas"),
         ({"items": {"$ref": "http://example.org/x"}}, "at #/items: $ref must point into the same schema"),
         ({"items": {"$ref": "other.json#/x"}}, "at #/items: $ref must point into the same schema"),
-        ({"$ref": "#/$defs/a"}, "at #: $ref '#/$defs/a' points to nothing"),
-        ({"anyOf": [{"$ref": "#/anyOf/7"}]}, "at #/anyOf/0: $ref '#/anyOf/7' points to nothing"),
-        ({"items": {"$id": "x"}}, "at #/items: '$id' is supported at the root alone"),
+        ({"$ref": "#/$defs/a"}, "at #: $ref '#/$defs/a' does not resolve to a schema"),
+        ({"anyOf": [{"$ref": "#/anyOf/7"}]}, "at #/anyOf/0: $ref '#/anyOf/7' does not resolve to a schema"),
+        ({"items": {"$id": "x"}}, "at #/items: '$id' is supported only at the root"),
         ({"enum": list(range(10_001))}, "at #: more than 10000 enum values"),
         ({"anyOf": [{}] * 5000}, "more than 5000 schemas"),
         (nested(MAX_NESTING + 2), f"nested more than {MAX_NESTING} levels deep"),
     ],
 )
-def test_what_is_refused(schema: dict[str, Any], text: str) -> None:
+def test_check_schema_rejects_invalid_schemas(schema: dict[str, Any], text: str) -> None:
     assert text in error_of(schema)
 
 
@@ -83,11 +83,11 @@ def test_what_is_refused(schema: dict[str, Any], text: str) -> None:
         {"additionalProperties": False, "patternProperties": {"^a": True}, "x-order": 3},
     ],
 )
-def test_what_is_taken(schema: dict[str, Any]) -> None:
+def test_check_schema_accepts_valid_schemas(schema: dict[str, Any]) -> None:
     check_schema(schema)
 
 
-def test_nesting_is_counted_without_recursion() -> None:
+def test_nesting_is_checked_without_recursion() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
@@ -95,19 +95,19 @@ def test_nesting_is_counted_without_recursion() -> None:
         check_nesting(deep)
 
 
-def test_all_schemas_are_found_outer_ones_first() -> None:
+def test_walk_schemas_yields_outer_schemas_first() -> None:
     schema = {
         "properties": {"a": {"items": True}},
         "allOf": [{"$defs": {"b": {}}}],
         "enum": [{"items": {}}],
         "default": {"properties": {"no": {}}},
     }
-    assert [place for place, _ in walk(schema)] == [
+    assert [pointer for pointer, _ in walk_schemas(schema)] == [
         "#", "#/properties/a", "#/properties/a/items", "#/allOf/0", "#/allOf/0/$defs/b",
     ]  # fmt: skip
 
 
-def test_a_moved_schema_points_to_where_it_went() -> None:
+def test_rebased_references_resolve_at_the_new_pointer() -> None:
     schema = {
         "$id": "gone",
         "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"$ref": "#"}, "c": {"const": {"$ref": "#/kept"}}},
@@ -115,7 +115,7 @@ def test_a_moved_schema_points_to_where_it_went() -> None:
         "$defs": {"x": {}},
     }
     before = str(schema)
-    assert moved(schema, "#/base") == {
+    assert rebase_references(schema, "#/base") == {
         "properties": {"a": {"$ref": "#/base/$defs/x"}, "b": {"$ref": "#/base"}, "c": {"const": {"$ref": "#/kept"}}},
         "anyOf": [{"items": {"$ref": "#/base/$defs/x"}}, True],
         "$defs": {"x": {}},
@@ -123,14 +123,14 @@ def test_a_moved_schema_points_to_where_it_went() -> None:
     assert str(schema) == before
 
 
-def test_options_are_ours() -> None:
+def test_client_cannot_set_compiler_options() -> None:
     assert with_options({"x-guidance": {"lenient": True}, "$id": "x", "type": "object"}, {"a": 1}) == {
         "x-guidance": {"a": 1},
         "type": "object",
     }
 
 
-def test_an_error_is_located_in_the_innermost_schema_that_has_it() -> None:
+def test_locate_failure_finds_the_innermost_failing_schema() -> None:
     schema = {
         "$defs": {"used": {}},
         "properties": {"fine": {}, "bad": {"items": {"anyOf": [{}, {"pattern": "(", "items": {}}]}}},
@@ -141,6 +141,6 @@ def test_an_error_is_located_in_the_innermost_schema_that_has_it() -> None:
         asked.append(part)
         return "'pattern': '('" in str(part)
 
-    place = asyncio.run(locate(schema, fails))
-    assert place == "#/properties/bad/items/anyOf/1"
+    pointer = asyncio.run(locate_failure(schema, fails))
+    assert pointer == "#/properties/bad/items/anyOf/1"
     assert all("$defs" in part for part in asked)

@@ -43,7 +43,7 @@ def stop(process: GrammarProcess) -> int:
     return process.pid
 
 
-def test_it_starts_with_the_first_question_and_takes_many() -> None:
+def test_process_starts_on_first_use_and_checks_many_grammars() -> None:
     async def body(process: GrammarProcess) -> None:
         assert process.pid is None
         assert await process.ask(FINE) is None
@@ -54,7 +54,7 @@ def test_it_starts_with_the_first_question_and_takes_many() -> None:
     with_process(body)
 
 
-def test_one_that_was_killed_is_replaced() -> None:
+def test_killed_process_is_replaced() -> None:
     async def body(process: GrammarProcess) -> None:
         await process.ask(FINE)
         assert process._process is not None
@@ -65,7 +65,7 @@ def test_one_that_was_killed_is_replaced() -> None:
     with_process(body)
 
 
-def test_one_that_hangs_is_503_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_process_is_503_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(process: GrammarProcess) -> None:
         await process.ask(FINE)
         stopped = stop(process)
@@ -80,7 +80,7 @@ def test_one_that_hangs_is_503_and_replaced(monkeypatch: pytest.MonkeyPatch) -> 
     with_process(body)
 
 
-def test_an_answer_that_nobody_waits_for_reaches_nobody_else() -> None:
+def test_answer_of_a_cancelled_check_reaches_no_other_check() -> None:
     async def body(process: GrammarProcess) -> None:
         await process.ask(FINE)
         stop(process)
@@ -93,7 +93,7 @@ def test_an_answer_that_nobody_waits_for_reaches_nobody_else() -> None:
     with_process(body)
 
 
-def test_the_end_leaves_no_process() -> None:
+def test_close_leaves_no_process() -> None:
     async def body(process: GrammarProcess) -> None:
         await process.ask(FINE)
         stopped = stop(process)

@@ -48,7 +48,7 @@ def text_of(grammar: Grammar | None) -> str:
 
 
 @pytest.mark.parametrize(("form", "special"), FORMS)
-def test_a_required_call(form: CallSyntax, special: dict[str, int]) -> None:
+def test_required_call_follows_format_and_schema(form: CallSyntax, special: dict[str, int]) -> None:
     text = text_of(tool_grammar(use(STRICT, LOOSE, EMPTY), form, special))
 
     def judged(*calls: str) -> str:
@@ -71,7 +71,9 @@ def test_a_required_call(form: CallSyntax, special: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("form", "special"), FORMS)
 @pytest.mark.parametrize("tool_use", [use(STRICT, LOOSE, parallel=False), use(STRICT, LOOSE, name="weather")])
-def test_exactly_one_call(form: CallSyntax, special: dict[str, int], tool_use: ToolUse) -> None:
+def test_grammar_allows_exactly_one_call_without_parallel_calls(
+    form: CallSyntax, special: dict[str, int], tool_use: ToolUse
+) -> None:
     text = text_of(tool_grammar(tool_use, form, special))
     good = call(form, "weather", GOOD)
     assert verdict(text, written(form, good), special) == "whole"
@@ -79,14 +81,14 @@ def test_exactly_one_call(form: CallSyntax, special: dict[str, int], tool_use: T
 
 
 @pytest.mark.parametrize(("form", "special"), FORMS)
-def test_a_named_call_is_of_that_tool(form: CallSyntax, special: dict[str, int]) -> None:
+def test_named_choice_allows_only_that_tool(form: CallSyntax, special: dict[str, int]) -> None:
     text = text_of(tool_grammar(use(STRICT, EMPTY, name="ping"), form, special))
     assert verdict(text, written(form, call(form, "ping", {})), special) == "whole"
     assert verdict(text, written(form, call(form, "weather", GOOD)), special) == "wrong"
 
 
 @pytest.mark.parametrize(("form", "special"), FORMS)
-def test_text_or_calls(form: CallSyntax, special: dict[str, int]) -> None:
+def test_auto_choice_allows_text_or_calls(form: CallSyntax, special: dict[str, int]) -> None:
     text = text_of(tool_grammar(use(STRICT, LOOSE, mode="auto"), form, special))
     for free in ("", "hello", "say {", "a <tool b", "[x](y)", "grüße\n\n- a"):
         assert verdict(text, free, special) == "whole", free
@@ -99,13 +101,13 @@ def test_text_or_calls(form: CallSyntax, special: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("form", [LLAMA3_JSON, GENERIC_JSON])
 @pytest.mark.parametrize("text", ['{"a', "\n {", "[{", "[ {"])
-def test_without_a_trigger_a_brace_begins_a_call(form: CallSyntax, text: str) -> None:
+def test_brace_starts_a_call_when_syntax_has_no_trigger(form: CallSyntax, text: str) -> None:
     grammar = text_of(tool_grammar(use(STRICT, mode="auto"), form, {}))
     assert verdict(grammar, text + "x") == "wrong"
 
 
 @pytest.mark.parametrize(("form", "special"), FORMS)
-def test_an_answer_in_json_or_calls(form: CallSyntax, special: dict[str, int]) -> None:
+def test_response_format_allows_json_or_calls(form: CallSyntax, special: dict[str, int]) -> None:
     schema = {"type": "object", "properties": {"answer": {"$ref": "#/$defs/a"}}, "required": ["answer"]}
     content = output_grammar(
         {"type": "json_schema", "json_schema": {"name": "x", "schema": {**schema, "$defs": {"a": {"type": "null"}}}}},
@@ -119,7 +121,7 @@ def test_an_answer_in_json_or_calls(form: CallSyntax, special: dict[str, int]) -
     assert verdict(text_of(only_calls), '{"answer": null}', special) == "wrong"
 
 
-def test_what_needs_no_grammar() -> None:
+def test_tool_grammar_is_none_when_nothing_is_strict_or_required() -> None:
     content = output_grammar(None, "a", (), None)
     assert tool_grammar(use(LOOSE, mode="auto"), HERMES, {}) is None
     assert tool_grammar(use(STRICT, mode="none"), HERMES, {}) is None
@@ -127,7 +129,7 @@ def test_what_needs_no_grammar() -> None:
     assert tool_grammar(use(), HERMES, {}, content) is content
 
 
-def test_what_cannot_be_combined() -> None:
+def test_regex_cannot_be_combined_with_tools() -> None:
     content = output_grammar(None, "a", (), None)
     with pytest.raises(ApiError, match="'regex' and 'tools' cannot be combined") as caught:
         tool_grammar(use(STRICT), HERMES, {}, content)
@@ -141,14 +143,14 @@ def test_what_cannot_be_combined() -> None:
         (Tool("t", {"items": {"$ref": "http://x"}}, True, {}), "at #/items: $ref must point"),
     ],
 )
-def test_a_strict_schema_that_cannot_be_followed(tool: Tool, text: str) -> None:
+def test_strict_tool_with_unsupported_schema_is_rejected(tool: Tool, text: str) -> None:
     with pytest.raises(ApiError) as caught:
         tool_grammar(use(tool), HERMES, {})
     assert (caught.value.status, caught.value.param) == (400, "tools")
     assert caught.value.message.startswith(f"the parameters of the tool 't' is invalid {text}")
 
 
-def test_a_tool_that_is_not_strict_is_held_to_what_can_be_held() -> None:
+def test_lenient_tool_is_constrained_by_the_supported_part_of_its_schema() -> None:
     tool = Tool("t", {"type": "object", "properties": {"a": {"type": "integer", "not": {}}}}, False, {})
     text = text_of(tool_grammar(use(tool), GENERIC_JSON, {}))
     assert verdict(text, call(GENERIC_JSON, "t", {"a": 1})) == "whole"

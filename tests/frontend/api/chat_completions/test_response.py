@@ -11,13 +11,14 @@ from tandem.frontend.api.chat_completions.request import parse_chat
 from tandem.frontend.api.chat_completions.response import ChatFormatter
 from tandem.frontend.api.completions.response import CompletionFormatter
 from tandem.frontend.api.formatter import Formatter
-from tandem.frontend.chat.message import MessageShape
+from tandem.frontend.chat.message_parser import MessageShape
 from tandem.frontend.chat.tool_formats import FORMATS
 from tandem.frontend.errors import unavailable
 from tandem.frontend.generation.admission import Admitted, AdmittedPrompt
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Usage
 from tandem.frontend.generation.scored_tokens import ScoredToken
+from tandem.frontend.grammar.grammar import ThinkingMode
 from tandem.frontend.request.tools import Tool, ToolChoice, ToolUse
 from tandem.protocol.events import ModelFacts
 from tandem.protocol.params import SamplingParams
@@ -26,7 +27,7 @@ MODEL = ModelFacts("m", 420, 2048, [1], "", "cpu", "float32", 0)
 USE = ToolUse((Tool("look", None, False, {}),), ToolChoice("auto"))
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "ü\\n"}}</tool_call>'
 PLAIN = MessageShape()
-RICH = MessageShape(USE, FORMATS["hermes"], reasoning=True)
+RICH = MessageShape(USE, FORMATS["hermes"], thinking=ThinkingMode.OPTIONAL)
 SCORED = ScoredToken(b"a", -0.5, [(b"b", -1.0)], 0)
 PIECES = [
     ChoiceDelta(0, "Hm", [5], None),

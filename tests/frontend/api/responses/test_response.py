@@ -12,15 +12,16 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from tandem.frontend.api.responses.request import parse_responses
 from tandem.frontend.api.responses.response import ResponsesFormatter
-from tandem.frontend.chat.message import MessageShape
+from tandem.frontend.chat.message_parser import MessageShape
 from tandem.frontend.chat.tool_formats import FORMATS
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Usage
+from tandem.frontend.grammar.grammar import ThinkingMode
 from tandem.frontend.request.tools import Tool, ToolChoice, ToolUse
 
 USE = ToolUse((Tool("look", None, False, {}),), ToolChoice("auto"))
-SHAPE = MessageShape(USE, FORMATS["hermes"], reasoning=True, close_id=8)
+SHAPE = MessageShape(USE, FORMATS["hermes"], thinking=ThinkingMode.OPTIONAL, think_end_id=8)
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "köln"}}\n</tool_call>'
 TEXTS = [
     "plain text",

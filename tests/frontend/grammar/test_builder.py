@@ -1,4 +1,4 @@
-"""What reaches the engine of a request's constraint, and what never does."""
+"""Grammars that reach the engine, and those that never do."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ TOOL = {
 
 @pytest.fixture
 def thinking(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> Iterator[RunningServer]:
-    """A server whose model opens its answers with thoughts."""
+    """A server whose model starts its answers with reasoning."""
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}<think>")
     engine.start()
@@ -46,7 +46,7 @@ def chat(server: RunningServer, **fields: Any) -> httpx.Response:
     return post(server.url + "/v1/chat/completions", json=body)
 
 
-def test_every_choice_gets_the_grammar(server: RunningServer, engine: FakeEngine) -> None:
+def test_every_choice_gets_the_grammar_of_its_request(server: RunningServer, engine: FakeEngine) -> None:
     assert complete(server, regex="b+", n=2).status_code == 200
     first, second = engine.submits
     assert first.constraint is not None
@@ -54,35 +54,35 @@ def test_every_choice_gets_the_grammar(server: RunningServer, engine: FakeEngine
     assert verdict(first.constraint, "bb") == "whole"
 
 
-def test_free_text_has_none(server: RunningServer, engine: FakeEngine) -> None:
+def test_free_text_has_no_grammar_and_starts_no_process(server: RunningServer, engine: FakeEngine) -> None:
     assert complete(server).status_code == 200
     assert complete(server, response_format={"type": "text"}).status_code == 200
     assert [submit.constraint for submit in engine.submits] == [None, None]
     assert all(process.pid is None for process in server.server._service.grammars._idle)
 
 
-def test_a_bad_grammar_never_reaches_the_engine(server: RunningServer, engine: FakeEngine) -> None:
+def test_invalid_grammar_never_reaches_the_engine(server: RunningServer, engine: FakeEngine) -> None:
     for fields in ({"regex": "("}, {"grammar": "start: nowhere"}, {"grammar": "start: <[420000]>"}):
         response = complete(server, **fields)
         assert (response.status_code, error_of(response)["code"]) == (400, "invalid_grammar")
     assert engine.submits == []
 
 
-def test_special_tokens_of_the_model_are_known(server: RunningServer, engine: FakeEngine) -> None:
+def test_grammar_may_name_special_tokens_of_the_model(server: RunningServer, engine: FakeEngine) -> None:
     assert complete(server, grammar='start: "a" <|end|>').status_code == 200
     (submit,) = engine.submits
     assert submit.constraint is not None
     assert verdict(submit.constraint, "a<|end|>", SPECIAL) == "whole"
 
 
-def test_thoughts_come_before_what_is_held(thinking: RunningServer, engine: FakeEngine) -> None:
+def test_reasoning_precedes_constrained_output(thinking: RunningServer, engine: FakeEngine) -> None:
     assert chat(thinking, response_format={"type": "json_object"}).status_code == 200
     assert chat(thinking, tools=[TOOL], tool_choice="required").status_code == 200
-    held, called = (submit.constraint for submit in engine.submits)
-    assert held is not None
+    constrained, called = (submit.constraint for submit in engine.submits)
+    assert constrained is not None
     assert called is not None
-    assert verdict(held, "hm</think>\n{}") == "whole"
-    assert verdict(held, "{}") == "beginning"
+    assert verdict(constrained, "hm</think>\n{}") == "whole"
+    assert verdict(constrained, "{}") == "beginning"
     call = '<tool_call>\n{"name": "f", "arguments": {"a": null}}\n</tool_call>'
     assert verdict(called, "hm</think>\n\n" + call) == "whole"
     assert verdict(called, "hm</think>\n\nWell") == "wrong"

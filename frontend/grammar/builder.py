@@ -1,0 +1,57 @@
+"""Build the grammar of a request from its fields, and check it before the engine compiles it."""
+
+from collections.abc import Mapping
+
+from tandem.frontend.grammar.checker import GrammarChecker
+from tandem.frontend.grammar.grammar import Grammar, ThinkingMode, output_grammar
+from tandem.frontend.grammar.tool_calls import CallSyntax, tool_grammar
+from tandem.frontend.request.options import GenerationOptions
+from tandem.frontend.request.tools import ToolUse
+from tandem.frontend.workers import Workers
+
+
+class GrammarBuilder:
+    """Builds the grammars of requests; `special_tokens` maps the text of the tokenizer's special tokens to their id."""
+
+    def __init__(self, checker: GrammarChecker, workers: Workers, special_tokens: Mapping[str, int]) -> None:
+        self._checker = checker
+        self._workers = workers
+        self._special_tokens = special_tokens
+
+    async def build(
+        self,
+        options: GenerationOptions,
+        use: ToolUse | None = None,
+        syntax: CallSyntax | None = None,
+        thinking: ThinkingMode = ThinkingMode.NONE,
+    ) -> str | None:
+        """Build the grammar text for the engine, or return None for unconstrained output.
+
+        `syntax` is how the model writes the calls of `use`; without it, calls are not constrained. Raises ApiError 400
+        with the place of an error in a grammar, 422 for fields that cannot be combined, and 503 while too many other
+        grammars are being compiled.
+        """
+        if not self._is_constrained(options, use):
+            return None
+        # A schema may have thousands of subschemas to check.
+        grammar = await self._workers.run(self._grammar, options, use, syntax)
+        if grammar is None:
+            return None
+        await self._checker.check(grammar)
+        if thinking is ThinkingMode.NONE:
+            return grammar.text
+        return grammar.after_thinking(thinking is ThinkingMode.OPEN, self._special_tokens)
+
+    def _is_constrained(self, options: GenerationOptions, use: ToolUse | None) -> bool:
+        sources = (options.response_format, options.regex, options.grammar)
+        return (
+            any(source is not None for source in sources)
+            or bool(options.choice)
+            or (use is not None and use.active and bool(use.tools))
+        )
+
+    def _grammar(self, options: GenerationOptions, use: ToolUse | None, syntax: CallSyntax | None) -> Grammar | None:
+        content = output_grammar(options.response_format, options.regex, options.choice, options.grammar)
+        if use is None or syntax is None:
+            return content
+        return tool_grammar(use, syntax, self._special_tokens, content)
