@@ -1,4 +1,4 @@
-"""A conversation as the text that the model was trained on: which template, and what it is given."""
+"""Render a conversation into the prompt format that the model was trained on, with its chat template."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,26 +22,30 @@ MODEL_TEMPLATES = {
     "gemma3_text": ("gemma3", "<start_of_turn>"),
     "mistral": ("mistral", "[INST]"),
 }
-"""Our own templates by the `model_type` of a checkpoint that brings none, each with a token that its vocabulary has
-if the template is meant for it: models of other generations have the same type."""
+"""Built-in templates by `model_type`, for checkpoints without one, each with a token of the vocabulary it is made for.
+
+The token tells apart generations of models that share a type.
+"""
 
 _CONTINUE_MARK = "CONTINUE_THE_MESSAGE_FROM_HERE "
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class ChatTemplateError(Exception):
-    """What `--chat-template` names is no template; the text says why."""
+    """A chat template that cannot be read or compiled; the text says which, and why."""
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
-    """The text of templates by name, `default` and perhaps `tool_use`, and where they come from."""
+    """The source text of a model's templates."""
 
     texts: dict[str, str]
+    """Source by the template's name: `default`, and optionally `tool_use` for requests with tools."""
     origin: str
+    """Name of the file or the built-in template, for error messages."""
 
 
 class ChatTemplate:
-    """Renders conversations. Costs time and is safe to call from any thread, one render at a time."""
+    """Renders conversations. Rendering is slow, and safe to call from any thread, one render at a time."""
 
     def __init__(
         self, source: TemplateSource, special_tokens: Mapping[str, Any], sandbox: SandboxedTemplates | None = None
@@ -52,60 +56,63 @@ class ChatTemplate:
         self._compiled: dict[str, Template] = {}
 
     def mentions(self, text: str) -> bool:
-        """Whether the source of any of the templates holds this text."""
+        """Tell whether the source of any template contains this text."""
         return any(text in source for source in self.source.texts.values())
 
     def render(self, conversation: Conversation) -> str:
-        """The prompt. Raises ApiError 400 where the template refuses the messages, fails or has to be stopped."""
+        """Render the prompt. Raises ApiError 400 if the template rejects the messages, fails or is stopped.
+
+        Raises ApiError 422 for a `reasoning_effort` that the template does not read.
+        """
         name = "tool_use" if conversation.tools and "tool_use" in self.source.texts else "default"
         text = self.source.texts.get(name)
         if text is None:
-            raise no_template(f"the model's templates are {sorted(self.source.texts)}; none is the default")
-        messages = [_adapted(message, text) for message in conversation.messages]
+            raise no_template(f"the model's templates are {sorted(self.source.texts)}, and none is named 'default'")
+        messages = [_adapt_role(message, text) for message in conversation.messages]
         if conversation.continue_final_message:
-            _mark(messages[-1])
+            _append_mark(messages[-1])
         variables = {
             **self._special_tokens,
             **conversation.template_kwargs,
-            **_reasoning(conversation, text),
+            **_reasoning_variables(conversation, text),
             "messages": messages,
             "tools": list(conversation.tools) or None,
             "documents": None,
             "add_generation_prompt": conversation.add_generation_prompt,
         }
         try:
-            rendered = self._sandbox.rendered(self._template(name, text), variables)
+            rendered = self._sandbox.render(self._template(name, text), variables)
         except RenderError as failure:
             raise malformed(f"the chat template ({self.source.origin}) failed: {failure}", "messages") from None
-        return _up_to_mark(rendered) if conversation.continue_final_message else rendered
+        return _cut_at_mark(rendered) if conversation.continue_final_message else rendered
 
     def _template(self, name: str, text: str) -> Template:
         if name not in self._compiled:
-            self._compiled[name] = self._sandbox.compiled(text)
+            self._compiled[name] = self._sandbox.compile_template(text)
         return self._compiled[name]
 
 
 def no_template(reason: str) -> ApiError:
-    """400 for a chat with a model that has no chat template."""
+    """Make the 400 for a chat with a model that has no usable chat template."""
     message = f"this model cannot chat: {reason}; start the server with --chat-template FILE"
     return ApiError(400, message, "messages", "no_chat_template")
 
 
 def load_chat_template(model_dir: Path, file: Path | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template given, or the checkpoint's, or ours for its `model_type`, or none.
+    """Load the template in `file`, else the checkpoint's, else the built-in one of its `model_type`, else None.
 
-    Raises ChatTemplateError for a file that cannot be read, and for one given that is no template.
+    Raises ChatTemplateError for a file that cannot be read, and for a `file` that is not a template.
     """
     config = _read_json(model_dir / "tokenizer_config.json")
     if file is not None:
-        source: TemplateSource | None = _given(file)
+        source: TemplateSource | None = _read_file(file)
     else:
-        source = _of_checkpoint(model_dir, config) or _of_model_type(model_dir, tokenizer)
+        source = _find_in_checkpoint(model_dir, config) or _find_built_in(model_dir, tokenizer)
     return None if source is None else ChatTemplate(source, special_tokens(model_dir, config))
 
 
 def special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The names that templates know special tokens by, and their texts."""
+    """Read the texts of the checkpoint's special tokens by the names that templates use."""
     found: dict[str, Any] = {}
     for fields in (_read_json(model_dir / "special_tokens_map.json"), config):
         for name in _SPECIAL_TOKENS:
@@ -115,27 +122,27 @@ def special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def model_type(model_dir: Path) -> str:
-    """The checkpoint's `model_type`, or "" where nothing says it."""
+    """Read the checkpoint's `model_type`; "" if config.json does not state it."""
     return str(_read_json(model_dir / "config.json").get("model_type", ""))
 
 
 def _token_text(value: object) -> str | None:
-    """A token is a string, or an object with its `content`."""
+    """Return the text of a token, which is a string or an object with the key `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
 
 
-def _given(file: Path) -> TemplateSource:
+def _read_file(file: Path) -> TemplateSource:
     source = TemplateSource({"default": _read_text(file)}, str(file))
     try:
-        SandboxedTemplates().compiled(source.texts["default"])
+        SandboxedTemplates().compile_template(source.texts["default"])
     except RenderError as failure:
         raise ChatTemplateError(f"--chat-template {file}: {failure}") from None
     return source
 
 
-def _of_checkpoint(model_dir: Path, config: Mapping[str, Any]) -> TemplateSource | None:
-    """`chat_template.jinja` and what lies in `additional_chat_templates`, else what tokenizer_config.json holds."""
+def _find_in_checkpoint(model_dir: Path, config: Mapping[str, Any]) -> TemplateSource | None:
+    """Read chat_template.jinja and additional_chat_templates/*.jinja, else the template in tokenizer_config.json."""
     texts: dict[str, str] = {}
     if (path := model_dir / "chat_template.jinja").is_file():
         texts["default"] = _read_text(path)
@@ -152,7 +159,7 @@ def _of_checkpoint(model_dir: Path, config: Mapping[str, Any]) -> TemplateSource
     return TemplateSource(texts, "tokenizer_config.json") if texts else None
 
 
-def _of_model_type(model_dir: Path, tokenizer: Tokenizer) -> TemplateSource | None:
+def _find_built_in(model_dir: Path, tokenizer: Tokenizer) -> TemplateSource | None:
     kind = model_type(model_dir)
     name, token = MODEL_TEMPLATES.get(kind, ("", ""))
     if not name or tokenizer.token_id(token) is None:
@@ -169,7 +176,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """An object of the model folder; empty where it is not there or holds something else."""
+    """Read a JSON object from a file; {} if the file is missing or contains anything else."""
     try:
         value = msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -177,16 +184,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _adapted(message: dict[str, Any], template: str) -> dict[str, Any]:
-    """Roles that a template does not know become those that mean the same."""
+def _adapt_role(message: dict[str, Any], template: str) -> dict[str, Any]:
+    """Copy a message, replacing a role that the template does not know by its equivalent."""
     role = message["role"]
     if role == "developer" and "developer" not in template:
         return {**message, "role": "system"}
     return {**message, "role": "tool"} if role == "function" else {**message}
 
 
-def _reasoning(conversation: Conversation, template: str) -> dict[str, Any]:
-    """What `reasoning_effort` becomes. Raises ApiError 422 for a template that has no use for it."""
+def _reasoning_variables(conversation: Conversation, template: str) -> dict[str, Any]:
+    """Translate `reasoning_effort` to template variables. Raises ApiError 422 if the template reads none of them."""
     effort = conversation.reasoning_effort
     if effort is None:
         return {}
@@ -199,15 +206,17 @@ def _reasoning(conversation: Conversation, template: str) -> dict[str, Any]:
     )
 
 
-def _mark(message: dict[str, Any]) -> None:
+def _append_mark(message: dict[str, Any]) -> None:
     if not isinstance(message.get("content"), str):
         raise malformed("'continue_final_message' needs a last message with 'content'", "continue_final_message")
     message["content"] += _CONTINUE_MARK
 
 
-def _up_to_mark(rendered: str) -> str:
-    """The text up to where the last message ended. A template that trims messages has trimmed the mark's blank, too,
-    and then the blanks ahead of it are none of the prompt's."""
+def _cut_at_mark(rendered: str) -> str:
+    """Cut the prompt at the end of the last message's content.
+
+    A template that trims messages has also trimmed the space at the end of the mark; then the prompt is trimmed too.
+    """
     mark = _CONTINUE_MARK.rstrip()
     at = rendered.rfind(mark)
     if at < 0:

@@ -1,8 +1,8 @@
-"""Jinja templates that come with a checkpoint: they can reach nothing, and are stopped where they do not end.
+"""Sandbox for the Jinja templates of checkpoints: no access to Python, and limits on time and memory.
 
-A template is a program. Beside jinja's own sandbox, every turn of a loop and every call looks at the deadline, and no
-value grows beyond MAX_CHARS: what would is refused before it is built. One call of a filter over values within that
-bound is not interrupted; it takes seconds at the worst.
+A template is a program. In addition to jinja's own sandbox, every loop iteration and every call checks the deadline,
+and an operation whose result would exceed MAX_CHARS is rejected before it runs. A single call of a filter on values
+within that bound is not interrupted; it takes a few seconds at worst.
 """
 
 import datetime
@@ -23,11 +23,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_CHARS = 64 * 2**20
-"""Longest string that a template may build, its output included."""
+"""Longest string that a template may build, including its output."""
 MAX_SECONDS = 5.0
+"""Longest time that one render may take."""
 MAX_SOURCE_CHARS = 2**20
 MAX_ITEMS = 2**20
+"""Longest list or tuple that a template may build."""
 MAX_BITS = 4096
+"""Bits of the largest integer that a template may compute."""
 MAX_WIDTH = 4096
 """Largest width, indent or count that a filter or method may be given."""
 
@@ -37,7 +40,7 @@ _BOUNDED_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "replace"
 
 
 class RenderError(Exception):
-    """A template that cannot be compiled, that refused what it was given, or that was stopped."""
+    """A template that cannot be compiled, that rejected its input, or that was stopped."""
 
 
 class _StoppedError(TemplateError):
@@ -45,7 +48,7 @@ class _StoppedError(TemplateError):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}`: marks what the model wrote, for training. Here it renders as its body."""
+    """The tag `{% generation %}`, which marks the model's own text for training; it renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja declares it so)
 
@@ -55,7 +58,7 @@ class _GenerationTag(Extension):
 
 
 class _Dict:
-    """`dict(...)` without the class behind it."""
+    """The function `dict(...)` without access to the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -65,10 +68,10 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace(...)` whose attributes cannot take the place of Python's own."""
+    """The function `namespace(...)` with attributes that cannot replace Python's own."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # Without a named `self`, a template may use that name itself.
+        # Without a parameter named `self`, a template may pass a keyword of that name.
         this, *given = args
         for name in dict(*given, **kwargs):
             _check_attribute(name)
@@ -81,11 +84,11 @@ class _Namespace(Namespace):
 
 def _check_attribute(name: str) -> None:
     if name.startswith("_"):
-        raise TemplateError(f"a namespace may hold no attribute {name!r}; it begins with an underscore")
+        raise TemplateError(f"the namespace attribute {name!r} starts with an underscore; rename it")
 
 
 class SandboxedTemplates(ImmutableSandboxedEnvironment):
-    """The environment of chat templates, set up as transformers does. One render at a time."""
+    """The Jinja environment of chat templates, with the settings of transformers. One render at a time."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -106,15 +109,15 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
         for name in _BOUNDED_FILTERS:
             self.filters[name] = _bounded(self.filters[name], name)
 
-    def compiled(self, source: str) -> Template:
-        """Raises RenderError for a source that is no template."""
+    def compile_template(self, source: str) -> Template:
+        """Compile a template. Raises RenderError for an invalid or too long source."""
         if len(source) > MAX_SOURCE_CHARS:
             raise RenderError(f"it has {len(source)} characters, at most {MAX_SOURCE_CHARS}")
         with _failures():
             return self.from_string(source)
 
-    def rendered(self, template: Template, variables: Mapping[str, Any]) -> str:
-        """Raises RenderError, also where the template was stopped."""
+    def render(self, template: Template, variables: Mapping[str, Any]) -> str:
+        """Render a template. Raises RenderError if it fails or exceeds a limit."""
         with self._lock, _failures():
             self._deadline = self._clock() + self._max_seconds
             parts: list[str] = []
@@ -127,7 +130,7 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
 
     @property
     def in_time(self) -> bool:
-        """Read by every turn of a loop. True, or raises where the time is up."""
+        """Check the deadline; every loop iteration reads this. Raises _StoppedError after it, else returns True."""
         self._check_time()
         return True
 
@@ -136,12 +139,12 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
             raise _StoppedError("it took too long and was stopped")
 
     def joined(self, *parts: Any) -> str:
-        """The operator `~`."""
+        """Concatenate with the operator `~`. Raises _StoppedError for a result that is too long."""
         return self.concat([str(part) for part in parts])
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Joins the output of macros and blocks."""
+        """Join the output of macros and blocks. Raises _StoppedError for a result that is too long."""
         found = list(parts)
         _check_size(sum(map(len, found)))
         return "".join(found)
@@ -166,7 +169,7 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        # jinja names them so, for templates may pass keyword arguments of any name.
+        # The parameters have jinja's names, because templates may pass keyword arguments of any other name.
         __self._check_time()
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str) and (name := __obj.__name__) in _BOUNDED_METHODS:
@@ -176,7 +179,7 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Turns whatever a template raises into a RenderError."""
+    """Convert any exception of a template to a RenderError."""
     try:
         yield
     except RenderError:
@@ -196,12 +199,12 @@ def _raise_exception(message: str) -> None:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # jinja's own escapes for HTML.
+    # jinja's own filter escapes characters for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _instrument(template: nodes.Template) -> None:
-    """Puts a look at the deadline into each loop, and a look at the size into each `~`."""
+    """Add a check of the deadline to each loop, and a check of the size to each operator `~`."""
     for loop in template.find_all(nodes.For):
         tick = nodes.EnvironmentAttribute("in_time")
         loop.test = tick if loop.test is None else nodes.And(tick, loop.test)
@@ -227,7 +230,7 @@ def _without_concat(value: Any) -> Any:
 
 
 def _bounded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A filter that looks at its arguments first. Its first one may be the context or the like."""
+    """Wrap a filter with a check of its arguments; jinja may pass the context as an additional first one."""
     skip = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
@@ -241,7 +244,7 @@ def _bounded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuses a call of a filter or string method whose result could be far larger than what it is given."""
+    """Reject a call of a filter or string method whose result could be far larger than its arguments."""
     given = (*args, *kwargs.values())
     text = value if isinstance(value, str) else ""
     if name == "replace" and len(given) >= 2:
@@ -256,7 +259,7 @@ def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[
 
 
 def _check_join(value: Any, given: tuple[Any, ...]) -> None:
-    """The filter has the items in front and the separator behind, the method the other way round."""
+    """Check a join: the filter gets the items first and then the separator, the method the reverse."""
     items, separator = (given[0], value) if isinstance(value, str) and given else (value, given[0] if given else "")
     if isinstance(items, list | tuple | str):
         size = sum(len(item) if isinstance(item, str) else 1 for item in items)

@@ -1,4 +1,4 @@
-"""One call, a JSON object with a name and arguments, read character by character."""
+"""Parse one tool call, a JSON object with a name and arguments, character by character."""
 
 from collections.abc import Set
 from enum import Enum
@@ -11,7 +11,7 @@ _OPENING, _CLOSING = "{[", "}]"
 
 
 class JsonValue:
-    """Follows one value from its first character on. What stands in it is not judged, only how it nests."""
+    """Tracks where one JSON value ends, from its first character on. Checks nesting only, not validity."""
 
     __slots__ = ("_depth", "_escaped", "_in_string", "_kind")
 
@@ -22,11 +22,11 @@ class JsonValue:
         self._escaped = False
 
     def ends_before(self, character: str) -> bool:
-        """Whether the value has ended and this character is not part of it: numbers and words end so."""
+        """Tell whether the value ended before this character, as numbers and literals do."""
         return self._kind == "scalar" and (character in ",}]" or character in BLANK)
 
     def ends_with(self, character: str) -> bool:
-        """Takes a character of the value; whether it is the last."""
+        """Read a character of the value; return whether it is the last one."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -46,12 +46,12 @@ class JsonValue:
         return False
 
 
-class State(Enum):
-    """How far a call has come."""
+class CallState(Enum):
+    """The parsing state of a call."""
 
     OPEN = "open"
     DONE = "done"
-    BROKEN = "broken"
+    INVALID = "invalid"
 
 
 class _Expects(Enum):
@@ -64,17 +64,17 @@ class _Expects(Enum):
     NEXT = 6
 
 
-class CallReader:
-    """Takes what follows the opening brace of a call.
+class CallParser:
+    """Parses a call from the character after its opening brace on.
 
-    `name` is set once the call is known to be one: it names a tool, and its arguments have begun or it is complete.
-    From then on `take_arguments` yields their JSON as it comes, blanks and all. Arguments that the model wrote as a
-    string of JSON come as that JSON, absent ones as an empty object. Objects with any other arguments are broken.
-    `raw` is what was read until there was a name, the opening brace included.
+    `name` is set once the object is known to be a call: it names a tool, and its arguments have started or it is
+    complete. From then on `take_arguments` returns their JSON as it arrives, whitespace included. Arguments that the
+    model wrote as a string of JSON are returned as that JSON, absent arguments as an empty object. Objects with any
+    other arguments are invalid. `raw` holds the characters read before the name was known, from the opening brace on.
     """
 
     def __init__(self, names: Set[str], argument_keys: Set[str]) -> None:
-        self.state = State.OPEN
+        self.state = CallState.OPEN
         self.name: str | None = None
         self.raw = ["{"]
         self._names = names
@@ -83,14 +83,15 @@ class CallReader:
         self._key = ""
         self._value = JsonValue('"')
         self._text: list[str] = []
-        """Of the key or value that is being read."""
-        self._found_name: str | None = None
+        """Characters of the key or value that is being read."""
+        self._parsed_name: str | None = None
+        """Value of the key `name`, before it is known that the object is a call."""
         self._pending: list[str] = []
         self._has_arguments = False
         self._streams = False
 
     def take_arguments(self) -> str:
-        """What there is of the arguments since the last time."""
+        """Return the arguments' JSON that arrived since the last call."""
         if self.name is None:
             return ""
         text = "".join(self._pending)
@@ -98,18 +99,18 @@ class CallReader:
         return text
 
     def cut(self) -> None:
-        """The text ends here, within what can only be a call: one of the tool that was named, if one was."""
-        self._announce()
+        """End the text within an object that must be a call; set `name` if it was read."""
+        self._set_name()
 
     def push(self, character: str) -> bool:
-        """Takes a character; false where the call had broken before it, and the character is not part of it."""
+        """Read a character; return False if it makes the call invalid and so is not part of it."""
         if self._expects is _Expects.IN_VALUE:
             self._in_value(character)
         elif self._expects is _Expects.IN_KEY:
             self._in_key(character)
         elif character not in BLANK:
             self._between(character)
-        if self.state is State.BROKEN:
+        if self.state is CallState.INVALID:
             return False
         if self.name is None:
             self.raw.append(character)
@@ -128,7 +129,7 @@ class CallReader:
             case ((_Expects.NEXT | _Expects.KEY_OR_END), "}"):
                 self._end()
             case _:
-                self.state = State.BROKEN
+                self.state = CallState.INVALID
 
     def _in_key(self, character: str) -> None:
         self._text.append(character)
@@ -143,16 +144,16 @@ class CallReader:
         if self._key not in self._argument_keys:
             return
         if self._has_arguments or character not in '{"n':
-            self.state = State.BROKEN
+            self.state = CallState.INVALID
         elif character == "{":
             self._streams = self._has_arguments = True
             self._pending.append(character)
-            self._announce()
+            self._set_name()
 
     def _in_value(self, character: str) -> None:
         if self._value.ends_before(character):
             self._end_value()
-            if self.state is State.OPEN and character not in BLANK:
+            if self.state is CallState.OPEN and character not in BLANK:
                 self._between(character)
             return
         (self._pending if self._streams else self._text).append(character)
@@ -164,41 +165,41 @@ class CallReader:
         text = "".join(self._text)
         if self._key == "name":
             name = _decoded(text)
-            if self._found_name is not None or not isinstance(name, str) or name not in self._names:
-                self.state = State.BROKEN
+            if self._parsed_name is not None or not isinstance(name, str) or name not in self._names:
+                self.state = CallState.INVALID
                 return
-            self._found_name = name
+            self._parsed_name = name
             if self._has_arguments:
-                self._announce()
+                self._set_name()
         elif self._key in self._argument_keys and not self._streams:
             self._end_other_arguments(text)
 
     def _end_other_arguments(self, text: str) -> None:
-        """Of arguments that are no object: a string with the JSON of one, or null."""
+        """Read arguments that are not an object: a string that contains the JSON of one, or null."""
         value = _decoded(text)
         if isinstance(value, str) and isinstance(_decoded(value), dict):
             self._pending.append(value)
             self._has_arguments = True
-            self._announce()
+            self._set_name()
         elif value is not None or text != "null":
-            self.state = State.BROKEN
+            self.state = CallState.INVALID
 
     def _end(self) -> None:
-        if self._found_name is None:
-            self.state = State.BROKEN
+        if self._parsed_name is None:
+            self.state = CallState.INVALID
             return
         if not self._has_arguments:
             self._pending.append("{}")
-        self.state = State.DONE
-        self._announce()
+        self.state = CallState.DONE
+        self._set_name()
 
-    def _announce(self) -> None:
-        if self._found_name is not None:
-            self.name = self._found_name
+    def _set_name(self) -> None:
+        if self._parsed_name is not None:
+            self.name = self._parsed_name
 
 
 def _decoded(text: str) -> object:
-    """The value of a JSON text, or None."""
+    """Decode a JSON text; return None if it is invalid."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

@@ -1,7 +1,7 @@
-"""Text in, content and calls out, streamed: however the text is cut, what comes out joins to the same.
+"""Parse streamed text into content and tool calls, independently of how the text is split into chunks.
 
-That is so because every decision falls at a character, on what came before it. Text that looked like a call and is
-none, one of a function that the request does not have included, is content after all.
+Every decision is made at a character, from the characters before it. Text that looks like a call but is not one,
+including a call of a function that the request does not have, is content.
 """
 
 import secrets
@@ -19,7 +19,7 @@ from tandem.frontend.chat.message import (
     count_blanks_before,
     holdback_length,
 )
-from tandem.frontend.chat.tool_call import CallReader, State
+from tandem.frontend.chat.tool_call import CallParser, CallState
 from tandem.frontend.chat.tool_formats import ToolFormat
 
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
@@ -29,86 +29,87 @@ _ID_LETTERS = string.ascii_letters + string.digits
 class _Mode(Enum):
     TEXT = "text"
     START = "start"
-    """A call was announced, or may begin without a word: blanks, perhaps a bracket, then a brace."""
+    """Before a call that was announced, or that needs no trigger: blanks, an optional bracket, then a brace."""
     CALL = "call"
     AFTER = "after"
-    """A call has ended; what closes it, another, or text may follow."""
+    """After a call: its closing literal, another call or text may follow."""
 
 
 class ToolParser:
-    """Reads the text of one choice. With `parallel` off, calls after the first are dropped.
+    """Parses the text of one choice. Without `parallel`, calls after the first are dropped.
 
-    `required` says that a grammar allows nothing but calls, so that what does not end is a call that was cut.
+    `names` are the tools of the request. `required` says that a grammar allows nothing but calls, so that an
+    incomplete object at the end of the text is a truncated call.
     """
 
-    def __init__(self, form: ToolFormat, names: Set[str], parallel: bool = True, required: bool = False) -> None:
+    def __init__(self, tool_format: ToolFormat, names: Set[str], parallel: bool = True, required: bool = False) -> None:
         self.num_calls = 0
-        self._form = form
+        self._format = tool_format
         self._names = names
         self._parallel = parallel
         self._required = required
-        self._trigger = form.syntax.trigger
-        self._closer = form.syntax.after.strip()
+        self._trigger = tool_format.syntax.trigger
+        self._closer = tool_format.syntax.after.strip()
         self._mode = _Mode.TEXT if self._trigger else _Mode.START
         self._held = ""
-        """Text that may yet belong to a call, or to blanks around one."""
-        self._blanks = 0
-        """Seen beside what is looked for."""
+        """Text held back because it may belong to a call, or to the blanks around one."""
+        self._num_blanks = 0
+        """Blanks seen in the current mode."""
         self._closing = ""
-        """What there is of the closer."""
+        """Prefix of the closing literal that has been read."""
         self._separated = False
-        """Whether a comma or the like has followed the last call."""
+        """True once a separator has followed the last call."""
         self._in_array = False
-        self._reader: CallReader | None = None
-        self._out: list[MessageDelta] = []
+        self._call: CallParser | None = None
+        self._deltas: list[MessageDelta] = []
 
     def push(self, text: str) -> list[MessageDelta]:
-        """What this text adds, as far as that is known."""
+        """Parse the next text of the choice; text that may belong to a call is held back."""
         rest = text
         while rest:
             match self._mode:
                 case _Mode.TEXT:
-                    rest = self._in_text(rest)
+                    rest = self._parse_text(rest)
                 case _Mode.START:
-                    rest = self._at_start(rest)
+                    rest = self._parse_start(rest)
                 case _Mode.CALL:
-                    rest = self._in_call(rest)
+                    rest = self._parse_call(rest)
                 case _Mode.AFTER:
-                    rest = self._after_call(rest)
-        return self._taken()
+                    rest = self._parse_after_call(rest)
+        return self._take_deltas()
 
     def finish(self) -> list[MessageDelta]:
-        """What was held back, at the end of the text. A call that had begun stays as far as it came."""
+        """Release the text that was held back, at the end of the choice; a truncated call stays as it is."""
         if self._required:
             self._cut()
-            return self._taken()
-        if self._reader is not None and self._reader.name is None:
+            return self._take_deltas()
+        if self._call is not None and self._call.name is None:
             self._give_up("")
         held, self._held = self._held, ""
         if not (self.num_calls and not held.strip(BLANK)):
-            self._content(held)
-        return self._taken()
+            self._add_content(held)
+        return self._take_deltas()
 
     def _cut(self) -> None:
-        """Shows the name of a call that has no arguments yet. What comes ahead of it, or closes a call, is no text."""
-        reader, self._held = self._reader, ""
-        if reader is not None and reader.name is None:
-            reader.cut()
-            if reader.name is not None:
-                self._announce(reader.name)
+        """Start a truncated call that has no arguments yet. Held text belongs to the call's syntax: it is dropped."""
+        call, self._held = self._call, ""
+        if call is not None and call.name is None:
+            call.cut()
+            if call.name is not None:
+                self._start_call(call.name)
 
-    def _taken(self) -> list[MessageDelta]:
-        out, self._out = self._out, []
-        return out
+    def _take_deltas(self) -> list[MessageDelta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
-    def _content(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         if text:
-            self._out.append(Content(text))
+            self._deltas.append(Content(text))
 
-    def _in_text(self, text: str) -> str:
-        """Shows text up to the trigger; holds back what may be the trigger's beginning, and blanks ahead of it."""
+    def _parse_text(self, text: str) -> str:
+        """Return text up to the trigger as content; hold back a partial trigger and the blanks before it."""
         if not self._trigger:
-            self._content(text)
+            self._add_content(text)
             return ""
         text, self._held = self._held + text, ""
         at = text.find(self._trigger)
@@ -117,17 +118,17 @@ class ToolParser:
             self._mode = _Mode.START
         else:
             shown, end = len(text) - holdback_length(text, self._trigger), len(text)
-        self._content(text[:shown])
+        self._add_content(text[:shown])
         self._held = text[shown:end]
-        self._blanks = 0
+        self._num_blanks = 0
         return text[end:]
 
-    def _at_start(self, text: str) -> str:
+    def _parse_start(self, text: str) -> str:
         for index, character in enumerate(text):
             if self._is_blank(character) or self._opens_array(character):
                 self._held += character
             elif character == "{":
-                self._reader = CallReader(self._names, _ARGUMENT_KEYS)
+                self._call = CallParser(self._names, _ARGUMENT_KEYS)
                 self._mode = _Mode.CALL
                 return text[index + 1 :]
             else:
@@ -135,9 +136,9 @@ class ToolParser:
         return ""
 
     def _is_blank(self, character: str) -> bool:
-        """Whether this is a blank, and one of not too many."""
-        self._blanks += character in BLANK
-        return character in BLANK and self._blanks <= MAX_BLANKS
+        """Tell whether this is a blank, and at most the MAX_BLANKS-th in this mode."""
+        self._num_blanks += character in BLANK
+        return character in BLANK and self._num_blanks <= MAX_BLANKS
 
     def _opens_array(self, character: str) -> bool:
         opens = character == "[" and not self._in_array and not self._closer
@@ -145,50 +146,50 @@ class ToolParser:
         return opens
 
     def _give_up(self, rest: str) -> str:
-        """No call after all: what was held is content, and the rest is looked at as text."""
+        """Treat the held text as content, because it is not a call; return the rest to be parsed as text."""
         held, self._held = self._held, ""
-        self._content(held + "".join(self._reader.raw if self._reader else ()))
-        self._mode, self._in_array, self._reader = _Mode.TEXT, False, None
+        self._add_content(held + "".join(self._call.raw if self._call else ()))
+        self._mode, self._in_array, self._call = _Mode.TEXT, False, None
         return rest
 
-    def _in_call(self, text: str) -> str:
-        reader = self._reader
-        assert reader is not None, f"in a call without a reader: {self._held!r}"
+    def _parse_call(self, text: str) -> str:
+        call = self._call
+        assert call is not None, f"in a call without its parser: {self._held!r}"
         for index, character in enumerate(text):
-            announced = reader.name is not None
-            if not reader.push(character):
-                if not announced:
+            started = call.name is not None
+            if not call.push(character):
+                if not started:
                     return self._give_up(text[index:])
                 self._end_call()
                 return text[index:]
-            if reader.name is not None and not announced:
-                self._announce(reader.name)
-            if reader.state is State.DONE:
+            if call.name is not None and not started:
+                self._start_call(call.name)
+            if call.state is CallState.DONE:
                 self._end_call()
                 return text[index + 1 :]
-        self._arguments(reader)
+        self._add_arguments(call)
         return ""
 
-    def _announce(self, name: str) -> None:
+    def _start_call(self, name: str) -> None:
         self._held = ""
         if self._parallel or not self.num_calls:
-            self._out.append(CallStart(self.num_calls, self._new_id(), name))
+            self._deltas.append(CallStart(self.num_calls, self._new_id(), name))
         self.num_calls += 1
 
-    def _arguments(self, reader: CallReader) -> None:
-        text = reader.take_arguments()
+    def _add_arguments(self, call: CallParser) -> None:
+        text = call.take_arguments()
         if text and (self._parallel or self.num_calls == 1):
-            self._out.append(CallArguments(self.num_calls - 1, text))
+            self._deltas.append(CallArguments(self.num_calls - 1, text))
 
     def _end_call(self) -> None:
-        assert self._reader is not None
-        self._arguments(self._reader)
-        self._reader = None
+        assert self._call is not None, "no call to end"
+        self._add_arguments(self._call)
+        self._call = None
         self._mode = _Mode.AFTER
-        self._blanks, self._closing, self._separated = 0, "", False
+        self._num_blanks, self._closing, self._separated = 0, "", False
 
-    def _after_call(self, text: str) -> str:
-        """Swallows what closes a call; finds the next one where no trigger announces it."""
+    def _parse_after_call(self, text: str) -> str:
+        """Drop the closing literal of a call; find the next call if no trigger announces it."""
         for index, character in enumerate(text):
             if self._closer:
                 self._held += character
@@ -198,7 +199,7 @@ class ToolParser:
             elif self._is_blank(character) or self._separates(character):
                 self._held += character
             elif character == "]" and self._in_array:
-                self._held, self._in_array, self._blanks, self._separated = "", False, 0, False
+                self._held, self._in_array, self._num_blanks, self._separated = "", False, 0, False
             elif character == "{":
                 self._mode = _Mode.START
                 return text[index:]
@@ -210,8 +211,10 @@ class ToolParser:
         return ""
 
     def _in_closer(self, character: str) -> bool:
-        """Takes a character behind a call; false once the closer is complete, or cannot be any more: then what is
-        held is text."""
+        """Read a character after a call; return False once the closing literal is complete or cannot be completed.
+
+        In the second case the held text stays and is content.
+        """
         if not self._closing and self._is_blank(character):
             return True
         self._closing += character
@@ -226,5 +229,5 @@ class ToolParser:
         return separates
 
     def _new_id(self) -> str:
-        form = self._form
-        return form.id_prefix + "".join(secrets.choice(_ID_LETTERS) for _ in range(form.id_chars))
+        letters = "".join(secrets.choice(_ID_LETTERS) for _ in range(self._format.id_chars))
+        return self._format.id_prefix + letters

@@ -1,4 +1,4 @@
-"""Which template a model gets, and that it renders as transformers does."""
+"""Template lookup and rendering, compared with transformers."""
 
 import json
 from collections.abc import Callable
@@ -133,7 +133,7 @@ def template(source: str) -> ChatTemplate:
 @pytest.mark.parametrize("tools", TOOLS)
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 @pytest.mark.parametrize("name", SOURCES)
-def test_equal_to_transformers(
+def test_render_matches_transformers(
     name: str, messages: str, tools: str, theirs: PreTrainedTokenizerFast, tokenizer: Tokenizer
 ) -> None:
     conversation = Conversation(CONVERSATIONS[messages], TOOLS[tools])
@@ -167,7 +167,7 @@ def test_template_kwargs_reach_the_template(theirs: PreTrainedTokenizerFast) -> 
     )
 
 
-def test_a_trimmed_last_message_is_continued_where_it_ends() -> None:
+def test_trimmed_last_message_is_continued_at_its_end() -> None:
     messages = [HELLO, {"role": "assistant", "content": "Once upon a "}]
     continued = Conversation(messages, add_generation_prompt=False, continue_final_message=True)
     assert template(SOURCES["llama3"]).render(continued).endswith("Once upon a")
@@ -180,7 +180,7 @@ def refused(source: str, conversation: Conversation) -> ApiError:
     return caught.value
 
 
-def test_what_a_template_cannot_continue_is_refused() -> None:
+def test_last_message_that_cannot_be_continued_is_rejected() -> None:
     def continued(message: dict[str, Any]) -> Conversation:
         return Conversation([HELLO, message], add_generation_prompt=False, continue_final_message=True)
 
@@ -190,7 +190,7 @@ def test_what_a_template_cannot_continue_is_refused() -> None:
     assert "leaves the last message out" in refused(dropped, continued({"role": "assistant", "content": "x"})).message
 
 
-def test_a_template_that_refuses_or_fails_is_a_400_with_its_reason() -> None:
+def test_template_failure_is_a_400_with_its_reason() -> None:
     error = refused("{{ raise_exception('roles must alternate') }}", Conversation([HELLO]))
     assert (error.status, error.param) == (400, "messages")
     assert "roles must alternate" in error.message
@@ -198,7 +198,7 @@ def test_a_template_that_refuses_or_fails_is_a_400_with_its_reason() -> None:
     assert refused("{{ messages[0].nothing.more }}", Conversation([HELLO])).status == 400
 
 
-def test_roles_that_a_template_does_not_know() -> None:
+def test_unknown_roles_become_their_equivalents() -> None:
     show = "{% for m in messages %}{{ m.role }} {% endfor %}"
     roles = Conversation([{"role": role, "content": "x"} for role in ("developer", "user", "function")])
     assert template(show).render(roles) == "system user tool "
@@ -206,7 +206,7 @@ def test_roles_that_a_template_does_not_know() -> None:
     assert [message["role"] for message in roles.messages] == ["developer", "user", "function"]
 
 
-def test_reasoning_effort_goes_to_templates_that_read_it() -> None:
+def test_reasoning_effort_is_passed_to_templates_that_read_it() -> None:
     def effort(value: str) -> Conversation:
         return Conversation([HELLO], reasoning_effort=value)
 
@@ -240,12 +240,12 @@ def shown(tmp_path: Path, tokenizer: Tokenizer) -> Rendering:
     return show
 
 
-def test_the_checkpoints_own_as_a_string(tmp_path: Path, shown: Rendering) -> None:
+def test_checkpoint_template_is_read_from_a_string(tmp_path: Path, shown: Rendering) -> None:
     write(tmp_path, tokenizer_config={"chat_template": "one {{ bos_token }}", "bos_token": {"content": "<b>"}})
     assert shown() == "one <b>"
 
 
-def test_the_checkpoints_own_as_a_list(tmp_path: Path, shown: Rendering) -> None:
+def test_checkpoint_template_is_read_from_a_list(tmp_path: Path, shown: Rendering) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     write(tmp_path, tokenizer_config={"chat_template": named})
     assert (shown(), shown((ADD,))) == ("plain", "tools")
@@ -255,7 +255,7 @@ def test_the_checkpoints_own_as_a_list(tmp_path: Path, shown: Rendering) -> None
     assert caught.value.status == 400
 
 
-def test_the_checkpoints_own_as_a_file(tmp_path: Path, shown: Rendering) -> None:
+def test_checkpoint_template_is_read_from_a_file(tmp_path: Path, shown: Rendering) -> None:
     write(
         tmp_path, tokenizer_config={"chat_template": "from the configuration"}, chat_template={"chat_template": "json"}
     )
@@ -267,7 +267,7 @@ def test_the_checkpoints_own_as_a_file(tmp_path: Path, shown: Rendering) -> None
     assert (shown(), shown((ADD,))) == ("from the file", "for tools")
 
 
-def test_special_tokens(tmp_path: Path) -> None:
+def test_special_tokens_are_read_from_both_config_files(tmp_path: Path) -> None:
     write(tmp_path, special_tokens_map={"bos_token": "<old>", "unk_token": "<unk>"})
     config = {
         "bos_token": {"content": "<new>"},
@@ -289,7 +289,7 @@ class Vocabulary:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TEMPLATES)
-def test_ours_for_a_checkpoint_that_brings_none(model_type: str, tmp_path: Path) -> None:
+def test_built_in_template_is_used_for_a_known_model_type(model_type: str, tmp_path: Path) -> None:
     write(tmp_path, config={"model_type": model_type})
     name, token = MODEL_TEMPLATES[model_type]
     has: Any = Vocabulary(token)
@@ -301,13 +301,13 @@ def test_ours_for_a_checkpoint_that_brings_none(model_type: str, tmp_path: Path)
     assert load_chat_template(tmp_path, None, lacks) is None
 
 
-def test_none_for_an_unknown_model(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_unknown_model_type_has_no_template(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert load_chat_template(tmp_path, None, tokenizer) is None
     write(tmp_path, config={"model_type": "unheard-of"}, tokenizer_config="no json")
     assert load_chat_template(tmp_path, None, tokenizer) is None
 
 
-def test_a_template_given(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_given_template_file_takes_precedence(tmp_path: Path, tokenizer: Tokenizer) -> None:
     write(tmp_path, tokenizer_config={"chat_template": "own", "eos_token": "<e>"}, given_jinja="given {{ eos_token }}")
     loaded = load_chat_template(tmp_path, tmp_path / "given.jinja", tokenizer)
     assert loaded is not None
@@ -320,7 +320,7 @@ def test_a_template_given(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("form", ["string", "named", "file"])
-def test_a_folder_read_as_transformers_reads_it(form: str, tmp_path: Path) -> None:
+def test_checkpoint_templates_are_found_as_transformers_finds_them(form: str, tmp_path: Path) -> None:
     write_tokenizer(tmp_path, with_begin=True)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **TOKENS}
     named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": CHATML_TOOLS}]
@@ -332,7 +332,7 @@ def test_a_folder_read_as_transformers_reads_it(form: str, tmp_path: Path) -> No
     compare_folder(tmp_path, CONVERSATIONS)
 
 
-def test_the_default_model() -> None:
+def test_default_model_renders_as_transformers_does() -> None:
     plain = {name: messages for name, messages in CONVERSATIONS.items() if all("content" in m for m in messages)}
     compare_folder(Path(__file__).parents[3] / "engine_core" / "default_model", plain)
 

@@ -1,4 +1,4 @@
-"""What a chat template may not do, and how it is stopped."""
+"""Limits of the template sandbox, and how templates that exceed them are stopped."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.fakes.clock import FakeClock
 
 def render(source: str, **variables: Any) -> str:
     sandbox = SandboxedTemplates()
-    return sandbox.rendered(sandbox.compiled(source), variables)
+    return sandbox.render(sandbox.compile_template(source), variables)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def render(source: str, **variables: Any) -> str:
         ("{{ xs | map('upper') | list | length }}", "3"),
     ],
 )
-def test_what_templates_do(source: str, expected: str) -> None:
+def test_sandbox_renders_what_templates_use(source: str, expected: str) -> None:
     assert render(source, xs=["a", "b", "c"]) == expected
 
 
@@ -64,7 +64,7 @@ GROWING = [
 
 
 @pytest.mark.parametrize("source", GROWING)
-def test_what_grows_without_bound_is_stopped_before_it_is_built(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unbounded_value_is_rejected_before_it_is_built(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_sandbox, "MAX_CHARS", 10**6)
     with pytest.raises(RenderError):
         render(source)
@@ -78,7 +78,7 @@ def test_what_grows_without_bound_is_stopped_before_it_is_built(source: str, mon
         "{% for i in range(99999) %}{% set x = range(99999) | sum %}{% endfor %}",
     ],
 )
-def test_what_does_not_end_is_stopped(source: str) -> None:
+def test_endless_template_is_stopped_at_the_deadline(source: str) -> None:
     clock = FakeClock()
 
     def ticking() -> float:
@@ -87,8 +87,10 @@ def test_what_does_not_end_is_stopped(source: str) -> None:
 
     sandbox = SandboxedTemplates(max_seconds=1.0, clock=ticking)
     with pytest.raises(RenderError, match="too long"):
-        sandbox.rendered(sandbox.compiled(source), {})
-    assert sandbox.rendered(sandbox.compiled("the next one has its own time"), {}) == "the next one has its own time"
+        sandbox.render(sandbox.compile_template(source), {})
+    assert (
+        sandbox.render(sandbox.compile_template("the next one has its own time"), {}) == "the next one has its own time"
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,6 +113,6 @@ def test_what_does_not_end_is_stopped(source: str) -> None:
         ("x" * (2**20 + 1), "characters"),
     ],
 )
-def test_what_fails_says_why(source: str, match: str) -> None:
+def test_failing_template_reports_its_reason(source: str, match: str) -> None:
     with pytest.raises(RenderError, match=match):
         render(source, xs=[])

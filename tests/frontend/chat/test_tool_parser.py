@@ -1,4 +1,4 @@
-"""Calls of tools out of text: what they become, and that it does not depend on how the text arrives."""
+"""Parsing tool calls from text, independently of how the text is split."""
 
 import json
 
@@ -92,7 +92,9 @@ def calls(message: Message) -> list[tuple[str, str]]:
         ("json", '{"name": "look", "parameters": {"at": 1}}', None, [("look", '{"at": 1}')]),
     ],
 )  # fmt: skip
-def test_calls_of_each_format(form: str, text: str, content: str | None, expected: list[tuple[str, str]]) -> None:
+def test_calls_are_parsed_in_each_format(
+    form: str, text: str, content: str | None, expected: list[tuple[str, str]]
+) -> None:
     message = read(form, text)
     assert message.content == content
     assert calls(message) == expected
@@ -127,13 +129,13 @@ def test_calls_of_each_format(form: str, text: str, content: str | None, expecte
         ("json", "{}"),
     ],
 )
-def test_what_is_no_call_is_content_to_the_letter(form: str, text: str) -> None:
+def test_text_that_is_not_a_call_is_content_unchanged(form: str, text: str) -> None:
     message = read(form, text)
     assert message.calls == []
     assert message.content == text
 
 
-def test_a_call_that_is_cut_stays_as_far_as_it_came() -> None:
+def test_truncated_call_keeps_the_arguments_so_far() -> None:
     message = read("hermes", '<tool_call>{"name": "look", "arguments": {"at": "the mo')
     assert calls(message) == [("look", '{"at": "the mo')]
 
@@ -147,7 +149,7 @@ def test_a_call_that_is_cut_stays_as_far_as_it_came() -> None:
         ("json", f"{LOOK}\n{ADD}"),
     ],
 )
-def test_a_required_call_never_becomes_content_wherever_it_is_cut(form: str, text: str) -> None:
+def test_truncated_required_call_never_becomes_content(form: str, text: str) -> None:
     shown: list[list[tuple[str, str]]] = []
     for end in range(len(text) + 1):
         message = read(form, text[:end], required=True)
@@ -162,12 +164,12 @@ def test_a_required_call_never_becomes_content_wherever_it_is_cut(form: str, tex
     assert shown[-1] == [("look", AT), ("add", A)]
 
 
-def test_a_required_call_whose_name_is_cut_is_none() -> None:
+def test_required_call_with_truncated_name_is_dropped() -> None:
     assert read("hermes", '<tool_call>\n{"name": "lo', required=True) == Message("", None, [])
     assert read("hermes", f"<tool_call>{LOOK}</tool_call>\n<tool_", required=True).content is None
 
 
-def test_what_follows_a_call_that_is_not_closed_is_content() -> None:
+def test_text_after_an_unclosed_call_is_content() -> None:
     message = read("hermes", f"<tool_call>{LOOK[:-1]} oops</tool_call>")
     assert calls(message) == [("look", AT)]
     assert message.content == "oops</tool_call>"
@@ -176,7 +178,7 @@ def test_what_follows_a_call_that_is_not_closed_is_content() -> None:
     assert message.content == ", nothing]"
 
 
-def test_without_parallel_calls_the_first_alone_is_taken() -> None:
+def test_only_the_first_call_is_kept_without_parallel_calls() -> None:
     for form, text in (
         ("hermes", f"<tool_call>{LOOK}</tool_call><tool_call>{ADD}</tool_call>"),
         ("mistral", f"[TOOL_CALLS][{LOOK}, {ADD}]"),
@@ -186,7 +188,7 @@ def test_without_parallel_calls_the_first_alone_is_taken() -> None:
         assert message.content is None
 
 
-def test_arguments_stream_as_they_come() -> None:
+def test_arguments_stream_as_they_arrive() -> None:
     parser = ToolParser(FORMATS["hermes"], NAMES)
     assert parser.push('Hm.\n<tool_call>{"name": "look", "argu') == [Content("Hm.")]
     assert parser.num_calls == 0
@@ -199,7 +201,7 @@ def test_arguments_stream_as_they_come() -> None:
     assert parser.num_calls == 1
 
 
-def test_ids_have_the_form_that_templates_want() -> None:
+def test_call_ids_follow_their_format() -> None:
     (call,) = read("mistral", f"[TOOL_CALLS][{LOOK}]").calls
     assert len(call.id) == 9
     assert call.id.isalnum()
@@ -207,7 +209,7 @@ def test_ids_have_the_form_that_templates_want() -> None:
     assert first.id != second.id
 
 
-def test_formats_of_models() -> None:
+def test_tool_format_follows_the_model_type() -> None:
     assert set(MODEL_FORMATS.values()) <= set(FORMATS)
     assert tool_format("auto", "qwen3") is FORMATS["hermes"]
     assert tool_format("auto", "unheard-of") is FORMATS["json"]
@@ -215,7 +217,7 @@ def test_formats_of_models() -> None:
 
 
 @pytest.mark.parametrize("form", sorted(FORMATS))
-def test_blanks_without_end_are_not_held_back(form: str) -> None:
+def test_endless_blanks_are_not_held_back(form: str) -> None:
     for text in (
         " " * 9999,
         f"<tool_call>{LOOK}" + "\n" * 9999,
@@ -248,7 +250,7 @@ def chunkings(draw: st.DrawFn) -> tuple[str, list[str]]:
 
 
 @given(st.sampled_from(sorted(FORMATS)), chunkings(), st.booleans())
-def test_the_result_does_not_depend_on_the_chunks(form: str, cut: tuple[str, list[str]], parallel: bool) -> None:
+def test_parsing_does_not_depend_on_the_chunks(form: str, cut: tuple[str, list[str]], parallel: bool) -> None:
     text, chunks = cut
     whole = read(form, text, parallel=parallel)
     for other in (read(form, *chunks, parallel=parallel), read(form, *text, parallel=parallel)):
@@ -256,6 +258,6 @@ def test_the_result_does_not_depend_on_the_chunks(form: str, cut: tuple[str, lis
 
 
 @given(st.sampled_from(sorted(FORMATS)), st.text(max_size=40))
-def test_any_text_without_a_call_is_kept(form: str, text: str) -> None:
+def test_text_without_a_call_is_kept(form: str, text: str) -> None:
     message = read(form, text)
     assert message.calls or message.content == text
