@@ -1,7 +1,6 @@
-"""The frontend's side of the wire: finds the engine by its heartbeat, keeps one link to it, routes its events."""
+"""Client of the engine core: finds it by its heartbeat, keeps one link to it and routes its events to streams."""
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import os
@@ -14,38 +13,34 @@ import zmq.asyncio
 from tandem.frontend.engine.calls import Call, EngineCalls
 from tandem.frontend.engine.health import EngineHealth, EngineWatch
 from tandem.frontend.engine.link import EngineLink
-from tandem.frontend.engine.streams import PromptQueue, ReadySet, TokenStream
+from tandem.frontend.engine.monitor import EngineMonitor
+from tandem.frontend.engine.streams import ReadySet, Terminal, TokenStream
 from tandem.frontend.errors import unavailable
 from tandem.frontend.metrics import FrontendMetrics
-from tandem.protocol.codec import decode_event, runs
+from tandem.protocol.codec import runs
 from tandem.protocol.commands import Abort, Submit
-from tandem.protocol.errors import ErrorCode, ProtocolError
+from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Answer, AnyEvent, Failure, Heartbeat, Inspection, Phase, Ready, Refused, StepOutput
 from tandem.protocol.sockets import Transport, connect_heartbeat, heartbeat_endpoint
 from tandem.protocol.version import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.25
-"""How often silence is looked for."""
-
 HELLO_TIMEOUT = 5.0
 """Seconds after which an unanswered Hello is sent again, on a new link."""
 
-
 STALE_SECONDS = 1.0
-"""After a broken connection beats of that life are not heard for so long: they may have left before it ended. An
-engine that still beats afterwards lives, and only the connection to it was lost."""
-
+"""Seconds after a broken connection during which heartbeats of that life are ignored: they may have been sent before it
+ended. An engine that is still heard afterwards is alive, and only the connection to it was lost."""
 
 _ID_BYTES = 4
 
 
 class EngineClient:
-    """Everything here runs in one event loop; what concerns streams awaits nothing.
+    """Connection to the engine, shared by all requests of one event loop. No method that concerns streams awaits.
 
-    A stream is open from `submit` until its terminal event. That comes from the engine, from the loss of the
-    engine, or not at all once the caller has given the request up with `abort`.
+    A stream is open from `submit` until its terminal event. That comes from the engine or from its loss; after an
+    `abort` there is none.
     """
 
     def __init__(
@@ -67,25 +62,25 @@ class EngineClient:
         self._link: EngineLink | None = None
         self._refusal: tuple[int, str] | None = None
         self._broken: tuple[int, float, str] | None = None
-        """Epoch, time and reason of the last connection that broke, until there is another."""
+        """Epoch, time and reason of the last broken connection, until there is a new one."""
         self._streams: dict[int, TokenStream] = {}
-        self._waiting = PromptQueue()
         self._ids = itertools.count(1)
         self.calls = EngineCalls(self._send_call)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._monitor = EngineMonitor(watch, self._on_heartbeat, self._check_silence)
+        self._listener: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins to listen; raises ValueError for an endpoint that the transport does not allow."""
+        """Begin to listen for the engine. Raises ValueError for an endpoint that the transport does not allow."""
         self._context = zmq.asyncio.Context()
         subscriber = connect_heartbeat(self._context, heartbeat_endpoint(self._endpoint), self._transport)
-        self._tasks = [asyncio.create_task(self._listen(subscriber)), asyncio.create_task(self._look_for_silence())]
+        self._listener = asyncio.create_task(self._monitor.run(subscriber))
 
     async def stop(self) -> None:
-        """Ends every open stream with an error, says goodbye and closes the sockets."""
+        """End every open stream with an error, say goodbye and close the sockets."""
         self.fail_all(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.cancel()
+            await asyncio.gather(self._listener, return_exceptions=True)
         if self._link is not None:
             self._link.close(polite=True)
             self._link = None
@@ -94,22 +89,22 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Streams that have had no terminal event."""
+        """Number of streams without a terminal event."""
         return len(self._streams)
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of streams that have had no event yet."""
-        return self._waiting.tokens
+        """Number of prompt tokens of streams that wait for their first output."""
+        return sum([stream.queued_tokens for stream in self._streams.values()])
 
     def health(self) -> EngineHealth:
-        """Whether a request would be taken now, and if not, why."""
-        health = self._watch.health(self._clock())
+        """Judge whether a request would be accepted now; a health that is not ready has the reason."""
+        health = self._watch.health()
         if not health.ready:
             return health
-        beat = self._watch.beat
-        assert beat is not None
-        if self._refusal is not None and self._refusal[0] == beat.engine_epoch:
+        heartbeat = self._watch.heartbeat
+        assert heartbeat is not None
+        if self._refusal is not None and self._refusal[0] == heartbeat.engine_epoch:
             return EngineHealth(False, "refused", self._refusal[1])
         if self._link is None and self._broken is not None:
             return EngineHealth(False, "lost", self._broken[2])
@@ -118,7 +113,7 @@ class EngineClient:
         return health
 
     def ready(self) -> Ready:
-        """Facts and limits of the engine. Raises ApiError 503 with the reason while there is none to serve."""
+        """Return the engine's facts and limits. Raises ApiError 503 with the reason while it is not ready."""
         health = self.health()
         if not health.ready or self._link is None or self._link.ready is None:
             code = ErrorCode.SHUTTING_DOWN if health.status == "draining" else ErrorCode.ENGINE_UNAVAILABLE
@@ -126,27 +121,25 @@ class EngineClient:
         return self._link.ready
 
     def next_id(self) -> int:
-        """A request id that this process has never used."""
+        """Return a request id that this process has never used."""
         return next(self._ids)
 
     def submit(self, command: Submit, choice: int, ready_set: ReadySet) -> TokenStream:
-        """Sends a request whose output arrives in the stream returned. Raises ApiError 503 when not ready."""
+        """Send a request; its output arrives in the stream returned. Raises ApiError 503 while not ready."""
         self.ready()
         assert self._link is not None
-        stream = TokenStream(command.request_id, choice, ready_set)
+        stream = TokenStream(command.request_id, choice, ready_set, len(command.prompt_ids) // _ID_BYTES)
         self._streams[command.request_id] = stream
-        self._waiting.add(command.request_id, len(command.prompt_ids) // _ID_BYTES)
         self._link.send(command)
         return stream
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Gives requests up: the engine is told first, then they are forgotten. Ids that have ended are ignored."""
+        """Abort requests in the engine, then forget their streams. Ids of ended requests are ignored."""
         open_ids = [request_id for request_id in request_ids if request_id in self._streams]
         if not open_ids:
             return
         if self._link is not None:
             self._link.send(Abort(open_ids))
-        self._waiting.remove_all(open_ids)
         for request_id in open_ids:
             self._streams.pop(request_id, None)
 
@@ -156,56 +149,37 @@ class EngineClient:
         self._link.send(call)
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
-        """Ends every open stream with this error and frees what the engine holds for them."""
+        """End every open stream with this error, and abort their requests in the engine."""
         if self._link is not None and self._streams:
             self._link.send(Abort(list(self._streams)))
         self._end_streams(code, message)
 
     def _end_streams(self, code: ErrorCode, message: str) -> None:
         streams, self._streams = self._streams, {}
-        self._waiting.remove_all(streams)
         for stream in streams.values():
-            stream.fail(Failure(stream.request_id, code, message))
+            stream.end(Failure(stream.request_id, code, message))
         self.calls.fail_all(unavailable(message, code))
 
-    async def _listen(self, subscriber: zmq.asyncio.Socket) -> None:
-        with contextlib.closing(subscriber):
-            while True:
-                data = await subscriber.recv()
-                try:
-                    event = decode_event(data)
-                except ProtocolError as error:
-                    logger.warning("unreadable heartbeat: %s", error)
-                    continue
-                if isinstance(event, Heartbeat):
-                    self._on_beat(event)
+    def _check_silence(self) -> None:
+        if self._link is not None and self._watch.is_silent:
+            self._lose(ErrorCode.ENGINE_UNAVAILABLE, self._watch.health().reason)
 
-    async def _look_for_silence(self) -> None:
-        expected = self._clock()
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
-            now = self._clock()
-            if now - expected > TICK_SECONDS + 1.0:
-                self._watch.reset_timers(now)
-            expected = now
-            if self._link is not None and self._watch.silence(now) > self._watch.beat_timeout:
-                self._lose(ErrorCode.ENGINE_UNAVAILABLE, self._watch.health(now).reason)
-
-    def _on_beat(self, beat: Heartbeat) -> None:
+    def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         now = self._clock()
-        if self._broken is not None and self._broken[0] == beat.engine_epoch and now - self._broken[1] < STALE_SECONDS:
+        broken = self._broken
+        if broken is not None and broken[0] == heartbeat.engine_epoch and now - broken[1] < STALE_SECONDS:
             return
-        self._watch.observe(beat, now)
+        self._watch.observe(heartbeat)
         link = self._link
-        if link is not None and link.epoch != beat.engine_epoch:
+        if link is not None and link.epoch != heartbeat.engine_epoch:
             self._lose(ErrorCode.ENGINE_UNAVAILABLE, "the engine was restarted")
-        elif link is not None and beat.phase is Phase.FAILED:
-            self._lose(ErrorCode.ENGINE_FAILED, f"the engine failed: {beat.detail or 'no detail given'}")
+        elif link is not None and heartbeat.phase is Phase.FAILED:
+            self._lose(ErrorCode.ENGINE_FAILED, f"the engine failed: {heartbeat.detail or 'no detail given'}")
         elif link is not None and link.ready is None and now - link.opened_at > HELLO_TIMEOUT:
             self._lose(ErrorCode.ENGINE_UNAVAILABLE, f"the engine did not answer a Hello for {HELLO_TIMEOUT:.0f} s")
-        refused = self._refusal is not None and self._refusal[0] == beat.engine_epoch
-        if self._link is None and beat.phase is Phase.READY and not refused:
-            self._connect(beat.engine_epoch, now)
+        refused = self._refusal is not None and self._refusal[0] == heartbeat.engine_epoch
+        if self._link is None and heartbeat.phase is Phase.READY and not refused:
+            self._connect(heartbeat.engine_epoch, now)
 
     def _connect(self, epoch: int, now: float) -> None:
         assert self._context is not None
@@ -220,7 +194,7 @@ class EngineClient:
         self._lose(ErrorCode.ENGINE_UNAVAILABLE, reason)
 
     def _lose(self, code: ErrorCode, reason: str) -> None:
-        """The link is of no further use: its streams end with an error, and the next beat may open a new one."""
+        """Close the link and end its streams with an error; the next heartbeat may open a new one."""
         link, self._link = self._link, None
         if link is None:
             return
@@ -249,19 +223,14 @@ class EngineClient:
                 stream.cached_tokens = started.cached_tokens
         for request_id, tokens in runs(output):
             if (stream := streams.get(request_id)) is not None:
-                self._waiting.remove(request_id)
                 stream.put(tokens)
         for logprobs in output.logprobs:
             if (stream := streams.get(logprobs.request_id)) is not None:
                 stream.put_logprobs(logprobs)
-        for finished in output.finished:
-            if (stream := streams.pop(finished.request_id, None)) is not None:
-                self._waiting.remove(finished.request_id)
-                stream.finish(finished)
-        for failure in output.failures:
-            if (stream := streams.pop(failure.request_id, None)) is not None:
-                self._waiting.remove(failure.request_id)
-                stream.fail(failure)
+        terminals: list[Terminal] = [*output.finished, *output.failures]
+        for terminal in terminals:
+            if (stream := streams.pop(terminal.request_id, None)) is not None:
+                stream.end(terminal)
 
     def _on_ready(self, ready: Ready) -> None:
         link = self._link
@@ -282,7 +251,7 @@ class EngineClient:
             logger.info("connected to the engine of epoch %d, model %s", ready.engine_epoch, ready.model.name)
 
     def _refuse(self, reason: str) -> None:
-        """This life of the engine and this frontend do not fit: no further try before the next one."""
+        """Close the link and do not connect again to this life of the engine, which does not fit this frontend."""
         assert self._link is not None
         self._refusal = (self._link.epoch, reason)
         self._lose(ErrorCode.ENGINE_UNAVAILABLE, reason)

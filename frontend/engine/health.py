@@ -1,105 +1,115 @@
-"""What the heartbeat says about the engine: which life it is in, and whether it lives and moves.
+"""Health of the engine, judged by its heartbeats: which life it is in, and whether it runs and makes progress."""
 
-Pure: it is told the time (seconds of a monotonic clock) and does no I/O.
-"""
+import time
+from collections.abc import Callable
 
 from msgspec import Struct
 
 from tandem.protocol.events import Heartbeat, Phase
 
 SILENCE_FACTOR = 3
-"""Heartbeat timeouts until a silent engine is not only unready but to be killed."""
+"""Multiple of the heartbeat timeout after which a silent engine is not only unready but restarted."""
 
 _PREPARING = (Phase.STARTING, Phase.LOADING, Phase.WARMING)
 
 
 class EngineHealth(Struct, frozen=True):
-    """Whether the engine can take work; if not, why."""
+    """Readiness of the engine, with the reason while it accepts no requests."""
 
     ready: bool
     status: str
-    """For programs: ready, waiting, loading, draining, failed, silent or hung; in a frontend connecting, lost or
-    refused as well."""
+    """State for programs: ready, waiting, loading, draining, failed, silent or hung; in a frontend also connecting,
+    lost or refused."""
     reason: str = ""
+    """Explanation for people; "" when ready."""
     percent: int | None = None
+    """Progress of loading or warming up, 0 to 100."""
 
 
 class EngineWatch:
-    """Judges an engine by its beats.
+    """Judge of one engine by its heartbeats. Does no I/O.
 
-    No beat for `beat_timeout` is a dead or stopped engine. Beats without a step launched or committed for
-    `step_timeout` while work is pending are a hung one; loading and warming up take what they take.
+    No heartbeat for `beat_timeout` seconds means a dead or stopped engine. Heartbeats without a step launched or
+    committed for `step_timeout` seconds, while requests are pending, mean a hung one; loading and warming up may take
+    any time. `clock` returns monotonic seconds.
     """
 
-    def __init__(self, beat_timeout: float, step_timeout: float) -> None:
+    def __init__(self, beat_timeout: float, step_timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.beat_timeout = beat_timeout
         self.step_timeout = step_timeout
-        self.beat: Heartbeat | None = None
-        self._beat_at = 0.0
-        self._moved_at = 0.0
-        self._gone: int | None = None
+        self.heartbeat: Heartbeat | None = None
+        """Newest heartbeat of the current life; None before the first."""
+        self._clock = clock
+        self._heard_at = 0.0
+        self._progress_at = 0.0
+        self._ended_epoch: int | None = None
 
-    def observe(self, beat: Heartbeat, now: float) -> None:
-        if beat.engine_epoch == self._gone:  # it was on its way when the process ended
+    def observe(self, heartbeat: Heartbeat) -> None:
+        """Record a heartbeat, unless its process is known to have ended."""
+        if heartbeat.engine_epoch == self._ended_epoch:
             return
-        before, self.beat = self.beat, beat
-        self._beat_at = now
-        owes_steps = beat.pending > 0 and beat.phase is Phase.READY
-        stood_still = before is not None and _position(before) == _position(beat)
+        previous, self.heartbeat = self.heartbeat, heartbeat
+        self._heard_at = now = self._clock()
+        owes_steps = heartbeat.pending > 0 and heartbeat.phase is Phase.READY
+        stood_still = previous is not None and _position(previous) == _position(heartbeat)
         if not (owes_steps and stood_still):
-            self._moved_at = now
+            self._progress_at = now
 
-    def reset_timers(self, now: float) -> None:
-        """The listener itself was held up: what it missed is not the engine's silence."""
-        self._beat_at = max(self._beat_at, now)
-        self._moved_at = max(self._moved_at, now)
+    def reset_timers(self) -> None:
+        """Start both timeouts afresh, after a delay of the listener itself: what it missed says nothing about the
+        engine."""
+        self._heard_at = self._progress_at = self._clock()
 
     def forget(self) -> None:
-        """The process has ended: nothing is known of the next, and late beats of this life are not heard."""
-        if self.beat is not None:
-            self._gone, self.beat = self.beat.engine_epoch, None
+        """Discard the engine whose process has ended, and ignore its heartbeats that are still on their way."""
+        if self.heartbeat is not None:
+            self._ended_epoch, self.heartbeat = self.heartbeat.engine_epoch, None
 
-    def silence(self, now: float) -> float:
-        """Seconds since the last beat; 0 before the first."""
-        return now - self._beat_at if self.beat is not None else 0.0
+    def silence(self) -> float:
+        """Return the seconds since the last heartbeat; 0 before the first."""
+        return self._clock() - self._heard_at if self.heartbeat is not None else 0.0
 
-    def health(self, now: float) -> EngineHealth:
-        beat = self.beat
-        if beat is None:
+    @property
+    def is_silent(self) -> bool:
+        """True once the last heartbeat is older than `beat_timeout`."""
+        return self.silence() > self.beat_timeout
+
+    def health(self) -> EngineHealth:
+        """Judge the engine as of now."""
+        heartbeat = self.heartbeat
+        if heartbeat is None:
             return EngineHealth(False, "waiting", "no heartbeat from the engine yet; is it running on this endpoint?")
-        if (silence := self.silence(now)) > self.beat_timeout:
-            return EngineHealth(False, "silent", f"no heartbeat from the engine for {silence:.1f} s")
-        if beat.phase in _PREPARING:
-            detail = f": {beat.detail}" if beat.detail else ""
-            return EngineHealth(
-                False, "loading", f"the engine is {beat.phase.value}, {beat.percent} %{detail}", beat.percent
-            )
-        if beat.phase is Phase.FAILED:
-            return EngineHealth(False, "failed", f"the engine failed: {beat.detail or 'no detail given'}")
-        if beat.phase is Phase.DRAINING:
+        if self.is_silent:
+            return EngineHealth(False, "silent", f"no heartbeat from the engine for {self.silence():.1f} s")
+        if heartbeat.phase in _PREPARING:
+            detail = f": {heartbeat.detail}" if heartbeat.detail else ""
+            reason = f"the engine is {heartbeat.phase.value}, {heartbeat.percent} %{detail}"
+            return EngineHealth(False, "loading", reason, heartbeat.percent)
+        if heartbeat.phase is Phase.FAILED:
+            return EngineHealth(False, "failed", f"the engine failed: {heartbeat.detail or 'no detail given'}")
+        if heartbeat.phase is Phase.DRAINING:
             return EngineHealth(False, "draining", "the engine is shutting down")
-        if beat.pending and (stuck := now - self._moved_at) > self.step_timeout:
-            return EngineHealth(
-                False, "hung", f"the engine made no step for {stuck:.0f} s while {beat.pending} requests wait for it"
-            )
+        if heartbeat.pending and (stuck := self._clock() - self._progress_at) > self.step_timeout:
+            reason = f"the engine made no step for {stuck:.0f} s while {heartbeat.pending} requests wait for it"
+            return EngineHealth(False, "hung", reason)
         return EngineHealth(True, "ready")
 
-    def should_restart(self, now: float) -> str:
-        """Why the process should be killed, to be started again; nothing while it may recover.
+    def should_restart(self) -> str:
+        """Return the reason why the process should be killed and started again; "" while it may recover.
 
-        What loads is silent for longer, as code that loads may hold the interpreter, and with it the beats. A
-        process that has not beaten yet is left alone: it may be reading its programs from a slow disk.
+        A loading engine may be silent for longer, because code that loads can hold the interpreter and with it the
+        heartbeat. A process without any heartbeat yet is left alone: it may be reading its programs from a slow disk.
         """
-        beat, health = self.beat, self.health(now)
-        if beat is None:
+        heartbeat, health = self.heartbeat, self.health()
+        if heartbeat is None:
             return ""
         patience = SILENCE_FACTOR * self.beat_timeout
-        if beat.phase in _PREPARING:
+        if heartbeat.phase in _PREPARING:
             patience = max(patience, self.step_timeout)
-        given_up = health.status == "hung" or self.silence(now) > patience
+        given_up = health.status == "hung" or self.silence() > patience
         return health.reason if given_up else ""
 
 
-def _position(beat: Heartbeat) -> tuple[int, int, int]:
-    """How far an engine has come, in which life."""
-    return beat.engine_epoch, beat.stats.steps_launched, beat.stats.steps_committed
+def _position(heartbeat: Heartbeat) -> tuple[int, int, int]:
+    """Return the engine's epoch and how many steps it has launched and committed in it."""
+    return heartbeat.engine_epoch, heartbeat.stats.steps_launched, heartbeat.stats.steps_committed

@@ -6,7 +6,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from tandem.frontend.engine.monitor import EngineMonitor
+from tandem.frontend.engine.health import EngineWatch
 from tandem.protocol.events import EngineStats, Histogram, Phase
 
 _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
@@ -77,31 +77,35 @@ _HISTOGRAMS: dict[str, tuple[str, Callable[[EngineStats], Histogram]]] = {
 
 
 class EngineCollector(Collector):
-    """Metrics of one engine. Before its first beat there is nothing but that it is not up."""
+    """Prometheus collector of one engine; before its first heartbeat it reports only that the engine is not up.
 
-    def __init__(self, monitor: EngineMonitor, restarts: Callable[[], int]) -> None:
-        self._monitor = monitor
+    `restarts` returns how often the engine's process was started again.
+    """
+
+    def __init__(self, watch: EngineWatch, restarts: Callable[[], int]) -> None:
+        self._watch = watch
         self._restarts = restarts
 
     def collect(self) -> Iterable[Metric]:
         yield from self._life()
-        if (beat := self._monitor.beat) is not None:
-            yield from stats_metrics(beat.stats)
+        if (heartbeat := self._watch.heartbeat) is not None:
+            yield from stats_metrics(heartbeat.stats)
 
     def _life(self) -> Iterator[Metric]:
-        beat, health = self._monitor.beat, self._monitor.health()
-        up = beat is not None and health.status not in ("silent", "failed")
+        heartbeat, health = self._watch.heartbeat, self._watch.health()
+        up = heartbeat is not None and health.status not in ("silent", "failed")
         yield GaugeMetricFamily("tandem_engine_up", "1 while the engine's heartbeat is heard.", float(up))
-        yield GaugeMetricFamily("tandem_engine_ready", "1 while the engine takes requests.", float(health.ready))
-        yield CounterMetricFamily("tandem_engine_restarts", "Times the engine was started again.", self._restarts())
+        yield GaugeMetricFamily("tandem_engine_ready", "1 while the engine accepts requests.", float(health.ready))
+        yield CounterMetricFamily("tandem_engine_restarts", "Restarts of the engine's process.", self._restarts())
         phases = GaugeMetricFamily("tandem_engine_phase", "1 for the phase that the engine is in.", labels=["phase"])
         for phase in Phase:
-            phases.add_metric([phase.value], float(beat is not None and beat.phase is phase))
+            phases.add_metric([phase.value], float(heartbeat is not None and heartbeat.phase is phase))
         yield phases
-        if beat is not None:
+        if heartbeat is not None:
             name = "tandem_engine_seconds_since_last_beat"
-            yield GaugeMetricFamily(name, "Age of the last heartbeat.", self._monitor.silence())
-            yield GaugeMetricFamily("tandem_engine_pending", "Requests the engine still owes an end.", beat.pending)
+            yield GaugeMetricFamily(name, "Age of the last heartbeat.", self._watch.silence())
+            text = "Requests that the engine has accepted and not finished."
+            yield GaugeMetricFamily("tandem_engine_pending", text, heartbeat.pending)
 
 
 def stats_metrics(stats: EngineStats) -> Iterator[Metric]:

@@ -1,81 +1,70 @@
-"""The supervisor's ear: the engine's heartbeat, without a connection to the engine itself."""
+"""Listener to an engine's heartbeats, without a connection to the engine itself."""
 
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 
 import zmq.asyncio
 
-from tandem.frontend.engine.health import EngineHealth, EngineWatch
+from tandem.frontend.engine.health import EngineWatch
 from tandem.protocol.codec import decode_event
 from tandem.protocol.errors import ProtocolError
 from tandem.protocol.events import Heartbeat
-from tandem.protocol.sockets import Transport, connect_heartbeat, heartbeat_endpoint
 
 logger = logging.getLogger(__name__)
 
+TICK_SECONDS = 0.25
+"""Interval at which an engine is checked for silence."""
+
+_MAX_LAG = 1.0
+"""Seconds by which a tick may be late before the listener counts as held up."""
+
 
 class EngineMonitor:
-    """Remembers the last beat and judges the engine by it."""
+    """Calls back with each heartbeat of an engine, and at regular ticks so that its silence is noticed.
+
+    An `EngineWatch` judges what it hears; `on_heartbeat` has to pass the heartbeats on to it that count.
+    """
 
     def __init__(
-        self,
-        endpoint: str,
-        transport: Transport,
-        watch: EngineWatch,
-        clock: Callable[[], float] = time.monotonic,
+        self, watch: EngineWatch, on_heartbeat: Callable[[Heartbeat], None], on_tick: Callable[[], None]
     ) -> None:
-        self._endpoint = endpoint
-        self._transport = transport
         self._watch = watch
-        self._clock = clock
+        self._on_heartbeat = on_heartbeat
+        self._on_tick = on_tick
 
-    @property
-    def beat(self) -> Heartbeat | None:
-        return self._watch.beat
+    async def run(self, subscriber: zmq.asyncio.Socket) -> None:
+        """Listen until cancelled, then close the socket (`connect_heartbeat`)."""
+        with contextlib.closing(subscriber):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._listen(subscriber))
+                group.create_task(self._tick())
 
-    def silence(self) -> float:
-        """Seconds since the last beat; 0 before the first."""
-        return self._watch.silence(self._clock())
+    async def _listen(self, subscriber: zmq.asyncio.Socket) -> None:
+        while True:
+            data = await subscriber.recv()
+            try:
+                event = decode_event(data)
+            except ProtocolError as error:
+                logger.warning("unreadable heartbeat: %s", error)
+                continue
+            if isinstance(event, Heartbeat):
+                try:
+                    self._on_heartbeat(event)
+                except Exception:  # a bug here must not make a living engine look silent
+                    logger.exception("a heartbeat could not be handled")
 
-    def health(self) -> EngineHealth:
-        return self._watch.health(self._clock())
-
-    def should_restart(self) -> str:
-        """Why the engine should be killed, to be started again; nothing while it may recover."""
-        return self._watch.should_restart(self._clock())
-
-    def reset_timers(self) -> None:
-        """This process was held up: what it missed is not the engine's silence."""
-        self._watch.reset_timers(self._clock())
-
-    def forget(self) -> None:
-        """The engine's process has ended."""
-        self._watch.forget()
-
-    async def listen(self) -> None:
-        """Follows the heartbeat until it is cancelled."""
-        context = zmq.asyncio.Context()
-        try:
-            subscriber = connect_heartbeat(context, heartbeat_endpoint(self._endpoint), self._transport)
-            with contextlib.closing(subscriber):
-                while True:
-                    self._take(await subscriber.recv())
-        finally:
-            context.term()
-
-    async def until_ready(self) -> None:
-        """Returns once the engine says that it is ready."""
-        while not self.health().ready:
-            await asyncio.sleep(0.05)
-
-    def _take(self, data: bytes) -> None:
-        try:
-            event = decode_event(data)
-        except ProtocolError as error:
-            logger.warning("unreadable heartbeat: %s", error)
-            return
-        if isinstance(event, Heartbeat):
-            self._watch.observe(event, self._clock())
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        expected = loop.time()
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            now = loop.time()
+            if now - expected > TICK_SECONDS + _MAX_LAG:
+                self._watch.reset_timers()
+            expected = now
+            try:
+                self._on_tick()
+            except Exception:  # nor stop the checks
+                logger.exception("a check of the engine failed")

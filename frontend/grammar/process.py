@@ -1,4 +1,4 @@
-"""A process that compiles grammars, seen from this side: asked one at a time, ended and started again at need."""
+"""Client of one process that compiles grammars, started on demand and replaced after a failure."""
 
 import asyncio
 import contextlib
@@ -7,38 +7,39 @@ import sys
 import msgspec
 
 from tandem.frontend.errors import unavailable
+from tandem.frontend.process import ManagedProcess
 from tandem.protocol.errors import ErrorCode
 
 MAX_GRAMMAR_CHARS = 2**20
 CHECK_SECONDS = 10.0
-"""On the clock. The process has a limit of its own on CPU time, which ends it sooner unless the machine is busy."""
+"""Wall-clock limit of one compilation. The process also limits its CPU time, which ends it sooner if idle."""
 TOO_COMPLEX = "it takes too much time, memory or depth to compile; make it smaller or simpler"
 _ARGV = (sys.executable, "-P", "-m", "tandem.frontend.grammar.worker")
 
 
 class GrammarProcess:
-    """Runs `grammar_worker`, from the first question on. `hello` is the line that it gets first."""
+    """Runs `tandem.frontend.grammar.worker` from the first request on; `hello` is the first line sent to it."""
 
     def __init__(self, hello: bytes) -> None:
         self._hello = hello
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ManagedProcess | None = None
         self._ending: set[asyncio.Task[int]] = set()
-        """Processes that were killed and are not gone yet."""
+        """Waits for processes that were killed and have not ended yet."""
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
     async def ask(self, grammar: str) -> str | None:
-        """What is wrong with a grammar, or None; what the process does not survive, it cannot compile.
+        """Compile a grammar; return the error, or None if it compiles.
 
-        Raises ApiError 503 where it takes too long on the clock. One question at a time.
+        A grammar that ends the process counts as too complex. Raises ApiError 503 after `CHECK_SECONDS`. One request
+        at a time.
         """
         process = self._process
-        if process is None or process.returncode is not None:
+        if process is None or process.pid is None:
             self._end()
             process = await self._start()
-        assert process.stdin is not None and process.stdout is not None
         answer = b""
         try:
             process.stdin.write(msgspec.json.encode([grammar]) + b"\n")
@@ -51,22 +52,19 @@ class GrammarProcess:
                 "the machine is too busy to compile a grammar; try again later", ErrorCode.OVERLOADED
             ) from None
         finally:
-            # Whoever asks next must not get this answer.
+            # The next request must not read this answer.
             if not answer:
                 self._end()
         return TOO_COMPLEX if not answer else msgspec.json.decode(answer, type=tuple[str | None])[0]
 
     async def close(self) -> None:
+        """Kill the process and wait until every killed one has ended."""
         self._end()
         await asyncio.gather(*self._ending)
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        pipe = asyncio.subprocess.PIPE
-        # A session of its own: an interrupt from the terminal is not meant for it.
-        process = await asyncio.create_subprocess_exec(
-            *_ARGV, stdin=pipe, stdout=pipe, limit=2 * MAX_GRAMMAR_CHARS, start_new_session=True
-        )
-        assert process.stdin is not None
+    async def _start(self) -> ManagedProcess:
+        process = ManagedProcess("grammar compiler", _ARGV, pipe_limit=2 * MAX_GRAMMAR_CHARS)
+        await process.start()
         process.stdin.write(self._hello + b"\n")
         self._process = process
         return process
@@ -74,10 +72,7 @@ class GrammarProcess:
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            assert process.stdin is not None
-            process.stdin.close()
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            gone = asyncio.create_task(process.wait())
-            self._ending.add(gone)
-            gone.add_done_callback(self._ending.discard)
+            process.kill()
+            ended = asyncio.create_task(process.wait())
+            self._ending.add(ended)
+            ended.add_done_callback(self._ending.discard)

@@ -1,4 +1,4 @@
-"""Generation without a server: `from tandem.frontend.offline.llm import LLM`.
+"""Offline inference, without a server: `from tandem import LLM`.
 
 with LLM(model="/models/qwen3") as llm:
     for result in llm.generate(["Once upon a time", "In the end"], max_tokens=64, temperature=0):
@@ -13,26 +13,24 @@ from typing import Any
 
 from tandem.frontend.config import ChatOptions
 from tandem.frontend.offline.loop_thread import LoopThread
-from tandem.frontend.offline.result import Output, RequestError, Result
+from tandem.frontend.offline.result import EngineError, Output, RequestError, Result
 from tandem.frontend.offline.session import OfflineSession
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.supervisor.launch import LaunchError, check_engine_installed
-from tandem.frontend.supervisor.process import EngineError
 from tandem.protocol.engine_options import EngineOptions
 
 __all__ = ["LLM", "ChatOptions", "EngineError", "LaunchError", "Output", "RequestError", "Result"]
 
 Conversation = Sequence[Mapping[str, Any]]
 
-_OURS = ("model", "prompt", "messages", "stream", "stream_options", "echo", "return_token_ids")
+_RESERVED_FIELDS = ("model", "prompt", "messages", "stream", "stream_options", "echo", "return_token_ids")
 
 
 class LLM:
-    """An engine process of one's own, from the constructor to `close`.
+    """A model in an engine process of its own, from the constructor to `close`.
 
-    `options` are the fields of EngineOptions, the flags of `tandem serve` by other means. The process ends with
-    `close`, with the `with` block, and with this process, however that ends. Calls from several threads are taken
-    side by side.
+    `options` are the fields of EngineOptions, which are the engine flags of `tandem serve`. The process ends with
+    `close`, with the `with` block, and with this process, however that ends. Several threads may call at once.
     """
 
     def __init__(
@@ -43,10 +41,10 @@ class LLM:
         startup_timeout: float = 600.0,
         **options: Any,
     ) -> None:
-        """Returns once the engine is ready; without a model it takes the one that ships.
+        """Start the engine and wait until it is ready; by default with the model that ships with it.
 
-        Raises LaunchError or TokenizerError for what cannot be started, EngineError for an engine that ends or is not
-        ready within `startup_timeout` seconds, TypeError for an unknown option.
+        Raises LaunchError or TokenizerError for a model that cannot be served, EngineError for an engine that ends or
+        is not ready within `startup_timeout` seconds, TypeError for an unknown option.
         """
         check_engine_installed()
         self._session = OfflineSession(EngineOptions(model=model, **options), chat or ChatOptions())
@@ -61,34 +59,34 @@ class LLM:
 
     @property
     def engine_pid(self) -> int | None:
-        """Of the engine process."""
+        """Process id of the engine; None before its start and after its end."""
         return self._session.engine_pid
 
     def generate(self, prompts: Prompt | Sequence[Prompt], *, progress: bool = True, **fields: Any) -> list[Result]:
-        """Continues prompts, texts or lists of token ids, many at a time; the results come in their order.
+        """Complete prompts, texts or lists of token ids, in batches; return the results in their order.
 
-        `fields` are those of `POST /v1/completions` (`max_tokens`, `temperature`, `seed`, `stop`, `n`, ...), the same
-        for every prompt and with the same defaults. Raises RequestError for the first prompt that is refused or
-        fails, EngineError where the engine has ended.
+        `fields` are those of `POST /v1/completions` (`max_tokens`, `temperature`, `seed`, `stop`, `n`, ...), with the
+        same defaults, and apply to every prompt. Raises RequestError for the first prompt that is refused or fails,
+        EngineError if the engine has ended.
         """
         self._check_open()
-        return self._thread.run(self._session.generate(_several(prompts), _checked(fields), progress))
+        return self._thread.run(self._session.generate(_as_batch(prompts), _check_fields(fields), progress))
 
     def chat(
         self, conversations: Conversation | Sequence[Conversation], *, progress: bool = True, **fields: Any
     ) -> list[Result]:
-        """Answers conversations, each a list of messages as OpenAI has them; one alone is taken, too.
+        """Answer one conversation or several, each a list of OpenAI messages.
 
-        `fields` are those of `POST /v1/chat/completions` (`tools`, `response_format`, ... and what `generate` takes).
-        Raises as `generate` does.
+        `fields` are those of `POST /v1/chat/completions` (`tools`, `response_format`, ... and those of `generate`).
+        Raises the errors of `generate`.
         """
         self._check_open()
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         several = [conversations] if one else list(conversations)
-        return self._thread.run(self._session.chat(several, _checked(fields), progress))
+        return self._thread.run(self._session.chat(several, _check_fields(fields), progress))
 
     def close(self) -> None:
-        """Ends the engine process and waits for its end. Idempotent."""
+        """Stop the engine process and wait for its end. Idempotent."""
         self._finalizer()
 
     def __enter__(self) -> "LLM":
@@ -105,7 +103,7 @@ class LLM:
 
 
 def _close(thread: LoopThread, session: OfflineSession) -> None:
-    if thread.is_current:  # the garbage collector runs in whichever thread asks for memory
+    if thread.is_current:  # the garbage collector runs in whichever thread allocates
         threading.Thread(target=_close, args=(thread, session)).start()
         return
     try:
@@ -114,16 +112,16 @@ def _close(thread: LoopThread, session: OfflineSession) -> None:
         thread.stop()
 
 
-def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     one = bool(prompts) and isinstance(prompts[0], int)
     return [list(prompts)] if one else list(prompts)  # type: ignore[arg-type]
 
 
-def _checked(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises TypeError for fields that this interface sets itself; the others are judged as a server would."""
-    for name in _OURS:
+def _check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields. Raises TypeError for those that this interface sets; the others are checked like a request."""
+    for name in _RESERVED_FIELDS:
         if name in fields:
             raise TypeError(f"{name!r} is not a sampling field")
     return dict(fields)

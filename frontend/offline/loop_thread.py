@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for callers that have none."""
+"""Event loop in a thread of its own, for callers without one."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ _Result = TypeVar("_Result")
 
 
 class LoopThread:
-    """The thread does not keep the process alive."""
+    """Daemon thread that runs an event loop and coroutines on behalf of other threads."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -22,11 +22,14 @@ class LoopThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs there, where it must not wait for it."""
+        """True in the loop's own thread, which must not wait for itself in `run`."""
         return threading.current_thread() is self._thread
 
     def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-        """Runs it there and waits. An interrupt of the wait cancels it, and is raised once it has ended."""
+        """Run a coroutine in the loop and wait for its result.
+
+        KeyboardInterrupt cancels the coroutine and is raised once that has ended.
+        """
         future: Future[_Result] = Future()
         tasks: list[asyncio.Task[_Result]] = []
 
@@ -45,13 +48,13 @@ class LoopThread:
             self._loop.call_soon_threadsafe(begin)
             return future.result()
         except KeyboardInterrupt:
-            # If it was to begin at all, it has by the time that this is called.
+            # `begin`, if it was scheduled, runs before this.
             self._loop.call_soon_threadsafe(end)
             wait([future])
             raise
 
     def stop(self) -> None:
-        """Ends the loop and the thread; what still runs there is dropped."""
+        """Stop the loop and the thread, dropping the tasks that still run."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

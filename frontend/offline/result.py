@@ -1,4 +1,4 @@
-"""What offline use returns and raises."""
+"""Results and errors of offline inference."""
 
 from collections.abc import Sequence
 
@@ -13,34 +13,38 @@ from tandem.frontend.generation.generation import Usage
 
 
 class Output(Struct, frozen=True):
-    """One choice."""
+    """One choice of a result."""
 
     text: str
-    """Of a chat, the content of the message."""
+    """Text of the choice; for a chat, the content of the message."""
     token_ids: list[int]
-    """As sampled, the id that ended the sequence among them."""
+    """Sampled ids, including the one that ended the sequence."""
     finish_reason: str
     reasoning: str | None = None
     calls: Sequence[ToolCall] = ()
-    """Calls of tools, of a chat."""
+    """Tool calls of a chat."""
 
 
 class Result(Struct, frozen=True):
-    """What became of one prompt, or one conversation."""
+    """Result of one prompt or one conversation."""
 
     prompt_token_ids: list[int]
     outputs: list[Output]
-    """As many as `n`."""
+    """Choices, `n` of them."""
     usage: Usage
 
     @property
     def text(self) -> str:
-        """That of the first choice."""
+        """Text of the first choice."""
         return self.outputs[0].text
 
 
+class EngineError(Exception):
+    """The engine process could not be started, is not ready in time, or has ended."""
+
+
 class RequestError(Exception):
-    """A prompt or conversation that was refused, or failed; `index` is its place in the batch."""
+    """A prompt or conversation was refused or failed; `index` is its position in the batch."""
 
     def __init__(self, index: int, error: ApiError) -> None:
         super().__init__(f"request {index}: {error.message}")
@@ -49,14 +53,14 @@ class RequestError(Exception):
         self.code = error.code
 
 
-def completed(admitted: Admitted, choices: Sequence[ChoiceDelta], usage: Usage) -> Result:
-    """The result of the one prompt of a generation."""
+def completion_result(admitted: Admitted, choices: Sequence[ChoiceDelta], usage: Usage) -> Result:
+    """Build the result of a completion from the choices of its one prompt."""
     outputs = [Output(delta.text, list(delta.token_ids), delta.finish_reason or "") for delta in choices]
     return Result(admitted.prompts[0].ids, outputs, usage)
 
 
-def answered(admitted: Admitted, shape: MessageShape, choices: Sequence[ChoiceDelta], usage: Usage) -> Result:
-    """The result of a chat, each choice read as a message."""
+def chat_result(admitted: Admitted, shape: MessageShape, choices: Sequence[ChoiceDelta], usage: Usage) -> Result:
+    """Build the result of a chat; each choice is parsed as a message."""
     return Result(admitted.prompts[0].ids, [_output(delta, shape.new_parser()) for delta in choices], usage)
 
 

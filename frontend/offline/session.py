@@ -1,4 +1,4 @@
-"""The asynchronous half of offline use: an engine process, a link to it, and requests in flight."""
+"""Asynchronous half of offline inference: an engine process, a connection to it, and the requests in flight."""
 
 import asyncio
 import itertools
@@ -18,28 +18,30 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Generation, Usage
-from tandem.frontend.offline.result import RequestError, Result, answered, completed
+from tandem.frontend.offline.result import EngineError, RequestError, Result, chat_result, completion_result
+from tandem.frontend.process import ManagedProcess
 from tandem.frontend.progress import Progress
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.server.app import build_service
-from tandem.frontend.supervisor.launch import model_dir, private_endpoint
-from tandem.frontend.supervisor.process import EngineError, EngineProcess
+from tandem.frontend.supervisor.launch import engine_command, model_dir, private_endpoint
 from tandem.protocol.engine_options import EngineOptions
 
 _UNLIMITED = 2**31 - 1
 _POLL_SECONDS = 0.05
+_STOP_SECONDS = 10.0
+"""Seconds that the engine gets to end before it is killed."""
 
 Ask = Callable[[Any, dict[str, Any]], Awaitable[Result]]
 
 
 class OfflineSession:
-    """Everything here runs in one event loop, from `open` to `close`."""
+    """Engine process and frontend parts of one `LLM`. Runs in one event loop, from `open` to `close`."""
 
     def __init__(self, options: EngineOptions, chat: ChatOptions) -> None:
         self._options = options
         self._chat = chat
         self._resources = ExitStack()
-        self._engine: EngineProcess | None = None
+        self._engine: ManagedProcess | None = None
         self._service: Service | None = None
 
     @property
@@ -47,32 +49,33 @@ class OfflineSession:
         return self._engine.pid if self._engine is not None else None
 
     async def open(self, timeout: float) -> None:
-        """Returns once the engine takes requests.
+        """Start the engine and wait, for at most `timeout` seconds, until it accepts requests.
 
-        Raises LaunchError, TokenizerError or EngineError; `close` is due even so. `timeout` in seconds.
+        Raises LaunchError or TokenizerError for a model that cannot be served, EngineError if the engine ends or is not
+        ready in time. `close` has to be called even then.
         """
         folder = model_dir(self._options.model)
         endpoint = self._resources.enter_context(private_endpoint(None))
         self._service = build_service(
             FrontendConfig(endpoint, folder, max_concurrent=_UNLIMITED, max_queued_tokens=_UNLIMITED)
         )
-        self._engine = EngineProcess(endpoint, self._options)
+        self._engine = ManagedProcess("engine core", engine_command(endpoint, self._options))
         await self._engine.start()
         self._service.client.start()
         deadline = time.monotonic() + timeout
         while not (health := self._service.client.health()).ready:
-            self._engine.check()
+            self._check_engine()
             if time.monotonic() > deadline:
                 raise EngineError(f"the engine core is not ready after {timeout:.0f} s: {health.reason}")
             await asyncio.sleep(_POLL_SECONDS)
 
     async def close(self) -> None:
-        """Ends the engine and frees what `open` took, as far as it came."""
+        """Stop the engine and release whatever `open` acquired. Idempotent."""
         with self._resources:
             if self._service is not None:
                 await self._service.close()
             if self._engine is not None:
-                await self._engine.stop()
+                await self._engine.stop(_STOP_SECONDS)
 
     async def generate(self, prompts: Sequence[Prompt], fields: dict[str, Any], show: bool) -> list[Result]:
         return await self._run_all(self._complete, prompts, fields, show)
@@ -81,7 +84,10 @@ class OfflineSession:
         return await self._run_all(self._answer, conversations, fields, show)
 
     async def _run_all(self, ask: Ask, items: Sequence[Any], fields: dict[str, Any], show: bool) -> list[Result]:
-        """The results in order. Raises RequestError for the first that fails; the rest is given up."""
+        """Run `ask` on each item and return the results in their order.
+
+        Raises RequestError for the first item that fails and cancels the others.
+        """
         service = self._running()
         results: list[Result | None] = [None] * len(items)
         progress = Progress("generate", len(items), None)
@@ -97,7 +103,7 @@ class OfflineSession:
                 if show:
                     progress.draw(next(done), time.monotonic() - started)
 
-        # Rows that end find the next sequences waiting in the engine already.
+        # Twice the rows, so that a row that becomes free finds a request waiting in the engine.
         workers = min(len(items), 2 * service.ready().limits.max_rows)
         try:
             async with asyncio.TaskGroup() as group:
@@ -111,16 +117,24 @@ class OfflineSession:
         return [one for one in results if one is not None]
 
     def _running(self) -> Service:
-        assert self._service is not None and self._engine is not None, "the session was not opened"
-        self._engine.check()
+        """Return the service. Raises EngineError if the engine has ended."""
+        assert self._service is not None, "the session was not opened"
+        self._check_engine()
         return self._service
+
+    def _check_engine(self) -> None:
+        """Raise EngineError if the engine process does not run."""
+        if self._engine is None:
+            raise EngineError("the engine core was not started")
+        if status := self._engine.exit_status:
+            raise EngineError(f"the engine core ended with {status}; its message is on stderr")
 
     async def _complete(self, prompt: Prompt, fields: dict[str, Any]) -> Result:
         service = self._running()
         ready = service.ready()
         parsed = parse_completion(msgspec.json.encode({"model": ready.model.name, **fields, "prompt": prompt}))
         admitted = await service.admission.admit(parsed.options, parsed.prompts, ready)
-        return completed(admitted, *await self._generate(admitted))
+        return completion_result(admitted, *await self._generate(admitted))
 
     async def _answer(self, conversation: Any, fields: dict[str, Any]) -> Result:
         service = self._running()
@@ -128,7 +142,7 @@ class OfflineSession:
         body = msgspec.json.encode({"model": ready.model.name, **fields, "messages": conversation})
         parsed = parse_chat(body, self._chat.default_max_tokens)
         admitted, shape = await service.chat.admit(parsed.options, parsed.conversation, parsed.tool_use, ready)
-        return answered(admitted, shape, *await self._generate(admitted))
+        return chat_result(admitted, shape, *await self._generate(admitted))
 
     async def _generate(self, admitted: Admitted) -> tuple[list[ChoiceDelta], Usage]:
         service = self._running()

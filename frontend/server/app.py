@@ -1,4 +1,4 @@
-"""The HTTP application: one function builds the parts and wires them, nothing is global."""
+"""Assembly of the HTTP application from its parts, without global state."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -36,8 +36,11 @@ from tandem.protocol.version import distribution_version
 
 
 def build_service(config: FrontendConfig) -> Service:
-    """Builds the parts. Raises TokenizerError if the model folder has no usable tokenizer, ChatTemplateError for a
-    chat template that cannot be used."""
+    """Build the parts that the routes share.
+
+    Raises TokenizerError if the model folder has no usable tokenizer, ChatTemplateError for a chat template that cannot
+    be used.
+    """
     metrics = FrontendMetrics(CollectorRegistry())
     tokenizer = load_tokenizer(config.model_dir)
     watch = EngineWatch(config.beat_timeout, config.step_timeout)
@@ -47,7 +50,7 @@ def build_service(config: FrontendConfig) -> Service:
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The ASGI app over these parts; they start and stop with its lifespan."""
+    """Build the ASGI app over these parts, which start and stop with its lifespan."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -66,13 +69,13 @@ def create_app(service: Service) -> ASGIApp:
     routers = [*(maker(service) for maker in (*generating, *others)), page_router()]
     for router in routers:
         app.include_router(router)
-    _shape_errors(app)
-    _describe(app, routers, service)
-    return _guard(app, service)
+    _install_error_handlers(app)
+    _install_openapi(app, routers, service)
+    return _wrap_middleware(app, service)
 
 
-def _describe(app: FastAPI, routers: Sequence[APIRouter], service: Service) -> None:
-    """What `/openapi.json` answers. It names the model once there is one."""
+def _install_openapi(app: FastAPI, routers: Sequence[APIRouter], service: Service) -> None:
+    """Install the answer to `/openapi.json`, which names the model once the engine is ready."""
 
     def openapi() -> dict[str, Any]:
         served = service.client.ready().model if service.client.health().ready else None
@@ -81,9 +84,11 @@ def _describe(app: FastAPI, routers: Sequence[APIRouter], service: Service) -> N
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _guard(app: ASGIApp, service: Service) -> ASGIApp:
-    """The layers around the app, outermost last: all that they answer has a request id and is counted, and a
-    browser may read why it was not let in."""
+def _wrap_middleware(app: ASGIApp, service: Service) -> ASGIApp:
+    """Wrap the app in its middleware, innermost first.
+
+    Every answer has a request id and is counted, and a browser of an allowed origin can read why a request was refused.
+    """
     config = service.config
     if config.api_keys:
         app = RequireKey(app, ApiKeys(config.api_keys), page_paths().keys())
@@ -102,8 +107,8 @@ def _json_error(status: int, body: bytes, headers: dict[str, str]) -> Response:
     return Response(body, status, {**headers, **error_headers(status)}, "application/json")
 
 
-def _shape_errors(app: FastAPI) -> None:
-    """Gives every error the OpenAI body, also those that the framework finds."""
+def _install_error_handlers(app: FastAPI) -> None:
+    """Give every error the OpenAI body, including those that the framework raises."""
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
@@ -123,5 +128,5 @@ def _shape_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def server_error(_: Request, error: Exception) -> Response:
-        # The framework logs the traceback; a client learns no more than that it was not its fault.
+        # The framework logs the traceback; the client gets only the type.
         return _json_error(500, error_body(500, f"internal error ({type(error).__name__})", None, "internal_error"), {})

@@ -1,4 +1,4 @@
-"""From parsed flags to a running supervisor: sockets, endpoint, argument lists of the children."""
+"""Start of a supervisor from parsed flags: sockets, endpoint and the command lines of the child processes."""
 
 import argparse
 import importlib.util
@@ -6,7 +6,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,57 +16,55 @@ from tandem.frontend.api_keys import api_keys, key_environment
 from tandem.frontend.config import check_security, http_argv
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.metrics import EngineCollector
-from tandem.frontend.engine.monitor import EngineMonitor
 from tandem.frontend.listening import listen
+from tandem.frontend.process import ManagedProcess
 from tandem.frontend.supervisor.ops import ops_server
-from tandem.frontend.supervisor.process import Child
 from tandem.frontend.supervisor.supervisor import Supervisor
-from tandem.protocol.engine_options import engine_argv, engine_options
+from tandem.protocol.engine_options import EngineOptions, engine_argv, engine_options
 from tandem.protocol.sockets import Transport
 from tandem.protocol.transport_options import transport, transport_argv
 
 MAX_IPC_PATH = 100
-"""Bytes of a socket's path, with `.beat` behind it, that every system takes."""
+"""Longest path of a socket, in bytes including the suffix `.beat`, that every system accepts."""
 
 
 class LaunchError(Exception):
-    """What was asked for cannot be started; the text says what to change."""
+    """The requested server cannot be started; the message says what to change."""
 
 
 def check_engine_installed() -> None:
-    """Raises LaunchError where the packages of the engine core are missing."""
+    """Raise LaunchError if the packages of the engine core are not installed."""
     if importlib.util.find_spec("torch") is None:
         raise LaunchError("the engine core needs torch, which is not installed: pip install 'tandem-llm[engine]'")
 
 
 def model_dir(model: str | None) -> Path:
-    """The folder of the model to serve; without a name, the one that ships with the engine core.
+    """Return the directory of the model to serve, by default the one that ships with the engine core.
 
-    Raises LaunchError if there is none. The engine core is located, not imported.
+    Raises LaunchError if it does not exist. The engine core is located, not imported.
     """
     if model is not None:
         if not Path(model).is_dir():
-            raise LaunchError(f"--model {model} is no folder; give a Hugging Face folder with config.json")
+            raise LaunchError(f"--model {model} is not a directory; give a Hugging Face one with config.json")
         return Path(model)
     spec = importlib.util.find_spec("tandem.engine_core")
-    places = list(spec.submodule_search_locations or ()) if spec is not None else []
-    for place in places:
-        if (folder := Path(place) / "default_model").is_dir():
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if (folder := Path(location) / "default_model").is_dir():
             return folder
-    raise LaunchError("this installation holds no default model; give one with --model DIR")
+    raise LaunchError("this installation has no default model; give one with --model DIR")
 
 
 @contextmanager
 def private_endpoint(given: str | None) -> Iterator[str]:
-    """The endpoint given, or one in a new directory of this user alone that is removed in the end.
+    """Yield the endpoint given, or one in a new directory of mode 0700 that is removed at the end.
 
-    Raises LaunchError for a path too long for a socket.
+    Raises LaunchError for a path that is too long for a socket.
     """
     if given is not None:
         _check_ipc_length(given)
         yield given
         return
-    # A long TMPDIR would not leave room for the name of a socket.
+    # A long TMPDIR leaves no room for the name of a socket.
     parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_IPC_PATH // 2 else "/tmp"
     folder = tempfile.mkdtemp(prefix="tandem-", dir=parent)
     try:
@@ -101,7 +99,7 @@ def _listen(host: str, port: int, flag: str) -> socket.socket:
 
 
 def _http_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """The keys that requests must bring, once the rest of who may ask is known to work."""
+    """Return the API keys that requests need. Raises LaunchError for keys, origins or TLS files that cannot work."""
     try:
         check_security(arguments)
         return api_keys(arguments)
@@ -110,33 +108,38 @@ def _http_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
-    """Runs an engine core, and a frontend if wanted, until a signal; returns the exit code.
+    """Run an engine core, and a frontend if wanted, until a signal; return the exit code.
 
-    Raises LaunchError before anything was started.
+    Raises LaunchError before anything is started.
     """
     with ExitStack() as stack:
         folder = model_dir(arguments.model)
         endpoint = stack.enter_context(private_endpoint(arguments.endpoint))
         settings = _transport(arguments, endpoint)
         ops_socket = stack.enter_context(_listen(arguments.ops_host, arguments.ops_port, "--ops-port"))
-        monitor = EngineMonitor(endpoint, settings, EngineWatch(arguments.beat_timeout, arguments.step_timeout))
-        engine = Child("engine core", engine_command(arguments, endpoint), on_exit=monitor.forget)
-        frontend: Child | None = None
+        watch = EngineWatch(arguments.beat_timeout, arguments.step_timeout)
+        command = engine_command(endpoint, engine_options(arguments), transport_argv(arguments))
+        engine = ManagedProcess("engine core", command, on_exit=watch.forget)
+        frontend: ManagedProcess | None = None
         http_socket: socket.socket | None = None
         if with_frontend:
             http_socket = stack.enter_context(_listen(arguments.host, arguments.port, "--port"))
-            command = frontend_command(arguments, endpoint, folder, http_socket.fileno())
-            environment = key_environment(_http_keys(arguments))
-            frontend = Child("frontend", command, [http_socket.fileno()], environment=environment)
+            frontend = ManagedProcess(
+                "frontend",
+                frontend_command(arguments, endpoint, folder, http_socket.fileno()),
+                pass_fds=[http_socket.fileno()],
+                environment=key_environment(_http_keys(arguments)),
+            )
         registry = CollectorRegistry()
-        registry.register(EngineCollector(monitor, lambda: engine.restarts))
-        ops = ops_server(monitor, registry)
+        registry.register(EngineCollector(watch, lambda: engine.restarts))
         supervisor = Supervisor(
             engine,
             frontend,
             http_socket,
-            monitor,
-            ops,
+            watch,
+            endpoint,
+            settings,
+            ops_server(watch, registry),
             ops_socket,
             arguments.drain_timeout if with_frontend else 0.0,
             "https" if with_frontend and arguments.tls_cert is not None else "http",
@@ -144,15 +147,14 @@ async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
         return await supervisor.run()
 
 
-def engine_command(arguments: argparse.Namespace, endpoint: str) -> list[str]:
-    """How an engine core is started."""
-    options = engine_argv(engine_options(arguments))
+def engine_command(endpoint: str, options: EngineOptions, transport_flags: Sequence[str] = ()) -> list[str]:
+    """Return the command line of an engine core."""
     command = [sys.executable, "-P", "-m", "tandem.engine_core", "--endpoint", endpoint]
-    return [*command, *options, *transport_argv(arguments)]
+    return [*command, *engine_argv(options), *transport_flags]
 
 
 def frontend_command(arguments: argparse.Namespace, endpoint: str, folder: Path, fd: int) -> list[str]:
-    """How an HTTP process is started on a socket that it inherits."""
+    """Return the command line of an HTTP process that serves on an inherited socket."""
     return [
         *(sys.executable, "-P", "-m", "tandem.frontend", "--endpoint", endpoint),
         *("--model-dir", str(folder), "--fd", str(fd)),

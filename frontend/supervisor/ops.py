@@ -1,4 +1,4 @@
-"""The ops port: the engine's metrics and health, served by its supervisor and never by the engine's own process."""
+"""HTTP server of the ops port: the engine's metrics and health, served by its supervisor, not by the engine itself."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,43 +10,42 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tandem.frontend.engine.monitor import EngineMonitor
+from tandem.frontend.engine.health import EngineWatch
 
 
 class QuietServer(uvicorn.Server):
-    """A server inside a process that handles its signals itself."""
+    """A uvicorn server that leaves signals to the process around it."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-def ops_app(monitor: EngineMonitor, registry: CollectorRegistry) -> Starlette:
-    """`GET /metrics` and `GET /health`."""
+def ops_app(watch: EngineWatch, registry: CollectorRegistry) -> Starlette:
+    """Build the app of `GET /metrics` and `GET /health`."""
 
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def answer_health(_: Request) -> Response:
-        health = monitor.health()
-        beat = monitor.beat
+        health, heartbeat = watch.health(), watch.heartbeat
         body = {
             "status": health.status,
             "reason": health.reason,
-            "epoch": beat.engine_epoch if beat else None,
-            "phase": beat.phase.value if beat else None,
-            "percent": beat.percent if beat else None,
-            "seconds_since_last_beat": round(monitor.silence(), 3),
+            "epoch": heartbeat.engine_epoch if heartbeat else None,
+            "phase": heartbeat.phase.value if heartbeat else None,
+            "percent": heartbeat.percent if heartbeat else None,
+            "seconds_since_last_beat": round(watch.silence(), 3),
         }
         return JSONResponse(body, 200 if health.ready else 503)
 
     return Starlette(routes=[Route("/metrics", metrics), Route("/health", answer_health)])
 
 
-def ops_server(monitor: EngineMonitor, registry: CollectorRegistry) -> QuietServer:
-    """To be run on a socket of the supervisor's."""
+def ops_server(watch: EngineWatch, registry: CollectorRegistry) -> QuietServer:
+    """Build the server of the ops port, to be run on a socket of the supervisor."""
     settings = uvicorn.Config(
-        ops_app(monitor, registry),
+        ops_app(watch, registry),
         log_level="warning",
         log_config=None,
         access_log=False,

@@ -1,4 +1,4 @@
-"""Keeps an engine core and an HTTP process running, serves the ops port, and ends them in order."""
+"""Supervisor of an engine core and an HTTP process: keeps them running, serves the ops port, ends them in order."""
 
 import asyncio
 import http.client
@@ -10,49 +10,38 @@ import ssl
 import time
 from typing import Any, Literal
 
+import zmq.asyncio
+
+from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.monitor import EngineMonitor
+from tandem.frontend.process import ManagedProcess
 from tandem.frontend.supervisor.ops import QuietServer
-from tandem.frontend.supervisor.process import Child
+from tandem.protocol.sockets import Transport, connect_heartbeat, heartbeat_endpoint
 
 logger = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.25
-
-
-async def guard_engine(engine: Child, monitor: EngineMonitor) -> None:
-    """Kills the engine's process whenever its beats say that it is hung, or have long stopped. Runs until cancelled."""
-    loop = asyncio.get_running_loop()
-    expected = loop.time()
-    while True:
-        await asyncio.sleep(TICK_SECONDS)
-        now = loop.time()
-        if now - expected > TICK_SECONDS + 1.0:
-            monitor.reset_timers()
-        expected = now
-        if engine.pid is not None and (reason := monitor.should_restart()):
-            logger.error("the %s, process %d, is killed: %s", engine.name, engine.pid, reason)
-            engine.restart()
-
-
 ENGINE_STOP_SECONDS = 10.0
 EXTRA_STOP_SECONDS = 5.0
-"""What a frontend gets on top of its drain timeout before it is killed."""
+"""Seconds that a frontend gets in addition to its drain timeout before it is killed."""
 
+_READY_POLL_SECONDS = 0.05
 _FORCED = 130
 
 
 class Supervisor:
-    """Restarts each dead child alone; a child that cannot run with its settings ends everything.
+    """Restarts each process that ends, and stops all if one cannot run with its settings.
 
     The first SIGTERM or SIGINT stops the frontend, which drains, then the engine. The second kills both.
     """
 
     def __init__(
         self,
-        engine: Child,
-        frontend: Child | None,
+        engine: ManagedProcess,
+        frontend: ManagedProcess | None,
         http_socket: socket.socket | None,
-        monitor: EngineMonitor,
+        watch: EngineWatch,
+        endpoint: str,
+        transport: Transport,
         ops: QuietServer,
         ops_socket: socket.socket,
         drain_timeout: float,
@@ -61,55 +50,70 @@ class Supervisor:
         self._engine = engine
         self._frontend = frontend
         self._http_socket = http_socket
-        self._monitor = monitor
+        self._watch = watch
+        self._endpoint = endpoint
+        self._transport = transport
         self._ops = ops
         self._ops_socket = ops_socket
         self._drain_timeout = drain_timeout
         self._scheme = scheme
         self._stop = asyncio.Event()
+        self._ending = False
         self._forced = False
         self._started = time.monotonic()
 
     async def run(self) -> int:
-        """Runs until a signal or a child's refusal; returns the exit code."""
+        """Run until a signal, or until a process cannot run with its settings; return the exit code."""
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(sig, self.signalled)
+            loop.add_signal_handler(sig, self.handle_signal)
         ops = asyncio.create_task(self._ops.serve(sockets=[self._ops_socket]))
-        background = [asyncio.create_task(self._monitor.listen()), asyncio.create_task(self._announce())]
-        guard = asyncio.create_task(guard_engine(self._engine, self._monitor))
-        for task in (ops, guard, *background):
+        background = [asyncio.create_task(self._monitor_engine()), asyncio.create_task(self._announce())]
+        for task in (ops, *background):
             task.add_done_callback(_report)
-        children = [self._engine] + ([self._frontend] if self._frontend else [])
-        keepers = [asyncio.create_task(child.keep()) for child in children]
+        processes = [self._engine] + ([self._frontend] if self._frontend else [])
+        supervised = [asyncio.create_task(process.supervise()) for process in processes]
         stop = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait([stop, *keepers], return_when=asyncio.FIRST_COMPLETED)
-            guard.cancel()  # from here on the stop timeout is what ends it
-            await self._stop_children()
-            codes = await asyncio.gather(*keepers)
+            await asyncio.wait([stop, *supervised], return_when=asyncio.FIRST_COMPLETED)
+            await self._stop_processes()
+            codes = await asyncio.gather(*supervised)
         finally:
-            for child in children:
-                child.kill()
-            await self._end(ops, [*background, guard, stop, *keepers])
+            for process in processes:
+                process.kill()
+            await self._end(ops, [*background, stop, *supervised])
         return _FORCED if self._forced else max(codes)
 
-    def signalled(self) -> None:
-        """The first time ends in order, the second time at once."""
+    def handle_signal(self) -> None:
+        """Stop in order at the first signal, kill at the second."""
         if self._stop.is_set():
             self._forced = True
-            for child in (self._frontend, self._engine):
-                if child is not None:
-                    child.kill()
+            for process in (self._frontend, self._engine):
+                if process is not None:
+                    process.kill()
         self._stop.set()
 
-    async def _stop_children(self) -> None:
+    async def _monitor_engine(self) -> None:
+        """Follow the engine's heartbeat, for the ops port and the watchdog, until cancelled."""
+        with zmq.asyncio.Context() as context:
+            subscriber = connect_heartbeat(context, heartbeat_endpoint(self._endpoint), self._transport)
+            await EngineMonitor(self._watch, self._watch.observe, self._watchdog).run(subscriber)
+
+    def _watchdog(self) -> None:
+        """Restart the engine's process if it hangs or has been silent for too long, unless it is being stopped."""
+        if self._engine.pid is not None and not self._ending and (reason := self._watch.should_restart()):
+            logger.error("the %s, process %d, is killed: %s", self._engine.name, self._engine.pid, reason)
+            self._engine.restart()
+
+    async def _stop_processes(self) -> None:
+        # From here on the stop timeouts end a process that hangs, not the watchdog.
+        self._ending = True
         if self._frontend is not None:
             await self._frontend.stop(self._drain_timeout + EXTRA_STOP_SECONDS)
         await self._engine.stop(ENGINE_STOP_SECONDS)
 
     async def _end(self, ops: asyncio.Task[None], tasks: list[asyncio.Task[Any]]) -> None:
-        """The ops port goes last, so that the end can be watched."""
+        """Stop the ops port, which served until the processes had ended, and the tasks."""
         self._ops.should_exit = True
         await asyncio.wait([ops], timeout=2.0)
         for task in (ops, *tasks):
@@ -117,28 +121,29 @@ class Supervisor:
         await asyncio.gather(ops, *tasks, return_exceptions=True)
 
     async def _announce(self) -> None:
-        """Says once that requests are taken, and of which model."""
+        """Print the ops address, and once requests are accepted the address and the model."""
         host, port = self._ops_socket.getsockname()[:2]
         print(f"engine metrics on http://{_display(host)}:{port}/metrics", flush=True)
-        await self._monitor.until_ready()
+        while not self._watch.health().ready:
+            await asyncio.sleep(_READY_POLL_SECONDS)
         if self._http_socket is None:
-            print(f"the engine is ready ({self._seconds()})", flush=True)
+            print(f"the engine is ready ({self._uptime()})", flush=True)
             return
         host, port = self._http_socket.getsockname()[:2]
         facts = await _until_serving(self._scheme, _reachable(host), port)
         print(
             f"tandem is ready on {self._scheme}://{_display(host)}:{port} "
             f"(model {facts.get('model')}, {facts.get('device')}, "
-            f"{facts.get('kv_tokens')} KV tokens, {self._seconds()})",
+            f"{facts.get('kv_tokens')} KV tokens, {self._uptime()})",
             flush=True,
         )
 
-    def _seconds(self) -> str:
+    def _uptime(self) -> str:
         return f"{time.monotonic() - self._started:.1f} s"
 
 
 def _report(task: asyncio.Task[None]) -> None:
-    """Without its ears or its ops port a supervisor goes on, but not in silence."""
+    """Log the failure of a background task; the supervisor goes on without it."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("a part of the supervisor failed: %r", error)
 
@@ -148,12 +153,12 @@ def _display(host: str) -> str:
 
 
 def _reachable(host: str) -> str:
-    """Where this host reaches a socket that listens on every address."""
+    """Return the address at which this host reaches a socket that may listen on every address."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 async def _until_serving(scheme: str, host: str, port: int) -> dict[str, Any]:
-    """Asks the frontend until it is ready; returns what it says of the engine."""
+    """Poll the frontend until it is ready; return the facts about the engine that it answers."""
     while True:
         facts = await asyncio.to_thread(_ask_ready, scheme, host, port)
         if facts is not None:
@@ -164,7 +169,7 @@ async def _until_serving(scheme: str, host: str, port: int) -> dict[str, Any]:
 def _ask_ready(scheme: str, host: str, port: int) -> dict[str, Any] | None:
     connection = http.client.HTTPConnection(host, port, timeout=2)
     if scheme == "https":
-        # Its own child, on its own socket: there is nobody else to be taken for it.
+        # The server is our own child on our own socket, so there is no identity to verify.
         connection = http.client.HTTPSConnection(host, port, timeout=2, context=ssl._create_unverified_context())
     try:
         connection.request("GET", "/health/ready")

@@ -12,6 +12,7 @@ from tandem.frontend.listening import listen
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.supervisor import launch
 from tandem.protocol.engine_options import engine_options
+from tandem.protocol.transport_options import transport_argv
 from tandem.protocol.version import distribution_version
 from tests.fakes.tokenizer import write_tokenizer
 
@@ -37,7 +38,7 @@ def test_what_cannot_be_started_is_one_line(tmp_path: Path, capsys: pytest.Captu
         long = "ipc://" + "x" * 120
         folder = ["--model", str(tmp_path)]
         for argv, reason in (
-            (["serve", "--model", "/nowhere"], "--model /nowhere is no folder"),
+            (["serve", "--model", "/nowhere"], "--model /nowhere is not a directory"),
             (["serve", *folder, "--ops-port", port], f"cannot listen on 127.0.0.1:{port}"),
             (["serve", *folder, "--ops-port", "0", "--port", port], "choose another --port"),
             (["engine", *folder, "--endpoint", long], "choose a shorter one"),
@@ -86,7 +87,7 @@ def test_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_supervisor_hands_its_flags_on(tmp_path: Path) -> None:
     argv = ["--max-concurrent", "7", "--drain-timeout", "3.5", "--step-timeout", "9", "--log-level", "warning"]
     arguments = build_parser().parse_args(["serve", *argv, "--model", "/m", "--max-len", "512", "--device", "cpu"])
-    command = launch.engine_command(arguments, "ipc:///e")
+    command = launch.engine_command("ipc:///e", engine_options(arguments), transport_argv(arguments))
     assert command[:6] == [sys.executable, "-P", "-m", "tandem.engine_core", "--endpoint", "ipc:///e"]
     engine = build_parser().parse_args(["engine", *command[4:]])
     assert engine_options(engine) == engine_options(arguments)

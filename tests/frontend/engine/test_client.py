@@ -1,4 +1,4 @@
-"""Which beats the client hears, without an engine or a clock."""
+"""Reaction of the engine client to heartbeats and step outputs, without an engine or a real clock."""
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -11,17 +11,11 @@ from tandem.frontend.metrics import FrontendMetrics
 from tandem.protocol.codec import step_output
 from tandem.protocol.events import EngineStats, Heartbeat, Phase, Started
 from tandem.protocol.sockets import Transport
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.fakes.clock import FakeClock
 
 
 class Link:
-    """Opens nothing."""
+    """An engine link that opens no socket and records the epochs."""
 
     opened: list[int]
 
@@ -36,52 +30,52 @@ class Link:
         pass
 
 
-def beat(epoch: int) -> Heartbeat:
+def heartbeat(epoch: int) -> Heartbeat:
     return Heartbeat(epoch, Phase.READY, 100, "", 0, EngineStats())
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The epochs that links were opened to."""
+    """Epochs of the links that the client opens."""
     Link.opened = []
     monkeypatch.setattr(engine_client, "EngineLink", Link)
     return Link.opened
 
 
-def client(clock: Clock) -> EngineClient:
+def client(clock: FakeClock) -> EngineClient:
     metrics = FrontendMetrics(CollectorRegistry())
-    made = EngineClient("ipc:///nowhere", Transport(), "", EngineWatch(5.0, 60.0), metrics, clock)
+    made = EngineClient("ipc:///nowhere", Transport(), "", EngineWatch(5.0, 60.0, clock), metrics, clock)
     made._context = object()  # type: ignore[assignment]
     return made
 
 
-def test_a_beat_that_outlived_its_engine_opens_no_link(opened: list[int]) -> None:
-    clock = Clock()
+def test_a_stale_heartbeat_of_a_lost_engine_opens_no_link(opened: list[int]) -> None:
+    clock = FakeClock()
     frontend = client(clock)
-    frontend._on_beat(beat(1))
+    frontend._on_heartbeat(heartbeat(1))
     assert frontend.health().status == "connecting"
     frontend._on_break("the engine closed the connection")
     clock.now += STALE_SECONDS / 2
-    frontend._on_beat(beat(1))
+    frontend._on_heartbeat(heartbeat(1))
     assert opened == [1]
     assert (frontend.health().status, frontend.health().reason) == ("lost", "the engine closed the connection")
-    frontend._on_beat(beat(2))
+    frontend._on_heartbeat(heartbeat(2))
     assert opened == [1, 2]
     assert frontend.health().status == "connecting"
 
 
-def test_an_engine_that_beats_on_after_a_broken_connection_is_taken_back(opened: list[int]) -> None:
-    clock = Clock()
+def test_heartbeats_long_after_a_broken_connection_open_a_new_link(opened: list[int]) -> None:
+    clock = FakeClock()
     frontend = client(clock)
-    frontend._on_beat(beat(1))
+    frontend._on_heartbeat(heartbeat(1))
     frontend._on_break("the engine closed the connection")
     clock.now += STALE_SECONDS
-    frontend._on_beat(beat(1))
+    frontend._on_heartbeat(heartbeat(1))
     assert opened == [1, 1]
 
 
-def test_the_cached_part_of_a_prompt_is_known_with_the_first_token() -> None:
-    frontend = client(Clock())
+def test_cached_tokens_are_known_with_the_first_token() -> None:
+    frontend = client(FakeClock())
     stream = TokenStream(7, 0, ReadySet())
     frontend._streams[7] = stream
     output = step_output(1, [7], [42])

@@ -1,12 +1,11 @@
-"""The ops port's metrics from a beat."""
+"""Prometheus metrics of the ops port from a heartbeat."""
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.metrics import EngineCollector
-from tandem.frontend.engine.monitor import EngineMonitor
 from tandem.protocol.events import EngineStats, Heartbeat, Histogram, Phase
-from tandem.protocol.sockets import Transport
+from tests.fakes.clock import FakeClock
 
 STATS = EngineStats(
     running=3,
@@ -35,24 +34,27 @@ STATS = EngineStats(
 )
 
 
-def exposition(watch: EngineWatch, restarts: int = 0) -> list[str]:
-    monitor = EngineMonitor("ipc:///nowhere", Transport(), watch, clock=lambda: 12.0)
+def exposition(heartbeat: Heartbeat | None, age: float = 0.0, restarts: int = 0) -> list[str]:
+    """The lines of `/metrics` for an engine whose only heartbeat is `age` seconds old."""
+    clock = FakeClock()
+    watch = EngineWatch(5.0, 60.0, clock)
+    if heartbeat is not None:
+        watch.observe(heartbeat)
+        clock.advance(age)
     registry = CollectorRegistry()
-    registry.register(EngineCollector(monitor, lambda: restarts))
+    registry.register(EngineCollector(watch, lambda: restarts))
     return generate_latest(registry).decode().splitlines()
 
 
-def test_before_the_first_beat_there_is_only_its_absence() -> None:
-    lines = exposition(EngineWatch(5.0, 60.0), restarts=3)
+def test_metrics_before_the_first_heartbeat_report_only_its_absence() -> None:
+    lines = exposition(None, restarts=3)
     assert "tandem_engine_up 0.0" in lines
     assert "tandem_engine_restarts_total 3.0" in lines
     assert not any(line.startswith("tandem_num_requests") for line in lines)
 
 
-def test_every_number_of_the_engine() -> None:
-    watch = EngineWatch(5.0, 60.0)
-    watch.observe(Heartbeat(1, Phase.READY, 100, "", 5, STATS), 10.0)
-    lines = exposition(watch)
+def test_metrics_report_every_number_of_the_engine() -> None:
+    lines = exposition(Heartbeat(1, Phase.READY, 100, "", 5, STATS), age=2.0)
     for line in (
         "tandem_engine_up 1.0",
         'tandem_engine_phase{phase="ready"} 1.0',
@@ -87,18 +89,15 @@ def test_every_number_of_the_engine() -> None:
         assert line in lines, line
 
 
-def test_the_stages_are_called_what_they_are() -> None:
-    watch = EngineWatch(5.0, 60.0)
-    watch.observe(Heartbeat(1, Phase.READY, 100, "", 5, STATS), 10.0)
-    (line,) = [line for line in exposition(watch) if line.startswith("# HELP tandem_engine_stage_seconds")]
+def test_stage_seconds_are_documented_as_wall_time() -> None:
+    lines = exposition(Heartbeat(1, Phase.READY, 100, "", 5, STATS), age=2.0)
+    (line,) = [line for line in lines if line.startswith("# HELP tandem_engine_stage_seconds")]
     assert "Wall time" in line
     assert "collect is the wait for the device" in line
 
 
-def test_an_engine_without_pages_or_observations() -> None:
-    watch = EngineWatch(5.0, 60.0)
-    watch.observe(Heartbeat(1, Phase.LOADING, 10, "", 0, EngineStats()), 0.0)
-    lines = exposition(watch)
+def test_metrics_of_an_engine_without_pages_or_observations_are_zero() -> None:
+    lines = exposition(Heartbeat(1, Phase.LOADING, 10, "", 0, EngineStats()), age=12.0)
     assert "tandem_engine_up 0.0" in lines
     assert "tandem_kv_cache_usage_perc 0.0" in lines
     assert 'tandem_engine_step_rows_bucket{le="+Inf"} 0.0' in lines

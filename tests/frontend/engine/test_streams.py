@@ -1,4 +1,4 @@
-"""Deltas merge while the consumer lags, and there is one end."""
+"""Streams merge tokens while their consumer lags, and end once."""
 
 import asyncio
 
@@ -14,28 +14,28 @@ def stream_of(ready_set: ReadySet) -> TokenStream:
 
 
 async def collect(ready_set: ReadySet) -> list[StreamUpdate]:
-    """What a consumer of one stream sees until its end."""
+    """Take the updates of one stream until its end."""
     seen: list[StreamUpdate] = []
     while not seen or seen[-1].terminal is None:
         seen += [stream.take() for stream in await ready_set.wait()]
     return seen
 
 
-def test_a_lagging_consumer_gets_one_delta() -> None:
+def test_a_lagging_consumer_gets_one_update() -> None:
     async def run() -> list[StreamUpdate]:
         ready_set = ReadySet()
         stream = stream_of(ready_set)
         for token in range(1000):
             stream.put([token])
-        stream.finish(END)
+        stream.end(END)
         return await collect(ready_set)
 
-    (delta,) = asyncio.run(run())
-    assert delta.tokens == list(range(1000))
-    assert delta.terminal is END
+    (update,) = asyncio.run(run())
+    assert update.tokens == list(range(1000))
+    assert update.terminal is END
 
 
-def test_a_waiting_consumer_is_woken_for_each_turn() -> None:
+def test_a_waiting_consumer_is_woken_once_per_turn() -> None:
     async def run() -> list[StreamUpdate]:
         ready_set = ReadySet()
         stream = stream_of(ready_set)
@@ -46,36 +46,36 @@ def test_a_waiting_consumer_is_woken_for_each_turn() -> None:
             stream.put([token + 10])
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-        stream.finish(END)
+        stream.end(END)
         return await reading
 
-    deltas = asyncio.run(run())
-    assert [delta.tokens for delta in deltas] == [[0, 10], [1, 11], [2, 12], []]
-    assert [delta.terminal for delta in deltas] == [None, None, None, END]
+    updates = asyncio.run(run())
+    assert [update.tokens for update in updates] == [[0, 10], [1, 11], [2, 12], []]
+    assert [update.terminal for update in updates] == [None, None, None, END]
 
 
-def test_nothing_follows_the_end() -> None:
+def test_a_stream_ignores_what_follows_its_end() -> None:
     async def run() -> list[StreamUpdate]:
         ready_set = ReadySet()
         stream = stream_of(ready_set)
-        stream.fail(Failure(1, ErrorCode.ENGINE_FAILED, "first"))
-        stream.finish(END)
+        stream.end(Failure(1, ErrorCode.ENGINE_FAILED, "first"))
+        stream.end(END)
         stream.put([1])
         return await collect(ready_set)
 
-    (delta,) = asyncio.run(run())
-    assert isinstance(delta.terminal, Failure)
-    assert (delta.terminal.message, delta.tokens) == ("first", [])
+    (update,) = asyncio.run(run())
+    assert isinstance(update.terminal, Failure)
+    assert (update.terminal.message, update.tokens) == ("first", [])
 
 
-def test_an_empty_put_wakes_nobody() -> None:
+def test_an_empty_put_does_not_wake_the_consumer() -> None:
     ready_set = ReadySet()
     stream = TokenStream(1, 0, ready_set)
     stream.put([])
     assert ready_set._ready == []
 
 
-def test_streams_of_one_waker_come_together() -> None:
+def test_a_ready_set_returns_all_ready_streams_at_once() -> None:
     async def run() -> list[list[int]]:
         ready_set = ReadySet()
         streams = [TokenStream(number, number, ready_set) for number in range(5)]
@@ -89,7 +89,7 @@ def test_streams_of_one_waker_come_together() -> None:
     assert asyncio.run(run()) == [[1, 9], [2, 9], [3, 9]]
 
 
-def test_a_cancelled_wait_loses_nothing() -> None:
+def test_a_cancelled_wait_loses_no_update() -> None:
     async def run() -> int:
         ready_set = ReadySet()
         stream = TokenStream(1, 0, ready_set)

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from tandem.frontend.supervisor.process import Child
+from tandem.frontend.process import ManagedProcess
 from tests.fakes.tokenizer import write_tokenizer
 from tests.frontend.conftest import DEADLINE, get, open_stream, post, until
 from tests.support.tandem_with_fake_engine import write_tandem
@@ -227,7 +227,7 @@ def test_no_python_runs_between_fork_and_exec(monkeypatch: pytest.MonkeyPatch) -
         return await start(*argv, **options)
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", spy)
-    assert asyncio.run(Child("child", [sys.executable, "-c", "raise SystemExit(2)"]).keep()) == 2
+    assert asyncio.run(ManagedProcess("child", [sys.executable, "-c", "raise SystemExit(2)"]).supervise()) == 2
     assert "preexec_fn" not in given
 
 

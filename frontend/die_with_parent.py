@@ -1,0 +1,24 @@
+"""Run a program that is killed when its parent ends: `python die_with_parent.py PARENT PROGRAM ARGUMENTS...`.
+
+The kernel sends the signal, however the parent ends (Linux only). The child arranges this itself after exec: between
+fork and exec, a parent with threads may have left locks held that Python code would wait for.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    parent, *argv = sys.argv[1:]
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):  # the parent ended before the call above
+        sys.exit(1)
+    os.execv(argv[0], argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Child processes of the frontend: how each is started, stopped and, if it should stay up, started again."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tandem.protocol.errors import ExitCode
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF = 0.5
+"""Seconds between the first exit of a supervised process and its restart; doubled for each exit that follows."""
+LAST_BACKOFF = 10.0
+"""Longest pause before a restart, in seconds."""
+STEADY_SECONDS = 30.0
+"""Seconds of uptime after which the pauses start over with `FIRST_BACKOFF`."""
+
+_DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
+
+
+def die_with_parent(argv: Sequence[str]) -> list[str]:
+    """Wrap a command so that its process is killed when this one ends, on Linux; elsewhere return it unchanged."""
+    if not sys.platform.startswith("linux"):
+        return list(argv)
+    return [sys.executable, "-I", "-S", str(_DIE_WITH_PARENT), str(os.getpid()), *argv]
+
+
+class ManagedProcess:
+    """One program as a child process: `start` and `stop` it, or `supervise` it with restarts.
+
+    The program runs in a session of its own, so that an interrupt from the terminal reaches only this process, which
+    then stops its children in order. It does not outlive the thread that started it (`die_with_parent`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+        pipe_limit: int | None = None,
+        on_exit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Describe the process without starting it.
+
+        `name` stands in logs and errors. With a `pipe_limit`, in bytes a line, stdin and stdout are pipes to this
+        process. `on_exit` is called after each exit of a supervised process.
+        """
+        self.name = name
+        self.restarts = 0
+        """Number of times that `supervise` has started the program again."""
+        self._argv = argv
+        self._pass_fds = pass_fds
+        self._environment = environment
+        self._pipe_limit = pipe_limit
+        self._on_exit = on_exit
+        self._process: Process | None = None
+        self._stopping = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the running process; None before the start and after an exit."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    @property
+    def exit_status(self) -> str:
+        """Description of the last exit, such as "exit code 2" or "signal SIGKILL"; "" before the first."""
+        if self._process is None or self._process.returncode is None:
+            return ""
+        return _describe(self._process.returncode)
+
+    @property
+    def stdin(self) -> asyncio.StreamWriter:
+        """Pipe to the running process; needs a `pipe_limit`."""
+        assert self._process is not None and self._process.stdin is not None, f"the {self.name} has no pipe to write to"
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> asyncio.StreamReader:
+        """Pipe from the running process; needs a `pipe_limit`."""
+        assert self._process is not None and self._process.stdout is not None, f"the {self.name} has no pipe to read"
+        return self._process.stdout
+
+    async def start(self) -> None:
+        """Start the program. Raises OSError if it cannot be executed."""
+        pipe = None if self._pipe_limit is None else PIPE
+        self._process = await asyncio.create_subprocess_exec(
+            *die_with_parent(self._argv),
+            stdin=pipe,
+            stdout=pipe,
+            limit=self._pipe_limit or 2**16,
+            pass_fds=self._pass_fds,
+            start_new_session=True,
+            env=self._environment,
+        )
+        if self._stopping.is_set():  # stopped while it was being started
+            self._kill()
+
+    async def wait(self) -> int:
+        """Wait for the exit of a started process; return its code, negative for a signal."""
+        assert self._process is not None, f"the {self.name} was not started"
+        return await self._process.wait()
+
+    async def stop(self, timeout: float) -> None:
+        """End the process for good: terminate it, and kill it if it still runs after `timeout` seconds."""
+        self._stopping.set()
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), timeout)
+        except TimeoutError:
+            logger.warning("the %s did not end within %.0f s and is killed", self.name, timeout)
+            self._kill()
+            await process.wait()
+
+    def kill(self) -> None:
+        """Kill the process for good."""
+        self._stopping.set()
+        self._kill()
+
+    def restart(self) -> None:
+        """Kill a supervised process so that `supervise` starts it again; do nothing once it is being stopped."""
+        if not self._stopping.is_set():
+            self._kill()
+
+    async def supervise(self, first_backoff: float = FIRST_BACKOFF, last_backoff: float = LAST_BACKOFF) -> ExitCode:
+        """Run the program again after each exit until it is stopped.
+
+        Returns OK after `stop` or `kill`, CONFIG as soon as the program reports that its settings cannot work. Pauses
+        between an exit and the restart grow from `first_backoff` to `last_backoff` seconds.
+        """
+        backoff = first_backoff
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            await self.start()
+            logger.info("started the %s, process %s", self.name, self.pid)
+            code = await self.wait()
+            self._on_exit()
+            if self._stopping.is_set():
+                break
+            if code == ExitCode.CONFIG:
+                logger.error(
+                    "the %s cannot run with these settings (exit code %d); see its message above", self.name, code
+                )
+                return ExitCode.CONFIG
+            if time.monotonic() - started > STEADY_SECONDS:
+                backoff = first_backoff
+            logger.error("the %s ended with %s; restarting it in %.1f s", self.name, _describe(code), backoff)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), backoff)
+            backoff = min(2 * backoff, last_backoff)
+            self.restarts += not self._stopping.is_set()
+        return ExitCode.OK
+
+    def _kill(self) -> None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+
+def _describe(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
