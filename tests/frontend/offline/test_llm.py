@@ -117,10 +117,10 @@ def test_the_engine_ends_with_its_process(folder: Path, end: str) -> None:
     until(lambda: not psutil.pid_exists(pid), "the engine is gone")
 
 
-def test_what_cannot_start_says_why(folder: Path) -> None:
+def test_a_model_that_cannot_start_raises_with_the_reason(folder: Path) -> None:
     with pytest.raises(TypeError, match="max_row"):
         LLM(str(folder), max_row=3)
-    with pytest.raises(LaunchError, match="no folder"):
+    with pytest.raises(LaunchError, match="not a directory"):
         LLM(str(folder / "none"))
     write_tandem(folder, "import sys; sys.exit(2)")
     with pytest.raises(EngineError, match="ended with exit code 2; its message is on stderr"):
