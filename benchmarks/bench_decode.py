@@ -199,12 +199,8 @@ def replayed_seconds(runtime: TorchRuntime, rows: int, mode: Mode, repeats: int 
 def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]:
     found: list[Figures] = []
     config = bench.model
-    weights = sum(
-        slot.target.nbytes for name, slot in bench.runtime.model.weight_slots().items() if "_proj" not in name
-    )
-    weights += sum(
-        slot.target.nbytes for name, slot in bench.runtime.model.weight_slots().items() if name.endswith(FUSED)
-    )
+    slots = bench.runtime.model.weight_slots()
+    weights = sum(slot.target.nbytes for slot in slots if "_proj" not in slot.name or slot.name.endswith(FUSED))
     # Of the embedding a step reads a row a token; tied, it is the head, which is counted once.
     weights -= config.vocab_size * config.hidden_size * 2
     kv_token = 2 * config.layers * config.kv_heads * config.head_dim * 2

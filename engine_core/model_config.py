@@ -1,6 +1,6 @@
-"""What a model is, read from the `config.json` and `generation_config.json` of a Hugging Face folder.
+"""The facts of a model, from the `config.json` and `generation_config.json` of a Hugging Face folder.
 
-What this engine does not do is refused by name: a field that would change the output is never ignored.
+Whatever this engine does not support is refused by name: a field that would change the output is never ignored.
 """
 
 from pathlib import Path
@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kernels.activation import Activation
 
 Count = Annotated[int, Meta(gt=0)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -17,11 +18,16 @@ T = TypeVar("T")
 
 QWEN3 = "Qwen3ForCausalLM"
 QWEN3_HEAD_DIM = 128
-"""Of a Qwen 3 config that does not say; a Llama's follows from its hidden_size."""
+"""Head size of a Qwen 3 config that names none; a Llama's follows from its hidden_size."""
+ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+"""Supported values of `hidden_act`."""
 
 
 class RopeConfig(Struct, frozen=True):
-    """Rotary embedding: base and scaling. `kind` is "default", "linear" or "llama3"; the others are used by kind."""
+    """Base and scaling of a rotary embedding.
+
+    `kind` is "default", "linear" or "llama3"; which of the other fields are used depends on it.
+    """
 
     theta: float = 10000.0
     kind: str = "default"
@@ -46,19 +52,26 @@ class ModelConfig(Struct, frozen=True):
     rms_norm_eps: float
     tie_embeddings: bool
     attention_bias: bool
-    """Whether the projections of attention, the output's too, have biases."""
+    """True if the projections of attention, including the output's, have biases."""
     mlp_bias: bool
     rope: RopeConfig
     eos_ids: tuple[int, ...]
-    """Ids that end a sequence: those of generation_config.json, then further ones of config.json. May be empty."""
+    """Ids that end a sequence: those of generation_config.json, then those that only config.json has. May be empty."""
     dtype: str | None
-    """The checkpoint's own dtype as it says, such as "bfloat16"."""
+    """The checkpoint's own dtype as its config names it, such as "bfloat16"."""
     qk_norm: bool = False
-    """Whether each query and key head is normalised before the rotation."""
+    """True if each query and key head is normalised before the rotation."""
+    activation: Activation = Activation.SILU
+    """Activation of the gate in the feed-forward networks."""
+    quantization: dict[str, Any] | None = None
+    """The `quantization_config` (or `compression_config`) as it stands; None: the checkpoint is not quantized."""
 
     @classmethod
     def read(cls, directory: Path) -> "ModelConfig":
-        """Raises ConfigError if a file is missing or malformed, or asks for what this engine does not do."""
+        """Read the configuration of a model folder.
+
+        Raises ConfigError if a file is missing or malformed, or asks for something that this engine does not support.
+        """
         path = directory / "config.json"
         if not path.is_file():
             raise ConfigError(f"{directory} is not a model folder: it has no config.json")
@@ -76,7 +89,7 @@ class _RawGeneration(Struct):
 
 
 class _RawConfig(Struct, kw_only=True):
-    """The fields of config.json that matter here, with the defaults of transformers' LlamaConfig.
+    """The fields of config.json that are read, with the defaults of transformers' LlamaConfig.
 
     Those of its Qwen3Config differ in sizes only, which published folders state; see also `QWEN3_HEAD_DIM`.
     """
@@ -110,7 +123,7 @@ class _RawConfig(Struct, kw_only=True):
 
 
 class _RawRope(Struct, forbid_unknown_fields=True):
-    """`rope_scaling` (which may call its kind `type`) or `rope_parameters`."""
+    """The fields of `rope_scaling` (which may call its kind `type`) or `rope_parameters`."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -157,6 +170,8 @@ def _resolve(raw: _RawConfig, generation_ends: int | list[int] | None) -> ModelC
         eos_ids=_end_ids(raw, generation_ends),
         dtype=raw.dtype or raw.torch_dtype,
         qk_norm=architecture == QWEN3,
+        activation=ACTIVATIONS[raw.hidden_act],
+        quantization=raw.quantization_config if raw.quantization_config is not None else raw.compression_config,
     )
 
 
@@ -172,19 +187,15 @@ def _default_head_dim(raw: _RawConfig, architecture: str) -> int:
 def _refuse_unsupported(raw: _RawConfig) -> None:
     problems = []
     if len(raw.architectures or []) != 1:
-        problems.append(f"architectures has to name one architecture, found {raw.architectures}")
-    if raw.hidden_act != "silu":
-        problems.append(f'hidden_act "{raw.hidden_act}" is not supported, only "silu"')
+        problems.append(f"architectures must name one architecture, found {raw.architectures}")
+    if raw.hidden_act not in ACTIVATIONS:
+        problems.append(f'hidden_act "{raw.hidden_act}" is not supported, only {", ".join(ACTIVATIONS)}')
     if raw.use_sliding_window:
         problems.append("use_sliding_window true is not supported")
     elif raw.sliding_window is not None and raw.use_sliding_window is None:
         problems.append(f"sliding_window {raw.sliding_window} is not supported")
     if unknown := sorted(set(raw.layer_types or []) - {"full_attention"}):
         problems.append(f"layer_types {', '.join(unknown)} are not supported, only full_attention")
-    if raw.quantization_config is not None:
-        problems.append("quantization_config is not supported: serve the unquantized checkpoint")
-    if raw.compression_config is not None:
-        problems.append("compression_config is not supported: serve the unquantized checkpoint")
     if raw.partial_rotary_factor not in (None, 1.0):
         problems.append(f"partial_rotary_factor {raw.partial_rotary_factor} is not supported")
     if problems:

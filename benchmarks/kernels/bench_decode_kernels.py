@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine_core.kernels.activation import silu_mul
+from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.paged_decode import Tile, choose_splits, paged_decode
+from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
 from tandem.engine_core.kernels.rope import rope_and_kv_write
 
@@ -126,8 +127,10 @@ def bench_norms(pdl: bool) -> Iterator[tuple[str, float, float]]:
 def bench_activation(pdl: bool) -> Iterator[tuple[str, float, float]]:
     for tokens, width in ((1, 8192), (64, 8192), (256, 14336), (8192, 8192)):
         size = tokens * width * 6
-        launches: list[Launch] = [partial(silu_mul, randn(tokens, 2 * width), pdl) for _ in range(sets(size))]
-        yield f"silu_mul {tokens}x{width}", microseconds(launches), size
+        launches: list[Launch] = [
+            partial(gated_activation, randn(tokens, 2 * width), Activation.SILU, pdl) for _ in range(sets(size))
+        ]
+        yield f"gated_activation {tokens}x{width}", microseconds(launches), size
 
 
 def bench_rope(pdl: bool) -> Iterator[tuple[str, float, float]]:

@@ -17,15 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.linear_choice import triton_build_context
+from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.layers.triton_linear import TritonLinear
 from torch import Tensor
 from torch.nn import functional
 
-from tandem.engine_core.kernels.activation import silu_mul
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.linear.gemv import gemv
 from tandem.engine_core.kernels.linear.plans import GemvPlan, Plan, SplitKPlan
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.norm import add_rms_norm
-from tandem.engine_core.layers.cuda_linear import TritonMethod
 
 CEILING = 4385.0
 """GB/s of a large read on the H200."""
@@ -56,7 +60,17 @@ MODELS: dict[str, dict[str, Shape]] = {
         "head": (151936, 2560),
     },
 }
-Apply = Callable[[Tensor, Tensor, None], Tensor]
+Apply = Callable[[Tensor, TritonLinear], Tensor]
+
+
+def ours(x: Tensor, linear: TritonLinear) -> Tensor:
+    """Multiply by the chosen plan."""
+    return linear.apply(x)
+
+
+def library(x: Tensor, linear: TritonLinear) -> Tensor:
+    """Multiply by cuBLAS."""
+    return functional.linear(x, linear.weight)
 
 
 def candidates(rows: int, outputs: int, inputs: int) -> Iterator[Plan]:
@@ -85,14 +99,14 @@ def candidates(rows: int, outputs: int, inputs: int) -> Iterator[Plan]:
 
 
 def product(plan: Plan) -> Apply:
-    """What a plan stands for."""
+    """Return the product that a plan stands for."""
     if isinstance(plan, GemvPlan):
-        return lambda x, weight, bias: gemv(x, weight, bias, plan)
+        return lambda x, linear: gemv(x, linear.weight, None, plan)
     if isinstance(plan, SplitKPlan):
         partials = torch.empty(1 << 24, device="cuda")
         counters = torch.zeros(1 << 12, device="cuda", dtype=torch.int32)
-        return lambda x, weight, bias: splitk_gemm(x, weight, bias, plan, partials, counters)
-    return functional.linear
+        return lambda x, linear: splitk_gemm(x, linear.weight, None, plan, partials, counters)
+    return library
 
 
 def graph_time(chain: Callable[[], Any]) -> float:
@@ -113,26 +127,35 @@ def graph_time(chain: Callable[[], Any]) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) * 1e3
 
 
-def make_weights(method: TritonMethod, shape: Shape, copies: int) -> list[Tensor]:
-    """Random, scaled as a trained layer's."""
-    weights = [method.allocate(*shape, torch.device("cuda"), torch.bfloat16) for _ in range(copies)]
-    return [weight.normal_(std=shape[1] ** -0.5) for weight in weights]
+def new_context() -> BuildContext:
+    return triton_build_context(torch.device("cuda"), torch.bfloat16)
+
+
+def make_weights(context: BuildContext, shape: Shape, copies: int) -> list[TritonLinear]:
+    """Build random weights, scaled as a trained layer's."""
+    found = []
+    for _ in range(copies):
+        linear = context.linear_method.build(*shape, False, context)
+        assert isinstance(linear, TritonLinear)
+        linear.weight.normal_(std=shape[1] ** -0.5)
+        found.append(linear)
+    return found
 
 
 def random_rows(rows: int, width: int) -> Tensor:
     return torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
 
 
-def time_shape(apply: Apply, weights: list[Tensor], rows: int) -> float:
-    """Microseconds per product."""
-    x = random_rows(rows, weights[0].shape[1])
-    return graph_time(lambda: [apply(x, weight, None) for weight in weights]) / len(weights)
+def time_shape(apply: Apply, linears: list[TritonLinear], rows: int) -> float:
+    """Return the microseconds of one product."""
+    x = random_rows(rows, linears[0].weight.shape[1])
+    return graph_time(lambda: [apply(x, linear) for linear in linears]) / len(linears)
 
 
 def compile_plan(job: tuple[int, Shape, Plan]) -> None:
     """Runs a plan once, in a process of its own, so that its code is in Triton's cache."""
     rows, shape, plan = job
-    product(plan)(random_rows(rows, shape[1]), torch.empty(shape, device="cuda", dtype=torch.bfloat16), None)
+    product(plan)(random_rows(rows, shape[1]), *make_weights(new_context(), shape, 1))
     torch.cuda.synchronize()
 
 
@@ -145,7 +168,7 @@ def sweep(model: str, row_counts: list[int]) -> list[dict[str, Any]]:
         list(pool.map(compile_plan, jobs, chunksize=4))
     records = []
     for name, shape in MODELS[model].items():
-        weights = make_weights(TritonMethod(), shape, 1 if name == "head" else LAYERS)
+        weights = make_weights(new_context(), shape, 1 if name == "head" else LAYERS)
         for rows in row_counts:
             plans: list[Plan] = [None, *candidates(rows, *shape)]
             results = sorted((time_shape(product(plan), weights, rows), str(plan)) for plan in plans)
@@ -158,13 +181,14 @@ class Step:
     """All linears of a model, with or without what lies between them; attention is left out."""
 
     def __init__(self, model: str) -> None:
-        self.method = TritonMethod()
+        context = new_context()
         shapes = MODELS[model]
         self.weights = {
-            name: make_weights(self.method, shape, 1 if name == "head" else LAYERS) for name, shape in shapes.items()
+            name: make_weights(context, shape, 1 if name == "head" else LAYERS) for name, shape in shapes.items()
         }
         self.inputs = {name: shape[1] for name, shape in shapes.items()}
-        self.norm_weight = torch.ones(self.inputs["qkv"], device="cuda", dtype=torch.bfloat16)
+        norm_weight = torch.ones(self.inputs["qkv"], device="cuda", dtype=torch.bfloat16)
+        self.norm = RMSNorm(norm_weight, EPS, context.kernels)
 
     def linears(self, apply: Apply, rows: int, head: bool) -> float:
         """Microseconds of the products alone."""
@@ -173,9 +197,9 @@ class Step:
         def chain() -> None:
             for layer in range(LAYERS):
                 for name in ("qkv", "o", "gate_up", "down"):
-                    apply(x[name], self.weights[name][layer], None)
+                    apply(x[name], self.weights[name][layer])
             if head:
-                apply(x["head"], self.weights["head"][0], None)
+                apply(x["head"], self.weights["head"][0])
 
         return graph_time(chain)
 
@@ -183,24 +207,26 @@ class Step:
         """Microseconds with norms, residual stream and SwiGLU; apply: for products alone, None: the fused kernels."""
         hidden, attended = self.inputs["qkv"], self.inputs["o"]
         update, residual = random_rows(rows, hidden), random_rows(rows, hidden)
-        method, norm_weight, weights = self.method, self.norm_weight, self.weights
+        norm, weights = self.norm, self.weights
 
-        def normed(x: Tensor, stream: Tensor, weight: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+        def normed(
+            x: Tensor, stream: Tensor, linear: TritonLinear, activation: Activation | None
+        ) -> tuple[Tensor, Tensor]:
             if apply is None:
-                return method.apply_normed(x, stream, norm_weight, EPS, weight, None, gated)
-            y, stream = add_rms_norm(x, stream, norm_weight, EPS, pdl=True)
-            y = apply(y, weight, None)
-            return silu_mul(y, pdl=True) if gated else y, stream
+                return linear.apply_normed(x, stream, norm, activation)
+            y, stream = add_rms_norm(x, stream, norm.weight, EPS, pdl=True)
+            y = apply(y, linear)
+            return (y if activation is None else gated_activation(y, activation, pdl=True)), stream
 
         def chain() -> None:
             x, stream = update, residual
-            plain = apply or method.apply
+            plain = apply or ours
             for layer in range(LAYERS):
-                y, stream = normed(x, stream, weights["qkv"][layer], False)
-                x = plain(y.view(-1)[: rows * attended].view(rows, attended), weights["o"][layer], None)
-                y, stream = normed(x, stream, weights["gate_up"][layer], True)
-                x = plain(y, weights["down"][layer], None)
-            normed(x, stream, weights["head"][0], False)
+                y, stream = normed(x, stream, weights["qkv"][layer], None)
+                x = plain(y.view(-1)[: rows * attended].view(rows, attended), weights["o"][layer])
+                y, stream = normed(x, stream, weights["gate_up"][layer], Activation.SILU)
+                x = plain(y, weights["down"][layer])
+            normed(x, stream, weights["head"][0], None)
 
         return graph_time(chain)
 
@@ -208,23 +234,25 @@ class Step:
 def compare(model: str, row_counts: list[int]) -> list[dict[str, Any]]:
     """The chosen plans beside cuBLAS, product by product and together."""
     step, records = Step(model), []
-    for name, weights in step.weights.items():
-        size = weights[0].nbytes / 1e3
+    for name, linears in step.weights.items():
+        size = linears[0].weight.nbytes / 1e3
         for rows in row_counts:
-            ours, library = (time_shape(apply, weights, rows) for apply in (step.method.apply, functional.linear))
-            records.append({"what": name, "rows": rows, "ours": ours, "cublas": library, "bytes": weights[0].nbytes})
+            planned, cublas = (time_shape(apply, linears, rows) for apply in (ours, library))
+            records.append(
+                {"what": name, "rows": rows, "ours": planned, "cublas": cublas, "bytes": linears[0].weight.nbytes}
+            )
             print(
-                f"{model} {name:8} M={rows:<4} cuBLAS {library:7.2f} us {size / library:5.0f} GB/s   "
-                f"ours {ours:7.2f} us {size / ours:5.0f} GB/s = {size / ours / CEILING:.0%} of the ceiling"
+                f"{model} {name:8} M={rows:<4} cuBLAS {cublas:7.2f} us {size / cublas:5.0f} GB/s   "
+                f"ours {planned:7.2f} us {size / planned:5.0f} GB/s = {size / planned / CEILING:.0%} of the ceiling"
             )
     for rows in row_counts:
         figures = {
-            "layers, cuBLAS": step.linears(functional.linear, rows, False),
-            "ours": step.linears(step.method.apply, rows, False),
-            "with head, cuBLAS": step.linears(functional.linear, rows, True),
-            "ours too": step.linears(step.method.apply, rows, True),
-            "with norms and SwiGLU, cuBLAS": step.whole(rows, functional.linear),
-            "ours, unfused": step.whole(rows, step.method.apply),
+            "layers, cuBLAS": step.linears(library, rows, False),
+            "ours": step.linears(ours, rows, False),
+            "with head, cuBLAS": step.linears(library, rows, True),
+            "ours too": step.linears(ours, rows, True),
+            "with norms and SwiGLU, cuBLAS": step.whole(rows, library),
+            "ours, unfused": step.whole(rows, ours),
             "fused": step.whole(rows, None),
         }
         records.append({"what": "step", "rows": rows, **figures})

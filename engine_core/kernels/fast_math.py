@@ -1,6 +1,6 @@
-"""Elementary functions as one GPU instruction, where Triton's own spend several on cases that cannot occur here.
+"""Elementary functions as one GPU instruction, without Triton's code for cases that cannot occur here.
 
-The interpreter knows no instructions, so there they are Triton's functions.
+The interpreter cannot run instructions, so there they are Triton's functions.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -12,7 +12,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def fast_log2(x):
-    """log2 of normal positive float32; absolute error 2^-22 between 0.5 and 2, elsewhere that relative error."""
+    """Return log2 of normal positive float32; absolute error 2^-22 between 0.5 and 2, relative elsewhere."""
     if INTERPRETED:
         result = tl.log2(x)
     else:
@@ -22,7 +22,7 @@ def fast_log2(x):
 
 @triton.jit
 def fast_exp2(x):
-    """2^x of float32, relative error 2^-22; 0 where that is not a normal number."""
+    """Return 2^x of float32, with relative error 2^-22; 0 where that is not a normal number."""
     if INTERPRETED:
         result = tl.exp2(x)
     else:
@@ -32,7 +32,7 @@ def fast_exp2(x):
 
 @triton.jit
 def at_least(x, y):
-    """1.0 where x >= y and 0.0 elsewhere, float32."""
+    """Return 1.0 where x >= y and 0.0 elsewhere, float32."""
     if INTERPRETED:
         result = (x >= y).to(tl.float32)
     else:
@@ -42,10 +42,10 @@ def at_least(x, y):
 
 @triton.jit
 def quotient(x, y):
-    """x / y, y a positive scalar: a product with the reciprocal, and one correction by the exact remainder.
+    """Divide x by a positive scalar y: multiply by the reciprocal, and correct once by the exact remainder.
 
-    That is the rounded quotient but for about one in a million (Markstein, 1990), without the branches of the exact
-    division. Quotients too large for the remainder, the infinite ones among them, stay uncorrected.
+    The result is the correctly rounded quotient but for about one in a million (Markstein, 1990), without the branches
+    of the exact division. Quotients too large for the remainder, including infinite ones, stay uncorrected.
     """
     if INTERPRETED:
         result = tl.div_rn(x, y)

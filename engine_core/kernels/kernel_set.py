@@ -1,4 +1,4 @@
-"""Which implementation of each fused operation a model runs with, decided once when it is built."""
+"""The implementations of the fused operations that a model runs with, chosen once when it is built."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,35 +6,39 @@ from functools import partial
 
 from torch import Tensor
 
+from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.reference import layer
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
-    """Functions with the signatures and the meaning of `kernels.reference.layer`."""
+    """Fused operations with the signatures and the meaning of `kernels.reference.layer`."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rope_and_kv_write: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float], Tensor
     ]
-    """With the norms of queries and keys, where the model has them."""
-    silu_mul: Callable[[Tensor], Tensor]
+    """Includes the norms of queries and keys, where the model has them."""
+    gated_activation: Callable[[Tensor, Activation], Tensor]
 
 
 def torch_kernels() -> KernelSet:
-    """The oracles, on any device."""
+    """Return the oracles, which run on any device."""
     return KernelSet(
         layer.rms_norm,
         layer.add_rms_norm,
         layer.qk_norm_rope_and_kv_write,
-        layer.silu_mul,
+        layer.gated_activation,
     )
 
 
 def triton_kernels() -> KernelSet:
-    """One launch each, chained by programmatic dependent launch: a kernel's prologue overlaps its predecessor's end."""
-    from tandem.engine_core.kernels.activation import silu_mul
+    """Return the Triton kernels, one launch for each operation.
+
+    They are chained by programmatic dependent launch: a kernel's prologue overlaps its predecessor's end.
+    """
+    from tandem.engine_core.kernels.gated_activation import gated_activation
     from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
     from tandem.engine_core.kernels.rope import rope_and_kv_write
 
@@ -42,5 +46,5 @@ def triton_kernels() -> KernelSet:
         partial(rms_norm, pdl=True),
         partial(add_rms_norm, pdl=True),
         partial(rope_and_kv_write, pdl=True),
-        partial(silu_mul, pdl=True),
+        partial(gated_activation, pdl=True),
     )

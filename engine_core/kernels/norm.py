@@ -1,6 +1,6 @@
 """Root mean square norm, alone and fused with the addition to the residual stream, in Triton.
 
-One program a row, which it holds in registers, so memory is read once. Oracle: `reference.rms_norm`, `add_rms_norm`.
+Each program holds one row in registers, so memory is read once. Oracles: `reference.layer.rms_norm` and `add_rms_norm`.
 
 About programmatic dependent launch (`pdl`), here and in every kernel of this package: a kernel may start while the
 one before it still runs; it reads what that one wrote only after `gdc_wait`, and lets its own successor start only
@@ -18,16 +18,16 @@ from torch import Tensor
 
 MAX_HIDDEN = 16384
 WARPS = {1024: 2, 2048: 4, 4096: 8, 8192: 16, 16384: 16}
-"""Warps by the hidden size rounded up to a power of two; smaller sizes take one or two."""
+"""Number of warps for each hidden size rounded up to a power of two; smaller sizes take one or two."""
 
 
 @triton.jit
 def _rms_norm_kernel(
-    normed,
-    total,
-    x,
-    residual,
-    weight,
+    normed_ptr,
+    total_ptr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
     x_stride,
     residual_stride,
     eps,
@@ -37,29 +37,29 @@ def _rms_norm_kernel(
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < hidden
+    offs = tl.arange(0, BLOCK)
+    mask = offs < hidden
     # The weight is no kernel's output, so it is fetched while the kernel before still runs.
-    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    stream = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
+    total = tl.load(x_ptr + row * x_stride + offs, mask=mask, other=0.0)
     if ADD:
-        before = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
-        stream = (stream.to(tl.float32) + before.to(tl.float32)).to(stream.dtype)
-        tl.store(total + row * hidden + columns, stream, mask=inside)
-    wide = stream.to(tl.float32)
+        residual = tl.load(residual_ptr + row * residual_stride + offs, mask=mask, other=0.0)
+        total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
+        tl.store(total_ptr + row * hidden + offs, total, mask=mask)
+    wide = total.to(tl.float32)
     mean = tl.sum(wide * wide, axis=0) / hidden
-    quotient = (wide * tl.rsqrt(mean + eps)).to(stream.dtype).to(tl.float32)
-    tl.store(normed + row * hidden + columns, (quotient * scale).to(stream.dtype), mask=inside)
+    quotient = (wide * tl.rsqrt(mean + eps)).to(total.dtype).to(tl.float32)
+    tl.store(normed_ptr + row * hidden + offs, (quotient * weight).to(total.dtype), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
-    """Root mean square norm over the last dimension; see `reference.rms_norm`.
+    """Return the root mean square norm of each row, [T, hidden], contiguous; see `reference.layer.rms_norm`.
 
-    x: [T, hidden], its rows contiguous, float32, bfloat16 or float16; weight: [hidden] of the same dtype.
-    Returns [T, hidden], contiguous. ValueError for a hidden size above 16384 or scattered rows.
+    x: [T, hidden], its rows contiguous, float32, bfloat16 or float16; weight: [hidden], in x's dtype or float32.
+    Raises ValueError for a hidden size above 16384 and for rows that are not contiguous.
     """
     normed = _empty_like(x)
     _launch(normed, normed, x, x, weight, eps, False, pdl)
@@ -67,9 +67,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """Adds x to the residual stream and normalises the sum, rounded; see `reference.add_rms_norm`.
+    """Add x to the residual stream; return the normalised rounded sum and the sum, both new.
 
-    All [T, hidden] as in `rms_norm`. Returns (normalised, sum), both new.
+    All are [T, hidden] as in `rms_norm`. Oracle: `reference.layer.add_rms_norm`.
     """
     normed, total = _empty_like(x), _empty_like(x)
     _launch(normed, total, x, residual, weight, eps, True, pdl)
@@ -85,7 +85,10 @@ def _launch(
 ) -> None:
     tokens, hidden = x.shape
     if hidden > MAX_HIDDEN or x.stride(1) != 1 or residual.stride(1) != 1:
-        raise ValueError(f"rms_norm takes contiguous rows of at most {MAX_HIDDEN}, not {tuple(x.shape)}, {x.stride()}")
+        raise ValueError(
+            f"rms_norm needs contiguous rows of at most {MAX_HIDDEN} elements, found {tuple(x.shape)} with strides "
+            f"{x.stride()}"
+        )
     if tokens == 0:
         return
     block = triton.next_power_of_2(hidden)

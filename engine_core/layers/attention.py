@@ -6,8 +6,7 @@ from torch import Tensor
 from tandem.engine_core.attention.base import ForwardBatch
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.layers.build_context import BuildContext
-from tandem.engine_core.layers.linear import Linear
-from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
 
@@ -20,8 +19,8 @@ class Attention:
 
     def __init__(
         self,
-        qkv: Linear,
-        output: Linear,
+        qkv: LinearWeights,
+        output: LinearWeights,
         heads: int,
         kv_heads: int,
         head_dim: int,
@@ -47,8 +46,8 @@ class Attention:
         """Unfilled."""
         heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
         width, bias = (heads + 2 * kv_heads) * head_dim, config.attention_bias
-        qkv = Linear.build(width, config.hidden_size, bias, context)
-        output = Linear.build(config.hidden_size, heads * head_dim, bias, context)
+        qkv = context.linear_method.build(width, config.hidden_size, bias, context)
+        output = context.linear_method.build(config.hidden_size, heads * head_dim, bias, context)
         q_norm = k_norm = None
         if config.qk_norm:
             q_norm, k_norm = torch.empty(2, head_dim, device=context.device, dtype=context.dtype)
@@ -58,28 +57,31 @@ class Attention:
         self,
         update: Tensor,
         residual: Tensor | None,
-        norm: RMSNorm,
+        norm: Norm,
         rotary: tuple[Tensor, Tensor],
         batch: ForwardBatch,
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """update, residual: [T, hidden], as in `Linear.normed`; rotary: of the batch's positions; keys, values: the
-        layer's pool, written at `batch.slot_mapping`. Returns the next update and the stream, [T, hidden]."""
-        projected, residual = self.qkv.normed(update, residual, norm)
+        """Return the next update and the residual stream, both [T, hidden].
+
+        update, residual, norm: as in `LinearWeights.apply_normed`; rotary: of the batch's positions; keys, values: the
+        layer's pool, written at `batch.slot_mapping`.
+        """
+        projected, residual = self.qkv.apply_normed(update, residual, norm)
         qkv = projected.view(update.shape[0], -1, self.head_dim)
         query = self.kernels.rope_and_kv_write(
             qkv, *rotary, batch.slot_mapping, keys, values, self.q_norm, self.k_norm, self.eps
         )
         attended = batch.backend.run(batch.plan, query, keys, values, self.scale)
-        return self.output(attended.view(update.shape[0], -1)), residual
+        return self.output.apply(attended.view(update.shape[0], -1)), residual
 
-    def slots(self, prefix: str) -> dict[str, WeightSlot]:
-        """Where checkpoint tensors go, under the names of Hugging Face's Llama and Qwen 3."""
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        """List the slots of the checkpoint's tensors, under the names of Hugging Face's Llama and Qwen 3."""
         kv_width = self.kv_heads * self.head_dim
         parts = {"q_proj": self.heads * self.head_dim, "k_proj": kv_width, "v_proj": kv_width}
-        slots = self.qkv.slots(prefix, "qkv_proj", parts) | self.output.slots(prefix, "o_proj")
+        slots = self.qkv.slots(prefix, "qkv_proj", parts) + self.output.slots(prefix, "o_proj")
         for name, weight in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
             if weight is not None:
-                slots[f"{prefix}{name}.weight"] = WeightSlot(weight, 0, self.head_dim)
+                slots.append(WeightSlot.whole(f"{prefix}{name}.weight", weight))
         return slots

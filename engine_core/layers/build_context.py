@@ -1,11 +1,19 @@
-"""Where and with what a model is built: decided once, handed to every layer."""
+"""The device, dtype and implementations that every layer of a model is built with."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from tandem.engine_core.kernels.kernel_set import KernelSet, torch_kernels
-from tandem.engine_core.layers.linear_method import CpuMethod, LinearMethod, PlainMethod
+from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.layers.linear import LinearWeights
+
+
+class LinearMethod(Protocol):
+    """A storage format of linear weights, chosen when a model is built; models know shapes only."""
+
+    def build(self, outputs: int, inputs: int, bias: bool, context: "BuildContext") -> LinearWeights:
+        """Allocate the weights of a map from `inputs` to `outputs` elements, not filled yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,12 +22,8 @@ class BuildContext:
 
     device: torch.device
     dtype: torch.dtype
-    method: LinearMethod
+    linear_method: LinearMethod
+    """Format of the projections inside the layers."""
+    head_method: LinearMethod
+    """Format of the output head, which quantized checkpoints leave unquantized."""
     kernels: KernelSet
-
-
-def torch_build_context(device: torch.device, dtype: torch.dtype) -> BuildContext:
-    """Nothing but torch, on any device."""
-    kernels = torch_kernels()
-    method = CpuMethod(kernels) if device.type == "cpu" else PlainMethod(kernels)
-    return BuildContext(device, dtype, method, kernels)

@@ -1,21 +1,34 @@
 """Token embedding."""
 
+import torch
 from torch import Tensor
 
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.loader.slots import WeightSlot
 
 
 class Embedding:
-    """A row a token. The table may be the weight of the output head, in whatever memory layout that wants."""
+    """A table with one row for each token of the vocabulary."""
 
-    def __init__(self, weight: Tensor) -> None:
-        """weight: [vocab, hidden]."""
-        self.weight = weight
+    def __init__(self, table: Tensor) -> None:
+        """table: [vocab, hidden], in any memory layout."""
+        self.table = table
+
+    @classmethod
+    def build(cls, vocab: int, hidden: int, context: BuildContext) -> "Embedding":
+        """Allocate a table of its own, not filled yet."""
+        return cls(torch.empty(vocab, hidden, device=context.device, dtype=context.dtype))
+
+    @classmethod
+    def tied_to(cls, head: LinearWeights) -> "Embedding":
+        """Share the storage of an output head, in the memory layout of that head."""
+        return cls(head.embedding_table())
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """ids: [T] int64. Returns [T, hidden]."""
-        return self.weight[ids]
+        """Look up token ids, [T] int64. Returns [T, hidden]."""
+        return self.table[ids]
 
-    def slots(self, name: str) -> dict[str, WeightSlot]:
-        """Where the checkpoint tensor goes."""
-        return {f"{name}.weight": WeightSlot(self.weight, 0, self.weight.shape[0])}
+    def slots(self, name: str) -> list[WeightSlot]:
+        """List the slot of the checkpoint's tensor."""
+        return [WeightSlot.whole(f"{name}.weight", self.table)]

@@ -1,47 +1,69 @@
-"""A linear map."""
+"""Linear maps as layers see them: weights that own their storage, their checkpoint slots and their product."""
 
-import torch
+from collections.abc import Mapping
+from typing import Any, Protocol
+
 from torch import Tensor
 
-from tandem.engine_core.layers.build_context import BuildContext
-from tandem.engine_core.layers.linear_method import LinearMethod
-from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.loader.slots import WeightSlot
 
 
-class Linear:
-    """y = x W^T + b."""
+class Norm(Protocol):
+    """A root mean square norm over the residual stream, which a linear map may fuse with its product."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, method: LinearMethod) -> None:
-        """weight: [outputs, inputs] as the method keeps it; bias: [outputs]."""
-        self.weight = weight
-        self.bias = bias
-        self.method = method
+    weight: Tensor
+    """Factors of the normalised elements, [hidden]."""
+    eps: float
 
-    @classmethod
-    def build(cls, outputs: int, inputs: int, bias: bool, context: BuildContext) -> "Linear":
-        """Unfilled."""
-        vector = torch.empty(outputs, device=context.device, dtype=context.dtype) if bias else None
-        return cls(context.method.allocate(outputs, inputs, context.device, context.dtype), vector, context.method)
+    def __call__(self, update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add the update to the residual stream (None: start it). Returns the normalised stream and the stream."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, inputs]. Returns [T, outputs]."""
-        return self.method.apply(x, self.weight, self.bias)
 
-    def normed(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, gated: bool = False) -> tuple[Tensor, Tensor]:
-        """The map of a norm of the residual stream, x added to it first; see `LinearMethod.apply_normed`."""
-        return self.method.apply_normed(x, residual, norm.weight, norm.eps, self.weight, self.bias, gated)
+class LinearWeights(Protocol):
+    """The weights of y = x W^T + b in one storage format.
 
-    def slots(self, prefix: str, name: str, parts: dict[str, int] | None = None) -> dict[str, WeightSlot]:
-        """Where checkpoint tensors go: `prefix + part` for each part (a name and its outputs, in order) of a fused
-        projection, and `prefix + name` for the whole."""
-        slots = {}
-        for kind, parameter in (("weight", self.weight), ("bias", self.bias)):
-            if parameter is None:
-                continue
-            start = 0
-            for part, length in (parts or {}).items():
-                slots[f"{prefix}{part}.{kind}"] = WeightSlot(parameter, start, length)
-                start += length
-            slots[f"{prefix}{name}.{kind}"] = WeightSlot(parameter, 0, parameter.shape[0])
-        return slots
+    A projection is asked for together with the norm before it and the gated activation behind it, because some devices
+    do them in one launch.
+    """
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return the product, [T, outputs]. x: [T, inputs]."""
+
+    def apply_normed(
+        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Add x to the residual stream, normalise it, and return the product and the stream.
+
+        x, residual: [T, inputs], no residual: x starts the stream. activation: the product's first half is a gate, and
+        activation(gate) * rest, [T, outputs / 2], is returned in its place.
+        """
+
+    def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
+        """List the slots of the checkpoint's tensors.
+
+        They are `prefix + part` for each part (name and number of outputs, in order) of a fused projection, and
+        `prefix + name` for the whole.
+        """
+
+    def embedding_table(self) -> Tensor:
+        """Return the weights as one row for each output, [outputs, inputs], in the model's dtype.
+
+        The table shares their storage, for an embedding tied to an output head. Raises ConfigError if the format has
+        no such rows.
+        """
+
+
+def projection_slots(
+    parameter: Tensor, prefix: str, name: str, parts: Mapping[str, int] | None, kind: str, **fields: Any
+) -> list[WeightSlot]:
+    """List the slots of one tensor of a projection, split along dimension 0.
+
+    prefix, name, parts: as in `LinearWeights.slots`; kind: last part of the names, such as "weight"; fields: further
+    fields of every slot.
+    """
+    slots, start = [], 0
+    for part, length in (parts or {}).items():
+        slots.append(WeightSlot(f"{prefix}{part}.{kind}", parameter, 0, start, length, **fields))
+        start += length
+    return [*slots, WeightSlot.whole(f"{prefix}{name}.{kind}", parameter, **fields)]

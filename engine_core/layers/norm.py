@@ -9,21 +9,27 @@ from tandem.engine_core.loader.slots import WeightSlot
 
 
 class RMSNorm:
-    """See `kernels.reference.rms_norm`."""
+    """A root mean square norm, computed as `kernels.reference.layer.rms_norm` describes.
 
-    def __init__(self, weight: Tensor, eps: float, kernels: KernelSet) -> None:
-        """weight: [hidden]."""
+    Some families (Gemma) store the difference of each factor from 1. One is added when a checkpoint is loaded, in
+    float32, so that no kernel knows of it.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, kernels: KernelSet, unit_offset: bool = False) -> None:
+        """weight: factors, [hidden]; unit_offset: the checkpoint stores factors less 1."""
         self.weight = weight
         self.eps = eps
         self.kernels = kernels
+        self.unit_offset = unit_offset
 
     @classmethod
-    def build(cls, hidden: int, eps: float, context: BuildContext) -> "RMSNorm":
-        """Unfilled."""
-        return cls(torch.empty(hidden, device=context.device, dtype=context.dtype), eps, context.kernels)
+    def build(cls, hidden: int, eps: float, context: BuildContext, unit_offset: bool = False) -> "RMSNorm":
+        """Allocate a norm whose weight is not filled yet."""
+        dtype = torch.float32 if unit_offset else context.dtype
+        return cls(torch.empty(hidden, device=context.device, dtype=dtype), eps, context.kernels, unit_offset)
 
     def __call__(self, update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Adds the update to the residual stream (None: the update starts it). Both [T, hidden].
+        """Add the update to the residual stream (None: start it). Both are [T, hidden].
 
         Returns the normalised stream and the stream.
         """
@@ -31,6 +37,10 @@ class RMSNorm:
             return self.kernels.rms_norm(update, self.weight, self.eps), update
         return self.kernels.add_rms_norm(update, residual, self.weight, self.eps)
 
-    def slots(self, name: str) -> dict[str, WeightSlot]:
-        """Where the checkpoint tensor goes."""
-        return {f"{name}.weight": WeightSlot(self.weight, 0, self.weight.shape[0])}
+    def slots(self, name: str) -> list[WeightSlot]:
+        """List the slot of the checkpoint's tensor."""
+        return [WeightSlot.whole(f"{name}.weight", self.weight, transform=_add_one if self.unit_offset else None)]
+
+
+def _add_one(weight: Tensor) -> Tensor:
+    return weight.float() + 1

@@ -1,6 +1,6 @@
-"""The safetensors files of a Hugging Face folder: which tensors there are, and reading one at a time."""
+"""The safetensors files of a Hugging Face folder: their headers, and their tensors one at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,20 +10,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.loader.slots import SourceSlice, WeightSlot
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a checkpoint, not read yet."""
+    """The header of one tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors calls it, such as "BF16"."""
+    """Dtype in the words of safetensors, such as "BF16"."""
 
 
 class _Index(Struct):
@@ -33,44 +33,48 @@ class _Index(Struct):
 class Checkpoint:
     """All tensors of a folder, by name."""
 
-    def __init__(self, files: dict[Path, dict[str, StoredTensor]]) -> None:
+    def __init__(self, directory: Path, files: dict[Path, dict[str, StoredTensor]]) -> None:
+        """files: tensors of each file, by name; no two files hold one name."""
+        self.directory = directory
         self.files = files
         self.tensors = {name: tensor for found in files.values() for name, tensor in found.items()}
 
     @classmethod
     def open(cls, directory: Path) -> "Checkpoint":
-        """Reads the headers. Format: `model.safetensors`, or the shards of `model.safetensors.index.json`.
+        """Read the headers of `model.safetensors`, or of the shards of `model.safetensors.index.json`.
 
-        Raises ConfigError if there is neither, if a shard is missing or corrupt, if a tensor is in two shards or not
-        in the one that the index names, or if one is of a dtype that is not read (such as that of a quantized model).
+        Raises ConfigError if there is neither, if a shard is missing or corrupt, or if a tensor is in two shards or not
+        in the one that the index names.
         """
         if (directory / SINGLE).is_file():
-            files = {directory / SINGLE: _header(directory / SINGLE)}
-        elif (directory / INDEX).is_file():
-            files = _shards(directory)
-        else:
-            raise ConfigError(f"{directory} holds neither {SINGLE} nor {INDEX}; other formats are not read")
-        stored = [tensor for found in files.values() for tensor in found.values()]
-        if odd := [f"{tensor.name} is {tensor.dtype}" for tensor in stored if tensor.dtype not in DTYPES]:
-            raise ConfigError(f"{directory}: only {', '.join(DTYPES)} tensors are read, but {'; '.join(odd)}")
-        return cls(files)
+            return cls(directory, {directory / SINGLE: _header(directory / SINGLE)})
+        if (directory / INDEX).is_file():
+            return cls(directory, _shards(directory))
+        raise ConfigError(f"{directory} holds neither {SINGLE} nor {INDEX}; other formats are not read")
 
-    def read(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, one at a time, in host memory. Raises ConfigError if a file cannot be read."""
+    def read(self, slots: Iterable[WeightSlot]) -> Iterator[tuple[WeightSlot, Tensor]]:
+        """Yield each slot whose tensor is there, with the part that it reads, in host memory.
+
+        Parts come in the order of the files, one at a time. Raises ConfigError if a file cannot be read.
+        """
+        wanted: dict[str, list[WeightSlot]] = {}
+        for slot in slots:
+            wanted.setdefault(slot.name, []).append(slot)
         for path, found in self.files.items():
-            yield from _tensors(path, list(found))
+            here = [slot for name in found for slot in wanted.get(name, [])]
+            yield from zip(here, _parts(path, [(slot.name, slot.source) for slot in here]), strict=True)
 
     def read_one(self, name: str) -> Tensor:
-        """One tensor, in host memory. Raises ConfigError if its file cannot be read."""
+        """Return a whole tensor in host memory. Raises ConfigError if its file cannot be read."""
         path = next(path for path, found in self.files.items() if name in found)
-        return next(_tensors(path, [name]))[1]
+        return next(_parts(path, [(name, None)]))
 
 
-def _tensors(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+def _parts(path: Path, parts: list[tuple[str, SourceSlice | None]]) -> Iterator[Tensor]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            for name in names:
-                yield name, file.get_tensor(name)
+            for name, source in parts:
+                yield file.get_tensor(name) if source is None else file.get_slice(name)[source.index]
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} cannot be read as safetensors: {error}") from None
 

@@ -1,42 +1,90 @@
-"""How a model tells the loader where the tensors of a checkpoint belong."""
+"""The slots by which a model tells the loader where the tensors of a checkpoint belong."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Dtypes, in the words of safetensors, that any floating-point parameter can be filled from by a cast."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSlice:
+    """The part of a checkpoint tensor that one slot reads."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole checkpoint tensor."""
+    dim: int = 0
+    """Dimension along which the part is cut."""
+    start: int = 0
+    """First index of the part."""
+    length: int | None = None
+    """Number of indices of the part; None: up to the end."""
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The part as an index of the whole tensor."""
+        stop = None if self.length is None else self.start + self.length
+        return (*(slice(None) for _ in range(self.dim)), slice(self.start, stop))
+
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """The place of one checkpoint tensor: rows `start` to `start + length - 1` of a parameter, along dimension 0."""
+    """The region of a parameter that one checkpoint tensor, or a part of it, fills.
 
+    The region is `start` to `start + length - 1` along `dim`. Slots of one parameter have one `dim`.
+    """
+
+    name: str
+    """Name of the checkpoint tensor. A tensor may have several slots, if it fills several parameters."""
     parameter: Tensor
+    dim: int
     start: int
     length: int
+    source: SourceSlice | None = None
+    """Part of the checkpoint tensor that is read; None: a tensor of the region's shape, whole."""
+    transform: Callable[[Tensor], Tensor] | None = None
+    """Function from what is read to a tensor of the region's shape, such as a transposition or an unpacking."""
+    dtypes: tuple[str, ...] = FLOAT_DTYPES
+    """Dtypes of the checkpoint tensor that can be read, in the words of safetensors."""
+    tied_to: str | None = None
+    """Name of a slot of the same region: a checkpoint may hold both tensors if they are equal."""
+
+    @classmethod
+    def whole(
+        cls,
+        name: str,
+        parameter: Tensor,
+        source: SourceSlice | None = None,
+        transform: Callable[[Tensor], Tensor] | None = None,
+        dtypes: tuple[str, ...] = FLOAT_DTYPES,
+    ) -> "WeightSlot":
+        """Return the slot of a whole parameter."""
+        return cls(name, parameter, 0, 0, parameter.shape[0], source, transform, dtypes)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What the checkpoint tensor has to measure."""
-        return (self.length, *self.parameter.shape[1:])
+        """Shape that the checkpoint tensor must have."""
+        return tuple(self.target.shape) if self.source is None else self.source.shape
 
     @property
     def target(self) -> Tensor:
-        """The rows themselves, to be written."""
-        return self.parameter.narrow(0, self.start, self.length)
+        """The region itself, to be written."""
+        return self.parameter.narrow(self.dim, self.start, self.length)
+
+    def fill(self, tensor: Tensor) -> None:
+        """Write what was read from the checkpoint, cast to the parameter's dtype."""
+        self.target.copy_(tensor if self.transform is None else self.transform(tensor))
 
 
 class Loadable(Protocol):
     """A model as the loader sees it."""
 
-    def weight_slots(self) -> dict[str, WeightSlot]:
-        """A slot for each name that a checkpoint may use.
+    def weight_slots(self) -> list[WeightSlot]:
+        """List a slot for each name that a checkpoint may use.
 
-        Several names may cover the same rows (a fused projection and its parts): a checkpoint has to cover all rows of
-        each parameter once. The preferred names come first: those are named when rows are not covered.
+        Several names may cover the same region (a fused projection and its parts): a checkpoint has to cover all of
+        each parameter once. The preferred names come first: those are named when a region is not covered.
         """
-
-    def tied_names(self) -> tuple[str, str] | None:
-        """Two names of one parameter that a checkpoint may hold both; None if no parameter is shared."""
-
-    def untie(self) -> None:
-        """Gives the second of the tied names a parameter of its own."""

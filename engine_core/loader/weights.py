@@ -1,85 +1,93 @@
-"""Fills a model from a checkpoint, strictly: nothing missing, nothing left over, nothing of another shape."""
+"""The filling of a model from a checkpoint, in which nothing may be missing, left over or of another shape."""
 
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.loader.checkpoint import Checkpoint
+from tandem.engine_core.loader.checkpoint import Checkpoint, StoredTensor
 from tandem.engine_core.loader.slots import Loadable, WeightSlot
-
-
-def fill_with_noise(model: Loadable, scale: float = 0.02) -> None:
-    """Fills every weight from a fixed seed: norms with ones, the rest with normal noise of deviation `scale`."""
-    with torch.inference_mode():
-        for name, slot in sorted(model.weight_slots().items()):
-            generator = torch.Generator(slot.target.device).manual_seed(0)
-            if "norm" in name:
-                slot.target.fill_(1.0)
-            else:
-                slot.target.normal_(0.0, scale, generator=generator)
-
 
 HARMLESS = (".rotary_emb.inv_freq",)
 """Ends of names of buffers that old checkpoints hold and that follow from the configuration."""
 
 
-def load_weights(model: Loadable, directory: Path, progress: Callable[[float], None] | None = None) -> None:
-    """Copies the tensors of a Hugging Face folder into the model, cast to its dtype, one at a time.
+def fill_with_noise(model: Loadable, scale: float = 0.02) -> None:
+    """Fill every weight from a fixed seed: norms with ones, the rest with normal noise of deviation `scale`."""
+    with torch.inference_mode():
+        for slot in sorted(model.weight_slots(), key=lambda item: item.name):
+            generator = torch.Generator(slot.target.device).manual_seed(0)
+            if "norm" in slot.name:
+                slot.target.fill_(1.0)
+            else:
+                slot.target.normal_(0.0, scale, generator=generator)
 
-    progress: called with the percentage done. Two names of one tied parameter are treated as transformers does it: if
-    both are there and differ, they are untied.
 
-    Raises ConfigError as `Checkpoint.open` does, and one that names every missing, unexpected, misshaped and doubly
-    given tensor; then the model is unchanged.
+def load_weights(model: Loadable, checkpoint: Checkpoint, progress: Callable[[float], None] | None = None) -> None:
+    """Copy the tensors of a checkpoint into a model's parameters, cast to their dtypes, one at a time.
+
+    The parameters keep their storage, which captured graphs may hold. progress: called with the percentage done.
+
+    Raises ConfigError that names every tensor which is missing, unexpected, misshaped, of a dtype that is not read, or
+    given twice, and tied tensors that differ; then the model is unchanged. Raises it as well if a file cannot be read.
     """
     with torch.inference_mode():
-        checkpoint = Checkpoint.open(directory)
-        tied = model.tied_names()
-        if tied and set(tied) <= checkpoint.tensors.keys() and not _equal(checkpoint, *tied):
-            model.untie()
-            tied = None
         slots = model.weight_slots()
-        if problems := _problems(checkpoint, slots, set(tied or ())):
-            raise ConfigError(f"{directory} does not fit the model of its config.json:\n  " + "\n  ".join(problems))
+        if problems := _problems(checkpoint, slots):
+            raise ConfigError(
+                f"{checkpoint.directory} does not fit the model of its config.json:\n  " + "\n  ".join(problems)
+            )
         done = 0
-        total = sum(slots[name].target.numel() for name in checkpoint.tensors if name in slots)
-        for name, tensor in checkpoint.read():
-            if name in slots:
-                slots[name].target.copy_(tensor)
-                done += tensor.numel()
-                if progress is not None:
-                    progress(100.0 * done / total)
+        total = sum(slot.target.numel() for slot in slots if slot.name in checkpoint.tensors)
+        for slot, tensor in checkpoint.read(slots):
+            slot.fill(tensor)
+            done += slot.target.numel()
+            if progress is not None:
+                progress(100.0 * done / total)
 
 
-def _equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
-    return torch.equal(checkpoint.read_one(first), checkpoint.read_one(second))
+def tensors_differ(checkpoint: Checkpoint, first: str, second: str) -> bool:
+    """Say if a checkpoint holds both tensors and they are not equal."""
+    if first not in checkpoint.tensors or second not in checkpoint.tensors:
+        return False
+    return not torch.equal(checkpoint.read_one(first), checkpoint.read_one(second))
 
 
-def _problems(checkpoint: Checkpoint, slots: dict[str, WeightSlot], tied: set[str]) -> list[str]:
+def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
+    by_name: dict[str, list[WeightSlot]] = {}
+    for slot in slots:
+        by_name.setdefault(slot.name, []).append(slot)
     problems = []
-    present: dict[int, list[str]] = {}
-    for name, tensor in checkpoint.tensors.items():
-        slot = slots.get(name)
-        if slot is not None:
-            present.setdefault(id(slot.parameter), []).append(name)
-            if tensor.shape != slot.shape:
-                problems.append(f"misshaped {name}: expected {list(slot.shape)}, found {list(tensor.shape)}")
-        elif not name.endswith(HARMLESS):
-            problems.append(f"unexpected {name}: {list(tensor.shape)}")
-    covered = {key: [slots[name] for name in names] for key, names in present.items()}
-    for name, slot in slots.items():
+    for tensor in checkpoint.tensors.values():
+        problems += _misfits(tensor, by_name.get(tensor.name, []))
+    present: dict[int, list[WeightSlot]] = {}
+    for slot in slots:
+        if slot.name in checkpoint.tensors:
+            present.setdefault(id(slot.parameter), []).append(slot)
+    covered = {key: list(found) for key, found in present.items()}
+    for slot in slots:
         others = covered.setdefault(id(slot.parameter), [])
         if not _covers(others, slot):
-            problems.append(f"missing {name}: expected {list(slot.shape)}")
+            problems.append(f"missing {slot.name}: expected {list(slot.shape)}")
             others.append(slot)
-    return sorted(problems) + _doubles(present, slots, tied)
+    return sorted(problems) + _doubles(checkpoint, present)
+
+
+def _misfits(tensor: StoredTensor, slots: list[WeightSlot]) -> list[str]:
+    """Describe what is wrong with one checkpoint tensor."""
+    if not slots:
+        return [] if tensor.name.endswith(HARMLESS) else [f"unexpected {tensor.name}: {list(tensor.shape)}"]
+    for slot in slots:
+        if tensor.shape != slot.shape:
+            return [f"misshaped {tensor.name}: expected {list(slot.shape)}, found {list(tensor.shape)}"]
+        if tensor.dtype not in slot.dtypes:
+            return [f"unreadable {tensor.name}: it is {tensor.dtype}, expected {', '.join(slot.dtypes)}"]
+    return []
 
 
 def _covers(others: list[WeightSlot], slot: WeightSlot) -> bool:
-    """Whether slots of the same parameter leave no row of this one uncovered."""
+    """Say if slots of the same parameter leave nothing of this one's region uncovered."""
     reached = slot.start
     for other in sorted(others, key=lambda item: item.start):
         if other.start <= reached:
@@ -87,12 +95,14 @@ def _covers(others: list[WeightSlot], slot: WeightSlot) -> bool:
     return reached >= slot.start + slot.length
 
 
-def _doubles(present: dict[int, list[str]], slots: dict[str, WeightSlot], tied: set[str]) -> list[str]:
+def _doubles(checkpoint: Checkpoint, present: dict[int, list[WeightSlot]]) -> list[str]:
     problems = []
-    for names in present.values():
-        ordered = sorted(names, key=lambda name: slots[name].start)
-        for first, second in pairwise(ordered):
-            overlap = slots[first].start + slots[first].length > slots[second].start
-            if overlap and {first, second} != tied:
-                problems.append(f"given twice: {first} and {second} fill the same rows")
+    for slots in present.values():
+        for first, second in pairwise(sorted(slots, key=lambda slot: slot.start)):
+            if first.start + first.length <= second.start:
+                continue
+            if first.tied_to != second.name and second.tied_to != first.name:
+                problems.append(f"given twice: {first.name} and {second.name} fill the same region of a parameter")
+            elif tensors_differ(checkpoint, first.name, second.name):
+                problems.append(f"tied {first.name} and {second.name} differ, but the model shares one tensor for both")
     return problems

@@ -1,6 +1,7 @@
 """Llama (Touvron et al., 2023): versions 1 to 3.2, and what shares the architecture, such as TinyLlama."""
 
-import torch
+from dataclasses import replace
+
 from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch
@@ -8,7 +9,7 @@ from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.layers.attention import Attention
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.embedding import Embedding
-from tandem.engine_core.layers.linear import Linear
+from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.layers.rotary import RotaryTable
@@ -20,7 +21,7 @@ HEAD = "lm_head"
 
 
 class LlamaLayer:
-    """One block: attention and feed-forward, each behind a norm, each added to the residual stream."""
+    """One block: attention and feed-forward network, each behind a norm and added to the residual stream."""
 
     def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
         self.attention_norm = attention_norm
@@ -30,7 +31,7 @@ class LlamaLayer:
 
     @classmethod
     def build(cls, config: ModelConfig, context: BuildContext) -> "LlamaLayer":
-        """Unfilled."""
+        """Allocate a block whose weights are not filled yet."""
         return cls(
             RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
             Attention.build(config, context),
@@ -47,18 +48,22 @@ class LlamaLayer:
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Returns what is to be added to the residual stream, and the stream. All [T, hidden]."""
+        """Return the update of the residual stream, and the stream, both [T, hidden].
+
+        update: of the block before, [T, hidden]; residual: the stream that it belongs to, None before the first block;
+        rotary, keys, values: as in `Attention`.
+        """
         update, residual = self.attention(update, residual, self.attention_norm, rotary, batch, keys, values)
         return self.mlp(update, residual, self.mlp_norm)
 
-    def slots(self, prefix: str) -> dict[str, WeightSlot]:
-        """Where checkpoint tensors go."""
-        return {
-            **self.attention_norm.slots(f"{prefix}input_layernorm"),
-            **self.attention.slots(f"{prefix}self_attn."),
-            **self.mlp_norm.slots(f"{prefix}post_attention_layernorm"),
-            **self.mlp.slots(f"{prefix}mlp."),
-        }
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        """List the slots of the checkpoint's tensors."""
+        return [
+            *self.attention_norm.slots(f"{prefix}input_layernorm"),
+            *self.attention.slots(f"{prefix}self_attn."),
+            *self.mlp_norm.slots(f"{prefix}post_attention_layernorm"),
+            *self.mlp.slots(f"{prefix}mlp."),
+        ]
 
 
 class LlamaModel:
@@ -74,7 +79,7 @@ class LlamaModel:
         embedding: Embedding,
         layers: list[LlamaLayer],
         norm: RMSNorm,
-        head: Linear,
+        head: LinearWeights,
     ) -> None:
         self.config = config
         self.rotary = rotary
@@ -85,21 +90,20 @@ class LlamaModel:
 
     @classmethod
     def build(cls, config: ModelConfig, max_positions: int, context: BuildContext) -> "LlamaModel":
-        """Unfilled; `loader.weights.load_weights` fills it."""
+        """Allocate a model whose weights are not filled yet; `loader.weights.load_weights` fills them."""
         vocab, hidden = config.vocab_size, config.hidden_size
-        head = Linear.build(vocab, hidden, False, context)
-        tied = config.tie_embeddings
+        head = context.head_method.build(vocab, hidden, False, context)
         return cls(
             config,
             RotaryTable.build(config.rope, config.head_dim, max_positions, context.device),
-            Embedding(head.weight if tied else torch.empty(vocab, hidden, device=context.device, dtype=context.dtype)),
+            Embedding.tied_to(head) if config.tie_embeddings else Embedding.build(vocab, hidden, context),
             [LlamaLayer.build(config, context) for _ in range(config.layers)],
-            RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
+            RMSNorm.build(hidden, config.rms_norm_eps, context),
             head,
         )
 
     def forward(self, batch: ForwardBatch, kv: KVStorage) -> Tensor:
-        """Final hidden states of the sampled positions, [S, hidden]. Writes the new keys and values into kv."""
+        """Implement `Model.forward`."""
         rotary = self.rotary(batch.positions)
         update: Tensor = self.embedding(batch.input_ids)
         residual: Tensor | None = None
@@ -112,21 +116,15 @@ class LlamaModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [S, hidden]. Returns [S, vocab] in the model's dtype."""
-        return self.head(hidden)
+        """Implement `Model.logits`."""
+        return self.head.apply(hidden)
 
-    def weight_slots(self) -> dict[str, WeightSlot]:
-        """As in `Loadable`."""
+    def weight_slots(self) -> list[WeightSlot]:
+        """Implement `Loadable.weight_slots`."""
+        head = self.head.slots("", HEAD)
+        if self.config.tie_embeddings:
+            head = [replace(slot, tied_to=f"{EMBEDDING}.weight") for slot in head]
         slots = self.embedding.slots(EMBEDDING)
         for index, layer in enumerate(self.layers):
-            slots |= layer.slots(f"model.layers.{index}.")
-        return slots | self.norm.slots("model.norm") | self.head.slots("", HEAD)
-
-    def tied_names(self) -> tuple[str, str] | None:
-        """As in `Loadable`."""
-        tied = self.embedding.weight is self.head.weight
-        return (f"{EMBEDDING}.weight", f"{HEAD}.weight") if tied else None
-
-    def untie(self) -> None:
-        """As in `Loadable`."""
-        self.embedding.weight = torch.empty_like(self.embedding.weight, memory_format=torch.contiguous_format)
+            slots += layer.slots(f"model.layers.{index}.")
+        return slots + self.norm.slots("model.norm") + head

@@ -1,17 +1,19 @@
-"""From the architecture that a config.json names to a model."""
+"""The models by the architecture that a config.json names."""
 
 from typing import Protocol
 
-import torch
+from msgspec import structs
 from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kv_cache.storage import KVStorage
-from tandem.engine_core.layers.build_context import BuildContext, torch_build_context
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.slots import Loadable
+from tandem.engine_core.loader.weights import tensors_differ
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.llama import LlamaModel
+from tandem.engine_core.models.llama import EMBEDDING, HEAD, LlamaModel
 
 BUILDERS = {
     "LlamaForCausalLM": LlamaModel.build,
@@ -26,26 +28,29 @@ class Model(Loadable, Protocol):
     config: ModelConfig
 
     def forward(self, batch: ForwardBatch, kv: KVStorage) -> Tensor:
-        """Final hidden states of the sampled positions, [S, hidden]. Writes the new keys and values into kv."""
+        """Return the final hidden states of the sampled positions, [S, hidden].
+
+        Writes the new keys and values into kv.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [S, hidden]. Returns [S, vocab] in the model's dtype."""
+        """Return the logits of hidden states, [S, vocab] in the model's dtype. hidden: [S, hidden]."""
 
 
 def build_model(
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_positions: int | None = None,
-    context: BuildContext | None = None,
+    config: ModelConfig, context: BuildContext, max_positions: int | None = None, checkpoint: Checkpoint | None = None
 ) -> Model:
-    """A model with unfilled weights, of plain torch unless `context` says otherwise.
+    """Allocate a model whose weights are not filled yet.
 
-    max_positions: how many positions a sequence may have, if fewer than the config says. Raises ConfigError if the
-    architecture is unknown.
+    max_positions: most positions of a sequence, if fewer than the config says. checkpoint: the one that will be loaded;
+    if it holds an output head that differs from the embedding, the model is built untied whatever the config says, as
+    transformers does. Raises ConfigError if the architecture is unknown.
     """
     builder = BUILDERS.get(config.architecture)
     if builder is None:
         supported = ", ".join(BUILDERS)
         raise ConfigError(f"the architecture {config.architecture} is not supported; supported: {supported}")
-    return builder(config, max_positions or config.max_positions, context or torch_build_context(device, dtype))
+    if checkpoint is not None and config.tie_embeddings:
+        tied = not tensors_differ(checkpoint, f"{EMBEDDING}.weight", f"{HEAD}.weight")
+        config = structs.replace(config, tie_embeddings=tied)
+    return builder(config, max_positions or config.max_positions, context)

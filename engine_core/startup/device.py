@@ -12,7 +12,8 @@ from tandem.engine_core.attention.torch import TorchAttention
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kv_cache.storage import KVStorage
-from tandem.engine_core.layers.build_context import BuildContext, torch_build_context
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.linear_choice import torch_build_context, triton_build_context
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model
 from tandem.engine_core.runtime.captured import CapturedMixed, MixedBuffers
@@ -45,7 +46,8 @@ def check_installed() -> None:
 class DeviceParts(Protocol):
     """The choices of one device."""
 
-    def build_context(self, dtype: torch.dtype) -> BuildContext: ...
+    def build_context(self, model: ModelConfig, dtype: torch.dtype) -> BuildContext:
+        """Choose the implementations of a model's layers. Raises ConfigError for an unsupported quantization."""
 
     def check_kv(self, kv_dtype: torch.dtype) -> None:
         """Raises ConfigError for a dtype of keys and values that the device's kernels cannot read."""
@@ -82,8 +84,8 @@ class CpuParts:
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def build_context(self, dtype: torch.dtype) -> BuildContext:
-        return torch_build_context(self.device.torch_device, dtype)
+    def build_context(self, model: ModelConfig, dtype: torch.dtype) -> BuildContext:
+        return torch_build_context(self.device.torch_device, dtype, model.quantization)
 
     def check_kv(self, kv_dtype: torch.dtype) -> None:
         return None
@@ -115,11 +117,8 @@ class CudaParts:
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def build_context(self, dtype: torch.dtype) -> BuildContext:
-        from tandem.engine_core.kernels.kernel_set import triton_kernels
-        from tandem.engine_core.layers.cuda_linear import TritonMethod
-
-        return BuildContext(self.device.torch_device, dtype, TritonMethod(), triton_kernels())
+    def build_context(self, model: ModelConfig, dtype: torch.dtype) -> BuildContext:
+        return triton_build_context(self.device.torch_device, dtype, model.quantization)
 
     def check_kv(self, kv_dtype: torch.dtype) -> None:
         major, minor = torch.cuda.get_device_capability(self.device.torch_device)

@@ -25,6 +25,7 @@ from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
+from tandem.engine_core.layers.linear_choice import check_quantization
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.pipeline import PipelineState
 from tandem.engine_core.runtime.device import open_device
@@ -55,6 +56,7 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
     directory = Path(options.model) if options.model else DEFAULT_MODEL
     status.enter(Phase.LOADING)
     model_config = ModelConfig.read(directory)
+    check_quantization(model_config.quantization)
     kind = configuration.resolve_device(options, torch.cuda.is_available())
     check_flags(options, kind)
     if len(model_config.eos_ids) > MAX_END_IDS:

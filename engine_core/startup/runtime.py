@@ -14,6 +14,8 @@ from tandem.engine_core import config as configuration
 from tandem.engine_core.config import EngineConfig, ModelShape, StepConfig
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model, build_model
@@ -179,10 +181,7 @@ def _runtime_builder(
     shape = ModelShape(source.name, source.model.max_positions)
     dtype_name = str(source.dtype).removeprefix("torch.")
     config = configuration.resolve(options, shape, device.torch_device.type, dtype_name)
-    model = build_model(
-        source.model, device.torch_device, source.dtype, options.max_len, parts.build_context(source.dtype)
-    )
-    _load(options, model, source.directory, status)
+    model = _load_model(options, source, parts.build_context(source.model, source.dtype), status)
     log.mark("weights")
     vocab_size = source.model.vocab_size
     tables = DeviceTables.allocate(config.max_rows, config.max_len, config.pages_per_row, device.torch_device)
@@ -200,11 +199,15 @@ def _runtime_builder(
     return RuntimeBuilder(device, parts, source, config, model, tables, sampler, scorer, filler, slots)
 
 
-def _load(options: EngineOptions, model: Model, directory: Path, status: Status) -> None:
+def _load_model(options: EngineOptions, source: ModelSource, context: BuildContext, status: Status) -> Model:
     if options.load_format == "dummy":
+        model = build_model(source.model, context, options.max_len)
         fill_with_noise(model)
-    else:
-        load_weights(model, directory, lambda percent: status.enter(Phase.LOADING, int(percent)))
+        return model
+    checkpoint = Checkpoint.open(source.directory)
+    model = build_model(source.model, context, options.max_len, checkpoint)
+    load_weights(model, checkpoint, lambda percent: status.enter(Phase.LOADING, int(percent)))
+    return model
 
 
 def _log_memory(config: EngineConfig, memory: Memory, source: ModelSource) -> None:

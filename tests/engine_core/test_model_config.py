@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.model_config import ModelConfig, RopeConfig
 from tandem.engine_core.models.registry import build_model
 
@@ -148,8 +150,6 @@ def test_a_window_that_is_switched_off_is_no_window(tmp_path: Path) -> None:
         ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window true"),
         ({"use_sliding_window": True}, "use_sliding_window true"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"compression_config": {}}, "compression_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, '"yarn"'),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
@@ -176,6 +176,18 @@ def test_refused_by_name(tmp_path: Path, fields: dict[str, Any], words: str) -> 
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
+def test_quantization_is_kept_as_it_stands(name: str, tmp_path: Path) -> None:
+    assert read(tmp_path).quantization is None
+    for found in ({}, {"quant_method": "gptq", "bits": 4}):
+        assert read(tmp_path, **{name: found}).quantization == found
+
+
+def test_activation_follows_hidden_act(tmp_path: Path) -> None:
+    assert read(tmp_path).activation is Activation.SILU
+    assert read(tmp_path, hidden_act="gelu_pytorch_tanh").activation is Activation.GELU_TANH
+
+
 def test_all_unsupported_fields_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"hidden_act.*sliding_window"):
         read(tmp_path, hidden_act="relu", sliding_window=8)
@@ -194,4 +206,4 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_unknown_architecture_names_the_supported(tmp_path: Path) -> None:
     config = read(tmp_path, architectures=["GPT2LMHeadModel"])
     with pytest.raises(ConfigError, match=r"GPT2LMHeadModel.*LlamaForCausalLM"):
-        build_model(config, torch.device("cpu"), torch.float32)
+        build_model(config, torch_build_context(torch.device("cpu"), torch.float32))

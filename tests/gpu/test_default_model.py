@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 from tandem.engine_core.attention.base import ForwardBatch, Span
 from tandem.engine_core.attention.torch import TorchAttention
 from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.layers.linear_choice import torch_build_context
+from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import load_weights
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import build_model
@@ -50,8 +52,8 @@ def logits_of(sequence: Sequence[int], device: str, dtype: torch.dtype) -> torch
     """Teacher-forced logits at every position, [len(sequence), vocab] float32 on the CPU."""
     config = ModelConfig.read(DEFAULT_MODEL)
     where = torch.device(device)
-    model = build_model(config, where, dtype)
-    load_weights(model, DEFAULT_MODEL)
+    model = build_model(config, torch_build_context(where, dtype))
+    load_weights(model, Checkpoint.open(DEFAULT_MODEL))
     kv = KVStorage.allocate(
         layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim,
         pages=12, page_size=16, dtype=dtype, device=where,

@@ -7,12 +7,14 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, gemv_silu_mul, norm_gemv
+from tandem.engine_core.layers.cuda_linear import TritonMethod
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
 from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan, workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.reference.layer import add_rms_norm, rms_norm, silu_mul
 from tandem.engine_core.layers import cuda_linear
-from tandem.engine_core.layers.cuda_linear import TritonMethod
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +27,7 @@ HALVES = DTYPES[:2]
 
 
 def operands(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x, weight, bias."""
+    """Return x, weight and bias."""
     torch.manual_seed(rows + outputs + inputs)
     x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
     weight = torch.randn(outputs, inputs, device="cuda", dtype=dtype) * inputs**-0.5
@@ -33,19 +35,19 @@ def operands(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In float32 (float64 for float32 operands)."""
+    """Return the product in float32 (float64 for float32 operands)."""
     wide = torch.float64 if x.dtype == torch.float32 else torch.float32
     y = x.to(wide) @ weight.to(wide).T
     return y if bias is None else y + bias.to(wide)
 
 
 def error(y: Tensor, exact: Tensor) -> float:
-    """Relative, in the norm; NaN never passes a comparison."""
+    """Return the relative error in the norm; NaN never passes a comparison."""
     return ((y.to(exact.dtype) - exact).norm() / exact.norm()).item()
 
 
-def workspace(rows: int, outputs: int, plan: SplitKPlan, silu: bool = False) -> tuple[Tensor, Tensor]:
-    floats, counters = workspace_size(rows, outputs, plan, silu)
+def workspace(rows: int, outputs: int, plan: SplitKPlan, gated: bool = False) -> tuple[Tensor, Tensor]:
+    floats, counters = workspace_size(rows, outputs, plan, gated)
     poison = torch.full((max(floats, 1),), float("nan"), device="cuda")
     return poison, torch.zeros(max(counters, 1), dtype=torch.int32, device="cuda")
 
@@ -58,33 +60,51 @@ def exact_float32() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("plan", [GemvPlan(4, 1024), GemvPlan(2, 512), GemvPlan(8, 2048, 2, 8)])
 @pytest.mark.parametrize(("outputs", "inputs"), [(3072, 2048), (1001, 1984)])
-def test_gemv(outputs: int, inputs: int, plan: GemvPlan, dtype: torch.dtype) -> None:
+def test_gemv_is_exact_enough(outputs: int, inputs: int, plan: GemvPlan, dtype: torch.dtype) -> None:
     x, weight, bias = operands(1, outputs, inputs, dtype)
     assert error(gemv(x, weight, bias, plan), product(x, weight, bias)) < TOLERANCE[dtype]
 
 
+def new_context() -> BuildContext:
+    return triton_build_context(torch.device("cuda"), torch.bfloat16)
+
+
+def linear_of(context: BuildContext, outputs: int, inputs: int, bias: Tensor | None = None) -> TritonLinear:
+    """Build random weights scaled as a trained layer's, with a copy of a bias."""
+    linear = context.linear_method.build(outputs, inputs, bias is not None, context)
+    assert isinstance(linear, TritonLinear)
+    linear.weight.normal_(std=inputs**-0.5)
+    if linear.bias is not None and bias is not None:
+        linear.bias.copy_(bias)
+    return linear
+
+
+@pytest.mark.parametrize("activation", list(Activation))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", [2048, 2560])
-def test_gemv_behind_a_norm_and_before_silu(inputs: int, dtype: torch.dtype) -> None:
+def test_gemv_behind_a_norm_and_before_an_activation_is_exact_enough(
+    inputs: int, dtype: torch.dtype, activation: Activation
+) -> None:
     x, weight, _ = operands(1, 4098, inputs, dtype)
     norm_weight, residual = (torch.randn(inputs, device="cuda", dtype=dtype) for _ in range(2))
     plan = GemvPlan(4, 1 << (inputs - 1).bit_length(), 2)
     normed, total = add_rms_norm(x, residual[None], norm_weight, EPS)
-    gated = product(normed, weight, None)
+    exact = product(normed, weight, None)
     y, stream = add_norm_gemv(x, residual[None], norm_weight, EPS, weight, None, plan)
-    assert error(y, gated) < FUSED_TOLERANCE[dtype]
+    assert error(y, exact) < FUSED_TOLERANCE[dtype]
     assert torch.equal(stream, total)
-    fused = add_norm_gemv(x, residual[None], norm_weight, EPS, weight, None, plan, silu=True)[0]
-    assert error(fused, silu_mul(gated)) < FUSED_TOLERANCE[dtype]
-    alone = silu_mul(product(rms_norm(x, norm_weight, EPS), weight, None))
-    assert error(norm_gemv(x, norm_weight, EPS, weight, None, plan, silu=True), alone) < FUSED_TOLERANCE[dtype]
-    assert error(gemv_silu_mul(x, weight, None, plan), silu_mul(product(x, weight, None))) < FUSED_TOLERANCE[dtype]
+    fused = add_norm_gemv(x, residual[None], norm_weight, EPS, weight, None, plan, activation)[0]
+    assert error(fused, gated_activation(exact, activation)) < FUSED_TOLERANCE[dtype]
+    alone = gated_activation(product(rms_norm(x, norm_weight, EPS), weight, None), activation)
+    assert error(norm_gemv(x, norm_weight, EPS, weight, None, plan, activation), alone) < FUSED_TOLERANCE[dtype]
+    without_norm = gated_activation(product(x, weight, None), activation)
+    assert error(gemv(x, weight, None, plan, activation), without_norm) < FUSED_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("rows", [2, 7, 16, 33, 64, 128])
 @pytest.mark.parametrize("split", [1, 2, 3, 8])
-def test_splitk(split: int, rows: int, dtype: torch.dtype) -> None:
+def test_splitk_is_exact_enough(split: int, rows: int, dtype: torch.dtype) -> None:
     plan = SplitKPlan(64, 128, split, 3)
     x, weight, bias = operands(rows, 1999, 2048, dtype)
     space = workspace(rows, 1999, plan)
@@ -93,82 +113,84 @@ def test_splitk(split: int, rows: int, dtype: torch.dtype) -> None:
     assert not space[1].any()
     x, weight, _ = operands(rows, 2000, 2048, dtype)
     space = workspace(rows, 1000, plan, True)
-    gated = splitk_gemm(x, weight, None, plan, *space, silu=True)
-    assert error(gated, silu_mul(product(x, weight, None))) < FUSED_TOLERANCE[dtype]
+    exact = product(x, weight, None)
+    for activation in Activation:
+        gated = splitk_gemm(x, weight, None, plan, *space, activation=activation)
+        assert error(gated, gated_activation(exact, activation)) < FUSED_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 24, 64, 128, 300])
-def test_method_is_exact_enough_at_every_row_count(rows: int) -> None:
-    method = TritonMethod()
+def test_linear_is_exact_enough_at_every_row_count(rows: int) -> None:
+    context = new_context()
     for outputs, inputs in ((3072, 2048), (2048, 8192), (520, 1032), (70, 50)):
-        x, weight, bias = operands(rows, outputs, inputs, torch.bfloat16)
-        slot = method.allocate(outputs, inputs, x.device, x.dtype)
-        slot.copy_(weight)
+        x, _, bias = operands(rows, outputs, inputs, torch.bfloat16)
         for chosen in (None, bias):
-            assert error(method.apply(x, slot, chosen), product(x, weight, chosen)) < TOLERANCE[torch.bfloat16]
+            linear = linear_of(context, outputs, inputs, chosen)
+            assert error(linear.apply(x), product(x, linear.weight, chosen)) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", [None, *Activation])
 @pytest.mark.parametrize("rows", [1, 5, 30, 64, 100])
-def test_method_behind_a_norm(rows: int, gated: bool) -> None:
-    method = TritonMethod()
+def test_linear_behind_a_norm_is_exact_enough(rows: int, activation: Activation | None) -> None:
+    context = new_context()
     for width, inputs in ((4096, 2048), (6144, 2560), (520, 1032)):
-        x, weight, bias = operands(rows, 2 * width, inputs, torch.bfloat16)
-        slot = method.allocate(2 * width, inputs, x.device, x.dtype).copy_(weight)
+        x, _, bias = operands(rows, 2 * width, inputs, torch.bfloat16)
+        linear = linear_of(context, 2 * width, inputs, bias)
         norm_weight, residual = torch.rand_like(x[0]) + 0.5, torch.randn_like(x)
+        norm = RMSNorm(norm_weight, EPS, context.kernels)
         for before in (None, residual):
-            y, stream = method.apply_normed(x, before, norm_weight, EPS, slot, bias, gated)
+            y, stream = linear.apply_normed(x, before, norm, activation)
             normed, total = (
                 (rms_norm(x, norm_weight, EPS), x) if before is None else add_rms_norm(x, before, norm_weight, EPS)
             )
-            exact = product(normed, weight, bias)
-            assert error(y, silu_mul(exact) if gated else exact) < FUSED_TOLERANCE[torch.bfloat16]
+            exact = product(normed, linear.weight, bias)
+            expected = exact if activation is None else gated_activation(exact, activation)
+            assert error(y, expected) < FUSED_TOLERANCE[torch.bfloat16]
             assert torch.equal(stream, total)
 
 
-def chain(method: TritonMethod, x: Tensor, weights: list[Tensor]) -> Tensor:
-    """Products that depend on each other, with no pause between."""
-    for weight in weights:
-        x = method.apply(x, weight, None)
+def chain(linears: list[LinearWeights], x: Tensor) -> Tensor:
+    """Run products that depend on each other, with no pause between."""
+    for linear in linears:
+        x = linear.apply(x)
     return x
 
 
 @pytest.mark.parametrize("rows", [1, 4, 8, 16, 32, 64])
 def test_graphs_replay_bit_for_bit(rows: int) -> None:
-    method = TritonMethod()
+    context = new_context()
     shapes = [(2048, 2048), (8192, 2048), (2048, 8192)] * 4
-    weights = [method.allocate(*shape, torch.device("cuda"), torch.bfloat16) for shape in shapes]
-    for weight in weights:
-        weight.normal_(std=weight.shape[1] ** -0.5)
+    linears: list[LinearWeights] = [linear_of(context, *shape) for shape in shapes]
     inputs = [torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    eager = [chain(method, x, weights) for x in inputs]
+    eager = [chain(linears, x) for x in inputs]
     fixed = torch.empty_like(inputs[0])
     graphs, results = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()], []
     for graph in graphs:
         with torch.cuda.graph(graph):
-            results.append(chain(method, fixed, weights))
+            results.append(chain(linears, fixed))
     for repeat in range(150):
         fixed.copy_(inputs[repeat % 3])
         graphs[repeat % 2].replay()
         assert torch.equal(results[repeat % 2], eager[repeat % 3])
 
 
-def test_method_allocates_nothing_once_built() -> None:
-    method = TritonMethod()
-    weight = method.allocate(2048, 8192, torch.device("cuda"), torch.bfloat16).normal_()
+def test_linear_allocates_nothing_once_built() -> None:
+    linear = linear_of(new_context(), 2048, 8192)
     x = torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16)
-    method.apply(x, weight, None)
+    linear.apply(x)
     before = torch.cuda.memory_stats()["num_device_alloc"]
     for _ in range(20):
-        method.apply(x, weight, None)
+        linear.apply(x)
     assert torch.cuda.memory_stats()["num_device_alloc"] == before
 
 
 def test_a_later_weight_does_not_shrink_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(cuda_linear, "splitk_gemm", lambda *args, **kwargs: calls.append(splitk_gemm(*args, **kwargs)))
-    method = TritonMethod()
-    weight = method.allocate(2048, 8192, torch.device("cuda"), torch.bfloat16).normal_()
-    method.allocate(128256, 2048, torch.device("cuda"), torch.bfloat16)
-    method.apply(torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16), weight, None)
+    monkeypatch.setattr(
+        triton_linear, "splitk_gemm", lambda *args, **kwargs: calls.append(splitk_gemm(*args, **kwargs))
+    )
+    context = new_context()
+    linear = linear_of(context, 2048, 8192)
+    linear_of(context, 128256, 2048)
+    linear.apply(torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16))
     assert len(calls) == 1

@@ -16,9 +16,10 @@ from tandem.engine_core.attention.triton import (
     TritonRagged,
     most_tiles,
 )
-from tandem.engine_core.kernels.activation import silu_mul
+from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.attention.paged_prefill import choose_splits, paged_prefill, tile_queries
+from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.norm import add_rms_norm
 from tandem.engine_core.kernels.reference import attention as reference_attention
 from tandem.engine_core.kernels.rope import rope_and_kv_write
@@ -119,7 +120,7 @@ class Chain:
             else:
                 self.one_after_the_other(query, keys, values)
             # A kernel that starts before its predecessor ends, and reads what both kernels wrote.
-            gated = silu_mul(self.plan.out.flatten(1), early)
+            gated = gated_activation(self.plan.out.flatten(1), Activation.SILU, early)
             update = torch.cat((gated, stream[:, : 3072 - gated.shape[1]]), 1)
         return stream
 

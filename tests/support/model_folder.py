@@ -12,12 +12,9 @@ FUSED = ("qkv_proj", "gate_up_proj")
 
 
 def write_model(folder: Path) -> None:
-    """The weights of `random_model`, its configuration, and a tokenizer.json that nobody can use."""
-    slots = random_model().weight_slots()
-    parts = {
-        name: slot.target.contiguous().clone() for name, slot in slots.items() if not any(f in name for f in FUSED)
-    }
-    save_file(parts, folder / "model.safetensors")
+    """The weights of `random_model`, its configuration, and a tokenizer.json that cannot be used."""
+    slots = [slot for slot in random_model().weight_slots() if not any(fused in slot.name for fused in FUSED)]
+    save_file({slot.name: slot.target.contiguous().clone() for slot in slots}, folder / "model.safetensors")
     write_config(folder)
     (folder / "tokenizer.json").write_bytes(b"{}")
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from tandem.engine_core.attention.base import ForwardBatch, Span
 from tandem.engine_core.attention.torch import TorchAttention
 from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.layers.linear_choice import torch_build_context
+from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import load_weights
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model, build_model
@@ -18,9 +20,10 @@ Work = tuple[int, int, int]
 
 
 def load(directory: Path) -> Model:
-    config = ModelConfig.read(directory)
-    model = build_model(config, torch.device("cpu"), torch.float32)
-    load_weights(model, directory)
+    checkpoint = Checkpoint.open(directory)
+    context = torch_build_context(torch.device("cpu"), torch.float32)
+    model = build_model(ModelConfig.read(directory), context, checkpoint=checkpoint)
+    load_weights(model, checkpoint)
     return model
 
 

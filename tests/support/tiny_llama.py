@@ -13,6 +13,7 @@ from tandem.engine_core.engine import Engine
 from tandem.engine_core.kernels.reference.philox import gumbel_noise
 from tandem.engine_core.kernels.reference.sampling import truncate
 from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.model_config import ModelConfig, RopeConfig
 from tandem.engine_core.models.llama import LlamaModel
 from tandem.engine_core.models.registry import build_model
@@ -63,20 +64,20 @@ CONFIG = ModelConfig(
 
 def random_model(seed: int = 0) -> LlamaModel:
     """Weights large enough that tokens depend on each other and logits are apart."""
-    model = build_model(CONFIG, torch.device("cpu"), torch.float32)
+    model = build_model(CONFIG, torch_build_context(torch.device("cpu"), torch.float32))
     assert isinstance(model, LlamaModel)
     generator = torch.Generator().manual_seed(seed)
-    for name, slot in sorted(model.weight_slots().items()):
-        if "norm" in name:
+    for slot in sorted(model.weight_slots(), key=lambda item: item.name):
+        if "norm" in slot.name:
             slot.target.uniform_(0.5, 1.5, generator=generator)
-        elif "qkv_proj" not in name and "gate_up_proj" not in name:
+        elif "qkv_proj" not in slot.name and "gate_up_proj" not in slot.name:
             slot.target.normal_(0.0, 0.35, generator=generator)
     return model
 
 
 def dense_logits(model: LlamaModel, tokens: Sequence[int]) -> Tensor:
     """Logits after every position, in float64: no pages, no batch, no fused weights. [L, vocab]."""
-    weights = {name: slot.target.double() for name, slot in model.weight_slots().items()}
+    weights = {slot.name: slot.target.double() for slot in model.weight_slots()}
     length, half = len(tokens), CONFIG.head_dim // 2
     frequency = 1.0 / CONFIG.rope.theta ** (torch.arange(half, dtype=torch.float64) / half)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency

@@ -1,24 +1,24 @@
-"""Which kernel multiplies by a weight, per shape and number of rows: constants measured on one H200 with bf16 weights.
+"""The kernel for each weight shape and number of rows, as measured on one H200 with bf16 weights.
 
-Measured over Llama-3.2-1B, Llama-3.1-8B and Qwen3-4B; the rules hold the plans that were best or nearly so there, the
-tables what departs from them. None stands for the library (cuBLAS).
+Measured over Llama-3.2-1B, Llama-3.1-8B and Qwen3-4B. The rules hold the plans that were best or nearly so there, the
+tables the exceptions. None stands for the library (cuBLAS).
 """
 
 from dataclasses import dataclass
 
 MULTIPROCESSORS = 132
 TILE = 64
-"""Weight rows of a tensor core tile."""
+"""Number of weight rows in a tensor core tile."""
 BUCKETS = (1, 16, 32, 64, 128)
-"""A plan holds for every number of rows up to its bucket."""
+"""Row counts for which plans are chosen; a plan serves every number of rows up to its bucket."""
 MAX_SPLIT = 8
 MAX_NORM = 8192
-"""Inputs that one program can hold for a fused norm."""
+"""Largest number of inputs that one program can hold for a fused norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemvPlan:
-    """A program makes `rows` x `tiles` outputs, `block_k` inputs at a time."""
+    """A GEMV whose programs make `rows` x `tiles` outputs each, `block_k` inputs at a time."""
 
     rows: int
     block_k: int
@@ -28,7 +28,7 @@ class GemvPlan:
 
 @dataclass(frozen=True, slots=True)
 class SplitKPlan:
-    """Tiles of `block_n` weight rows by `block_k` columns; `split` programs share K."""
+    """A product in tiles of `block_n` weight rows by `block_k` columns, with K shared by `split` programs."""
 
     block_n: int
     block_k: int
@@ -62,7 +62,7 @@ _GEMM: dict[tuple[int, int], dict[int, Plan]] = {
     (2048, 8192): {128: SplitKPlan(64, 64, 4, 6, 8)},
 }
 _LONE_STAGES = {16: 6, 32: 5, 64: 4}
-"""By bucket: stages that take more than half of a multiprocessor's shared memory.
+"""Pipeline stages by bucket that take more than half of a multiprocessor's shared memory.
 
 A kernel launched early finds the previous one's programs still there. Where two of its own fit side by side, they crowd
 onto the multiprocessors that empty first and leave others idle: the products of a step then took up to 15 % longer
@@ -71,12 +71,12 @@ together than one by one.
 
 
 def bucket(rows: int) -> int | None:
-    """The bucket of a number of rows, None past the last."""
+    """Return the smallest bucket that holds a number of rows, None past the last."""
     return next((size for size in BUCKETS if rows <= size), None)
 
 
 def choose(rows: int, outputs: int, inputs: int, itemsize: int) -> Plan:
-    """For y = x W^T. rows: of x; outputs, inputs: of W; itemsize: bytes of an element of both."""
+    """Choose the plan of y = x W^T. rows: of x; outputs, inputs: of W; itemsize: bytes of an element of both."""
     size = bucket(rows)
     if size is None or inputs % 8:
         return None
@@ -98,7 +98,10 @@ def choose(rows: int, outputs: int, inputs: int, itemsize: int) -> Plan:
 
 
 def choose_gated(rows: int, width: int, inputs: int, itemsize: int) -> Plan:
-    """For silu(x G^T) * (x U^T) in one kernel. width: outputs. None: a product and `silu_mul`."""
+    """Choose the plan of activation(x G^T) * (x U^T) in one kernel, with `width` outputs.
+
+    Measured with SiLU. None: a product and `gated_activation`, one after the other.
+    """
     size = bucket(rows)
     if size is None or inputs % 8:
         return None
@@ -118,7 +121,7 @@ def choose_gated(rows: int, width: int, inputs: int, itemsize: int) -> Plan:
 
 
 def choose_normed(inputs: int, gated: bool) -> GemvPlan | None:
-    """For one row behind a norm, in one kernel (gated: and before SwiGLU's product). None: in kernels of their own."""
+    """Choose the plan of one row behind a norm, fused (gated: with the activation too). None: separate kernels."""
     if inputs % 8 or inputs > MAX_NORM:
         return None
     whole = 1 << (inputs - 1).bit_length()
@@ -130,12 +133,12 @@ def choose_normed(inputs: int, gated: bool) -> GemvPlan | None:
 
 
 def block_rows(rows: int) -> int:
-    """The padded row count of x in a split-K product. Below 16 the compiler does without Hopper's instruction."""
+    """Return the padded row count of x in a split-K product, at least 16: less does without Hopper's instruction."""
     return max(16, 1 << (rows - 1).bit_length())
 
 
 def workspace_size(rows: int, outputs: int, plan: SplitKPlan, gated: bool = False) -> tuple[int, int]:
-    """Floats and counters that a split-K product needs; outputs: columns of y."""
+    """Return the number of floats and of counters that a split-K product needs. outputs: columns of y."""
     if plan.split == 1:
         return 0, 0
     tiles = -(-outputs // plan.block_n)
@@ -143,5 +146,5 @@ def workspace_size(rows: int, outputs: int, plan: SplitKPlan, gated: bool = Fals
 
 
 def _split(tiles: int, inputs: int) -> int:
-    """Parts of K: as many programs as there are multiprocessors, never more."""
+    """Return the number of parts of K that makes about as many programs as multiprocessors, never more."""
     return max(1, min(MULTIPROCESSORS // tiles, MAX_SPLIT, inputs // 128))

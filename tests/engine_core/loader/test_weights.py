@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.layers.linear_choice import torch_build_context
+from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import load_weights
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model, build_model
@@ -46,6 +48,14 @@ def fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return fused
 
 
+def unfilled(directory: Path) -> Model:
+    return build_model(ModelConfig.read(directory), torch_build_context(torch.device("cpu"), torch.float32))
+
+
+def target(model: Model, name: str) -> Tensor:
+    return next(slot.target for slot in model.weight_slots() if slot.name == name)
+
+
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
@@ -70,8 +80,7 @@ def test_fused_projections(bias: bool, tmp_path: Path) -> None:
 def test_progress_rises_to_100(tmp_path: Path) -> None:
     save_random(tmp_path, {}, max_shard_size="60KB")
     seen: list[float] = []
-    model = build_model(ModelConfig.read(tmp_path), torch.device("cpu"), torch.float32)
-    load_weights(model, tmp_path, seen.append)
+    load_weights(unfilled(tmp_path), Checkpoint.open(tmp_path), seen.append)
     assert seen == sorted(seen)
     assert seen[-1] == 100.0
     assert len(seen) > 20
@@ -81,10 +90,10 @@ def test_progress_rises_to_100(tmp_path: Path) -> None:
 def test_other_dtypes_are_cast(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors, _ = checkpoint(tmp_path)
     rewrite(tmp_path, {name: tensor.to(dtype) for name, tensor in tensors.items()})
-    slots = load(tmp_path).weight_slots()
+    targets = {slot.name: slot.target for slot in load(tmp_path).weight_slots()}
     for name, tensor in tensors.items():
-        assert slots[name].target.dtype == torch.float32
-        assert torch.equal(slots[name].target, tensor.to(dtype).float())
+        assert targets[name].dtype == torch.float32
+        assert torch.equal(targets[name], tensor.to(dtype).float())
 
 
 def test_harmless_buffers_are_ignored(tmp_path: Path) -> None:
@@ -93,13 +102,17 @@ def test_harmless_buffers_are_ignored(tmp_path: Path) -> None:
     close(logits(load(tmp_path)), expected)
 
 
+def is_tied(model: Model) -> bool:
+    return target(model, "lm_head.weight").data_ptr() == target(model, "model.embed_tokens.weight").data_ptr()
+
+
 def test_tied_head_absent_equal_or_alone(tmp_path: Path) -> None:
     tensors, expected = checkpoint(tmp_path, tie_word_embeddings=True)
     assert "lm_head.weight" not in tensors
     table = tensors["model.embed_tokens.weight"]
     rewrite(tmp_path, {**tensors, "lm_head.weight": table.clone()})
     model = load(tmp_path)
-    assert model.tied_names() is not None
+    assert is_tied(model)
     close(logits(model), expected)
     alone = {name: tensor for name, tensor in tensors.items() if "embed_tokens" not in name}
     rewrite(tmp_path, {**alone, "lm_head.weight": table})
@@ -115,9 +128,38 @@ def test_tied_head_that_differs_is_untied_as_transformers_does(tmp_path: Path) -
     reference = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     expected = reference_logits(reference, random_tokens((19,), BASE["vocab_size"], seed=1))[0]
     model = load(tmp_path)
-    assert model.tied_names() is None
+    assert not is_tied(model)
     close(logits(model), expected)
     assert (expected - tied).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("head", ["absent", "equal", "alone"])
+def test_loading_keeps_the_storage_of_every_parameter(head: str, tmp_path: Path) -> None:
+    """Captured graphs hold the addresses."""
+    tensors, _ = checkpoint(tmp_path, tie_word_embeddings=True)
+    table = tensors["model.embed_tokens.weight"]
+    if head != "absent":
+        tensors["lm_head.weight"] = table.clone()
+    if head == "alone":
+        del tensors["model.embed_tokens.weight"]
+    rewrite(tmp_path, tensors)
+    model = unfilled(tmp_path)
+    before = [slot.target.data_ptr() for slot in model.weight_slots()]
+    load_weights(model, Checkpoint.open(tmp_path))
+    assert [slot.target.data_ptr() for slot in model.weight_slots()] == before
+    assert torch.equal(target(model, "lm_head.weight"), table)
+
+
+def test_a_model_built_tied_refuses_a_head_that_differs_and_stays_unchanged(tmp_path: Path) -> None:
+    tensors, _ = checkpoint(tmp_path, tie_word_embeddings=True)
+    rewrite(tmp_path, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].flip(0)})
+    model = unfilled(tmp_path)
+    before = [slot.target.data_ptr() for slot in model.weight_slots()]
+    target(model, "model.norm.weight").fill_(7)
+    with pytest.raises(ConfigError, match=r"tied \S*embed_tokens.weight and lm_head.weight differ"):
+        load_weights(model, Checkpoint.open(tmp_path))
+    assert [slot.target.data_ptr() for slot in model.weight_slots()] == before
+    assert (target(model, "model.norm.weight") == 7).all()
 
 
 def test_every_misfit_is_named_at_once_and_nothing_is_loaded(tmp_path: Path) -> None:
@@ -130,10 +172,10 @@ def test_every_misfit_is_named_at_once_and_nothing_is_loaded(tmp_path: Path) -> 
     tensors[f"{ATTENTION}.o_proj.bias"] = torch.zeros(64)
     tensors["model.layers.3.input_layernorm.weight"] = torch.zeros(64)
     rewrite(tmp_path, tensors)
-    model = build_model(ModelConfig.read(tmp_path), torch.device("cpu"), torch.float32)
-    model.weight_slots()["lm_head.weight"].target.fill_(7)
+    model = unfilled(tmp_path)
+    target(model, "lm_head.weight").fill_(7)
     with pytest.raises(ConfigError) as caught:
-        load_weights(model, tmp_path)
+        load_weights(model, Checkpoint.open(tmp_path))
     lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
     assert lines == [
         f"misshaped {ATTENTION}.o_proj.weight: expected [64, 64], found [64, 65]",
@@ -144,7 +186,7 @@ def test_every_misfit_is_named_at_once_and_nothing_is_loaded(tmp_path: Path) -> 
         f"unexpected {ATTENTION}.o_proj.bias: [64]",
         "unexpected model.layers.3.input_layernorm.weight: [64]",
     ]
-    assert (model.weight_slots()["lm_head.weight"].target == 7).all()
+    assert (target(model, "lm_head.weight") == 7).all()
 
 
 def test_fused_and_split_together_are_refused(tmp_path: Path) -> None:
@@ -167,7 +209,7 @@ def test_untied_head_must_be_there(tmp_path: Path) -> None:
 def test_quantized_tensors_are_refused(tmp_path: Path) -> None:
     tensors, _ = checkpoint(tmp_path)
     rewrite(tmp_path, {**tensors, f"{MLP}.up_proj.weight": torch.zeros(112, 64, dtype=torch.int8)})
-    with pytest.raises(ConfigError, match=r"mlp\.up_proj\.weight is I8"):
+    with pytest.raises(ConfigError, match=r"unreadable \S*mlp\.up_proj\.weight: it is I8, expected F64"):
         load(tmp_path)
 
 

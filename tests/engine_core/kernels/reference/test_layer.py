@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tandem.engine_core.kernels.reference.layer import add_rms_norm, rms_norm, rope, rope_and_kv_write, silu_mul
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activation, rms_norm, rope, rope_and_kv_write
 
 
 def tables(tokens: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -65,8 +66,23 @@ def test_rope_and_kv_write_touches_its_places_only(dtype: torch.dtype) -> None:
     assert (values[others] == 7).all()
 
 
-def test_silu_mul() -> None:
+def test_gated_activation_with_silu_equals_the_formula() -> None:
     gate, up = torch.randn(2, 4, 24).unbind(0)
     wide = gate.double()
     expected = wide / (1 + (-wide).exp()) * up.double()
-    torch.testing.assert_close(silu_mul(torch.cat((gate, up), -1)).double(), expected, atol=1e-6, rtol=0)
+    product = gated_activation(torch.cat((gate, up), -1), Activation.SILU)
+    torch.testing.assert_close(product.double(), expected, atol=1e-6, rtol=0)
+
+
+def test_gated_activation_with_gelu_equals_the_tanh_formula() -> None:
+    gate, up = torch.randn(2, 4, 24).unbind(0)
+    wide = gate.double()
+    expected = wide / 2 * (1 + ((2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3)).tanh()) * up.double()
+    product = gated_activation(torch.cat((gate, up), -1), Activation.GELU_TANH)
+    torch.testing.assert_close(product.double(), expected, atol=1e-6, rtol=0)
+
+
+def test_rms_norm_keeps_the_dtype_of_its_input_under_a_float32_weight() -> None:
+    x, weight = torch.randn(3, 64).bfloat16(), torch.rand(64) + 0.5
+    expected = (torch.nn.functional.rms_norm(x.float(), (64,), None, 1e-6).bfloat16().float() * weight).bfloat16()
+    assert torch.equal(rms_norm(x, weight, 1e-6), expected)

@@ -1,0 +1,86 @@
+"""Unquantized linear weights in torch, on any device."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.linear import LinearWeights, Norm, projection_slots
+from tandem.engine_core.loader.slots import WeightSlot
+
+MIN_ROWS_ON_CPU = 4
+
+
+class TorchLinear:
+    """Weights in the model's dtype, multiplied by the library; norm and activation are launches of their own."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: KernelSet) -> None:
+        """weight: [outputs, inputs], in any memory layout; bias: [outputs]."""
+        self.weight = weight
+        self.bias = bias
+        self.kernels = kernels
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Implement `LinearWeights.apply`."""
+        return functional.linear(x, self.weight, self.bias)
+
+    def apply_normed(
+        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Implement `LinearWeights.apply_normed` with `apply`, which subclasses may replace."""
+        normed, stream = norm(x, residual)
+        product = self.apply(normed)
+        return (product if activation is None else self.kernels.gated_activation(product, activation)), stream
+
+    def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
+        """Implement `LinearWeights.slots`: `weight`, and `bias` if there is one."""
+        slots = projection_slots(self.weight, prefix, name, parts, "weight")
+        return slots if self.bias is None else slots + projection_slots(self.bias, prefix, name, parts, "bias")
+
+    def embedding_table(self) -> Tensor:
+        """Implement `LinearWeights.embedding_table`."""
+        return self.weight
+
+
+class CpuLinear(TorchLinear):
+    """Weights stored column after column, multiplied with at least 4 rows of input.
+
+    Over this layout a small float32 product rounds each row alike whatever the number of rows, except a single one,
+    which takes a path of its own. So a token's result does not depend on how many others are in its batch. Large
+    products are split by their number of rows, and equal up to rounding only.
+    """
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Implement `LinearWeights.apply`, padding to 4 rows."""
+        rows = x.shape[0]
+        if rows >= MIN_ROWS_ON_CPU:
+            return functional.linear(x, self.weight, self.bias)
+        padded = x.expand(MIN_ROWS_ON_CPU, -1) if rows == 1 else functional.pad(x, (0, 0, 0, MIN_ROWS_ON_CPU - rows))
+        return functional.linear(padded, self.weight, self.bias)[:rows]
+
+
+class TorchMethod:
+    """Weights stored row after row in the model's dtype."""
+
+    def build(self, outputs: int, inputs: int, bias: bool, context: BuildContext) -> LinearWeights:
+        """Implement `LinearMethod.build`."""
+        weight = torch.empty(outputs, inputs, device=context.device, dtype=context.dtype)
+        return TorchLinear(weight, empty_bias(outputs, bias, context), context.kernels)
+
+
+class CpuMethod:
+    """Weights stored column after column in the model's dtype, see `CpuLinear`."""
+
+    def build(self, outputs: int, inputs: int, bias: bool, context: BuildContext) -> LinearWeights:
+        """Implement `LinearMethod.build`."""
+        weight = torch.empty(inputs, outputs, device=context.device, dtype=context.dtype).t()
+        return CpuLinear(weight, empty_bias(outputs, bias, context), context.kernels)
+
+
+def empty_bias(outputs: int, bias: bool, context: BuildContext) -> Tensor | None:
+    """Allocate a bias, [outputs], where there is one."""
+    return torch.empty(outputs, device=context.device, dtype=context.dtype) if bias else None

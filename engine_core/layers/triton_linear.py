@@ -1,0 +1,134 @@
+"""Unquantized linear weights on a CUDA device: Triton where it beats the library, and fused products."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
+from tandem.engine_core.kernels.linear.plans import (
+    BUCKETS,
+    GemvPlan,
+    Plan,
+    SplitKPlan,
+    choose,
+    choose_gated,
+    choose_normed,
+    workspace_size,
+)
+from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.linear import LinearWeights, Norm
+from tandem.engine_core.layers.torch_linear import TorchLinear, empty_bias
+
+_choose = cache(choose)
+_choose_gated = cache(choose_gated)
+_choose_normed = cache(choose_normed)
+
+
+class SplitKWorkspace:
+    """Partial sums and counters that the split-K products of one device share.
+
+    It grows while weights are allocated, so calls allocate nothing but results and can be captured in graphs. Calls and
+    graphs that share it must not overlap in time: they need one stream.
+    """
+
+    def __init__(self) -> None:
+        self._partials: Tensor | None = None
+        self._counters: Tensor | None = None
+        self._outgrown: list[Tensor] = []
+
+    def reserve(self, outputs: int, inputs: int, device: torch.device, itemsize: int) -> None:
+        """Grow to what a weight of this shape needs for any number of rows. itemsize: bytes of an element."""
+        needs = [(0, 0)]
+        for rows in BUCKETS:
+            plans: list[tuple[Plan, int, bool]] = [(choose(rows, outputs, inputs, itemsize), outputs, False)]
+            if outputs % 2 == 0:
+                plans.append((choose_gated(rows, outputs // 2, inputs, itemsize), outputs // 2, True))
+            for plan, columns, gated in plans:
+                if isinstance(plan, SplitKPlan):
+                    needs.append(workspace_size(rows, columns, plan, gated))
+        floats, counters = max(need[0] for need in needs), max(need[1] for need in needs)
+        self._partials = self._grown(self._partials, floats, device, torch.float32)
+        self._counters = self._grown(self._counters, counters, device, torch.int32)
+
+    def find(self, rows: int, outputs: int, plan: SplitKPlan, gated: bool) -> tuple[Tensor, Tensor] | None:
+        """Return partial sums and counters, None if they are too small for a plan."""
+        if self._partials is None or self._counters is None:
+            return None
+        floats, counters = workspace_size(rows, outputs, plan, gated)
+        fits = self._partials.numel() >= floats and self._counters.numel() >= counters
+        return (self._partials, self._counters) if fits else None
+
+    def _grown(self, old: Tensor | None, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        if old is not None and old.numel() >= size:
+            return old
+        if old is not None:
+            # Kept: a graph captured before may hold its address.
+            self._outgrown.append(old)
+        return torch.zeros(size, device=device, dtype=dtype)
+
+
+class TritonLinear(TorchLinear):
+    """Weights in the model's dtype, row after row, multiplied by the kernel planned for their shape."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: KernelSet, workspace: SplitKWorkspace) -> None:
+        """weight: [outputs, inputs], contiguous, on a CUDA device; bias: [outputs]."""
+        super().__init__(weight, bias, kernels)
+        self.workspace = workspace
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Implement `LinearWeights.apply`."""
+        weight = self.weight
+        plan = _choose(x.shape[0], *weight.shape, weight.itemsize) if _fits(x, weight) else None
+        if isinstance(plan, GemvPlan):
+            return gemv(x, weight, self.bias, plan)
+        if isinstance(plan, SplitKPlan) and (space := self.workspace.find(x.shape[0], weight.shape[0], plan, False)):
+            return splitk_gemm(x, weight, self.bias, plan, *space)
+        return functional.linear(x, weight, self.bias)
+
+    def apply_normed(
+        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Implement `LinearWeights.apply_normed`, in one launch for one row."""
+        weight = self.weight
+        fused = x.shape[0] == 1 and _fits(x, weight)
+        plan = _choose_normed(weight.shape[1], activation is not None) if fused else None
+        if plan is not None and residual is None:
+            return norm_gemv(x, norm.weight, norm.eps, weight, self.bias, plan, activation), x
+        if plan is not None and residual is not None and residual.is_contiguous():
+            return add_norm_gemv(x, residual, norm.weight, norm.eps, weight, self.bias, plan, activation)
+        normed, stream = norm(x, residual)
+        return (self.apply(normed) if activation is None else self._apply_gated(normed, activation)), stream
+
+    def _apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """Return activation(gate) * up of the product, [T, outputs / 2]. The weight holds the gate's rows first."""
+        weight = self.weight
+        width, inputs = weight.shape[0] // 2, weight.shape[1]
+        plan = _choose_gated(x.shape[0], width, inputs, weight.itemsize) if _fits(x, weight) else None
+        if isinstance(plan, GemvPlan):
+            return gemv(x, weight, self.bias, plan, activation)
+        if isinstance(plan, SplitKPlan) and (space := self.workspace.find(x.shape[0], width, plan, True)):
+            return splitk_gemm(x, weight, self.bias, plan, *space, activation=activation)
+        return self.kernels.gated_activation(self.apply(x), activation)
+
+
+class TritonMethod:
+    """Weights stored row after row in the model's dtype, which share one workspace on one device."""
+
+    def __init__(self) -> None:
+        self.workspace = SplitKWorkspace()
+
+    def build(self, outputs: int, inputs: int, bias: bool, context: BuildContext) -> LinearWeights:
+        """Implement `LinearMethod.build`."""
+        self.workspace.reserve(outputs, inputs, context.device, context.dtype.itemsize)
+        weight = torch.empty(outputs, inputs, device=context.device, dtype=context.dtype)
+        return TritonLinear(weight, empty_bias(outputs, bias, context), context.kernels, self.workspace)
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    """Say if the kernels can read these tensors."""
+    return x.is_cuda and x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype
