@@ -17,10 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tandem.engine_core.layers.build_context import BuildContext
-from tandem.engine_core.layers.linear_choice import triton_build_context
-from tandem.engine_core.layers.norm import RMSNorm
-from tandem.engine_core.layers.triton_linear import TritonLinear
 from torch import Tensor
 from torch.nn import functional
 
@@ -30,6 +26,10 @@ from tandem.engine_core.kernels.linear.gemv import gemv
 from tandem.engine_core.kernels.linear.plans import GemvPlan, Plan, SplitKPlan
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.norm import add_rms_norm
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.linear_choice import triton_build_context
+from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.layers.triton_linear import TritonLinear
 
 CEILING = 4385.0
 """GB/s of a large read on the H200."""

@@ -7,14 +7,17 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tandem.engine_core.layers.cuda_linear import TritonMethod
-
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
 from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan, workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
-from tandem.engine_core.kernels.reference.layer import add_rms_norm, rms_norm, silu_mul
-from tandem.engine_core.layers import cuda_linear
+from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activation, rms_norm
+from tandem.engine_core.layers import triton_linear
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.linear import LinearWeights
+from tandem.engine_core.layers.linear_choice import triton_build_context
+from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.layers.triton_linear import TritonLinear
 
 pytestmark = pytest.mark.gpu
 
