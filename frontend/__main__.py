@@ -1,4 +1,4 @@
-"""`python -m frontend` is `tandem frontend`: how a supervisor starts an HTTP process."""
+"""Run `tandem frontend` as `python -m tandem.frontend`, the way a supervisor starts an HTTP process."""
 
 import sys
 

@@ -1,105 +1,46 @@
-"""The settings of one HTTP process, and the flags they come from."""
+"""The settings of one HTTP process and the table of flags that fills them.
+
+A new flag is a row of the table and an attribute of the struct that it fills; the argument parser, the check of its
+bounds and the arguments that a supervisor passes on to HTTP processes follow from the row.
+"""
 
 import argparse
 import re
 import ssl
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tandem.frontend.api_keys import add_key_arguments, api_keys
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.request.options import MAX_N, MAX_STOPS, MAX_TOP_LOGPROBS
+from tandem.protocol.engine_options import flag_name
 from tandem.protocol.sockets import Transport
 from tandem.protocol.transport_options import transport
 
-DEFAULT_MAX_TOKENS = 1024
-
-CHAT_FLAGS = ("default_max_tokens", "chat_template", "tool_parser", "reasoning_parser")
-"""What a supervisor passes on."""
+MEBIBYTE = 2**20
+DEFAULT_BODY_MIB = 32
 
 ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral", "json"]
 ReasoningParserName = Literal["auto", "think", "none"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class ChatOptions(Struct, frozen=True):
-    """`auto` goes by the model."""
+    """How conversations are rendered and parsed; "auto" depends on the model."""
 
-    default_max_tokens: int = DEFAULT_MAX_TOKENS
-    """Of a chat that does not say; less where the model has less room."""
+    default_max_tokens: int = 1024
+    """Limit on the tokens of an answer whose request sets none; lower if the context has less room."""
     template: Path | None = None
-    """A file, instead of the checkpoint's template."""
+    """Template file to use instead of the checkpoint's template."""
     tool_parser: ToolParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
 
 
-def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("chat")
-    group.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="jinja template; default: the checkpoint's own, else ours"
-    )
-    group.add_argument(
-        "--default-max-tokens",
-        type=int,
-        default=DEFAULT_MAX_TOKENS,
-        help=f"most tokens of an answer to a chat that does not say (default {DEFAULT_MAX_TOKENS})",
-    )
-    group.add_argument(
-        "--tool-parser",
-        choices=get_args(ToolParserName),
-        default="auto",
-        help="the form in which the model writes calls of tools (default: by its type)",
-    )
-    group.add_argument(
-        "--reasoning-parser",
-        choices=get_args(ReasoningParserName),
-        default="auto",
-        help="whether <think>...</think> may open an answer (default: if the chat template knows </think>)",
-    )
-
-
-def chat_options(arguments: argparse.Namespace) -> ChatOptions:
-    return ChatOptions(
-        arguments.default_max_tokens, arguments.chat_template, arguments.tool_parser, arguments.reasoning_parser
-    )
-
-
-MEBIBYTE = 2**20
-DEFAULT_BODY_MIB = 32
-DEFAULT_QUEUED_TOKENS = 2**20
-
-_MOST_SECONDS = 1e7
-_BOUNDS: dict[str, tuple[float, float]] = {
-    "port": (0, 65535),
-    "ops_port": (0, 65535),
-    "max_concurrent": (1, 2**31 - 1),
-    "default_max_tokens": (1, 2**31 - 1),
-    "max_queued_tokens": (1, 2**31 - 1),
-    "max_prompt_tokens": (1, 2**31 - 1),
-    "max_body": (1, 1024),
-    "max_n": (1, MAX_N),
-    "max_top_logprobs": (0, MAX_TOP_LOGPROBS),
-    "max_stop_strings": (0, MAX_STOPS),
-    "beat_timeout": (0.001, _MOST_SECONDS),
-    "step_timeout": (0.001, _MOST_SECONDS),
-    "drain_timeout": (0, _MOST_SECONDS),
-    "concurrency": (1, 4096),
-    "retries": (0, 1000),
-    "timeout": (0.001, _MOST_SECONDS),
-    "watch": (0.1, _MOST_SECONDS),
-}
-
-
-_PASSED_ON = (
-    *("max_concurrent", "max_queued_tokens", "max_prompt_tokens", "max_body", "max_n", "max_top_logprobs"),
-    *("max_stop_strings", "beat_timeout", "step_timeout", "drain_timeout", "log_level", "tls_cert", "tls_key"),
-    *CHAT_FLAGS,
-)
-
-
 class FrontendConfig(Struct, frozen=True):
-    """Everything a frontend needs to know. Times in seconds."""
+    """The settings of one HTTP process. Times are in seconds."""
 
     endpoint: str
     model_dir: Path
@@ -107,118 +48,195 @@ class FrontendConfig(Struct, frozen=True):
     host: str = "127.0.0.1"
     port: int = 8000
     fd: int | None = None
-    """A listening socket to serve on, instead of host and port."""
+    """File descriptor of a listening socket to serve on, instead of host and port."""
     max_concurrent: int = 1024
-    """Sequences open at once; more are refused with 503."""
-    max_queued_tokens: int = DEFAULT_QUEUED_TOKENS
-    """Prompt tokens that may wait for their first output; more are refused with 503."""
+    """Limit on sequences in progress; requests beyond it get a 503."""
+    max_queued_tokens: int = 2**20
+    """Limit on prompt tokens that wait for their first output; requests beyond it get a 503."""
     max_body: int = DEFAULT_BODY_MIB * MEBIBYTE
-    """Bytes."""
+    """Limit on the bytes of a request body."""
     limits: RequestLimits = RequestLimits()
     chat: ChatOptions = ChatOptions()
     api_keys: tuple[str, ...] = ()
-    """Without any, nobody needs one."""
+    """Keys that requests may present; without any, requests need no key."""
     cors_origins: tuple[str, ...] = ()
     tls_cert: Path | None = None
     tls_key: Path | None = None
     beat_timeout: float = 5.0
     step_timeout: float = 60.0
     drain_timeout: float = 10.0
-    log_level: str = "info"
+    log_level: LogLevel = "info"
 
     @property
     def load_limits(self) -> tuple[int, int]:
-        """What may be open at once: sequences, and prompt tokens that wait."""
+        """Return the limits on open load: sequences, and prompt tokens that wait for their first output."""
         return self.max_concurrent, self.max_queued_tokens
 
 
+class Flag(Struct, frozen=True):
+    """One command-line flag: its argument, its bounds, and the attribute that it fills."""
+
+    name: str
+    """Name among the parsed arguments; the flag is written with two dashes and dashes for underscores."""
+    group: str
+    """Title of the flag's group in the help; empty for the command's own options."""
+    help: str
+    """One line of help, without the default."""
+    parse: Callable[[str], Any] = str
+    """Conversion of the text. Ignored for flags with choices."""
+    bounds: tuple[float, float] | None = None
+    """Smallest and largest value allowed; None for flags that are not bounded numbers."""
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+    is_repeated: bool = False
+    """True for a flag that may be given several times; its values are collected in a list."""
+    default: Any = None
+    """Default of the argument; None for the default of the attribute that the flag fills."""
+    default_text: str = ""
+    """The default in words, for the help of flags whose default is None."""
+    struct: type[Struct] | None = None
+    """Struct that the flag fills; None for flags that the command reads itself."""
+    field: str = ""
+    """Name of the struct's attribute; empty if it is the flag's name."""
+    to_field: Callable[[Any], Any] | None = None
+    """Conversion from the argument to the struct's attribute; None if they are equal."""
+    is_forwarded: bool = True
+    """True if a supervisor passes the flag on to its HTTP processes."""
+
+    @property
+    def field_name(self) -> str:
+        return self.field or self.name
+
+    def get_default(self) -> Any:
+        """Return the default of the argument."""
+        if self.default is not None or self.struct is None:
+            return self.default
+        return next(info.default for info in structs.fields(self.struct) if info.name == self.field_name)
+
+    def add_to(self, group: argparse._ActionsContainer) -> None:
+        """Add the argument to a parser or one of its groups."""
+        default = self.get_default()
+        shown = self.default_text or ("" if default is None else f"{default:.10g}" if self.bounds else str(default))
+        help_text = f"{self.help} (default: {shown})" if shown else self.help
+        name = flag_name(self.name)
+        if self.is_repeated:
+            group.add_argument(name, action="append", default=default, metavar=self.metavar, help=help_text)
+        elif self.choices is not None:
+            group.add_argument(name, choices=self.choices, default=default, help=help_text)
+        else:
+            group.add_argument(name, type=self.parse, default=default, metavar=self.metavar, help=help_text)
+
+
+MAX_INT32 = 2**31 - 1
+MAX_SECONDS = 1e7
+_COUNT = (1, MAX_INT32)
+_SECONDS = (0.001, MAX_SECONDS)
+_HTTP, _CHAT, _LIMITS, _ACCESS, _WATCH = "http", "chat", "request limits", "access control", "engine watchdog"
+
+# fmt: off
+HTTP_FLAGS = (
+    Flag("host", _HTTP, "address to listen on", struct=FrontendConfig, is_forwarded=False),
+    Flag("port", _HTTP, "port to listen on, 0 for any free port", int, (0, 65535), struct=FrontendConfig,
+         is_forwarded=False),
+    Flag("max_concurrent", _HTTP, "maximum number of sequences in progress; further requests get a 503", int, _COUNT,
+         struct=FrontendConfig),
+    Flag("drain_timeout", _HTTP, "seconds that open streams may take to finish at shutdown", float, (0, MAX_SECONDS),
+         struct=FrontendConfig),
+    Flag("chat_template", _CHAT, "Jinja chat template", Path, metavar="FILE", struct=ChatOptions, field="template",
+         default_text="the checkpoint's, or else a built-in one for its type"),
+    Flag("default_max_tokens", _CHAT, "maximum number of tokens of an answer whose request sets no limit", int, _COUNT,
+         struct=ChatOptions),
+    Flag("tool_parser", _CHAT, "format in which the model writes tool calls; auto depends on the model's type",
+         choices=get_args(ToolParserName), struct=ChatOptions),
+    Flag("reasoning_parser", _CHAT, "parsing of <think>...</think> at the start of an answer; auto parses it if the "
+         "chat template mentions </think>", choices=get_args(ReasoningParserName), struct=ChatOptions),
+    Flag("max_body", _LIMITS, "maximum size of a request body in MiB", int, (1, 1024), struct=FrontendConfig,
+         default=DEFAULT_BODY_MIB, to_field=lambda size: size * MEBIBYTE),
+    Flag("max_n", _LIMITS, "maximum number of choices of a request", int, (1, MAX_N), struct=RequestLimits),
+    Flag("max_top_logprobs", _LIMITS, "maximum number of alternatives reported for each token", int,
+         (0, MAX_TOP_LOGPROBS), struct=RequestLimits),
+    Flag("max_stop_strings", _LIMITS, "maximum number of stop strings of a request", int, (0, MAX_STOPS),
+         struct=RequestLimits),
+    Flag("max_queued_tokens", _LIMITS, "maximum number of prompt tokens that wait for their first output; further "
+         "requests get a 503", int, _COUNT, struct=FrontendConfig),
+    Flag("max_prompt_tokens", _LIMITS, "maximum number of tokens of a prompt", int, _COUNT, struct=RequestLimits,
+         default_text="the model's context length"),
+)
+ACCESS_FLAGS = (
+    Flag("cors_origin", _ACCESS, "web origin whose pages may send requests, * for all; may be given several times",
+         metavar="ORIGIN", is_repeated=True, default=[], default_text="none", struct=FrontendConfig,
+         field="cors_origins", to_field=tuple),
+    Flag("tls_cert", _ACCESS, "certificate chain in PEM format; enables https", Path, metavar="FILE",
+         struct=FrontendConfig),
+    Flag("tls_key", _ACCESS, "unencrypted private key of the certificate in PEM format", Path, metavar="FILE",
+         struct=FrontendConfig),
+)
+WATCH_FLAGS = (
+    Flag("beat_timeout", _WATCH, "seconds without a heartbeat after which the engine counts as lost", float, _SECONDS,
+         struct=FrontendConfig),
+    Flag("step_timeout", _WATCH, "seconds without a completed step, with work pending, after which the engine counts "
+         "as hung", float, _SECONDS, struct=FrontendConfig),
+    Flag("log_level", _WATCH, "least severe level of messages to log", choices=get_args(LogLevel),
+         struct=FrontendConfig),
+)
+# fmt: on
+FRONTEND_FLAGS = (*HTTP_FLAGS, *ACCESS_FLAGS, *WATCH_FLAGS)
+"""All flags of an HTTP process but those of its keys and its link to the engine."""
+
+
+def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
+    """Add flags to a parser, each to the group it names."""
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    for flag in flags:
+        if flag.group not in groups:
+            groups[flag.group] = parser.add_argument_group(flag.group)
+        flag.add_to(groups[flag.group])
+
+
 def add_http_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of an HTTP process that a supervisor takes and passes on."""
-    group = parser.add_argument_group("http")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    group.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any (default 8000)")
-    group.add_argument(
-        "--max-concurrent", type=int, default=1024, help="sequences open at once, more get 503 (default 1024)"
-    )
-    group.add_argument(
-        "--drain-timeout", type=float, default=10.0, help="seconds that open streams get at shutdown (default 10)"
-    )
-    add_chat_arguments(parser)
-    _add_limit_arguments(parser.add_argument_group("limits of requests"))
-    security = parser.add_argument_group("who may ask")
-    add_key_arguments(security)
-    security.add_argument(
-        "--cors-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="a web origin whose pages may ask, * for all; may be given several times (default: none)",
-    )
-    security.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain, PEM; serves https")
-    security.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM, not encrypted")
-
-
-def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
-    for name, default, text in (
-        ("max-body", DEFAULT_BODY_MIB, "MiB of a request's body"),
-        ("max-n", MAX_N, "choices of a request"),
-        ("max-top-logprobs", MAX_TOP_LOGPROBS, "alternatives reported for each token"),
-        ("max-stop-strings", MAX_STOPS, "stop strings of a request"),
-        ("max-queued-tokens", DEFAULT_QUEUED_TOKENS, "prompt tokens waiting for their first output, more get 503"),
-    ):
-        group.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
-    group.add_argument("--max-prompt-tokens", type=int, help="tokens of a prompt (default: the model's context)")
+    """Add the flags of an HTTP process that a supervisor takes as well."""
+    add_flags(parser, HTTP_FLAGS)
+    access = parser.add_argument_group(_ACCESS)
+    add_key_arguments(access)
+    for flag in ACCESS_FLAGS:
+        flag.add_to(access)
 
 
 def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of whoever judges the engine by its heartbeat."""
-    group = parser.add_argument_group("watching the engine")
-    group.add_argument(
-        "--beat-timeout", type=float, default=5.0, help="seconds without a heartbeat until it is given up (default 5)"
-    )
-    group.add_argument(
-        "--step-timeout",
-        type=float,
-        default=60.0,
-        help="seconds without a step, with work pending, until it counts as hung (default 60)",
-    )
-    group.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default info"
-    )
+    """Add the flags of a process that watches the engine's heartbeat."""
+    add_flags(parser, WATCH_FLAGS)
 
 
 def http_argv(arguments: argparse.Namespace) -> list[str]:
-    """The flags, less the address and the keys, that make another HTTP process behave the same."""
+    """Build the flags that give another HTTP process the same settings, except for its address and keys."""
     argv: list[str] = []
-    for name in _PASSED_ON:
-        if (value := getattr(arguments, name)) is not None:
-            argv += [_flag(name), str(value)]
-    for origin in arguments.cors_origin:
-        argv += ["--cors-origin", origin]
+    for flag in FRONTEND_FLAGS:
+        value = getattr(arguments, flag.name)
+        if flag.is_forwarded and value is not None:
+            for item in value if flag.is_repeated else (value,):
+                argv += [flag_name(flag.name), str(item)]
     return argv
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def check_bounds(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for a number out of range, in whichever of these flags a command has."""
-    for name, (low, high) in _BOUNDS.items():
-        value = getattr(arguments, name, None)
-        # Written so that nan is refused, too.
-        if value is not None and not low <= value <= high:
-            raise ValueError(f"{_flag(name)} must be between {low:.10g} and {high:.10g}, not {value}")
+def check_bounds(arguments: argparse.Namespace, flags: Iterable[Flag]) -> None:
+    """Raise ValueError for a number out of its flag's bounds; flags that the command does not have are skipped."""
+    for flag in flags:
+        value = getattr(arguments, flag.name, None)
+        if value is None or flag.bounds is None:
+            continue
+        low, high = flag.bounds
+        if not low <= value <= high:  # also true for NaN
+            raise ValueError(f"{flag_name(flag.name)} must be between {low:.10g} and {high:.10g}, not {value}")
 
 
 def check_security(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for origins and TLS files that cannot work."""
+    """Raise ValueError for an invalid CORS origin, and for TLS files that cannot be used."""
     for origin in arguments.cors_origin:
         if origin != "*" and re.fullmatch(r"https?://[^/\s]+", origin) is None:
-            raise ValueError(f"--cors-origin {origin} is no origin; give * or one like https://example.org")
+            raise ValueError(f"--cors-origin {origin} is not an origin; give * or one like https://example.org")
     cert, key = arguments.tls_cert, arguments.tls_key
     if (cert is None) != (key is None):
-        raise ValueError("--tls-cert and --tls-key belong together; give both or none")
+        raise ValueError("--tls-cert and --tls-key belong together; give both or neither")
     if cert is not None:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
@@ -227,12 +245,15 @@ def check_security(arguments: argparse.Namespace) -> None:
 
 
 def _no_password() -> str:
-    """Instead of a question on the terminal, which nobody may be sitting at."""
+    """Fail instead of prompting for the key's password on the terminal."""
     raise ValueError("the key is encrypted")
 
 
 def frontend_config(arguments: argparse.Namespace) -> FrontendConfig:
-    """Raises ValueError where the flags contradict each other or name keys that are not there."""
+    """Build the settings from parsed arguments.
+
+    Raises ValueError for flags that contradict each other and for key files that cannot be read.
+    """
     settings = transport(arguments)
     settings.check(arguments.endpoint)
     check_security(arguments)
@@ -240,22 +261,19 @@ def frontend_config(arguments: argparse.Namespace) -> FrontendConfig:
         endpoint=arguments.endpoint,
         model_dir=Path(arguments.model_dir),
         transport=settings,
-        host=arguments.host,
-        port=arguments.port,
         fd=arguments.fd,
-        max_concurrent=arguments.max_concurrent,
-        max_queued_tokens=arguments.max_queued_tokens,
-        max_body=arguments.max_body * MEBIBYTE,
-        limits=RequestLimits(
-            arguments.max_n, arguments.max_top_logprobs, arguments.max_stop_strings, arguments.max_prompt_tokens
-        ),
-        chat=chat_options(arguments),
+        limits=RequestLimits(**_fields(arguments, RequestLimits)),
+        chat=ChatOptions(**_fields(arguments, ChatOptions)),
         api_keys=api_keys(arguments),
-        cors_origins=tuple(arguments.cors_origin),
-        tls_cert=arguments.tls_cert,
-        tls_key=arguments.tls_key,
-        beat_timeout=arguments.beat_timeout,
-        step_timeout=arguments.step_timeout,
-        drain_timeout=arguments.drain_timeout,
-        log_level=arguments.log_level,
+        **_fields(arguments, FrontendConfig),
     )
+
+
+def _fields(arguments: argparse.Namespace, struct: type[Struct]) -> dict[str, Any]:
+    """Collect the attributes of a struct that flags fill."""
+    fields: dict[str, Any] = {}
+    for flag in FRONTEND_FLAGS:
+        if flag.struct is struct:
+            value = getattr(arguments, flag.name)
+            fields[flag.field_name] = value if flag.to_field is None else flag.to_field(value)
+    return fields

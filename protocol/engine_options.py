@@ -132,7 +132,8 @@ _PARSERS: dict[str, Callable[[str], int | float | str]] = {
 }
 
 
-def _flag(name: str) -> str:
+def flag_name(name: str) -> str:
+    """Spell the flag of an attribute: two dashes, and dashes for underscores."""
     return "--" + name.replace("_", "-")
 
 
@@ -142,7 +143,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     for info in structs.fields(EngineOptions):
         choices = _CHOICES.get(info.name)
         group.add_argument(
-            _flag(info.name),
+            flag_name(info.name),
             default=info.default,
             choices=choices,
             type=str if choices or info.name in _TEXT else _PARSERS.get(info.name, int),
@@ -161,5 +162,5 @@ def engine_argv(options: EngineOptions) -> Sequence[str]:
     for name in EngineOptions.__struct_fields__:
         value = getattr(options, name)
         if value is not None:
-            argv.append(f"{_flag(name)}={value}")
+            argv.append(f"{flag_name(name)}={value}")
     return argv

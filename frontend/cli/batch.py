@@ -1,4 +1,4 @@
-"""`tandem run-batch`: every request of a file, many at a time, each result written as it comes."""
+"""`tandem run-batch`: send the requests of a file concurrently and write each result as it arrives."""
 
 import argparse
 import asyncio
@@ -27,17 +27,19 @@ from tandem.frontend.cli.flags import INTERRUPTED, api_key
 from tandem.frontend.progress import Progress
 
 RETRIED = frozenset({429, 502, 503, 504})
-"""Nothing is wrong with a request that gets one of these, or with the server behind a proxy."""
+"""Statuses of a busy server or proxy, which say nothing about the request itself."""
 
 FIRST_PAUSE = 0.5
+"""Seconds before the first retry."""
 LAST_PAUSE = 30.0
+"""Longest pause between retries in seconds."""
 _JSON = {"content-type": "application/json"}
 
 
 class BatchSender:
-    """Tries again after 429, 502, 503 and 504 and after broken connections, up to `retries` times.
+    """Sends requests, retrying up to `retries` times after RETRIED statuses and broken connections.
 
-    A pause doubles each time and is never shorter than the server's Retry-After, up to LAST_PAUSE seconds.
+    The pause doubles with each retry and is at least the server's Retry-After, but at most LAST_PAUSE seconds.
     """
 
     def __init__(
@@ -53,10 +55,10 @@ class BatchSender:
         self._sleep = sleep
 
     async def send(self, request: BatchRequest) -> BatchResponse | BatchFailure:
-        """Raises ServerError where the server cannot be reached at all: that is no fault of this request."""
+        """Send a request. Raises ServerError if the server cannot be reached: that is no result of the request."""
         pause = FIRST_PAUSE
-        for left in range(self._retries, -1, -1):
-            wanted = 0.0
+        for retries_left in range(self._retries, -1, -1):
+            retry_after = 0.0
             try:
                 response = await self._http.post(
                     self._url + request.url, content=memoryview(request.body).tobytes(), headers=_JSON
@@ -64,28 +66,28 @@ class BatchSender:
             except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
                 return BatchFailure("request_timeout", str(unreachable(self._url, error)))
             except httpx.HTTPError as error:
-                if not left:
+                if not retries_left:
                     raise unreachable(self._url, error) from error
             else:
-                if response.status_code not in RETRIED or not left:
-                    return _kept(response)
-                wanted = _retry_after(response)
-            await self._sleep(min(LAST_PAUSE, max(wanted, pause)))
+                if response.status_code not in RETRIED or not retries_left:
+                    return _to_result(response)
+                retry_after = _retry_after(response)
+            await self._sleep(min(LAST_PAUSE, max(retry_after, pause)))
             pause *= 2
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
 
-def _kept(response: httpx.Response) -> BatchResponse | BatchFailure:
+def _to_result(response: httpx.Response) -> BatchResponse | BatchFailure:
     body = response.content
     try:
         msgspec.json.decode(body)
     except (msgspec.MsgspecError, RecursionError):
-        return BatchFailure("invalid_response", f"the server's answer ({response.status_code}) is no JSON")
+        return BatchFailure("invalid_response", f"the server's answer ({response.status_code}) is not JSON")
     return BatchResponse(response.status_code, response.headers.get("x-request-id", ""), Raw(body))
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Seconds; 0 for none, and for a date, which the doubling pause has to do for."""
+    """Return the Retry-After header in seconds; 0 if it is absent or a date."""
     try:
         return max(0.0, float(response.headers.get("retry-after", 0)))
     except ValueError:
@@ -93,7 +95,7 @@ def _retry_after(response: httpx.Response) -> float:
 
 
 class _Usage(Struct):
-    """Both of OpenAI's ways to count."""
+    """Token counts under the names of both of OpenAI's APIs."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -106,7 +108,7 @@ class _Body(Struct):
 
 
 def _usage(body: Raw) -> _Usage:
-    """What an answer says of itself; a server of another make may say nothing."""
+    """Read the usage of an answer; zeros if the server does not report it."""
     try:
         return msgspec.json.decode(body, type=_Body).usage
     except msgspec.ValidationError:
@@ -114,16 +116,17 @@ def _usage(body: Raw) -> _Usage:
 
 
 class Tally:
-    """What one run came to."""
+    """Counts the results and tokens of one run."""
 
     def __init__(self) -> None:
         self.succeeded = 0
         self.failures: Counter[str] = Counter()
-        """By status, or by the code of what was no answer."""
+        """Number of failures by status, or by error code if there was no response."""
         self.tokens_in = 0
         self.tokens_out = 0
 
     def count(self, outcome: BatchResult) -> None:
+        """Add one result."""
         response = outcome.response
         if response is None:
             assert outcome.error is not None
@@ -137,6 +140,7 @@ class Tally:
             self.tokens_out += usage.completion_tokens + usage.output_tokens
 
     def line(self, seconds: float) -> str:
+        """Format the counts of a run of this duration as one line."""
         failed = ", ".join(f"{count} with {name}" for name, count in sorted(self.failures.items()))
         return (
             f"this run: {self.succeeded} succeeded, {self.failures.total()} failed{f' ({failed})' if failed else ''}; "
@@ -146,7 +150,7 @@ class Tally:
 
 
 def run_batch(arguments: argparse.Namespace) -> int:
-    """Returns the exit code: 0 if every request of the file has succeeded, 1 if not, 2 for files that do not fit."""
+    """Run the command; return 0 if every request of the file has succeeded, 1 if not, 2 for invalid files."""
     try:
         requests = read_requests(arguments.input)
         with open_output(arguments.output) as output:
@@ -158,8 +162,10 @@ def run_batch(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace, requests: list[BatchRequest], output: BatchOutput) -> int:
     ids = {request.custom_id for request in requests}
-    if strangers := [name for name in output.done if name not in ids]:
-        raise BatchError(f"{arguments.output} has results of another batch, such as {strangers[0]!r}")
+    if unknown := [name for name in output.done if name not in ids]:
+        raise BatchError(
+            f"{arguments.output} has results of another batch, such as {unknown[0]!r}; choose another output"
+        )
     todo = [request for request in requests if request.custom_id not in output.done]
     tally, started = Tally(), time.monotonic()
     code = 0
@@ -174,7 +180,7 @@ def _run(arguments: argparse.Namespace, requests: list[BatchRequest], output: Ba
     succeeded, left = sum(output.done.values()), len(requests) - len(output.done)
     print(
         f"{len(requests)} requests: {succeeded} succeeded, {len(output.done) - succeeded} failed, {left} left"
-        + ("; run the same command to go on" if left else ""),
+        + ("; run the same command again to continue" if left else ""),
         file=sys.stderr,
     )
     return code or int(not all(output.done.values()))
@@ -188,7 +194,7 @@ async def _send_all(
     limits = httpx.Limits(max_connections=workers or 1, max_keepalive_connections=workers or 1)
     started = time.monotonic()
 
-    def keep(outcome: BatchResult) -> None:
+    def add_result(outcome: BatchResult) -> None:
         output.add(outcome)
         tally.count(outcome)
         progress.draw(tally.succeeded + tally.failures.total(), time.monotonic() - started)
@@ -196,17 +202,17 @@ async def _send_all(
     key = headers(api_key(arguments))
     async with httpx.AsyncClient(headers=key, timeout=timeouts(arguments.timeout), limits=limits) as http:
         sender = BatchSender(http, arguments.url, arguments.retries)
-        waiting = iter(requests)
+        queue = iter(requests)
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(workers):
-                    group.create_task(_work(sender, waiting, keep))
+                    group.create_task(_work(sender, queue, add_result))
         except* ServerError as errors:
             raise errors.exceptions[0] from None
         finally:
             progress.clear()
 
 
-async def _work(sender: BatchSender, waiting: Iterator[BatchRequest], keep: Callable[[BatchResult], None]) -> None:
-    for request in waiting:
-        keep(result(request.custom_id, await sender.send(request)))
+async def _work(sender: BatchSender, queue: Iterator[BatchRequest], add_result: Callable[[BatchResult], None]) -> None:
+    for request in queue:
+        add_result(result(request.custom_id, await sender.send(request)))

@@ -1,4 +1,4 @@
-"""The input of a batch: OpenAI's JSONL, one request a line, checked as a whole before anything is sent."""
+"""Read and write the files of a batch: OpenAI's JSONL, one request or result per line."""
 
 import fcntl
 import os
@@ -16,11 +16,11 @@ MAX_ID_CHARS = 512
 
 
 class BatchError(Exception):
-    """A batch that cannot be run as it is; the text names the file and the line."""
+    """A batch whose files cannot be used; the text names the file and the line."""
 
 
 class BatchRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """One line. The body goes to the server byte for byte."""
+    """One line of the input. The body is sent to the server byte for byte."""
 
     custom_id: str
     method: str
@@ -33,7 +33,7 @@ class _Body(Struct):
 
 
 def read_requests(path: Path) -> list[BatchRequest]:
-    """The requests in order; blank lines are skipped. Raises BatchError."""
+    """Read all requests of a file in order, skipping blank lines. Raises BatchError for the first invalid line."""
     requests: list[BatchRequest] = []
     lines: dict[str, int] = {}
     try:
@@ -43,7 +43,9 @@ def read_requests(path: Path) -> list[BatchRequest]:
                     continue
                 request = _parse(line, f"{path}:{number}")
                 if (first := lines.setdefault(request.custom_id, number)) != number:
-                    raise BatchError(f"{path}:{number}: custom_id {request.custom_id!r} is that of line {first}, too")
+                    raise BatchError(
+                        f"{path}:{number}: custom_id {request.custom_id!r} is already used in line {first}"
+                    )
                 requests.append(request)
     except OSError as error:
         raise BatchError(f"{path} cannot be read: {error.strerror}") from None
@@ -63,13 +65,13 @@ def _parse(line: bytes, place: str) -> BatchRequest:
     if request.url not in URLS:
         raise BatchError(f"{place}: url must be one of {', '.join(URLS)}, not {request.url!r}")
     if body.stream:
-        raise BatchError(f"{place}: a batch takes no streams; leave 'stream' out of the body")
-    # A slice of the line would keep the line.
+        raise BatchError(f"{place}: a batch does not support streaming; remove 'stream' from the body")
+    # Without a copy, the body would keep the whole line in memory.
     return msgspec.structs.replace(request, body=request.body.copy())
 
 
 class BatchResponse(Struct, frozen=True):
-    """What the server answered, whatever the status."""
+    """The server's response, whatever its status."""
 
     status_code: int
     request_id: str
@@ -77,14 +79,14 @@ class BatchResponse(Struct, frozen=True):
 
 
 class BatchFailure(Struct, frozen=True):
-    """Why there is no answer."""
+    """The reason why a request has no response."""
 
     code: str
     message: str
 
 
 class BatchResult(Struct, frozen=True):
-    """One line; either `response` or `error` is null."""
+    """One line of the output; either `response` or `error` is null."""
 
     id: str
     custom_id: str
@@ -93,25 +95,27 @@ class BatchResult(Struct, frozen=True):
 
     @property
     def succeeded(self) -> bool:
+        """Tell whether the response has status 200."""
         return self.response is not None and self.response.status_code == 200
 
 
 def result(custom_id: str, outcome: BatchResponse | BatchFailure) -> BatchResult:
-    """A result with an id of its own."""
+    """Make the result of a request, with a new id."""
     response = outcome if isinstance(outcome, BatchResponse) else None
     failure = outcome if isinstance(outcome, BatchFailure) else None
     return BatchResult(f"batch_req_{secrets.token_hex(12)}", custom_id, response, failure)
 
 
 class BatchOutput:
-    """An output file that this process alone writes to. Each result is one write, with its newline."""
+    """An output file that only this process writes to. Each result is one write that ends with a newline."""
 
     def __init__(self, file: BinaryIO, done: dict[str, bool]) -> None:
         self.done = done
-        """Every custom_id that has a line, and whether it succeeded."""
+        """Each custom_id that has a result, and True if it succeeded."""
         self._file = file
 
     def add(self, outcome: BatchResult) -> None:
+        """Append a result to the file."""
         assert outcome.custom_id not in self.done, f"{outcome.custom_id!r} has a result already"
         self._file.write(msgspec.json.encode(outcome) + b"\n")
         self._file.flush()
@@ -120,9 +124,12 @@ class BatchOutput:
 
 @contextmanager
 def open_output(path: Path) -> Iterator[BatchOutput]:
-    """Opens or creates an output; what an interrupted write left of a last line is cut off. Raises BatchError."""
+    """Open or create an output file, truncating an incomplete last line.
+
+    Raises BatchError for a file that cannot be written, that another run holds, or that has other content.
+    """
     try:
-        # In append mode the system puts every write at the end.
+        # In append mode the operating system puts every write at the end.
         file = path.open("a+b")
     except OSError as error:
         raise BatchError(f"{path} cannot be written: {error.strerror}") from None
@@ -130,11 +137,12 @@ def open_output(path: Path) -> Iterator[BatchOutput]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise BatchError(f"another run writes to {path}") from None
+            raise BatchError(f"another run is writing to {path}; wait for it or choose another output") from None
         yield BatchOutput(file, _recover(file, path))
 
 
 def _recover(file: BinaryIO, path: Path) -> dict[str, bool]:
+    """Read the results in an output and truncate an incomplete last line. Raises BatchError for other content."""
     done: dict[str, bool] = {}
     end = 0
     file.seek(0)
@@ -145,9 +153,9 @@ def _recover(file: BinaryIO, path: Path) -> dict[str, bool]:
         try:
             earlier = msgspec.json.decode(line, type=BatchResult)
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise BatchError(f"{path}:{number} is no result of a batch ({error}); choose another output") from None
+            raise BatchError(f"{path}:{number} is not a batch result ({error}); choose another output") from None
         if earlier.custom_id in done:
-            raise BatchError(f"{path}:{number}: custom_id {earlier.custom_id!r} has a result above already")
+            raise BatchError(f"{path}:{number}: custom_id {earlier.custom_id!r} has an earlier result in this file")
         done[earlier.custom_id] = earlier.succeeded
     os.ftruncate(file.fileno(), end)
     return done

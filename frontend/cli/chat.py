@@ -1,4 +1,4 @@
-"""`tandem chat`: a conversation in the terminal, or one question from a pipe."""
+"""`tandem chat`: chat in the terminal, or answer one question from a pipe."""
 
 import argparse
 import contextlib
@@ -6,23 +6,23 @@ import sys
 import time
 from typing import Any
 
-from tandem.frontend.cli.answer import Answer
 from tandem.frontend.cli.connection import Connection, ServerError, connect
 from tandem.frontend.cli.flags import INTERRUPTED, api_key, sampling_fields
+from tandem.frontend.cli.streamed_answer import StreamedAnswer
 
 HELP = '''\
-/system TEXT  sets the system prompt, without TEXT removes it
-/reset        forgets the conversation
-/help         shows this
-/quit         ends, as Ctrl-D does
-"""           begins and ends a prompt of several lines
-Ctrl-C        stops the answer'''
+/system TEXT  set the system prompt; without TEXT, remove it
+/reset        forget the conversation
+/help         show this help
+/quit         quit, like Ctrl-D
+"""           start or end a prompt of several lines
+Ctrl-C        stop the answer'''
 
 BLOCK = '"""'
 
 
-class Conversation:
-    """The messages so far and the fields that every request shares."""
+class ChatSession:
+    """The conversation so far, and the fields that all its requests share."""
 
     def __init__(self, server: Connection, fields: dict[str, Any], system: str | None, usage: bool) -> None:
         self._server = server
@@ -32,9 +32,10 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
 
     def ask(self, prompt: str) -> bool:
-        """Streams the answer to stdout; False if an interrupt stopped it.
+        """Stream the answer to stdout; return False if an interrupt stopped it.
 
-        What was answered until then is remembered; a prompt without any answer is not. Raises ServerError.
+        An interrupted answer is kept in the conversation as far as it came; a prompt without any answer is dropped.
+        Raises ServerError.
         """
         question = {"role": "user", "content": prompt}
         body = {
@@ -43,40 +44,40 @@ class Conversation:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        answer = Answer(sys.stdout, time.monotonic)
-        whole = answer.follow(self._server.stream("/v1/chat/completions", body))
+        answer = StreamedAnswer(sys.stdout, time.monotonic)
+        is_complete = answer.follow(self._server.stream("/v1/chat/completions", body))
         if answer.content:
             self.messages += [question, {"role": "assistant", "content": answer.content}]
         if self._usage:
             print(answer.summary(), file=sys.stderr)
-        return whole
+        return is_complete
 
     def _preamble(self) -> list[dict[str, str]]:
         return [{"role": "system", "content": self.system}] if self.system else []
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
-    """Returns the exit code: 0, 1 where the server could not be asked, 130 for a question that was interrupted."""
+    """Run the command; return 0, 1 if the server could not be reached, 130 for an interrupted question."""
     try:
         with connect(arguments.url, api_key(arguments), arguments.timeout) as server:
             model = arguments.model or server.first_model()
             fields = {"model": model, **sampling_fields(arguments)}
-            conversation = Conversation(server, fields, arguments.system, arguments.usage)
+            session = ChatSession(server, fields, arguments.system, arguments.usage)
             if sys.stdin.isatty():
                 print(f"{model} on {arguments.url}; /help for help", file=sys.stderr)
-                _converse(conversation)
-            elif not conversation.ask(sys.stdin.read()):
+                _run_session(session)
+            elif not session.ask(sys.stdin.read()):
                 return INTERRUPTED
     except ServerError as error:
-        _say(error)
+        _print_error(error)
         return 1
     return 0
 
 
-def _converse(conversation: Conversation) -> None:
-    """Asks until the end of the input."""
+def _run_session(session: ChatSession) -> None:
+    """Read and answer prompts until the end of the input."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - gives `input` its editing and its history
+        import readline  # noqa: F401 - gives `input` line editing and a history
     while True:
         try:
             prompt = _read_prompt()
@@ -87,17 +88,17 @@ def _converse(conversation: Conversation) -> None:
             print()
             return
         if prompt.startswith("/"):
-            if not _obey(conversation, prompt):
+            if not _run_command(session, prompt):
                 return
         elif prompt:
             try:
-                conversation.ask(prompt)
+                session.ask(prompt)
             except ServerError as error:
-                _say(error)
+                _print_error(error)
 
 
 def _read_prompt() -> str:
-    """One line, or the lines between two triple quotes."""
+    """Read one line, or the lines between two triple quotes."""
     line = input(">>> ").strip()
     if not line.startswith(BLOCK):
         return line
@@ -108,22 +109,22 @@ def _read_prompt() -> str:
     return "\n".join(lines).strip("\n")
 
 
-def _obey(conversation: Conversation, line: str) -> bool:
-    """Runs a command; False for the one that ends the program."""
+def _run_command(session: ChatSession, line: str) -> bool:
+    """Run a command; return False if it ends the program."""
     command, _, rest = line.partition(" ")
     match command:
         case "/quit" | "/exit":
             return False
         case "/reset":
-            conversation.messages.clear()
+            session.messages.clear()
         case "/system":
-            conversation.system = rest.strip() or None
+            session.system = rest.strip() or None
         case "/help":
             print(HELP)
         case _:
-            print(f"{command} is no command; /help lists them", file=sys.stderr)
+            print(f"{command} is not a command; /help lists them", file=sys.stderr)
     return True
 
 
-def _say(error: ServerError) -> None:
+def _print_error(error: ServerError) -> None:
     print(f"tandem: {error}", file=sys.stderr)

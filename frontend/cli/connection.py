@@ -1,4 +1,4 @@
-"""A running server, as the commands of the terminal see it."""
+"""The HTTP connection of the terminal commands to a running server."""
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,11 +9,11 @@ import httpx
 import msgspec
 from msgspec import Struct
 
-_LONGEST = 500
+_MAX_MESSAGE_CHARS = 500
 
 
 class ServerError(Exception):
-    """The server refused, failed, or is not there; the text is one line for a person."""
+    """A request that was refused, failed or found no server; the text is one line for the user."""
 
 
 class _Body(Struct):
@@ -25,8 +25,8 @@ class _Envelope(Struct):
     error: _Body
 
 
-def refusal(response: httpx.Response) -> ServerError:
-    """The error of a response other than 200 whose body has been read."""
+def error_of_response(response: httpx.Response) -> ServerError:
+    """Make the error of a response with a status other than 200, whose body has been read."""
     try:
         error = msgspec.json.decode(response.content, type=_Envelope).error
     except msgspec.MsgspecError:
@@ -36,8 +36,8 @@ def refusal(response: httpx.Response) -> ServerError:
     return ServerError(_one_line(f"{error.message} ({response.status_code}{code}){remedy}"))
 
 
-def stream_failure(error: object) -> ServerError:
-    """The error that ended a stream, from its event."""
+def error_of_event(error: object) -> ServerError:
+    """Make the error of a stream from the event that ended it."""
     try:
         return ServerError(_one_line(msgspec.convert(error, _Body).message))
     except msgspec.ValidationError:
@@ -45,9 +45,9 @@ def stream_failure(error: object) -> ServerError:
 
 
 def unreachable(url: str, error: httpx.HTTPError) -> ServerError:
-    """A request that got no answer."""
+    """Make the error of a request that got no response."""
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return ServerError(f"no server answers on {url}; start one with `tandem serve`, or name another with --url")
+        return ServerError(f"no server answers on {url}; start one with `tandem serve`, or give another --url")
     if isinstance(error, httpx.TimeoutException):
         return ServerError(f"the server on {url} sent nothing for too long; raise --timeout")
     return ServerError(_one_line(f"the connection to {url} broke: {error or type(error).__name__}"))
@@ -55,7 +55,7 @@ def unreachable(url: str, error: httpx.HTTPError) -> ServerError:
 
 def _one_line(text: str) -> str:
     line = "".join([character if character.isprintable() else "\ufffd" for character in " ".join(text.split())])
-    return line if len(line) <= _LONGEST else line[:_LONGEST] + "..."
+    return line if len(line) <= _MAX_MESSAGE_CHARS else line[:_MAX_MESSAGE_CHARS] + "..."
 
 
 _DATA = b"data:"
@@ -63,10 +63,10 @@ _END = b"[DONE]"
 
 
 def event_data(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The data of each event up to `[DONE]`; each is one line, as in OpenAI's streams.
+    """Yield the data of each server-sent event up to `[DONE]`; events are one line each, as in OpenAI's streams.
 
-    Raises EOFError where the bytes end before that. Lines end at a newline alone: JSON may hold the other characters
-    that Python takes for line ends.
+    Raises EOFError if the bytes end before that. Only a newline ends a line: JSON may contain the other characters
+    that Python treats as line ends.
     """
     rest = b""
     for chunk in chunks:
@@ -82,20 +82,21 @@ def event_data(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 CONNECT_SECONDS = 10.0
+"""Longest time that connecting may take."""
 
 
 def headers(api_key: str | None) -> dict[str, str]:
-    """What every request carries."""
+    """Make the headers of every request."""
     return {"authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def timeouts(seconds: float) -> httpx.Timeout:
-    """`seconds` between any two bytes of an answer."""
+    """Make timeouts that allow `seconds` between any two bytes of a response."""
     return httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS), pool=None)
 
 
 class Connection:
-    """One server. Every method raises ServerError where there is no answer, or none that helps."""
+    """A connection to one server. Every method raises ServerError if it fails or the response is not usable."""
 
     def __init__(self, http: httpx.Client, url: str) -> None:
         self._http = http
@@ -110,34 +111,34 @@ class Connection:
         self._http.close()
 
     def first_model(self) -> str:
-        """The name of the first model that the server has."""
+        """Return the name of the server's first model."""
         try:
             return str(self.get("/v1/models")["data"][0]["id"])
         except (LookupError, TypeError):
-            raise ServerError(f"{self._url}/v1/models names no model; give one with --model") from None
+            raise ServerError(f"{self._url}/v1/models does not list a model; give one with --model") from None
 
     def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at a path."""
-        with self._reaching():
+        """Return the JSON object at a path."""
+        with self._translate_errors():
             response = self._http.get(self._url + path)
         if response.status_code != 200:
-            raise refusal(response)
+            raise error_of_response(response)
         try:
             return msgspec.json.decode(response.content, type=dict[str, Any])
         except msgspec.MsgspecError as error:
-            raise ServerError(f"{self._url}{path} is no JSON object: {error}") from None
+            raise ServerError(f"{self._url}{path} is not a JSON object: {error}") from None
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The events of a streamed answer. To close the iterator is to stop the answer."""
-        with self._reaching(), self._http.stream("POST", self._url + path, json=body) as response:
+        """Yield the events of a streamed answer. Closing the iterator stops the answer."""
+        with self._translate_errors(), self._http.stream("POST", self._url + path, json=body) as response:
             if response.status_code != 200:
                 response.read()
-                raise refusal(response)
+                raise error_of_response(response)
             try:
                 for data in event_data(response.iter_bytes()):
                     event = msgspec.json.decode(data, type=dict[str, Any])
                     if error := event.get("error"):
-                        raise stream_failure(error)
+                        raise error_of_event(error)
                     yield event
             except EOFError:
                 raise ServerError("the connection ended before the answer did") from None
@@ -145,7 +146,8 @@ class Connection:
                 raise ServerError(f"the server sent an event that cannot be read: {error}") from None
 
     @contextmanager
-    def _reaching(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
+        """Convert errors of the HTTP client to ServerError."""
         try:
             yield
         except httpx.HTTPError as error:
@@ -153,5 +155,5 @@ class Connection:
 
 
 def connect(url: str, api_key: str | None, timeout: float) -> Connection:
-    """Nothing is sent yet. `timeout` is in seconds between two bytes."""
+    """Create a connection without sending anything; `timeout` is in seconds between two bytes."""
     return Connection(httpx.Client(headers=headers(api_key), timeout=timeouts(timeout)), url)

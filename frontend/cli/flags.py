@@ -1,4 +1,4 @@
-"""The flags of the commands that speak to a running server, and the request fields they become."""
+"""Flags of the commands that talk to a running server, and the request fields they fill."""
 
 import argparse
 import json
@@ -6,47 +6,68 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tandem.frontend.config import MAX_SECONDS, Flag
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "TANDEM_API_KEY"
 INTERRUPTED = 130
-"""Exit code of a command that an interrupt ended."""
+"""Exit code of a command that was interrupted."""
+
+# fmt: off
+CLIENT_FLAGS = (
+    Flag("timeout", "server", "seconds without a byte after which the command gives up on an answer", float,
+         (0.001, MAX_SECONDS), default=600.0),
+)
+BATCH_FLAGS = (
+    Flag("concurrency", "", "number of requests in flight at a time", int, (1, 4096), default=32),
+    Flag("retries", "", "number of retries of a request while the server is busy or unreachable", int, (0, 1000),
+         default=8),
+)
+INSPECT_FLAGS = (
+    Flag("watch", "", "refresh the output every SECONDS until Ctrl-C", float, (0.1, MAX_SECONDS), metavar="SECONDS"),
+)
+# fmt: on
 
 _SAMPLING: dict[str, tuple[type, str]] = {
-    "max_tokens": (int, "tokens of an answer at most"),
-    "temperature": (float, "0 is greedy"),
-    "top_p": (float, "the likeliest tokens up to this share"),
-    "top_k": (int, "so many of the likeliest tokens"),
-    "min_p": (float, "tokens at least so likely, relative to the likeliest"),
-    "repetition_penalty": (float, "1 changes nothing"),
-    "presence_penalty": (float, "0 changes nothing"),
-    "frequency_penalty": (float, "0 changes nothing"),
-    "seed": (int, "same seed, same answer"),
+    "max_tokens": (int, "maximum number of tokens of the answer"),
+    "temperature": (float, "randomness of sampling; 0 always takes the likeliest token"),
+    "top_p": (float, "sample from the likeliest tokens whose probabilities add up to this share"),
+    "top_k": (int, "sample from this many of the likeliest tokens"),
+    "min_p": (float, "sample from tokens at least this likely, relative to the likeliest one"),
+    "repetition_penalty": (float, "factor against tokens of the prompt and the answer; 1 has no effect"),
+    "presence_penalty": (float, "penalty for tokens that occur in the answer; 0 has no effect"),
+    "frequency_penalty": (float, "penalty for each occurrence of a token in the answer; 0 has no effect"),
+    "seed": (int, "seed of sampling; the same seed gives the same answer"),
 }
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which server, and how it is spoken to."""
+    """Add the flags that name a server."""
     group = parser.add_argument_group("server")
-    group.add_argument("--url", default=DEFAULT_URL, type=server_url, help=f"default {DEFAULT_URL}")
-    group.add_argument("--api-key", help=f"default: ${KEY_VARIABLE}, which no process list shows")
+    group.add_argument("--url", default=DEFAULT_URL, type=server_url, help=f"address (default: {DEFAULT_URL})")
     group.add_argument(
-        "--timeout", type=float, default=600.0, help="seconds without a byte until an answer is given up (600)"
+        "--api-key",
+        help=f"API key to send, visible in the process list (default: the first key in ${KEY_VARIABLE}, which is not)",
     )
+    for flag in CLIENT_FLAGS:
+        flag.add_to(group)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """How an answer is made; what is not given is left to the server."""
+    """Add the flags of generation; fields whose flags are not given are left to the server."""
     group = parser.add_argument_group("answer")
-    group.add_argument("--model", help="default: the server's first")
+    group.add_argument("--model", help="name of the model (default: the first one of the server)")
     for name, (kind, text) in _SAMPLING.items():
         group.add_argument("--" + name.replace("_", "-"), type=kind, help=text)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be given several times")
-    group.add_argument("--json-schema", type=_schema, metavar="FILE", help="the answer is JSON of this schema")
-    group.add_argument("--usage", action="store_true", help="tokens, time to the first and tokens/s, on stderr")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="text that ends the answer; may be given several times"
+    )
+    group.add_argument("--json-schema", type=_schema, metavar="FILE", help="file with the JSON schema of the answer")
+    group.add_argument("--usage", action="store_true", help="print token counts and speeds on stderr")
 
 
 def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a request that were given as flags."""
+    """Collect the request fields that were given as flags."""
     fields = {name: getattr(arguments, name) for name in (*_SAMPLING, "stop") if getattr(arguments, name) is not None}
     if arguments.json_schema is not None:
         form = {"name": "answer", "strict": True, "schema": arguments.json_schema}
@@ -55,15 +76,15 @@ def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def api_key(arguments: argparse.Namespace) -> str | None:
-    """The key to send: the one given, or the first of those that the environment would give to a server."""
+    """Return the API key to send: the flag's, or else the first one in the environment variable, or None."""
     keys = os.environ.get(KEY_VARIABLE, "").replace(",", " ").split()
     return arguments.api_key or (keys[0] if keys else None)
 
 
 def server_url(text: str) -> str:
-    """The root of a server; one with OpenAI's `/v1` at its end is taken, too."""
+    """Parse the address of a server; OpenAI's `/v1` at its end is removed. Raises ArgumentTypeError."""
     if not text.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"{text!r} begins with neither http:// nor https://")
+        raise argparse.ArgumentTypeError(f"{text!r} must start with http:// or https://")
     return text.rstrip("/").removesuffix("/v1")
 
 
@@ -73,4 +94,4 @@ def _schema(path: str) -> Any:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{path} is no JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"{path} is not JSON: {error}") from None

@@ -1,4 +1,4 @@
-"""`tandem inspect`: what the scheduler of a running server holds, as tables."""
+"""`tandem inspect`: print the scheduler state of a running server as tables."""
 
 import argparse
 import shutil
@@ -11,7 +11,7 @@ from tandem.frontend.cli.connection import Connection, ServerError, connect
 from tandem.frontend.cli.flags import api_key
 
 _CLEAR = "\x1b[H\x1b[2J"
-_LONGEST_NAME = 40
+_MAX_NAME_CHARS = 40
 
 _SEQUENCES = {
     "state": "STATE", "row": "ROW", "request_id": "REQUEST", "prompt_tokens": "PROMPT", "generated_tokens": "OUTPUT",
@@ -23,7 +23,7 @@ _WAITING = ("waiting", "compiling", "following")
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    """Prints it once, or every `--watch` seconds until an interrupt. Returns the exit code: 0, 1 for no answer."""
+    """Print the state once, or every `--watch` seconds until an interrupt; return 0, or 1 for a server error."""
     try:
         with connect(arguments.url, api_key(arguments), arguments.timeout) as server:
             if arguments.watch is None:
@@ -39,59 +39,61 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
 
 def report(server: Connection) -> str:
-    """Raises ServerError."""
-    found = server.get("/admin/scheduler")
+    """Fetch and format the scheduler state. Raises ServerError."""
+    state = server.get("/admin/scheduler")
     try:
-        return render(found)
+        return render(state)
     except (LookupError, TypeError, ValueError, AttributeError):
-        raise ServerError("the server's answer is no scheduler's state; it may be of another version") from None
+        raise ServerError(
+            "the server's answer is not a scheduler state; use the `tandem` of the server's version"
+        ) from None
 
 
 def _screenful(text: str) -> str:
-    """As much as the terminal shows at a time: the summary is not to scroll away, and long lines are not to break."""
+    """Cut a text to the terminal's size, so that the summary does not scroll away and long lines do not wrap."""
     columns, height = shutil.get_terminal_size()
     lines = text.splitlines()
     if len(lines) >= height:
         shown = max(1, height - 2)
-        lines = [*lines[:shown], f"and {len(lines) - shown} lines more; without --watch all are shown"]
+        lines = [*lines[:shown], f"and {len(lines) - shown} more lines; run without --watch to see all"]
     return "\n".join([line[:columns] for line in lines])
 
 
-def render(found: dict[str, Any]) -> str:
-    """A summary, the sequences and the sessions. `found` is what `GET /admin/scheduler` answers."""
-    parts = ["\n".join(_summary(found))]
-    sequences = [{**one, "wait": one["wait"] if one["state"] in _WAITING else None} for one in found["sequences"]]
-    sessions = [{**one, "idle": None if one["busy"] else one["idle"]} for one in found["sessions"]]
+def render(state: dict[str, Any]) -> str:
+    """Format the summary, the sequences and the sessions of a response to `GET /admin/scheduler`."""
+    parts = ["\n".join(_summary(state))]
+    sequences = [{**one, "wait": one["wait"] if one["state"] in _WAITING else None} for one in state["sequences"]]
+    sessions = [{**one, "idle": None if one["busy"] else one["idle"]} for one in state["sessions"]]
     tables = ((_SEQUENCES, sequences), (_SESSIONS, sessions))
     parts += [_table(columns, entries) for columns, entries in tables if entries]
     return "\n\n".join(parts)
 
 
-def _summary(found: dict[str, Any]) -> list[str]:
-    queue, rows, pages, cache = (found[name] for name in ("queue", "rows", "pages", "prefix_cache"))
+def _summary(state: dict[str, Any]) -> list[str]:
+    queue, rows, pages, cache = (state[name] for name in ("queue", "rows", "pages", "prefix_cache"))
     rate = "none yet" if cache["hit_rate"] is None else f"{cache['hit_rate']:.1%}"
     unlisted = f", {queue['unlisted']} of them not listed" if queue["unlisted"] else ""
     waiting = f"{queue['waiting']} waiting{unlisted}, the oldest for {queue['oldest_wait']:.1f} s"
     settling = f" ({pages['settling']} of them until a step in flight ends)" if pages["settling"] else ""
-    # Cached ones that nobody uses are neither in use nor free.
+    # Pages that are only cached are neither in use nor free.
     unused = max(0, pages["total"] - pages["used"] - pages["free"])
-    busy = sum([session["busy"] for session in found["sessions"]])
+    busy = sum([session["busy"] for session in state["sessions"]])
     lines = {
-        "policy": found["policy"],
-        "queue": waiting if queue["waiting"] else "nobody waits",
+        "policy": state["policy"],
+        "queue": waiting if queue["waiting"] else "empty",
         "rows": f"{rows['running']} of {rows['total']} in use",
         "pages": f"{pages['used']} of {pages['total']} in use{settling}, {unused} cached and unused, {pages['free']} "
         f"free, {pages['page_size']} tokens each",
         "prefix cache": f"{cache['pages']} pages, hit rate {rate} ({cache['hit_tokens']} of {cache['queried_tokens']} "
         f"prompt tokens), {cache['evicted_pages']} evicted",
-        "preemptions": str(found["preemptions"]),
-        "sessions": f"{len(found['sessions'])}, {busy} of them busy, {found['evicted_sessions']} evicted",
+        "preemptions": str(state["preemptions"]),
+        "sessions": f"{len(state['sessions'])}, {busy} of them busy, {state['evicted_sessions']} evicted",
     }
     return [f"{name:<13} {text}" for name, text in lines.items()]
 
 
 def _table(columns: dict[str, str], entries: Sequence[dict[str, Any]]) -> str:
-    """Right-aligned columns, but for those of text."""
+    """Format a table, text columns left-aligned and the others right-aligned."""
     lines = [list(columns.values()), *([_cell(entry[name]) for name in columns] for entry in entries)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
     texts = [name in ("state", "session_id") for name in columns]
@@ -113,8 +115,8 @@ def _cell(value: object) -> str:
         case float():
             return f"{value:.1f} s"
         case str():
-            # A name is a client's text: nothing in it may reach the terminal as a control sequence.
+            # Names come from clients: control characters in them must not reach the terminal.
             name = "".join([character if character.isprintable() else "\ufffd" for character in value])
-            return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
+            return name if len(name) <= _MAX_NAME_CHARS else name[: _MAX_NAME_CHARS - 3] + "..."
         case _:
             return str(value)

@@ -1,4 +1,4 @@
-"""`tandem run-batch` against a frontend and a fake engine, also when it is killed on the way."""
+"""`tandem run-batch` against a frontend and a fake engine, including a run that is killed."""
 
 import json
 import signal
@@ -40,7 +40,7 @@ def results(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_every_request_gets_a_result(
+def test_batch_writes_a_result_for_every_request(
     server: RunningServer, engine: FakeEngine, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths[0].write_text("".join(line(f"r{number}", max_tokens=number + 1) for number in range(12)))
@@ -61,7 +61,7 @@ def test_every_request_gets_a_result(
     assert len(engine.submits) == 12
 
 
-def test_failures_are_results_and_an_exit_code(
+def test_batch_records_failures_and_exits_with_1(
     server: RunningServer, engine: FakeEngine, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths[0].write_text(line("good") + line("hot", temperature=3) + line("other", model="nobody"))
@@ -80,12 +80,12 @@ def test_failures_are_results_and_an_exit_code(
     assert len(engine.submits) == 1
 
 
-def test_files_that_do_not_fit_send_nothing(
+def test_batch_with_invalid_files_sends_nothing(
     server: RunningServer, engine: FakeEngine, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths[0].write_text(line("a") + line("a"))
     assert main(argv(server, paths)) == 2
-    assert "in.jsonl:2: custom_id 'a' is that of line 1, too" in capsys.readouterr().err
+    assert "in.jsonl:2: custom_id 'a' is already used in line 1" in capsys.readouterr().err
     paths[0].write_text(line("a"))
     paths[1].write_text('{"id":"i","custom_id":"z","response":null,"error":{"code":"c","message":"m"}}\n')
     assert main(argv(server, paths)) == 2
@@ -102,7 +102,7 @@ def has_lines(path: Path, count: int) -> Callable[[], bool]:
     return lambda: path.exists() and path.read_bytes().count(b"\n") >= count
 
 
-def test_a_killed_run_goes_on_where_it_stopped(
+def test_batch_resumes_after_it_was_killed(
     server: RunningServer, engine: FakeEngine, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine.step_seconds = 0.005
@@ -126,7 +126,7 @@ def test_a_killed_run_goes_on_where_it_stopped(
     assert capsys.readouterr().err.endswith("40 requests: 40 succeeded, 0 failed, 0 left\n")
 
 
-def test_an_interrupt_stops_what_runs_and_says_how_to_go_on(
+def test_interrupted_batch_tells_how_to_continue(
     server: RunningServer, engine: FakeEngine, paths: tuple[Path, Path]
 ) -> None:
     paths[0].write_text(line("quick", max_tokens=1) + line("endless", max_tokens=1900))
@@ -136,23 +136,23 @@ def test_an_interrupt_stops_what_runs_and_says_how_to_go_on(
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130
-    assert err.endswith("2 requests: 1 succeeded, 0 failed, 1 left; run the same command to go on\n")
+    assert err.endswith("2 requests: 1 succeeded, 0 failed, 1 left; run the same command again to continue\n")
     assert results(paths[1]).keys() == {"quick"}
     until(lambda: engine.num_running == 0, "the engine is told")
 
 
-def test_without_a_server_nothing_is_blamed_on_a_request(
+def test_unreachable_server_is_not_recorded_as_a_result(
     server: RunningServer, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths[0].write_text(line("a") + line("b"))
     assert main(["run-batch", "--url", "http://127.0.0.1:1", "--retries", "0", *map(str, paths)]) == 1
     err = capsys.readouterr().err
     assert "no server answers on http://127.0.0.1:1" in err
-    assert "2 left; run the same command to go on" in err
+    assert "2 left; run the same command again to continue" in err
     assert paths[1].read_bytes() == b""
     assert main(argv(server, paths)) == 0
 
 
-def test_an_empty_batch_is_done(paths: tuple[Path, Path]) -> None:
+def test_empty_batch_succeeds(paths: tuple[Path, Path]) -> None:
     paths[0].write_text("\n")
     assert main(["run-batch", *map(str, paths)]) == 0

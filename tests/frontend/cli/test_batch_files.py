@@ -1,4 +1,4 @@
-"""What a batch file may hold, and what an interrupted output is worth."""
+"""Valid and invalid batch files, and resuming from an interrupted output."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def write(path: Path, *lines: dict[str, Any] | str) -> Path:
     return path
 
 
-def test_requests_keep_their_order_and_their_bodies_byte_for_byte(tmp_path: Path) -> None:
+def test_requests_keep_their_order_and_body_bytes(tmp_path: Path) -> None:
     odd = '{"custom_id":"b","method":"POST","url":"/v1/responses","body": {"z":1.50,  "a":"\\u00e9"} }'
     requests = read_requests(write(tmp_path / "in", LINE, "", odd))
     assert [request.custom_id for request in requests] == ["a", "b"]
@@ -40,29 +40,29 @@ def test_requests_keep_their_order_and_their_bodies_byte_for_byte(tmp_path: Path
         ({**LINE, "custom_id": 3}, "custom_id"),
         ({**LINE, "custom_id": ""}, "must have 1 to"),
         ({**LINE, "custom_id": "x" * (MAX_ID_CHARS + 1)}, "not 513"),
-        ({**LINE, "custom_id": "first"}, "custom_id 'first' is that of line 1, too"),
+        ({**LINE, "custom_id": "first"}, "custom_id 'first' is already used in line 1"),
         ({**LINE, "method": "GET"}, "method must be POST, not 'GET'"),
         ({**LINE, "url": "/v1/embeddings"}, "url must be one of /v1/completions"),
         ({**LINE, "body": 3}, "Expected `object`"),
-        ({**LINE, "body": {"stream": True}}, "a batch takes no streams"),
+        ({**LINE, "body": {"stream": True}}, "a batch does not support streaming"),
         ({**LINE, "more": 1}, "unknown field `more`"),
         ({key: LINE[key] for key in ("custom_id", "method", "url")}, "missing required field `body`"),
         ("[" * 100_000, "in:2: "),
     ],
 )
-def test_a_bad_line_is_named(line: dict[str, Any] | str, reason: str, tmp_path: Path) -> None:
+def test_invalid_line_is_reported_with_its_number(line: dict[str, Any] | str, reason: str, tmp_path: Path) -> None:
     path = write(tmp_path / "in", {**LINE, "custom_id": "first"}, line)
     with pytest.raises(BatchError) as caught:
         read_requests(path)
     assert reason in str(caught.value)
 
 
-def test_an_input_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_input_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BatchError, match="cannot be read: No such file"):
         read_requests(tmp_path / "none")
 
 
-def test_an_output_cut_at_any_byte_is_continued(tmp_path: Path) -> None:
+def test_output_truncated_at_any_byte_is_continued(tmp_path: Path) -> None:
     """Whatever part of it was written, each id is there once in the end."""
     path = tmp_path / "out"
     answer = BatchResponse(200, "r", Raw('{"text":"grüße"}'.encode()))
@@ -83,7 +83,7 @@ def test_an_output_cut_at_any_byte_is_continued(tmp_path: Path) -> None:
         assert output.done == {"a": True, "b": False, "c": True}
 
 
-def test_an_output_has_openais_shape(tmp_path: Path) -> None:
+def test_output_follows_openais_batch_format(tmp_path: Path) -> None:
     with open_output(tmp_path / "out") as output:
         output.add(result("a", BatchResponse(422, "req", Raw(b'{"error":{}}'))))
         output.add(result("b", BatchFailure("x", "y")))
@@ -97,23 +97,26 @@ def test_an_output_has_openais_shape(tmp_path: Path) -> None:
     assert (second["response"], second["error"]) == (None, {"code": "x", "message": "y"})
 
 
-def test_what_is_no_output_is_left_alone(tmp_path: Path) -> None:
+def test_file_that_is_not_an_output_is_left_unchanged(tmp_path: Path) -> None:
     path = write(tmp_path / "in", LINE)
     before = path.read_bytes()
-    with pytest.raises(BatchError, match="in:1 is no result of a batch"), open_output(path):
+    with pytest.raises(BatchError, match="in:1 is not a batch result"), open_output(path):
         pass
     assert path.read_bytes() == before
     line = '{"id":"i","custom_id":"a","response":null,"error":{"code":"c","message":"m"}}'
-    with pytest.raises(BatchError, match="'a' has a result above already"), open_output(write(path, line, line)):
+    with (
+        pytest.raises(BatchError, match="'a' has an earlier result in this file"),
+        open_output(write(path, line, line)),
+    ):
         pass
     with pytest.raises(BatchError, match="cannot be written"), open_output(tmp_path):
         pass
 
 
-def test_two_runs_do_not_share_an_output(tmp_path: Path) -> None:
+def test_output_is_locked_against_a_second_run(tmp_path: Path) -> None:
     with (
         open_output(tmp_path / "out"),
-        pytest.raises(BatchError, match="another run writes"),
+        pytest.raises(BatchError, match="another run is writing"),
         open_output(tmp_path / "out"),
     ):
         pass

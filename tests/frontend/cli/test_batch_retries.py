@@ -1,4 +1,4 @@
-"""Which answers of a server are kept and which are asked for again."""
+"""Retries of batch requests, and the responses that are recorded."""
 
 import asyncio
 
@@ -34,7 +34,7 @@ def status(outcome: BatchResponse | BatchFailure) -> int:
     return outcome.status_code
 
 
-def test_an_answer_is_kept_with_its_request_id() -> None:
+def test_response_is_recorded_with_its_request_id() -> None:
     with scripted_server(Answer(200, b'{"text": "y"}', {"x-request-id": "req-1"})) as server:
         outcome, pauses = send(server.url, 3)
     assert outcome == BatchResponse(200, "req-1", Raw(b'{"text": "y"}'))
@@ -42,33 +42,33 @@ def test_an_answer_is_kept_with_its_request_id() -> None:
 
 
 @pytest.mark.parametrize("code", [400, 401, 404, 422, 500])
-def test_a_refusal_is_kept(code: int) -> None:
+def test_client_error_is_recorded_without_retry(code: int) -> None:
     with scripted_server(Answer(code)) as server:
         outcome, pauses = send(server.url, 3)
     assert (status(outcome), pauses) == (code, [])
 
 
 @pytest.mark.parametrize("code", [429, 502, 503, 504])
-def test_a_busy_server_is_asked_again(code: int) -> None:
+def test_busy_server_is_retried(code: int) -> None:
     with scripted_server(Answer(code), Answer(code), Answer(200)) as server:
         outcome, pauses = send(server.url, 3)
     assert (status(outcome), pauses) == (200, [0.5, 1.0])
 
 
-def test_retry_after_is_obeyed_within_reason() -> None:
+def test_retry_after_is_respected_up_to_the_longest_pause() -> None:
     far, date = Answer(503, headers={"retry-after": "900"}), Answer(429, headers={"retry-after": "Fri, 1 Jan 2027"})
     with scripted_server(BUSY, far, date, Answer(200)) as server:
         outcome, pauses = send(server.url, 3)
     assert (status(outcome), pauses) == (200, [7.0, LAST_PAUSE, 2.0])
 
 
-def test_a_server_that_stays_busy_is_the_result() -> None:
+def test_last_busy_response_is_recorded() -> None:
     with scripted_server(BUSY) as server:
         outcome, pauses = send(server.url, 2)
     assert (status(outcome), pauses, len(server.requests)) == (503, [7.0, 7.0], 3)
 
 
-def test_a_broken_connection_is_tried_again_and_in_the_end_not_blamed_on_the_request() -> None:
+def test_broken_connection_is_retried_and_then_raised() -> None:
     with scripted_server(Answer(0), Answer(200)) as server:
         assert status(send(server.url, 1)[0]) == 200
     with scripted_server(Answer(0)) as server, pytest.raises(ServerError, match="broke"):
@@ -79,13 +79,13 @@ def test_a_broken_connection_is_tried_again_and_in_the_end_not_blamed_on_the_req
         send(url, 1)
 
 
-def test_an_answer_that_is_no_json_is_a_failure() -> None:
+def test_response_that_is_not_json_is_a_failure() -> None:
     with scripted_server(Answer(200, b"<html>")) as server:
         outcome, _ = send(server.url, 1)
-    assert outcome == BatchFailure("invalid_response", "the server's answer (200) is no JSON")
+    assert outcome == BatchFailure("invalid_response", "the server's answer (200) is not JSON")
 
 
-def test_an_answer_that_takes_too_long_is_a_failure() -> None:
+def test_response_that_times_out_is_a_failure() -> None:
     with ScriptedServer([BUSY]) as silent:  # it listens, and nobody answers
         outcome, _ = send(silent.url, 1, timeout=0.05)
     assert isinstance(outcome, BatchFailure)

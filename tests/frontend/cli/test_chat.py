@@ -1,4 +1,4 @@
-"""`tandem chat`: from a pipe in this process, and as a process of its own on a terminal."""
+"""`tandem chat` from a pipe in this process, and on a terminal in a child process."""
 
 import io
 import os
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tandem.frontend.cli.answer import Answer
 from tandem.frontend.cli.main import main
+from tandem.frontend.cli.streamed_answer import StreamedAnswer
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import DEADLINE, RunningServer, until
 from tests.support.scripted_server import RAW, prompts, say, write_chat_model
@@ -79,7 +79,7 @@ def session(server: RunningServer) -> Iterator[Session]:
         running.close()
 
 
-def test_one_question_from_a_pipe(
+def test_chat_answers_one_question_from_a_pipe(
     server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say(engine, "use os.path.join")
@@ -89,7 +89,7 @@ def test_one_question_from_a_pipe(
     assert prompts(engine) == ["system: you know Python\nuser: how do I\njoin two paths?\nassistant:"]
 
 
-def test_a_refusal_of_a_question_from_a_pipe(
+def test_chat_reports_a_refused_question_from_a_pipe(
     server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("x"))
@@ -100,7 +100,7 @@ def test_a_refusal_of_a_question_from_a_pipe(
     )
 
 
-def test_a_conversation_remembers_and_obeys(session: Session, engine: FakeEngine) -> None:
+def test_chat_keeps_the_conversation_and_runs_commands(session: Session, engine: FakeEngine) -> None:
     say(engine, "one")
     assert session.ask("first") == "one\n"
     say(engine, "two")
@@ -113,14 +113,14 @@ def test_a_conversation_remembers_and_obeys(session: Session, engine: FakeEngine
     assert session.ask('of lines"""') == "two\n"
     assert prompts(engine)[2] == "system: be brief\nuser: a block\nof lines\nassistant:"
     assert "/quit" in session.ask("/help")
-    assert session.ask("/nonsense") == "/nonsense is no command; /help lists them\n"
+    assert session.ask("/nonsense") == "/nonsense is not a command; /help lists them\n"
     assert session.ask("") == ""
     session.write("/quit\n")
     assert session.close() == 0
     assert len(engine.submits) == 3
 
 
-def test_an_error_is_one_line_and_not_the_end(session: Session, engine: FakeEngine) -> None:
+def test_chat_continues_after_an_error_of_one_line(session: Session, engine: FakeEngine) -> None:
     engine.script = lambda _: RAW.encode("stop here and stop there").ids
     engine.break_after = 2
     answer = session.ask("first")
@@ -134,7 +134,7 @@ def test_an_error_is_one_line_and_not_the_end(session: Session, engine: FakeEngi
     assert session.close() == 0
 
 
-def test_an_interrupt_stops_the_answer_and_not_the_program(session: Session, engine: FakeEngine) -> None:
+def test_interrupt_stops_the_answer_but_not_the_chat(session: Session, engine: FakeEngine) -> None:
     engine.script = lambda _: RAW.encode("one two three four five six " * 200).ids
     engine.step_seconds = 0.02
     session.write("count\n")
@@ -151,7 +151,7 @@ def test_an_interrupt_stops_the_answer_and_not_the_program(session: Session, eng
     assert prompts(engine)[1].endswith("\nuser: and then?\nassistant:")
 
 
-def test_what_could_move_the_cursor_is_not_sent_to_a_terminal(
+def test_control_characters_are_not_written_to_a_terminal(
     session: Session, engine: FakeEngine, server: RunningServer, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -162,7 +162,7 @@ def test_what_could_move_the_cursor_is_not_sent_to_a_terminal(
     assert capsys.readouterr().out == "a\x1b[2Jb\tc\n"
 
 
-def test_thoughts_are_dim_on_a_terminal_and_nowhere_else() -> None:
+def test_reasoning_is_dim_on_a_terminal_and_omitted_elsewhere() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -173,7 +173,7 @@ def test_thoughts_are_dim_on_a_terminal_and_nowhere_else() -> None:
 
     file, terminal = io.StringIO(), Terminal()
     for out in (file, terminal):
-        answer = Answer(out, lambda: 0.0)
+        answer = StreamedAnswer(out, lambda: 0.0)
         assert answer.follow(events())
         assert answer.content == "this"
     assert file.getvalue() == "this\n"

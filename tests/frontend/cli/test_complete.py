@@ -25,7 +25,7 @@ def complete(server: RunningServer, *flags: str) -> int:
     return main(["complete", "--url", server.url, *flags])
 
 
-def test_the_answer_and_nothing_else_is_on_stdout(
+def test_complete_writes_only_the_answer_to_stdout(
     server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say(engine, TEXT)
@@ -33,7 +33,7 @@ def test_the_answer_and_nothing_else_is_on_stdout(
     assert capsys.readouterr() == (TEXT + "\n", "")
 
 
-def test_a_prompt_from_a_pipe_and_usage_on_stderr(
+def test_complete_reads_stdin_and_writes_usage_to_stderr(
     server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say(engine, "one two\n")
@@ -46,7 +46,7 @@ def test_a_prompt_from_a_pipe_and_usage_on_stderr(
     assert err.endswith("tokens/s, ended by stop\n")
 
 
-def test_flags_become_fields(server: RunningServer, engine: FakeEngine) -> None:
+def test_sampling_flags_become_request_fields(server: RunningServer, engine: FakeEngine) -> None:
     flags = (
         *("--max-tokens", "7", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "3", "--min-p", "0.1"),
         *("--repetition-penalty", "1.1", "--presence-penalty", "0.2", "--frequency-penalty", "0.3", "--seed", "5"),
@@ -58,7 +58,7 @@ def test_flags_become_fields(server: RunningServer, engine: FakeEngine) -> None:
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.2, 0.3)
 
 
-def test_a_refusal_is_one_line(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_request_prints_one_line(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, reason in (
         (("--temperature", "3"), "'temperature' must be between 0 and 2, not 3.0 (422, invalid_value)"),
         (("--model", "other"), "the model 'other' does not exist; this server has 'fake-model' (404, model_not_found)"),
@@ -67,7 +67,7 @@ def test_a_refusal_is_one_line(server: RunningServer, capsys: pytest.CaptureFixt
         assert capsys.readouterr() == ("", f"tandem: {reason}\n")
 
 
-def test_an_error_within_the_answer(
+def test_error_within_the_stream_prints_one_line(
     server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say(engine, TEXT)
@@ -97,7 +97,7 @@ def events(*parts: object) -> bytes:
         (Answer(0), "broke"),
     ],
 )
-def test_a_bad_server_is_one_line(answer: Answer, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_response_prints_one_line(answer: Answer, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     with scripted_server(answer) as server:
         assert main(["complete", "--url", server.url, "--model", "m", "x"]) == 1
     out, err = capsys.readouterr()
@@ -106,7 +106,7 @@ def test_a_bad_server_is_one_line(answer: Answer, reason: str, capsys: pytest.Ca
     assert reason in err
 
 
-def test_a_server_without_models_and_none_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_model_and_missing_server_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with scripted_server(Answer(200, b'{"data": []}')) as server:
         assert main(["complete", "--url", server.url + "/v1/", "x"]) == 1
         assert server.requests == [("/v1/models", b"")]
@@ -118,7 +118,7 @@ def test_a_server_without_models_and_none_at_all(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("flag", "variable", "sent"), [("f", "", "f"), ("f", "e", "f"), ("", "e", "e"), ("", "one, two", "one")]
 )
-def test_the_key_comes_from_the_flag_or_the_environment(
+def test_api_key_is_read_from_the_flag_or_the_environment(
     flag: str, variable: str, sent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(os.environ, "TANDEM_API_KEY", variable)
@@ -127,7 +127,7 @@ def test_the_key_comes_from_the_flag_or_the_environment(
         assert server.headers[0]["authorization"] == f"Bearer {sent}"
 
 
-def test_a_schema_travels_as_a_response_format(tmp_path: Path) -> None:
+def test_json_schema_flag_becomes_response_format(tmp_path: Path) -> None:
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
     (tmp_path / "schema").write_text(json.dumps(schema))
     with scripted_server(Answer(200, events({"choices": []}, b"[DONE]"))) as server:
@@ -137,12 +137,12 @@ def test_a_schema_travels_as_a_response_format(tmp_path: Path) -> None:
     assert body["response_format"]["json_schema"]["schema"] == schema
 
 
-def test_what_can_be_no_flag_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flag_value_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "schema").write_text("{")
     for flags, reason in (
-        (("--json-schema", str(tmp_path / "schema")), "is no JSON"),
+        (("--json-schema", str(tmp_path / "schema")), "is not JSON"),
         (("--json-schema", str(tmp_path / "none")), "cannot be read"),
-        (("--url", "127.0.0.1:8000"), "neither http:// nor https://"),
+        (("--url", "127.0.0.1:8000"), "must start with http:// or https://"),
     ):
         with pytest.raises(SystemExit) as caught:
             main(["complete", *flags, "x"])
@@ -151,7 +151,7 @@ def test_what_can_be_no_flag_is_a_usage_error(tmp_path: Path, capsys: pytest.Cap
     assert main(["complete", "--timeout", "0", "x"]) == 2
 
 
-def test_a_reader_that_has_enough_ends_it(server: RunningServer, engine: FakeEngine) -> None:
+def test_closed_stdout_ends_the_command(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = lambda _: RAW.encode("one two three " * 200).ids
     command = [sys.executable, "-c", PROGRAM, "complete", "--url", server.url, "--max-tokens", "1000", "x"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

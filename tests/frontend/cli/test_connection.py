@@ -1,4 +1,4 @@
-"""Server-sent events, however the bytes arrive."""
+"""Server-sent events split into chunks at any byte."""
 
 import itertools
 
@@ -16,13 +16,13 @@ EVENTS = [b'{"a": 1}', b'{"b": "\xe2\x80\xa8 \xc2\x85"}', b"3"]
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=8))
-def test_events_do_not_depend_on_the_chunks(cuts: list[int]) -> None:
+def test_event_data_does_not_depend_on_the_chunks(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(STREAM)]
     chunks = [STREAM[start:end] for start, end in itertools.pairwise(edges)]
     assert list(event_data(chunks)) == EVENTS
 
 
-def test_a_stream_that_just_stops_is_an_error() -> None:
+def test_event_data_raises_for_a_stream_without_done() -> None:
     events = event_data([b"data: 1\n\nda"])
     assert next(events) == b"1"
     with pytest.raises(EOFError, match="without"):

@@ -1,4 +1,4 @@
-"""`tandem inspect`: its table, alone and against a frontend with a fake engine."""
+"""`tandem inspect`: its tables, alone and against a frontend with a fake engine."""
 
 import json
 from typing import Any
@@ -47,10 +47,10 @@ BUSY = {
 }  # fmt: skip
 
 
-def test_an_idle_scheduler() -> None:
+def test_render_shows_an_idle_scheduler() -> None:
     assert render(IDLE).splitlines() == [
         "policy        fcfs",
-        "queue         nobody waits",
+        "queue         empty",
         "rows          0 of 64 in use",
         "pages         0 of 4096 in use, 0 cached and unused, 4096 free, 16 tokens each",
         "prefix cache  0 pages, hit rate none yet (0 of 0 prompt tokens), 0 evicted",
@@ -59,7 +59,7 @@ def test_an_idle_scheduler() -> None:
     ]
 
 
-def test_a_busy_scheduler() -> None:
+def test_render_shows_a_busy_scheduler() -> None:
     summary, sequences, sessions = render(BUSY).split("\n\n")
     assert "policy        priority" in summary
     assert "queue         300 waiting, 44 of them not listed, the oldest for 12.3 s" in summary
@@ -80,12 +80,14 @@ def test_a_busy_scheduler() -> None:
     ]
 
 
-def test_a_name_cannot_write_to_the_terminal() -> None:
+def test_render_replaces_control_characters_in_names() -> None:
     session = {"session_id": "a\x1b[2Jb\nc", "busy": False, "pages": 1, "idle": 0.0}
     assert render({**IDLE, "sessions": [session]}).splitlines()[-1].startswith("a\ufffd[2Jb\ufffdc  ")
 
 
-def test_a_turn_in_progress(server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_a_turn_in_progress(
+    server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
     body = {"model": "fake-model", "prompt": "one", "max_tokens": 1000, "stream": True, "session_id": "talk"}
     with open_stream("POST", server.url + "/v1/completions", json=body):
         engine.hold = True
@@ -96,7 +98,7 @@ def test_a_turn_in_progress(server: RunningServer, engine: FakeEngine, capsys: p
     assert err == ""
 
 
-def test_watching_ends_with_an_interrupt(
+def test_watch_ends_with_an_interrupt(
     server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
@@ -114,8 +116,10 @@ def test_watching_ends_with_an_interrupt(
     assert "\x1b" not in out, "no terminal, nothing to clear"
 
 
-@pytest.mark.parametrize(("height", "last"), [(30, "xxx"), (16, "xxx"), (15, "and 2 lines more;"), (1, "and 14 lines")])
-def test_a_terminal_is_not_scrolled(
+@pytest.mark.parametrize(
+    ("height", "last"), [(30, "xxx"), (16, "xxx"), (15, "and 2 more lines;"), (1, "and 14 more lines")]
+)
+def test_watch_output_fits_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, height: int, last: str
 ) -> None:
     monkeypatch.setattr("tandem.frontend.cli.inspect.sys.stdout.isatty", lambda: True)
@@ -136,16 +140,19 @@ def interrupted(_: float) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_watch_out_of_range_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_interval_out_of_range_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--watch", "0"]) == 2
     assert "--watch must be between 0.1 and" in capsys.readouterr().err
 
 
-def test_what_goes_wrong_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_reports_errors_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     error = {"error": {"message": "the engine is not ready", "type": "x", "param": None, "code": "engine_unavailable"}}
     for answer, reason in (
         (Answer(503, json.dumps(error).encode()), "the engine is not ready (503, engine_unavailable)"),
-        (Answer(200, b'{"queue": 3}'), "the server's answer is no scheduler's state; it may be of another version"),
+        (
+            Answer(200, b'{"queue": 3}'),
+            "the server's answer is not a scheduler state; use the `tandem` of the server's version",
+        ),
     ):
         with scripted_server(answer) as server:
             assert main(["inspect", "--url", server.url]) == 1

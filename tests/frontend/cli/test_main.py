@@ -1,4 +1,4 @@
-"""The flags, and what is refused before anything starts."""
+"""Command-line flags, and the settings that are rejected before anything starts."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ from tandem.protocol.version import distribution_version
 from tests.fakes.tokenizer import write_tokenizer
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_flag_prints_the_distribution_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert caught.value.code == 0
@@ -32,7 +32,7 @@ def test_serve_without_torch_names_the_extra(
     assert "pip install 'tandem-llm[engine]'" in capsys.readouterr().err
 
 
-def test_what_cannot_be_started_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_start_failure_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with listen("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
         long = "ipc://" + "x" * 120
@@ -68,7 +68,7 @@ def test_what_cannot_be_started_is_one_line(tmp_path: Path, capsys: pytest.Captu
         ("--beat-timeout", "0"), ("--step-timeout", "nan"), ("--step-timeout", "inf"), ("--step-timeout", "-1"),
     ],
 )  # fmt: skip
-def test_a_number_out_of_range_is_refused_by_its_flag(
+def test_number_out_of_range_is_rejected_by_flag_name(
     flag: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "--model", str(tmp_path), f"{flag}={value}"]) == 2
@@ -77,14 +77,14 @@ def test_a_number_out_of_range_is_refused_by_its_flag(
     assert error.count("\n") == 1
 
 
-def test_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_writes_a_private_secret_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "keys"
     assert main(["keys", str(folder)]) == 0
     assert "engine.key" in capsys.readouterr().out
     assert (folder / "engine.key_secret").stat().st_mode & 0o077 == 0
 
 
-def test_a_supervisor_hands_its_flags_on(tmp_path: Path) -> None:
+def test_supervisor_forwards_its_flags(tmp_path: Path) -> None:
     argv = ["--max-concurrent", "7", "--drain-timeout", "3.5", "--step-timeout", "9", "--log-level", "warning"]
     arguments = build_parser().parse_args(["serve", *argv, "--model", "/m", "--max-len", "512", "--device", "cpu"])
     command = launch.engine_command("ipc:///e", engine_options(arguments), transport_argv(arguments))
@@ -97,7 +97,7 @@ def test_a_supervisor_hands_its_flags_on(tmp_path: Path) -> None:
     assert (config.max_concurrent, config.drain_timeout, config.step_timeout) == (7, 3.5, 9.0)
 
 
-def test_limits_and_who_may_ask_are_handed_on(tmp_path: Path) -> None:
+def test_supervisor_forwards_limits_and_access_flags(tmp_path: Path) -> None:
     argv = ["--max-body", "2", "--max-n", "3", "--max-top-logprobs", "0", "--max-stop-strings", "1"]
     argv += ["--max-queued-tokens", "9", "--max-prompt-tokens", "8", "--cors-origin", "*"]
     argv += ["--cors-origin", "https://a.example", "--api-key", "secret"]
@@ -111,12 +111,12 @@ def test_limits_and_who_may_ask_are_handed_on(tmp_path: Path) -> None:
     assert config.api_keys == ()
 
 
-def test_who_may_ask_is_checked_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_access_flags_are_checked_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cert = tmp_path / "cert.pem"
     cert.write_text("no certificate")
     for flags, reason in (
-        (["--cors-origin", "a.example"], "--cors-origin a.example is no origin"),
-        (["--cors-origin", "https://a.example/path"], "is no origin"),
+        (["--cors-origin", "a.example"], "--cors-origin a.example is not an origin"),
+        (["--cors-origin", "https://a.example/path"], "is not an origin"),
         (["--tls-cert", str(cert)], "--tls-cert and --tls-key belong together"),
         (["--tls-cert", str(cert), "--tls-key", str(cert)], "cannot be used"),
         (["--tls-cert", "/none", "--tls-key", "/none"], "cannot be used"),
@@ -134,7 +134,7 @@ def test_who_may_ask_is_checked_before_anything_starts(tmp_path: Path, capsys: p
             assert error.count("\n") == 1, error
 
 
-def test_the_flags_of_chats_are_handed_on(tmp_path: Path) -> None:
+def test_supervisor_forwards_chat_flags(tmp_path: Path) -> None:
     argv = ["--chat-template", "t.jinja", "--default-max-tokens", "9", "--tool-parser", "mistral"]
     for given, expected in (
         ([], ChatOptions()),
@@ -145,7 +145,7 @@ def test_the_flags_of_chats_are_handed_on(tmp_path: Path) -> None:
         assert frontend_config(build_parser().parse_args(["frontend", *command[4:]])).chat == expected
 
 
-def test_a_chat_template_that_is_none_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_chat_template_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "broken.jinja").write_text("{% if %}")
     argv = ["frontend", "--model-dir", str(tmp_path), "--endpoint", "ipc:///x", "--port", "0", "--chat-template"]
@@ -156,7 +156,7 @@ def test_a_chat_template_that_is_none_is_one_line(tmp_path: Path, capsys: pytest
         assert error.count("\n") == 1
 
 
-def test_the_private_endpoint_is_removed() -> None:
+def test_private_endpoint_is_removed_on_exit() -> None:
     with launch.private_endpoint(None) as endpoint:
         folder = Path(endpoint.removeprefix("ipc://")).parent
         assert folder.stat().st_mode & 0o777 == 0o700

@@ -1,19 +1,19 @@
-"""A streamed answer: shown as it comes, kept with its usage and its times."""
+"""Print a streamed answer as it arrives, and keep its text, usage and timing."""
 
 import re
 from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any, TextIO
 
-# Colours and cursor movements are for the program to send, not for the model.
+# Only the program may set colours and move the cursor, not the text of a model.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-class Answer:
-    """Takes the events of `/v1/completions` and `/v1/chat/completions`.
+class StreamedAnswer:
+    """Prints the events of `/v1/completions` and `/v1/chat/completions`.
 
-    On a terminal, control characters are shown as U+FFFD and reasoning is dim; elsewhere the content is written
-    unchanged, and nothing else.
+    On a terminal, control characters are printed as U+FFFD and reasoning is dim; to a file or pipe, only the content
+    is written, unchanged.
     """
 
     def __init__(self, out: TextIO, clock: Callable[[], float]) -> None:
@@ -29,11 +29,11 @@ class Answer:
         self._usage: dict[str, Any] = {}
 
     def follow(self, events: Generator[dict[str, Any], None, None]) -> bool:
-        """Shows all of them; False if an interrupt stopped it. Whatever ends it, the line is completed."""
+        """Print all events; return False if an interrupt stopped it. In any case the last line is completed."""
         try:
             with closing(events):
                 for event in events:
-                    self.take(event)
+                    self.push(event)
         except KeyboardInterrupt:
             return False
         finally:
@@ -41,19 +41,20 @@ class Answer:
                 self._end_line()
         return True
 
-    def take(self, event: dict[str, Any]) -> None:
+    def push(self, event: dict[str, Any]) -> None:
+        """Print the text of one event, and keep its usage and finish reason."""
         self._usage = event.get("usage") or self._usage
         for choice in event.get("choices", ()):
             delta = choice.get("delta", choice)
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
             self._show(delta.get("reasoning_content"), reasoning=True)
             content = delta.get("content") or choice.get("text")
-            # Before it is shown: an interrupt may come in between, and what was seen is part of the conversation.
+            # Kept before it is printed: text that was seen before an interrupt is part of the conversation.
             self.content += content or ""
             self._show(content, reasoning=False)
 
     def summary(self) -> str:
-        """Usage and times, in one line."""
+        """Format the usage and timing as one line."""
         count = self._usage.get("completion_tokens", 0)
         parts = [f"{self._usage.get('prompt_tokens', 0)} tokens in, {count} out"]
         if self._first is not None:
