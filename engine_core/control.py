@@ -33,7 +33,7 @@ from tandem.protocol.commands import (
 )
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode, ProtocolError
-from tandem.protocol.events import Answer, AnyEvent, EngineStats, Failure, Limits, ModelFacts, Ready, Refused
+from tandem.protocol.events import Answer, AnyEvent, Failure, Limits, ModelFacts, Ready, Refused
 from tandem.protocol.params import (
     MAX_LOGIT_BIAS,
     MAX_SEED,
@@ -42,6 +42,7 @@ from tandem.protocol.params import (
     SAMPLING_FIELDS,
     SamplingParams,
 )
+from tandem.protocol.stats import EngineStats
 from tandem.protocol.version import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
 from tandem.engine_core.stats import StageClock, count_outcome
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import EngineStats, Failure
+from tandem.protocol.events import Failure
+from tandem.protocol.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from tandem.protocol.events import EngineStats, Failure, Finished, Histogram
+from tandem.protocol.events import Failure, Finished
+from tandem.protocol.stats import EngineStats, Histogram
 
 QUEUE_SECONDS = [
     *(0.001, 0.0015, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from msgspec import Struct, field
 
 from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.stats import EngineStats
 
 
 class Event(Struct, frozen=True, array_like=True, tag_field="t"):
@@ -123,72 +124,6 @@ class Phase(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
-
-
-class Histogram(Struct, array_like=True):
-    """Counts of observations up to each bound (not cumulative; one more count than bounds) and their sum."""
-
-    bounds: list[float]
-    counts: list[int]
-    total: float = 0.0
-
-    def observe(self, value: float) -> None:
-        index = 0
-        for bound in self.bounds:
-            if value <= bound:
-                break
-            index += 1
-        self.counts[index] += 1
-        self.total += value
-
-
-class EngineStats(Struct, array_like=True):
-    """Counters and gauges of the engine, cumulative since its start. Times in seconds."""
-
-    running: int = 0
-    waiting: int = 0
-    rows_total: int = 0
-    pages_used: int = 0
-    pages_total: int = 0
-    steps_in_flight: int = 0
-    steps_launched: int = 0
-    steps_committed: int = 0
-    oldest_wait: float = 0.0
-    """Since who has waited longest came to the queue, for the first time or after a preemption; 0: nobody waits."""
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    zombie_rows: int = 0
-    """Rows computed for sequences that had already ended: the price of running ahead."""
-    requests_accepted: int = 0
-    requests_finished: dict[str, int] = field(default_factory=dict)
-    requests_failed: dict[str, int] = field(default_factory=dict)
-    stage_seconds: dict[str, float] = field(default_factory=dict)
-    """Time of the loop by stage: drain, plan, launch, sample, collect (the wait for the device), commit, send."""
-    queue_time: Histogram = field(default_factory=lambda: Histogram([], [0]))
-    step_rows: Histogram = field(default_factory=lambda: Histogram([], [0]))
-    gpu_busy_seconds: float = 0.0
-    """Of the steps that were timed on the device: from their first work to their last, and"""
-    gpu_idle_seconds: float = 0.0
-    """from there to the next step's first."""
-    gpu_timed_steps: int = 0
-    requests_constrained: int = 0
-    """Of those accepted, how many have to follow a grammar."""
-    compile_time: Histogram = field(default_factory=lambda: Histogram([], [0]))
-    """Of grammars that no request had asked for before, or not lately."""
-    mask_rows: int = 0
-    mask_seconds: float = 0.0
-    """Wall time that filling the masks of those rows took, many at once."""
-    pages_cached: int = 0
-    """Pages in the prefix cache, in use or not; `pages_used` counts those in use alone."""
-    prefix_queries: int = 0
-    """Prompt tokens that were looked for in the prefix cache, and"""
-    prefix_hits: int = 0
-    """those of them that were found."""
-    pages_evicted: int = 0
-    preemptions: int = 0
-    sessions: int = 0
-    sessions_evicted: int = 0
-    """Sessions that ended because memory or numbers were short."""
 
 
 class Answer(Event, frozen=True, array_like=True, tag=4):

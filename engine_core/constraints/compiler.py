@@ -12,7 +12,7 @@ from tandem.engine_core.constraints.grammars import CompiledGrammar
 from tandem.engine_core.contracts import Constraint
 from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import EngineStats
+from tandem.protocol.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tandem.engine_core.constraints.grammars import GrammarConstraint
 from tandem.engine_core.contracts import Constraint
-from tandem.protocol.events import EngineStats
+from tandem.protocol.stats import EngineStats
 
 Ints = NDArray[np.int32]
 

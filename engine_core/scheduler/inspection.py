@@ -2,7 +2,8 @@
 
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
-from tandem.protocol.events import EngineStats, InspectedSequence, InspectedSession, Inspection, SequenceState
+from tandem.protocol.events import InspectedSequence, InspectedSession, Inspection, SequenceState
+from tandem.protocol.stats import EngineStats
 
 MAX_LISTED = 256
 """Waiting requests that are listed one by one."""

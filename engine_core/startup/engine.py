@@ -41,7 +41,8 @@ from tandem.engine_core.startup.start_log import StartLog
 from tandem.engine_core.stats import StageClock
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
-from tandem.protocol.events import EngineStats, Limits, ModelFacts, Phase
+from tandem.protocol.events import Limits, ModelFacts, Phase
+from tandem.protocol.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

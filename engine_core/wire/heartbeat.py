@@ -4,8 +4,9 @@ import threading
 from typing import Any
 
 from tandem.protocol.codec import encode
-from tandem.protocol.events import EngineStats, Heartbeat, Phase
+from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.sockets import Transport, bind_heartbeat
+from tandem.protocol.stats import EngineStats
 
 INTERVAL_SECONDS = 0.25
 

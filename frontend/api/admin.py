@@ -9,7 +9,8 @@ from tandem.frontend.api.service import Service
 from tandem.frontend.errors import unsupported
 from tandem.frontend.request.fields import BodyFormat, FieldReader
 from tandem.protocol.engine_options import POLICIES
-from tandem.protocol.events import SEQUENCE_STATES, EngineStats, InspectedSequence, InspectedSession, Inspection, Limits
+from tandem.protocol.events import SEQUENCE_STATES, InspectedSequence, InspectedSession, Inspection, Limits
+from tandem.protocol.stats import EngineStats
 
 
 def inspection_body(inspection: Inspection, limits: Limits) -> dict[str, Any]:

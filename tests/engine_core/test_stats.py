@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from tandem.engine_core.stats import QUEUE_SECONDS, STAGES, STEP_ROWS, StageClock, count_outcome, new_stats
 from tandem.protocol.codec import decode_event, encode
 from tandem.protocol.errors import ErrorCode, FinishReason
-from tandem.protocol.events import Failure, Finished, Heartbeat, Histogram, Phase
+from tandem.protocol.events import Failure, Finished, Heartbeat, Phase
+from tandem.protocol.stats import Histogram
 from tests.fakes.clock import FakeClock
 
 

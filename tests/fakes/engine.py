@@ -16,7 +16,6 @@ from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import (
     Answer,
     AnyEvent,
-    EngineStats,
     Failure,
     Finished,
     Heartbeat,
@@ -31,6 +30,7 @@ from tandem.protocol.events import (
     StepOutput,
 )
 from tandem.protocol.sockets import bind_heartbeat, bind_router, heartbeat_endpoint
+from tandem.protocol.stats import EngineStats
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.engine_request import Running
 

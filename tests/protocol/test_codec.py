@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tandem.protocol.codec import decode_command, decode_event, encode
 from tandem.protocol.commands import Abort, AnyCommand, Goodbye, Hello, Submit
 from tandem.protocol.errors import ProtocolError
-from tandem.protocol.events import AnyEvent, EngineStats, Failure, Finished, StepOutput
+from tandem.protocol.events import AnyEvent, Failure, Finished, StepOutput
 from tandem.protocol.params import SamplingParams
+from tandem.protocol.stats import EngineStats
 from tests.support.messages import ANY_INT, COMMANDS, EVENTS, STATS
 
 DECODERS: list[Callable[[bytes], Any]] = [decode_command, decode_event]

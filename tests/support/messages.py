@@ -7,11 +7,9 @@ from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import (
     SEQUENCE_STATES,
     Answer,
-    EngineStats,
     Failure,
     Finished,
     Heartbeat,
-    Histogram,
     InspectedSequence,
     InspectedSession,
     Inspection,
@@ -25,6 +23,7 @@ from tandem.protocol.events import (
     TokenLogprobs,
 )
 from tandem.protocol.params import SamplingParams
+from tandem.protocol.stats import EngineStats, Histogram
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 UINT64 = st.integers(0, 2**64 - 1)

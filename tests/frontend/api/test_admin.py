@@ -11,13 +11,13 @@ from tandem.frontend.config import FrontendConfig
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.events import (
     SEQUENCE_STATES,
-    EngineStats,
     InspectedSequence,
     InspectedSession,
     Inspection,
     Limits,
     SequenceState,
 )
+from tandem.protocol.stats import EngineStats
 from tests.fakes.engine import FakeEngine
 from tests.frontend.api.test_errors import error_of
 from tests.frontend.conftest import RunningServer, get, open_stream, post

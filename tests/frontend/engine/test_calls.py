@@ -8,7 +8,8 @@ from tandem.frontend.engine.calls import Call, EngineCalls
 from tandem.frontend.errors import ApiError, unavailable
 from tandem.protocol.commands import EndSession, SetPolicy
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import Answer, EngineStats, Inspection
+from tandem.protocol.events import Answer, Inspection
+from tandem.protocol.stats import EngineStats
 
 
 def test_each_call_gets_its_own_reply() -> None:

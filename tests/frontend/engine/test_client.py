@@ -9,8 +9,9 @@ from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.streams import ReadySet, TokenStream
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.protocol.codec import step_output
-from tandem.protocol.events import EngineStats, Heartbeat, Phase, Started
+from tandem.protocol.events import Heartbeat, Phase, Started
 from tandem.protocol.sockets import Transport
+from tandem.protocol.stats import EngineStats
 from tests.fakes.clock import FakeClock
 
 

@@ -1,7 +1,8 @@
 """Health of an engine judged from its heartbeats, with a clock of the test's own."""
 
 from tandem.frontend.engine.health import EngineWatch
-from tandem.protocol.events import EngineStats, Heartbeat, Phase
+from tandem.protocol.events import Heartbeat, Phase
+from tandem.protocol.stats import EngineStats
 from tests.fakes.clock import FakeClock
 
 

@@ -4,7 +4,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.metrics import EngineCollector
-from tandem.protocol.events import EngineStats, Heartbeat, Histogram, Phase
+from tandem.protocol.events import Heartbeat, Phase
+from tandem.protocol.stats import EngineStats, Histogram
 from tests.fakes.clock import FakeClock
 
 STATS = EngineStats(

@@ -1,0 +1,134 @@
+"""Counters and gauges of the engine core, each declared with the metric that it is exported as."""
+
+from typing import Annotated, Literal
+
+from msgspec import Struct, field
+
+
+class Metric(Struct, frozen=True):
+    """Prometheus metric of one field of `EngineStats`, its annotation there."""
+
+    kind: Literal["gauge", "counter", "histogram"]
+    name: str
+    help: str
+    label: str = ""
+    """Label whose values are the keys of a field that is a dict; "" for other fields."""
+
+
+class Histogram(Struct, array_like=True):
+    """Counts of observations up to each bound (not cumulative; one more count than bounds) and their sum."""
+
+    bounds: list[float]
+    counts: list[int]
+    total: float = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one observation in the first bucket whose bound is at least `value`."""
+        index = 0
+        for bound in self.bounds:
+            if value <= bound:
+                break
+            index += 1
+        self.counts[index] += 1
+        self.total += value
+
+
+def _gauge(name: str, text: str) -> Metric:
+    return Metric("gauge", name, text)
+
+
+def _counter(name: str, text: str, label: str = "") -> Metric:
+    return Metric("counter", name, text, label)
+
+
+def _histogram(name: str, text: str) -> Metric:
+    return Metric("histogram", name, text)
+
+
+def _empty_histogram() -> Histogram:
+    return Histogram([], [0])
+
+
+class EngineStats(Struct, array_like=True):
+    """Counters and gauges of the engine, cumulative since its start. Times in seconds.
+
+    A field annotated with a `Metric` is exported as that metric by the supervisor without further code. New fields are
+    appended, with a default: the order is that of the wire.
+    """
+
+    running: Annotated[int, _gauge("tandem_num_requests_running", "Sequences that hold a row.")] = 0
+    waiting: Annotated[int, _gauge("tandem_num_requests_waiting", "Requests that wait for a row or pages.")] = 0
+    rows_total: Annotated[int, _gauge("tandem_num_rows", "Rows in total.")] = 0
+    pages_used: int = 0
+    """KV pages held by requests and sessions; exported as a share of `pages_total`."""
+    pages_total: Annotated[int, _gauge("tandem_kv_cache_pages", "KV pages in total.")] = 0
+    steps_in_flight: Annotated[int, _gauge("tandem_steps_in_flight", "Steps launched and not committed.")] = 0
+    steps_launched: Annotated[int, _counter("tandem_engine_steps_launched", "Steps launched.")] = 0
+    steps_committed: Annotated[int, _counter("tandem_engine_steps_committed", "Steps committed.")] = 0
+    oldest_wait: Annotated[
+        float,
+        _gauge("tandem_oldest_wait_seconds", "Time since the oldest waiting request was queued, 0 without one."),
+    ] = 0.0
+    """Seconds in the queue of the request that entered it first, be it on arrival or after a preemption."""
+    prompt_tokens: Annotated[int, _counter("tandem_prompt_tokens", "Prompt tokens of admitted requests.")] = 0
+    generation_tokens: Annotated[int, _counter("tandem_generation_tokens", "Tokens generated.")] = 0
+    zombie_rows: Annotated[int, _counter("tandem_zombie_rows", "Rows computed for sequences that had ended.")] = 0
+    """Rows of steps that were launched before the end of their sequence was known: the cost of pipelining."""
+    requests_accepted: Annotated[int, _counter("tandem_requests_accepted", "Requests accepted.")] = 0
+    requests_finished: Annotated[
+        dict[str, int], _counter("tandem_request_success", "Requests finished without an error.", "finished_reason")
+    ] = field(default_factory=dict)
+    requests_failed: Annotated[
+        dict[str, int], _counter("tandem_request_failed", "Requests ended by an error.", "code")
+    ] = field(default_factory=dict)
+    stage_seconds: Annotated[
+        dict[str, float],
+        _counter(
+            "tandem_engine_stage_seconds",
+            "Wall time of the engine's loop by stage; collect is the wait for the device.",
+            "stage",
+        ),
+    ] = field(default_factory=dict)
+    """Seconds of the loop by stage: drain, plan, launch, sample, collect, commit, send."""
+    queue_time: Annotated[
+        Histogram, _histogram("tandem_request_queue_time_seconds", "Time from the arrival of a request to its row.")
+    ] = field(default_factory=_empty_histogram)
+    step_rows: Annotated[Histogram, _histogram("tandem_engine_step_rows", "Rows of a step.")] = field(
+        default_factory=_empty_histogram
+    )
+    gpu_busy_seconds: Annotated[
+        float, _counter("tandem_gpu_busy_seconds", "Time in timed steps (a sample) that the GPU worked.")
+    ] = 0.0
+    """Seconds from the first work of a timed step to its last, summed over the timed steps."""
+    gpu_idle_seconds: Annotated[
+        float,
+        _counter(
+            "tandem_gpu_idle_seconds", "Time between a timed step and the next in which the GPU waited for the CPU."
+        ),
+    ] = 0.0
+    """Seconds from the last work of a timed step to the first of the next, summed over the timed steps."""
+    gpu_timed_steps: Annotated[int, _counter("tandem_gpu_timed_steps", "Steps that were timed on the GPU.")] = 0
+    requests_constrained: Annotated[
+        int, _counter("tandem_requests_constrained", "Accepted requests with a grammar.")
+    ] = 0
+    compile_time: Annotated[
+        Histogram,
+        _histogram("tandem_grammar_compile_time_seconds", "Compilation time of grammars that were not cached."),
+    ] = field(default_factory=_empty_histogram)
+    mask_rows: Annotated[int, _counter("tandem_mask_rows", "Rows of steps whose sampling was masked by a grammar.")] = 0
+    mask_seconds: Annotated[float, _counter("tandem_mask_seconds", "Wall time of filling those masks.")] = 0.0
+    pages_cached: Annotated[
+        int, _gauge("tandem_kv_cache_cached_pages", "KV pages in the prefix cache, in use or not.")
+    ] = 0
+    prefix_queries: Annotated[
+        int, _counter("tandem_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+    ] = 0
+    prefix_hits: Annotated[int, _counter("tandem_prefix_cache_hits", "Prompt tokens found in the prefix cache.")] = 0
+    pages_evicted: Annotated[int, _counter("tandem_kv_cache_evicted_pages", "Pages evicted from the prefix cache.")] = 0
+    preemptions: Annotated[
+        int, _counter("tandem_num_preemptions", "Times that a running request gave up its pages.")
+    ] = 0
+    sessions: Annotated[int, _gauge("tandem_num_sessions", "Sessions that keep their KV.")] = 0
+    sessions_evicted: Annotated[
+        int, _counter("tandem_sessions_evicted", "Sessions ended for lack of memory or of room for more sessions.")
+    ] = 0
