@@ -9,7 +9,8 @@ from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.streams import ReadySet, TokenStream
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.protocol.codec import step_output
-from tandem.protocol.events import Heartbeat, Phase, Started
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.events import Failure, Heartbeat, Phase, Started
 from tandem.protocol.sockets import Transport
 from tandem.protocol.stats import EngineStats
 from tests.fakes.clock import FakeClock
@@ -83,3 +84,19 @@ def test_cached_tokens_are_known_with_the_first_token() -> None:
     output.started.extend((Started(7, 64), Started(8, 32)))
     frontend._on_step(output)
     assert (stream.cached_tokens, stream.take().tokens) == (64, [42])
+
+
+def test_queued_tokens_count_each_stream_until_its_first_event() -> None:
+    frontend = client(FakeClock())
+    for request_id, prompt_len in ((1, 10), (2, 5), (3, 7)):
+        frontend._streams[request_id] = TokenStream(request_id, 0, ReadySet(), prompt_len)
+    assert frontend.queued_tokens == 22
+    frontend._on_step(step_output(1, [1], [42]))
+    frontend._on_step(step_output(2, [1], [43]))
+    assert frontend.queued_tokens == 12
+    failed = step_output(3, [], [])
+    failed.failures.append(Failure(2, ErrorCode.OVERLOADED, "full"))
+    frontend._on_step(failed)
+    assert frontend.queued_tokens == 7
+    frontend.abort([2, 3, 3])
+    assert frontend.queued_tokens == 0

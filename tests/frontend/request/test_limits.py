@@ -9,7 +9,6 @@ import pytest
 from msgspec import structs
 
 from tandem.frontend.config import FrontendConfig
-from tandem.frontend.engine.streams import PromptQueue
 from tandem.frontend.request.limits import RequestLimits
 from tests.fakes.engine import FakeEngine
 from tests.frontend.api.test_errors import error_of
@@ -89,18 +88,6 @@ def test_a_sequence_that_ends_early_waits_no_longer(limited: RunningServer, engi
             assert isinstance(asked.exception(), httpx.TimeoutException)
         else:
             assert asked.result().status_code >= 500
-
-
-def test_the_queue_counts_each_sequence_until_its_first_event() -> None:
-    queue = PromptQueue()
-    queue.add(1, 10)
-    queue.add(2, 5)
-    assert queue.tokens == 15
-    queue.remove(1)
-    queue.remove(1)
-    assert queue.tokens == 5
-    queue.remove_all([1, 2, 3])
-    assert queue.tokens == 0
 
 
 @pytest.fixture
