@@ -36,6 +36,7 @@ from benchmarks.serving.level import Level, Slo, summarise
 from benchmarks.workloads import Load, Request, Span, Workload
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.engine_core.stats import new_stats
@@ -55,7 +56,7 @@ def measure_grammar(
         start = time.perf_counter()
         compiled_grammar = grammars.compile(text)
         compilations.append(time.perf_counter() - start)
-    mask = np.zeros((1, -(-grammars.vocab_size // 32)), dtype=np.int32)
+    mask = np.zeros((1, ceil_div(grammars.vocab_size, 32)), dtype=np.int32)
     masks = []
     for _ in range(WALKS):
         constraint = compiled_grammar.constraint(ignore_ends=True)

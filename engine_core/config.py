@@ -8,6 +8,7 @@ import math
 from msgspec import Struct
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.integers import ceil_div
 from tandem.protocol.engine_options import EngineOptions, PageSize, Policy
 
 CPU_MAX_ROWS, CUDA_MAX_ROWS = 32, 256
@@ -65,7 +66,7 @@ class StepConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def pages_per_row(self) -> int:
-        return -(-self.max_len // self.page_size)
+        return ceil_div(self.max_len, self.page_size)
 
     @property
     def max_page_entries(self) -> int:

@@ -13,7 +13,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 L0 = {"tandem.protocol"}
 L1 = {
-    f"tandem.engine_core.{name}" for name in ("config", "errors", "plan", "contracts", "sequence", "startup.kv_sizing")
+    f"tandem.engine_core.{name}"
+    for name in ("config", "errors", "plan", "contracts", "sequence", "startup.kv_sizing", "integers")
 }
 L2 = {"tandem.engine_core.pipeline", "tandem.engine_core.scheduler"} | {
     f"tandem.engine_core.kv_cache.{name}"

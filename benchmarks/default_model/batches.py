@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from benchmarks.default_model.corpus import load
 from benchmarks.default_model.questions import Questioner
 from benchmarks.default_model.tokenizer import ASSISTANT_ID, BEGIN_ID, END_ID, PAD_ID, SYSTEM_ID, USER_ID
+from tandem.engine_core.integers import ceil_div
 
 IGNORED = -100
 LONGEST = 384
@@ -97,7 +98,7 @@ def encode(samples: list[list[Piece]], tokenizer: Tokenizer) -> list[tuple[list[
 
 def to_batch(samples: list[tuple[list[int], list[bool]]]) -> Batch:
     """Padded on the right to a multiple of 16: causal attention never looks at the padding."""
-    length = -(-max(len(ids) for ids, _ in samples) // 16) * 16
+    length = ceil_div(max(len(ids) for ids, _ in samples), 16) * 16
     tokens = np.full((len(samples), length), PAD_ID, dtype=np.int64)
     targets = np.full((len(samples), length), IGNORED, dtype=np.int64)
     for line, (ids, learnt) in enumerate(samples):
@@ -133,7 +134,7 @@ def _make_shard(job: tuple[int, int, int, int]) -> list[Batch]:
 def stream(tokenizer_file: Path, seed: int, steps: int, rows: int, processes: int) -> Iterator[Batch]:
     """`steps` batches of `rows` samples. A shard holds 16 batches, however many processes make them."""
     per_shard = 16
-    jobs = [(seed, index, rows, per_shard) for index in range(-(-steps // per_shard))]
+    jobs = [(seed, index, rows, per_shard) for index in range(ceil_div(steps, per_shard))]
     context = multiprocessing.get_context("spawn")
     with context.Pool(processes, _start_worker, (str(tokenizer_file),)) as pool:
         made = 0

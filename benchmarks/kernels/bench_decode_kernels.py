@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.paged_decode import Tile, choose_splits, paged_decode
@@ -80,7 +81,7 @@ def randn(*shape: int) -> Tensor:
 
 def paged_sets(batch: int, context: int, heads: int, kv_heads: int, head_dim: int) -> tuple[list[tuple], float]:
     """Arguments of `paged_decode`, one set a layer, as a model has them; and the bytes one launch has to read."""
-    pages = -(-context // PAGE)
+    pages = ceil_div(context, PAGE)
     size = batch * context * kv_heads * head_dim * 4 + batch * heads * head_dim * 4
     table = torch.zeros(batch + 1, pages, dtype=torch.int32)
     table[1:] = (torch.randperm(batch * pages) + 1).view(batch, pages)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.linear.gemv import gemv
@@ -79,7 +80,7 @@ def candidates(rows: int, outputs: int, inputs: int) -> Iterator[Plan]:
         for block_k in (512, 1024, 2048):
             for height in (2, 4, 8):
                 for warps in (4, 8):
-                    if -(-inputs // block_k) < 30 and block_k >= warps * 128:
+                    if ceil_div(inputs, block_k) < 30 and block_k >= warps * 128:
                         yield GemvPlan(height, block_k, 1, warps)
         return
     for block_n, block_k, stages in (

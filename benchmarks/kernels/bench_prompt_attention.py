@@ -20,6 +20,7 @@ from benchmarks.bench_decode import graph_seconds
 from benchmarks.results import save
 from tandem.engine_core.attention.base import Span
 from tandem.engine_core.attention.triton import TritonRagged
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention import paged_decode, paged_prefill
 from tandem.engine_core.kernels.attention.paged_prefill import Shape
 
@@ -36,7 +37,7 @@ class Setup:
     def __init__(self, heads: int, kv_heads: int, head_dim: int) -> None:
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         longest = max(CONTEXTS) + max(TOKENS)
-        used, decoding = -(-longest // PAGE), -(-DECODE_CONTEXT // PAGE)
+        used, decoding = ceil_div(longest, PAGE), ceil_div(DECODE_CONTEXT, PAGE)
         pages = 1 + used + DECODE_ROWS * decoding
         ids = torch.randperm(pages - 1).to(torch.int32) + 1
         self.table = torch.zeros(1 + DECODE_ROWS, used, dtype=torch.int32)
@@ -97,7 +98,7 @@ def flashinfer_layer(setup: Setup, tokens: int, context: int, backend: str) -> C
     def ints(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
-    used = -(-(context + tokens) // PAGE)
+    used = ceil_div(context + tokens, PAGE)
     workspace = torch.zeros(256 * 2**20, dtype=torch.uint8, device="cuda")
     wrapper = BatchPrefillWithPagedKVCacheWrapper(
         workspace, "NHD", True, ints(0, 0).cuda(), ints(0, 0).cuda(), setup.table[0].clone(), ints(0).cuda(),
@@ -123,7 +124,7 @@ def compare(setup: Setup, shapes: list[Shape]) -> list[dict[str, object]]:
     for tokens, context in product(TOKENS, CONTEXTS):
         found = {}
         for shape in shapes:
-            tiles = -(-tokens // setup.queries(shape))
+            tiles = ceil_div(tokens, setup.queries(shape))
             best = paged_prefill.choose_splits(tiles, setup.kv_heads, setup.sms)
             for splits in sorted({1, best, min(2 * best, paged_decode.MAX_SPLITS)} if len(shapes) > 1 else {1, best}):
                 found[f"{'x'.join(map(str, shape))}/{splits}"] = graph_us(
@@ -157,7 +158,7 @@ def beside_decode(setup: Setup, shape: Shape) -> list[dict[str, object]]:
 
         print(f"decode of {DECODE_ROWS} rows, {splits} splits: {graph_us(decode):.1f} us")
         for tokens, context in product((64, 128), (4096, 8064)):
-            tiles = -(-tokens // setup.queries(shape))
+            tiles = ceil_div(tokens, setup.queries(shape))
             shares = paged_prefill.choose_splits(tiles, setup.kv_heads, setup.sms)
             times: dict[str, float] = {}
             for name, pdl, beside in (("alone", False, False), ("pdl", True, False), ("beside", True, True)):

@@ -14,6 +14,7 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
 from tandem.engine_core.attention.base import Span
+from tandem.engine_core.integers import ceil_div
 
 WORKSPACE_BYTES = 256 * 2**20
 GRAPH_PLAN_BYTES = 2 * 2**20
@@ -96,7 +97,7 @@ class FlashInferAttention:
         wrapper.reset_workspace_buffer(self.workspace, torch.empty(GRAPH_PLAN_BYTES, dtype=torch.uint8, device=device))
         common = (self.workspace, self.heads, self.page_size, self.host, self.device_index)
         graphed = FlashInferAttention(wrapper, *common, batch)
-        used = -(-tokens // self.page_size)
+        used = ceil_div(tokens, self.page_size)
         graphed.plan([Span(0, 0, 0, tokens)], torch.zeros(1, used, dtype=torch.int32, device=device), self.page_size)
         return graphed
 

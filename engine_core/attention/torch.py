@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine_core.attention.base import Span
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.kv_dtype import read_pool
 
 
@@ -95,7 +96,7 @@ class TorchAttention:
 
 def _places(pages: Tensor, offsets: Tensor, count: int) -> Tensor:
     """Places of the first `count` positions of each row of a page table. [rows, count] int64."""
-    used = -(-count // offsets.shape[0])
+    used = ceil_div(count, offsets.shape[0])
     places = pages[:, :used].unsqueeze(-1) * offsets.shape[0] + offsets
     return places.flatten(1)[:, :count]
 

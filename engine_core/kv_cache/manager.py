@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.pending_pages import PendingPages
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
@@ -72,7 +73,7 @@ class KVManager:
         return sum([len(pages) for _, pages in self._settling])
 
     def needed(self, positions: int) -> int:
-        return -(-positions // self.page_size)
+        return ceil_div(positions, self.page_size)
 
     def take(self, owner: int, count: int, keep: int = 0) -> list[int] | None:
         """Pages for an owner, evicting what must go; None, and nothing evicted, unless `keep` more would remain."""

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.engine_core.attention.base import AttentionBackend
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.captured import CapturedDecode
 from tandem.engine_core.runtime.device import Device, Event
@@ -67,7 +68,7 @@ class StepSlot:
             return torch.zeros(shape, dtype=torch.int32, device=device.torch_device)
 
         host_inputs = device.host_buffer(capacity)
-        words = -(-vocab_size // 32)
+        words = ceil_div(vocab_size, 32)
         host_masks, device_masks = device.host_buffer(max_rows, words), on_device(1 + max_rows, words)
         device_masks[0] = -1
         line_words = (max_rows + max_step_tokens) * LINE_WORDS

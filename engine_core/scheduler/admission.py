@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Protocol
 
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.sequence import Sequence
 
@@ -76,7 +77,7 @@ class PageGate:
         """Nothing while nobody can grow, so that any sequence the pool can hold gets its turn."""
         needed = self.memory.needed
         growing = sum([needed(seq.kv_len) > len(seq.pages) for seq in self._holders.values()])
-        return min(growing, -(-self.memory.pages.total // RESERVE))
+        return min(growing, ceil_div(self.memory.pages.total, RESERVE))
 
 
 def admit(seq: Sequence, gates: Iterable[Gate]) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Items
 
 from msgspec import Struct
 
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.policy import POLICIES, Budget, Wants, choose_rows
@@ -42,7 +43,7 @@ def next_row(seq: Sequence, length: int, page_size: int) -> ScheduledSequence:
         suppress_ends=end - seq.prompt_len < seq.min_tokens,
         constrained=seq.constraint is not None,
         tokens=seq.tokens[first : min(end, seq.upload_end)].tobytes() if first < seq.upload_end else b"",
-        new_pages=tuple(seq.pages[seq.num_mapped_pages : -(-end // page_size)]),
+        new_pages=tuple(seq.pages[seq.num_mapped_pages : ceil_div(end, page_size)]),
         first_page=seq.num_mapped_pages,
         skipped=start - first,
         targets=seq.tokens[start + 1 : min(end + 1, seq.prompt_len)].tobytes() if scored else b"",

@@ -8,6 +8,7 @@ import torch
 
 from tandem.engine_core.attention.base import AttentionBackend, PromptAttention
 from tandem.engine_core.config import StepConfig
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.runtime.graphs import PROMPTS
@@ -75,7 +76,7 @@ class GraphPrompts:
         ragged = self.ragged[slot]
         room = graph_tiles(rows, tokens, ragged.queries)
         sms = torch.cuda.get_device_properties(self.device.torch_device).multi_processor_count
-        splits = choose_splits(-(-tokens // ragged.queries), self.model.kv_heads, sms)
+        splits = choose_splits(ceil_div(tokens, ragged.queries), self.model.kv_heads, sms)
         prompts = TritonPrompts(ragged, room, splits, self.pages, self.config.page_size)
         # Captured beside padding alone: what an eager step left in the tiles would lead out of a smaller one.
         prompts.plan([], self.pages, self.config.page_size)
@@ -104,5 +105,5 @@ def _in_flashinfer(eager: AttentionBackend, tokens: int) -> bool:
 
 def _table_entries(config: StepConfig) -> int:
     """Most entries of page tables that the prompts in a graph can name."""
-    longest = -(-config.graph_tokens[-1] // config.page_size)
+    longest = ceil_div(config.graph_tokens[-1], config.page_size)
     return max(min(PROMPTS, config.max_rows) * config.pages_per_row, longest)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention.split_counters import COUNTERS, arrivals
 
 HEAD_DIMS = (32, 64, 128, 256)
@@ -52,8 +53,8 @@ def choose_splits(batch: int, kv_heads: int, multiprocessors: int, longest: int)
 
     longest: the longest context possible, in tokens. Programs without work leave at once.
     """
-    fill = -(-multiprocessors * PROGRAMS_PER_SM // (batch * kv_heads))
-    return max(1, min(max(fill, -(-longest // BALANCE)), -(-longest // 32), MAX_SPLITS))
+    fill = ceil_div(multiprocessors * PROGRAMS_PER_SM, batch * kv_heads)
+    return max(1, min(max(fill, ceil_div(longest, BALANCE)), ceil_div(longest, 32), MAX_SPLITS))
 
 
 def choose_tile(head_dim: int, pairs: int, dtype: torch.dtype) -> Tile:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention.paged_decode import HEAD_DIMS, LOG2_E, MAX_SPLITS, attend
 from tandem.engine_core.kernels.attention.split_counters import COUNTERS, arrivals
 
@@ -51,7 +52,7 @@ def tile_queries(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -
 
 def choose_splits(tiles: int, kv_heads: int, multiprocessors: int) -> int:
     """How many programs may share a tile of one KV head: enough for the device. Who finds no work leaves at once."""
-    return max(1, min(-(-multiprocessors * PROGRAMS_PER_SM // (tiles * kv_heads)), MAX_SPLITS))
+    return max(1, min(ceil_div(multiprocessors * PROGRAMS_PER_SM, tiles * kv_heads), MAX_SPLITS))
 
 
 @triton.jit(do_not_specialize=["page_stride", "tokens", "splits", "least_blocks"])

@@ -6,6 +6,8 @@ tables the exceptions. None stands for the library (cuBLAS).
 
 from dataclasses import dataclass
 
+from tandem.engine_core.integers import ceil_div
+
 MULTIPROCESSORS = 132
 TILE = 64
 """Number of weight rows in a tensor core tile."""
@@ -88,7 +90,7 @@ def choose(rows: int, outputs: int, inputs: int, itemsize: int) -> Plan:
     exceptions = _GEMM.get((outputs, inputs), {})
     if size in exceptions:
         return exceptions[size]
-    tiles = -(-outputs // TILE)
+    tiles = ceil_div(outputs, TILE)
     if size > 64:
         return None
     if size > 32 and tiles < 256 and inputs < 8192:
@@ -109,13 +111,13 @@ def choose_gated(rows: int, width: int, inputs: int, itemsize: int) -> Plan:
         return choose_normed(inputs, True)
     if itemsize != 2 or inputs % 128:
         return None
-    tiles = -(-width // TILE)
+    tiles = ceil_div(width, TILE)
     split, lone = _split(tiles, inputs), tiles <= MULTIPROCESSORS
     if size <= 16:
         return SplitKPlan(TILE, 128, split, 4 if lone else 3)
     if size > 64:
         # One program fills a multiprocessor, and a second wave has to be nearly full to be worth its time.
-        waves = -(-tiles // MULTIPROCESSORS)
+        waves = ceil_div(tiles, MULTIPROCESSORS)
         return SplitKPlan(TILE, 64, split, 6) if tiles > 0.8 * waves * MULTIPROCESSORS else None
     return SplitKPlan(TILE, 64, split, 6 if lone else 4)
 
@@ -141,7 +143,7 @@ def workspace_size(rows: int, outputs: int, plan: SplitKPlan, gated: bool = Fals
     """Return the number of floats and of counters that a split-K product needs. outputs: columns of y."""
     if plan.split == 1:
         return 0, 0
-    tiles = -(-outputs // plan.block_n)
+    tiles = ceil_div(outputs, plan.block_n)
     return tiles * plan.split * plan.block_n * block_rows(rows) * (2 if gated else 1), tiles
 
 
