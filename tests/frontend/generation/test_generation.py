@@ -61,7 +61,7 @@ def test_a_choice_refused_beside_the_first_tokens_refuses_the_request() -> None:
         request = generation(client)
         request.start(10, 1000)
         client.streams[0].put([60])
-        client.streams[2].fail(overloaded(2))
+        client.streams[2].end(overloaded(2))
         with pytest.raises(ApiError) as caught:
             await anext(request.batches())
         assert (caught.value.status, caught.value.code) == (503, "overloaded")
@@ -80,7 +80,7 @@ def test_a_failure_after_the_first_batch_follows_what_came_with_it() -> None:
         client.streams[0].put([60])
         assert [piece.index for piece in await anext(batches)] == [0]
         client.streams[1].put([60])
-        client.streams[2].fail(overloaded(2))
+        client.streams[2].end(overloaded(2))
         assert [piece.index for piece in await anext(batches)] == [1]
         with pytest.raises(ApiError):
             await anext(batches)
