@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from benchmarks.graph_timing import graph_seconds, new_event
 from benchmarks.results import save
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.model_config import ModelConfig
@@ -141,24 +142,6 @@ def read_bandwidth() -> float:
     return data.nbytes / graph_seconds(lambda: data.sum())
 
 
-def graph_seconds(work: Any, repeats: int = 20) -> float:
-    """Median time of a captured piece of work."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    return sorted(times)[len(times) // 2]
-
-
 def linear_seconds(model: Any, rows: int) -> float:
     """All linear layers of the model, head included, through cuBLAS on random inputs."""
     weights = [layer.attention.qkv.weight for layer in model.layers]
@@ -185,7 +168,7 @@ def replayed_seconds(runtime: TorchRuntime, rows: int, mode: Mode, repeats: int 
     slot.device_inputs[: 2 * bucket] = 0
     slot.device_inputs[:rows] = torch.arange(1, rows + 1, dtype=torch.int32)
     slot.device_inputs[bucket : bucket + rows] = PROMPT + (FIRST + LAST) // 2
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = new_event(), new_event()
     for number in range(repeats + 5):
         if number == 5:
             start.record()
@@ -193,7 +176,7 @@ def replayed_seconds(runtime: TorchRuntime, rows: int, mode: Mode, repeats: int 
         graphs.sampling[mode].replay()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1000 / repeats
+    return float(start.elapsed_time(end)) / 1000 / repeats
 
 
 def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]:

@@ -25,7 +25,7 @@ from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.commands import Abort, Hello, Submit
-from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.engine_options import Device, EngineOptions
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.mailbox import FakeMailbox
@@ -59,7 +59,7 @@ class Figures:
 class Bench:
     """One engine; the size of chunks changes between runs."""
 
-    def __init__(self, shape: Path, device: str, rows: int, chunk: int, prompt: int, steps: int) -> None:
+    def __init__(self, shape: Path, device: Device, rows: int, chunk: int, prompt: int, steps: int) -> None:
         self.mailbox = FakeMailbox()
         max_len = max(prompt + 1, OWN_PROMPT + steps)
         options = EngineOptions(
@@ -92,7 +92,7 @@ class Bench:
             self.tick()
         found = [self.beside(rows, chunk) for chunk in chunks]
         assert not any(key in self.mailbox.outcomes for key in keys), "the rows were to decode until now"
-        self.mailbox.inbox.append((CLIENT, Abort(tuple(number for _, number in keys))))
+        self.mailbox.inbox.append((CLIENT, Abort([number for _, number in keys])))
         while self.engine.pipeline.in_flight:
             self.tick()
         return found

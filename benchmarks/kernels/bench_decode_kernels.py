@@ -9,8 +9,7 @@ the median replay counts. Bytes are what has to be moved at least; the ceiling i
 import argparse
 import itertools
 import json
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.graph_timing import graph_seconds
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
@@ -49,25 +49,14 @@ SWEPT = [
 Launch = Callable[[], Any]
 
 
-def microseconds(launches: list[Launch], replays: int = 15) -> float:
-    """Median time of one launch, of all of them captured in one graph."""
-    for launch in launches[:2]:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+def microseconds(launches: Sequence[Launch]) -> float:
+    """Time one launch, in a graph that makes all of them."""
+
+    def launch_all() -> None:
         for launch in launches:
             launch()
-    times = []
-    for i in range(replays + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 3:
-            times.append(start.elapsed_time(end) * 1e3 / len(launches))
-    return statistics.median(times)
+
+    return graph_seconds(launch_all, replays=15) * 1e6 / len(launches)
 
 
 def sets(bytes_each: float) -> int:
@@ -79,7 +68,9 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def paged_sets(batch: int, context: int, heads: int, kv_heads: int, head_dim: int) -> tuple[list[tuple], float]:
+def paged_sets(
+    batch: int, context: int, heads: int, kv_heads: int, head_dim: int
+) -> tuple[list[tuple[Any, ...]], float]:
     """Arguments of `paged_decode`, one set a layer, as a model has them; and the bytes one launch has to read."""
     pages = ceil_div(context, PAGE)
     size = batch * context * kv_heads * head_dim * 4 + batch * heads * head_dim * 4
@@ -143,7 +134,7 @@ def bench_rope(pdl: bool) -> Iterator[tuple[str, float, float]]:
         (8192, 64, False),
     ):
         size = 2 * tokens * 48 * head_dim * 2 + tokens * head_dim * 4
-        cos, sin = torch.rand(tokens, 2, head_dim, device="cuda").split(1, 1)
+        cos, sin = torch.chunk(torch.rand(tokens, 2, head_dim, device="cuda"), 2, 1)
         index = torch.randperm(tokens + 16, device="cuda")[:tokens]
         weight = randn(head_dim) if norm else None
         launches: list[Launch] = []

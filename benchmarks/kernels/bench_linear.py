@@ -8,10 +8,8 @@ Every number is over the weights of 16 different layers, read once a replay: far
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.graph_timing import graph_seconds
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gated_activation import gated_activation
@@ -110,22 +109,9 @@ def product(plan: Plan) -> Apply:
     return library
 
 
-def graph_time(chain: Callable[[], Any]) -> float:
-    """Median microseconds of a replay."""
-    chain()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-    for _ in range(3):
-        graph.replay()
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) * 1e3
+def graph_time(chain: Callable[[], object]) -> float:
+    """Return the median microseconds of a replay of the chain in a graph."""
+    return graph_seconds(chain, REPLAYS) * 1e6
 
 
 def new_context() -> BuildContext:

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from benchmarks.bench_decode import graph_seconds
+from benchmarks.graph_timing import graph_seconds
 from benchmarks.results import save
 from tandem.engine_core.attention.base import Span
 from tandem.engine_core.attention.triton import TritonRagged
@@ -70,7 +70,7 @@ def graph_us(layer: Callable[[int], object]) -> float:
         for index in range(LAYERS):
             layer(index)
 
-    return graph_seconds(layers, repeats=10) * 1e6 / LAYERS
+    return graph_seconds(layers, replays=10) * 1e6 / LAYERS
 
 
 def triton_layer(
@@ -114,7 +114,8 @@ def flashinfer_layer(setup: Setup, tokens: int, context: int, backend: str) -> C
 
     def layer(index: int) -> Tensor:
         keys, values = setup.pools[index]
-        return wrapper.run(query, (keys.view(shape), values.view(shape)), out=out)
+        result: Tensor = wrapper.run(query, (keys.view(shape), values.view(shape)), out=out)
+        return result
 
     return layer
 

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.graph_timing import graph_seconds
 from benchmarks.results import save
 from tandem.engine_core.kernels.sampling.logprobs import LogprobKernels
 from tandem.engine_core.sampling.device_sampler import DeviceSampler
@@ -49,24 +50,14 @@ def build(batch: int, vocab: int, parameters: Parameters) -> tuple[DeviceSampler
     return sampler, [index, index * 0 + 448, index * 0, index * 0]
 
 
-def median_us(call: Callable[[int], None], sets: int, replays: int = 30) -> float:
-    """Median time of one call out of a graph that makes one call for each set of inputs."""
-    for index in range(sets):
-        call(index)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+def microseconds(call: Callable[[int], object], sets: int) -> float:
+    """Time one call, in a graph that makes one call for each set of inputs."""
+
+    def call_all() -> None:
         for index in range(sets):
             call(index)
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / sets)
-    return sorted(times)[replays // 2]
+
+    return graph_seconds(call_all, replays=30) * 1e6 / sets
 
 
 def measure(batch: int, vocab: int, dtype: torch.dtype) -> dict[str, float]:
@@ -76,19 +67,23 @@ def measure(batch: int, vocab: int, dtype: torch.dtype) -> dict[str, float]:
     for name, (mode, parameters, scale) in CASES.items():
         sampler, rest = build(batch, vocab, parameters)
         logits = [(torch.randn(batch, vocab, device="cuda") * scale).to(dtype) for _ in range(sets)]
-        method = getattr(sampler, mode)
-        found[name] = median_us(lambda i, m=method, x=logits, r=rest: m(x[i], *r), sets)
+        found[name] = microseconds(partial(sample, getattr(sampler, mode), logits, rest), sets)
     kernels = LogprobKernels(vocab, batch, 20, torch.device("cuda"))
     chosen = torch.randint(0, vocab, (batch,), device="cuda", dtype=torch.int32)
     for top in (0, 5, 20):
         lines = torch.zeros(batch, 1 + 2 * top, device="cuda", dtype=torch.int32)
         call = partial(score, kernels, logits, chosen, top, lines)
-        found[f"logprobs, top {top}"] = median_us(call, sets)
+        found[f"logprobs, top {top}"] = microseconds(call, sets)
     return found
 
 
+def sample(method: Callable[..., object], logits: list[Tensor], rest: list[Tensor], index: int) -> None:
+    """Sample from one set of logits."""
+    method(logits[index], *rest)
+
+
 def score(kernels: LogprobKernels, logits: list[Tensor], chosen: Tensor, top: int, lines: Tensor, index: int) -> None:
-    """One set's log-probabilities."""
+    """Compute the log-probabilities of one set of logits."""
     kernels.run(logits[index], chosen, top, lines)
 
 
