@@ -50,7 +50,9 @@ class Checkpoint:
             return cls(directory, {directory / SINGLE: _header(directory / SINGLE)})
         if (directory / INDEX).is_file():
             return cls(directory, _shards(directory))
-        raise ConfigError(f"{directory} holds neither {SINGLE} nor {INDEX}; other formats are not read")
+        raise ConfigError(
+            f"{directory} holds neither {SINGLE} nor {INDEX}; other formats are not supported, convert it to safetensors"
+        )
 
     def read(self, slots: Iterable[WeightSlot]) -> Iterator[tuple[WeightSlot, Tensor]]:
         """Yield each slot whose tensor is there, with the part that it reads, in host memory.
@@ -99,9 +101,9 @@ def _shards(directory: Path) -> dict[Path, dict[str, StoredTensor]]:
         raise ConfigError(f"{path}: {error}") from None
     names = sorted(set(index.values()))
     if bad := [name for name in names if Path(name).name != name]:
-        raise ConfigError(f"{path} names files outside its folder: {', '.join(bad)}")
+        raise ConfigError(f"{path} names files outside its directory: {', '.join(bad)}")
     if absent := [name for name in names if not (directory / name).is_file()]:
-        raise ConfigError(f"{path} names files that are not there: {', '.join(absent)}")
+        raise ConfigError(f"{path} names files that are missing: {', '.join(absent)}")
     files = {directory / name: _header(directory / name) for name in names}
     problems = []
     holders: dict[str, list[str]] = {}

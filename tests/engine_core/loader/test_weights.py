@@ -1,4 +1,4 @@
-"""Checkpoints in every layout load to the same model; every way a checkpoint can be wrong is named."""
+"""Checkpoints in every layout load to the same model, and every way to be wrong is named."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def logits(model: Model) -> Tensor:
 
 
 def checkpoint(directory: Path, **fields: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """Saves a random model; returns its tensors and the logits that transformers computes."""
+    """Save a random model; return its tensors and the logits that transformers computes."""
     reference = save_random(directory, fields)
     tokens = random_tokens((19,), BASE["vocab_size"], seed=1)
     return load_file(directory / "model.safetensors"), reference_logits(reference, tokens)[0]
@@ -60,7 +60,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-def test_sharded(tmp_path: Path) -> None:
+def test_sharded_checkpoint_loads_to_the_same_model(tmp_path: Path) -> None:
     reference = save_random(tmp_path, {}, max_shard_size="60KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
     tokens = random_tokens((19,), BASE["vocab_size"], seed=1)
@@ -68,7 +68,7 @@ def test_sharded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_fused_projections(bias: bool, tmp_path: Path) -> None:
+def test_fused_projections_load_to_the_same_model(bias: bool, tmp_path: Path) -> None:
     tensors, expected = checkpoint(tmp_path, attention_bias=bias, mlp_bias=bias)
     fused = fuse(tensors)
     assert f"{ATTENTION}.qkv_proj.weight" in fused
@@ -87,7 +87,7 @@ def test_progress_rises_to_100(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_dtypes_are_cast(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_other_float_dtypes_are_cast(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors, _ = checkpoint(tmp_path)
     rewrite(tmp_path, {name: tensor.to(dtype) for name, tensor in tensors.items()})
     targets = {slot.name: slot.target for slot in load(tmp_path).weight_slots()}
@@ -106,7 +106,7 @@ def is_tied(model: Model) -> bool:
     return target(model, "lm_head.weight").data_ptr() == target(model, "model.embed_tokens.weight").data_ptr()
 
 
-def test_tied_head_absent_equal_or_alone(tmp_path: Path) -> None:
+def test_tied_head_may_be_absent_equal_or_alone(tmp_path: Path) -> None:
     tensors, expected = checkpoint(tmp_path, tie_word_embeddings=True)
     assert "lm_head.weight" not in tensors
     table = tensors["model.embed_tokens.weight"]
@@ -206,14 +206,14 @@ def test_untied_head_must_be_there(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_quantized_tensors_are_refused(tmp_path: Path) -> None:
+def test_quantized_tensors_are_refused_by_an_unquantized_model(tmp_path: Path) -> None:
     tensors, _ = checkpoint(tmp_path)
     rewrite(tmp_path, {**tensors, f"{MLP}.up_proj.weight": torch.zeros(112, 64, dtype=torch.int8)})
     with pytest.raises(ConfigError, match=r"unreadable \S*mlp\.up_proj\.weight: it is I8, expected F64"):
         load(tmp_path)
 
 
-def test_folder_without_weights(tmp_path: Path) -> None:
+def test_a_directory_without_safetensors_is_refused(tmp_path: Path) -> None:
     save_random(tmp_path, {})
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
@@ -221,7 +221,7 @@ def test_folder_without_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -64])
-def test_corrupt_file(keep: int, tmp_path: Path) -> None:
+def test_a_corrupt_file_is_refused(keep: int, tmp_path: Path) -> None:
     save_random(tmp_path, {})
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
@@ -239,7 +239,7 @@ def reindex(directory: Path, weight_map: Any) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def test_missing_and_corrupt_shards(tmp_path: Path) -> None:
+def test_missing_and_corrupt_shards_are_named(tmp_path: Path) -> None:
     names = sorted(set(sharded(tmp_path).values()))
     whole = (tmp_path / names[1]).read_bytes()
     (tmp_path / names[1]).write_bytes(whole[:-1])
@@ -247,7 +247,7 @@ def test_missing_and_corrupt_shards(tmp_path: Path) -> None:
         load(tmp_path)
     (tmp_path / names[1]).unlink()
     (tmp_path / names[2]).unlink()
-    with pytest.raises(ConfigError, match=f"not there: {names[1]}, {names[2]}"):
+    with pytest.raises(ConfigError, match=f"missing: {names[1]}, {names[2]}"):
         load(tmp_path)
 
 
@@ -268,14 +268,14 @@ def test_shards_and_index_must_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shard", ["../outside.safetensors", "/outside.safetensors", "sub/in.safetensors"])
-def test_index_may_not_leave_its_folder(shard: str, tmp_path: Path) -> None:
+def test_an_index_may_not_leave_its_directory(shard: str, tmp_path: Path) -> None:
     reindex(tmp_path, {**sharded(tmp_path), "model.norm.weight": shard})
-    with pytest.raises(ConfigError, match="outside its folder"):
+    with pytest.raises(ConfigError, match="outside its directory"):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": {"a": 1}}', "{}"])
-def test_malformed_index(content: str, tmp_path: Path) -> None:
+def test_a_malformed_index_is_refused(content: str, tmp_path: Path) -> None:
     sharded(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ConfigError, match=r"index\.json"):

@@ -14,7 +14,7 @@ ERROR = 5e-5
 """Bound of what the batch may change in a logit. Measured: 1.3e-5."""
 
 
-def test_rows_alone_and_batched(tmp_path: Path) -> None:
+def test_rows_have_the_same_tokens_alone_and_batched(tmp_path: Path) -> None:
     save_random(tmp_path, {"hidden_size": 128, "intermediate_size": 256}, seed=5)
     model = load(tmp_path)
     tokens = random_tokens(LENGTHS, BASE["vocab_size"], seed=6)
@@ -37,7 +37,7 @@ def test_rows_alone_and_batched(tmp_path: Path) -> None:
     assert excluded < positions / 100
 
 
-def test_other_rows_may_hold_nan(tmp_path: Path) -> None:
+def test_nan_in_one_row_does_not_reach_another(tmp_path: Path) -> None:
     save_random(tmp_path, {})
     model = load(tmp_path)
     tokens = random_tokens((20, 40), BASE["vocab_size"], seed=7)

@@ -51,6 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "own_head_dim": {"head_dim": 32, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 60},
     "attention_bias": {"attention_bias": True},
     "all_biases": {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 8},
+    "gelu_tanh": {"hidden_act": "gelu_pytorch_tanh", "mlp_bias": True},
     "one_layer": {"num_hidden_layers": 1, "rms_norm_eps": 1e-6},
 }
 LENGTHS = (1, 9, 40, 23, 64)
@@ -58,7 +59,7 @@ PREFILL = (1, 5, 39, 1, 30)
 
 
 def save_random(directory: Path, fields: dict[str, Any], seed: int = 0, **saving: Any) -> Any:
-    """Saves a random checkpoint, norms and biases random as well, and returns transformers' model."""
+    """Save a random checkpoint, with random norms and biases, and return transformers' model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -120,7 +121,7 @@ def test_old_config_layout_gives_the_same_model(scaled: bool, tmp_path: Path) ->
     assert worst(found, reference_logits(reference, tokens)) < TOLERANCE
 
 
-def test_only_sampled_positions_come_back(tmp_path: Path) -> None:
+def test_forward_returns_sampled_positions_only(tmp_path: Path) -> None:
     save_random(tmp_path, {})
     tokens = random_tokens((12, 7), BASE["vocab_size"], seed=3)
     run = PagedRun(load(tmp_path), tokens, 4, seed=0)

@@ -1,4 +1,4 @@
-"""Qwen 3: logits equal those of transformers, and no norm of queries or keys may be missing or left over."""
+"""Qwen 3: logits equal those of transformers, and norms of queries and keys must match the checkpoint."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def save_random(directory: Path, fields: dict[str, Any], seed: int = 0) -> Any:
-    """Saves a random checkpoint, norms and biases random as well, and returns transformers' model."""
+    """Save a random checkpoint, with random norms and biases, and return transformers' model."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -59,7 +59,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_fused_projections(tied: bool, tmp_path: Path) -> None:
+def test_fused_projections_load_to_the_same_model(tied: bool, tmp_path: Path) -> None:
     reference = save_random(tmp_path, {"tie_word_embeddings": tied})
     tokens = random_tokens((19,), BASE["vocab_size"], seed=1)
     tensors = fuse(load_file(tmp_path / "model.safetensors"))
@@ -79,7 +79,7 @@ def test_a_missing_norm_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_llama_has_no_place_for_the_norms(tmp_path: Path) -> None:
+def test_a_llama_refuses_norms_of_queries_and_keys(tmp_path: Path) -> None:
     save_random(tmp_path, {})
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["LlamaForCausalLM"]}))

@@ -1,0 +1,101 @@
+"""A quantized format is a linear method of its own: tensors, slots and product, unknown to models and loader."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.linear import LinearWeights, Norm, projection_slots
+from tandem.engine_core.layers.linear_choice import torch_build_context
+from tandem.engine_core.loader.checkpoint import Checkpoint
+from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.loader.weights import load_weights
+from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.models.registry import Model, build_model
+from tests.engine_core.models.test_llama import BASE, random_tokens, save_random
+from tests.support.paged_model import PagedRun, load
+
+
+class Int8Linear:
+    """Weights in int8 with a float32 scale for each output."""
+
+    def __init__(self, weight: Tensor, scale: Tensor, context: BuildContext) -> None:
+        self.weight = weight
+        self.scale = scale
+        self.context = context
+
+    def apply(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight.to(x.dtype) * self.scale[:, None])
+
+    def apply_normed(
+        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
+    ) -> tuple[Tensor, Tensor]:
+        normed, stream = norm(x, residual)
+        product = self.apply(normed)
+        return (product if activation is None else self.context.kernels.gated_activation(product, activation)), stream
+
+    def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
+        weights = projection_slots(self.weight, prefix, name, parts, "weight", dtypes=("I8",))
+        return weights + projection_slots(self.scale, prefix, name, parts, "weight_scale", dtypes=("F32",))
+
+    def embedding_table(self) -> Tensor:
+        raise ConfigError("int8 weights cannot serve as an embedding")
+
+
+class Int8Method:
+    def build(self, outputs: int, inputs: int, bias: bool, context: BuildContext) -> LinearWeights:
+        assert not bias
+        return Int8Linear(torch.empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs), context)
+
+
+def quantize(directory: Path) -> None:
+    """Store the projections of a checkpoint as int8, and the same numbers in float32 in `plain`."""
+    quantized: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if "_proj" not in name:
+            quantized[name] = plain[name] = tensor
+            continue
+        scale = tensor.abs().amax(1) / 127
+        quantized[name] = (tensor / scale[:, None]).round().to(torch.int8)
+        quantized[f"{name}_scale"] = scale
+        plain[name] = quantized[name].float() * scale[:, None]
+    (directory / "plain").mkdir()
+    for path in directory.glob("*.json"):
+        (directory / "plain" / path.name).write_bytes(path.read_bytes())
+    save_file(plain, directory / "plain" / "model.safetensors")
+    save_file(quantized, directory / "model.safetensors")
+
+
+def load_int8(directory: Path) -> Model:
+    context = replace(torch_build_context(torch.device("cpu"), torch.float32), linear_method=Int8Method())
+    checkpoint = Checkpoint.open(directory)
+    model = build_model(ModelConfig.read(directory), context, checkpoint=checkpoint)
+    load_weights(model, checkpoint)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_quantized_model_equals_the_same_numbers_unquantized(tied: bool, tmp_path: Path) -> None:
+    save_random(tmp_path, {"tie_word_embeddings": tied})
+    quantize(tmp_path)
+    tokens = random_tokens((19,), BASE["vocab_size"], seed=1)
+    found = PagedRun(load_int8(tmp_path), tokens, 4, seed=1).step([(0, 0, 19)])
+    expected = PagedRun(load(tmp_path / "plain"), tokens, 4, seed=1).step([(0, 0, 19)])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_a_quantized_model_refuses_a_checkpoint_that_is_not_quantized(tmp_path: Path) -> None:
+    save_random(tmp_path, {})
+    with pytest.raises(ConfigError) as caught:
+        load_int8(tmp_path)
+    assert "unreadable model.layers.0.mlp.up_proj.weight: it is F32, expected I8" in str(caught.value)
+    assert "missing model.layers.0.mlp.up_proj.weight_scale: expected [112]" in str(caught.value)

@@ -1,0 +1,80 @@
+"""A family with norms and an activation of its own needs a model, a line in the registry and its config's fields.
+
+Gemma (Gemma Team, 2024) stands for it: norms that multiply by 1 + weight, GELU's tanh approximation, and an embedding
+scaled by the square root of the hidden size.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.layers.attention import Attention
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.embedding import Embedding
+from tandem.engine_core.layers.mlp import GatedMLP
+from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.layers.rotary import RotaryTable
+from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.models import registry
+from tandem.engine_core.models.llama import LlamaLayer, LlamaModel
+from tests.engine_core.models.test_llama import BASE, LENGTHS, PREFILL, random_tokens, reference_logits, worst
+from tests.support.paged_model import PagedRun, chunked, load
+
+TOLERANCE = 1e-4
+
+
+class ScaledEmbedding(Embedding):
+    def __call__(self, ids: Tensor) -> Tensor:
+        return super().__call__(ids) * self.table.shape[1] ** 0.5
+
+
+def build(config: ModelConfig, max_positions: int, context: BuildContext) -> LlamaModel:
+    def norm() -> RMSNorm:
+        return RMSNorm.build(config.hidden_size, config.rms_norm_eps, context, unit_offset=True)
+
+    config = structs.replace(config, activation=Activation.GELU_TANH)
+    head = context.head_method.build(config.vocab_size, config.hidden_size, False, context)
+    layers = [
+        LlamaLayer(norm(), Attention.build(config, context), norm(), GatedMLP.build(config, context))
+        for _ in range(config.layers)
+    ]
+    rotary = RotaryTable.build(config.rope, config.head_dim, max_positions, context.device)
+    return LlamaModel(config, rotary, ScaledEmbedding.tied_to(head), layers, norm(), head)
+
+
+def save_gemma(directory: Path) -> Any:
+    """Save a random checkpoint with random norms, and return transformers' model."""
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    torch.manual_seed(3)
+    config = GemmaConfig(
+        **{**BASE, "head_dim": 16}, bos_token_id=1, eos_token_id=2, pad_token_id=0, attn_implementation="eager"
+    )
+    model = GemmaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(-0.5, 0.5)
+    model.save_pretrained(directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_act": "gelu_pytorch_tanh"}))
+    return model
+
+
+def test_a_family_of_its_own_norms_and_activation_equals_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = save_gemma(tmp_path)
+    monkeypatch.setitem(registry.BUILDERS, "GemmaForCausalLM", build)
+    tokens = random_tokens(LENGTHS, BASE["vocab_size"], seed=1)
+    model = load(tmp_path)
+    for slot in model.weight_slots():
+        assert slot.target.dtype == torch.float32
+    found = PagedRun(model, tokens, 16, seed=7).run(chunked(LENGTHS, PREFILL, 16))
+    assert worst(found, reference_logits(reference, tokens)) < TOLERANCE
