@@ -15,8 +15,9 @@ from msgspec import Struct, structs
 
 from tandem.frontend.api_keys import add_key_arguments, api_keys
 from tandem.frontend.request.limits import RequestLimits
-from tandem.frontend.request.options import MAX_N, MAX_STOPS, MAX_TOP_LOGPROBS
+from tandem.frontend.request.options import MAX_N, MAX_STOPS
 from tandem.protocol.engine_options import flag_name
+from tandem.protocol.params import MAX_TOP_LOGPROBS
 from tandem.protocol.sockets import Transport
 from tandem.protocol.transport_options import transport
 

@@ -1,4 +1,4 @@
-"""What goes wrong over HTTP: one exception, one body, one table from the engine's codes to statuses."""
+"""Errors over HTTP: one exception, one body, and one table from the engine's codes to statuses."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure
 
 RETRY_AFTER_SECONDS = 1
-"""Sent where to try again may help: clients of the OpenAI API sleep this long before they do."""
+"""Value of `Retry-After` where a retry may help: seconds that clients of the OpenAI API sleep before it."""
 
 _STATUS: dict[ErrorCode, int] = {
     ErrorCode.INVALID_REQUEST: 400,
@@ -25,11 +25,11 @@ _STATUS: dict[ErrorCode, int] = {
     ErrorCode.ENGINE_FAILED: 500,
 }
 _PARAM = {ErrorCode.SESSION_BUSY: "session_id", ErrorCode.SESSIONS_OFF: "session_id"}
-"""The field at fault, where a code tells it."""
+"""The request field at fault, for the codes that imply one."""
 
 
 def error_type(status: int) -> str:
-    """OpenAI's `type` of an error of this status."""
+    """Return OpenAI's error `type` for a status."""
     if status == 404:
         return "not_found_error"
     if status == 503:
@@ -38,51 +38,73 @@ def error_type(status: int) -> str:
 
 
 class ApiError(Exception):
-    """A request that ends in an error of the OpenAI shape.
+    """A request that ends in an error response of the OpenAI format.
 
-    `param` names the field at fault; `code` is for programs, the message for people.
+    `param` names the field at fault, `other` a second field that contradicts it; `code` is for programs and the
+    message for people. In the text `{param}` and `{other}` stand for the quoted names of the two fields, so that a
+    route with names of its own can fill them in.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(
+        self, status: int, template: str, param: str | None = None, code: str | None = None, other: str | None = None
+    ) -> None:
+        self.message = template.replace("{param}", f"{param!r}").replace("{other}", f"{other!r}")
+        super().__init__(self.message)
         self.status = status
-        self.message = message
+        self.template = template
         self.param = param
         self.code = code
+        self.other = other
 
     def body(self) -> bytes:
+        """Encode the body of the error response."""
         return error_body(self.status, self.message, self.param, self.code)
+
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """Return this error with the names that a route has for its fields.
+
+        A name also applies to the fields within, for example `response_format` to `response_format.json_schema`; of
+        several that apply the first does.
+        """
+        return ApiError(self.status, self.template, _renamed(self.param, names), self.code, _renamed(self.other, names))
+
+
+def _renamed(path: str | None, names: Mapping[str, str]) -> str | None:
+    for name, new in names.items():
+        if path is not None and (path == name or path.startswith(name + ".")):
+            return new + path.removeprefix(name)
+    return path
 
 
 def error_headers(status: int) -> dict[str, str]:
-    """Headers every error response of this status carries."""
+    """Return the headers that every error response of this status has."""
     if status in (409, 503):
         return {"retry-after": str(RETRY_AFTER_SECONDS)}
-    # What is left of a refused body is not read, so the connection cannot be used again.
+    # The rest of a rejected body is not read, so the connection cannot be reused.
     return {"connection": "close"} if status == 413 else {}
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
-    """The JSON of an OpenAI error."""
+    """Encode the JSON of an OpenAI error."""
     error: Mapping[str, str | None] = {"message": message, "type": error_type(status), "param": param, "code": code}
     return msgspec.json.encode({"error": error})
 
 
-def malformed(message: str, param: str | None = None) -> ApiError:
-    """400: what was sent is not what this field or body can be at all."""
-    return ApiError(400, message, param, "invalid_request")
+def malformed(template: str, param: str | None = None) -> ApiError:
+    """Return the 400 for a body or field that has the wrong form."""
+    return ApiError(400, template, param, "invalid_request")
 
 
-def unsupported(message: str, param: str) -> ApiError:
-    """422: well-formed, but out of range or not supported; `param` names the field."""
-    return ApiError(422, message, param, "invalid_value")
+def unsupported(template: str, param: str, other: str | None = None) -> ApiError:
+    """Return the 422 for a well-formed field that is out of range, not supported, or contradicts another."""
+    return ApiError(422, template, param, "invalid_value", other)
 
 
 def unavailable(message: str, code: ErrorCode = ErrorCode.ENGINE_UNAVAILABLE) -> ApiError:
-    """503: nothing is wrong with the request, try again."""
+    """Return the 503 for a request that may succeed when it is sent again."""
     return ApiError(503, message, None, code.value)
 
 
 def from_failure(failure: Failure) -> ApiError:
-    """The HTTP face of a request that the engine, or the loss of it, ended."""
+    """Return the error of a request that failed in the engine, or with it."""
     return ApiError(_STATUS[failure.code], failure.message, _PARAM.get(failure.code), failure.code.value)

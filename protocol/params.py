@@ -29,6 +29,8 @@ class SamplingField(Struct, frozen=True):
     """Value of a request that does not set it. An int marks an integer field, a float a number."""
     above_minimum: bool = False
     """The minimum itself is out of bounds."""
+    text: str = ""
+    """One line for the documentation of the API and for the help of a flag."""
 
     @property
     def is_integer(self) -> bool:
@@ -48,13 +50,31 @@ class SamplingField(Struct, frozen=True):
 
 
 SAMPLING_FIELDS = (
-    SamplingField("temperature", 0.0, 2.0, 1.0),
-    SamplingField("top_p", 0.0, 1.0, 1.0, above_minimum=True),
-    SamplingField("min_p", 0.0, 1.0, 0.0),
-    SamplingField("repetition_penalty", 0.0, 10.0, 1.0, above_minimum=True),
-    SamplingField("presence_penalty", -2.0, 2.0, 0.0),
-    SamplingField("frequency_penalty", -2.0, 2.0, 0.0),
-    SamplingField("top_k", 0, 2**31 - 1, 0),
+    SamplingField("temperature", 0.0, 2.0, 1.0, text="0 is greedy; higher values are more random."),
+    SamplingField(
+        "top_p",
+        0.0,
+        1.0,
+        1.0,
+        above_minimum=True,
+        text="Sample from the most probable tokens up to this total probability.",
+    ),
+    SamplingField(
+        "min_p", 0.0, 1.0, 0.0, text="Sample from tokens at least this probable, relative to the most probable one."
+    ),
+    SamplingField(
+        "repetition_penalty",
+        0.0,
+        10.0,
+        1.0,
+        above_minimum=True,
+        text="Divides the logits of repeated tokens; 1 is off.",
+    ),
+    SamplingField(
+        "presence_penalty", -2.0, 2.0, 0.0, text="Subtracted from the logits of tokens that occurred; 0 is off."
+    ),
+    SamplingField("frequency_penalty", -2.0, 2.0, 0.0, text="Subtracted for each occurrence of a token; 0 is off."),
+    SamplingField("top_k", 0, 2**31 - 1, 0, text="Sample from this many of the most probable tokens; 0 is off."),
 )
 """The numeric sampling parameters, each also an attribute of `SamplingParams`."""
 

@@ -4,10 +4,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from tandem.frontend.api.openapi import STRING, Schema, closed, error_response, json_response, takes
+from tandem.frontend.api.openapi import error_response, json_response, takes
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import unsupported
-from tandem.frontend.request.fields import BodyFormat, FieldReader
+from tandem.frontend.request.fields import BodyFormat, Field
+from tandem.frontend.request.kinds import String
+from tandem.frontend.request.schema import STRING, Schema, closed
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.events import SEQUENCE_STATES, InspectedSequence, InspectedSession, Inspection, Limits
 from tandem.protocol.stats import EngineStats
@@ -126,14 +128,12 @@ INSPECTION = closed(
 )
 
 
-_BODY = BodyFormat(("policy",))
+_BODY = BodyFormat((Field("policy", String(), required=True),))
 
 
 def parse_policy(body: bytes) -> str:
     """Read the name of a policy, which the engine checks. Raises ApiError 400, 422."""
-    fields = FieldReader(_BODY.split(body))
-    policy = fields.required_text("policy")
-    fields.finish()
+    policy: str = _BODY.read(body)["policy"]
     return policy
 
 

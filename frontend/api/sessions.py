@@ -4,9 +4,10 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from tandem.frontend.api.openapi import STRING, closed, error_response, json_response
+from tandem.frontend.api.openapi import error_response, json_response
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
+from tandem.frontend.request.schema import STRING, closed
 
 _DELETED = closed({"id": STRING, "object": {"const": "session"}, "deleted": {"const": True}})
 

@@ -5,41 +5,57 @@ from fastapi import APIRouter, Request
 from msgspec import Raw, Struct
 from starlette.responses import Response
 
-from tandem.frontend.api.openapi import BOOLEAN, CHAT, ID, MESSAGE, STRING, Schema, array, closed, json_response, takes
+from tandem.frontend.api.openapi import json_response, takes
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import malformed, unsupported
 from tandem.frontend.generation.admission import MANY_IDS, check_ids, check_model
 from tandem.frontend.generation.tokenizer import Tokenizer
-from tandem.frontend.request.conversation import CONVERSATION_NAMES, Conversation, read_conversation
-from tandem.frontend.request.fields import BodyFormat, FieldReader, decode_field, wrong_type
-from tandem.frontend.request.messages import MAX_MESSAGES
-from tandem.frontend.request.tools import read_tool_use
+from tandem.frontend.request.conversation import MESSAGES_FIELD, RENDERING_FIELDS, Conversation, conversation
+from tandem.frontend.request.fields import BodyFormat, Field
+from tandem.frontend.request.kinds import Boolean, Parsed, String
+from tandem.frontend.request.messages import parse_messages
+from tandem.frontend.request.schema import ANY, ID, STRING, Schema, closed
+from tandem.frontend.request.tools import chat_tool_use
+from tandem.frontend.request.values import decode_exact, decode_field, wrong_type
 
 MAX_TEXT_CHARS = 4 * 2**20
 MAX_IDS_BYTES = 4 * 2**20
 """Most bytes of JSON of `tokens`: half a million ids of a large vocabulary."""
 
-_MODEL: Schema = {"type": ["string", "null"]}
-_SHARED: dict[str, Schema] = {"model": _MODEL, "add_special_tokens": BOOLEAN, "return_token_strs": BOOLEAN}
-_CONVERSATION = (
-    *("tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message"),
-    *("chat_template_kwargs", "reasoning_effort"),
-)
 
-TOKENIZE: Schema = {
-    "anyOf": [
-        closed({"prompt": {"type": "string", "maxLength": MAX_TEXT_CHARS}}, _SHARED),
-        closed(
-            {"messages": array(MESSAGE, MAX_MESSAGES, 1)},
-            {**_SHARED, **{name: CHAT["properties"][name] for name in _CONVERSATION}},
-        ),
-    ]
-}
+def _parse_text(raw: Raw) -> str:
+    text = decode_field(raw, "prompt")
+    if not isinstance(text, str):
+        raise wrong_type("prompt", "a string", text)
+    if len(text) > MAX_TEXT_CHARS:
+        raise unsupported(f"{{param}} has {len(text)} characters; at most {MAX_TEXT_CHARS} are allowed", "prompt")
+    return text
+
+
+def _parse_ids(raw: Raw) -> list[int]:
+    if (size := len(memoryview(raw))) > MAX_IDS_BYTES:
+        raise unsupported(f"{{param}} has {size} bytes of JSON; at most {MAX_IDS_BYTES} are allowed", "tokens")
+    ids: list[int] = decode_exact(raw, "tokens", list[int], "an array of token ids")
+    return ids
+
+
+_MODEL = Field("model", String())
+_SHARED = (_MODEL, Field("add_special_tokens", Boolean(None)), Field("return_token_strs", Boolean()))
+_TEXT = Field("prompt", Parsed(_parse_text, {"type": "string", "maxLength": MAX_TEXT_CHARS}), required=True)
+_IDS = Field("tokens", Parsed(_parse_ids, {"type": "array", "items": ID}), required=True)
+
+_TOKENIZE_TEXT = BodyFormat((_TEXT, *_SHARED))
+_TOKENIZE_CHAT = BodyFormat((MESSAGES_FIELD, *_SHARED, *RENDERING_FIELDS))
+_SOURCES = tuple(Field(name, Parsed(lambda raw: raw, ANY)) for name in ("prompt", "messages"))
+_TOKENIZE = BodyFormat((*_SOURCES, *_SHARED, *RENDERING_FIELDS))
+_DETOKENIZE = BodyFormat((_IDS, _MODEL, Field("skip_special_tokens", Boolean())))
+
+TOKENIZE: Schema = {"anyOf": [_TOKENIZE_TEXT.schema(), _TOKENIZE_CHAT.schema()]}
+DETOKENIZE = _DETOKENIZE.schema()
 TOKENIZED = closed(
     {"count": ID, "max_model_len": ID, "tokens": {"type": "array", "items": ID}},
     {"token_strs": {"type": "array", "items": STRING}},
 )
-DETOKENIZE = closed({"tokens": {"type": "array", "items": ID}}, {"model": _MODEL, "skip_special_tokens": BOOLEAN})
 DETOKENIZED = closed({"prompt": STRING})
 
 
@@ -60,30 +76,28 @@ class DetokenizeRequest(Struct, frozen=True):
     skip_special_tokens: bool
 
 
-_TOKENIZE = BodyFormat((*CONVERSATION_NAMES, "model", "prompt", "add_special_tokens", "return_token_strs"))
-_DETOKENIZE = BodyFormat(("model", "tokens", "skip_special_tokens"))
-
-
 def parse_tokenize(body: bytes) -> TokenizeRequest:
     """Parse the body of `/tokenize`.
 
     Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported.
     """
-    fields = FieldReader(_TOKENIZE.split(body))
-    source: str | Conversation
-    text, messages = _raw(fields, "prompt"), _raw(fields, "messages")
+    values = _TOKENIZE.read(body)
+    text, messages = values["prompt"], values["messages"]
     if (text is None) == (messages is None):
-        raise malformed("give either 'prompt', a text, or 'messages', a conversation", "prompt")
-    source = read_conversation(fields, read_tool_use(fields)) if text is None else _text(text)
-    request = TokenizeRequest(
-        model=_model(fields),
+        raise malformed("give either {param}, a text, or 'messages', a conversation", "prompt")
+    source: str | Conversation
+    if text is None:
+        source = conversation({**values, "messages": parse_messages(messages)}, chat_tool_use(values))
+    else:
+        source = _parse_text(text)
+    special = values["add_special_tokens"]
+    return TokenizeRequest(
+        model=values["model"],
         source=source,
-        # A rendered conversation holds its special tokens already.
-        add_special_tokens=fields.boolean("add_special_tokens", text is not None),
-        return_token_strs=fields.boolean("return_token_strs", False),
+        # A rendered conversation already contains its special tokens.
+        add_special_tokens=text is not None if special is None else special,
+        return_token_strs=values["return_token_strs"],
     )
-    fields.finish()
-    return request
 
 
 def parse_detokenize(body: bytes) -> DetokenizeRequest:
@@ -91,45 +105,8 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
 
     Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported.
     """
-    fields = FieldReader(_DETOKENIZE.split(body))
-    raw = _raw(fields, "tokens")
-    if raw is None:
-        raise malformed("the field 'tokens' is required", "tokens")
-    request = DetokenizeRequest(_model(fields), _ids(raw), fields.boolean("skip_special_tokens", False))
-    fields.finish()
-    return request
-
-
-def _raw(fields: FieldReader, name: str) -> Raw | None:
-    raw = fields.raw(name)
-    return None if raw is None or bytes(memoryview(raw)[:4]) == b"null" else raw
-
-
-def _model(fields: FieldReader) -> str | None:
-    value = fields.take("model")
-    if value is not None and not isinstance(value, str):
-        raise wrong_type("model", "a string", value)
-    return value
-
-
-def _text(raw: Raw) -> str:
-    try:
-        text: str = decode_field(raw, "prompt", str)
-    except msgspec.ValidationError:
-        raise malformed("'prompt' must be a string", "prompt") from None
-    if len(text) > MAX_TEXT_CHARS:
-        raise unsupported(f"'prompt' has {len(text)} characters, at most {MAX_TEXT_CHARS}", "prompt")
-    return text
-
-
-def _ids(raw: Raw) -> list[int]:
-    if (size := len(memoryview(raw))) > MAX_IDS_BYTES:
-        raise unsupported(f"'tokens' has {size} bytes of JSON, at most {MAX_IDS_BYTES}", "tokens")
-    try:
-        ids: list[int] = decode_field(raw, "tokens", list[int])
-    except msgspec.ValidationError as error:
-        raise malformed(f"'tokens' must be an array of token ids: {error}", "tokens") from None
-    return ids
+    values = _DETOKENIZE.read(body)
+    return DetokenizeRequest(values["model"], values["tokens"], values["skip_special_tokens"])
 
 
 class Tokenized(Struct, frozen=True, omit_defaults=True):

@@ -201,9 +201,7 @@ def _reasoning_variables(conversation: Conversation, template: str) -> dict[str,
         return {"reasoning_effort": effort}
     if "enable_thinking" in template:
         return {"enable_thinking": effort != "none"}
-    raise unsupported(
-        "'reasoning_effort' is not supported: the model's chat template does not read it", "reasoning_effort"
-    )
+    raise unsupported("{param} is not supported: the model's chat template does not read it", "reasoning_effort")
 
 
 def _append_mark(message: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tandem.frontend.errors import ApiError, malformed, unavailable, unsupported
 from tandem.frontend.generation.tokenizer import Tokenizer
@@ -231,18 +231,9 @@ def _check_scored(options: GenerationOptions, prompt_tokens: int) -> None:
 
 
 def _sampling(options: GenerationOptions) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
+    return structs.replace(
+        options.sampling,
         seed=secrets.randbelow(MAX_SEED + 1) if options.seed is None else options.seed,
-        min_tokens=options.min_tokens,
-        ignore_eos=options.ignore_eos,
         stop_token_ids=pack_ids(options.stop_token_ids),
         logit_bias_ids=pack_ids(tuple(options.logit_bias)),
         logit_bias_values=pack_floats(tuple(options.logit_bias.values())),

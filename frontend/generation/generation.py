@@ -133,7 +133,7 @@ class Generation:
 
     def _choice(self, index: int, matcher: StopMatcher | None, echoed: EchoedPrompt | None) -> Choice:
         options, scored = self.admitted.options, None
-        if options.logprobs is not None or options.keep is not None:
+        if options.logprobs is not None or options.num_returned is not None:
             prompt = self.admitted.prompt_of(index)
             scored = ScoredTokens(self._tokenizer.bytes_of, len(prompt.ids), len(prompt.text), echoed)
         detokenizer = self._tokenizer.detokenizer(options.skip_special_tokens)
@@ -154,7 +154,7 @@ class Generation:
             sampling, constraint, logprobs = SamplingParams(1, temperature=0.0, ignore_eos=True), None, None
         else:
             sampling = structs.replace(sampling, choice=choice, max_tokens=prompt.max_tokens)
-            if options.keep is not None and logprobs is None:
+            if options.num_returned is not None and logprobs is None:
                 logprobs = 0  # the mean that ranks choices needs no alternatives
         return Submit(
             self._client.next_id(),

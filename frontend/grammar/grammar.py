@@ -22,7 +22,7 @@ from tandem.frontend.grammar.json_schema import (
     invalid_schema,
     with_options,
 )
-from tandem.frontend.request.fields import not_supported, wrong_type
+from tandem.frontend.request.values import unknown_field, wrong_type
 
 THINK_START, THINK_END = "<think>", "</think>"
 """Tags around the reasoning of a model."""
@@ -95,7 +95,7 @@ def output_grammar(
     }
     names = [name for name, is_given in given.items() if is_given]
     if len(names) > 1:
-        raise unsupported(f"{names[0]!r} and {names[1]!r} cannot be combined; give one of them", names[1])
+        raise unsupported("{other} and {param} cannot be combined; give one of them", names[1], names[0])
     if regex is not None:
         return Grammar(lark(f"start: /{_escape_regex(regex)}/"), "regex", "'regex'", regex=regex)
     if choice:
@@ -188,7 +188,7 @@ def _response_format_grammar(response_format: Mapping[str, Any]) -> Grammar | No
     if kind == "text":
         return None
     if kind == "json_object":
-        return schema_grammar({"type": "object"}, "response_format", "'response_format'")
+        return schema_grammar({"type": "object"}, "response_format", "{param}")
     return _json_schema_grammar(response_format.get("json_schema"))
 
 
@@ -209,11 +209,11 @@ def _json_schema_grammar(given: object) -> Grammar:
         raise malformed(f"the field '{name}.name' is required", f"{name}.name")
     if not isinstance(schema := given.get("schema"), dict):
         raise wrong_type(f"{name}.schema", "an object", schema)
-    return schema_grammar(schema, f"{name}.schema", f"'{name}.schema'")
+    return schema_grammar(schema, f"{name}.schema", "{param}")
 
 
 def _check_keys(fields: Mapping[str, Any], parent: str, known: Sequence[str]) -> None:
     """Raise ApiError 422 for a key that is not known and not null."""
     for name, value in fields.items():
         if name not in known and value is not None:
-            raise not_supported(f"{parent}.{name}")
+            raise unknown_field(f"{parent}.{name}")

@@ -58,7 +58,7 @@ def tool_grammar(
     if not use.active or not use.tools or (free and content is None and not any(tool.strict for tool in use.tools)):
         return content
     if content is not None and content.schema is None:
-        raise unsupported(f"{content.param!r} and 'tools' cannot be combined; give one of them", content.param)
+        raise unsupported("{param} and 'tools' cannot be combined; give one of them", content.param)
     tools = [tool for tool in use.tools if use.choice.name in (None, tool.name)]
     writer = _RuleWriter(syntax, special_tokens)
     rules = writer.calls([_call_schema(tool, syntax) for tool in tools], use.parallel and use.choice.name is None)

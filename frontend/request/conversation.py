@@ -1,24 +1,34 @@
-"""Conversations: what a chat template renders, and how it is read from a body."""
+"""Conversations: the request fields that a chat template renders."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
 
 from tandem.frontend.errors import unsupported
-from tandem.frontend.request.fields import FieldReader, wrong_type
-from tandem.frontend.request.messages import parse_messages
-from tandem.frontend.request.tools import ToolUse
+from tandem.frontend.request.fields import Field
+from tandem.frontend.request.kinds import Boolean, JsonObject, OneOf, Parsed
+from tandem.frontend.request.messages import MESSAGES, parse_messages
+from tandem.frontend.request.tools import TOOL_FIELDS, ToolUse
 
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+REASONING_EFFORT = OneOf(("none", "minimal", "low", "medium", "high", "xhigh"))
 
-CONVERSATION_NAMES = (
-    "messages", "tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message",
-    "chat_template_kwargs", "reasoning_effort",
-)  # fmt: skip
+TEMPLATE_KWARGS_FIELD = Field("chat_template_kwargs", JsonObject(), "Further variables of the chat template.")
+MESSAGES_FIELD = Field("messages", Parsed(parse_messages, MESSAGES), "The conversation so far.", required=True)
+RENDERING_FIELDS = (
+    *TOOL_FIELDS,
+    Field("add_generation_prompt", Boolean(None), "End the prompt with the header of the assistant's message."),
+    Field("continue_final_message", Boolean(), "Continue the last message instead of beginning a new one."),
+    TEMPLATE_KWARGS_FIELD,
+    Field("reasoning_effort", REASONING_EFFORT, "How much the model should reason before it answers."),
+)
+"""The fields besides `messages` that determine what a chat template renders."""
+
+_RESERVED_KWARGS = {field.name for field in (MESSAGES_FIELD, *RENDERING_FIELDS)}
 
 
 class Conversation(Struct, frozen=True):
-    """What a chat template renders."""
+    """The input of a chat template."""
 
     messages: list[dict[str, Any]]
     tools: tuple[dict[str, Any], ...] = ()
@@ -28,43 +38,32 @@ class Conversation(Struct, frozen=True):
     reasoning_effort: str | None = None
 
 
-def read_conversation(fields: FieldReader, tool_use: ToolUse) -> Conversation:
-    """Takes the fields that say what a template renders."""
-    messages = parse_messages(fields.raw("messages"))
-    continues = fields.boolean("continue_final_message", False)
-    generation_prompt = fields.boolean("add_generation_prompt", not continues)
+def conversation(values: Mapping[str, Any], tool_use: ToolUse) -> Conversation:
+    """Build a conversation from the parsed fields of a body. Raises ApiError 422 for contradicting fields."""
+    continues = values["continue_final_message"]
+    generation_prompt = values["add_generation_prompt"]
+    if generation_prompt is None:
+        generation_prompt = not continues
     if continues and generation_prompt:
         raise unsupported(
-            "'continue_final_message' and 'add_generation_prompt' exclude each other", "continue_final_message"
+            "{param} and {other} exclude each other; give one of them",
+            "continue_final_message",
+            "add_generation_prompt",
         )
     return Conversation(
-        messages=messages,
-        tools=tuple(tool.shown for tool in tool_use.tools) if tool_use.active else (),
+        messages=values["messages"],
+        tools=tool_use.template_tools,
         add_generation_prompt=generation_prompt,
         continue_final_message=continues,
-        template_kwargs=read_template_kwargs(fields),
-        reasoning_effort=_reasoning_effort(fields),
+        template_kwargs=template_kwargs(values),
+        reasoning_effort=values["reasoning_effort"],
     )
 
 
-def read_template_kwargs(fields: FieldReader) -> dict[str, Any]:
-    """Takes the values that a chat template gets beside the conversation."""
-    kwargs = fields.object("chat_template_kwargs") or {}
+def template_kwargs(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the further variables of the template. Raises ApiError 422 for the name of a request field."""
+    kwargs: dict[str, Any] = values["chat_template_kwargs"] or {}
     for name in kwargs:
-        if name in ("messages", "tools", *CONVERSATION_NAMES):
-            raise unsupported(f"'chat_template_kwargs' may not hold {name!r}; it is a field of its own", name)
+        if name in _RESERVED_KWARGS:
+            raise unsupported("'chat_template_kwargs' may not contain {param}; it is a field of its own", name)
     return kwargs
-
-
-def _reasoning_effort(fields: FieldReader) -> str | None:
-    value = fields.take("reasoning_effort")
-    if value is None or isinstance(value, str):
-        return check_reasoning_effort(value, "reasoning_effort")
-    raise wrong_type("reasoning_effort", "a string", value)
-
-
-def check_reasoning_effort(value: str | None, place: str) -> str | None:
-    """The value. Raises ApiError 422 for one that nobody knows."""
-    if value is not None and value not in REASONING_EFFORTS:
-        raise unsupported(f"{place!r} must be one of {', '.join(REASONING_EFFORTS)}, not {value[:40]!r}", place)
-    return value

@@ -1,14 +1,15 @@
-"""What one request may ask for, as far as a server's flags bound it."""
+"""Limits of one request that the flags of a server set."""
 
 from msgspec import Struct
 
 from tandem.frontend.errors import ApiError, unsupported
-from tandem.frontend.request.options import MAX_N, MAX_STOPS, MAX_TOP_LOGPROBS, GenerationOptions
+from tandem.frontend.request.options import MAX_N, MAX_STOPS, GenerationOptions
 from tandem.protocol.errors import ErrorCode
+from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 
 class RequestLimits(Struct, frozen=True):
-    """A route's own bounds hold as well, and those of the model."""
+    """Limits of one request, in addition to those of its fields and of the model."""
 
     max_n: int = MAX_N
     max_top_logprobs: int = MAX_TOP_LOGPROBS
@@ -16,17 +17,17 @@ class RequestLimits(Struct, frozen=True):
     max_prompt_tokens: int | None = None
 
     def check(self, options: GenerationOptions) -> None:
-        """Raises ApiError 422 with the number and the flag."""
+        """Check the options. Raises ApiError 422 with the number and the flag."""
         for name, value, most, flag in (
             ("n", options.n, self.max_n, "--max-n"),
             ("logprobs", options.logprobs or 0, self.max_top_logprobs, "--max-top-logprobs"),
             ("stop", len(options.stop), self.max_stop_strings, "--max-stop-strings"),
         ):
             if value > most:
-                raise unsupported(f"{name!r} asks for {value}, this server allows at most {most} ({flag})", name)
+                raise unsupported(f"{{param}} asks for {value}, this server allows at most {most} ({flag})", name)
 
     def check_prompt(self, length: int, field: str, qualifier: str = "") -> None:
-        """Raises ApiError 400 with the number and the flag."""
+        """Check the number of a prompt's tokens. Raises ApiError 400 with the number and the flag."""
         if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
             raise ApiError(
                 400,

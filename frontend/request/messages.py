@@ -1,16 +1,16 @@
-"""The field `messages`: what was said so far, in the form that chat templates take."""
+"""The field `messages`: a conversation in the form that chat templates take."""
 
 from typing import Any, Literal
 
-import msgspec
 from msgspec import Raw, Struct
 
 from tandem.frontend.errors import ApiError, malformed, unsupported
-from tandem.frontend.request.fields import decode_field, misshapen
+from tandem.frontend.request.schema import Schema, array, of_type
+from tandem.frontend.request.values import decode_field, decode_typed
 
 MAX_MESSAGES = 8192
 MAX_PARTS = 16384
-"""Most content parts and tool calls of all messages."""
+"""Most content parts and tool calls of all messages together."""
 
 
 class _Text(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -70,26 +70,23 @@ class _Assistant(Struct, tag_field="role", tag="assistant", forbid_unknown_field
 
 _Message = _System | _Developer | _User | _Tool | _FunctionResult | _Assistant
 
+MESSAGES: Schema = array(of_type(_Message), MAX_MESSAGES, 1)
 
-def parse_messages(raw: Raw | None) -> list[dict[str, Any]]:
-    """The messages as templates take them: content as one string, arguments of tool calls as an object, no nulls.
 
-    Several text parts of one message are joined by line breaks. Raises ApiError 400 for another shape, 422 for what
-    is not supported; `param` is the place.
+def parse_messages(raw: Raw) -> list[dict[str, Any]]:
+    """Parse messages: content as one string, arguments of tool calls as an object, no nulls.
+
+    Several text parts of one message are joined by line breaks. Raises ApiError 400 for a malformed message, 422 for
+    one that is not supported; `param` is the path of the fault.
     """
-    data = b"" if raw is None else bytes(memoryview(raw))
-    if data in (b"", b"null"):
-        raise malformed("the field 'messages' is required", "messages")
+    data = bytes(memoryview(raw))
     # In valid JSON these bytes are a key or a string of their own: quotes within a text have a backslash.
-    for name, most, what in ((b'"role"', MAX_MESSAGES, "messages"), (b'"type"', MAX_PARTS, "parts and tool calls")):
+    for name, most, items in ((b'"role"', MAX_MESSAGES, "messages"), (b'"type"', MAX_PARTS, "parts and tool calls")):
         if (count := data.count(name)) > most:
-            raise unsupported(f"'messages' takes at most {most} {what}, not {count}", "messages")
-    try:
-        messages: list[_Message] = decode_field(data, "messages", list[_Message])
-    except msgspec.ValidationError as error:
-        raise misshapen(error, "messages") from None
+            raise unsupported(f"{{param}} takes at most {most} {items}, not {count}", "messages")
+    messages: list[_Message] = decode_typed(data, "messages", list[_Message])
     if not messages:
-        raise malformed("'messages' is an empty array; give at least one message", "messages")
+        raise malformed("{param} is an empty array; give at least one message", "messages")
     return [_plain(message, index) for index, message in enumerate(messages)]
 
 
@@ -100,8 +97,8 @@ def _plain(message: _Message, index: int) -> dict[str, Any]:
     if isinstance(message, _Assistant):
         content = message.refusal if content is None else content
         if content is None and not message.tool_calls and message.reasoning_content is None:
-            place = f"messages[{index}].content"
-            raise malformed(f"{place!r} is required where an assistant message has no 'tool_calls'", place)
+            path = f"messages[{index}].content"
+            raise malformed("{param} is required in an assistant message without 'tool_calls'", path)
         if message.reasoning_content is not None:
             plain["reasoning_content"] = message.reasoning_content
     if content is not None:
@@ -124,7 +121,10 @@ def _joined(content: str | list[_Text] | list[_Text | _Refusal] | None) -> str |
 
 
 def tool_call(call_id: str, name: str, written: str) -> dict[str, Any]:
-    """Templates write arguments as JSON themselves; what a model wrote and is no object stays the text it is."""
+    """Build a tool call for a chat template, which writes its arguments as JSON itself.
+
+    Arguments that a model wrote and that are not a JSON object stay text.
+    """
     arguments: Any = written
     try:
         decoded = decode_field(written.encode(), "arguments") if written.strip() else {}

@@ -1,209 +1,243 @@
-"""What every request to generate may ask for, whatever its shape: one place reads these fields for all routes."""
+"""Options of a generation: the request fields that all generating routes share, and their validated values."""
 
+from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from msgspec import Raw, Struct
 
 from tandem.frontend.errors import ApiError, unsupported
-from tandem.frontend.request.fields import FieldReader, wrong_type
+from tandem.frontend.request.fields import IGNORED_FIELDS, BodyFormat, Field
+from tandem.frontend.request.kinds import (
+    Boolean,
+    Integer,
+    JsonObject,
+    Kind,
+    Number,
+    OneOf,
+    Parsed,
+    String,
+    Strings,
+    TokenBiases,
+    TokenIds,
+    Unsupported,
+)
+from tandem.frontend.request.schema import BOOLEAN, Schema, closed, nullable
+from tandem.frontend.request.values import decode_field, wrong_type
 from tandem.protocol.commands import MAX_NAME_BYTES, MAX_PRIORITY
-from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS
+from tandem.protocol.params import (
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    MAX_STOP_TOKEN_IDS,
+    SAMPLING_FIELDS,
+    SamplingField,
+    SamplingParams,
+)
 
-COMPLETION_MAX_TOKENS = 16
-"""Tokens that a completion without `max_tokens` may have, as at OpenAI."""
 MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
-MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 1024
 """Most alternatives of `choice`."""
 MAX_PATTERN_CHARS = 64 * 1024
 INT32_MAX = 2**31 - 1
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
-    "spaces_between_special_tokens": (True,),
-}
-"""Fields that are not supported, with the values that change nothing and are therefore accepted."""
+_STREAM_OPTIONS = BodyFormat(
+    (
+        Field("include_usage", Boolean()),
+        # Padding against guesses from the lengths of encrypted chunks: the output itself does not change.
+        Field("include_obfuscation", Boolean()),
+    )
+)
+
+
+def _read_stream_options(raw: Raw) -> Mapping[str, Any]:
+    if not bytes(memoryview(raw)).startswith(b"{"):
+        raise wrong_type("stream_options", "an object", decode_field(raw, "stream_options"))
+    return _STREAM_OPTIONS.read(raw)
+
+
+def _sampling_kind(field: SamplingField) -> Kind:
+    if not field.is_integer:
+        return Number(field.minimum, field.maximum, field.neutral, field.above_minimum)
+    # Clients write -1, too, for a top_k that keeps every token.
+    minimum = -1 if field.name == "top_k" else int(field.minimum)
+    return Integer(minimum, int(field.maximum), int(field.neutral))
+
+
+_RESPONSE_FORMAT: Schema = nullable(
+    closed({"type": {"enum": ["text", "json_object"]}}),
+    closed(
+        {
+            "type": {"const": "json_schema"},
+            "json_schema": closed(
+                {"name": {"type": "string", "minLength": 1}, "schema": {"type": "object"}},
+                {"description": {"type": ["string", "null"]}, "strict": BOOLEAN},
+            ),
+        }
+    ),
+)
+_SAMPLING = tuple(Field(field.name, _sampling_kind(field), field.text) for field in SAMPLING_FIELDS)
+_SEED = Field("seed", Integer(0, MAX_SEED), "Same seed, same output; drawn at random by default.")
+
+OPTION_FIELDS = (
+    Field("model", String(), required=True),
+    Field("n", Integer(1, MAX_N, 1), "Number of choices for each prompt."),
+    Field("stream", Boolean(), "Send the output as server-sent events while it is generated."),
+    Field("stream_format", OneOf(("events",)), "Send one event a token, in a format of this server."),
+    Field(
+        "stream_options",
+        Parsed(_read_stream_options, nullable(_STREAM_OPTIONS.schema())),
+        "Options of a stream: a final chunk with the usage.",
+    ),
+    Field("min_tokens", Integer(0, INT32_MAX, 0), "No end of sequence before this many tokens."),
+    *_SAMPLING,
+    _SEED,
+    Field("stop", Strings(MAX_STOPS, MAX_STOP_CHARS), "Strings that end the output."),
+    Field("stop_token_ids", TokenIds(MAX_STOP_TOKEN_IDS), "Token ids that end the output."),
+    Field("include_stop_str_in_output", Boolean(), "Include the stop string or token that ended the output."),
+    Field("ignore_eos", Boolean(), "Continue after the model's end-of-sequence token."),
+    Field("skip_special_tokens", Boolean(True), "Leave special tokens out of the text."),
+    Field("logit_bias", TokenBiases(MAX_LOGIT_BIAS), "Biases added to the logits of token ids."),
+    Field("return_token_ids", Boolean(), "Return the token ids of prompt and output."),
+    Field("response_format", JsonObject(_RESPONSE_FORMAT), "Constrain the output to JSON, or to a JSON Schema."),
+    Field("regex", String(MAX_PATTERN_CHARS), "Constrain the output to a regular expression."),
+    Field("choice", Strings(MAX_CHOICES, MAX_STOP_CHARS), "Constrain the output to one of these texts."),
+    Field("grammar", String(MAX_PATTERN_CHARS), "Constrain the output to a Lark grammar in llguidance's dialect."),
+    Field(
+        "priority",
+        Integer(-MAX_PRIORITY, MAX_PRIORITY, 0),
+        "Higher is more urgent; under any policy low priorities are preempted first, and under the policy `priority` "
+        "high ones are served first.",
+    ),
+    Field(
+        "session_id",
+        String(MAX_NAME_BYTES, MAX_NAME_BYTES, ""),
+        "Keeps the KV cache of this conversation for its next turn. One sequence and one turn at a time.",
+    ),
+    Field(
+        "cache_salt",
+        String(MAX_NAME_BYTES, MAX_NAME_BYTES, ""),
+        "The cached KV of prompts is shared only among requests of the same salt.",
+    ),
+    Field("store", Unsupported((False,))),
+    Field("service_tier", Unsupported(("auto", "default"))),
+    Field("prompt_logprobs", Unsupported()),
+    Field("truncate_prompt_tokens", Unsupported()),
+    Field("allowed_token_ids", Unsupported()),
+    Field("use_beam_search", Unsupported((False,))),
+    Field("length_penalty", Unsupported((1, 1.0))),
+    Field("early_stopping", Unsupported((False,))),
+    Field("spaces_between_special_tokens", Unsupported((True,))),
+    *IGNORED_FIELDS,
+)
+"""The fields of all generating routes. A route adds its own, and may lack or replace some."""
+
+FLAG_FIELDS = (Field("max_tokens", Integer(1, INT32_MAX), "Most tokens of an answer."), *_SAMPLING, _SEED)
+"""The fields that the command line offers as flags."""
 
 
 class GenerationOptions(Struct, frozen=True, kw_only=True):
-    """How to generate, validated. What depends on the model (vocabulary, lengths) is checked at admission."""
+    """Validated options of a generation. Admission checks what depends on the model: vocabulary and lengths."""
 
     model: str
-    n: int
+    n: int = 1
     stream: bool
     include_usage: bool
     stream_events: bool = False
-    """Whether the stream has an event for each token, in this server's own form, instead of OpenAI's chunks."""
-    return_token_ids: bool
+    """The stream has one event a token, in this server's own format, instead of OpenAI's chunks."""
+    return_token_ids: bool = False
     max_tokens: int
     max_tokens_by_default: bool
-    """Nobody asked for so many: where the model has room for fewer, it is fewer."""
+    """`max_tokens` is a default, which is lowered to the room that the model and the KV pool have."""
     min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
+    sampling: SamplingParams
+    """The numbers of sampling; admission adds the seed, the stop tokens and the biases."""
     seed: int | None
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     include_stop: bool
-    """Whether what ended the text, a stop string or token, is part of it."""
+    """The text includes the stop string or token that ended it."""
     ignore_eos: bool
     skip_special_tokens: bool
     logit_bias: dict[int, float]
     logprobs: int | None
-    """How many alternatives are reported with the log-probability of each token; None for no log-probabilities."""
+    """Number of alternatives reported with each token's log-probability; None for no log-probabilities."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt, which are echoed with them."""
-    keep: int | None = None
-    """How many of a prompt's `n` choices are shown, those with the highest mean log-probability (`best_of`); None for
-    all."""
-    response_format: dict[str, Any] | None
+    """The same number for the tokens of the prompt, which are echoed with them."""
+    num_returned: int | None = None
+    """Number of a prompt's `n` choices that are returned, those with the highest mean log-probability (`best_of`);
+    None for all."""
+    response_format: dict[str, Any] | None = None
     regex: str | None
     choice: tuple[str, ...]
     grammar: str | None
     priority: int
-    """Higher is more urgent."""
+    """Urgency; higher is more urgent."""
     session_id: str
-    """Conversation whose KV stays for its next turn; "" for none."""
+    """Conversation whose KV cache is kept for its next turn; "" for none."""
     cache_salt: str
-    """Cached KV is shared among requests of the same salt alone."""
+    """Cached KV is shared only among requests of the same salt."""
 
 
-OPTION_NAMES = (
-    *GenerationOptions.__struct_fields__, *NEUTRAL, "stream_options", "stream_format", "include_stop_str_in_output",
-)  # fmt: skip
-"""Names that a body may have for the sake of these options. Those of the struct alone are refused, as nobody takes
-them."""
+_SAME_NAME = GenerationOptions.__struct_fields__
 
 
-def read_options(
-    fields: FieldReader, max_tokens: int | None, default_max_tokens: int, logprobs: int | None
+def generation_options(
+    values: Mapping[str, Any], max_tokens: int | None, default_max_tokens: int, logprobs: int | None
 ) -> GenerationOptions:
-    """Takes the fields that all routes share; the arguments are what each route names in its own way.
+    """Build the options from the parsed fields of a body.
 
-    Raises ApiError 400 for what is malformed, 422 for what is out of range or not supported.
+    The other arguments are the values of fields that each route names in its own way. Raises ApiError 422 for fields
+    that contradict each other.
     """
-    fields.neutral(NEUTRAL)
-    stream = fields.boolean("stream", False)
-    most = default_max_tokens if max_tokens is None else max_tokens
-    options = GenerationOptions(
-        model=fields.required_text("model"),
-        n=fields.integer("n", 1, 1, MAX_N),
-        stream=stream,
-        stream_events=_stream_events(fields, stream),
-        include_usage=_include_usage(fields, stream),
-        return_token_ids=fields.boolean("return_token_ids", False),
-        max_tokens=most,
-        max_tokens_by_default=max_tokens is None,
-        min_tokens=fields.integer("min_tokens", 0, 0, most),
-        temperature=fields.number("temperature", 1.0, 0.0, 2.0),
-        top_p=fields.number("top_p", 1.0, 0.0, 1.0, above_low=True),
-        top_k=max(0, fields.integer("top_k", 0, -1, INT32_MAX)),
-        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, 10.0, above_low=True),
-        presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
-        frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-        seed=_seed(fields),
-        stop=fields.texts("stop", MAX_STOPS, MAX_STOP_CHARS),
-        stop_token_ids=fields.ids("stop_token_ids", MAX_STOP_TOKEN_IDS),
-        include_stop=fields.boolean("include_stop_str_in_output", False),
-        ignore_eos=fields.boolean("ignore_eos", False),
-        skip_special_tokens=fields.boolean("skip_special_tokens", True),
-        logit_bias=fields.biases("logit_bias", MAX_LOGIT_BIAS),
-        logprobs=logprobs,
-        response_format=fields.object("response_format"),
-        regex=fields.text("regex", MAX_PATTERN_CHARS),
-        choice=fields.texts("choice", MAX_CHOICES, MAX_STOP_CHARS),
-        grammar=fields.text("grammar", MAX_PATTERN_CHARS),
-        priority=fields.integer("priority", 0, -MAX_PRIORITY, MAX_PRIORITY),
-        session_id=_name(fields, "session_id"),
-        cache_salt=_name(fields, "cache_salt"),
-    )
+    length = default_max_tokens if max_tokens is None else max_tokens
+    if values["min_tokens"] > length:
+        raise unsupported(f"{{param}} must be between 0 and {length}, not {values['min_tokens']}", "min_tokens")
+    for name in ("stream_format", "stream_options"):
+        if values.get(name) is not None and not values["stream"]:
+            raise unsupported("{param} needs 'stream': true", name)
+    own = {
+        "max_tokens": length,
+        "max_tokens_by_default": max_tokens is None,
+        "logprobs": logprobs,
+        "stream_events": values.get("stream_format") is not None,
+        "include_usage": (values["stream_options"] or {}).get("include_usage", False),
+        "include_stop": values["include_stop_str_in_output"],
+        "sampling": _sampling_params(values, length),
+    }
+    shared = {name: values[name] for name in _SAME_NAME if name in values and name not in own}
+    options = GenerationOptions(**shared, **own)
     _check_events(options)
     if options.session_id and options.n > 1:
-        raise refused_with_session("n")
+        raise rejected_with_session("n")
     return options
 
 
-def optional_integer(fields: FieldReader, name: str, low: int, high: int) -> int | None:
-    """An integer in bounds, or None where the field is absent or null."""
-    value = fields.integer(name, low - 1, low, high)
-    return None if value < low else value
-
-
-def _name(fields: FieldReader, field: str) -> str:
-    value = fields.text(field, MAX_NAME_BYTES) or ""
-    if (size := len(value.encode())) > MAX_NAME_BYTES:
-        raise unsupported(f"{field!r} has {size} bytes in UTF-8, at most {MAX_NAME_BYTES}", field)
-    return value
-
-
-def _seed(fields: FieldReader) -> int | None:
-    return optional_integer(fields, "seed", 0, MAX_SEED)
-
-
-def _stream_events(fields: FieldReader, stream: bool) -> bool:
-    value = fields.take("stream_format")
-    if value is None:
-        return False
-    if not isinstance(value, str):
-        raise wrong_type("stream_format", "a string", value)
-    if value != "events":
-        raise unsupported(f"'stream_format' must be 'events' or absent, not {value[:40]!r}", "stream_format")
-    if not stream:
-        raise unsupported("'stream_format' needs 'stream': true", "stream_format")
-    return True
+def _sampling_params(values: Mapping[str, Any], max_tokens: int) -> SamplingParams:
+    numbers = {field.name: values[field.name] for field in SAMPLING_FIELDS}
+    numbers["top_k"] = max(numbers["top_k"], 0)
+    return SamplingParams(max_tokens, min_tokens=values["min_tokens"], ignore_eos=values["ignore_eos"], **numbers)
 
 
 def _check_events(options: GenerationOptions) -> None:
-    """An event for a token has room for its text and id alone, and says of no choice which one it is."""
+    """Reject what an event of a token, which has only its text and id, has no room for."""
     if not options.stream_events:
         return
-    beside = {
+    rejected = {
         "n": options.n > 1,
         "logprobs": options.logprobs is not None,
         "return_token_ids": options.return_token_ids,
     }
-    for name, given in beside.items():
-        if given:
-            raise refused_with_events(name)
+    for name, is_given in rejected.items():
+        if is_given:
+            raise rejected_with_events(name)
 
 
-def refused_with_events(name: str) -> ApiError:
-    """422 for a field that a stream of events has no place for."""
-    return unsupported(f"{name!r} cannot be combined with 'stream_format': \"events\"; leave one of them out", name)
+def rejected_with_events(name: str) -> ApiError:
+    """Return the 422 for a field that cannot be combined with a stream of events."""
+    return unsupported("{param} cannot be combined with 'stream_format': \"events\"; leave one of them out", name)
 
 
-def refused_with_session(name: str) -> ApiError:
-    """422 for a field that asks for more than the one sequence that a turn of a session is."""
-    return unsupported(f"'session_id' takes one sequence at a time; {name!r} asks for more", name)
-
-
-def _include_usage(fields: FieldReader, stream: bool) -> bool:
-    options = fields.take("stream_options")
-    if options is None:
-        return False
-    if not isinstance(options, dict):
-        raise wrong_type("stream_options", "an object", options)
-    if not stream:
-        raise unsupported("'stream_options' needs 'stream': true", "stream_options")
-    inner = FieldReader({name: Raw(msgspec.json.encode(value)) for name, value in options.items()})
-    # Padding against guesses from the lengths of encrypted chunks: the output itself does not change.
-    inner.boolean("include_obfuscation", False)
-    include = inner.boolean("include_usage", False)
-    inner.finish()
-    return include
+def rejected_with_session(name: str) -> ApiError:
+    """Return the 422 for a field that asks for more than the one sequence of a session's turn."""
+    return unsupported("'session_id' takes one sequence at a time; {param} asks for more", name)

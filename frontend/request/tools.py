@@ -1,37 +1,42 @@
-"""The fields `tools`, `tool_choice` and `parallel_tool_calls`."""
+"""Tools of a request: the fields `tools`, `tool_choice` and `parallel_tool_calls`."""
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from tandem.frontend.errors import malformed, unsupported
-from tandem.frontend.request.fields import FieldReader
+from tandem.frontend.request.fields import Field
+from tandem.frontend.request.kinds import Boolean, Typed
+from tandem.frontend.request.schema import array, nullable, of_type
 
 MAX_TOOLS = 512
 MAX_NAME_CHARS = 64
 
+ToolName = Annotated[str, Meta(extra_json_schema={"pattern": "^[a-zA-Z0-9_.-]+$", "maxLength": MAX_NAME_CHARS})]
+"""A function's name as `/openapi.json` describes it; `checked_tools` checks it, with an error that names its path."""
+
 
 class Tool(Struct, frozen=True):
-    """A function that the model may call."""
+    """A function that the model may call, validated."""
 
     name: str
     parameters: dict[str, Any] | None
-    """JSON schema of the arguments; None where nothing is said of them."""
+    """JSON Schema of the arguments; None if the request gives none."""
     strict: bool
-    shown: dict[str, Any]
-    """What the chat template gets."""
+    template_form: dict[str, Any]
+    """The tool as the chat template gets it."""
 
 
 class ToolChoice(Struct, frozen=True):
-    """What may or must be called. `name` is the one function that must be, with mode "required"."""
+    """Mode of calling tools; with mode "required", `name` may be the one function that must be called."""
 
     mode: Literal["none", "auto", "required"] = "none"
     name: str | None = None
 
 
 class ToolUse(Struct, frozen=True):
-    """The tools of a request, of those allowed by the choice, and how they may be called."""
+    """The tools of a request that its choice allows, and how they may be called."""
 
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = ToolChoice()
@@ -39,21 +44,26 @@ class ToolUse(Struct, frozen=True):
 
     @property
     def active(self) -> bool:
-        """Whether the output may hold calls."""
+        """True if the output may contain calls."""
         return self.choice.mode != "none"
 
+    @property
+    def template_tools(self) -> tuple[dict[str, Any], ...]:
+        """The tools as the chat template gets them."""
+        return tuple(tool.template_form for tool in self.tools) if self.active else ()
 
-class Function(Struct, forbid_unknown_fields=True):
-    """A function as requests describe it."""
 
-    name: str
+class FunctionSpec(Struct, forbid_unknown_fields=True):
+    """A function as a request describes it."""
+
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Wanted(Struct, frozen=True):
-    """What `tool_choice` asks for: a mode, one function by its name, or a mode with some functions alone."""
+class RequestedChoice(Struct, frozen=True):
+    """The content of `tool_choice`: a mode, one function by its name, or a mode with some of the functions."""
 
     mode: Literal["none", "auto", "required"]
     name: str | None = None
@@ -62,7 +72,7 @@ class Wanted(Struct, frozen=True):
 
 class _Tool(Struct, forbid_unknown_fields=True):
     type: Literal["function"]
-    function: Function
+    function: FunctionSpec
 
 
 class _Named(Struct, forbid_unknown_fields=True):
@@ -90,78 +100,90 @@ class _AllowedChoice(Struct, tag_field="type", tag="allowed_tools", forbid_unkno
 _Choice = Literal["none", "auto", "required"] | _NamedChoice | _AllowedChoice
 
 
-def read_tool_use(fields: FieldReader) -> ToolUse:
-    """Takes the three fields. Raises ApiError 400 for another shape, 422 for what is not supported."""
-    found: list[_Tool] = fields.shaped("tools", list[_Tool]) or []
+PARALLEL_FIELD = Field("parallel_tool_calls", Boolean(True), "Allow several calls in one answer.")
+TOOL_FIELDS = (
+    Field(
+        "tools", Typed(list[_Tool], nullable(array(of_type(_Tool), MAX_TOOLS))), "Functions that the model may call."
+    ),
+    Field("tool_choice", Typed(_Choice), "Which functions may or must be called."),
+    PARALLEL_FIELD,
+)
+
+
+def chat_tool_use(values: Mapping[str, Any]) -> ToolUse:
+    """Build the tool use from the parsed fields of a chat. Raises ApiError 400, 422."""
+    found: list[_Tool] = values["tools"] or []
     tools = checked_tools([tool.function for tool in found], "function.name")
-    choice = fields.shaped("tool_choice", _Choice)
-    return tool_use(tools, _wanted(choice), fields.boolean("parallel_tool_calls", True))
+    return tool_use(tools, _requested(values["tool_choice"]), values["parallel_tool_calls"])
 
 
-def _wanted(choice: Any) -> Wanted | None:
+def _requested(choice: Any) -> RequestedChoice | None:
     match choice:
         case None:
             return None
         case _NamedChoice(function=function):
-            return Wanted("required", name=function.name)
+            return RequestedChoice("required", name=function.name)
         case _AllowedChoice(allowed_tools=allowed):
-            return Wanted(allowed.mode, allowed=tuple(tool.function.name for tool in allowed.tools))
+            return RequestedChoice(allowed.mode, allowed=tuple(tool.function.name for tool in allowed.tools))
         case mode:
-            return Wanted(mode)
+            return RequestedChoice(mode)
 
 
-def tool_use(tools: tuple[Tool, ...], wanted: Wanted | None, parallel: bool) -> ToolUse:
-    """Raises ApiError 422 where a call is wanted of a tool that is not there."""
+def tool_use(tools: tuple[Tool, ...], choice: RequestedChoice | None, parallel: bool) -> ToolUse:
+    """Combine tools with the choice among them. Raises ApiError 400, 422 for a choice of a tool that is missing."""
     if not tools:
-        if wanted is not None and wanted not in (Wanted("none"), Wanted("auto")):
-            raise unsupported("'tool_choice' asks for a call, but there are no 'tools'", "tool_choice")
+        if choice is not None and choice not in (RequestedChoice("none"), RequestedChoice("auto")):
+            raise unsupported("{param} requires a call, but there are no 'tools'; give some", "tool_choice")
         return ToolUse(parallel=parallel)
-    wanted = wanted or Wanted("auto")
+    choice = choice or RequestedChoice("auto")
     known = {tool.name for tool in tools}
-    if wanted.name is not None:
-        _check_known([wanted.name], known)
-    if wanted.allowed is not None:
-        _check_known(wanted.allowed, known)
-        tools = tuple(tool for tool in tools if tool.name in wanted.allowed)
-    return ToolUse(tools, ToolChoice(wanted.mode, wanted.name), parallel)
+    if choice.name is not None:
+        _check_known([choice.name], known)
+    if choice.allowed is not None:
+        _check_known(choice.allowed, known)
+        tools = tuple(tool for tool in tools if tool.name in choice.allowed)
+    return ToolUse(tools, ToolChoice(choice.mode, choice.name), parallel)
 
 
-def checked_tools(functions: Sequence[Function], place_of_name: str) -> tuple[Tool, ...]:
-    """`place_of_name` is where in each of `tools` its name stands. Raises ApiError 422 for what no tool can be."""
+def checked_tools(functions: Sequence[FunctionSpec], name_path: str) -> tuple[Tool, ...]:
+    """Validate the functions of `tools`. Raises ApiError 422 with the path of an invalid name.
+
+    `name_path` is the path of the name within an element of `tools`.
+    """
     if len(functions) > MAX_TOOLS:
-        raise unsupported(f"'tools' takes at most {MAX_TOOLS} tools, not {len(functions)}", "tools")
+        raise unsupported(f"{{param}} takes at most {MAX_TOOLS} tools, not {len(functions)}", "tools")
     names: set[str] = set()
     for index, function in enumerate(functions):
-        name, place = function.name, f"tools[{index}].{place_of_name}"
+        name, path = function.name, f"tools[{index}].{name_path}"
         if not _is_name(name):
             raise unsupported(
-                f"{place!r} must have 1 to {MAX_NAME_CHARS} letters, digits, '_', '-' or '.', not {name[:80]!r}", place
+                f"{{param}} must have 1 to {MAX_NAME_CHARS} letters, digits, '_', '-' or '.', not {name[:80]!r}", path
             )
         if name in names:
-            raise unsupported(f"{place!r}: there are two tools named {name!r}", place)
+            raise unsupported(f"{{param}}: two tools are named {name!r}; give each its own name", path)
         names.add(name)
     return tuple(_tool(function) for function in functions)
 
 
-def _tool(function: Function) -> Tool:
-    shown: dict[str, Any] = {"name": function.name}
+def _tool(function: FunctionSpec) -> Tool:
+    described: dict[str, Any] = {"name": function.name}
     if function.description is not None:
-        shown["description"] = function.description
+        described["description"] = function.description
     if function.parameters is not None:
-        shown["parameters"] = function.parameters
-    return Tool(function.name, function.parameters, bool(function.strict), {"type": "function", "function": shown})
+        described["parameters"] = function.parameters
+    return Tool(function.name, function.parameters, bool(function.strict), {"type": "function", "function": described})
 
 
 def _is_name(name: str) -> bool:
-    return 1 <= len(name) <= MAX_NAME_CHARS and name.isascii() and name.translate(_OTHERS).isalnum()
+    return 1 <= len(name) <= MAX_NAME_CHARS and name.isascii() and name.translate(_PUNCTUATION).isalnum()
 
 
-_OTHERS = str.maketrans("_.-", "aaa")
+_PUNCTUATION = str.maketrans("_.-", "aaa")
 
 
 def _check_known(names: Sequence[str], known: set[str]) -> None:
     if not names:
-        raise malformed("'tool_choice' allows no tool; name at least one", "tool_choice")
+        raise malformed("{param} allows no tool; name at least one", "tool_choice")
     for name in names:
         if name not in known:
-            raise unsupported(f"'tool_choice' names {name[:80]!r}, which is not among 'tools'", "tool_choice")
+            raise unsupported(f"{{param}} names {name[:80]!r}, which is not among 'tools'", "tool_choice")

@@ -8,7 +8,8 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
-from tandem.frontend.api.openapi import Schema, error_response
+from tandem.frontend.api.openapi import error_response
+from tandem.frontend.request.schema import Schema
 from tandem.protocol.events import ModelFacts
 
 _EVERYWHERE = {

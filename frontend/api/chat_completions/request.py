@@ -1,33 +1,49 @@
 """The body of `POST /v1/chat/completions`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
 
 from tandem.frontend.errors import unsupported
-from tandem.frontend.request.conversation import CONVERSATION_NAMES, Conversation, read_conversation
-from tandem.frontend.request.fields import BodyFormat, FieldReader
+from tandem.frontend.request.conversation import MESSAGES_FIELD, RENDERING_FIELDS, Conversation, conversation
+from tandem.frontend.request.fields import BodyFormat, Field
+from tandem.frontend.request.kinds import Boolean, Integer, Unsupported
 from tandem.frontend.request.options import (
     INT32_MAX,
-    MAX_TOP_LOGPROBS,
-    OPTION_NAMES,
+    OPTION_FIELDS,
     GenerationOptions,
-    optional_integer,
-    read_options,
-    refused_with_events,
+    generation_options,
+    rejected_with_events,
 )
-from tandem.frontend.request.tools import ToolUse, read_tool_use
+from tandem.frontend.request.tools import ToolUse, chat_tool_use
+from tandem.protocol.params import MAX_TOP_LOGPROBS
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "moderation": (),
-    "functions": (),
-    "function_call": (),
-}
+BODY = BodyFormat(
+    (
+        *OPTION_FIELDS,
+        MESSAGES_FIELD,
+        *RENDERING_FIELDS,
+        Field(
+            "max_tokens", Integer(1, INT32_MAX), "The old name of `max_completion_tokens`.", extra={"deprecated": True}
+        ),
+        Field(
+            "max_completion_tokens",
+            Integer(1, INT32_MAX),
+            "By default as many as there is room for, at most the server's --default-max-tokens.",
+        ),
+        Field("logprobs", Boolean(), "Return the log-probability of each token."),
+        Field("top_logprobs", Integer(0, MAX_TOP_LOGPROBS), "Number of alternatives reported with each token."),
+        Field("modalities", Unsupported((["text"],))),
+        Field("audio", Unsupported()),
+        Field("prediction", Unsupported()),
+        Field("verbosity", Unsupported(("medium",))),
+        Field("web_search_options", Unsupported()),
+        Field("moderation", Unsupported()),
+        Field("functions", Unsupported()),
+        Field("function_call", Unsupported()),
+    )
+)
 
 
 class ChatRequest(Struct, frozen=True):
@@ -38,35 +54,30 @@ class ChatRequest(Struct, frozen=True):
     tool_use: ToolUse
 
 
-_BODY = BodyFormat((*OPTION_NAMES, *CONVERSATION_NAMES, *_NEUTRAL, "max_completion_tokens", "logprobs", "top_logprobs"))
-
-
 def parse_chat(body: bytes, default_max_tokens: int) -> ChatRequest:
-    """Raises ApiError 400 for what is malformed, 422 for what is out of range or not supported."""
-    fields = FieldReader(_BODY.split(body))
-    fields.neutral(_NEUTRAL)
-    options = read_options(fields, _max_tokens(fields), default_max_tokens, _logprobs(fields))
-    tool_use = read_tool_use(fields)
+    """Parse a body. Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported."""
+    values = BODY.read(body)
+    options = generation_options(values, _max_tokens(values), default_max_tokens, _logprobs(values))
+    tool_use = chat_tool_use(values)
     if options.stream_events and tool_use.active:
-        raise refused_with_events("tools")
-    conversation = read_conversation(fields, tool_use)
-    fields.finish()
-    return ChatRequest(options, conversation, tool_use)
+        raise rejected_with_events("tools")
+    return ChatRequest(options, conversation(values, tool_use), tool_use)
 
 
-def _max_tokens(fields: FieldReader) -> int | None:
-    old = optional_integer(fields, "max_tokens", 1, INT32_MAX)
-    new = optional_integer(fields, "max_completion_tokens", 1, INT32_MAX)
+def _max_tokens(values: Mapping[str, Any]) -> int | None:
+    old: int | None = values["max_tokens"]
+    new: int | None = values["max_completion_tokens"]
     if old is not None and new is not None and old != new:
         raise unsupported(
-            f"'max_tokens' ({old}) is the old name of 'max_completion_tokens' ({new}); give one", "max_tokens"
+            f"{{param}} ({old}) is the old name of {{other}} ({new}); give only one",
+            "max_tokens",
+            "max_completion_tokens",
         )
     return old if new is None else new
 
 
-def _logprobs(fields: FieldReader) -> int | None:
-    wanted = fields.boolean("logprobs", False)
-    top = optional_integer(fields, "top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if top and not wanted:
-        raise unsupported("'top_logprobs' needs 'logprobs': true", "top_logprobs")
-    return top or 0 if wanted else None
+def _logprobs(values: Mapping[str, Any]) -> int | None:
+    top: int = values["top_logprobs"] or 0
+    if top and not values["logprobs"]:
+        raise unsupported("{param} needs 'logprobs': true", "top_logprobs")
+    return top if values["logprobs"] else None

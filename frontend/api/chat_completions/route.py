@@ -6,11 +6,11 @@ from time import monotonic
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tandem.frontend.api.chat_completions.request import parse_chat
+from tandem.frontend.api.chat_completions.request import BODY, parse_chat
 from tandem.frontend.api.chat_completions.response import ChatFormatter
 from tandem.frontend.api.formatter import EventFormatter
 from tandem.frontend.api.generation_response import GenerationResponse
-from tandem.frontend.api.openapi import CHAT, generates
+from tandem.frontend.api.openapi import generates
 from tandem.frontend.api.service import Service
 from tandem.frontend.generation.generation import Generation
 
@@ -20,7 +20,7 @@ def chat_router(service: Service) -> APIRouter:
     router = APIRouter()
     parse = partial(parse_chat, default_max_tokens=service.config.chat.default_max_tokens)
 
-    @router.post("/v1/chat/completions", openapi_extra=generates(CHAT))
+    @router.post("/v1/chat/completions", openapi_extra=generates(BODY.schema()))
     async def chat_completions(request: Request) -> Response:
         """Continue a conversation."""
         arrived = monotonic()

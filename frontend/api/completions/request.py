@@ -1,29 +1,41 @@
 """The body of `POST /v1/completions`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct, structs
 
 from tandem.frontend.errors import unsupported
-from tandem.frontend.request.fields import BodyFormat, FieldReader
+from tandem.frontend.request.fields import BodyFormat, Field
+from tandem.frontend.request.kinds import Boolean, Integer, Parsed, Unsupported
 from tandem.frontend.request.options import (
-    COMPLETION_MAX_TOKENS,
     INT32_MAX,
     MAX_N,
-    MAX_TOP_LOGPROBS,
-    OPTION_NAMES,
+    OPTION_FIELDS,
     GenerationOptions,
-    optional_integer,
-    read_options,
-    refused_with_events,
-    refused_with_session,
+    generation_options,
+    rejected_with_events,
+    rejected_with_session,
 )
-from tandem.frontend.request.prompts import Prompt, parse_prompts
+from tandem.frontend.request.prompts import PROMPTS, Prompt, parse_prompts
+from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 MAX_SEQUENCES = 256
 """Most prompts times choices of one request."""
+DEFAULT_MAX_TOKENS = 16
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"suffix": ("",), "add_special_tokens": (True,)}
+BODY = BodyFormat(
+    (
+        *OPTION_FIELDS,
+        Field("prompt", Parsed(parse_prompts, PROMPTS), "The prompts to continue.", required=True),
+        Field("max_tokens", Integer(0, INT32_MAX), "Most tokens of a choice.", extra={"default": DEFAULT_MAX_TOKENS}),
+        Field("logprobs", Integer(0, MAX_TOP_LOGPROBS), "Number of alternatives reported with each token."),
+        Field("best_of", Integer(1, MAX_N), "Number of choices of which the best `n` are returned."),
+        Field("echo", Boolean(), "Repeat the prompt ahead of each choice."),
+        Field("suffix", Unsupported(("",))),
+        Field("add_special_tokens", Unsupported((True,))),
+    )
+)
 
 
 class CompletionRequest(Struct, frozen=True):
@@ -34,45 +46,46 @@ class CompletionRequest(Struct, frozen=True):
     echo: bool
 
 
-# Names of the request that no body may have are refused in the end, as nobody takes them.
-_BODY = BodyFormat((*OPTION_NAMES, *_NEUTRAL, "prompt", "echo", "best_of"))
-
-
 def parse_completion(body: bytes) -> CompletionRequest:
-    """Raises ApiError 400 for what is malformed, 422 for what is out of range or not supported."""
-    fields = FieldReader(_BODY.split(body))
-    fields.neutral(_NEUTRAL)
-    echo = fields.boolean("echo", False)
-    # Without echo there would be nothing to answer with.
-    max_tokens = optional_integer(fields, "max_tokens", 0 if echo else 1, INT32_MAX)
-    logprobs = optional_integer(fields, "logprobs", 0, MAX_TOP_LOGPROBS)
-    options = read_options(fields, max_tokens, COMPLETION_MAX_TOKENS, logprobs)
-    options = _best_of(fields, structs.replace(options, prompt_logprobs=logprobs if echo else None))
-    prompts = parse_prompts(fields.raw("prompt"))
-    if (wanted := options.n * len(prompts)) > MAX_SEQUENCES:
-        name = "n" if options.keep is None else "best_of"
-        raise unsupported(f"{name!r} times the number of prompts is {wanted}, at most {MAX_SEQUENCES}", name)
-    if options.stream_events and (echo or wanted > 1):
-        raise refused_with_events("echo" if echo else "prompt")
-    if options.session_id and wanted > 1:
-        raise refused_with_session("best_of" if options.n > 1 else "prompt")
-    if options.session_id and options.max_tokens == 0 and options.prompt_logprobs is None:
-        raise unsupported(
-            "'session_id' keeps what is computed for a prompt, and with 'echo' and 'max_tokens' 0 nothing is; ask for "
-            "'logprobs' or raise 'max_tokens', or leave 'session_id' out",
-            "session_id",
-        )
-    fields.finish()
+    """Parse a body. Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported."""
+    values = BODY.read(body)
+    echo, max_tokens, logprobs = values["echo"], values["max_tokens"], values["logprobs"]
+    if max_tokens == 0 and not echo:
+        raise unsupported(f"{{param}} must be between 1 and {INT32_MAX} without 'echo', not 0", "max_tokens")
+    options = generation_options(values, max_tokens, DEFAULT_MAX_TOKENS, logprobs)
+    options = _best_of(values, structs.replace(options, prompt_logprobs=logprobs if echo else None))
+    prompts = values["prompt"]
+    _check_sequences(options, echo, options.n * len(prompts))
     return CompletionRequest(options, prompts, echo)
 
 
-def _best_of(fields: FieldReader, options: GenerationOptions) -> GenerationOptions:
-    """The options with as many choices as are to be generated, and how many of them are shown."""
-    best_of = fields.integer("best_of", options.n, 1, MAX_N)
-    if best_of == options.n:
+def _check_sequences(options: GenerationOptions, echo: bool, num_sequences: int) -> None:
+    if num_sequences > MAX_SEQUENCES:
+        name = "n" if options.num_returned is None else "best_of"
+        raise unsupported(
+            f"{{param}} times the number of prompts is {num_sequences}; at most {MAX_SEQUENCES} are allowed", name
+        )
+    if options.stream_events and (echo or num_sequences > 1):
+        raise rejected_with_events("echo" if echo else "prompt")
+    if options.session_id and num_sequences > 1:
+        raise rejected_with_session("best_of" if options.n > 1 else "prompt")
+    if options.session_id and options.max_tokens == 0 and options.prompt_logprobs is None:
+        raise unsupported(
+            "{param} keeps what is computed for a prompt, and with 'echo' and 'max_tokens' 0 nothing is; ask for "
+            "'logprobs', raise 'max_tokens', or leave 'session_id' out",
+            "session_id",
+        )
+
+
+def _best_of(values: Mapping[str, Any], options: GenerationOptions) -> GenerationOptions:
+    """Set the number of choices that are generated, and the number of them that is returned."""
+    best_of = values["best_of"]
+    if best_of is None or best_of == options.n:
         return options
     if best_of < options.n:
-        raise unsupported(f"'best_of' ({best_of}) must be at least 'n' ({options.n})", "best_of")
+        raise unsupported(f"{{param}} ({best_of}) must be at least 'n' ({options.n})", "best_of")
     if options.stream:
-        raise unsupported("'best_of' cannot be streamed: all choices have to end first; leave 'stream' out", "best_of")
-    return structs.replace(options, n=best_of, keep=options.n)
+        raise unsupported(
+            "{param} cannot be streamed, since all choices have to end first; leave 'stream' out", "best_of"
+        )
+    return structs.replace(options, n=best_of, num_returned=options.n)

@@ -52,8 +52,8 @@ class CompletionFormatter:
 
     def whole(self, choices: Sequence[ChoiceDelta], usage: Usage) -> bytes:
         options = self._admitted.options
-        if options.keep is not None:
-            choices = keep_best(choices, options.n, options.keep)
+        if options.num_returned is not None:
+            choices = keep_best(choices, options.n, options.num_returned)
         shown = [self._choice(index, piece) for index, piece in enumerate(choices)]
         return _encode({**msgspec.structs.asdict(self._reply), "choices": shown, "usage": usage})
 

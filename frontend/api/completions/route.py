@@ -5,11 +5,11 @@ from time import monotonic
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tandem.frontend.api.completions.request import parse_completion
+from tandem.frontend.api.completions.request import BODY, parse_completion
 from tandem.frontend.api.completions.response import CompletionFormatter
 from tandem.frontend.api.formatter import EventFormatter
 from tandem.frontend.api.generation_response import GenerationResponse
-from tandem.frontend.api.openapi import COMPLETION, generates
+from tandem.frontend.api.openapi import generates
 from tandem.frontend.api.service import Service
 from tandem.frontend.generation.generation import Generation
 
@@ -18,7 +18,7 @@ def completions_router(service: Service) -> APIRouter:
     """Build the route of `/v1/completions`."""
     router = APIRouter()
 
-    @router.post("/v1/completions", openapi_extra=generates(COMPLETION))
+    @router.post("/v1/completions", openapi_extra=generates(BODY.schema()))
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
         arrived = monotonic()

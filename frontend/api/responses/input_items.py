@@ -1,27 +1,27 @@
-"""The field `input` of `/v1/responses`: items of a conversation, as the messages that chat templates take."""
+"""The field `input` of `/v1/responses`: conversation items, converted to messages for chat templates."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, field
 
 from tandem.frontend.errors import malformed, unsupported
-from tandem.frontend.request.fields import decode_field, misshapen
 from tandem.frontend.request.messages import MAX_MESSAGES, MAX_PARTS, tool_call
+from tandem.frontend.request.schema import STRING, Schema, array, of_type
+from tandem.frontend.request.values import decode_typed
 
 _Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class _InputText(Struct, tag_field="type", tag="input_text", forbid_unknown_fields=True):
     text: str
-    prompt_cache_breakpoint: Raw = Raw()
+    prompt_cache_breakpoint: Raw = field(default_factory=Raw)
 
 
 class _OutputText(Struct, tag_field="type", tag="output_text", forbid_unknown_fields=True):
     text: str
-    annotations: Raw = Raw()
-    logprobs: Raw = Raw()
+    annotations: Raw = field(default_factory=Raw)
+    logprobs: Raw = field(default_factory=Raw)
 
 
 class _Refusal(Struct, tag_field="type", tag="refusal", forbid_unknown_fields=True):
@@ -32,7 +32,7 @@ class _Summary(Struct, tag_field="type", tag="summary_text", forbid_unknown_fiel
     text: str
 
 
-class _Thought(Struct, tag_field="type", tag="reasoning_text", forbid_unknown_fields=True):
+class _ReasoningText(Struct, tag_field="type", tag="reasoning_text", forbid_unknown_fields=True):
     text: str
 
 
@@ -70,18 +70,18 @@ class _Output(Struct, forbid_unknown_fields=True):
 class _Reasoning(Struct, forbid_unknown_fields=True):
     type: Literal["reasoning"]
     summary: list[_Summary] = []
-    content: list[_Thought] | None = None
+    content: list[_ReasoningText] | None = None
     encrypted_content: str | None = None
     id: str | None = None
     status: _Status | None = None
 
 
-class _Kind(Struct):
+class _ItemType(Struct):
     type: str = "message"
 
 
 _Item = _Message | _Call | _Output | _Reasoning
-_SHAPES: dict[str, type[_Item]] = {
+_ITEMS: dict[str, type[_Item]] = {
     "message": _Message,
     "function_call": _Call,
     "function_call_output": _Output,
@@ -89,82 +89,76 @@ _SHAPES: dict[str, type[_Item]] = {
 }
 
 
-def parse_input(raw: Raw | None, instructions: str | None) -> list[dict[str, Any]]:
-    """The messages, `instructions` ahead of them as the system's.
+INPUT: Schema = {"anyOf": [STRING, array({"anyOf": [of_type(item) for item in _ITEMS.values()]}, MAX_PARTS, 1)]}
 
-    A call belongs to the assistant's message before it, plain thoughts to the one after them; summaries and encrypted
-    thoughts say nothing to a model and are dropped. Raises ApiError 400 for another shape, 422 for what is not
-    supported; `param` is the place.
+
+def parse_input(raw: Raw) -> list[dict[str, Any]]:
+    """Parse the input as messages.
+
+    A call belongs to the assistant's message before it, reasoning to the one after it; summaries and encrypted
+    reasoning mean nothing to a model and are dropped. Raises ApiError 400 for a malformed item, 422 for one that is
+    not supported; `param` is the path of the fault.
     """
-    messages = [] if instructions is None else [{"role": "system", "content": instructions}]
-    given = _given(raw)
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    if not given:
-        raise malformed("'input' is an empty array; give at least one item", "input")
-    return messages + _messages([_item(data, index) for index, data in enumerate(given)])
+    found = _split(raw)
+    if isinstance(found, str):
+        return [{"role": "user", "content": found}]
+    if not found:
+        raise malformed("{param} is an empty array; give at least one item", "input")
+    return _messages([_item(data, index) for index, data in enumerate(found)])
 
 
-def _given(raw: Raw | None) -> str | list[Raw]:
-    data = b"" if raw is None else bytes(memoryview(raw))
-    if data in (b"", b"null"):
-        raise malformed("the field 'input' is required", "input")
+def _split(raw: Raw) -> str | list[Raw]:
+    data = bytes(memoryview(raw))
     if not data.startswith(b'"'):
         # In valid JSON these bytes are a key or a string of their own: quotes within a text have a backslash.
         for name, most in ((b'"role"', MAX_MESSAGES), (b'"type"', MAX_PARTS)):
             if (count := data.count(name)) > most:
-                raise unsupported(f"'input' takes at most {most} of {name.decode()}, not {count}", "input")
-    try:
-        given: str | list[Raw] = decode_field(data, "input", str | list[Raw])
-    except msgspec.ValidationError as error:
-        raise misshapen(error, "input") from None
-    if len(given) > MAX_PARTS and not isinstance(given, str):
-        raise unsupported(f"'input' takes at most {MAX_PARTS} items, not {len(given)}", "input")
-    return given
+                raise unsupported(f"{{param}} takes at most {most} of {name.decode()}, not {count}", "input")
+    found: str | list[Raw] = decode_typed(data, "input", str | list[Raw])
+    if len(found) > MAX_PARTS and not isinstance(found, str):
+        raise unsupported(f"{{param}} takes at most {MAX_PARTS} items, not {len(found)}", "input")
+    return found
 
 
 def _item(data: Raw, index: int) -> _Item:
-    place = f"input[{index}]"
-    try:
-        kind = decode_field(data, place, _Kind).type
-        if kind not in _SHAPES:
-            known = ", ".join(_SHAPES)
-            raise unsupported(
-                f"'{place}.type': {kind[:40]!r} is not supported; this server takes {known}", f"{place}.type"
-            )
-        item: _Item = decode_field(data, place, _SHAPES[kind])
-    except msgspec.ValidationError as error:
-        raise misshapen(error, place) from None
+    path = f"input[{index}]"
+    item_type = decode_typed(data, path, _ItemType).type
+    if item_type not in _ITEMS:
+        known = ", ".join(_ITEMS)
+        raise unsupported(
+            f"{{param}}: {item_type[:40]!r} is not supported; this server accepts {known}", f"{path}.type"
+        )
+    item: _Item = decode_typed(data, path, _ITEMS[item_type])
     return item
 
 
 def _messages(items: Sequence[_Item]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    thoughts: dict[str, Any] = {}
+    reasoning: dict[str, Any] = {}
     for item in items:
         match item:
             case _Reasoning():
                 text = _joined(item.content or [])
-                thoughts = {"reasoning_content": text} if text else {}
+                reasoning = {"reasoning_content": text} if text else {}
                 continue
             case _Message(role="assistant"):
-                messages.append({"role": "assistant", "content": _joined(item.content), **thoughts})
+                messages.append({"role": "assistant", "content": _joined(item.content), **reasoning})
             case _Message():
                 messages.append({"role": item.role, "content": _joined(item.content)})
             case _Output():
                 messages.append({"role": "tool", "content": _joined(item.output), "tool_call_id": item.call_id})
             case _Call():
-                if thoughts or not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", **thoughts})
+                if reasoning or not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", **reasoning})
                 call = tool_call(item.call_id, item.name, item.arguments)
                 messages[-1].setdefault("tool_calls", []).append(call)
-        thoughts = {}
-    if thoughts:
-        messages.append({"role": "assistant", **thoughts})
+        reasoning = {}
+    if reasoning:
+        messages.append({"role": "assistant", **reasoning})
     return messages
 
 
-def _joined(content: str | Sequence[_InputText | _OutputText | _Refusal | _Thought]) -> str:
+def _joined(content: str | Sequence[_InputText | _OutputText | _Refusal | _ReasoningText]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join([part.refusal if isinstance(part, _Refusal) else part.text for part in content])

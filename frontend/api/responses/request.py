@@ -1,52 +1,49 @@
 """The body of `POST /v1/responses`."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct, structs
+from msgspec import Meta, Raw, Struct, structs
 
-from tandem.frontend.api.responses.input_items import parse_input
+from tandem.frontend.api.responses.input_items import INPUT, parse_input
 from tandem.frontend.errors import unsupported
 from tandem.frontend.grammar.json_schema import SchemaError, check_schema
-from tandem.frontend.request.conversation import Conversation, check_reasoning_effort, read_template_kwargs
-from tandem.frontend.request.fields import BodyFormat, FieldReader, decode_field, misshapen, wrong_type
-from tandem.frontend.request.options import INT32_MAX, OPTION_NAMES, GenerationOptions, optional_integer, read_options
-from tandem.frontend.request.tools import Function, Tool, ToolUse, Wanted, checked_tools, tool_use
+from tandem.frontend.request.conversation import (
+    REASONING_EFFORT,
+    TEMPLATE_KWARGS_FIELD,
+    Conversation,
+    template_kwargs,
+)
+from tandem.frontend.request.fields import BodyFormat, Field
+from tandem.frontend.request.kinds import Integer, Parsed, String, Typed, Unsupported
+from tandem.frontend.request.options import INT32_MAX, OPTION_FIELDS, GenerationOptions, generation_options
+from tandem.frontend.request.schema import Schema, array, closed, constant, nullable, of_type
+from tandem.frontend.request.tools import (
+    MAX_TOOLS,
+    PARALLEL_FIELD,
+    FunctionSpec,
+    RequestedChoice,
+    Tool,
+    ToolUse,
+    checked_tools,
+    tool_use,
+)
+from tandem.frontend.request.values import decode_field, wrong_type
 
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "background_options": (),
-    "previous_response_id": (),
-    "conversation": (),
-    "prompt": (),
-    "truncation": ("disabled",),
-    "max_tool_calls": (),
-    "top_logprobs": (0,),
-    "context_management": (),
-    "moderation": (),
-    "access_programs": (),
-    "image": (),
-}
 
 INCLUDES = (
     "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
     "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )  # fmt: skip
-"""Values of `include` that change nothing: thoughts go out in the clear, and nothing else of these is ever there."""
+"""Values of `include` that change nothing: reasoning is returned unencrypted, and the other outputs never exist."""
 
 NOT_HERE = ("n", "response_format", "return_token_ids", "stream_format")
-"""Options that a response cannot have, or has under another name."""
-
-_NAMES = (
-    "input", "instructions", "max_output_tokens", "text", "tools", "tool_choice", "parallel_tool_calls", "reasoning",
-    "include", "chat_template_kwargs",
-)  # fmt: skip
-_BODY = BodyFormat((*(name for name in OPTION_NAMES if name not in NOT_HERE), *_NAMES, *_NEUTRAL))
+"""Shared options that a response lacks, or has under another name."""
 
 
 class ResponsesRequest(Struct, frozen=True):
@@ -56,7 +53,7 @@ class ResponsesRequest(Struct, frozen=True):
     conversation: Conversation
     tool_use: ToolUse
     settings: dict[str, Any]
-    """The fields of a response that say what it was asked with."""
+    """The fields of a response that repeat the settings of its request."""
 
 
 class _Plain(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -82,11 +79,11 @@ class _Text(Struct, forbid_unknown_fields=True):
 class _Reasoning(Struct, forbid_unknown_fields=True):
     effort: str | None = None
     summary: Literal["auto"] | None = None
-    """As much of a summary as there is, which is none."""
+    """Accepted and without effect: there are no summaries."""
     generate_summary: Literal["auto"] | None = None
 
 
-class _Tool(Function, tag_field="type", tag="function", forbid_unknown_fields=True):
+class _Tool(FunctionSpec, tag_field="type", tag="function", forbid_unknown_fields=True):
     pass
 
 
@@ -96,95 +93,137 @@ class _Named(Struct, tag_field="type", tag="function", forbid_unknown_fields=Tru
 
 class _Allowed(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
     mode: Literal["auto", "required"]
-    tools: list[_Named]
+    tools: Annotated[list[_Named], Meta(extra_json_schema={"minItems": 1})]
 
 
 _Choice = Literal["none", "auto", "required"] | _Named | _Allowed
 
 
+def _parse_instructions(raw: Raw) -> str:
+    """Parse the instructions, which may be as long as the input."""
+    value = decode_field(raw, "instructions")
+    if not isinstance(value, str):
+        raise wrong_type("instructions", "a string", value)
+    return value
+
+
+_REASONING: Schema = nullable(
+    closed(
+        {},
+        {
+            "effort": REASONING_EFFORT.schema(),
+            "summary": constant("auto"),
+            "generate_summary": constant("auto"),
+        },
+    )
+)
+_METADATA: Schema = nullable(
+    {
+        "type": "object",
+        "propertyNames": {"maxLength": MAX_METADATA_KEY},
+        "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE},
+        "maxProperties": MAX_METADATA,
+    }
+)
+_OWN_FIELDS = (
+    Field("input", Parsed(parse_input, INPUT), "The conversation so far.", required=True),
+    Field("instructions", Parsed(_parse_instructions, {"type": ["string", "null"]}), "A system message."),
+    Field(
+        "max_output_tokens",
+        Integer(1, INT32_MAX),
+        "By default as many as there is room for, at most the server's --default-max-tokens.",
+    ),
+    Field("text", Typed(_Text), "Constrain the output to JSON, or to a JSON Schema."),
+    Field(
+        "tools", Typed(list[_Tool], nullable(array(of_type(_Tool), MAX_TOOLS))), "Functions that the model may call."
+    ),
+    Field("tool_choice", Typed(_Choice), "Which functions may or must be called."),
+    PARALLEL_FIELD,
+    Field("reasoning", Typed(_Reasoning, _REASONING), "How much the model should reason before it answers."),
+    TEMPLATE_KWARGS_FIELD,
+    Field("include", Typed(list[str], nullable({"type": "array", "items": {"enum": [*INCLUDES]}}))),
+    Field("metadata", Typed(dict[str, str], _METADATA), "Repeated in the response."),
+    *(Field(name, String(), "Repeated in the response.") for name in ("prompt_cache_key", "safety_identifier", "user")),
+    Field("background", Unsupported((False,))),
+    Field("background_options", Unsupported()),
+    Field("previous_response_id", Unsupported()),
+    Field("conversation", Unsupported()),
+    Field("prompt", Unsupported()),
+    Field("truncation", Unsupported(("disabled",))),
+    Field("max_tool_calls", Unsupported()),
+    Field("top_logprobs", Unsupported((0,))),
+    Field("context_management", Unsupported()),
+    Field("moderation", Unsupported()),
+    Field("access_programs", Unsupported()),
+    Field("image", Unsupported()),
+)
+_OWN_NAMES = {field.name for field in _OWN_FIELDS}
+BODY = BodyFormat((*(field for field in OPTION_FIELDS if field.name not in {*NOT_HERE, *_OWN_NAMES}), *_OWN_FIELDS))
+
+
 def parse_responses(body: bytes, default_max_tokens: int) -> ResponsesRequest:
-    """Raises ApiError 400 for what is malformed, 422 for what is out of range or not supported."""
-    fields = FieldReader(_BODY.split(body))
-    fields.neutral(_NEUTRAL)
-    _check_include(fields)
-    most = optional_integer(fields, "max_output_tokens", 1, INT32_MAX)
-    options = read_options(fields, most, default_max_tokens, None)
-    text: _Text = fields.shaped("text", _Text) or _Text()
-    reasoning: _Reasoning = fields.shaped("reasoning", _Reasoning) or _Reasoning()
-    tools, choice = _tools(fields), fields.shaped("tool_choice", _Choice)
-    use = tool_use(tools, _wanted(choice), fields.boolean("parallel_tool_calls", True))
-    instructions = _instructions(fields)
+    """Parse a body. Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported."""
+    values = BODY.read(body)
+    _check_include(values["include"] or [])
+    options = generation_options(values, values["max_output_tokens"], default_max_tokens, None)
+    text: _Text = values["text"] or _Text()
+    reasoning: _Reasoning = values["reasoning"] or _Reasoning()
+    if reasoning.effort is not None:
+        REASONING_EFFORT.check("reasoning.effort", reasoning.effort)
+    tools = _tools(values["tools"] or [])
+    use = tool_use(tools, _requested(values["tool_choice"]), values["parallel_tool_calls"])
+    system = [] if values["instructions"] is None else [{"role": "system", "content": values["instructions"]}]
     conversation = Conversation(
-        messages=parse_input(fields.raw("input"), instructions),
-        tools=tuple(tool.shown for tool in use.tools) if use.active else (),
-        template_kwargs=read_template_kwargs(fields),
-        reasoning_effort=check_reasoning_effort(reasoning.effort, "reasoning.effort"),
+        messages=[*system, *values["input"]],
+        tools=use.template_tools,
+        template_kwargs=template_kwargs(values),
+        reasoning_effort=reasoning.effort,
     )
     settings = {
-        "instructions": instructions,
-        "max_output_tokens": most,
-        "metadata": _metadata(fields),
-        "parallel_tool_calls": use.parallel,
+        **{name: values[name] for name in _ECHOED},
+        "metadata": _checked_metadata(values["metadata"] or {}),
         "reasoning": {"effort": reasoning.effort, "summary": None},
         "text": {"format": msgspec.to_builtins(text.format or _Plain()), "verbosity": "medium"},
-        "tool_choice": msgspec.to_builtins(choice or "auto"),
+        "tool_choice": msgspec.to_builtins(values["tool_choice"] or "auto"),
         "tools": [_described(tool) for tool in tools],
-        **{name: _label(fields, name) for name in ("prompt_cache_key", "safety_identifier", "user")},
-        **{name: getattr(options, name) for name in _ECHOED},
         **_FIXED,
     }
-    fields.finish()
-    held = structs.replace(options, response_format=_response_format(text))
-    return ResponsesRequest(held, conversation, use, settings)
+    constrained = structs.replace(options, response_format=_response_format(text))
+    return ResponsesRequest(constrained, conversation, use, settings)
 
 
-_ECHOED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+_ECHOED = (
+    *("instructions", "max_output_tokens", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user"),
+    *("temperature", "top_p", "presence_penalty", "frequency_penalty"),
+)
+"""Fields that the response repeats as they were parsed."""
 _FIXED = {
     "background": False, "max_tool_calls": None, "previous_response_id": None, "service_tier": "default",
     "store": False, "top_logprobs": 0, "truncation": "disabled",
 }  # fmt: skip
 
 
-def _check_include(fields: FieldReader) -> None:
-    found: list[str] = fields.shaped("include", list[str]) or []
-    for index, name in enumerate(found):
+def _check_include(names: Sequence[str]) -> None:
+    for index, name in enumerate(names):
         if name not in INCLUDES:
-            place = f"include[{index}]"
-            raise unsupported(f"{place!r}: {name[:80]!r} is not supported", place)
+            raise unsupported(f"{{param}}: {name[:80]!r} is not supported", f"include[{index}]")
 
 
-def _instructions(fields: FieldReader) -> str | None:
-    """As long as the context takes, like the input."""
-    raw = fields.raw("instructions")
-    try:
-        return None if raw is None else decode_field(raw, "instructions", str | None)
-    except msgspec.ValidationError as error:
-        raise misshapen(error, "instructions") from None
-
-
-def _metadata(fields: FieldReader) -> dict[str, str]:
-    found: dict[str, str] = fields.shaped("metadata", dict[str, str]) or {}
-    if len(found) > MAX_METADATA:
-        raise unsupported(f"'metadata' takes at most {MAX_METADATA} pairs, not {len(found)}", "metadata")
-    for key, value in found.items():
+def _checked_metadata(metadata: dict[str, str]) -> dict[str, str]:
+    if len(metadata) > MAX_METADATA:
+        raise unsupported(f"{{param}} takes at most {MAX_METADATA} pairs, not {len(metadata)}", "metadata")
+    for key, value in metadata.items():
         if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
             raise unsupported(
-                f"'metadata' takes keys of at most {MAX_METADATA_KEY} characters and values of at most "
+                f"{{param}} takes keys of at most {MAX_METADATA_KEY} characters and values of at most "
                 f"{MAX_METADATA_VALUE}; the value of {key[:MAX_METADATA_KEY]!r} has {len(value)}, its key {len(key)}",
                 "metadata",
             )
-    return found
-
-
-def _label(fields: FieldReader, name: str) -> str | None:
-    value = fields.take(name)
-    if value is None or isinstance(value, str):
-        return value
-    raise wrong_type(name, "a string", value)
+    return metadata
 
 
 def _response_format(text: _Text) -> dict[str, Any] | None:
-    """The same in the shape of a chat."""
+    """Convert the format to the `response_format` of a chat."""
     match text.format:
         case None | _Plain():
             return None
@@ -194,13 +233,12 @@ def _response_format(text: _Text) -> dict[str, Any] | None:
             return {"type": "json_schema", "json_schema": structs.asdict(wanted)}
 
 
-def _tools(fields: FieldReader) -> tuple[Tool, ...]:
-    found: list[_Tool] = fields.shaped("tools", list[_Tool]) or []
-    return checked_tools([structs.replace(tool, strict=_strict(tool)) for tool in found], "name")
+def _tools(tools: Sequence[_Tool]) -> tuple[Tool, ...]:
+    return checked_tools([structs.replace(tool, strict=_strict(tool)) for tool in tools], "name")
 
 
 def _strict(tool: _Tool) -> bool:
-    """Without a word of it, arguments are held to their schema where that can be done."""
+    """Resolve `strict`: by default arguments are constrained to their schema if it is supported."""
     if tool.strict is not None or tool.parameters is None:
         return bool(tool.strict)
     try:
@@ -210,18 +248,18 @@ def _strict(tool: _Tool) -> bool:
     return True
 
 
-def _wanted(choice: Any) -> Wanted | None:
+def _requested(choice: Any) -> RequestedChoice | None:
     match choice:
         case None:
             return None
         case _Named(name=name):
-            return Wanted("required", name=name)
+            return RequestedChoice("required", name=name)
         case _Allowed(mode=mode, tools=tools):
-            return Wanted(mode, allowed=tuple(tool.name for tool in tools))
+            return RequestedChoice(mode, allowed=tuple(tool.name for tool in tools))
         case mode:
-            return Wanted(mode)
+            return RequestedChoice(mode)
 
 
 def _described(tool: Tool) -> dict[str, Any]:
-    shown = {"description": None, "parameters": None, **tool.shown["function"]}
-    return {"type": "function", **shown, "strict": tool.strict}
+    function = {"description": None, "parameters": None, **tool.template_form["function"]}
+    return {"type": "function", **function, "strict": tool.strict}

@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 from tandem.frontend.api.generation_response import GenerationResponse
 from tandem.frontend.api.openapi import generates
-from tandem.frontend.api.responses.openapi import RESPONSES
-from tandem.frontend.api.responses.request import parse_responses
+from tandem.frontend.api.responses.request import BODY, parse_responses
 from tandem.frontend.api.responses.response import ResponsesFormatter
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
@@ -24,7 +23,7 @@ _NAMES = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
 }
-"""What the fields of a chat are called here."""
+"""Field of a chat to field of this route."""
 
 
 def responses_router(service: Service) -> APIRouter:
@@ -32,7 +31,7 @@ def responses_router(service: Service) -> APIRouter:
     router = APIRouter()
     parse = partial(parse_responses, default_max_tokens=service.config.chat.default_max_tokens)
 
-    @router.post("/v1/responses", openapi_extra=generates(RESPONSES))
+    @router.post("/v1/responses", openapi_extra=generates(BODY.schema()))
     async def responses(request: Request) -> Response:
         """Continue a conversation; OpenAI's newer interface, without its stored state."""
         arrived = monotonic()
@@ -49,17 +48,8 @@ def responses_router(service: Service) -> APIRouter:
 
 @contextmanager
 def _own_names() -> Iterator[None]:
-    """Errors of a chat's admission name the fields as this route does."""
+    """Raise the errors of a chat's admission with the field names of this route."""
     try:
         yield
     except ApiError as error:
-        raise _renamed(error) from None
-
-
-def _renamed(error: ApiError) -> ApiError:
-    message, param = error.message, error.param
-    for chat, own in _NAMES.items():
-        message = message.replace(f"'{chat}", f"'{own}")
-        if param is not None and (param == chat or param.startswith(chat + ".")):
-            param = own + param.removeprefix(chat)
-    return ApiError(error.status, message, param, error.code)
+        raise error.renamed(_NAMES) from None

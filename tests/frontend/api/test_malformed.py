@@ -13,8 +13,9 @@ import httpx
 import pytest
 from msgspec import Struct, structs
 
-from tandem.frontend.api.openapi import CHAT, COMPLETION
-from tandem.frontend.api.responses.openapi import RESPONSES
+from tandem.frontend.api.chat_completions import request as chat_completions
+from tandem.frontend.api.completions import request as completions
+from tandem.frontend.api.responses import request as responses
 from tandem.frontend.api.tokenize import DETOKENIZE, TOKENIZE
 from tandem.frontend.config import ChatOptions, FrontendConfig
 from tests.fakes.engine import FakeEngine
@@ -31,9 +32,9 @@ GOOD: dict[str, dict[str, Any]] = {
     "/detokenize": {"model": "fake-model", "tokens": [5, 6]},
 }
 SCHEMAS = {
-    "/v1/completions": COMPLETION,
-    "/v1/chat/completions": CHAT,
-    "/v1/responses": RESPONSES,
+    "/v1/completions": completions.BODY.schema(),
+    "/v1/chat/completions": chat_completions.BODY.schema(),
+    "/v1/responses": responses.BODY.schema(),
     "/tokenize": TOKENIZE["anyOf"][0],
     "/detokenize": DETOKENIZE,
 }

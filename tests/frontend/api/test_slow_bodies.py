@@ -86,7 +86,7 @@ class Waiting:
         self._answers: list[httpx.Response] = []
         self._thread = threading.Thread(target=self._send)
         self._thread.start()
-        until(lambda: server.server._service.grammars._asking, "its grammar is asked for")
+        until(lambda: server.server._service.grammars._compiling, "its grammar is asked for")
         assert len(server.server._service.pending) == 1
 
     def _send(self) -> None:

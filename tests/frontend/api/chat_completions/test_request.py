@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
-from tandem.frontend.api.chat_completions.request import ChatRequest, parse_chat
-from tandem.frontend.api.openapi import CHAT, COMPLETION
+from tandem.frontend.api.chat_completions.request import BODY, ChatRequest, parse_chat
+from tandem.frontend.api.completions import request as completions
 from tandem.frontend.errors import ApiError
-from tandem.frontend.request.conversation import CONVERSATION_NAMES
+from tandem.frontend.request.conversation import MESSAGES_FIELD, RENDERING_FIELDS
 from tandem.frontend.request.messages import MAX_MESSAGES, MAX_PARTS
-from tandem.frontend.request.options import OPTION_NAMES
+from tandem.frontend.request.options import OPTION_FIELDS
 from tandem.frontend.request.tools import MAX_TOOLS, Tool, ToolChoice
 from tests.support.refusals import check_taken_or_refused_by_name, refusal
 
@@ -24,7 +24,7 @@ LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 ADD = {"type": "function", "function": {"name": "add"}}
 NAMED = {"type": "function", "function": {"name": "look"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
-VALIDATOR = jsonschema.Draft202012Validator(CHAT)
+VALIDATOR = jsonschema.Draft202012Validator(BODY.schema())
 
 
 def parse(**fields: Any) -> ChatRequest:
@@ -180,7 +180,7 @@ def test_what_is_wrong_with_a_message_has_its_place(message: Any, status: int, p
 
 def test_media_are_refused_in_plain_words() -> None:
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-    assert "'image_url' is not supported; this server takes text alone" in refused(messages=[image]).message
+    assert "'image_url' is not supported; this server accepts only text" in refused(messages=[image]).message
 
 
 def test_the_number_of_parts_is_bounded_before_they_are_built() -> None:
@@ -269,9 +269,9 @@ def test_the_extensions_about_templates() -> None:
 
 
 def test_the_description_is_a_schema() -> None:
-    for schema in (CHAT, COMPLETION):
+    for schema in (BODY.schema(), completions.BODY.schema()):
         jsonschema.Draft202012Validator.check_schema(schema)
-    assert {"model", "prompt", "echo", "n"} < set(COMPLETION["properties"])
+    assert {"model", "prompt", "echo", "n"} < set(completions.BODY.schema()["properties"])
 
 
 def test_every_field_of_the_official_client_is_known() -> None:
@@ -292,7 +292,8 @@ json_values = st.recursive(
     ),
     max_leaves=6,
 )
-names = st.sampled_from([*OPTION_NAMES, *CONVERSATION_NAMES, "max_completion_tokens", "top_logprobs", "other"])
+FIELDS = (*OPTION_FIELDS, MESSAGES_FIELD, *RENDERING_FIELDS)
+names = st.sampled_from([*(field.name for field in FIELDS), "max_completion_tokens", "top_logprobs", "other"])
 
 
 @given(st.dictionaries(names, json_values, max_size=4))

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from tandem.frontend.api.completions.request import CompletionRequest, parse_completion
 from tandem.frontend.errors import ApiError
-from tandem.frontend.request import fields as common
-from tandem.frontend.request.fields import MAX_FIELD_BYTES
-from tandem.frontend.request.options import MAX_STOP_CHARS, MAX_STOPS, OPTION_NAMES
+from tandem.frontend.request import kinds
+from tandem.frontend.request.kinds import MAX_FIELD_BYTES
+from tandem.frontend.request.options import MAX_STOP_CHARS, MAX_STOPS, OPTION_FIELDS
+from tandem.protocol.params import SamplingParams
 from tests.support.refusals import check_taken_or_refused_by_name, refusal
 
 BASE = {"model": "m", "prompt": "p"}
@@ -137,8 +138,8 @@ def test_only_a_prompt_may_be_large() -> None:
 
 def test_nothing_is_built_of_what_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
-    decode = common.decode_field
-    monkeypatch.setattr(common, "decode_field", lambda raw, name: built.append(name) or decode(raw, name))
+    decode = kinds.decode_field
+    monkeypatch.setattr(kinds, "decode_field", lambda raw, name: built.append(name) or decode(raw, name))
     parse(metadata=[{}] * 1000, n=1)
     assert "n" in built
     assert "metadata" not in built
@@ -164,7 +165,8 @@ def test_best_of_may_repeat_n() -> None:
 
 def test_defaults_are_those_of_openai() -> None:
     options = parse().options
-    assert (options.max_tokens, options.n, options.temperature, options.top_p) == (16, 1, 1.0, 1.0)
+    assert (options.max_tokens, options.n, options.sampling) == (16, 1, SamplingParams(16))
+    assert (options.sampling.temperature, options.sampling.top_p) == (1.0, 1.0)
     assert (options.seed, options.stop, options.stream, parse().echo) == (None, (), False, False)
 
 
@@ -173,7 +175,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-names = st.sampled_from([*OPTION_NAMES, "prompt", "echo", "suffix", "other"])
+names = st.sampled_from([*(field.name for field in OPTION_FIELDS), "prompt", "echo", "suffix", "other"])
 
 
 @given(st.dictionaries(names, json_values, max_size=4))

@@ -8,8 +8,7 @@ import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
 from tandem.frontend.api.responses.input_items import parse_input
-from tandem.frontend.api.responses.openapi import RESPONSES
-from tandem.frontend.api.responses.request import INCLUDES, NOT_HERE, ResponsesRequest, parse_responses
+from tandem.frontend.api.responses.request import BODY, INCLUDES, NOT_HERE, ResponsesRequest, parse_responses
 from tandem.frontend.errors import ApiError
 from tandem.frontend.request.tools import ToolChoice
 from tests.support.refusals import refusal
@@ -18,7 +17,8 @@ BASE: dict[str, Any] = {"model": "m", "input": "hi"}
 SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}, "additionalProperties": False}
 LOOK = {"type": "function", "name": "look", "parameters": SCHEMA}
 ADD = {"type": "function", "name": "add", "strict": False}
-VALIDATOR = jsonschema.Draft202012Validator(RESPONSES)
+SCHEMA_OF_BODY = BODY.schema()
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA_OF_BODY)
 
 
 def parse(**fields: Any) -> ResponsesRequest:
@@ -88,9 +88,9 @@ def test_what_is_not_supported_is_refused_by_name(name: str, value: Any, status:
 
 
 def test_the_schema_describes_what_is_taken() -> None:
-    jsonschema.Draft202012Validator.check_schema(RESPONSES)
-    assert set(BASE) == set(RESPONSES["required"])
-    assert not set(NOT_HERE) & set(RESPONSES["properties"])
+    jsonschema.Draft202012Validator.check_schema(SCHEMA_OF_BODY)
+    assert set(BASE) == set(SCHEMA_OF_BODY["required"])
+    assert not set(NOT_HERE) & set(SCHEMA_OF_BODY["properties"])
     wrong: list[dict[str, Any]] = [
         {"n": 1}, {"store": True}, {"tools": [{"type": "web_search"}]}, {"input": []}, {"include": ["x"]},
     ]  # fmt: skip
@@ -235,7 +235,7 @@ def test_input_is_refused_with_its_place(given: Any, status: int, param: str) ->
 def test_input_is_counted_before_it_is_built() -> None:
     for items, many in (([{"role": "user", "content": "x"}], 9000), ([0], 20_000)):
         with pytest.raises(ApiError, match="takes at most"):
-            parse_input(msgspec.Raw(msgspec.json.encode(items * many)), None)
+            parse_input(msgspec.Raw(msgspec.json.encode(items * many)))
 
 
 def test_scheduling_fields() -> None:

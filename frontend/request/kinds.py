@@ -1,0 +1,348 @@
+"""Kinds of values that a request field can hold: each parses its JSON and describes it as a schema."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from tandem.frontend.errors import malformed, unsupported
+from tandem.frontend.request.schema import ANY, BOOLEAN, ID, Schema, array, constant, nullable, of_type
+from tandem.frontend.request.values import decode_field, decode_typed, type_name, wrong_type
+
+MAX_FIELD_BYTES = 256 * 1024
+"""Most JSON of one field of ordinary size: more than any value within bounds needs, and decoded quickly."""
+MAX_BIAS = 100.0
+"""Largest absolute bias of a token."""
+_MAX_ID_DIGITS = 10
+
+
+class Kind(Struct, frozen=True):
+    """Base of all kinds.
+
+    An absent field and a null both mean the default. A wrong JSON type is ApiError 400, a value that is out of range
+    or not supported 422; both name the field.
+    """
+
+    @property
+    def absent(self) -> Any:
+        """The value of a field that is absent or null."""
+        return None
+
+    @property
+    def flag_type(self) -> type | None:
+        """The type of a command-line flag for this value, or None if no flag can give it."""
+        return None
+
+    def read(self, name: str, raw: Raw) -> Any:
+        """Parse the JSON of a field. Raises ApiError 400 or 422."""
+        value = decode_field(sized(name, raw), name)
+        return self.absent if value is None else self.check(name, value)
+
+    def check(self, name: str, value: Any) -> Any:
+        """Return the value that a decoded one stands for. Raises ApiError 400 or 422."""
+        raise NotImplementedError
+
+    def schema(self) -> Schema:
+        """Describe the accepted values as a JSON Schema."""
+        raise NotImplementedError
+
+
+class Integer(Kind, frozen=True):
+    """An integer within bounds, both inclusive."""
+
+    minimum: int
+    maximum: int
+    default: int | None = None
+
+    @property
+    def absent(self) -> int | None:
+        return self.default
+
+    @property
+    def flag_type(self) -> type:
+        return int
+
+    def check(self, name: str, value: Any) -> int:
+        # JSON has one kind of number, and some clients write 16 as 16.0.
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if type(value) is not int:
+            raise wrong_type(name, "an integer", value)
+        if not self.minimum <= value <= self.maximum:
+            raise unsupported(f"{{param}} must be between {self.minimum} and {self.maximum}, not {value}", name)
+        return value
+
+    def schema(self) -> Schema:
+        default = {} if self.default is None else {"default": self.default}
+        return {"type": ["integer", "null"], "minimum": self.minimum, "maximum": self.maximum, **default}
+
+
+class Number(Kind, frozen=True):
+    """A finite number within bounds; with `above_minimum` the minimum itself is excluded."""
+
+    minimum: float
+    maximum: float
+    default: float
+    above_minimum: bool = False
+
+    @property
+    def absent(self) -> float:
+        return self.default
+
+    @property
+    def flag_type(self) -> type:
+        return float
+
+    def check(self, name: str, value: Any) -> float:
+        if type(value) not in (int, float):
+            raise wrong_type(name, "a number", value)
+        low, high = self.minimum, self.maximum
+        if not low <= value <= high or (self.above_minimum and value == low) or not math.isfinite(value):
+            bounds = f"above {low:g} and at most {high:g}" if self.above_minimum else f"between {low:g} and {high:g}"
+            raise unsupported(f"{{param}} must be {bounds}, not {value}", name)
+        return float(value)
+
+    def schema(self) -> Schema:
+        lowest = "exclusiveMinimum" if self.above_minimum else "minimum"
+        return {
+            "type": ["number", "null"],
+            lowest: _as_written(self.minimum),
+            "maximum": _as_written(self.maximum),
+            "default": _as_written(self.default),
+        }
+
+
+class Boolean(Kind, frozen=True):
+    """A boolean."""
+
+    default: bool | None = False
+
+    @property
+    def absent(self) -> bool | None:
+        return self.default
+
+    def check(self, name: str, value: Any) -> bool:
+        if type(value) is not bool:
+            raise wrong_type(name, "a boolean", value)
+        return value
+
+    def schema(self) -> Schema:
+        return BOOLEAN
+
+
+class String(Kind, frozen=True):
+    """A string of any content, or of 1 to `max_chars` characters and at most `max_bytes` bytes of UTF-8."""
+
+    max_chars: int | None = None
+    max_bytes: int | None = None
+    default: str | None = None
+
+    @property
+    def absent(self) -> str | None:
+        return self.default
+
+    @property
+    def flag_type(self) -> type:
+        return str
+
+    def check(self, name: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise wrong_type(name, "a string", value)
+        if self.max_chars is not None and not 1 <= len(value) <= self.max_chars:
+            raise unsupported(f"{{param}} must have 1 to {self.max_chars} characters, not {len(value)}", name)
+        if self.max_bytes is not None and (size := len(value.encode())) > self.max_bytes:
+            raise unsupported(f"{{param}} has {size} bytes in UTF-8; at most {self.max_bytes} are allowed", name)
+        return value
+
+    def schema(self) -> Schema:
+        found: Schema = {"type": ["string", "null"]}
+        return found if self.max_chars is None else {**found, "minLength": 1, "maxLength": self.max_chars}
+
+
+class OneOf(Kind, frozen=True):
+    """One of a few strings."""
+
+    values: tuple[str, ...]
+
+    def check(self, name: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise wrong_type(name, "a string", value)
+        if value not in self.values:
+            known = ", ".join(repr(known) for known in self.values)
+            raise unsupported(f"{{param}} must be one of {known}, not {value[:40]!r}", name)
+        return value
+
+    def schema(self) -> Schema:
+        return constant(*self.values)
+
+
+class Strings(Kind, frozen=True):
+    """A string, or an array of at most `max_items`, each of 1 to `max_chars` characters; a tuple once parsed."""
+
+    max_items: int
+    max_chars: int
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        return ()
+
+    def check(self, name: str, value: Any) -> tuple[str, ...]:
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list):
+            raise wrong_type(name, "a string or an array of strings", value)
+        _check_items(name, "a string or an array of strings", values, str)
+        if len(values) > self.max_items:
+            raise unsupported(f"{{param}} takes at most {self.max_items} strings, not {len(values)}", name)
+        for item in values:
+            if not 1 <= len(item) <= self.max_chars:
+                raise unsupported(
+                    f"a string in {{param}} must have 1 to {self.max_chars} characters, not {len(item)}", name
+                )
+        return tuple(values)
+
+    def schema(self) -> Schema:
+        item = {"type": "string", "minLength": 1, "maxLength": self.max_chars}
+        return nullable(item, array(item, self.max_items))
+
+
+class TokenIds(Kind, frozen=True):
+    """An array of at most `max_items` token ids; a tuple once parsed."""
+
+    max_items: int
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        return ()
+
+    def check(self, name: str, value: Any) -> tuple[int, ...]:
+        if not isinstance(value, list):
+            raise wrong_type(name, "an array of token ids", value)
+        _check_items(name, "an array of token ids", value, int)
+        if len(value) > self.max_items:
+            raise unsupported(f"{{param}} takes at most {self.max_items} ids, not {len(value)}", name)
+        return tuple(value)
+
+    def schema(self) -> Schema:
+        return nullable(array(ID, self.max_items))
+
+
+class TokenBiases(Kind, frozen=True):
+    """An object from at most `max_items` token ids to biases between -MAX_BIAS and MAX_BIAS."""
+
+    max_items: int
+
+    @property
+    def absent(self) -> dict[int, float]:
+        return {}
+
+    def check(self, name: str, value: Any) -> dict[int, float]:
+        if not isinstance(value, dict):
+            raise wrong_type(name, "an object", value)
+        if len(value) > self.max_items:
+            raise unsupported(f"{{param}} takes at most {self.max_items} tokens, not {len(value)}", name)
+        biases: dict[int, float] = {}
+        for key, bias in value.items():
+            if not (key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS):
+                raise unsupported(f"the keys of {{param}} must be token ids, not {key[:40]!r}", name)
+            if type(bias) not in (int, float):
+                raise malformed(f"the values of {{param}} must be numbers, not {type_name(bias)}", name)
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                bounds = f"between {-MAX_BIAS:g} and {MAX_BIAS:g}"
+                raise unsupported(f"the values of {{param}} must be {bounds}, not {bias}", name)
+            biases[int(key)] = float(bias)
+        return biases
+
+    def schema(self) -> Schema:
+        bias = {"type": "number", "minimum": _as_written(-MAX_BIAS), "maximum": _as_written(MAX_BIAS)}
+        return nullable(
+            {
+                "type": "object",
+                "propertyNames": {"pattern": f"^[0-9]{{1,{_MAX_ID_DIGITS}}}$"},
+                "additionalProperties": bias,
+                "maxProperties": self.max_items,
+            }
+        )
+
+
+class JsonObject(Kind, frozen=True):
+    """An object whose content the consumer checks; `content` describes it."""
+
+    content: Schema | None = None
+
+    def check(self, name: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise wrong_type(name, "an object", value)
+        return value
+
+    def schema(self) -> Schema:
+        return {"type": ["object", "null"]} if self.content is None else self.content
+
+
+class Typed(Kind, frozen=True):
+    """A value of a msgspec type; `content` describes it where bounds are checked beyond the type."""
+
+    shape: Any
+    content: Schema | None = None
+
+    def read(self, name: str, raw: Raw) -> Any:
+        return decode_typed(sized(name, raw), name, self.shape | None)
+
+    def schema(self) -> Schema:
+        return of_type(self.shape | None) if self.content is None else self.content
+
+
+class Parsed(Kind, frozen=True):
+    """A value that a function parses from JSON of any size; `content` describes it."""
+
+    parse: Callable[[Raw], Any]
+    content: Schema
+
+    def read(self, name: str, raw: Raw) -> Any:
+        return None if bytes(memoryview(raw)[:4]) == b"null" else self.parse(raw)
+
+    def schema(self) -> Schema:
+        return self.content
+
+
+class Unsupported(Kind, frozen=True):
+    """A field that is not supported, and the values besides null that change nothing and are accepted."""
+
+    accepted: tuple[Any, ...] = ()
+
+    def check(self, name: str, value: Any) -> None:
+        if not any(type(value) is type(known) and value == known for known in self.accepted):
+            values = ", ".join(["null", *(msgspec.json.encode(known).decode() for known in self.accepted)])
+            raise unsupported(f"{{param}} is not supported; only {values} is accepted", name)
+
+    def schema(self) -> Schema:
+        return constant(*self.accepted)
+
+
+class Ignored(Kind, frozen=True):
+    """A field that cannot change the output: checked to be JSON, and never decoded."""
+
+    def read(self, name: str, raw: Raw) -> None:
+        return None
+
+    def schema(self) -> Schema:
+        return ANY
+
+
+def sized(name: str, raw: Raw) -> Raw:
+    """Return the JSON of a field of ordinary size. Raises ApiError 422 for more than MAX_FIELD_BYTES."""
+    if (size := len(memoryview(raw))) > MAX_FIELD_BYTES:
+        raise unsupported(f"{{param}} has {size} bytes of JSON; at most {MAX_FIELD_BYTES} are allowed", name)
+    return raw
+
+
+def _check_items(name: str, expected: str, values: Sequence[object], item_type: type) -> None:
+    for index, item in enumerate(values):
+        if type(item) is not item_type:
+            raise malformed(f"{{param}} must be {expected}; its element {index} is {type_name(item)}", name)
+
+
+def _as_written(number: float) -> float:
+    """Return an integral number as an integer, which JSON writes without a fraction."""
+    return int(number) if float(number).is_integer() else number
