@@ -1,11 +1,9 @@
-"""The flags of an engine core: declared once, read by its own process and passed on by the supervisor.
-
-`None` means "decided by the engine from the device and the model".
-"""
+"""The flags of an engine core, declared once for its own process and for the supervisor that passes them on."""
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from msgspec import Struct, structs
 
@@ -22,7 +20,10 @@ Batching = Literal["continuous", "static"]
 
 
 class EngineOptions(Struct, frozen=True):
-    """What a person may set of an engine core; `tandem.engine_core.config` resolves it into an `EngineConfig`."""
+    """The settings of an engine core that users may give; `tandem.engine_core.config` resolves them.
+
+    None leaves a setting to the engine, which chooses it by the device and the model.
+    """
 
     model: str | None = None
     served_model_name: str | None = None
@@ -52,48 +53,42 @@ class EngineOptions(Struct, frozen=True):
 
 
 _HELP: dict[str, str] = {
-    "model": "Hugging Face folder (config.json, safetensors, tokenizer.json); default: the model shipped inside",
-    "served_model_name": "name that clients use; default: the folder's name",
-    "device": "where the model runs; auto takes cuda if there is one",
-    "dtype": "of weights and KV; auto is float32 on a CPU and the checkpoint's own on cuda",
-    "pipeline": "two steps in flight (on) or one (off); default: on for cuda, off for cpu, where a forward blocks",
-    "max_rows": "sequences decoded at once; default: 256 on cuda, 32 on cpu",
-    "max_len": "positions of one sequence, prompt and output; default: what the model allows",
-    "max_step_tokens": "positions computed in one step; default: 2048 on cuda, 128 on cpu, or as --prefill-chunk needs",
-    "prefill_chunk": "most prompt positions of one sequence in a step in which others decode; off: prompts are "
-    "computed whole; default: 256 or --max-step-tokens, whichever is less, or off under --batching static",
-    "max_prefill_chunks_per_step": "prompts that one step takes part of; with --prefill-chunk it bounds the whole "
-    "step; default: as many as fit",
-    "policy": "who is served first in a step; under priority also who is admitted first",
-    "batching": "continuous admits whenever there is room; static runs each batch to its end first",
-    "prefix_cache": "share the KV of equal prompt beginnings; default: on, unless --page-size is max or --batching is "
-    "static",
-    "session_ttl": "seconds for which an idle session keeps its KV; default: 600",
-    "max_sessions": "sessions at a time; default: 256, or 0 without the prefix cache",
-    "page_size": "positions of one KV page, a power of two; max: one contiguous region a sequence, of --max-len or the "
-    "next power of two; default: 16",
-    "kv_tokens": "positions in the KV pool; default: from the memory",
-    "kv_memory": "memory of the KV pool instead, in bytes or like 4GiB or 512MiB",
-    "gpu_memory": "cuda: share of the device's memory for this engine in all, weights included; the KV pool gets what "
-    "a full step and the graphs leave of it; default: 0.9",
-    "kv_dtype": "of keys and values; auto is the model's, fp8 (e4m3) halves a 16-bit pool at the cost of some accuracy",
-    "max_waiting": "requests that may queue in the engine before it refuses with 503",
-    "threads": "torch threads on a cpu; default: cores - 1",
-    "load_format": "auto reads the folder's safetensors; dummy takes random weights of the shape of its config.json",
-    "graph_rows": "cuda: decode steps of up to so many rows are replayed from CUDA graphs, a list like 1,2,4,8; "
-    "'off' for none; default: up to 256",
-    "graph_tokens": "cuda: so do steps with up to so many positions of prompts, a list like 128,512,2048; 'off' for "
-    "none; default: up to 8192",
-}
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "device": ("auto", "cpu", "cuda"),
-    "dtype": ("auto", "bfloat16", "float16", "float32"),
-    "pipeline": ("on", "off"),
-    "load_format": ("auto", "dummy"),
-    "kv_dtype": ("auto", "fp8"),
-    "policy": POLICIES,
-    "batching": ("continuous", "static"),
-    "prefix_cache": ("on", "off"),
+    "model": "Hugging Face directory with config.json, safetensors and tokenizer.json (default: the model shipped "
+    "with Tandem)",
+    "served_model_name": "name by which clients select the model (default: the directory's name)",
+    "device": "device that runs the model; auto is cuda if available",
+    "dtype": "data type of weights and KV; auto is float32 on a CPU and the checkpoint's own on cuda",
+    "pipeline": "keep two steps in flight (on) or one (off) (default: on for cuda, off for cpu, where forwards block)",
+    "max_rows": "maximum number of sequences decoded at once (default: 256 on cuda, 32 on cpu)",
+    "max_len": "maximum number of positions of one sequence, prompt and output (default: what the model allows)",
+    "max_step_tokens": "maximum number of positions computed in one step (default: 2048 on cuda, 128 on cpu, or what "
+    "--prefill-chunk needs)",
+    "prefill_chunk": "maximum number of prompt positions of one sequence in a step in which others decode; off "
+    "computes prompts whole (default: 256 or --max-step-tokens, whichever is less; off under --batching static)",
+    "max_prefill_chunks_per_step": "maximum number of prompts that one step computes a part of; with --prefill-chunk "
+    "it bounds the whole step (default: as many as fit)",
+    "policy": "order in which sequences are scheduled in a step; under priority also the order of admission",
+    "batching": "continuous admits requests whenever there is room; static runs each batch to its end first",
+    "prefix_cache": "share the KV of equal prompt prefixes (default: on, unless --page-size is max or --batching is "
+    "static)",
+    "session_ttl": "seconds for which an idle session keeps its KV (default: 600)",
+    "max_sessions": "maximum number of sessions (default: 256, or 0 without the prefix cache)",
+    "page_size": "positions of one KV page, a power of two; max gives each sequence one contiguous region of --max-len "
+    "positions, rounded up to a power of two (default: 16)",
+    "kv_tokens": "number of positions in the KV pool (default: as many as the memory allows)",
+    "kv_memory": "memory of the KV pool, in bytes or like 4GiB or 512MiB, instead of --kv-tokens",
+    "gpu_memory": "cuda: share of the device's memory that this engine uses in total, including weights; the KV pool "
+    "gets what a full step and the graphs leave of it (default: 0.9)",
+    "kv_dtype": "data type of keys and values; auto is the model's, fp8 (e4m3) halves a 16-bit pool at some loss of "
+    "accuracy",
+    "max_waiting": "maximum number of requests that wait in the engine; further requests get a 503",
+    "threads": "number of torch threads on a cpu (default: cores - 1)",
+    "load_format": "auto reads the directory's safetensors; dummy generates random weights of the shapes in its "
+    "config.json",
+    "graph_rows": "cuda: row counts of decode steps that are captured in CUDA graphs, a list like 1,2,4,8, or 'off' "
+    "(default: up to 256)",
+    "graph_tokens": "cuda: prompt positions of mixed steps that are captured in CUDA graphs, a list like 128,512,2048, "
+    "or 'off' (default: up to 8192)",
 }
 _TEXT = {"model", "served_model_name", "graph_rows", "graph_tokens"}
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -119,7 +114,7 @@ def _byte_count(text: str) -> int:
     try:
         return round(float(text.removesuffix(unit)) * _UNITS[unit]) if unit else int(text)
     except (ValueError, OverflowError):
-        message = f"{text!r} is no number of bytes; write one like 1000000, 512MiB or 4GiB"
+        message = f"{text!r} is not a number of bytes; write one like 1000000, 512MiB or 4GiB"
         raise argparse.ArgumentTypeError(message) from None
 
 
@@ -137,27 +132,35 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _choices(hint: Any) -> tuple[str, ...] | None:
+    """Return the values of a field that is a Literal, or a Literal or None; None for any other type."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    literals = [part for part in parts if part is not type(None)]
+    return get_args(literals[0]) if len(literals) == 1 and get_origin(literals[0]) is Literal else None
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares every engine flag on a parser."""
+    """Add all engine flags to a parser."""
     group = parser.add_argument_group("engine core")
+    hints = get_type_hints(EngineOptions)
     for info in structs.fields(EngineOptions):
-        choices = _CHOICES.get(info.name)
+        choices = _choices(hints[info.name])
         group.add_argument(
             flag_name(info.name),
             default=info.default,
             choices=choices,
             type=str if choices or info.name in _TEXT else _PARSERS.get(info.name, int),
-            help=_HELP[info.name] + ("" if info.default is None else f" (default {info.default})"),
+            help=_HELP[info.name] + ("" if info.default is None else f" (default: {info.default})"),
         )
 
 
 def engine_options(arguments: argparse.Namespace) -> EngineOptions:
-    """The engine's part of parsed arguments."""
+    """Collect the engine's settings from parsed arguments."""
     return EngineOptions(**{name: getattr(arguments, name) for name in EngineOptions.__struct_fields__})
 
 
 def engine_argv(options: EngineOptions) -> Sequence[str]:
-    """The flags that make another process parse equal options."""
+    """Build the flags from which another process parses equal options."""
     argv: list[str] = []
     for name in EngineOptions.__struct_fields__:
         value = getattr(options, name)
