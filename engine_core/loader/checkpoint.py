@@ -51,7 +51,8 @@ class Checkpoint:
         if (directory / INDEX).is_file():
             return cls(directory, _shards(directory))
         raise ConfigError(
-            f"{directory} holds neither {SINGLE} nor {INDEX}; other formats are not supported, convert it to safetensors"
+            f"{directory} holds neither {SINGLE} nor {INDEX}; "
+            "other formats are not supported, convert it to safetensors"
         )
 
     def read(self, slots: Iterable[WeightSlot]) -> Iterator[tuple[WeightSlot, Tensor]]:

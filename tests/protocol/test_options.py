@@ -65,7 +65,7 @@ def test_defaults() -> None:
     assert engine_options(argparse.Namespace(**dict.fromkeys(EngineOptions.__struct_fields__))).max_rows is None
 
 
-BYTES = "no number of bytes; write one like 1000000, 512MiB or 4GiB"
+BYTES = "not a number of bytes; write one like 1000000, 512MiB or 4GiB"
 WRONG = [
     (["--no-such-flag"], "--no-such-flag"),
     (["--max-rows", "many"], "--max-rows: invalid int value: 'many'"),
