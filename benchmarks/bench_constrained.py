@@ -65,8 +65,7 @@ def measure_grammar(
             mask_builder.fill([(constraint, 0)], mask)
             masks.append(time.thread_time() - start)
             allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little"))
-            (taken,) = mask_builder.accept([(constraint, int(rng.choice(allowed)))])
-            assert taken, constraint.problem
+            assert constraint.accept(int(rng.choice(allowed))), constraint.problem
             if constraint.is_complete:
                 break
     return {

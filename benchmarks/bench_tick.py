@@ -27,13 +27,11 @@ from benchmarks.results import save
 from tandem.engine_core.constraints.compiler import GrammarCompiler
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
-from tandem.engine_core.contracts import DeviceTimes, Masks, StepLogprobs
-from tandem.engine_core.control import Control
+from tandem.engine_core.contracts import DeviceTimes, Masks, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.kv_cache.manager import CACHE, KVManager
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
-from tandem.engine_core.pipeline import PipelineState
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.sampling import MaskFiller
 from tandem.engine_core.runtime.staging import capacity, pack
@@ -41,7 +39,7 @@ from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
-from tandem.engine_core.stats import STAGES, StageClock, new_stats
+from tandem.engine_core.stats import STAGES, new_stats
 from tandem.engine_core.wire.mailbox import ZmqMailbox
 from tandem.engine_core.wire.wakeup import LoopWaker
 from tandem.protocol.codec import decode_event, encode, pack_ids, runs, step_output
@@ -75,11 +73,8 @@ class StagingRuntime:
         if masks:
             self.filler.fill([(constraint, place) for place, (_, constraint) in enumerate(masks)], self.masks)
 
-    def collect(self, slot: int) -> list[int]:
-        return [7] * self.rows[slot]
-
-    def logprobs(self, slot: int, plan: StepPlan) -> StepLogprobs:
-        raise AssertionError(f"nobody asked for the log-probabilities of step {plan.step_id}")
+    def collect(self, slot: int) -> StepResult:
+        return StepResult([1] * self.rows[slot], [7] * self.rows[slot])
 
     def synchronize(self) -> None:
         return None
@@ -110,16 +105,25 @@ def build(rows: int, cached_pages: int, router: Any, wakeup: LoopWaker) -> Engin
     stats = new_stats()
     threads = len(os.sched_getaffinity(0)) // 2
     mask_builder = MaskBuilder(LLExecutor(threads) if threads > 1 else None, [2], stats, time.monotonic)
-    scheduler = Scheduler(RowGate(rows), memory, SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096), mask_builder)
+    scheduler = Scheduler(RowGate(rows), memory, SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096))
     mailbox = ZmqMailbox(router, wakeup)
     grammars = Grammars(DEFAULT_MODEL / "tokenizer.json", VOCAB, (2,))
     compiler = GrammarCompiler(grammars.compile, ThreadPoolExecutor(1), mailbox.wake, stats, time.monotonic)
     facts = ModelFacts("bench", VOCAB, MAX_LEN, [2], "", "none", "none", 0)
     limits = Limits(rows, pages * PAGE_SIZE, PAGE_SIZE, STEP_TOKENS, 4096)
-    control = Control(scheduler, compiler, EPOCH, facts, limits, stats, time.monotonic)
-    stages = StageClock(stats.stage_seconds, time.thread_time)
-    runtime = StagingRuntime(rows, mask_builder)
-    return Engine(scheduler, PipelineState(), runtime, mailbox, control, compiler, stats, stages)
+    return Engine.assemble(
+        scheduler,
+        StagingRuntime(rows, mask_builder),
+        mailbox,
+        compiler,
+        depth=2,
+        epoch=EPOCH,
+        model=facts,
+        limits=limits,
+        stats=stats,
+        clock=time.monotonic,
+        stage_clock=time.thread_time,
+    )
 
 
 def read_everything(dealer: Any, stop: threading.Event) -> None:

@@ -1,6 +1,7 @@
 """The ports between the layers. `tests/fakes` implements each; a conformance test pins fake and real to these."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -20,11 +21,30 @@ class TokenDelta(Struct, frozen=True):
 
 
 class StepLogprobs(Struct, frozen=True):
-    """Log-probabilities of one step, in lines as of `TokenLogprobs` with `top` alternatives: one for each row that
-    samples, then one for each scored position (`ScheduledSequence.targets`), both in the plan's order."""
+    """Log-probabilities of one step, as packed records in the format of `TokenLogprobs` with `top` alternatives."""
 
     top: int
-    lines: bytes
+    records: bytes
+    """One record for each sampled token, then one for each scored position (`ScheduledSequence.targets`), both in the
+    plan's order."""
+
+
+class StepResult(Struct, frozen=True):
+    """Tokens that one step sampled: a run of zero or more for each row of its plan."""
+
+    counts: list[int]
+    """Number of tokens of each row, in the plan's order; 0 for a row that does not sample."""
+    tokens: list[int]
+    """The runs of all rows, concatenated in the plan's order: `sum(counts)` ids."""
+    logprobs: StepLogprobs | None = None
+    """Log-probabilities, or None if no row wanted any."""
+
+    def runs(self) -> Iterator[Sequence[int]]:
+        """Yield the tokens of each row, in the plan's order."""
+        if len(self.tokens) == len(self.counts) and 0 not in self.counts:
+            return zip(self.tokens)
+        ends = itertools.accumulate(self.counts)
+        return (self.tokens[end - count : end] for count, end in zip(self.counts, ends, strict=True))
 
 
 class Constraint(Protocol):
@@ -42,19 +62,17 @@ class Constraint(Protocol):
         """Whether a token only says that the output ends, and is none of its text."""
 
     def fast_forward_tokens(self) -> list[int]:
-        """Tokens that follow whatever is sampled, maybe none. Changes nothing."""
+        """Return the tokens that the grammar forces next, possibly none. Changes nothing."""
+
+    def accept(self, token: int) -> bool:
+        """Advance by one token; return False if the grammar rejects it or cannot be followed any further.
+
+        A constraint that has rejected a token has a `problem` from then on and accepts nothing more.
+        """
 
 
 Masks = Sequence[tuple[int, Constraint]]
 """The rows of a step, by their number in the device's tables, whose sampling is constrained, each with its own."""
-
-
-class ConstraintAdvancer(Protocol):
-    """Advances constraints."""
-
-    def accept(self, sampled: Sequence[tuple[Constraint, int]]) -> list[bool]:
-        """Advances each constraint by one token. False for one that does not allow its token, or that can tell no
-        more: it has a `problem` from then on, and accepts nothing."""
 
 
 class Compiler(Protocol):
@@ -91,10 +109,7 @@ class Runtime(Protocol):
     """
 
     def launch(self, slot: int, plan: StepPlan) -> None:
-        """Enqueues the forward pass of a step.
-
-        Raises RowError if one row cannot be staged: then nothing was enqueued. Any other exception is fatal.
-        """
+        """Enqueue the forward pass of a step. Any exception is fatal."""
 
     def sample(self, slot: int, masks: Masks | None) -> None:
         """Enqueues sampling of the launched step, and the copy of its tokens to the host.
@@ -103,11 +118,11 @@ class Runtime(Protocol):
         nothing yields id 0.
         """
 
-    def collect(self, slot: int) -> list[int]:
-        """Waits for the step's tokens: one a row of its plan, meaningless where the row does not sample."""
+    def collect(self, slot: int) -> StepResult:
+        """Wait for the results of the slot's step and return them; the slot is free for the next launch.
 
-    def logprobs(self, slot: int, plan: StepPlan) -> StepLogprobs:
-        """Of the step that was collected last from this slot, whose plan wanted them (`StepPlan.logprobs`)."""
+        The result holds log-probabilities if the plan asks for them (`StepPlan.logprobs`).
+        """
 
     def synchronize(self) -> None:
         """Waits until nothing is in flight. Never called on the launch path."""

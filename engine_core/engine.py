@@ -1,36 +1,36 @@
-"""The loop. Scheduler, pipeline and runtime never call each other: `Engine.tick` calls the three.
+"""The engine's loop: `Engine.tick` calls scheduler, pipeline and runtime, which never call each other.
 
 `pipeline.py` draws the timeline and lists the invariants I1 to I8. In steady decode the device always has one whole
 step queued behind the running one: the tick commits step t-1 and launches t+1 while t runs.
 """
 
 import logging
+from collections.abc import Callable
 
 from tandem.engine_core.contracts import Compiler, Mailbox, Runtime
 from tandem.engine_core.control import Control
-from tandem.engine_core.errors import FatalError, RowError
+from tandem.engine_core.errors import FatalError
 from tandem.engine_core.pipeline import PipelineState, Step
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.inspection import oldest_wait
-from tandem.engine_core.scheduler.scheduler import Scheduler
-from tandem.engine_core.sequence import Sequence
+from tandem.engine_core.scheduler.scheduler import Scheduler, SchedulerUpdates
 from tandem.engine_core.stats import StageClock, count_outcome
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import Failure
+from tandem.protocol.events import Failure, Limits, ModelFacts
 from tandem.protocol.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.25
-"""Longest sleep of an idle loop; a command wakes it at once, a stop signal within this."""
+"""Longest sleep of an idle loop in seconds. A command wakes it at once, a stop signal within this time."""
 RETRY_SECONDS = 0.005
-"""Sleep of an idle loop that still holds output for a frontend that does not read."""
+"""Sleep of an idle loop, in seconds, while it holds output for a frontend that does not read."""
 MAX_FINAL_FLUSHES = 200
 """Flushes tried, RETRY_SECONDS apart, before an engine exits with output unsent."""
 
 
 class Engine:
-    """One engine core. Everything it calls is handed in; `build.py` does the wiring."""
+    """One engine core. Owns no logic of its own but the order of calls; `startup` builds the parts."""
 
     def __init__(
         self,
@@ -52,10 +52,39 @@ class Engine:
         self.stats = stats
         self.stages = stages
         self.stopping = False
+        """Set from outside, for example by a signal handler, to end `run`."""
         self._steps = 0
 
+    @classmethod
+    def assemble(
+        cls,
+        scheduler: Scheduler,
+        runtime: Runtime,
+        mailbox: Mailbox,
+        compiler: Compiler,
+        *,
+        depth: int,
+        epoch: int,
+        model: ModelFacts,
+        limits: Limits,
+        stats: EngineStats,
+        clock: Callable[[], float],
+        stage_clock: Callable[[], float],
+    ) -> "Engine":
+        """Build an engine from the parts that differ between deployments, benchmarks and tests.
+
+        depth: steps in flight; epoch: what a Hello must name; clock: seconds, for queues and sessions; stage_clock:
+        seconds, for the time that each stage of the loop takes.
+        """
+        control = Control(scheduler, compiler, epoch, model, limits, stats, clock)
+        stages = StageClock(stats.stage_seconds, stage_clock)
+        return cls(scheduler, PipelineState(depth), runtime, mailbox, control, compiler, stats, stages)
+
     def run(self) -> None:
-        """Ticks until `stopping`. Raises FatalError, after every open request got its terminal event."""
+        """Tick until `stopping` is set.
+
+        Raises FatalError after any exception, once every open request got its terminal event.
+        """
         try:
             while not self.stopping:
                 if not self.tick():
@@ -68,10 +97,10 @@ class Engine:
         self._close(ErrorCode.SHUTTING_DOWN, "the engine is shutting down; retry on another replica or later")
 
     def tick(self) -> bool:
-        """One turn: sample what waited for its mask, commit, plan, launch. False if there was nothing to do.
+        """Run one turn: sample the step that waited for its mask, commit, plan, launch. Return False if idle.
 
-        A step with a constrained row is sampled a tick after its launch, once the step before has been committed:
-        what such a row may sample depends on that step's token. All other steps are sampled right behind their launch.
+        A step with a constrained row is sampled one tick after its launch, when the step before has been committed: the
+        mask of such a row depends on that step's token. All other steps are sampled right behind their launch.
         """
         self.stages.start()
         self._drain()
@@ -88,29 +117,30 @@ class Engine:
             self._launch(plan)
         elif self.pipeline.in_flight:
             self._commit_oldest()
-        if self.scheduler.ended or self.mailbox.backlog:
-            self._send()
-        self._gauge()
+        if self.scheduler.updates.ended or self.mailbox.backlog:
+            self._send(self.scheduler.take_updates())
+        self._update_gauges()
         return plan is not None or not idle
 
     def _drain(self) -> None:
-        refused = False
+        """Apply the commands that have arrived, and take the grammars that were compiled."""
+        rejected = False
         for client, command in self.mailbox.drain():
             answer = self.control.apply(client, command)
             if isinstance(answer, Failure):
                 self.mailbox.ended(client, answer)
-                refused = True
+                rejected = True
             elif answer is not None:
                 self.mailbox.reply(client, answer)
         if self.scheduler.compiling:
             for seq_id, result in self.compiler.finished():
                 self.scheduler.set_constraint(seq_id, result)
         self.stages.mark("drain")
-        if refused:
-            self._send()
+        if rejected:
+            self._send(self.scheduler.take_updates())
 
     def _plan(self) -> StepPlan | None:
-        """Admits what fits, then selects the next step."""
+        """Admit the sequences that fit, then select the next step."""
         now = self.stages.clock()
         self.scheduler.advance(now)
         while admitted := self.scheduler.admit_waiting():
@@ -118,37 +148,17 @@ class Engine:
                 if not seq.preemptions:
                     self.stats.queue_time.observe(now - seq.arrival)
                     self.stats.prompt_tokens += seq.prompt_len
-                if seq.constraint is not None:
-                    self._begin(seq)
         plan = self.scheduler.plan_step(self._steps + 1)
         self.stages.mark("plan")
         return plan
 
-    def _begin(self, seq: Sequence) -> None:
-        """Takes what the grammar of a sequence forces at its beginning, which may be all of it; the next flush sends
-        it."""
-        delta = self.scheduler.start(seq)
-        if delta.tokens:
-            self.stats.generation_tokens += len(delta.tokens)
-            self._tell_started()
-            self.mailbox.tokens(seq.client, delta)
-
-    def _tell_started(self) -> None:
-        for client, started in self.scheduler.take_started():
-            self.mailbox.started(client, started)
-
     def _launch(self, plan: StepPlan) -> None:
-        """Enqueues a step, and its sampling unless that has to wait for the step before (then the next tick does)."""
+        """Enqueue a step, and its sampling unless that has to wait for the step before (then the next tick does it)."""
         slot = self.pipeline.free_slot()
         assert slot is not None, f"planned without a free slot: {self.pipeline}"
-        try:
-            self.runtime.launch(slot, plan)
-        except RowError as error:
-            self.scheduler.fail(error.seq_id, error.code, error.message)
-            return
+        self.runtime.launch(slot, plan)
         step = self.pipeline.launch(plan)
         self.scheduler.on_launch(plan)
-        self._tell_started()
         self._steps = plan.step_id
         self.stats.steps_launched += 1
         self.stats.step_rows.observe(len(plan.rows))
@@ -157,31 +167,32 @@ class Engine:
             self._sample(step)
 
     def _sample(self, step: Step) -> None:
+        """Enqueue the sampling of a launched step."""
         masks = self.scheduler.masks(step.plan) if step.plan.needs_mask else None
         self.runtime.sample(step.slot, masks)
         self.pipeline.mark_sampled(step)
         self.stages.mark("sample")
 
     def _commit_oldest(self) -> None:
-        """Waits for the oldest step (I2), applies its tokens and sends them; then its slot is free (I6)."""
+        """Wait for the oldest step (I2), apply its tokens and send them; then its slot is free (I6)."""
         step = self.pipeline.begin_commit()
-        tokens = self.runtime.collect(step.slot)
-        wanted = step.plan.logprobs >= 0
-        logprobs = self.runtime.logprobs(step.slot, step.plan) if wanted else None
+        result = self.runtime.collect(step.slot)
         self.stages.mark("collect")
-        committed = self.scheduler.commit(step.plan, tokens, logprobs)
+        updates = self.scheduler.commit(step.plan, result)
         self.pipeline.finish_commit(step)
         self.stats.steps_committed += 1
-        self.stats.generation_tokens += committed.tokens
-        self.stats.zombie_rows += committed.zombies
-        for client, delta in committed.deltas.items():
-            self.mailbox.tokens(client, delta)
         self.stages.mark("commit")
-        self._send()
+        self._send(updates)
 
-    def _send(self) -> None:
-        """Sends what has been added since the last time, terminal events last."""
-        for seq in self.scheduler.take_ended():
+    def _send(self, updates: SchedulerUpdates) -> None:
+        """Send updates, and what could not be sent before: starts, tokens, terminal events last."""
+        self.stats.generation_tokens += updates.num_tokens
+        self.stats.zombie_rows += updates.num_zombies
+        for client, started in updates.started:
+            self.mailbox.started(client, started)
+        for client, delta in updates.deltas.items():
+            self.mailbox.tokens(client, delta)
+        for seq in updates.ended:
             assert seq.outcome is not None, f"ended without an outcome: {seq}"
             count_outcome(self.stats, seq.outcome)
             if seq.compiling:
@@ -189,12 +200,12 @@ class Engine:
             self.mailbox.ended(seq.client, seq.outcome)
         for client in self.mailbox.flush(self._steps):
             if self.control.forget(client):
-                logger.warning("frontend %s is gone; aborting what it had open", client.hex())
+                logger.warning("frontend %s is gone; aborting its open requests", client.hex())
                 self.scheduler.abort_client(client)
         self.stages.mark("send")
 
-    def _gauge(self) -> None:
-        """The gauges of the metrics, taken once a tick."""
+    def _update_gauges(self) -> None:
+        """Copy the state that metrics show as gauges into the stats, once a tick."""
         scheduler, stats = self.scheduler, self.stats
         memory = scheduler.memory
         stats.running = len(scheduler.running)
@@ -209,15 +220,15 @@ class Engine:
         stats.oldest_wait = oldest_wait(scheduler, self.stages.clock())
 
     def _close(self, code: ErrorCode, message: str) -> None:
-        """Ends everything that is open; the device is not touched again."""
+        """End every open request; the device is not touched again."""
         self.pipeline.abandon()
         self.scheduler.fail_all(code, message)
-        self._send()
+        self._send(self.scheduler.take_updates())
         self.compiler.close()
         for _ in range(MAX_FINAL_FLUSHES):
             if not self.mailbox.backlog:
                 return
             self.mailbox.drain()
             self.mailbox.wait(RETRY_SECONDS)
-            self._send()
+            self._send(self.scheduler.take_updates())
         logger.error("exiting with output that a frontend did not read")

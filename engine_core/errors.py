@@ -21,13 +21,5 @@ class RequestError(EngineError):
         self.message = message
 
 
-class RowError(RequestError):
-    """A row of a step failed before any GPU work was enqueued, so that the other rows are unharmed."""
-
-    def __init__(self, seq_id: int, code: ErrorCode, message: str) -> None:
-        super().__init__(code, message)
-        self.seq_id = seq_id
-
-
 class FatalError(EngineError):
     """Device state is unknown (a failed launch, a CUDA error): the process has to be replaced."""

@@ -1,4 +1,4 @@
-"""What one step computes: plain immutable data that the scheduler makes and the runtime executes.
+"""Contents of one step: plain immutable data that the scheduler makes and the runtime executes.
 
 A decode row is a row of length 1, a prefill chunk a longer one: one arithmetic, one shape.
 Frozen msgspec structs, because 256 of them are built every step (a tenth of the cost of frozen dataclasses).
@@ -8,16 +8,24 @@ from msgspec import Struct
 
 from tandem.protocol.params import SamplingParams
 
+PADDING_ROW = 0
+"""Row of the device's tables reserved for the padded rows of a step."""
+PADDING_PAGE = 0
+"""Page of the KV pool reserved for the padding row."""
+
 
 class ScheduledSequence(Struct, frozen=True, gc=False):
-    """One sequence's share of a step: positions `start` to `start + length - 1` of its row."""
+    """One sequence's share of a step: positions `start` to `start + length - 1` of its row.
+
+    The defaults are those of steady decode: one position, sampled, with nothing to upload.
+    """
 
     seq_id: int
     row: int
     start: int
-    length: int
-    samples: bool
-    """Whether the row reaches the end of what is known, so that its last position yields a token."""
+    length: int = 1
+    samples: bool = True
+    """Whether the row reaches the end of the known tokens, so that its last position yields a token."""
     suppress_ends: bool = False
     """Whether that token may not end the sequence (`min_tokens`)."""
     constrained: bool = False
@@ -25,23 +33,24 @@ class ScheduledSequence(Struct, frozen=True, gc=False):
     tokens: bytes = b""
     """Packed int32 ids of positions that the device does not know yet (prompt tokens), from `start - skipped` on."""
     new_pages: tuple[int, ...] = ()
+    """Pages that the device's page table lacks."""
     first_page: int = 0
     """Index of `new_pages[0]` in the row's page table."""
     targets: bytes = b""
     """Packed int32 ids of the tokens that follow the leading positions, where their log-probabilities are wanted: these
     positions are scored."""
     skipped: int = 0
-    """How many positions before `start` are not computed by any row of the sequence, for their KV was cached: `tokens`
+    """Number of positions before `start` that no row of the sequence computes, because their KV was cached; `tokens`
     begins with theirs."""
 
     @property
     def end(self) -> int:
-        """One past the last position computed, and the position that a sampled token takes."""
+        """One past the last position computed, which is the position of the first sampled token."""
         return self.start + self.length
 
 
 class NewSequence(Struct, frozen=True):
-    """What the device has to know of a sequence before its first row."""
+    """Facts about a sequence that the device needs before its first row."""
 
     seq_id: int
     row: int
@@ -52,22 +61,24 @@ class NewSequence(Struct, frozen=True):
 
 
 class StepPlan(Struct, frozen=True):
-    """One step: at most one row a sequence. Make it with `of`, which derives the rest from the rows."""
+    """One step, with at most one row for each sequence. Build it with `of` or `decode_only`."""
 
     step_id: int
     rows: tuple[ScheduledSequence, ...]
     admitted: tuple[NewSequence, ...]
     total_tokens: int
     needs_mask: bool
+    """Whether a constrained row samples."""
     is_unconstrained_decode: bool
-    """Whether every row is one sampled position and nothing else (tokens to upload, constraint, suppressed end), maybe
-    with new pages: steady decode."""
+    """Whether every row is one sampled position without tokens to upload, constraint or suppressed end; new pages are
+    allowed. This is steady decode."""
     is_decode_only: bool
-    """The same, constrained or not, and with a suppressed end or not: its logits can come from a graph."""
+    """Whether every row is one sampled position without tokens to upload; constraints and suppressed ends are allowed.
+    The logits of such a step can come from a graph."""
     logprobs: int = -1
-    """Most alternatives that a row wants with its log-probabilities; -1: no row wants any."""
+    """Most alternatives that any row wants with its log-probabilities; -1 if no row wants log-probabilities."""
     updated_rows: tuple[ScheduledSequence, ...] = ()
-    """The rows that bring tokens or pages."""
+    """Rows that bring tokens or pages."""
 
     @classmethod
     def of(
@@ -77,15 +88,43 @@ class StepPlan(Struct, frozen=True):
         admitted: tuple[NewSequence, ...] = (),
         logprobs: int = -1,
     ) -> "StepPlan":
-        single = all(row.length == 1 and row.samples and not (row.tokens or row.targets) for row in rows)
+        """Build the plan of any step; everything else is derived from the rows."""
+        decode_only = all(row.length == 1 and row.samples and not (row.tokens or row.targets) for row in rows)
         return cls(
             step_id,
             rows,
             admitted,
             total_tokens=sum([row.length for row in rows]),
             needs_mask=any(row.constrained and row.samples for row in rows),
-            is_unconstrained_decode=single and not any(row.constrained or row.suppress_ends for row in rows),
-            is_decode_only=single,
+            is_unconstrained_decode=decode_only and not any(row.constrained or row.suppress_ends for row in rows),
+            is_decode_only=decode_only,
             logprobs=logprobs,
             updated_rows=tuple([row for row in rows if row.tokens or row.new_pages]),
+        )
+
+    @classmethod
+    def decode_only(
+        cls,
+        step_id: int,
+        rows: tuple[ScheduledSequence, ...],
+        *,
+        needs_mask: bool,
+        logprobs: int,
+        updated_rows: tuple[ScheduledSequence, ...],
+    ) -> "StepPlan":
+        """Build the plan of a step in which every row is one sampled position without a suppressed end.
+
+        Equals `of(step_id, rows, (), logprobs)` without looking at the rows: the caller knows which are constrained and
+        which bring pages.
+        """
+        return cls(
+            step_id,
+            rows,
+            admitted=(),
+            total_tokens=len(rows),
+            needs_mask=needs_mask,
+            is_unconstrained_decode=not needs_mask,
+            is_decode_only=True,
+            logprobs=logprobs,
+            updated_rows=updated_rows,
         )

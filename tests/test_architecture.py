@@ -33,12 +33,10 @@ L5_NAMES = (
 L5 = {f"tandem.engine_core.{name}" for name in L5_NAMES}
 LEVELS = (L0, L1, L2, L3, L4, L5)
 
-PADDING = {"tandem.engine_core.scheduler.admission"}
-"""Where the reserved row has its name, which the runtime's warm-up uses."""
 WIRE = {"msgspec", "zmq"}
 GPU = {"msgspec", "torch", "numpy", "triton", "flashinfer", "safetensors", "huggingface_hub"}
 MAY_LOAD = [WIRE, {"msgspec"}, {"msgspec"}, GPU, GPU | {"llguidance"}, GPU | {"zmq", "llguidance", "prometheus_client"}]
-MAY_IMPORT = [L0, L0 | L1, L0 | L1 | L2, L0 | L1 | L3, L0 | L1 | L3 | L4 | PADDING, set().union(*LEVELS)]
+MAY_IMPORT = [L0, L0 | L1, L0 | L1 | L2, L0 | L1 | L3, L0 | L1 | L3 | L4, set().union(*LEVELS)]
 FRONTEND_LOADS = {
     "fastapi", "starlette", "uvicorn", "tokenizers", "llguidance", "jinja2", "prometheus_client", "pydantic",
     "msgspec", "zmq", "numpy", "anyio", "httpx",

@@ -42,6 +42,10 @@ class GrammarConstraint:
     def fast_forward_tokens(self) -> list[int]:
         return self.matcher.compute_ff_tokens()
 
+    def accept(self, token: int) -> bool:
+        # A matcher that has failed still consumes end ids.
+        return self.matcher.consume_token(token) and not (self.is_end(token) and self.problem)
+
 
 class CompiledGrammar:
     """A compiled grammar, from which every sequence that wants it gets a copy: microseconds, against milliseconds."""

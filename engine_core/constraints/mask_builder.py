@@ -23,7 +23,7 @@ PARALLEL_GRAMMARS = 8
 
 
 class MaskBuilder:
-    """Works on the constraints that this package makes, and on no others. Implements `contracts.ConstraintAdvancer`."""
+    """Fills the masks of the constraints that this package makes, and of no others."""
 
     def __init__(
         self, executor: LLExecutor | None, end_ids: Sequence[int], stats: EngineStats, clock: Callable[[], float]
@@ -34,15 +34,6 @@ class MaskBuilder:
         self._end_bits = np.int32(1) << (np.array(end_ids, dtype=np.int32) % 32)
         self.stats = stats
         self.clock = clock
-
-    def accept(self, sampled: Sequence[tuple[Constraint, int]]) -> list[bool]:
-        pairs = cast("Sequence[tuple[GrammarConstraint, int]]", sampled)
-        taken = [constraint.matcher.consume_token(token) for constraint, token in pairs]
-        # A matcher that has failed takes end ids all the same.
-        return [
-            each and not (constraint.is_end(token) and constraint.problem)
-            for each, (constraint, token) in zip(taken, pairs, strict=True)
-        ]
 
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
         """Writes the mask of each constraint into the row of `out` that is named beside it.

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-PADDING_PAGE = 0
+from tandem.engine_core.plan import PADDING_PAGE
+
 """Reserved: padded rows read and write here, so no sequence ever owns it."""
 
 

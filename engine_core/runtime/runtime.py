@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, Span
-from tandem.engine_core.contracts import DeviceTimes, Masks, StepLogprobs
+from tandem.engine_core.contracts import DeviceTimes, Masks, StepLogprobs, StepResult
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
 from tandem.engine_core.plan import StepPlan
@@ -100,7 +100,7 @@ class TorchRuntime:
             s.copy_done.record()
         s.logits = None
 
-    def collect(self, slot: int) -> list[int]:
+    def collect(self, slot: int) -> StepResult:
         s = self.slots[slot]
         assert s.plan is not None and s.packed is not None, f"slot {slot} was not launched"
         s.copy_done.synchronize()
@@ -108,15 +108,12 @@ class TorchRuntime:
         if self.clock is not None:
             self.clock.read(s.plan.step_id)
         tokens: list[int] = s.results[: len(s.packed.sample_rows)].tolist()
-        rows, s.plan, s.packed = s.plan.rows, None, None
-        if len(tokens) == len(rows):
-            return tokens
-        sampled = iter(tokens)
-        return [next(sampled) if row.samples else -1 for row in rows]
-
-    def logprobs(self, slot: int, plan: StepPlan) -> StepLogprobs:
-        lines = self.slots[slot].host_lines[: _line_words(plan)]
-        return StepLogprobs(plan.logprobs, lines.numpy().tobytes())
+        plan, s.plan, s.packed = s.plan, None, None
+        counts = [1] * len(tokens) if len(tokens) == len(plan.rows) else [int(row.samples) for row in plan.rows]
+        if plan.logprobs < 0:
+            return StepResult(counts, tokens)
+        records = s.host_lines[: _line_words(plan)].numpy().tobytes()
+        return StepResult(counts, tokens, StepLogprobs(plan.logprobs, records))
 
     def synchronize(self) -> None:
         self.device.synchronize()

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.engine_core.errors import RowError
 from tandem.engine_core.plan import NewSequence, StepPlan
 from tandem.protocol.codec import unpack_floats, unpack_ids
-from tandem.protocol.errors import ErrorCode
 from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 Ints = NDArray[np.int32]
@@ -174,7 +172,7 @@ def new_pages(plan: StepPlan, pages_per_row: int) -> dict[str, Ints]:
 
 
 def pack_admissions(admitted: tuple[NewSequence, ...], parts: dict[str, Ints]) -> None:
-    """Adds what admitted rows ask of sampling. Raises RowError where it does not fit."""
+    """Add the sampling parameters of admitted rows; control has checked that they fit."""
     ints, floats = array("I"), array("f")
     bias_index: list[int] = []
     bias_ids: list[int] = []
@@ -183,13 +181,10 @@ def pack_admissions(admitted: tuple[NewSequence, ...], parts: dict[str, Ints]) -
     suppressed: list[int] = []
     for a in admitted:
         p = a.params
-        if len(p.logit_bias_ids) > 4 * MAX_LOGIT_BIAS or len(a.end_ids) > MAX_SUPPRESSED:
-            raise RowError(
-                a.seq_id,
-                ErrorCode.INVALID_VALUE,
-                f"{len(p.logit_bias_ids) // 4} biases and {len(a.end_ids)} end ids, at most {MAX_LOGIT_BIAS} and "
-                f"{MAX_SUPPRESSED}: the next row's would be overwritten",
-            )
+        assert len(p.logit_bias_ids) <= 4 * MAX_LOGIT_BIAS and len(a.end_ids) <= MAX_SUPPRESSED, (
+            f"{len(p.logit_bias_ids) // 4} biases and {len(a.end_ids)} end ids, at most {MAX_LOGIT_BIAS} and "
+            f"{MAX_SUPPRESSED}: the next row's would be overwritten"
+        )
         ints.extend((a.row, a.prompt_len, p.top_k, p.choice, p.seed & 0xFFFF_FFFF, p.seed >> 32))
         floats.extend((p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty))
         ids = unpack_ids(p.logit_bias_ids)

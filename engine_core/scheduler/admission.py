@@ -10,10 +10,9 @@ from typing import Protocol
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.plan import PADDING_ROW
 from tandem.engine_core.sequence import Sequence
 
-PADDING_ROW = 0
-"""Reserved, like page 0: padded rows of a step live here."""
 RESERVE = 16
 """An admission leaves a page for each sequence that may still grow, but no more than one in so many of the pool."""
 

@@ -1,16 +1,36 @@
-"""What a grammar means for the sequences that have to follow one, between two steps. Pure, like the scheduler."""
+"""Committed tokens: how each one is appended, when it ends its sequence, and what a grammar adds to it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from tandem.engine_core.contracts import Constraint, ConstraintAdvancer, Masks, TokenDelta
+from tandem.engine_core.contracts import Constraint, Masks, TokenDelta
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished
 
 
+def append_tokens(seq: Sequence, tokens: Iterable[int], delta: TokenDelta) -> Finished | Failure | None:
+    """Append tokens to a sequence and to its client's delta, up to the one that ends it.
+
+    Advances the sequence's constraint with each token. Returns the outcome, or None if the sequence goes on; tokens
+    behind the one that ended it are dropped.
+    """
+    constraint = seq.constraint
+    for token in tokens:
+        if constraint is not None and not constraint.accept(token):
+            return _grammar_error(seq, constraint)
+        seq.tokens.append(token)
+        delta.request_ids.append(seq.request_id)
+        delta.tokens.append(token)
+        if constraint is not None or token in seq.end_ids or len(seq.tokens) >= seq.total_len:
+            outcome = check_stop(seq)
+            if outcome is not None:
+                return outcome
+    return None
+
+
 def check_stop(seq: Sequence) -> Finished | None:
-    """The end that the newest token brings, if it does: an end id first, then the grammar, then the length.
+    """Return the outcome that the newest token brings: by an end id, the grammar or the length, in this order.
 
     Where the grammar allows nothing more, `ignore_eos` and `min_tokens` cannot be followed any further either.
     """
@@ -26,71 +46,44 @@ def check_stop(seq: Sequence) -> Finished | None:
 
 
 def get_masks(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:
-    """The constraints that the sampling of a step waits for. Rows that have ended meanwhile need none."""
-    return [(plan.rows[index].row, constraint) for index, constraint in _constrained(plan, held)]
-
-
-def advance_constraints(
-    advancer: ConstraintAdvancer, plan: StepPlan, tokens: list[int], held: Mapping[int, Sequence]
-) -> set[int]:
-    """Advances the constraints of a step by what was sampled; the sequences whose grammar does not take their token.
-
-    The mask leaves such a token no chance, so this is a grammar too complex to go on with, or one that allows nothing
-    beside what `min_tokens` forbids.
-    """
-    rows = _constrained(plan, held)
-    accepted = advancer.accept([(constraint, tokens[index]) for index, constraint in rows])
-    return {plan.rows[index].seq_id for (index, _), taken in zip(rows, accepted, strict=True) if not taken}
-
-
-def _constrained(plan: StepPlan, held: Mapping[int, Sequence]) -> list[tuple[int, Constraint]]:
-    """The rows, by index, that sample under a constraint and whose sequence lives."""
-    found = []
-    for index, row in enumerate(plan.rows):
+    """Return the constraint of each row that samples under one; rows whose sequence has ended need none."""
+    masks = []
+    for row in plan.rows:
         if row.constrained and row.samples:
             seq = held[row.seq_id]
             if seq.outcome is None and seq.constraint is not None:
-                found.append((index, seq.constraint))
-    return found
+                masks.append((row.row, seq.constraint))
+    return masks
 
 
-def grammar_error(seq: Sequence) -> Failure:
-    """The end of a sequence whose grammar refused its newest token."""
-    problem = seq.constraint.problem if seq.constraint is not None else ""
-    message = f"the grammar cannot be followed any further after {seq.generated} tokens: {problem}"
-    return Failure(seq.request_id, ErrorCode.GRAMMAR_FAILED, message)
+def jump_forward(seq: Sequence, delta: TokenDelta) -> Finished | Failure | None:
+    """Append the tokens that the grammar forces, without computing the steps that would sample them.
 
-
-def append(seq: Sequence, token: int, delta: TokenDelta) -> Finished | Failure | None:
-    """Gives a sequence its next token, which goes to the client; its end, if that was it."""
-    seq.tokens.append(token)
-    delta.request_ids.append(seq.request_id)
-    delta.tokens.append(token)
-    return check_stop(seq)
-
-
-def jump_forward(advancer: ConstraintAdvancer, seq: Sequence, delta: TokenDelta) -> Finished | Failure | None:
-    """Appends the tokens that the grammar forces, without computing the steps that would sample them.
-
-    Only for a sequence with no sample in flight. They are generated tokens like others: they go to the client, count,
-    and may end the sequence. The device does not have them, so the next row uploads them. Log-probabilities are those
-    of sampling, so a sequence that wants them never jumps.
+    Only for a sequence with no sample in flight. Forced tokens are generated tokens like any other: they go to the
+    client, count against the limits and may end the sequence, whose outcome is returned. The device does not have them,
+    so the next row uploads them. Log-probabilities come from sampling, so a sequence that wants them never jumps.
     """
     constraint = seq.constraint
     assert constraint is not None and seq.num_inflight_samples == 0, f"no jump for {seq}"
     if seq.logprobs is not None or seq.scored:
         return None
+    tokens = constraint.fast_forward_tokens()
+    for index, token in enumerate(tokens):
+        if token in seq.end_ids and seq.generated + index < seq.min_tokens:
+            del tokens[index:]
+            break
     before = len(seq.tokens)
-    outcome: Finished | Failure | None = None
-    for token in constraint.fast_forward_tokens():
-        if token in seq.end_ids and seq.generated < seq.min_tokens:
-            break
-        if not advancer.accept([(constraint, token)])[0]:
-            outcome = grammar_error(seq)
-            break
-        outcome = append(seq, token, delta)
-        if outcome is not None:
-            break
+    outcome = append_tokens(seq, tokens, delta)
     if len(seq.tokens) > before:
         seq.jumped()
     return outcome
+
+
+def _grammar_error(seq: Sequence, constraint: Constraint) -> Failure:
+    """Return the outcome of a sequence whose grammar rejected its newest token.
+
+    The mask excludes such a token, so the grammar is too complex to be followed further, or it allows nothing but what
+    `min_tokens` forbids.
+    """
+    message = f"the grammar cannot be followed any further after {seq.generated} tokens: {constraint.problem}"
+    return Failure(seq.request_id, ErrorCode.GRAMMAR_FAILED, message)

@@ -42,7 +42,7 @@ def inspect(scheduler: Scheduler, call: int, stats: EngineStats, now: float) -> 
 
 def oldest_wait(scheduler: Scheduler, now: float) -> float:
     """Seconds since the longest stay in the queue began, also of those whose grammar compiles; 0: nobody waits."""
-    firsts = (scheduler.waiting.longest, next(iter(scheduler.compiling.values()), None))
+    firsts = (scheduler.waiting.longest_waiting, next(iter(scheduler.compiling.values()), None))
     return max([0.0, *(now - seq.queued_at for seq in firsts if seq is not None)])
 
 

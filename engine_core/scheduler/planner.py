@@ -1,4 +1,4 @@
-"""What the next step computes: policy and pages, then rows."""
+"""Planning of the next step: the policy picks positions, pages are reserved for them, rows are built."""
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
@@ -8,28 +8,32 @@ from msgspec import Struct
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
-from tandem.engine_core.scheduler.policy import POLICIES, Budget, Wants, choose_rows
+from tandem.engine_core.scheduler.policy import POLICIES, Budget, RowDemand, choose_rows
 from tandem.engine_core.scheduler.preemption import PageReserver
-from tandem.engine_core.scheduler.queue import Running
+from tandem.engine_core.scheduler.queue import RunningSequences
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy
 
 
 class SchedulerLimits(Struct, frozen=True):
+    """Limits of a scheduler, fixed at start."""
+
     max_step_tokens: int
+    """Positions that one step may compute."""
     prefill_chunk: int
-    """Positions of one prompt in a step that decodes, too; 0: prompts are computed whole."""
+    """Positions of one prompt in a step that also decodes; 0: prompts are computed whole."""
     max_waiting: int
+    """Requests that may wait when no row is free."""
     prompts_a_step: int = 0
-    """0: any number."""
+    """Prompts in one step; 0: any number."""
     max_uploads: int = 65_536
     """Cached prompt tokens that one step may bring to the device; at least as many as the longest sequence has."""
     static: bool = False
     """Static batching: a batch runs to its end before the next is admitted."""
 
 
-def next_row(seq: Sequence, length: int, page_size: int) -> ScheduledSequence:
-    """The next `length` positions, with whatever the device needs for them and does not have."""
+def build_row(seq: Sequence, length: int, page_size: int) -> ScheduledSequence:
+    """Return the next `length` positions of a sequence, with everything that the device needs and lacks for them."""
     start = seq.num_scheduled_tokens
     end = start + length
     first = min(start, seq.uploaded_len) if start < seq.upload_end else start
@@ -50,36 +54,34 @@ def next_row(seq: Sequence, length: int, page_size: int) -> ScheduledSequence:
     )
 
 
-def paged_row(seq: Sequence, page_size: int) -> ScheduledSequence:
-    """The next row of a settled sequence, where it begins with a new page."""
+def build_paged_row(seq: Sequence, page_size: int) -> ScheduledSequence:
+    """Return the next row of a sequence in steady decode where it begins with a new page."""
     start, mapped = seq.num_scheduled_tokens, seq.num_mapped_pages
     pages = tuple(seq.pages[mapped : start // page_size + 1])
     constrained = seq.constraint is not None
-    return ScheduledSequence(
-        seq.id, seq.row, start, 1, True, constrained=constrained, new_pages=pages, first_page=mapped
-    )
+    return ScheduledSequence(seq.id, seq.row, start, constrained=constrained, new_pages=pages, first_page=mapped)
 
 
-def steady_rows(running: Items[Sequence]) -> list[ScheduledSequence]:
-    """Of settled sequences, those whose one pending position, at `launched`, lies in a page that the device knows."""
+def build_steady_rows(running: Items[Sequence]) -> list[ScheduledSequence]:
+    """Return the rows of those sequences in steady decode whose next position lies in a page that the device knows."""
     return [
-        ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens, 1, True)
+        ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens)
         for seq in running
         if seq.num_scheduled_tokens < seq.next_page_boundary
     ]
 
 
-def steady_rows_some_constrained(running: Items[Sequence]) -> list[ScheduledSequence]:
-    """The same where some follow a grammar: a second loop, so that the first need not look."""
+def build_steady_rows_some_constrained(running: Items[Sequence]) -> list[ScheduledSequence]:
+    """Return the same rows where some sequences have a grammar: a second loop, so that the first need not look."""
     return [
-        ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens, 1, True, False, seq.constraint is not None)
+        ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens, constrained=seq.constraint is not None)
         for seq in running
         if seq.num_scheduled_tokens < seq.next_page_boundary
     ]
 
 
 def new_sequence(seq: Sequence) -> NewSequence:
-    """What goes before its first row."""
+    """Return the facts about a sequence that go before its first row."""
     return NewSequence(
         seq.id,
         seq.row,
@@ -89,22 +91,25 @@ def new_sequence(seq: Sequence) -> NewSequence:
     )
 
 
-def limit_uploads(candidates: Items[Sequence], takes: list[int], left: int) -> None:
-    """Puts off rows whose cached tokens would not fit into the step's upload. The first always fits."""
+def limit_uploads(candidates: Items[Sequence], lengths: list[int], budget: int) -> None:
+    """Defer rows whose cached tokens exceed what is left of the step's upload. The first always fits.
+
+    lengths: positions of each candidate, set to 0 here where the row is deferred; budget: tokens of one upload.
+    """
     for index, seq in enumerate(candidates):
-        if takes[index] and seq.num_scheduled_tokens > seq.uploaded_len and not seq.in_steady_decode:
+        if lengths[index] and seq.num_scheduled_tokens > seq.uploaded_len and not seq.in_steady_decode:
             skipped = seq.num_scheduled_tokens - seq.uploaded_len
-            if skipped > left:
-                takes[index] = 0
+            if skipped > budget:
+                lengths[index] = 0
             else:
-                left -= skipped
+                budget -= skipped
 
 
 class Planner:
-    """Makes plans over the running sequences.
+    """Builds plans over the running sequences.
 
-    Length caps are foreseen: samples in flight count. An end of sequence cannot be, hence zombies. Written out for
-    speed: this runs for every row of every step.
+    Length limits are foreseen, since samples in flight count; an end-of-sequence token cannot be, hence zombies.
+    Written out for speed: this runs for every row of every step.
     """
 
     def __init__(
@@ -114,8 +119,8 @@ class Planner:
         self.memory = memory
         self.limits = limits
         self.policy = policy
-        self._reserver = PageReserver(memory, preempt)
         self.budget = Budget(limits.max_step_tokens, limits.prefill_chunk, limits.prompts_a_step)
+        self._reserver = PageReserver(memory, preempt)
 
     @property
     def out_of_pages(self) -> bool:
@@ -125,73 +130,84 @@ class Planner:
     def plan(
         self,
         step_id: int,
-        running: Running,
+        running: RunningSequences,
         held: Collection[Sequence],
         newest_step: int,
     ) -> StepPlan | None:
-        """held: all that have pages; newest_step: launched last."""
+        """Return the next step, or None if no row can compute anything.
+
+        held: all sequences that have pages; newest_step: id of the step launched last.
+        """
         members, constrained = running.members, bool(running.constrained)
         if not running.unsteady and len(members) <= self.limits.max_step_tokens:
-            rows, updated_rows = self._steady(members, constrained)
+            rows, updated_rows = self._steady_rows(members, constrained)
             if updated_rows is not None:
-                masked = constrained and any(row.constrained for row in rows)
-                plan = StepPlan(step_id, rows, (), len(rows), masked, not masked, True, running.logprobs, updated_rows)
-                return plan if rows else None
+                if not rows:
+                    return None
+                needs_mask = constrained and any(row.constrained for row in rows)
+                return StepPlan.decode_only(
+                    step_id, rows, needs_mask=needs_mask, logprobs=running.logprobs, updated_rows=updated_rows
+                )
         for seq_id in running.unsteady:
             seq = members[seq_id]
             if seq.num_scheduled_tokens < seq.upload_end:
                 self.memory.extend(seq, newest_step)
-        candidates, takes = self._choose(members, held)
+        candidates, lengths = self._choose(members, held)
         page_size = self.memory.page_size
         rows = tuple(
             [
-                ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens, 1, True, False, seq.constraint is not None)
+                ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens, constrained=seq.constraint is not None)
                 if seq.in_steady_decode and seq.num_scheduled_tokens < seq.next_page_boundary
-                else next_row(seq, take, page_size)
-                for seq, take in zip(candidates, takes, strict=True)
-                if take
+                else build_row(seq, length, page_size)
+                for seq, length in zip(candidates, lengths, strict=True)
+                if length
             ]
         )
         if not rows:
             return None
-        new = [seq for seq, take in zip(candidates, takes, strict=True) if take and not seq.uploaded_len]
+        new = [seq for seq, length in zip(candidates, lengths, strict=True) if length and not seq.uploaded_len]
         return StepPlan.of(step_id, rows, tuple([new_sequence(seq) for seq in new]), running.logprobs)
 
     def _choose(self, running: dict[int, Sequence], held: Collection[Sequence]) -> tuple[list[Sequence], list[int]]:
-        """Who could compute, and how many positions each one takes."""
+        """Return the sequences that could compute, and the number of positions that each one computes."""
         candidates = [seq for seq in running.values() if len(seq.tokens) + seq.num_inflight_samples < seq.total_len]
         self._reserver.out_of_pages = False
         while True:
-            wants = Wants(
+            demand = RowDemand(
                 [len(seq.tokens) + seq.num_inflight_samples - seq.num_scheduled_tokens for seq in candidates],
                 [seq.steps_skipped for seq in candidates],
                 [seq.priority for seq in candidates],
             )
-            takes = choose_rows(POLICIES[self.policy], wants, self.budget)
-            limit_uploads(candidates, takes, self.limits.max_uploads)
-            chosen = list(takes)
-            self._reserver.reserve(candidates, takes, running, held)
-            if any(takes) or not any(chosen):
-                return candidates, takes
-            # None of those that the policy prefers found a page, and the others must not wait for them: only what is
-            # launched gives pages back.
-            candidates = [seq for seq, take in zip(candidates, chosen, strict=True) if not take and seq.id in running]
+            lengths = choose_rows(POLICIES[self.policy], demand, self.budget)
+            limit_uploads(candidates, lengths, self.limits.max_uploads)
+            chosen = list(lengths)
+            self._reserver.reserve(candidates, lengths, running, held)
+            if any(lengths) or not any(chosen):
+                return candidates, lengths
+            # No sequence that the policy prefers found a page, and the others must not wait for them: pages come back
+            # only from steps that are launched.
+            candidates = [
+                seq for seq, length in zip(candidates, chosen, strict=True) if not length and seq.id in running
+            ]
 
-    def _steady(
+    def _steady_rows(
         self, running: dict[int, Sequence], constrained: bool
     ) -> tuple[tuple[ScheduledSequence, ...], tuple[ScheduledSequence, ...] | None]:
-        """All rows, and those of them that bring pages, where there is nothing to choose: every sequence is settled, so
-        each has one position pending, at `launched`, and the budget serves all. None if a page is not to be had."""
+        """Return all rows, and those of them that bring pages, when every sequence is in steady decode.
+
+        There is nothing to choose then: each sequence has one position pending, at `num_scheduled_tokens`, and the
+        budget serves all. The second value is None if a page is missing.
+        """
         sequences = list(running.values())
-        rows = steady_rows_some_constrained(sequences) if constrained else steady_rows(sequences)
+        rows = build_steady_rows_some_constrained(sequences) if constrained else build_steady_rows(sequences)
         updated_rows: tuple[ScheduledSequence, ...] = ()
         if len(rows) < len(running):
-            at_edge = [
+            at_boundary = [
                 seq for seq in sequences if seq.next_page_boundary <= seq.num_scheduled_tokens < seq.total_len - 1
             ]
-            if not self.memory.grow_each(at_edge):
+            if not self.memory.grow_each(at_boundary):
                 return (), None
             page_size = self.memory.page_size
-            updated_rows = tuple([paged_row(seq, page_size) for seq in at_edge])
+            updated_rows = tuple([build_paged_row(seq, page_size) for seq in at_boundary])
         self._reserver.out_of_pages = False
         return (*rows, *updated_rows), updated_rows

@@ -27,7 +27,7 @@ class Budget(Struct, frozen=True):
     """Prompts; 0: any number."""
 
 
-class Wants(Struct, frozen=True):
+class RowDemand(Struct, frozen=True):
     """The rows that could compute, in the order of their admission, in columns."""
 
     pending: Sequence[int]
@@ -40,18 +40,18 @@ class Wants(Struct, frozen=True):
 class Step:
     """A step being filled."""
 
-    def __init__(self, wants: Wants, budget: Budget) -> None:
-        self.wants = wants
+    def __init__(self, demand: RowDemand, budget: Budget) -> None:
+        self.demand = demand
         self.chunk = budget.chunk
         self.left = budget.tokens
-        self.prompts_left = budget.prompts or len(wants.pending)
-        self.takes = [0] * len(wants.pending)
-        self.decoding = [index for index, pending in enumerate(wants.pending) if pending == 1]
-        self.prompts = [index for index, pending in enumerate(wants.pending) if pending > 1]
+        self.prompts_left = budget.prompts or len(demand.pending)
+        self.takes = [0] * len(demand.pending)
+        self.decoding = [index for index, pending in enumerate(demand.pending) if pending == 1]
+        self.prompts = [index for index, pending in enumerate(demand.pending) if pending > 1]
         if self.chunk and not self.decoding:
             # No stream waits for this step. Prompts that a chunk would end do not wait for the rest of longer ones;
             # those take what is left one after the other, for of two that share the step none has its token sooner.
-            self.prompts.sort(key=lambda index: wants.pending[index] > budget.chunk)
+            self.prompts.sort(key=lambda index: demand.pending[index] > budget.chunk)
             self.chunk = budget.tokens
 
     def serve(self, rows: Iterable[int], share: int = 0) -> None:
@@ -60,7 +60,7 @@ class Step:
         for index in rows:
             if self.left <= 0:
                 return
-            wanted = self.wants.pending[index]
+            wanted = self.demand.pending[index]
             if self.takes[index]:
                 continue
             if wanted > 1:
@@ -76,13 +76,13 @@ class Step:
 
     def serve_overdue(self) -> None:
         """Rows that were passed over for too long, longest first."""
-        passed = self.wants.passed
+        passed = self.demand.passed
         overdue = [index for index in range(len(passed)) if passed[index] >= PATIENCE - 1]
         if not overdue:
             return
         overdue.sort(key=lambda index: -passed[index])
-        prompts = [index for index in overdue if self.wants.pending[index] > 1]
-        self.serve([index for index in overdue if self.wants.pending[index] == 1])
+        prompts = [index for index in overdue if self.demand.pending[index] > 1]
+        self.serve([index for index in overdue if self.demand.pending[index] == 1])
         sharing = min(len(prompts), self.prompts_left)
         self.serve(prompts, max(1, self.left // sharing) if sharing else 0)
 
@@ -105,14 +105,14 @@ def prefill_first(step: Step) -> None:
 def decode_first(step: Step) -> None:
     """Decoding rows; prompts run only now and then, but all together, so that most steps hold none."""
     step.serve(step.decoding)
-    passed = step.wants.passed
+    passed = step.demand.passed
     if not step.decoding or any(passed[index] >= DECODE_RUN for index in step.prompts):
         step.serve(step.prompts)
 
 
 def decode_round_robin(step: Step) -> None:
     """Half of the step to prompts if they want it, and the decoding rows take turns in what is left."""
-    passed = step.wants.passed
+    passed = step.demand.passed
     kept = step.left - step.left // 2 if step.decoding else 0
     step.left -= kept
     step.serve(step.prompts)
@@ -123,7 +123,7 @@ def decode_round_robin(step: Step) -> None:
 
 def by_priority(step: Step) -> None:
     """The highest priority first, whether prompt or decoding; among equals as in `fcfs`."""
-    priority = step.wants.priority
+    priority = step.demand.priority
     step.serve(sorted((*step.decoding, *step.prompts), key=lambda index: -priority[index]))
 
 
@@ -136,12 +136,12 @@ POLICIES: dict[PolicyName, Policy] = {
 }
 
 
-def choose_rows(policy: Policy, wants: Wants, budget: Budget) -> list[int]:
+def choose_rows(policy: Policy, demand: RowDemand, budget: Budget) -> list[int]:
     """How many positions each row takes, 0 for none, in the rows' order."""
-    pending = wants.pending
+    pending = demand.pending
     if pending and len(pending) <= budget.tokens and min(pending) == max(pending) == 1:
         return list(pending)
-    step = Step(wants, budget)
+    step = Step(demand, budget)
     step.serve_overdue()
     policy(step)
     return step.takes

@@ -1,4 +1,4 @@
-"""The order of those who wait."""
+"""Collections of sequences: those that run, and those that wait in the order of their admission."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -7,39 +7,40 @@ from tandem.engine_core.scheduler.logprobs import max_logprobs
 from tandem.engine_core.sequence import Sequence
 
 
-class Running:
-    """Sequences with a row, and which of them need more of a step than one position."""
+class RunningSequences:
+    """Sequences with a row, and the subsets that need more of a step than one position."""
 
     def __init__(self) -> None:
         self.members: dict[int, Sequence] = {}
-        """By id, in the order of admission."""
+        """Running sequences by id, in the order of admission."""
         self.unsteady: set[int] = set()
-        """Ids of those that are not settled."""
+        """Ids of the members outside steady decode."""
         self.constrained: set[int] = set()
-        """Ids of those that follow a grammar."""
-        self._observed: dict[int, int] = {}
-        """Those that want log-probabilities, with the most alternatives that they want."""
+        """Ids of the members with a grammar."""
+        self._logprobs: dict[int, int] = {}
+        """Most alternatives that each member wants, by id, for those that want log-probabilities."""
 
     @property
     def logprobs(self) -> int:
-        """As in `StepPlan`."""
-        return max(self._observed.values()) if self._observed else -1
+        """Most alternatives that any member wants; -1 if none wants log-probabilities (see `StepPlan`)."""
+        return max(self._logprobs.values()) if self._logprobs else -1
 
-    def enter(self, seq: Sequence) -> None:
+    def add(self, seq: Sequence) -> None:
+        """Add a sequence that was just admitted."""
         self.members[seq.id] = seq
         self.unsteady.add(seq.id)
         if seq.constraint is not None:
             self.constrained.add(seq.id)
         wanted = max_logprobs(seq)
         if wanted >= 0:
-            self._observed[seq.id] = wanted
+            self._logprobs[seq.id] = wanted
 
-    def leave(self, seq: Sequence) -> None:
-        """Nothing for one that does not run."""
+    def remove(self, seq: Sequence) -> None:
+        """Remove a sequence; ignores one that is not running."""
         self.members.pop(seq.id, None)
         self.unsteady.discard(seq.id)
         self.constrained.discard(seq.id)
-        self._observed.pop(seq.id, None)
+        self._logprobs.pop(seq.id, None)
 
 
 ARRIVALS_PER_PRIORITY = 64
@@ -48,41 +49,46 @@ each step that their priority is above its own, so none waits indefinitely."""
 
 
 class WaitingQueue:
-    """Sequences by arrival, or by seniority, as those that were preempted always are: whom a higher priority drove out
-    does not come back to the head, to hold up the others and be driven out again."""
+    """Waiting sequences, ordered by arrival or by seniority.
+
+    Preempted sequences are always ordered by seniority, so that one that was driven out by a higher priority does not
+    return to the head, where it would block the others and be driven out again.
+    """
 
     def __init__(self, by_priority: bool = False) -> None:
         self._by_priority = by_priority
         self._order: list[tuple[int, int]] = []
         self._members: dict[int, Sequence] = {}
-        self._stays: list[tuple[float, int]] = []
-        """When each of them came, the earliest first."""
+        self._by_queued_at: list[tuple[float, int]] = []
+        """Time at which each member was queued, with its id, earliest first."""
 
     def __len__(self) -> int:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In order. Whoever came out may be removed meanwhile."""
+        """Iterate in order; sequences that were yielded may be removed meanwhile."""
         for _, seq_id in tuple(self._order):
             yield self._members[seq_id]
 
     @property
-    def longest(self) -> Sequence | None:
-        """Who has been in the queue for longest, whatever the order."""
-        return self._members[self._stays[0][1]] if self._stays else None
+    def longest_waiting(self) -> Sequence | None:
+        """Sequence that has been in the queue for the longest time, whatever the order."""
+        return self._members[self._by_queued_at[0][1]] if self._by_queued_at else None
 
     def push(self, seq: Sequence) -> None:
+        """Insert a sequence at its place in the order."""
         self._members[seq.id] = seq
         insort(self._order, self._key(seq))
-        insort(self._stays, (seq.queued_at, seq.id))
+        insort(self._by_queued_at, (seq.queued_at, seq.id))
 
     def remove(self, seq: Sequence) -> None:
-        """Raises KeyError for one that does not wait."""
+        """Remove a sequence. Raises KeyError for one that is not waiting."""
         del self._members[seq.id]
         del self._order[bisect_left(self._order, self._key(seq))]
-        del self._stays[bisect_left(self._stays, (seq.queued_at, seq.id))]
+        del self._by_queued_at[bisect_left(self._by_queued_at, (seq.queued_at, seq.id))]
 
     def reorder(self, by_priority: bool) -> None:
+        """Order the queue by seniority, or by arrival."""
         self._by_priority = by_priority
         self._order = sorted([self._key(seq) for seq in self._members.values()])
 
@@ -91,5 +97,5 @@ class WaitingQueue:
 
 
 def seniority(seq: Sequence) -> tuple[int, int]:
-    """Sorts by arrival with a head start for priority; the least is the most senior."""
+    """Return the sort key that orders by arrival with a head start for priority; the least is the most senior."""
     return (seq.id - ARRIVALS_PER_PRIORITY * seq.priority, seq.id)

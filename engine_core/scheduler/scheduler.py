@@ -1,108 +1,108 @@
-"""Which sequences run, and how each of them ends. Composes gates, planning and stopping; knows no device."""
+"""The state of every open request: which sequences run, what they compute next and how each one ends.
 
-from collections.abc import Iterable
+Composes the gates, the planner and the stop checks; knows neither device nor wire.
+"""
 
-from msgspec import Struct
+from collections.abc import Iterable, Mapping
 
-from tandem.engine_core.contracts import Constraint, ConstraintAdvancer, Masks, StepLogprobs, TokenDelta
+from msgspec import Struct, field
+
+from tandem.engine_core.contracts import Constraint, Masks, StepResult, TokenDelta
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.kv_cache.manager import KVManager
-from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.admission import PageGate, RowGate, admit
-from tandem.engine_core.scheduler.constrained import (
-    advance_constraints,
-    append,
-    check_stop,
-    get_masks,
-    grammar_error,
-    jump_forward,
-)
-from tandem.engine_core.scheduler.logprobs import attach
+from tandem.engine_core.scheduler.constrained import append_tokens, get_masks, jump_forward
+from tandem.engine_core.scheduler.logprobs import add_logprobs
 from tandem.engine_core.scheduler.planner import Planner, SchedulerLimits
-from tandem.engine_core.scheduler.queue import Running, WaitingQueue
+from tandem.engine_core.scheduler.queue import RunningSequences, WaitingQueue
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, Started
 
 MAX_BYPASSED = 64
-"""So many at the head of the queue may wait for a page that another computes while those behind them are admitted."""
+"""Sequences at the head of the queue that may wait for a shared page while those behind them are admitted."""
 
 
-class Committed(Struct):
-    """What a step's results meant."""
+class SchedulerUpdates(Struct):
+    """Everything that frontends have to learn since the updates were taken last: starts, tokens and ends."""
 
-    deltas: dict[bytes, TokenDelta]
-    """What each frontend gets."""
-    tokens: int
-    """How many in all."""
-    zombies: int
-    """Rows whose sequence had already ended."""
+    started: list[tuple[bytes, Started]] = field(default_factory=list)
+    """Frontend and start of each request whose first token is on its way, if part of its prompt was cached."""
+    deltas: dict[bytes, TokenDelta] = field(default_factory=dict)
+    """New tokens by frontend."""
+    ended: list[Sequence] = field(default_factory=list)
+    """Sequences that got their outcome, each exactly once (I8)."""
+    num_zombies: int = 0
+    """Rows of committed steps whose sequence had already ended."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of new tokens over all frontends."""
+        return sum([len(delta.tokens) for delta in self.deltas.values()])
 
 
 class Scheduler:
-    """Continuous batching, or static.
+    """Continuous batching, or static batching if the limits say so.
 
-    Life of a sequence: `add` (-> compiling -> `constrain`) -> waiting -> `admit_waiting` -> running -> rows in steps
-    (`plan_step`, `on_launch`, `commit`) -> an outcome -> leases closed once no step in flight holds it (I4). One that
-    is preempted goes back to waiting, again when no step holds it. Whoever ends stands in `ended` exactly once (I8)
-    until the engine takes it from there.
+    Life of a sequence: `add` (-> compiling -> `set_constraint`) -> waiting -> `admit_waiting` -> running -> rows in
+    steps (`plan_step`, `on_launch`, `commit`) -> an outcome -> leases closed once no step in flight holds it (I4). A
+    preempted sequence returns to waiting, also once no step holds it.
+
+    Starts, tokens and ends collect in `updates`. `commit` returns them with those of its step; `take_updates` is the
+    way out for what happens between commits, such as aborts.
     """
 
-    def __init__(
-        self,
-        rows: RowGate,
-        memory: KVManager,
-        limits: SchedulerLimits,
-        advancer: ConstraintAdvancer,
-        policy: Policy = "fcfs",
-    ) -> None:
+    def __init__(self, rows: RowGate, memory: KVManager, limits: SchedulerLimits, policy: Policy = "fcfs") -> None:
         self.rows = rows
         self.memory = memory
         self.limits = limits
-        self.advancer = advancer
         self.compiling: dict[int, Sequence] = {}
-        """Accepted, but their grammar is not ready: they hold up nobody."""
+        """Accepted sequences whose grammar is being compiled; they block no other."""
         self.waiting = WaitingQueue(policy == "priority")
-        self.ended: list[Sequence] = []
+        self.updates = SchedulerUpdates()
         self.preemptions = 0
-        self._gates = (rows, PageGate(memory, limits.prefill_chunk and limits.max_step_tokens))
         self.planner = Planner(memory, limits, policy, self.preempt)
-        self._running = Running()
+        self._gates = (rows, PageGate(memory, limits.prefill_chunk and limits.max_step_tokens))
+        self._running = RunningSequences()
         self._open: dict[tuple[bytes, int], Sequence] = {}
         self._held: dict[int, Sequence] = {}
-        """Every sequence whose leases are open, zombies too."""
+        """Sequences whose leases are open, zombies included, by id."""
         self._preempting: list[Sequence] = []
-        """Preempted ones that a step in flight still holds."""
-        self._started: list[tuple[bytes, Started]] = []
-        self._refused = (-1, -1)
-        """Whom the gates refused last, and when by `KVManager.moves`: until it moves they would again."""
+        """Preempted sequences that a step in flight still holds."""
+        self._declined = (-1, -1)
+        """Id of the sequence that the gates declined last, and `KVManager.moves` then: until that changes they would
+        decline it again."""
         self._newest_step = 0
         self._now = 0.0
 
     @property
     def num_open(self) -> int:
-        """Sequences that are still owed a terminal event."""
+        """Number of sequences without an outcome."""
         return len(self._open)
 
     @property
     def running(self) -> dict[int, Sequence]:
-        """By id, in the order of admission."""
+        """Running sequences by id, in the order of admission."""
         return self._running.members
 
     @property
     def policy(self) -> Policy:
+        """Name of the policy in force."""
         return self.planner.policy
 
     @property
     def held(self) -> Iterable[Sequence]:
+        """Sequences whose leases are open: running, preempted while in flight, or zombies."""
         return self._held.values()
 
     def is_open(self, client: bytes, request_id: int) -> bool:
+        """Return whether a request of this frontend has no outcome yet."""
         return (client, request_id) in self._open
 
     def add(self, seq: Sequence) -> None:
-        """Accepts a sequence. Raises RequestError, with the numbers, if it can never fit or the queue is full."""
+        """Accept a sequence. Raises RequestError, with the numbers, if it can never fit or the queue is full."""
         needed, total = self.memory.needed(seq.kv_len), self.memory.pages.total
         if needed > total:
             raise RequestError(
@@ -114,7 +114,7 @@ class Scheduler:
         if waiting >= self.limits.max_waiting + self.rows.free:
             raise RequestError(
                 ErrorCode.OVERLOADED,
-                f"{waiting} requests are waiting already, beside {self.rows.free} free rows "
+                f"{waiting} requests are waiting already; with {self.rows.free} free rows "
                 f"--max-waiting allows {self.limits.max_waiting}; retry later",
             )
         if seq.session:
@@ -127,8 +127,7 @@ class Scheduler:
             self.waiting.push(seq)
 
     def set_constraint(self, seq_id: int, result: Constraint | RequestError) -> None:
-        """Puts a sequence whose grammar is ready where it belongs in the queue, or ends it if the grammar is not to be
-        had. It may have ended by itself."""
+        """Queue a sequence whose grammar was compiled, or end it if compilation failed. Ignores one that has ended."""
         seq = self.compiling.get(seq_id)
         if seq is None:
             return
@@ -140,10 +139,11 @@ class Scheduler:
         self.waiting.push(seq)
 
     def admit_waiting(self) -> list[Sequence]:
-        """Moves sequences from the queue to running while every gate lets them; returns those moved.
+        """Move sequences from the queue to running while every gate accepts them; return those moved.
 
-        In order, but whoever would first have to compute a page that a running sequence is computing waits for that
-        one without holding up the others.
+        Sequences are admitted in the order of the queue. One whose next page is being computed by a running sequence
+        waits for it without blocking the others. A sequence with a grammar takes at once what the grammar forces at its
+        beginning, which may end it: call again until nothing is moved.
         """
         if not self.rows.free or (self.running and self.planner.out_of_pages) or (self.limits.static and self._held):
             return []
@@ -155,40 +155,42 @@ class Scheduler:
                 if num_bypassed > MAX_BYPASSED:
                     break
                 continue
-            if self._refused == (seq.id, self.memory.moves):
+            if self._declined == (seq.id, self.memory.moves):
                 break
             if not admit(seq, self._gates):
-                self._refused = (seq.id, self.memory.moves)
+                self._declined = (seq.id, self.memory.moves)
                 break
             self.waiting.remove(seq)
             self._held[seq.id] = seq
-            self._running.enter(seq)
+            self._running.add(seq)
             moved.append(seq)
+        for seq in moved:
+            if seq.constraint is not None:
+                self._begin_constrained(seq)
         return moved
 
-    def start(self, seq: Sequence) -> TokenDelta:
-        """What the grammar of a sequence that was just admitted forces it to go on with."""
-        delta = TokenDelta([], [])
-        self._jump_forward(seq, delta)
-        if delta.tokens:
+    def _begin_constrained(self, seq: Sequence) -> None:
+        """Append what the grammar forces at the beginning of a sequence."""
+        before = len(seq.tokens)
+        self._jump_forward(seq)
+        if len(seq.tokens) > before:
             self._report_start(seq)
-        return delta
 
     def _report_start(self, seq: Sequence) -> None:
-        """Its first token is on its way."""
+        """Add a sequence whose first token is on its way to the starts, unless that was done or nothing was cached."""
         if seq.num_cached_tokens and not seq.start_reported:
-            self._started.append((seq.client, Started(seq.request_id, seq.num_cached_tokens)))
+            self.updates.started.append((seq.client, Started(seq.request_id, seq.num_cached_tokens)))
         seq.start_reported = True
 
     def plan_step(self, step_id: int) -> StepPlan | None:
-        """The next step over the running sequences, or None.
+        """Return the next step over the running sequences, or None if there is nothing to compute.
 
-        Counters change at launch and commit alone; planning finds pages, so planning again gives the same plan.
+        Counters change at launch and commit only; planning allocates pages, so planning again gives the same plan.
         """
         return self.planner.plan(step_id, self._running, self._held.values(), self._newest_step)
 
     def on_launch(self, plan: StepPlan) -> None:
-        """Counts a plan that is now on the device."""
+        """Advance the counters of the sequences in a plan that has been launched."""
         held, self._newest_step = self._held, plan.step_id
         if plan.is_decode_only:
             for row in plan.rows:
@@ -206,107 +208,99 @@ class Scheduler:
         for row in plan.updated_rows:
             held[row.seq_id].map(row.first_page + len(row.new_pages), self.memory.page_size)
         if self._running.unsteady:
-            self._settle(plan)
+            self._update_unsteady({row.seq_id: row for row in plan.rows})
 
-    def _settle(self, plan: StepPlan) -> None:
-        """What a launch means for the sequences that are not plain, and for those that had no row in it."""
-        served = {row.seq_id: row for row in plan.rows}
+    def _update_unsteady(self, rows: Mapping[int, ScheduledSequence]) -> None:
+        """Update sequences outside steady decode after a launch, and count the step for those without a row in it.
+
+        rows: of the launched plan, by sequence.
+        """
         unsteady = self._running.unsteady
-        for seq_id in [seq_id for seq_id in unsteady if seq_id in served]:
-            seq, row = self.running[seq_id], served[seq_id]
+        for seq_id in [seq_id for seq_id in unsteady if seq_id in rows]:
+            seq, row = self.running[seq_id], rows[seq_id]
             seq.on_launch()
             if row.tokens:
-                self.memory.publish(seq, plan.step_id)
+                self.memory.publish(seq, self._newest_step)
             if row.samples:
                 self._report_start(seq)
             if seq.in_steady_decode:
                 unsteady.discard(seq_id)
         for seq in self.running.values():
-            seq.steps_skipped = 0 if seq.id in served else seq.steps_skipped + 1
+            seq.steps_skipped = 0 if seq.id in rows else seq.steps_skipped + 1
 
-    def commit(self, plan: StepPlan, tokens: list[int], logprobs: StepLogprobs | None = None) -> Committed:
-        """Takes the results of the oldest step: appends tokens, ends sequences, buries zombies."""
-        committed = Committed({}, 0, 0)
-        deltas, held = committed.deltas, self._held
-        refused = advance_constraints(self.advancer, plan, tokens, held) if plan.needs_mask else set()
-        if logprobs is not None:
-            attach(plan.rows, held, refused, logprobs, deltas)
-        delta = TokenDelta([], [])
-        client, append_id, append_token = None, delta.request_ids.append, delta.tokens.append
-        for row, token in zip(plan.rows, tokens, strict=True):
+    def commit(self, plan: StepPlan, result: StepResult) -> SchedulerUpdates:
+        """Apply the results of the oldest step: append tokens, end sequences, release zombies; return the updates.
+
+        The run of a row may have any length; what follows a token that ends the sequence is dropped. Plans foresee one
+        token for each row, so no later step may hold a sequence whose run is longer: its next row computes the rest.
+        """
+        updates, held = self.updates, self._held
+        live = [_live(held[row.seq_id]) for row in plan.rows] if result.logprobs is not None else []
+        client, delta = None, TokenDelta([], [])
+        for row, run in zip(plan.rows, result.runs(), strict=True):
             seq = held[row.seq_id]
             seq.inflight -= 1
             if row.samples:
                 seq.num_inflight_samples -= 1
             if seq.outcome is not None:
-                committed.zombies += 1
+                updates.num_zombies += 1
                 if seq.inflight == 0:
                     self._release(seq)
-            elif seq.constraint is not None:
-                if row.samples:
-                    self._commit_constrained(
-                        seq, token, seq.id in refused, deltas.setdefault(seq.client, TokenDelta([], []))
-                    )
-            elif row.samples:
-                known = seq.tokens
-                known.append(token)
+            elif run:
                 if seq.client is not client:
                     client = seq.client
-                    delta = deltas.setdefault(client, TokenDelta([], []))
-                    append_id, append_token = delta.request_ids.append, delta.tokens.append
-                append_id(seq.request_id)
-                append_token(token)
-                if token in seq.end_ids or len(known) >= seq.total_len:
-                    outcome = check_stop(seq)
-                    if outcome is not None:
-                        self.end(seq, outcome)
+                    delta = updates.deltas.setdefault(client, TokenDelta([], []))
+                outcome = append_tokens(seq, run, delta)
+                if outcome is not None:
+                    self.end(seq, outcome)
+                elif seq.constraint is not None and seq.num_inflight_samples == 0:
+                    self._jump_forward(seq)
+                elif len(run) > 1:
+                    assert seq.inflight == 0, f"{len(run)} tokens for {seq}, which a later step holds"
+                    self._leave_steady_decode(seq)
+        if result.logprobs is not None:
+            add_logprobs(plan.rows, live, result, updates.deltas)
         if self._preempting:
             self._requeue()
         self.memory.settle(plan.step_id)
-        committed.tokens = sum([len(delta.tokens) for delta in deltas.values()])
-        return committed
+        return self.take_updates()
 
-    def _commit_constrained(self, seq: Sequence, token: int, refused: bool, delta: TokenDelta) -> None:
-        """Commits a token of a sequence that has to follow a grammar."""
-        if refused:
-            self.end(seq, grammar_error(seq))
-            return
-        outcome = append(seq, token, delta)
+    def _jump_forward(self, seq: Sequence) -> None:
+        """Append what the grammar forces, which may end the sequence."""
+        outcome = jump_forward(seq, self.updates.deltas.setdefault(seq.client, TokenDelta([], [])))
         if outcome is not None:
             self.end(seq, outcome)
-        elif seq.num_inflight_samples == 0:
-            self._jump_forward(seq, delta)
+        elif not seq.in_steady_decode:
+            self._leave_steady_decode(seq)
 
-    def _jump_forward(self, seq: Sequence, delta: TokenDelta) -> None:
-        """Appends what the grammar forces, which may end the sequence."""
-        outcome = jump_forward(self.advancer, seq, delta)
-        if outcome is not None:
-            self.end(seq, outcome)
-        elif not seq.in_steady_decode and seq.id in self.running:
+    def _leave_steady_decode(self, seq: Sequence) -> None:
+        """Have the planner look at what a sequence needs for its next row."""
+        seq.in_steady_decode = False
+        if seq.id in self.running:
             self._running.unsteady.add(seq.id)
 
+    def take_updates(self) -> SchedulerUpdates:
+        """Return the updates since the last call and begin new ones."""
+        updates, self.updates = self.updates, SchedulerUpdates()
+        return updates
+
     def masks(self, plan: StepPlan) -> Masks:
-        """What the rows of a step may sample. Called when every step before it has been committed."""
+        """Return the constraints that sampling a step needs. Every step before it must have been committed."""
         return get_masks(plan, self._held)
 
     def abort(self, client: bytes, request_id: int) -> None:
-        """Ends a request whose frontend wants no more of it. Idempotent."""
+        """End a request that its frontend has given up. Idempotent."""
         seq = self._open.get((client, request_id))
         if seq is not None:
             self.end(seq, Finished(request_id, FinishReason.ABORT))
 
     def abort_client(self, client: bytes) -> None:
-        """Ends everything of a frontend that has gone."""
+        """End every request of a frontend that has disconnected."""
         for key in [key for key in self._open if key[0] == client]:
             self.abort(*key)
 
-    def fail(self, seq_id: int, code: ErrorCode, message: str) -> None:
-        """Ends one running request in an error."""
-        seq = self._held[seq_id]
-        self.end(seq, Failure(seq.request_id, code, message))
-
     def fail_all(self, code: ErrorCode, message: str) -> None:
-        """Ends every open request in an error and takes everything back, in flight or not.
+        """End every open request in an error and release everything, in flight or not.
 
         Only for an engine that will not touch the device again.
         """
@@ -318,12 +312,12 @@ class Scheduler:
         self.memory.abandon()
 
     def end(self, seq: Sequence, outcome: Finished | Failure) -> None:
-        """Gives a sequence its one outcome; its leases stay while a step in flight holds it (I4)."""
+        """Give a sequence its one outcome; its leases stay open while a step in flight holds it (I4)."""
         assert seq.outcome is None, f"second outcome {outcome} for {seq}"
         seq.outcome = outcome
         del self._open[seq.client, seq.request_id]
-        self.ended.append(seq)
-        self._running.leave(seq)
+        self.updates.ended.append(seq)
+        self._running.remove(seq)
         if seq.session:
             self.memory.end_turn(seq, self._newest_step, self._now)
         if self.compiling.pop(seq.id, None) is not None:
@@ -337,16 +331,15 @@ class Scheduler:
             self._release(seq)
 
     def preempt(self, seq: Sequence) -> None:
-        """Stops a running sequence, to go on later: no new rows; what is in flight still commits, and then it waits
-        again."""
+        """Stop a running sequence for now: it gets no new rows, commits what is in flight and then waits again."""
         assert seq.outcome is None and seq.id in self.running, f"preempted without running: {seq}"
-        self._running.leave(seq)
+        self._running.remove(seq)
         self.preemptions += 1
         self._preempting.append(seq)
         self._requeue()
 
     def _requeue(self) -> None:
-        """Puts preempted sequences back into the queue that nothing in flight holds any more."""
+        """Return preempted sequences to the queue once no step in flight holds them."""
         for seq in [seq for seq in self._preempting if seq.inflight == 0]:
             self._preempting.remove(seq)
             del self._held[seq.id]
@@ -355,34 +348,29 @@ class Scheduler:
             seq.queued_at = self._now
             self.waiting.push(seq)
 
-    def take_ended(self) -> list[Sequence]:
-        """The sequences that ended since the last call."""
-        ended, self.ended = self.ended, []
-        return ended
-
-    def take_started(self) -> list[tuple[bytes, Started]]:
-        """What frontends should know of sequences whose first token has been launched since the last call."""
-        started, self._started = self._started, []
-        return started
-
     def set_policy(self, policy: Policy) -> None:
-        """Changes the policy from the next step and the next admission on."""
+        """Change the policy from the next step and the next admission on."""
         self.planner.policy = policy
         self.waiting.reorder(policy == "priority")
 
     def advance(self, now: float) -> None:
-        """Tells the time, in seconds: sessions that were idle for too long end."""
+        """Set the time, in seconds, and expire sessions that have been idle for too long."""
         self._now = now
         self.memory.sessions.expire(now)
 
     def audit(self) -> list[str]:
-        """What is wrong with pages and rows, a line each. Empty when all is well."""
+        """Return what is wrong with pages and rows, one line each; empty if nothing is."""
         problems = self.memory.audit(self._held.values())
         if self.rows.free + len(self._held) != self.rows.total:
             problems.append(f"{self.rows.free} of {self.rows.total} rows are free, {len(self._held)} are held")
         return problems
 
     def _release(self, seq: Sequence) -> None:
-        assert seq.inflight == 0 and seq.num_inflight_samples == 0, f"buried while in flight: {seq}"
+        """Close the leases of a sequence that no step in flight holds."""
+        assert seq.inflight == 0 and seq.num_inflight_samples == 0, f"released while in flight: {seq}"
         del self._held[seq.id]
         seq.leases.close()
+
+
+def _live(seq: Sequence) -> Sequence | None:
+    return seq if seq.outcome is None else None

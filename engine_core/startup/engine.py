@@ -18,7 +18,6 @@ from tandem.engine_core.constraints.compiler import GrammarCompiler
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.contracts import Mailbox
-from tandem.engine_core.control import Control
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kv_cache.manager import KVManager
@@ -27,7 +26,6 @@ from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
 from tandem.engine_core.layers.linear_choice import check_quantization
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.pipeline import PipelineState
 from tandem.engine_core.runtime.device import open_device
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.runtime.staging import MAX_END_IDS
@@ -38,7 +36,6 @@ from tandem.engine_core.startup.device import check_installed
 from tandem.engine_core.startup.kv_sizing import check_flags
 from tandem.engine_core.startup.runtime import ModelSource, build_runtime
 from tandem.engine_core.startup.start_log import StartLog
-from tandem.engine_core.stats import StageClock
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Limits, ModelFacts, Phase
@@ -141,14 +138,23 @@ def _build_loop(
         config.max_uploads,
         config.static_batching,
     )
-    scheduler = Scheduler(RowGate(config.max_rows), _kv_memory(config), limits, constraints.mask_builder, config.policy)
+    scheduler = Scheduler(RowGate(config.max_rows), _kv_memory(config), limits, config.policy)
     wire_limits = Limits(
         config.max_rows, config.kv_tokens, config.page_size, config.max_step_tokens, config.max_waiting
     )
-    compiler = constraints.compiler
-    control = Control(scheduler, compiler, status.epoch, facts, wire_limits, stats, time.monotonic)
-    stages = StageClock(stats.stage_seconds, time.monotonic)
-    return Engine(scheduler, PipelineState(config.depth), runtime, mailbox, control, compiler, stats, stages)
+    return Engine.assemble(
+        scheduler,
+        runtime,
+        mailbox,
+        constraints.compiler,
+        depth=config.depth,
+        epoch=status.epoch,
+        model=facts,
+        limits=wire_limits,
+        stats=stats,
+        clock=time.monotonic,
+        stage_clock=time.monotonic,
+    )
 
 
 def _kv_memory(config: EngineConfig) -> KVManager:

@@ -2,8 +2,7 @@
 
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.contracts import Runtime
-from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
-from tandem.engine_core.scheduler.admission import PADDING_ROW
+from tandem.engine_core.plan import PADDING_ROW, NewSequence, ScheduledSequence, StepPlan
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.params import SamplingParams
 

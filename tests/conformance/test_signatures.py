@@ -8,10 +8,9 @@ import pytest
 from tandem.engine_core import contracts
 from tandem.engine_core.constraints.compiler import GrammarCompiler
 from tandem.engine_core.constraints.grammars import GrammarConstraint
-from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.wire.mailbox import ZmqMailbox
-from tests.fakes.constraint import FakeAdvancer, FakeCompiler, FakeConstraint
+from tests.fakes.constraint import FakeCompiler, FakeConstraint
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.runtime import FakeRuntime
 
@@ -22,8 +21,6 @@ PAIRS: list[tuple[type, type]] = [
     (ZmqMailbox, contracts.Mailbox),
     (FakeConstraint, contracts.Constraint),
     (GrammarConstraint, contracts.Constraint),
-    (FakeAdvancer, contracts.ConstraintAdvancer),
-    (MaskBuilder, contracts.ConstraintAdvancer),
     (FakeCompiler, contracts.Compiler),
     (GrammarCompiler, contracts.Compiler),
 ]

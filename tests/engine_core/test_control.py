@@ -20,7 +20,7 @@ from tandem.protocol.events import Answer, Failure, Finished, Inspection, Limits
 from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
-from tests.fakes.constraint import FakeAdvancer, FakeCompiler
+from tests.fakes.constraint import FakeCompiler
 from tests.support.kv_pool import kv_memory
 from tests.support.messages import COMMANDS
 
@@ -32,7 +32,7 @@ PROMPT = pack_ids([5, 6, 7])
 
 def new(pages: int = 21, max_waiting: int = 3) -> Control:
     limits = SchedulerLimits(16, 16, max_waiting)
-    scheduler = Scheduler(RowGate(4), kv_memory(pages), limits, FakeAdvancer())
+    scheduler = Scheduler(RowGate(4), kv_memory(pages), limits)
     return Control(scheduler, FakeCompiler(), EPOCH, FACTS, LIMITS, new_stats(), FakeClock())
 
 
@@ -298,7 +298,7 @@ class TestLeaving:
         assert control.scheduler.num_open == 1, "requests of another frontend are not its own"
         for _ in range(2):
             assert control.apply(b"a", Abort([9, 9, 10, -5, 2**64 - 1])) is None
-        (seq,) = control.scheduler.take_ended()
+        (seq,) = control.scheduler.take_updates().ended
         assert seq.outcome == Finished(9, FinishReason.ABORT)
 
     def test_goodbye_ends_its_own_alone(self) -> None:
@@ -306,7 +306,7 @@ class TestLeaving:
         for client in (b"a", b"b"):
             control.apply(client, submit())
         assert control.apply(b"a", Goodbye()) is None
-        assert [seq.client for seq in control.scheduler.take_ended()] == [b"a"]
+        assert [seq.client for seq in control.scheduler.take_updates().ended] == [b"a"]
         assert set(control.clients) == {b"b"}
         assert control.apply(b"a", submit(request_id=10)) is None
         assert control.scheduler.num_open == 1, "after a Goodbye comes a Hello, or nothing"

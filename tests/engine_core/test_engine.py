@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tandem.engine_core.engine import MAX_FINAL_FLUSHES
-from tandem.engine_core.errors import FatalError, RowError
+from tandem.engine_core.errors import FatalError
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, SetPolicy, Submit
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -137,16 +137,6 @@ class TestRun:
         assert bench.runtime.calls[-1] == place, "the device is not touched again"
         assert bench.at_rest()
         assert calls == len(bench.runtime.calls)
-
-    def test_a_row_error_fails_one_request(self) -> None:
-        bench = Bench(2)
-        for request_id in (1, 2):
-            bench.submit(request_id, 3)
-        bench.runtime.faults["launch 1"] = RowError(1, ErrorCode.INVALID_VALUE, "no")
-        bench.finish()
-        assert bench.outcome(1) == Failure(1, ErrorCode.INVALID_VALUE, "no")
-        assert bench.outcome(2) == Finished(2, FinishReason.LENGTH)
-        assert bench.runtime.calls[:3] == ["launch 1", "launch 1", "sample 1"], "the step's number is used again"
 
     def test_output_that_cannot_go_is_tried_again_then_given_up(self, caplog: pytest.LogCaptureFixture) -> None:
         bench = Bench(2)

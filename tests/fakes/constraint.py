@@ -59,8 +59,7 @@ class FakeConstraint:
                 return self.taken < self.limit
         return True
 
-    def take(self, token: int) -> bool:
-        """Advances; whether the token was taken."""
+    def accept(self, token: int) -> bool:
         broken = self.rule == "breaks" and self.taken >= self.limit
         if self.problem_text or broken or not self.allows(token):
             self.problem_text = f"{token} cannot follow {self.taken} tokens"
@@ -72,13 +71,6 @@ class FakeConstraint:
             self.queue = [2 + (token * step) % (VOCAB - 2) for step in range(1, 2 + token % 4)]
             self.queue += [END] * (token % 7 == 0)
         return True
-
-
-class FakeAdvancer:
-    """Takes what `FakeConstraint` takes."""
-
-    def accept(self, sampled: Sequence[tuple[Constraint, int]]) -> list[bool]:
-        return [own(constraint).take(token) for constraint, token in sampled]
 
 
 class FakeFiller:

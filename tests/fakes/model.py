@@ -50,7 +50,7 @@ class Follows(Protocol):
 
     def allows(self, token: int) -> bool: ...
 
-    def take(self, token: int) -> bool: ...
+    def accept(self, token: int) -> bool: ...
 
 
 def reference(
@@ -69,7 +69,7 @@ def reference(
     while len(tokens) < max_tokens:
         forbidden = end_ids if len(tokens) < min_tokens else frozenset()
         token = choose(state, forbidden, constraint.allows if constraint else lambda _: True)
-        if constraint and not constraint.take(token):
+        if constraint and not constraint.accept(token):
             break
         tokens.append(token)
         if (token in end_ids and len(tokens) > min_tokens) or (constraint and constraint.is_complete):

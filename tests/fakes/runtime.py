@@ -3,10 +3,8 @@
 from array import array
 from collections.abc import Callable
 
-from tandem.engine_core.contracts import Constraint, DeviceTimes, Masks, StepLogprobs
-from tandem.engine_core.kv_cache.pages import PADDING_PAGE
-from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
-from tandem.engine_core.scheduler.admission import PADDING_ROW
+from tandem.engine_core.contracts import Constraint, DeviceTimes, Masks, StepLogprobs, StepResult
+from tandem.engine_core.plan import PADDING_PAGE, PADDING_ROW, NewSequence, ScheduledSequence, StepPlan
 from tests.fakes.constraint import own
 from tests.fakes.model import choose, fold, logprob_line
 
@@ -32,9 +30,9 @@ class FakeRuntime:
         self.jumped = 0
         """Positions of generated tokens that were uploaded, not sampled."""
         self.launched: dict[int, StepPlan] = {}
-        self.results: dict[int, list[int]] = {}
-        self.lines: dict[int, list[bytes]] = {}
-        """By slot, until its next launch: log-probabilities of the sampled rows, then of the scored positions."""
+        self.results: dict[int, StepResult] = {}
+        self.scored: dict[int, list[bytes]] = {}
+        """Log-probability records of the scored positions of launched steps, by slot."""
         self.pages_in_flight: dict[int, set[int]] = {}
         """By slot: the pages that its step reads or writes, until it is collected."""
         self.is_shared: Callable[[int], bool] = lambda _: False
@@ -50,13 +48,13 @@ class FakeRuntime:
             self.admissions[admission.seq_id] = admission
             self.tokens[admission.row] = {}
             self.page_table[admission.row] = []
-        self.lines[slot] = []
+        scored = self.scored[slot] = []
         self.uploads = 0
         touched = self.pages_in_flight[slot] = set()
         for row in plan.rows:
             assert plan.logprobs >= 0 or not row.targets, f"{row} is scored in a step that wants no log-probabilities"
             self._forward(row)
-            self.lines[slot] += self._scored(row, plan.logprobs)
+            scored += self._scored(row, plan.logprobs)
             touched.update(self.page_table[row.row][: -(-row.end // self.page_size)])
         self.launched[slot] = plan
 
@@ -66,18 +64,17 @@ class FakeRuntime:
         wanted = dict(masks or [])
         masked = {row.row for row in plan.rows if row.constrained and row.samples}
         assert len(wanted) == len(masks or []) and wanted.keys() <= masked, f"masks for {wanted.keys()} of {masked}"
-        self.results[slot] = [self._sample(row, wanted.get(row.row)) if row.samples else -1 for row in plan.rows]
+        sampled = [row for row in plan.rows if row.samples]
+        tokens = [self._sample(row, wanted.get(row.row)) for row in sampled]
+        records, logprobs = self.scored.pop(slot), None
         if plan.logprobs >= 0:
-            sampled = [row for row in plan.rows if row.samples]
-            self.lines[slot][:0] = [self._line(row, row.end, plan.logprobs) for row in sampled]
+            records[:0] = [self._record(row, row.end, plan.logprobs) for row in sampled]
+            logprobs = StepLogprobs(plan.logprobs, b"".join(records))
+        self.results[slot] = StepResult([int(row.samples) for row in plan.rows], tokens, logprobs)
 
-    def collect(self, slot: int) -> list[int]:
+    def collect(self, slot: int) -> StepResult:
         del self.pages_in_flight[slot]
         return self.results.pop(slot)
-
-    def logprobs(self, slot: int, plan: StepPlan) -> StepLogprobs:
-        assert slot not in self.launched and slot not in self.results, f"slot {slot} asked before it was collected"
-        return StepLogprobs(plan.logprobs, b"".join(self.lines[slot]))
 
     def synchronize(self) -> None:
         return None
@@ -123,13 +120,13 @@ class FakeRuntime:
             self.pool[place] = (position, state)
 
     def _scored(self, row: ScheduledSequence, top: int) -> list[bytes]:
-        """The lines of a row's scored positions; their targets have to be the prompt's."""
+        """Return the records of a row's scored positions; their targets must be the prompt's tokens."""
         targets = array("i", row.targets)
         later = array("i", row.tokens)[row.skipped + 1 :]
         assert targets[: len(later)] == later[: len(targets)], f"{row} is scored at tokens that are not its prompt's"
         return [logprob_line(self._state(row, row.start + index), token, top) for index, token in enumerate(targets)]
 
-    def _line(self, row: ScheduledSequence, position: int, top: int) -> bytes:
+    def _record(self, row: ScheduledSequence, position: int, top: int) -> bytes:
         return logprob_line(self._state(row, position - 1), self.tokens[row.row][position], top)
 
     def _state(self, row: ScheduledSequence, position: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tandem.engine_core.contracts import StepLogprobs
+from tandem.engine_core.contracts import StepResult
 from tandem.engine_core.kernels.reference.sampling import logprob_lines
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.cuda_forward import CudaForward
@@ -106,7 +106,7 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        calls = {"launch": self._launch, "sample": self._sample, "logprobs": self._logprobs}
+        calls = {"launch": self._launch, "sample": self._sample, "collect": self._collect}
         self.real = {name: getattr(self.runtime, name) for name in calls}
         with patch.multiple(self.runtime, **calls):
             yield
@@ -143,11 +143,12 @@ class Watch:
             self.errors.append((values - expected).abs().max().item())
         self.lines[slot] = s.lines.clone()
 
-    def _logprobs(self, slot: int, plan: StepPlan) -> StepLogprobs:
-        """What reached the host is what was on the device then, though the next step may have been sampled since."""
-        result: StepLogprobs = self.real["logprobs"](slot, plan)
-        on_device = self.lines[slot].cpu().numpy().tobytes()[: len(result.lines)]
-        self.equal.append(result.lines == on_device)
+    def _collect(self, slot: int) -> StepResult:
+        """Check that the host has what was on the device then, though the next step may have been sampled since."""
+        result: StepResult = self.real["collect"](slot)
+        if result.logprobs is not None:
+            records = result.logprobs.records
+            self.equal.append(records == self.lines[slot].cpu().numpy().tobytes()[: len(records)])
         return result
 
 

@@ -58,7 +58,7 @@ def prefill(step_id: int, rows: list[int], length: int, params: SamplingParams, 
 def run(runtime: TorchRuntime, slot: int, plan: StepPlan) -> list[int]:
     runtime.launch(slot, plan)
     runtime.sample(slot, None)
-    return runtime.collect(slot)
+    return runtime.collect(slot).tokens
 
 
 @pytest.mark.parametrize("params", [GREEDY, EVERYTHING], ids=["greedy", "full"])
@@ -73,7 +73,7 @@ def test_padding_touches_no_other_row(runtime: TorchRuntime, live: list[int], pa
     runtime.launch(1, decode)
     assert runtime.slots[1].captured is not None
     runtime.sample(1, None)
-    tokens = runtime.collect(1)
+    tokens = runtime.collect(1).tokens
     after = state(runtime)
     for name, old in before.items():
         changed = (old != after[name]).flatten(1).any(1).nonzero().flatten().tolist()

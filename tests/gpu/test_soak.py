@@ -11,9 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
+from tandem.engine_core.plan import PADDING_ROW, NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.runtime import TorchRuntime
-from tandem.engine_core.scheduler.admission import PADDING_ROW
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.commands import Abort
 from tandem.protocol.engine_options import Device, EngineOptions

@@ -109,27 +109,6 @@ def test_same_tokens_as_one_by_one(name: str, batch: int) -> None:
     assert not rare, f"never happened: {rare}, of {happened}"
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_row_that_cannot_be_staged_fails_alone(depth: int) -> None:
-    raised = failed = 0
-    for seed in range(120 * EFFORT):
-        world = World(seed, Shape(depth, constrained=0.2, faults="row"))
-        try:
-            world.engine.run()
-            check_tokens(world)
-            world.check_after_the_end()
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
-        raised += world.runtime.raised
-        failed += sum(
-            isinstance(o, Failure) and o.code is ErrorCode.ENGINE_FAILED
-            for outcomes in world.mailbox.outcomes.values()
-            for o in outcomes
-        )
-    assert raised > 40
-    assert failed == raised
-
-
 @pytest.mark.parametrize("place", ["launch", "sample", "collect"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_device_error_ends_every_stream_once(place: str, depth: int) -> None:

@@ -11,13 +11,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tandem.engine_core.contracts import Masks
+from tandem.engine_core.contracts import Masks, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.protocol.commands import Abort
 from tandem.protocol.params import SamplingParams
-from tests.fakes.constraint import FakeAdvancer, FakeCompiler, FakeFiller
+from tests.fakes.constraint import FakeCompiler, FakeFiller
 from tests.fakes.fixed_masks import ReplayingFiller, as_filled
 from tests.support.engine_driver import CLIENT, DrivenEngine
 
@@ -34,7 +34,7 @@ class Recording:
     logits: list[Tensor] = field(default_factory=list)
     """[S, V] each, of the rows that sample."""
     graphed: list[bool] = field(default_factory=list)
-    results: list[list[int]] = field(default_factory=list)
+    results: list[StepResult] = field(default_factory=list)
 
 
 def runtime_of(driven: DrivenEngine) -> TorchRuntime:
@@ -61,7 +61,7 @@ def recorded(runtime: TorchRuntime) -> Iterator[Recording]:
         sample(slot, masks)
         recording.masks.append(as_filled(runtime.slots[slot], masks))
 
-    def on_collect(slot: int) -> list[int]:
+    def on_collect(slot: int) -> StepResult:
         recording.results.append(collect(slot))
         return recording.results[-1]
 
@@ -121,7 +121,6 @@ def constraining(engine: Engine) -> None:
     """Gives the engine constraints that need no grammar, and that can be played again. Before the first tick."""
     assert isinstance(engine.runtime, TorchRuntime)
     engine.compiler = engine.control.compiler = FakeCompiler()
-    engine.scheduler.advancer = FakeAdvancer()
     engine.runtime.filler = ReplayingFiller(FakeFiller())
 
 

@@ -2,22 +2,20 @@
 
 from typing import Any
 
-from tandem.engine_core.contracts import Masks
-from tandem.engine_core.control import Control
+from tandem.engine_core.contracts import Masks, StepResult
 from tandem.engine_core.engine import Engine
-from tandem.engine_core.pipeline import PipelineState
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
-from tandem.engine_core.stats import StageClock, new_stats
+from tandem.engine_core.stats import new_stats
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.commands import Hello, Submit
 from tandem.protocol.events import Failure, Finished, Limits, ModelFacts
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
-from tests.fakes.constraint import FakeAdvancer, FakeCompiler
+from tests.fakes.constraint import FakeCompiler
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.model import END, VOCAB
 from tests.fakes.runtime import FakeRuntime
@@ -50,7 +48,7 @@ class RecordingRuntime(FakeRuntime):
         self._note("sample", slot)
         super().sample(slot, masks)
 
-    def collect(self, slot: int) -> list[int]:
+    def collect(self, slot: int) -> StepResult:
         self._note("collect", slot)
         return super().collect(slot)
 
@@ -61,22 +59,25 @@ class Bench:
     def __init__(self, depth: int, rows: int = 4, pages: int = 100) -> None:
         self.runtime = RecordingRuntime(rows, pages, 4)
         self.memory = kv_memory(pages)
-        self.scheduler = Scheduler(RowGate(rows), self.memory, SchedulerLimits(64, 64, 50), FakeAdvancer())
+        self.scheduler = Scheduler(RowGate(rows), self.memory, SchedulerLimits(64, 64, 50))
         self.mailbox, self.clock, self.stats = FakeMailbox(), FakeClock(), new_stats()
         facts = ModelFacts("fake", VOCAB, 64, [END], "", "cpu", "float32", 0)
         self.compiler = FakeCompiler()
         limits = Limits(rows, 0, 4, 64, 50)
-        self.control = Control(self.scheduler, self.compiler, EPOCH, facts, limits, self.stats, self.clock)
-        self.engine = Engine(
+        self.engine = Engine.assemble(
             self.scheduler,
-            PipelineState(depth),
             self.runtime,
             self.mailbox,
-            self.control,
             self.compiler,
-            self.stats,
-            StageClock(self.stats.stage_seconds, self.clock),
+            depth=depth,
+            epoch=EPOCH,
+            model=facts,
+            limits=limits,
+            stats=self.stats,
+            clock=self.clock,
+            stage_clock=self.clock,
         )
+        self.control = self.engine.control
         self.say(Hello(PROTOCOL_VERSION, EPOCH, "test"))
 
     def say(self, *commands: Any, client: bytes = CLIENT) -> None:

@@ -2,14 +2,14 @@
 
 from array import array
 
+from tandem.engine_core.contracts import StepResult
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
-from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.scheduler.scheduler import Scheduler, SchedulerUpdates
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy
 from tandem.protocol.params import SamplingParams
-from tests.fakes.constraint import FakeAdvancer
 from tests.support.kv_pool import kv_memory
 
 END = 1
@@ -29,7 +29,7 @@ def new(
     static: bool = False,
 ) -> Scheduler:
     limits = SchedulerLimits(step, chunk, waiting, prompts, static=static)
-    return Scheduler(RowGate(rows), kv_memory(pages, page_size, cache), limits, FakeAdvancer(), policy)
+    return Scheduler(RowGate(rows), kv_memory(pages, page_size, cache), limits, policy)
 
 
 def sequence(
@@ -62,6 +62,12 @@ def launched(scheduler: Scheduler, step_id: int) -> StepPlan:
     return plan
 
 
+def commit(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> SchedulerUpdates:
+    """Commit a step with one value for each row, which counts where the row samples."""
+    sampled = [token for row, token in zip(plan.rows, tokens, strict=True) if row.samples]
+    return scheduler.commit(plan, StepResult([int(row.samples) for row in plan.rows], sampled))
+
+
 def run(scheduler: Scheduler, *sequences: Sequence, token: int = 20, depth: int = 1, first_step: int = 1) -> int:
     """Computes sequences to their ends, `token` after `token`; the number of the next step."""
     step, flights = first_step, []
@@ -76,6 +82,6 @@ def run(scheduler: Scheduler, *sequences: Sequence, token: int = 20, depth: int 
             step += 1
         if plan is None or len(flights) == depth:
             plan = flights.pop(0)
-            scheduler.commit(plan, [token] * len(plan.rows))
+            commit(scheduler, plan, [token] * len(plan.rows))
         assert step < 5000, f"no end: {list(scheduler.held)}, {list(scheduler.waiting)}"
     return step

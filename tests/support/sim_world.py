@@ -5,27 +5,24 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
-from tandem.engine_core.contracts import Masks
-from tandem.engine_core.control import Control
+from tandem.engine_core.contracts import Masks, StepResult
 from tandem.engine_core.engine import Engine
-from tandem.engine_core.errors import RowError
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
-from tandem.engine_core.pipeline import PipelineState
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
-from tandem.engine_core.stats import StageClock, new_stats
+from tandem.engine_core.stats import new_stats
 from tandem.protocol.commands import Abort, EndSession, Hello, Inspect, SetPolicy
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Limits, ModelFacts
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
-from tests.fakes.constraint import FakeAdvancer, FakeCompiler
+from tests.fakes.constraint import FakeCompiler
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.model import END, VOCAB
 from tests.fakes.runtime import FakeRuntime
@@ -35,7 +32,7 @@ EPOCH = 77
 
 
 class FaultyRuntime(FakeRuntime):
-    """Raises in one place: "row" fails a row before anything is enqueued, the others are device errors."""
+    """Raises device errors in one place: launch, sample or collect."""
 
     def __init__(self, *sizes: int, fault: str, rng: random.Random) -> None:
         super().__init__(*sizes)
@@ -44,10 +41,6 @@ class FaultyRuntime(FakeRuntime):
         self.raised = 0
 
     def launch(self, slot: int, plan: StepPlan) -> None:
-        if self.fault == "row" and self.rng.random() < 0.1:
-            self.raised += 1
-            victim = self.rng.choice(plan.rows)
-            raise RowError(victim.seq_id, ErrorCode.ENGINE_FAILED, "this row cannot be staged")
         self._maybe("launch")
         super().launch(slot, plan)
 
@@ -55,7 +48,7 @@ class FaultyRuntime(FakeRuntime):
         self._maybe("sample")
         super().sample(slot, masks)
 
-    def collect(self, slot: int) -> list[int]:
+    def collect(self, slot: int) -> StepResult:
         self._maybe("collect")
         return super().collect(slot)
 
@@ -121,18 +114,25 @@ class World:
         )
         self.rows = RowGate(max_rows)
         policy = "fcfs" if shape.static else shape.policy or rng.choice(POLICIES)
-        self.scheduler = Scheduler(self.rows, self.memory, limits, FakeAdvancer(), policy)
+        self.scheduler = Scheduler(self.rows, self.memory, limits, policy)
         self.compiler = FakeCompiler(lambda: rng.choice([0, 0, 1, 5, 40]))
-        self.pipeline = PipelineState(shape.depth)
         self.mailbox = FakeMailbox()
-        stats = new_stats()
         facts = ModelFacts("fake", VOCAB, LONGEST, [END], "", "cpu", "float32", 0)
         wire_limits = Limits(max_rows, 0, page_size, step_tokens, 100)
-        self.control = Control(self.scheduler, self.compiler, EPOCH, facts, wire_limits, stats, self.clock)
-        stages = StageClock(stats.stage_seconds, self.clock)
-        self.engine = Engine(
-            self.scheduler, self.pipeline, self.runtime, self.mailbox, self.control, self.compiler, stats, stages
+        self.engine = Engine.assemble(
+            self.scheduler,
+            self.runtime,
+            self.mailbox,
+            self.compiler,
+            depth=shape.depth,
+            epoch=EPOCH,
+            model=facts,
+            limits=wire_limits,
+            stats=new_stats(),
+            clock=self.clock,
+            stage_clock=self.clock,
         )
+        self.pipeline = self.engine.pipeline
 
     def _before_tick(self) -> None:
         """Whatever must hold between two ticks; then arrivals and what goes wrong."""
@@ -153,7 +153,7 @@ class World:
             self.launches += 1
             self.overlaps += self.pipeline.in_flight > 1
         self._seen_launched = launched
-        idle = not self.scheduler.num_open and not self.scheduler.ended and not self.pipeline.in_flight
+        idle = not self.scheduler.num_open and not self.scheduler.updates.ended and not self.pipeline.in_flight
         if idle and not self.arrivals and not self.mailbox.inbox:
             self.check_at_rest()
             self.engine.stopping = True

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.torch import TorchAttention
-from tandem.engine_core.contracts import Masks
-from tandem.engine_core.control import Control
+from tandem.engine_core.contracts import Masks, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.kernels.reference.philox import gumbel_noise
 from tandem.engine_core.kernels.reference.sampling import truncate
@@ -17,7 +16,6 @@ from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.model_config import ModelConfig, RopeConfig
 from tandem.engine_core.models.llama import LlamaModel
 from tandem.engine_core.models.registry import build_model
-from tandem.engine_core.pipeline import PipelineState
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.device import CpuDevice
 from tandem.engine_core.runtime.runtime import TorchRuntime
@@ -28,7 +26,7 @@ from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
-from tandem.engine_core.stats import StageClock, new_stats
+from tandem.engine_core.stats import new_stats
 from tandem.protocol.codec import pack_ids, unpack_floats, unpack_ids
 from tandem.protocol.commands import Hello, Submit
 from tandem.protocol.engine_options import Policy
@@ -36,7 +34,7 @@ from tandem.protocol.events import Failure, Finished, Limits, ModelFacts
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
-from tests.fakes.constraint import FakeAdvancer, FakeCompiler, FakeConstraint, FakeFiller
+from tests.fakes.constraint import FakeCompiler, FakeConstraint, FakeFiller
 from tests.fakes.fixed_masks import ReplayingFiller, as_filled
 from tests.fakes.mailbox import FakeMailbox
 from tests.support.kv_pool import kv_memory
@@ -160,7 +158,7 @@ class Compared:
                 self.close += 1
             else:
                 assert token == int(best.indices[0]), f"token {index} of {tokens} after {prompt}, {params}: {best}"
-            assert constraint is None or constraint.take(token)
+            assert constraint is None or constraint.accept(token)
 
 
 class RecordingTorchRuntime(TorchRuntime):
@@ -170,7 +168,7 @@ class RecordingTorchRuntime(TorchRuntime):
         self.plans: list[StepPlan] = []
         self.masks: list[Masks | None] = []
         self.logits: list[Tensor] = []
-        self.results: list[list[int]] = []
+        self.results: list[StepResult] = []
 
     def launch(self, slot: int, plan: StepPlan) -> None:
         super().launch(slot, plan)
@@ -183,7 +181,7 @@ class RecordingTorchRuntime(TorchRuntime):
         super().sample(slot, masks)
         self.masks.append(as_filled(self.slots[slot], masks))
 
-    def collect(self, slot: int) -> list[int]:
+    def collect(self, slot: int) -> StepResult:
         self.results.append(super().collect(slot))
         return self.results[-1]
 
@@ -237,15 +235,24 @@ class TinyEngine:
         self.mailbox = FakeMailbox()
         memory = kv_memory(self.runtime.kv.pages, shape.page_size, shape.cache)
         limits = SchedulerLimits(shape.step_tokens, shape.chunk, 100, static=shape.static)
-        self.scheduler = Scheduler(RowGate(shape.max_rows), memory, limits, FakeAdvancer(), shape.policy)
+        self.scheduler = Scheduler(RowGate(shape.max_rows), memory, limits, shape.policy)
         stats, clock = new_stats(), FakeClock()
         facts = ModelFacts("tiny", VOCAB, MAX_LEN, [END], "", "cpu", "float32", 0)
         compiler = FakeCompiler()
-        self.control = Control(self.scheduler, compiler, EPOCH, facts, Limits(0, 0, 0, 0, 0), stats, clock)
-        stages = StageClock(stats.stage_seconds, clock)
-        pipeline = PipelineState(shape.depth)
-        parts = (self.scheduler, pipeline, self.runtime, self.mailbox, self.control, compiler)
-        self.engine = Engine(*parts, stats, stages)
+        self.engine = Engine.assemble(
+            self.scheduler,
+            self.runtime,
+            self.mailbox,
+            compiler,
+            depth=shape.depth,
+            epoch=EPOCH,
+            model=facts,
+            limits=Limits(0, 0, 0, 0, 0),
+            stats=stats,
+            clock=clock,
+            stage_clock=clock,
+        )
+        self.control = self.engine.control
         self.mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "test")))
         self.requests = 0
 

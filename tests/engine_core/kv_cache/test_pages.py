@@ -4,7 +4,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from tandem.engine_core.kv_cache.pages import PADDING_PAGE, PageAllocator
+from tandem.engine_core.kv_cache.pages import PageAllocator
+from tandem.engine_core.plan import PADDING_PAGE
 from tests.support.effort import machine
 
 PAGES = 17

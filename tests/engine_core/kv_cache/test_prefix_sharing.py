@@ -9,7 +9,7 @@ from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import FinishReason
 from tandem.protocol.events import Finished, Started
 from tandem.protocol.params import SamplingParams
-from tests.support.scheduling import added, launched, new, run, sequence
+from tests.support.scheduling import added, commit, launched, new, run, sequence
 
 
 def with_prompt(number: int, *prompt: int, max_tokens: int = 3, namespace: bytes = b"") -> Sequence:
@@ -32,7 +32,7 @@ def test_a_second_prompt_begins_behind_what_is_cached() -> None:
     assert (row.start, row.length, row.samples, row.skipped) == (12, 2, True, 12)
     assert array("i", row.tokens).tolist() == [*SYSTEM, 2, 3], "the device has to know cached tokens, too"
     assert (row.new_pages, row.first_page) == (tuple(second.pages), 0)
-    assert scheduler.take_started() == [(b"c", Started(2, 12))]
+    assert scheduler.take_updates().started == [(b"c", Started(2, 12))]
     assert scheduler.memory.queried == 13 + 14
     assert scheduler.memory.hit == 12
 
@@ -61,11 +61,11 @@ def test_zombies_add_nothing_that_nobody_said(reason: FinishReason) -> None:
     scheduler, seq = new(), with_prompt(1, 5, 6, max_tokens=30)
     added(scheduler, seq)
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
-    scheduler.commit(plans[0], [9])
+    commit(scheduler, plans[0], [9])
     plans.append(launched(scheduler, 3))
     scheduler.end(seq, Finished(1, reason))
     for plan in plans[1:]:
-        scheduler.commit(plan, [33])
+        commit(scheduler, plan, [33])
     assert scheduler.memory.cached == 0, "three tokens are known and four were computed: no page is full"
     assert scheduler.audit() == []
 
@@ -110,7 +110,7 @@ def test_who_computed_what_all_wait_for_may_vanish() -> None:
     scheduler.abort(b"c", 1)
     scheduler.admit_waiting()
     assert list(scheduler.running) == [], "its step is still in flight, and computes the next page"
-    scheduler.commit(plan, [-1])
+    commit(scheduler, plan, [-1])
     scheduler.admit_waiting()
     assert list(scheduler.running) == [2]
 
@@ -153,7 +153,7 @@ def test_what_two_computed_is_kept_once() -> None:
     assert second.pages[:3] == first.pages[:3]
     assert scheduler.memory.settling == 3, "its own pages are written by the step in flight"
     assert scheduler.memory.in_use == 3 + 1 + 1 + 3
-    scheduler.commit(plan, [20, 21])
+    commit(scheduler, plan, [20, 21])
     assert (scheduler.memory.settling, scheduler.memory.in_use) == (0, 5)
     rows = {row.seq_id: row for row in launched(scheduler, 2).rows}
     assert (rows[2].new_pages, rows[2].first_page) == (tuple(second.pages), 0), "the device hears of the change"
@@ -197,7 +197,7 @@ def test_a_page_half_written_is_given_back_when_its_step_has_committed() -> None
     assert scheduler.memory.settling == 1
     assert scheduler.audit() == []
     for plan in plans:
-        scheduler.commit(plan, [-1] * len(plan.rows))
+        commit(scheduler, plan, [-1] * len(plan.rows))
     assert scheduler.memory.settling == 0
 
 
@@ -239,7 +239,7 @@ def test_the_refused_are_looked_at_again_when_pages_come_back() -> None:
     added(scheduler, first, second)
     plan = launched(scheduler, 1)
     assert scheduler.admit_waiting() == []
-    scheduler.commit(plan, [20])
+    commit(scheduler, plan, [20])
     assert scheduler.admit_waiting() == []
     scheduler.abort(b"c", 1)
     assert scheduler.admit_waiting() == [second]
@@ -255,7 +255,7 @@ def test_the_refused_are_looked_at_again_when_more_is_shared() -> None:
     plan = launched(scheduler, 1)
     assert scheduler.admit_waiting() == [urgent]
     assert urgent.num_cached_tokens == 12
-    scheduler.commit(plan, [20])
+    commit(scheduler, plan, [20])
 
 
 def test_one_less_urgent_does_not_keep_the_others_from_sharing() -> None:

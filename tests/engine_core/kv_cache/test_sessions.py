@@ -11,7 +11,7 @@ from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Finished
 from tandem.protocol.params import SamplingParams
-from tests.support.scheduling import added, launched, new, run, sequence
+from tests.support.scheduling import added, commit, launched, new, run, sequence
 
 
 def turn(number: int, *prompt: int, session: str = "talk", max_tokens: int = 4, client: bytes = b"c") -> Sequence:
@@ -98,7 +98,7 @@ def with_a_zombie(scheduler: Scheduler) -> tuple[Sequence, StepPlan]:
     first = turn(1, *FIRST, max_tokens=9)
     added(scheduler, first)
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
-    scheduler.commit(plans[0], [20])
+    commit(scheduler, plans[0], [20])
     scheduler.abort(b"c", 1)
     return first, plans[1]
 
@@ -107,7 +107,7 @@ def test_the_next_turn_may_come_while_a_zombie_of_the_last_is_in_flight() -> Non
     scheduler = new()
     _, plan = with_a_zombie(scheduler)
     added(scheduler, turn(2, *FIRST, 20, 40))
-    scheduler.commit(plan, [21])
+    commit(scheduler, plan, [21])
     assert scheduler.audit() == []
     run(scheduler, first_step=3)
     assert scheduler.audit() == []
@@ -224,7 +224,7 @@ def test_what_a_zombie_has_computed_is_kept() -> None:
     first, plan = with_a_zombie(scheduler)
     (session,) = scheduler.memory.sessions.known
     assert (session.turn, session.pages) == (None, first.pages[:2])
-    scheduler.commit(plan, [21])
+    commit(scheduler, plan, [21])
     assert scheduler.memory.in_use == 2
     assert scheduler.audit() == []
 
@@ -236,7 +236,7 @@ def test_a_zombie_of_an_ended_session_leaves_its_successor_alone() -> None:
     scheduler.memory.sessions.end("talk")
     scheduler.abort(b"c", 1)
     scheduler.add(turn(2, 90, 91, 92))
-    scheduler.commit(plan, [20])
+    commit(scheduler, plan, [20])
     assert [(session.turn, session.pages) for session in scheduler.memory.sessions.known] == [(2, [])]
     assert (scheduler.memory.in_use, scheduler.audit()) == (0, [])
 

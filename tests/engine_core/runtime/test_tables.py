@@ -125,8 +125,9 @@ def test_warming_up_touches_padding_alone(model: LlamaModel, depth: int, max_len
     )  # fmt: skip
     warm_up(runtime, config)
     assert len(runtime.results) == depth * 7
-    lowest = 0 if max_len > 2 else -1
-    assert all(lowest <= token < VOCAB for tokens in runtime.results for token in tokens), "-1: no room for a sample"
+    assert all(0 <= token < VOCAB for result in runtime.results for token in result.tokens)
+    counts = [count for result in runtime.results for count in result.counts]
+    assert all(counts) == (max_len > 2), "a decode row at the last position has no room for a sample"
     assert not runtime.tables.tokens[1:].any(), "a row that requests use was written"
     assert not runtime.tables.pages.any()
     for pool in (*runtime.kv.keys, *runtime.kv.values):

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tandem.engine_core.scheduler.admission import PADDING_ROW, PageGate, RowGate, admit
+from tandem.engine_core.plan import PADDING_ROW
+from tandem.engine_core.scheduler.admission import PageGate, RowGate, admit
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.params import SamplingParams
 from tests.support.kv_pool import kv_memory

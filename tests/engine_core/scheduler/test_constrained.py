@@ -7,21 +7,22 @@ import pytest
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
-from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.scheduler.scheduler import Scheduler, SchedulerUpdates
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, Started
 from tandem.protocol.params import SamplingParams
-from tests.fakes.constraint import FakeAdvancer, FakeConstraint
+from tests.fakes.constraint import FakeConstraint
 from tests.fakes.model import END
 from tests.support.kv_pool import kv_memory
+from tests.support.scheduling import commit
 
 PROMPT = [10, 11, 12]
 
 
 def new(rows: int = 4, step: int = 16, waiting: int = 50) -> Scheduler:
     limits = SchedulerLimits(step, step, waiting)
-    return Scheduler(RowGate(rows), kv_memory(60), limits, FakeAdvancer())
+    return Scheduler(RowGate(rows), kv_memory(60), limits)
 
 
 def sequence(
@@ -36,12 +37,17 @@ def sequence(
     )  # fmt: skip
 
 
+def sent(updates: SchedulerUpdates) -> list[int]:
+    """Return the tokens of all frontends."""
+    return [token for delta in updates.deltas.values() for token in delta.tokens]
+
+
 def began(seq: Sequence, scheduler: Scheduler | None = None) -> tuple[Scheduler, list[int]]:
-    """A scheduler that runs the sequence, and what its grammar forced at once."""
+    """Return a scheduler that runs the sequence, and the tokens that its grammar forced at once."""
     scheduler = scheduler or new()
     scheduler.add(seq)
     scheduler.admit_waiting()
-    return scheduler, scheduler.start(seq).tokens
+    return scheduler, sent(scheduler.take_updates())
 
 
 def step(scheduler: Scheduler, step_id: int, *tokens: int) -> list[int]:
@@ -49,8 +55,7 @@ def step(scheduler: Scheduler, step_id: int, *tokens: int) -> list[int]:
     plan = scheduler.plan_step(step_id)
     assert plan is not None
     scheduler.on_launch(plan)
-    committed = scheduler.commit(plan, list(tokens))
-    return [token for delta in committed.deltas.values() for token in delta.tokens]
+    return sent(commit(scheduler, plan, list(tokens)))
 
 
 class TestCompiling:
@@ -71,7 +76,7 @@ class TestCompiling:
         scheduler.add(sequence(1, "later"))
         scheduler.add(sequence(2))
         scheduler.set_constraint(1, RequestError(ErrorCode.INVALID_GRAMMAR, "no"))
-        assert [seq.outcome for seq in scheduler.take_ended()] == [Failure(1, ErrorCode.INVALID_GRAMMAR, "no")]
+        assert [seq.outcome for seq in scheduler.take_updates().ended] == [Failure(1, ErrorCode.INVALID_GRAMMAR, "no")]
         assert scheduler.num_open == 1
         assert not scheduler.compiling
 
@@ -79,18 +84,18 @@ class TestCompiling:
         scheduler = new()
         scheduler.add(sequence(1, "later"))
         scheduler.abort(b"c", 1)
-        assert [seq.outcome for seq in scheduler.take_ended()] == [Finished(1, FinishReason.ABORT)]
+        assert [seq.outcome for seq in scheduler.take_updates().ended] == [Finished(1, FinishReason.ABORT)]
         scheduler.set_constraint(1, FakeConstraint("parity"))
         scheduler.set_constraint(1, RequestError(ErrorCode.INVALID_GRAMMAR, "no"))
         assert scheduler.num_open == 0
         assert not scheduler.waiting
-        assert scheduler.take_ended() == []
+        assert scheduler.take_updates().ended == []
 
     def test_a_shutdown_meanwhile(self) -> None:
         scheduler = new()
         scheduler.add(sequence(1, "later"))
         scheduler.fail_all(ErrorCode.SHUTTING_DOWN, "bye")
-        assert [seq.outcome for seq in scheduler.take_ended()] == [Failure(1, ErrorCode.SHUTTING_DOWN, "bye")]
+        assert [seq.outcome for seq in scheduler.take_updates().ended] == [Failure(1, ErrorCode.SHUTTING_DOWN, "bye")]
         assert not scheduler.compiling
 
     def test_they_count_as_waiting(self) -> None:
@@ -140,7 +145,7 @@ class TestVerdicts:
         scheduler.on_launch(plan)
         scheduler.abort(b"c", 1)
         assert scheduler.masks(plan) == []
-        assert scheduler.commit(plan, [21]).zombies == 1
+        assert commit(scheduler, plan, [21]).num_zombies == 1
         assert seq.constraint is not None
         assert seq.constraint.problem == ""
 
@@ -172,7 +177,7 @@ class TestJumps:
             assert plan is not None
             scheduler.on_launch(plan)
             lengths.append([(row.start, array("i", row.tokens).tolist(), row.samples) for row in plan.rows])
-            assert scheduler.commit(plan, [20]).tokens == int(plan.rows[0].samples)
+            assert commit(scheduler, plan, [20]).num_tokens == int(plan.rows[0].samples)
         assert lengths == [[(3, [3, 5, 8], False)], [(6, [11, 14], True)]]
 
     def test_the_beginning_rides_with_the_prompt(self) -> None:
@@ -197,7 +202,7 @@ class TestJumps:
         assert step(scheduler, 1, 4) == [4]
         scheduler.preempt(seq)
         assert [moved.id for moved in scheduler.admit_waiting()] == [1]
-        assert scheduler.start(seq).tokens == []
+        assert sent(scheduler.take_updates()) == []
         plan = scheduler.plan_step(2)
         assert plan is not None
         (row,) = plan.rows
@@ -212,10 +217,15 @@ class TestJumps:
         scheduler.admit_waiting()
         step(scheduler, 1, END)
         again = Sequence(2, b"c", 2, prompt, params, ends, constraint=FakeConstraint("runs 2"))
-        assert began(again, scheduler)[1] == [2, 9]
-        assert scheduler.take_started() == [(b"c", Started(2, 4))]
-        assert step(scheduler, 2, 4) == [4]
-        assert scheduler.take_started() == []
+        scheduler.add(again)
+        scheduler.admit_waiting()
+        updates = scheduler.take_updates()
+        assert (updates.started, sent(updates)) == ([(b"c", Started(2, 4))], [2, 9])
+        plan = scheduler.plan_step(2)
+        assert plan is not None
+        scheduler.on_launch(plan)
+        updates = commit(scheduler, plan, [4])
+        assert (updates.started, sent(updates)) == ([], [4])
 
     def test_a_forced_end_ends(self) -> None:
         scheduler, _ = began(seq := sequence(1, "runs"))
@@ -237,10 +247,10 @@ class TestJumps:
             assert plan is not None
             scheduler.on_launch(plan)
             plans.append(plan)
-        assert scheduler.commit(plans[0], [12]).deltas[b"c"].tokens == [12]
+        assert commit(scheduler, plans[0], [12]).deltas[b"c"].tokens == [12]
         assert seq.constraint is not None
         assert seq.constraint.fast_forward_tokens() == [14]
-        assert scheduler.commit(plans[1], [14]).deltas[b"c"].tokens == [14]
+        assert commit(scheduler, plans[1], [14]).deltas[b"c"].tokens == [14]
 
     def test_not_where_log_probabilities_are_wanted(self) -> None:
         scheduler, forced = began(sequence(1, "runs 2", logprobs=0))

@@ -6,7 +6,7 @@ from tandem.engine_core.stats import new_stats
 from tandem.protocol.codec import decode_event, encode
 from tandem.protocol.events import SEQUENCE_STATES, InspectedSequence
 from tests.fakes.constraint import FakeConstraint
-from tests.support.scheduling import END, added, launched, new, run, sequence
+from tests.support.scheduling import END, added, commit, launched, new, run, sequence
 
 
 def facts_of(scheduler: Scheduler, now: float = 0.0) -> dict[int, InspectedSequence]:
@@ -20,7 +20,7 @@ def test_everybody_is_there_with_what_they_are_doing() -> None:
     leaving = sequence(5, 3, 9, first=400)
     added(scheduler, long, short, zombie, leaving)
     plans = [launched(scheduler, 10), launched(scheduler, 11)]
-    scheduler.commit(plans[0], [-1, 20, END, 20])
+    commit(scheduler, plans[0], [-1, 20, END, 20])
     scheduler.preempt(leaving)
     follower = sequence(6, 24, first=100)
     follower.arrival = follower.queued_at = 95.0
@@ -65,13 +65,12 @@ def test_what_a_grammar_forces_comes_with_decoding() -> None:
     seq = sequence(1, 5, 9)
     seq.constraint = FakeConstraint("runs 3")
     added(scheduler, seq)
-    scheduler.start(seq)
     assert facts_of(scheduler)[1].state == "prefill"
     launched(scheduler, 1)
     assert facts_of(scheduler)[1].state == "decode"
     seq = sequence(2, 5, 9, first=300)
     added(scheduler, seq)
-    scheduler.commit(launched(scheduler, 2), [20, 20])
+    commit(scheduler, launched(scheduler, 2), [20, 20])
     seq.tokens.append(21)
     seq.jumped()
     assert facts_of(scheduler)[2].state == "decode"
@@ -82,7 +81,7 @@ def test_what_a_preemption_took_is_a_prompt_again() -> None:
     seq = sequence(1, 4, 12)
     added(scheduler, seq)
     for step in range(1, 7):
-        scheduler.commit(launched(scheduler, step), [20])
+        commit(scheduler, launched(scheduler, step), [20])
     assert facts_of(scheduler)[1].state == "decode"
     scheduler.preempt(seq)
     scheduler.memory.new_weights()
@@ -90,7 +89,7 @@ def test_what_a_preemption_took_is_a_prompt_again() -> None:
     states = []
     for step in range(7, 11):
         states.append(facts_of(scheduler)[1].state)
-        scheduler.commit(launched(scheduler, step), [20])
+        commit(scheduler, launched(scheduler, step), [20])
     assert states == ["prefill", "prefill", "prefill", "decode"], "4 of 10 tokens a step"
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine_core.scheduler.policy import DECODE_RUN, PATIENCE, POLICIES, Budget, Wants, choose_rows
+from tandem.engine_core.scheduler.policy import DECODE_RUN, PATIENCE, POLICIES, Budget, RowDemand, choose_rows
 from tandem.protocol.engine_options import POLICIES as NAMES
 from tandem.protocol.engine_options import Policy
 
@@ -19,7 +19,7 @@ def choose(
     priority: list[int] | None = None,
 ) -> list[int]:
     zeros = [0] * len(pending)
-    return choose_rows(POLICIES[policy], Wants(pending, passed or zeros, priority or zeros), budget)
+    return choose_rows(POLICIES[policy], RowDemand(pending, passed or zeros, priority or zeros), budget)
 
 
 FCFS = [

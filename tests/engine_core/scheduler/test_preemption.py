@@ -12,7 +12,7 @@ from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import POLICIES, Policy
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished
-from tests.support.scheduling import END, added, launched, new, run, sequence
+from tests.support.scheduling import END, added, commit, launched, new, run, sequence
 
 
 def test_pages_come_as_rows_grow() -> None:
@@ -24,7 +24,7 @@ def test_pages_come_as_rows_grow() -> None:
         pages.append(len(seq.pages))
         assert plan.rows[0].new_pages == (tuple(seq.pages[-1:]) if step in (1, 3, 7) else ())
         assert plan.is_unconstrained_decode == (step > 1)
-        scheduler.commit(plan, [20])
+        commit(scheduler, plan, [20])
     assert pages == [1, 1, 2, 2, 2, 2, 3, 3]
     assert seq.outcome is not None
     assert scheduler.audit() == []
@@ -61,7 +61,7 @@ def alone(scheduler: Scheduler) -> None:
 def test_the_newest_gives_way() -> None:
     scheduler, older, newer = crowded()
     for step in (1, 2):
-        scheduler.commit(launched(scheduler, step), [20, 21])
+        commit(scheduler, launched(scheduler, step), [20, 21])
     plan = launched(scheduler, 3)
     assert [row.seq_id for row in plan.rows] == [1]
     assert (newer.preemptions, newer.row, newer.pages, newer.inflight) == (1, -1, [], 0)
@@ -69,7 +69,7 @@ def test_the_newest_gives_way() -> None:
     assert scheduler.memory.cached == 1 + 1, "the first page of each: that of the newer is there until it is needed"
     assert scheduler.admit_waiting() == [], "two pages and a reserve of one are not to be had"
     alone(scheduler)
-    scheduler.commit(plan, [20])
+    commit(scheduler, plan, [20])
     run(scheduler, first_step=4)
     assert older.outcome == Finished(1, FinishReason.LENGTH)
     assert newer.outcome == Finished(2, FinishReason.LENGTH)
@@ -79,11 +79,11 @@ def test_the_newest_gives_way() -> None:
 
 def test_the_lowest_priority_gives_way_first() -> None:
     scheduler, older, newer = crowded(newer_priority=1)
-    scheduler.commit(launched(scheduler, 1), [20, 21])
-    scheduler.commit(launched(scheduler, 2), [20, 21])
+    commit(scheduler, launched(scheduler, 1), [20, 21])
+    commit(scheduler, launched(scheduler, 2), [20, 21])
     assert [row.seq_id for row in launched(scheduler, 3).rows] == [2], "the older waits: it needs a page, and is junior"
     assert (older.preemptions, newer.preemptions) == (0, 0)
-    scheduler.commit(scheduler.plan_step(3) or launched(scheduler, 3), [21])
+    commit(scheduler, scheduler.plan_step(3) or launched(scheduler, 3), [21])
     assert [row.seq_id for row in launched(scheduler, 4).rows] == [2]
     assert (older.preemptions, newer.preemptions) == (1, 0)
     alone(scheduler)
@@ -92,12 +92,12 @@ def test_the_lowest_priority_gives_way_first() -> None:
 def test_what_is_in_flight_still_commits() -> None:
     scheduler, _, newer = crowded()
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
-    scheduler.commit(plans[0], [20, 21])
+    commit(scheduler, plans[0], [20, 21])
     assert scheduler.plan_step(3) is None, "the older waits for pages, the newer is to run no more"
     assert (newer.inflight, newer.num_inflight_samples, newer.generated) == (1, 1, 1)
     assert newer in scheduler.held
     assert scheduler.admit_waiting() == []
-    scheduler.commit(plans[1], [22, 23])
+    commit(scheduler, plans[1], [22, 23])
     assert list(newer.tokens[-2:]) == [21, 23]
     assert newer not in scheduler.held
     assert list(scheduler.waiting) == [newer]
@@ -109,7 +109,7 @@ def test_what_is_in_flight_still_commits() -> None:
 def test_a_preempted_one_may_end_before_it_is_back(ending: str) -> None:
     scheduler, _, newer = crowded()
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
-    scheduler.commit(plans[0], [20, 21])
+    commit(scheduler, plans[0], [20, 21])
     assert scheduler.plan_step(3) is None
     if ending == "abort":
         scheduler.abort(b"c", 2)
@@ -117,7 +117,7 @@ def test_a_preempted_one_may_end_before_it_is_back(ending: str) -> None:
         scheduler.fail_all(ErrorCode.SHUTTING_DOWN, "x")
         assert isinstance(newer.outcome, Failure)
     else:
-        scheduler.commit(plans[1], [22, END])
+        commit(scheduler, plans[1], [22, END])
         assert isinstance(newer.outcome, Finished)
         assert [row.seq_id for row in launched(scheduler, 3).rows] == [1]
     assert not list(scheduler.waiting)
@@ -127,23 +127,23 @@ def test_a_preempted_one_may_end_before_it_is_back(ending: str) -> None:
 def test_an_abort_reaches_one_that_waits_again() -> None:
     scheduler, _, newer = crowded()
     for step in (1, 2):
-        scheduler.commit(launched(scheduler, step), [20, 21])
+        commit(scheduler, launched(scheduler, step), [20, 21])
     launched(scheduler, 3)
     scheduler.abort(b"c", 2)
     assert not list(scheduler.waiting)
     assert newer.outcome == Finished(2, FinishReason.ABORT)
-    assert [seq.id for seq in scheduler.take_ended()] == [2]
+    assert [seq.id for seq in scheduler.take_updates().ended] == [2]
 
 
 def test_a_row_waits_for_pages_that_are_on_their_way() -> None:
     """A zombie's pages come back with its step: nobody is preempted for them, and nobody else gets them."""
     scheduler, _, _ = crowded()
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
-    scheduler.commit(plans[0], [20, END])
+    commit(scheduler, plans[0], [20, END])
     assert scheduler.plan_step(3) is None
     assert scheduler.preemptions == 0
     scheduler.add(sequence(3, prompt=2, max_tokens=1, first=90))
-    scheduler.commit(plans[1], [21, 22])
+    commit(scheduler, plans[1], [21, 22])
     assert scheduler.admit_waiting() == [], "two pages are free, but the first has not had its page yet"
     assert [row.seq_id for row in launched(scheduler, 3).rows] == [1]
     alone(scheduler)
@@ -188,8 +188,8 @@ def test_overload_makes_progress_and_does_not_thrash(depth: int, cache: bool) ->
             assert senior.id in scheduler.running, f"{senior} is senior to all and was preempted"
         if plan is None or len(flights) == depth:
             done = flights.pop(0)
-            scheduler.commit(done, [20] * len(done.rows))
-        ended += [seq.id for seq in scheduler.take_ended()]
+            ended += [seq.id for seq in commit(scheduler, done, [20] * len(done.rows)).ended]
+        ended += [seq.id for seq in scheduler.take_updates().ended]
         assert scheduler.audit() == []
     assert sorted(ended) == list(range(1, total + 1))
     assert all(abs(place - number) <= 8 for place, number in enumerate(ended, 1)), f"order of ends: {ended}"
@@ -265,7 +265,6 @@ def test_a_low_priority_is_overtaken_by_so_many_arrivals_only() -> None:
         step += 1
         plan = launched(scheduler, step)
         computed += sum([row.length for row in plan.rows if row.seq_id == low.id])
-        scheduler.commit(plan, [20] * len(plan.rows))
-        scheduler.take_ended()
+        commit(scheduler, plan, [20] * len(plan.rows))
     assert low.preemptions > 0
     assert computed < 3 * low.total_len

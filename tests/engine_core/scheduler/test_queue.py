@@ -67,9 +67,9 @@ def test_who_has_waited_longest() -> None:
         seq.queued_at = came
         queue.push(seq)
     seen = []
-    while queue.longest is not None:
-        seen.append(queue.longest.id)
-        queue.remove(queue.longest)
+    while queue.longest_waiting is not None:
+        seen.append(queue.longest_waiting.id)
+        queue.remove(queue.longest_waiting)
     assert seen == [3, 1, 2, 0]
 
 
@@ -83,7 +83,7 @@ def test_the_queue_may_change_while_it_is_walked() -> None:
     for seq in queue:
         queue.remove(seq)
     assert not len(queue)
-    assert queue.longest is None
+    assert queue.longest_waiting is None
 
 
 @given(st.integers(-3, 3), st.integers(1, 3))

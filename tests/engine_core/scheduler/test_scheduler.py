@@ -4,13 +4,14 @@ from array import array
 
 import pytest
 
+from tandem.engine_core.contracts import StepResult
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.scheduler.policy import PATIENCE
 from tandem.protocol.engine_options import POLICIES, Policy
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Finished
 from tests.fakes.constraint import FakeConstraint
-from tests.support.scheduling import END, added, launched, new, sequence
+from tests.support.scheduling import END, added, commit, launched, new, sequence
 
 
 def test_the_rows_of_a_life() -> None:
@@ -28,19 +29,19 @@ def test_the_rows_of_a_life() -> None:
     (admission,) = first.admitted
     assert (admission.seq_id, admission.row, admission.prompt_len, admission.end_ids) == (7, seq.row, 5, (END,))
     assert second.admitted == ()
-    scheduler.commit(first, [-1])
+    commit(scheduler, first, [-1])
     third = launched(scheduler, 3)
     assert [(row.start, row.length, row.samples, row.tokens) for row in third.rows] == [(5, 1, True, b"")]
     assert [plan.rows[0].suppress_ends for plan in (second, third)] == [True, True]
-    scheduler.commit(second, [END])
+    commit(scheduler, second, [END])
     fourth = launched(scheduler, 4)
     assert not fourth.rows[0].suppress_ends
     assert fourth.is_unconstrained_decode
     assert scheduler.plan_step(5) is None, "the length is foreseen"
-    scheduler.commit(third, [20])
-    committed = scheduler.commit(fourth, [21])
-    assert committed.tokens == 1
-    (ended,) = scheduler.take_ended()
+    commit(scheduler, third, [20])
+    updates = commit(scheduler, fourth, [21])
+    assert updates.num_tokens == 1
+    (ended,) = updates.ended
     assert list(ended.tokens[5:]) == [END, 20, 21]
     assert ended.outcome == Finished(7, FinishReason.LENGTH)
 
@@ -49,12 +50,12 @@ def test_a_zombie_keeps_its_pages_until_its_last_step() -> None:
     scheduler, seq = new(), sequence(1, max_tokens=9)
     added(scheduler, seq)
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
-    assert scheduler.commit(plans[0], [END]).zombies == 0
+    assert commit(scheduler, plans[0], [END]).num_zombies == 0
     assert seq.outcome == Finished(1, FinishReason.STOP, END)
     assert scheduler.memory.in_use == 2
     assert scheduler.num_open == 0
-    committed = scheduler.commit(plans[1], [33])
-    assert (committed.zombies, committed.tokens, committed.deltas) == (1, 0, {})
+    updates = commit(scheduler, plans[1], [33])
+    assert (updates.num_zombies, updates.num_tokens, updates.deltas) == (1, 0, {})
     assert scheduler.memory.in_use == 0
     assert scheduler.audit() == []
     assert seq.tokens[-1] == END, "what a zombie computed is nobody's"
@@ -63,12 +64,12 @@ def test_a_zombie_keeps_its_pages_until_its_last_step() -> None:
 def test_tokens_go_to_their_frontends_in_columns() -> None:
     scheduler = new()
     added(scheduler, *[sequence(n, client=client, first=30 * n) for n, client in ((1, b"a"), (2, b"b"), (3, b"a"))])
-    committed = scheduler.commit(launched(scheduler, 1), [20, 21, 22])
-    assert {client: (d.request_ids, d.tokens) for client, d in committed.deltas.items()} == {
+    updates = commit(scheduler, launched(scheduler, 1), [20, 21, 22])
+    assert {client: (d.request_ids, d.tokens) for client, d in updates.deltas.items()} == {
         b"a": ([1, 3], [20, 22]),
         b"b": ([2], [21]),
     }
-    assert committed.tokens == 3
+    assert updates.num_tokens == 3
 
 
 def test_the_first_in_the_queue_is_not_overtaken() -> None:
@@ -128,7 +129,7 @@ def test_every_admitted_row_is_served_in_time(policy: Policy, prompts: int) -> N
         for row in plan.rows:
             worst = max(worst, step - last[row.seq_id])
             last[row.seq_id] = step
-        scheduler.commit(plan, [20] * len(plan.rows))
+        commit(scheduler, plan, [20] * len(plan.rows))
     assert 1 <= worst <= PATIENCE + (12 if prompts else 0)
     assert scheduler.audit() == []
 
@@ -143,7 +144,7 @@ def test_static_batches_run_to_their_end() -> None:
         if moved := scheduler.admit_waiting():
             batches.append(([seq.id for seq in moved], step))
         plan = launched(scheduler, step)
-        scheduler.commit(plan, [20] * len(plan.rows))
+        commit(scheduler, plan, [20] * len(plan.rows))
     assert batches == [([1, 2, 3], 1), ([4, 5], 6)]
     assert step == 5 + 9
 
@@ -156,3 +157,61 @@ def test_the_policy_changes_at_run_time() -> None:
     assert [seq.id for seq in scheduler.admit_waiting()] == [3]
     scheduler.set_policy("fcfs")
     assert [seq.id for seq in scheduler.waiting] == [1, 2]
+
+
+def result_of(*runs: list[int]) -> StepResult:
+    return StepResult([len(run) for run in runs], [token for run in runs for token in run])
+
+
+def test_commit_takes_runs_of_any_length() -> None:
+    """The positions that a longer run leaves are in the next row; the device has their tokens already."""
+    scheduler = new()
+    added(scheduler, *[sequence(n, max_tokens=9, first=30 * n) for n in (1, 2, 3)])
+    updates = scheduler.commit(launched(scheduler, 1), result_of([20, 21, 22], [], [23]))
+    delta = updates.deltas[b"c"]
+    assert (delta.request_ids, delta.tokens) == ([1, 1, 1, 3], [20, 21, 22, 23])
+    plan = launched(scheduler, 2)
+    assert [(row.seq_id, row.start, row.length, row.samples, row.tokens) for row in plan.rows] == [
+        (1, 5, 3, True, b""),
+        (3, 5, 1, True, b""),
+    ], "sequence 2 has nothing to compute"
+    scheduler.commit(plan, result_of([24], [25, 26]))
+    plan = launched(scheduler, 3)
+    assert [(row.seq_id, row.start, row.length) for row in plan.rows] == [(1, 8, 1), (3, 6, 2)]
+    assert scheduler.audit() == []
+
+
+@pytest.mark.parametrize(
+    ("run", "kept", "reason"),
+    [
+        ([20, END, 21], [20, END], FinishReason.STOP),
+        ([20, 21, 22, 23, 24], [20, 21, 22], FinishReason.LENGTH),
+        ([20, 21, END], [20, 21, END], FinishReason.STOP),
+    ],
+)
+def test_tokens_behind_the_end_of_a_run_are_dropped(run: list[int], kept: list[int], reason: FinishReason) -> None:
+    scheduler, seq = new(), sequence(1, max_tokens=3)
+    added(scheduler, seq)
+    updates = scheduler.commit(launched(scheduler, 1), result_of(run))
+    assert updates.deltas[b"c"].tokens == kept == list(seq.tokens[5:])
+    assert [(ended.id, ended.outcome.reason) for ended in updates.ended if isinstance(ended.outcome, Finished)] == [
+        (1, reason)
+    ]
+    assert scheduler.memory.in_use == 0
+
+
+def test_run_behind_a_later_step_is_a_bug() -> None:
+    scheduler = new()
+    added(scheduler, sequence(1, max_tokens=9))
+    plans = [launched(scheduler, 1), launched(scheduler, 2)]
+    with pytest.raises(AssertionError, match=r"2 tokens for .* which a later step holds"):
+        scheduler.commit(plans[0], result_of([20, 21]))
+
+
+def test_constraint_sees_each_token_of_a_run() -> None:
+    scheduler, seq = new(), sequence(1, max_tokens=9)
+    seq.constraint = FakeConstraint("stops 2")
+    added(scheduler, seq)
+    updates = scheduler.commit(launched(scheduler, 1), result_of([20, 21, 22]))
+    assert updates.deltas[b"c"].tokens == [20, 21]
+    assert seq.outcome == Finished(1, FinishReason.STOP)

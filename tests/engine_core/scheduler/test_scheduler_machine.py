@@ -16,9 +16,9 @@ from tandem.protocol.engine_options import POLICIES, Policy
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure
 from tandem.protocol.params import SamplingParams
-from tests.fakes.constraint import FakeAdvancer
 from tests.support.effort import machine
 from tests.support.kv_pool import kv_memory
+from tests.support.scheduling import commit
 
 END = 1
 CLIENTS = st.sampled_from([b"a", b"b"])
@@ -46,7 +46,6 @@ class Traffic(RuleBasedStateMachine):
             RowGate(rows),
             kv_memory(pages, page_size, cache, 2),
             SchedulerLimits(step, chunk, full),
-            FakeAdvancer(),
             policy,
         )
         self.sequences: dict[int, Sequence] = {}
@@ -107,8 +106,8 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.scheduler.running)))
-        self.scheduler.fail(number, ErrorCode.ENGINE_FAILED, "x")
-        assert isinstance(self.sequences[number].outcome, Failure)
+        self.scheduler.end(self.sequences[number], Failure(number, ErrorCode.ENGINE_FAILED, "x"))
+        assert number not in self.scheduler.running
 
     @precondition(lambda self: len(self.in_flight) < 2)
     @rule()
@@ -134,12 +133,13 @@ class Traffic(RuleBasedStateMachine):
     def commit(self, tokens: list[int]) -> None:
         plan = self.in_flight.pop(0)
         zombies = sum(self.sequences[row.seq_id].outcome is not None for row in plan.rows)
-        committed = self.scheduler.commit(plan, tokens[: len(plan.rows)])
-        assert committed.zombies == zombies
+        updates = commit(self.scheduler, plan, tokens[: len(plan.rows)])
+        assert updates.num_zombies == zombies
+        self.ended += [seq.id for seq in updates.ended]
 
     @rule()
     def take(self) -> None:
-        self.ended += [seq.id for seq in self.scheduler.take_ended()]
+        self.ended += [seq.id for seq in self.scheduler.take_updates().ended]
 
     @invariant()
     def planning_again_gives_the_same(self) -> None:
@@ -166,10 +166,10 @@ class Traffic(RuleBasedStateMachine):
 
     @invariant()
     def each_ends_once(self) -> None:
-        told = self.ended + [seq.id for seq in self.scheduler.ended]
-        assert len(told) == len(set(told))
-        assert set(told) == {seq.id for seq in self.sequences.values() if seq.outcome is not None}
-        assert self.scheduler.num_open == len(self.sequences) - len(told)
+        reported = self.ended + [seq.id for seq in self.scheduler.updates.ended]
+        assert len(reported) == len(set(reported))
+        assert set(reported) == {seq.id for seq in self.sequences.values() if seq.outcome is not None}
+        assert self.scheduler.num_open == len(self.sequences) - len(reported)
 
     @invariant()
     def busy_sessions_have_a_turn(self) -> None:
