@@ -50,10 +50,7 @@ class Checkpoint:
             return cls(directory, {directory / SINGLE: _header(directory / SINGLE)})
         if (directory / INDEX).is_file():
             return cls(directory, _shards(directory))
-        raise ConfigError(
-            f"{directory} holds neither {SINGLE} nor {INDEX}; "
-            "other formats are not supported, convert it to safetensors"
-        )
+        raise ConfigError(f"{directory} holds neither {SINGLE} nor {INDEX}; convert other formats to safetensors")
 
     def read(self, slots: Iterable[WeightSlot]) -> Iterator[tuple[WeightSlot, Tensor]]:
         """Yield each slot whose tensor is there, with the part that it reads, in host memory.
