@@ -55,12 +55,12 @@ def test_the_other_process_parses_equal_options(options: EngineOptions) -> None:
 
 
 @pytest.mark.parametrize("name", ["-x", "--device", "-1", "a b", "a=b"])
-def test_names_that_look_like_flags(name: str) -> None:
+def test_names_that_look_like_flags_survive_the_way(name: str) -> None:
     options = EngineOptions(model=name, served_model_name=name)
     assert parse(list(engine_argv(options))) == options
 
 
-def test_defaults() -> None:
+def test_parsing_nothing_gives_the_defaults() -> None:
     assert parse([]) == EngineOptions()
     assert engine_options(argparse.Namespace(**dict.fromkeys(EngineOptions.__struct_fields__))).max_rows is None
 
@@ -88,7 +88,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("argv", "text"), WRONG, ids=[" ".join(argv) for argv, _ in WRONG])
-def test_what_is_not_understood_is_refused(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_flags_are_refused_by_name(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(argv)
     assert caught.value.code == 2
@@ -100,7 +100,7 @@ def test_what_is_not_understood_is_refused(argv: list[str], text: str, capsys: p
 @pytest.mark.parametrize(
     ("text", "count"), [("4GiB", 2**32), ("0.5GiB", 2**29), ("512MiB", 2**29), ("3KiB", 3072), ("1000", 1000)]
 )
-def test_memory_in_units(text: str, count: int) -> None:
+def test_memory_is_parsed_in_units(text: str, count: int) -> None:
     assert parse(["--kv-memory", text]).kv_memory == count
 
 
