@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.frontend.config import MAX_SECONDS, Flag
+from tandem.frontend.request.options import FLAG_FIELDS
+from tandem.protocol.engine_options import flag_name
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "TANDEM_API_KEY"
@@ -28,18 +30,6 @@ INSPECT_FLAGS = (
 )
 # fmt: on
 
-_SAMPLING: dict[str, tuple[type, str]] = {
-    "max_tokens": (int, "maximum number of tokens of the answer"),
-    "temperature": (float, "randomness of sampling; 0 always takes the likeliest token"),
-    "top_p": (float, "sample from the likeliest tokens whose probabilities add up to this share"),
-    "top_k": (int, "sample from this many of the likeliest tokens"),
-    "min_p": (float, "sample from tokens at least this likely, relative to the likeliest one"),
-    "repetition_penalty": (float, "factor against tokens of the prompt and the answer; 1 has no effect"),
-    "presence_penalty": (float, "penalty for tokens that occur in the answer; 0 has no effect"),
-    "frequency_penalty": (float, "penalty for each occurrence of a token in the answer; 0 has no effect"),
-    "seed": (int, "seed of sampling; the same seed gives the same answer"),
-}
-
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name a server."""
@@ -57,8 +47,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of generation; fields whose flags are not given are left to the server."""
     group = parser.add_argument_group("answer")
     group.add_argument("--model", help="name of the model (default: the first one of the server)")
-    for name, (kind, text) in _SAMPLING.items():
-        group.add_argument("--" + name.replace("_", "-"), type=kind, help=text)
+    for field in FLAG_FIELDS:
+        group.add_argument(flag_name(field.name), type=field.kind.flag_type or str, help=_help_text(field.text))
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="text that ends the answer; may be given several times"
     )
@@ -66,9 +56,15 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--usage", action="store_true", help="print token counts and speeds on stderr")
 
 
+def _help_text(sentence: str) -> str:
+    """Write a sentence of the request documentation in the style of a flag's help."""
+    return sentence[:1].lower() + sentence[1:].removesuffix(".")
+
+
 def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     """Collect the request fields that were given as flags."""
-    fields = {name: getattr(arguments, name) for name in (*_SAMPLING, "stop") if getattr(arguments, name) is not None}
+    names = (*(field.name for field in FLAG_FIELDS), "stop")
+    fields = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     if arguments.json_schema is not None:
         form = {"name": "answer", "strict": True, "schema": arguments.json_schema}
         fields["response_format"] = {"type": "json_schema", "json_schema": form}
