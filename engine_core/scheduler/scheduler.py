@@ -5,17 +5,16 @@ Composes the gates, the planner and the stop checks; knows neither device nor wi
 
 from collections.abc import Iterable, Mapping
 
-from msgspec import Struct, field
-
 from tandem.engine_core.contracts import Constraint, Masks, StepResult, TokenDelta
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.admission import PageGate, RowGate, admit
-from tandem.engine_core.scheduler.constrained import append_tokens, get_masks, jump_forward
+from tandem.engine_core.scheduler.constrained import append_tokens, check_stop, get_masks, jump_forward
 from tandem.engine_core.scheduler.logprobs import add_logprobs
 from tandem.engine_core.scheduler.planner import Planner, SchedulerLimits
 from tandem.engine_core.scheduler.queue import RunningSequences, WaitingQueue
+from tandem.engine_core.scheduler.updates import SchedulerUpdates
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -23,24 +22,6 @@ from tandem.protocol.events import Failure, Finished, Started
 
 MAX_BYPASSED = 64
 """Sequences at the head of the queue that may wait for a shared page while those behind them are admitted."""
-
-
-class SchedulerUpdates(Struct):
-    """Everything that frontends have to learn since the updates were taken last: starts, tokens and ends."""
-
-    started: list[tuple[bytes, Started]] = field(default_factory=list)
-    """Frontend and start of each request whose first token is on its way, if part of its prompt was cached."""
-    deltas: dict[bytes, TokenDelta] = field(default_factory=dict)
-    """New tokens by frontend."""
-    ended: list[Sequence] = field(default_factory=list)
-    """Sequences that got their outcome, each exactly once (I8)."""
-    num_zombies: int = 0
-    """Rows of committed steps whose sequence had already ended."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of new tokens over all frontends."""
-        return sum([len(delta.tokens) for delta in self.deltas.values()])
 
 
 class Scheduler:
@@ -234,23 +215,30 @@ class Scheduler:
         The run of a row may have any length; what follows a token that ends the sequence is dropped. Plans foresee one
         token for each row, so no later step may hold a sequence whose run is longer: its next row computes the rest.
         """
-        updates, held = self.updates, self._held
+        held = self._held
         live = [_live(held[row.seq_id]) for row in plan.rows] if result.logprobs is not None else []
-        client, delta = None, TokenDelta([], [])
+        if plan.is_unconstrained_decode and len(result.tokens) == len(plan.rows) and 0 not in result.counts:
+            self._commit_single_tokens(plan, result.tokens)
+        else:
+            self._commit_runs(plan, result)
+        if result.logprobs is not None:
+            add_logprobs(plan.rows, live, result, self.updates.deltas)
+        if self._preempting:
+            self._requeue()
+        self.memory.settle(plan.step_id)
+        return self.take_updates()
+
+    def _commit_runs(self, plan: StepPlan, result: StepResult) -> None:
+        """Commit the tokens of any step: prefill chunks without one, grammars, runs."""
         for row, run in zip(plan.rows, result.runs(), strict=True):
-            seq = held[row.seq_id]
+            seq = self._held[row.seq_id]
             seq.inflight -= 1
             if row.samples:
                 seq.num_inflight_samples -= 1
             if seq.outcome is not None:
-                updates.num_zombies += 1
-                if seq.inflight == 0:
-                    self._release(seq)
+                self._on_zombie(seq)
             elif run:
-                if seq.client is not client:
-                    client = seq.client
-                    delta = updates.deltas.setdefault(client, TokenDelta([], []))
-                outcome = append_tokens(seq, run, delta)
+                outcome = append_tokens(seq, run, self.updates.delta(seq.client))
                 if outcome is not None:
                     self.end(seq, outcome)
                 elif seq.constraint is not None and seq.num_inflight_samples == 0:
@@ -258,16 +246,43 @@ class Scheduler:
                 elif len(run) > 1:
                     assert seq.inflight == 0, f"{len(run)} tokens for {seq}, which a later step holds"
                     self._leave_steady_decode(seq)
-        if result.logprobs is not None:
-            add_logprobs(plan.rows, live, result, updates.deltas)
-        if self._preempting:
-            self._requeue()
-        self.memory.settle(plan.step_id)
-        return self.take_updates()
+
+    def _commit_single_tokens(self, plan: StepPlan, tokens: list[int]) -> None:
+        """Commit one token for each row of an unconstrained decode step, as `_commit_runs` would.
+
+        Written out for speed: a call of `append_tokens` for each row makes a tick of 256 rows 7 % longer.
+        """
+        held = self._held
+        client, delta = None, TokenDelta([], [])
+        append_id, append_token = delta.request_ids.append, delta.tokens.append
+        for row, token in zip(plan.rows, tokens, strict=True):
+            seq = held[row.seq_id]
+            seq.inflight -= 1
+            seq.num_inflight_samples -= 1
+            if seq.outcome is not None:
+                self._on_zombie(seq)
+                continue
+            if seq.client is not client:
+                client, delta = seq.client, self.updates.delta(seq.client)
+                append_id, append_token = delta.request_ids.append, delta.tokens.append
+            known = seq.tokens
+            known.append(token)
+            append_id(seq.request_id)
+            append_token(token)
+            if token in seq.end_ids or len(known) >= seq.total_len:
+                outcome = check_stop(seq)
+                if outcome is not None:
+                    self.end(seq, outcome)
+
+    def _on_zombie(self, seq: Sequence) -> None:
+        """Count a row of a sequence that had already ended, and release the sequence with the last such row."""
+        self.updates.num_zombies += 1
+        if seq.inflight == 0:
+            self._release(seq)
 
     def _jump_forward(self, seq: Sequence) -> None:
         """Append what the grammar forces, which may end the sequence."""
-        outcome = jump_forward(seq, self.updates.deltas.setdefault(seq.client, TokenDelta([], [])))
+        outcome = jump_forward(seq, self.updates.delta(seq.client))
         if outcome is not None:
             self.end(seq, outcome)
         elif not seq.in_steady_decode:
