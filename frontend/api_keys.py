@@ -1,4 +1,4 @@
-"""API keys: where they come from, and how a request's is compared with them."""
+"""API keys: read from flags, a file and the environment, and compared with those of requests."""
 
 import argparse
 import hashlib
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ENVIRONMENT = "TANDEM_API_KEY"
-"""Holds keys parted by blanks or commas. Unlike a flag, it does not show in the list of processes."""
+"""Environment variable of keys separated by blanks or commas. Unlike a flag it is hidden in the process list."""
 
 _KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]{1,512}")
 
@@ -20,14 +20,17 @@ def add_key_arguments(parser: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help=f"a key that requests must bring, may be given several times; others see it in the list of processes, so "
-        f"rather set {ENVIRONMENT} or give --api-key-file",
+        help=f"API key that requests must send; may be repeated. Other users can see it in the process list, so prefer "
+        f"{ENVIRONMENT} or --api-key-file",
     )
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="a file with one key a line")
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with one API key per line")
 
 
 def api_keys(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """All keys given, each once. Raises ValueError for a file that cannot be read and for what can be no key."""
+    """Collect the keys of flags, environment and file without duplicates.
+
+    Raises ValueError for a file that cannot be read or is empty, and for a malformed key.
+    """
     keys = list(arguments.api_key)
     keys += re.split(r"[\s,]+", environ.get(ENVIRONMENT, "").strip(" ,\t\r\n")) if environ.get(ENVIRONMENT) else []
     if arguments.api_key_file is not None:
@@ -36,27 +39,27 @@ def api_keys(arguments: argparse.Namespace, environ: Mapping[str, str] = os.envi
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--api-key-file {arguments.api_key_file} cannot be read: {error}") from None
         if not lines:
-            raise ValueError(f"--api-key-file {arguments.api_key_file} holds no key")
+            raise ValueError(f"--api-key-file {arguments.api_key_file} contains no key; write one per line")
         keys += lines
     for key in keys:
         if _KEY.fullmatch(key) is None:
-            raise ValueError("an API key has 1 to 512 printable ASCII characters, and neither blanks nor commas")
+            raise ValueError("an API key must have 1 to 512 printable ASCII characters without blanks and commas")
     return tuple(dict.fromkeys(keys))
 
 
 def key_environment(keys: Iterable[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment in which another HTTP process takes these keys, and no others."""
+    """Return the environment in which another HTTP process accepts exactly these keys."""
     return {**environ, ENVIRONMENT: ",".join(keys)}
 
 
 class ApiKeys:
-    """Keys to compare with. Only their digests are kept."""
+    """Accepted API keys, kept only as digests."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
-    def knows(self, key: bytes) -> bool:
-        """Takes as long whichever key it is, and whether it is one."""
+    def accepts(self, key: bytes) -> bool:
+        """Compare a key with all accepted ones, in a time that does not depend on the key."""
         digest = _digest(key)
         found = False
         for known in self._digests:

@@ -1,9 +1,9 @@
-"""Listening sockets, for this process or for a child that inherits them."""
+"""Listening sockets, for this process or for a child process that inherits them."""
 
 import socket
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises OSError where the address is taken. Port 0 takes any."""
+    """Open a listening socket; port 0 selects a free one. Raises OSError if the address is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)

@@ -1,4 +1,4 @@
-"""What this HTTP process measures. The engine's own numbers are served by its supervisor; nothing is counted twice."""
+"""Prometheus metrics of this HTTP process; those of the engine are served by its supervisor."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -6,7 +6,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class FrontendMetrics:
-    """Instruments on a registry of their own, handed in: two apps in one process do not meet."""
+    """Instruments of one app, on a registry of its own so that several apps fit into one process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -14,38 +14,40 @@ class FrontendMetrics:
             "tandem_http_requests", "HTTP requests answered.", ["route", "status"], registry=registry
         )
         self.running = Gauge(
-            "tandem_frontend_num_requests_running", "Sequences that this frontend has open.", registry=registry
+            "tandem_frontend_num_requests_running", "Sequences open in this frontend.", registry=registry
         )
         self.prompt_tokens = Counter(
             "tandem_frontend_prompt_tokens", "Prompt tokens of completed HTTP requests.", registry=registry
         )
         self.generation_tokens = Counter(
-            "tandem_frontend_generation_tokens", "Tokens that this frontend delivered.", registry=registry
+            "tandem_frontend_generation_tokens", "Tokens delivered by this frontend.", registry=registry
         )
         self.aborts = Counter(
-            "tandem_frontend_aborts", "Sequences given up before the engine ended them.", ["reason"], registry=registry
+            "tandem_frontend_aborts", "Sequences aborted before the engine ended them.", ["reason"], registry=registry
         )
         self.first_token = Histogram(
             "tandem_time_to_first_token_seconds",
-            "From the arrival of an HTTP request to its first token.",
+            "Time from the arrival of an HTTP request to its first token.",
             buckets=_SECONDS,
             registry=registry,
         )
         self.inter_token = Histogram(
             "tandem_inter_token_latency_seconds",
-            "Between two deliveries of one sequence, per token.",
+            "Time between two deliveries of one sequence, per token.",
             buckets=_SECONDS,
             registry=registry,
         )
         self.latency = Histogram(
             "tandem_e2e_request_latency_seconds",
-            "From the arrival of an HTTP request to its last byte.",
+            "Time from the arrival of an HTTP request to its last byte.",
             buckets=_SECONDS,
             registry=registry,
         )
         self.engine_connected = Gauge(
-            "tandem_frontend_engine_connected", "1 while a handshaken link to the engine is open.", registry=registry
+            "tandem_frontend_engine_connected",
+            "1 while a link to the engine is open and its handshake done.",
+            registry=registry,
         )
         self.engine_connects = Counter(
-            "tandem_frontend_engine_connects", "Handshakes completed with an engine.", registry=registry
+            "tandem_frontend_engine_connects", "Completed handshakes with an engine.", registry=registry
         )

@@ -1,4 +1,4 @@
-"""How far a piece of work has come, on a terminal's stderr; silent where stderr is none."""
+"""Progress bar on stderr, drawn only if that is a terminal."""
 
 import sys
 from typing import TextIO
@@ -7,7 +7,7 @@ WIDTH = 30
 
 
 class Progress:
-    """A bar of requests done."""
+    """Progress bar of a number of requests, or of a duration in seconds if their number is unknown."""
 
     def __init__(self, label: str, total: int | None, duration: float | None, out: TextIO | None = None) -> None:
         self.label = label
@@ -17,7 +17,7 @@ class Progress:
         self._shown = self._out.isatty()
 
     def line(self, done: int, seconds: float) -> str:
-        """The share is of requests where their number is known, else of the time."""
+        """Format the bar for `done` requests after `seconds` seconds."""
         share = done / self._total if self._total else seconds / (self._duration or seconds or 1.0)
         share = min(1.0, max(0.0, share))
         filled = round(WIDTH * share)
@@ -26,11 +26,13 @@ class Progress:
         return f"{self.label:>14} [{bar}] {100 * share:3.0f} %  {done}{total} requests  {max(0.0, seconds):.1f} s"
 
     def draw(self, done: int, seconds: float) -> None:
+        """Replace the bar on the terminal."""
         if self._shown:
             self._out.write("\r" + self.line(done, seconds))
             self._out.flush()
 
     def clear(self) -> None:
+        """Remove the bar from the terminal."""
         if self._shown:
             self._out.write("\r" + " " * 100 + "\r")
             self._out.flush()

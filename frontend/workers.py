@@ -1,4 +1,4 @@
-"""Threads for work that would hold the event loop up."""
+"""Threads for work that would block the event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,13 +10,15 @@ _Result = TypeVar("_Result")
 
 
 class Workers:
-    """A few threads. What they run should not stay long in one call that keeps the interpreter to itself."""
+    """A pool of a few threads. A function that holds the GIL for long still blocks the event loop."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
+        """Run a function in a thread; return its result or raise its exception."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def close(self) -> None:
+        """Cancel the work that has not started; do not wait for the rest."""
         self._pool.shutdown(wait=False, cancel_futures=True)

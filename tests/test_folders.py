@@ -14,7 +14,7 @@ MAX_MODULES = 16
 
 LEVELS = {
     "frontend": (
-        {"errors", "api_keys", "listening", "metrics", "progress", "workers"},
+        {"errors", "api_keys", "die_with_parent", "listening", "metrics", "process", "progress", "workers"},
         {"request", "engine"},
         {"config", "grammar"},
         {"generation", "supervisor"},
@@ -25,7 +25,7 @@ LEVELS = {
         {"__main__"},
     ),
     "engine_core": (
-        {"errors", "kernels", "plan", "stats"},
+        {"errors", "integers", "kernels", "plan", "stats"},
         {"attention", "config", "contracts", "loader", "model_config", "pipeline", "sampling"},
         {"constraints", "layers", "sequence", "wire"},
         {"kv_cache"},

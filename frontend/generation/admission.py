@@ -1,4 +1,4 @@
-"""From a validated request to what the engine is asked: ids, limits, seeds."""
+"""Admission of requests: encodes prompts, checks limits and builds what the engine needs."""
 
 import secrets
 from collections.abc import Sequence
@@ -21,29 +21,32 @@ from tandem.protocol.events import Limits, ModelFacts, Ready
 from tandem.protocol.params import MAX_SEED, SamplingParams
 
 MAX_SCORED = 1_048_576
-"""Most log-probabilities of prompt tokens in one reply."""
+"""Most log-probabilities of prompt tokens in one response."""
 MANY_IDS = 2048
-"""Prompts of more ids are checked and packed in a thread."""
+"""Number of ids above which a prompt is checked and packed in a thread."""
 
 
 class AdmittedPrompt(Struct, frozen=True):
-    """One prompt as the engine gets it, and as text where it is wanted (`echo`)."""
+    """One prompt, encoded and checked."""
 
     text: str
+    """Text of the prompt; "" for a prompt of ids whose text is not needed (`echo`)."""
     ids: list[int]
     packed: bytes
+    """`ids` as the engine receives them (`Submit.prompt_ids`)."""
     max_tokens: int
+    """Most tokens of each output."""
 
 
 class Admitted(Struct, frozen=True):
-    """A request that the engine can be asked for; `sampling` is that of choice 0 of the first prompt."""
+    """A request that the engine can serve; `sampling` is that of choice 0 of the first prompt."""
 
     options: GenerationOptions
     model: ModelFacts
     prompts: list[AdmittedPrompt]
     sampling: SamplingParams
     constraint: str | None = None
-    """The grammar that every choice has to follow."""
+    """Grammar of every choice, as llguidance text; None for free text."""
 
     @property
     def num_choices(self) -> int:
@@ -54,12 +57,12 @@ class Admitted(Struct, frozen=True):
         return sum(len(prompt.ids) for prompt in self.prompts)
 
     def prompt_of(self, choice: int) -> AdmittedPrompt:
-        """The prompt that a choice continues: choices are numbered prompt by prompt."""
+        """Return the prompt of a choice; choices are numbered prompt by prompt."""
         return self.prompts[choice // self.options.n]
 
 
 class Admission:
-    """Encodes prompts and checks requests against the model that is served."""
+    """Encodes prompts, and checks requests against the served model and the limits of this server."""
 
     def __init__(
         self,
@@ -88,10 +91,11 @@ class Admission:
         syntax: CallSyntax | None = None,
         thinking: ThinkingMode = ThinkingMode.NONE,
     ) -> Admitted:
-        """Raises ApiError with the numbers; `field` is where the prompts came from.
+        """Encode the prompts and check the request. Raises ApiError for whatever this server cannot serve.
 
-        A rendered chat holds its special tokens already. `with_text` decodes prompts that came as ids. `syntax` is how
-        the model writes calls of the tools in use.
+        `field` is the request field that the prompts came from, for errors. A rendered chat contains its special tokens
+        already (`add_special_tokens`). `with_text` decodes prompts that came as ids. `syntax` is how the model writes
+        calls of the tools in use.
         """
         model = ready.model
         check_model(options.model, model)
@@ -105,15 +109,15 @@ class Admission:
             self._limits.check_prompt(len(ids), field)
             max_tokens = _room(len(ids), options, ready)
             _check_length(len(ids), max_tokens, ready, field)
-            finish = (prompt, ids, max_tokens, model.vocab_size, field, with_text)
+            arguments = (prompt, ids, max_tokens, model.vocab_size, field, with_text)
             few = len(ids) <= MANY_IDS
-            admitted.append(self._finish(*finish) if few else await self._workers.run(self._finish, *finish))
+            admitted.append(self._pack(*arguments) if few else await self._workers.run(self._pack, *arguments))
         _check_scored(options, sum(len(prompt.ids) for prompt in admitted))
         constraint = await self._grammars.build(options, tool_use, syntax, thinking)
         return Admitted(options, model, admitted, _sampling(options), constraint)
 
     def _check_count(self, options: GenerationOptions, prompts: int, limits: Limits) -> None:
-        """Raises ApiError 422 for more sequences than there can ever be at once: to try again would not help."""
+        """Raise ApiError 422 for more sequences than this server can ever hold at once; a retry would not help."""
         wanted = options.n * prompts
         for most, flags in (
             (self._max_concurrent, "--max-concurrent"),
@@ -133,7 +137,7 @@ class Admission:
             if not prompt:
                 raise malformed("a prompt of token ids must hold at least one id", field)
             return prompt
-        fewest = self._tokenizer.fewest(prompt)
+        fewest = self._tokenizer.min_tokens(prompt)
         self._limits.check_prompt(fewest, field, "at least ")
         _check_length(fewest, _room(fewest, options, ready), ready, field, "at least ")
         ids = await self._tokenizer.encode(prompt, add_special_tokens)
@@ -141,17 +145,17 @@ class Admission:
             raise malformed("the prompt is empty and the model has no begin token; give at least one character", field)
         return ids
 
-    def _finish(
+    def _pack(
         self, prompt: Prompt, ids: list[int], max_tokens: int, vocab_size: int, field: str, with_text: bool
     ) -> AdmittedPrompt:
-        # A tokenizer, too, may know ids that the model lacks.
+        # Ids of the tokenizer are checked as well: it may have more of them than the model.
         check_ids(ids, vocab_size, field)
         text = prompt if isinstance(prompt, str) else self._tokenizer.decode(ids) if with_text else ""
         return AdmittedPrompt(text, ids, pack_ids(ids), max_tokens)
 
 
 def check_model(name: str, model: ModelFacts) -> None:
-    """Raises ApiError 404 for a model that is not the one served."""
+    """Raise ApiError 404 unless this is the name of the served model."""
     if name != model.name:
         raise ApiError(
             404, f"the model {name!r} does not exist; this server has {model.name!r}", "model", "model_not_found"
@@ -159,7 +163,7 @@ def check_model(name: str, model: ModelFacts) -> None:
 
 
 def check_overload(open_sequences: int, wanted: int, most: int) -> None:
-    """Raises ApiError 503 where this frontend would hold more than `most` sequences open."""
+    """Raise ApiError 503 if more than `most` sequences would be open in this frontend."""
     if open_sequences + wanted > most:
         raise unavailable(
             f"{open_sequences} sequences are open and {wanted} more were asked for, at most {most} at once "
@@ -169,7 +173,10 @@ def check_overload(open_sequences: int, wanted: int, most: int) -> None:
 
 
 def check_queue(queued: int, wanted: int, most: int) -> None:
-    """Raises ApiError 503 where more than `most` prompt tokens would wait in the engine. Where none do, any may."""
+    """Raise ApiError 503 if more than `most` prompt tokens would wait in the engine.
+
+    A request of any length is accepted while none wait.
+    """
     if queued and queued + wanted > most:
         raise unavailable(
             f"{queued} prompt tokens are waiting and {wanted} more were asked for, at most {most} at once "
@@ -179,8 +186,10 @@ def check_queue(queued: int, wanted: int, most: int) -> None:
 
 
 def _room(prompt_len: int, options: GenerationOptions, ready: Ready) -> int:
-    """The `max_tokens` of one prompt: what was asked for, or the default as far as the model and the KV pool have room
-    for it. The KV of the last token is never computed."""
+    """Return the `max_tokens` of one prompt: the requested number, or the default as far as there is room for it.
+
+    The room is what the model and the KV pool have beside the prompt; the KV of the last token is never computed.
+    """
     if not options.max_tokens_by_default:
         return options.max_tokens
     most = min(ready.model.max_len, ready.limits.kv_tokens + 1)
@@ -188,15 +197,17 @@ def _room(prompt_len: int, options: GenerationOptions, ready: Ready) -> int:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
-    """Raises ApiError 422 for an id that the model has no token for."""
+    """Raise ApiError 422 for an id outside the model's vocabulary; `name` is the field at fault."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
         raise unsupported(f"token id {bad} in {name!r} is not between 0 and {vocab_size - 1}", name)
 
 
 def _check_length(prompt_len: int, max_tokens: int, ready: Ready, field: str, qualifier: str = "") -> None:
-    """Raises ApiError 400 for more than the model takes, or for a prompt that the KV pool cannot hold. How much of an
-    answer it can hold, the engine says."""
+    """Raise ApiError 400 for more tokens than the model takes, or for a prompt that exceeds the KV pool.
+
+    Whether the output fits into the pool as well is checked by the engine.
+    """
     total, max_len, pool = prompt_len + max_tokens, ready.model.max_len, ready.limits.kv_tokens
     if total > max_len:
         raise ApiError(
@@ -218,7 +229,7 @@ def _check_length(prompt_len: int, max_tokens: int, ready: Ready, field: str, qu
 
 
 def _check_scored(options: GenerationOptions, prompt_tokens: int) -> None:
-    """Raises ApiError 422 where the prompts' log-probabilities are too many for one reply."""
+    """Raise ApiError 422 if the log-probabilities of the prompts are too many for one response."""
     if options.prompt_logprobs is None:
         return
     wanted = prompt_tokens * options.n * (1 + options.prompt_logprobs)
@@ -231,6 +242,7 @@ def _check_scored(options: GenerationOptions, prompt_tokens: int) -> None:
 
 
 def _sampling(options: GenerationOptions) -> SamplingParams:
+    """Complete the sampling parameters for choice 0; without a seed in the request, draw one."""
     return structs.replace(
         options.sampling,
         seed=secrets.randbelow(MAX_SEED + 1) if options.seed is None else options.seed,

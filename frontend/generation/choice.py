@@ -1,4 +1,4 @@
-"""One sequence of a request as text: detokenized, cut at a stop string, counted."""
+"""Text of one sequence: detokenized, cut at a stop string, counted."""
 
 from collections.abc import Sequence
 
@@ -13,28 +13,29 @@ from tandem.protocol.events import Finished, TokenLogprobs
 
 
 class ChoiceDelta(Struct, frozen=True):
-    """What one delta adds to a choice, or all deltas together."""
+    """Text and tokens that one update adds to a choice; a whole choice is one delta as well."""
 
     index: int
     text: str
     token_ids: Sequence[int]
     finish_reason: str | None
     logprobs: Sequence[ScoredToken] = ()
-    """Of the text shown here, where they were asked for; the echoed prompt's come with the first delta."""
+    """Log-probabilities of the tokens of `text`, if requested; those of an echoed prompt come with the first delta."""
     mean_logprob: float | None = None
-    """Of all tokens of the choice, in the delta that ends it."""
+    """Mean log-probability of all tokens of the choice, in the delta that ends it."""
 
     @property
     def is_empty(self) -> bool:
+        """True if there is nothing to send."""
         return not (self.text or self.token_ids or self.finish_reason)
 
 
 class Choice:
     """Turns the tokens of one sequence into text.
 
-    Stop strings are looked for from token `min_tokens` on. With them, tokens are decoded one at a time, so that
-    the count ends with the token that completed the stop string. `include_stop` shows what ended the text, a stop
-    string or token, as its last part.
+    Stop strings are matched from token `min_tokens` on. With them, tokens are decoded one at a time, so that the count
+    ends with the token that completed the stop string. `include_stop` keeps the stop string or token that ended the
+    text as its last part.
     """
 
     def __init__(
@@ -55,12 +56,15 @@ class Choice:
         self._scored = scored
         self._shown = 0
         self._cut = False
-        """Whether a stop string took the end of the text away."""
+        """True once a stop string has cut the end of the text off."""
 
     def advance(
         self, tokens: Sequence[int], terminal: Terminal | None, logprobs: Sequence[TokenLogprobs] = ()
     ) -> ChoiceDelta:
-        """Takes a delta. The delta has a finish reason once the choice has ended well, here or in the engine."""
+        """Decode new tokens into a delta.
+
+        It has a finish reason once the choice has ended without an error, by a stop string or in the engine.
+        """
         if self._scored is None:
             return self._advance(tokens, terminal)
         self._scored.take(logprobs)
@@ -74,7 +78,7 @@ class Choice:
         return structs.replace(delta, logprobs=shown, mean_logprob=self._scored.mean)
 
     def advance_singly(self, tokens: Sequence[int], terminal: Terminal | None) -> list[ChoiceDelta]:
-        """The same without log-probabilities, in one delta a token up to the one that ended the choice."""
+        """Decode new tokens into one delta per token, without log-probabilities, up to the end of the choice."""
         deltas: list[ChoiceDelta] = []
         for token in tokens[:-1]:
             deltas.append(self.advance([token], None))
@@ -84,7 +88,7 @@ class Choice:
 
     def _advance(self, tokens: Sequence[int], terminal: Terminal | None) -> ChoiceDelta:
         finished = terminal if isinstance(terminal, Finished) else None
-        # The id that ended a sequence counts, but is not part of its text unless asked for.
+        # The id that ended a sequence counts, but is part of its text only on request.
         hidden = int(finished is not None and finished.stop_token_id is not None and not self._include_stop)
         shown = tokens[: len(tokens) - hidden]
         text, used, stopped = self._decode(shown)
@@ -101,7 +105,7 @@ class Choice:
         return ChoiceDelta(self.index, text + tail, tokens, reason.value)
 
     def _decode(self, tokens: Sequence[int]) -> tuple[str, int, bool]:
-        """Text of these tokens, how many of them it took, and whether a stop string ended it."""
+        """Return the text of these tokens, how many of them it took, and whether a stop string ended it."""
         push = self._detokenizer.push if self._scored is None else self._push_scored
         matcher = self._matcher
         if matcher is None:
@@ -126,7 +130,7 @@ class Choice:
         return text
 
     def _close(self) -> tuple[str, bool]:
-        """What was held back, by the decoder or for the sake of a stop string; whether one ends it even so."""
+        """Flush the decoder and the matcher; return the last text, and whether a stop string ends it after all."""
         tail = self._detokenizer.flush()
         if self._matcher is None:
             return tail, False

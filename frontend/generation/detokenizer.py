@@ -1,4 +1,4 @@
-"""Token ids to text, one at a time, in O(1) a token and safe on characters split across tokens."""
+"""Incremental detokenizer: O(1) a token, and safe on characters split across tokens."""
 
 from collections.abc import Sequence
 
@@ -6,20 +6,20 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 MAX_HELD_IDS = 32
-"""Ids held back at most while they end in an incomplete character. A real one has at most four bytes, so more
-held ids means bytes that are no UTF-8, which would otherwise be decoded again and again."""
+"""Most ids held back while they end in an incomplete character. A character has at most four bytes, so more held ids
+are bytes that are not UTF-8, which would otherwise be decoded again for each token."""
 
 _TAIL_IDS = 8
-"""Ids that stay held when the rest is forced out: enough for the start of any character."""
+"""Ids that stay held when the others are flushed: enough for the start of any character."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """The deltas of one sequence; joined, they equal `decode` of all its ids.
+    """Decoder of one sequence; the texts that it returns, joined, equal `decode` of all ids.
 
-    `anchor` is decoded in front of the output and never shown (see `tokenizer._anchor`). `_held` are the ids since
-    the last text came out; they begin at the edge of a character.
+    `anchor` is decoded in front of the output and never returned (see `tokenizer._anchor`). `_held` are the ids since
+    the last text was returned; they begin at a character boundary.
     """
 
     __slots__ = ("_anchor", "_held", "_raw", "_skip_special", "_stream")
@@ -32,11 +32,11 @@ class Detokenizer:
         self._stream = self._new_stream()
 
     def push(self, token_id: int) -> str:
-        """The text that this id completes, often of several ids, and often none."""
+        """Decode one more id; return the text that it completes, which may be empty or belong to several ids."""
         self._held.append(token_id)
         try:
             text = self._stream.step(self._raw, token_id)
-        except Exception:  # "Invalid prefix": a plain Exception; its stream is of no further use
+        except Exception:  # "Invalid prefix", a plain Exception, after which the stream is unusable
             return self._restart()
         if text is not None:
             self._held.clear()
@@ -44,12 +44,12 @@ class Detokenizer:
         return self._force() if len(self._held) >= MAX_HELD_IDS else ""
 
     def flush(self) -> str:
-        """What is still held back, at the end of the sequence: an incomplete character becomes U+FFFD."""
+        """Return the text of the held ids at the end of the sequence; an incomplete character becomes U+FFFD."""
         held, self._held = self._held, []
         return self._decode(held)
 
     def _restart(self) -> str:
-        """Goes on from the held ids with a new stream."""
+        """Continue from the held ids with a new stream."""
         text = self._decode(self._held)
         if text.endswith(_REPLACEMENT) and len(self._held) < MAX_HELD_IDS:
             text = ""
@@ -61,9 +61,9 @@ class Detokenizer:
         return text
 
     def _force(self) -> str:
-        """Lets out the ids that cannot be part of an unfinished character.
+        """Return the text of the held ids that cannot belong to an unfinished character.
 
-        A cut is at the edge of a character just where both sides decode to the whole.
+        A cut is a character boundary if and only if both sides decode to the whole.
         """
         held = self._held
         whole = self._decode(held)

@@ -1,4 +1,4 @@
-"""One HTTP request under way in the engine: its sequences, their text, and their end."""
+"""One HTTP request while the engine serves it: its sequences, their text and their end."""
 
 import time
 from collections.abc import AsyncIterator, Callable
@@ -21,14 +21,14 @@ from tandem.protocol.params import SamplingParams
 
 
 class PromptDetails(Struct, frozen=True):
-    """What became of a request's prompts."""
+    """Details of a request's prompt tokens, as OpenAI reports them."""
 
     cached_tokens: int = 0
-    """Tokens whose KV was there before the first choice of each prompt began."""
+    """Prompt tokens found in the KV cache when the first choice of each prompt started."""
 
 
 class Usage(Struct, frozen=True):
-    """Tokens of a request as OpenAI counts them: a prompt once, however many choices it has."""
+    """Token counts of a request as OpenAI reports them: each prompt counts once, however many choices it has."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -39,8 +39,8 @@ class Usage(Struct, frozen=True):
 class Generation:
     """The choices of one request, numbered prompt by prompt.
 
-    Whoever calls `start` calls `close` in the end, whatever happened between: it frees what is still open.
-    `arrived` is when the HTTP request did, on the same clock.
+    After `start`, `close` has to be called whatever happens, to free the sequences that are still open. `arrived` is
+    the time of the HTTP request's arrival on `clock`, in seconds.
     """
 
     def __init__(
@@ -61,19 +61,19 @@ class Generation:
         self._ready_set = ReadySet()
         self._choices: list[Choice] = []
         self._firsts: list[TokenStream] = []
-        """The stream of each prompt's first choice: the others find in the cache what that one computed."""
+        """Stream of each prompt's first choice; the others find in the cache what it has computed."""
         self._open: dict[int, float] = {}
-        """Request ids without an end yet, each with the time of its last tokens."""
+        """Time of the last tokens of each sequence that has not ended, by request id."""
         self._error: ApiError | None = None
 
     @property
     def without_engine(self) -> bool:
-        """Nothing is to be computed: only `echo` is asked for."""
+        """True if the request only echoes its prompts, so that nothing has to be computed."""
         options = self.admitted.options
         return options.max_tokens == 0 and options.prompt_logprobs is None
 
     def start(self, max_concurrent: int, max_queued_tokens: int) -> None:
-        """Submits one sequence a choice. Raises ApiError 503 where the frontend or the engine takes no more."""
+        """Submit one sequence per choice. Raises ApiError 503 if the frontend or the engine has no room for them."""
         admitted, options = self.admitted, self.admitted.options
         count = admitted.num_choices
         matcher = StopMatcher(options.stop) if options.stop else None
@@ -93,11 +93,11 @@ class Generation:
             self._metrics.running.inc()
 
     async def batches(self) -> AsyncIterator[list[ChoiceDelta]]:
-        """What each turn of the event loop brought, never an empty list, until every choice has ended.
+        """Yield the deltas of each turn of the event loop, never an empty list, until every choice has ended.
 
-        Raises ApiError when one choice fails; the caller closes the rest. What came before is yielded first, unless
-        it is the first batch: nothing was sent yet, so the failure of any choice in it can be an HTTP status, as
-        where the engine has room for some choices alone.
+        Raises ApiError when one choice fails; the caller closes the others. Deltas of the same turn are yielded first,
+        except in the first batch: nothing has been sent yet, so the failure can still be an HTTP status, for example
+        when the engine has room for only some of the choices.
         """
         begun = False
         if self.without_engine:
@@ -118,11 +118,11 @@ class Generation:
                 raise self._error
 
     def close(self, reason: str) -> None:
-        """Frees every sequence that is still open, at once; `reason` is for the metrics. Idempotent."""
-        self._give_up(list(self._open), reason)
+        """Abort every sequence that is still open; `reason` is a label of the metrics. Idempotent."""
+        self._abort(list(self._open), reason)
 
     def measure_end(self) -> None:
-        """Counts a request that was answered in full."""
+        """Record the metrics of a request that was answered in full."""
         self._metrics.latency.observe(self._clock() - self._arrived)
         self._metrics.prompt_tokens.inc(self.admitted.prompt_tokens)
 
@@ -141,13 +141,16 @@ class Generation:
         return Choice(index, detokenizer, matcher, options.min_tokens, options.include_stop, scored)
 
     def _echoed(self, prompt: AdmittedPrompt) -> EchoedPrompt | None:
-        """A prompt whose log-probabilities are wanted."""
+        """Return the echoed form of a prompt whose log-probabilities were requested; None for others."""
         if self.admitted.options.prompt_logprobs is None:
             return None
         return echoed_prompt(prompt.ids, prompt.text, self._tokenizer.detokenizer())
 
     def _command(self, prompt: AdmittedPrompt, choice: int) -> Submit:
-        """Where a prompt is only to be scored, the engine is asked for one token, of which nobody hears."""
+        """Build the message that submits one choice.
+
+        A request that only scores its prompts asks the engine for one token and discards it.
+        """
         admitted, options = self.admitted, self.admitted.options
         sampling, constraint, logprobs = admitted.sampling, admitted.constraint, options.logprobs
         if options.max_tokens == 0:
@@ -157,15 +160,15 @@ class Generation:
             if options.num_returned is not None and logprobs is None:
                 logprobs = 0  # the mean that ranks choices needs no alternatives
         return Submit(
-            self._client.next_id(),
-            prompt.packed,
-            sampling,
-            constraint,
-            logprobs,
-            options.prompt_logprobs,
-            options.priority,
-            options.session_id,
-            options.cache_salt,
+            request_id=self._client.next_id(),
+            prompt_ids=prompt.packed,
+            sampling=sampling,
+            constraint=constraint,
+            logprobs=logprobs,
+            prompt_logprobs=options.prompt_logprobs,
+            priority=options.priority,
+            session=options.session_id,
+            cache_salt=options.cache_salt,
         )
 
     def _advance(self, stream: TokenStream) -> list[ChoiceDelta]:
@@ -183,7 +186,7 @@ class Generation:
         if update.terminal is not None:
             self._forget(stream.request_id)
         elif delta.finish_reason is not None:
-            self._give_up([stream.request_id], "stop_string")
+            self._abort([stream.request_id], "stop_string")
         if delta.finish_reason is None and self._error is None:
             self._error = _failure(update)
         return deltas
@@ -199,7 +202,7 @@ class Generation:
         else:
             self._metrics.inter_token.observe((now - last) / (after - before))
 
-    def _give_up(self, request_ids: list[int], reason: str) -> None:
+    def _abort(self, request_ids: list[int], reason: str) -> None:
         if not request_ids:
             return
         self._client.abort(request_ids)
@@ -218,4 +221,4 @@ def _failure(update: StreamUpdate) -> ApiError | None:
         return None
     if isinstance(update.terminal, Failure):
         return from_failure(update.terminal)
-    return ApiError(500, "the engine gave the request up", None, ErrorCode.ENGINE_FAILED.value)
+    return ApiError(500, "the engine aborted the request", None, ErrorCode.ENGINE_FAILED.value)

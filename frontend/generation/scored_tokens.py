@@ -1,4 +1,4 @@
-"""The log-probabilities of one sequence, in step with its text."""
+"""Log-probabilities of one sequence, released together with its text."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -10,38 +10,38 @@ from tandem.protocol.codec import read_logprobs
 from tandem.protocol.events import TokenLogprobs
 
 LOWEST = -9999.0
-"""What OpenAI reports where a token has no probability: JSON has neither infinities nor NaN."""
+"""Value that OpenAI reports for a token of probability 0; JSON has neither infinities nor NaN."""
 
 Line = tuple[float, list[int], list[float]]
-"""As `read_logprobs` gives it."""
+"""One entry of `read_logprobs`: own log-probability, then ids and log-probabilities of the alternatives."""
 
 
 class ScoredToken(Struct, frozen=True):
-    """One token with its log-probability and the most probable tokens at its place, in descending order."""
+    """A token with its log-probability and those of the most probable tokens at its position, in descending order."""
 
     token: bytes
     logprob: float | None
-    """None for the first token of all, which nothing precedes."""
+    """Log-probability of the token; None for the first token of a prompt, which nothing precedes."""
     alternatives: list[tuple[bytes, float]]
     offset: int
-    """How many characters of text come before it. The tokens of one character all begin where it does."""
+    """Number of characters ahead of the token. All tokens of one character have the offset of that character."""
 
 
 class EchoedPrompt(Struct, frozen=True):
-    """A prompt whose log-probabilities are reported ahead of the output's."""
+    """A prompt whose log-probabilities are reported ahead of those of the output."""
 
     ids: Sequence[int]
     offsets: Sequence[int]
 
 
 class ScoredTokens:
-    """Gives each token out once part of its text has been shown, and the rest at the end.
+    """Releases each token once part of its text has been sent, and the rest at the end.
 
-    So log-probabilities are held back as long as their text is, and tokens that a stop string cut off never appear.
+    Log-probabilities are thus held back as long as their text, and tokens that a stop string cut off never appear.
     """
 
     def __init__(self, spell: Callable[[int], bytes], prompt_len: int, base: int, prompt: EchoedPrompt | None) -> None:
-        """base: characters of text ahead of the output."""
+        """`base` is the number of characters ahead of the output; `spell` returns the bytes of a token id."""
         self._spell = spell
         self._prompt_len = prompt_len
         self._base = base
@@ -55,11 +55,11 @@ class ScoredTokens:
 
     @property
     def mean(self) -> float:
-        """Mean log-probability of the output's tokens so far."""
+        """Mean log-probability of the output so far."""
         return self._total / max(self._count, 1)
 
     def take(self, parts: Iterable[TokenLogprobs]) -> None:
-        """What the engine said of tokens that `push` will name, and of the prompt."""
+        """Take the engine's log-probabilities of the prompt, and of tokens that `push` will name."""
         for part in parts:
             lines = read_logprobs(part)
             if part.start < self._prompt_len:
@@ -68,14 +68,14 @@ class ScoredTokens:
                 self._lines += lines
 
     def push(self, token_id: int, characters: int) -> None:
-        """The next token of the output, and how many characters came out of the decoder with it."""
+        """Append the next token of the output; `characters` is how many the decoder returned for it."""
         line = self._lines.popleft()
         self._waiting.append(self._scored(token_id, line, self._base + self._characters))
         self._characters += characters
         self._count_in(finite(line[0]))
 
     def release(self, shown: int) -> list[ScoredToken]:
-        """The tokens of the first `shown` characters of the output that have not been given out yet."""
+        """Return the tokens of the first `shown` characters of the output that were not returned before."""
         end = self._base + shown
         tokens = self._opening()
         while self._waiting and self._waiting[0].offset < end:
@@ -83,8 +83,10 @@ class ScoredTokens:
         return tokens
 
     def flush(self) -> list[ScoredToken]:
-        """All that remains, for an output that ended with all of its text shown. An end id that was not pushed, as it
-        is no text, counts for the mean alone."""
+        """Return all remaining tokens, for an output that ended with all of its text sent.
+
+        An end id that was not pushed, because it has no text, counts only for the mean.
+        """
         tokens = [*self._opening(), *self._waiting]
         self._waiting.clear()
         for own, _, _ in self._lines:
@@ -93,7 +95,7 @@ class ScoredTokens:
         return tokens
 
     def _opening(self) -> list[ScoredToken]:
-        """The echoed prompt, once."""
+        """Return the tokens of the echoed prompt, on the first call."""
         prompt, self._prompt = self._prompt, None
         if prompt is None:
             return []
@@ -112,12 +114,13 @@ class ScoredTokens:
 
 
 def finite(logprob: float) -> float:
+    """Replace NaN and whatever is below `LOWEST` by `LOWEST`."""
     # NaN compares as false.
     return logprob if logprob > LOWEST else LOWEST
 
 
 def echoed_prompt(ids: Sequence[int], text: str, detokenizer: Detokenizer) -> EchoedPrompt:
-    """Where each token of a prompt begins in its text. Special tokens have no text of their own."""
+    """Locate the tokens of a prompt in its text; special tokens have no text of their own."""
     offsets, characters = [], 0
     for token_id in ids:
         offsets.append(min(characters, len(text)))

@@ -1,10 +1,10 @@
-"""Stop strings over a stream of text: matched across any chunk edges, and never leaked."""
+"""Matcher of stop strings in streamed text, across chunk boundaries and without leaking their beginnings."""
 
 from collections.abc import Sequence
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """For each prefix of the pattern, the length of its longest proper prefix that is also its suffix."""
+    """Return, for each prefix of the pattern, the length of its longest proper prefix that is also a suffix."""
     table = [0] * len(pattern)
     matched = 0
     for position in range(1, len(pattern)):
@@ -18,15 +18,15 @@ def _failure_table(pattern: str) -> list[int]:
 class StopMatcher:
     """Finds the stop string that ends first; of those that end together, the longest.
 
-    "Ends first" is the one rule that gives the same answer however the text is cut into chunks without looking
-    ahead. Each stop string keeps how much of it the text so far ends with (Knuth-Morris-Pratt), so a character
-    costs O(1) for each stop string, however long and repetitive they are.
+    "Ends first" is the only rule that gives the same answer for every division into chunks without lookahead. For each
+    stop string, the matcher tracks how much of it the text ends with (Knuth-Morris-Pratt), so a character costs O(1)
+    per stop string, however long and repetitive they are.
     """
 
     __slots__ = ("_firsts", "_held", "_lengths", "_stops", "_tables")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Raises ValueError for an empty stop string, which would match everywhere."""
+        """Prepare the stop strings. Raises ValueError for an empty one, which would match everywhere."""
         if not all(stops):
             raise ValueError("a stop string must have at least one character")
         self._stops = tuple(stops)
@@ -36,16 +36,16 @@ class StopMatcher:
         self._held = ""
 
     def fresh(self) -> "StopMatcher":
-        """A matcher of the same stop strings at the start of another text; what was computed of them is shared."""
+        """Return a matcher of the same stop strings for another text, sharing their tables."""
         matcher = StopMatcher(())
         matcher._stops, matcher._tables, matcher._firsts = self._stops, self._tables, self._firsts
         matcher._lengths = [0] * len(self._stops)
         return matcher
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Text that is safe to show, and the stop string that just completed, if one did.
+        """Append text; return the text that is safe to send, and the stop string that it completed, if any.
 
-        Once a stop string has matched, what follows it is dropped and the matcher must not be used again.
+        After a match the text behind it is dropped, and the matcher must not be used again.
         """
         if not self._held and self._firsts.isdisjoint(text):
             return text, None
@@ -61,12 +61,12 @@ class StopMatcher:
         return buffer[: len(buffer) - keep], None
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """Return the text that was held back, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str) -> str | None:
-        """Takes one character; returns the longest stop string that it completes."""
+        """Advance by one character; return the longest stop string that it completes."""
         completed: str | None = None
         for index, stop in enumerate(self._stops):
             table = self._tables[index]

@@ -1,4 +1,4 @@
-"""What each token id stands for, in bytes: half a character is a token too, and text cannot show it."""
+"""Bytes of each token id. A token may be part of a character, which text cannot represent."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,20 +7,20 @@ import msgspec
 import tokenizers
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""SentencePiece's space."""
+"""Character that stands for a space in SentencePiece vocabularies."""
 
 
 class TokenBytes:
-    """Looks tokens up one by one, and remembers them."""
+    """Cached lookup of the bytes of a token id."""
 
     def __init__(self, raw: tokenizers.Tokenizer, to_bytes: Callable[[str], bytes], added: dict[int, bytes]) -> None:
-        """to_bytes: of a token of the vocabulary as it is written there; added: tokens that are written as they are."""
+        """`to_bytes` decodes an entry of the vocabulary; `added` has the bytes of the added tokens by id."""
         self._raw = raw
         self._to_bytes = to_bytes
         self._known = added
 
     def __call__(self, token_id: int) -> bytes:
-        """Empty for an id that the tokenizer does not have: a model's vocabulary may be padded."""
+        """Return the bytes of an id; empty for ids that the tokenizer lacks, as a model's vocabulary may be padded."""
         found = self._known.get(token_id)
         if found is None:
             token = self._raw.id_to_token(token_id)
@@ -29,7 +29,7 @@ class TokenBytes:
 
 
 def token_bytes(raw: tokenizers.Tokenizer) -> TokenBytes:
-    """For byte-level vocabularies and those in the manner of SentencePiece, with byte fallback or without."""
+    """Build the lookup for a byte-level or SentencePiece-style vocabulary, with or without byte fallback."""
     added = {token_id: token.content.encode() for token_id, token in raw.get_added_tokens_decoder().items()}
     byte_level = raw.decoder is not None and "ByteLevel" in _kinds(msgspec.json.decode(raw.decoder.__getstate__()))
     return TokenBytes(raw, _byte_level if byte_level else _sentence_piece, added)
@@ -40,8 +40,10 @@ def _kinds(decoder: dict[str, Any]) -> set[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies write bytes with (Radford et al., 2019): printable ones of Latin-1
-    stand for themselves, the others follow from U+0100 on."""
+    """Return the byte of each character of byte-level vocabularies (Radford et al., 2019).
+
+    Printable Latin-1 characters stand for themselves; the other bytes are assigned to U+0100 and up.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(rest)}

@@ -1,4 +1,4 @@
-"""The outermost ASGI layer: every request has an id and is counted, every failure is logged with it."""
+"""ASGI middleware: API keys, request ids, and the count and log of responses."""
 
 import contextlib
 import logging
@@ -14,13 +14,13 @@ from tandem.frontend.errors import ApiError, error_body
 from tandem.frontend.metrics import FrontendMetrics
 
 _OPEN_PREFIX = "/health/"
-"""Whoever restarts or routes around a process asks these, and has no key."""
+"""Prefix of the health checks, which orchestrators and load balancers send without a key."""
 
 
 class RequireKey:
-    """Answers 401 to every request without a key, also for paths that do not exist.
+    """Answers 401 to every request without a valid key, even for paths that do not exist.
 
-    Open without one are health and `open_paths`.
+    Health checks and `open_paths` need no key.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str]) -> None:
@@ -29,7 +29,7 @@ class RequireKey:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_open(scope["path"]) or self._keys.knows(_key(scope)):
+        if scope["type"] != "http" or self._is_open(scope["path"]) or self._keys.accepts(_key(scope)):
             await self._app(scope, receive, send)
             return
         await _read(scope, receive)
@@ -48,14 +48,14 @@ class RequireKey:
 
 
 async def _read(scope: Scope, receive: Receive) -> None:
-    """Lets the client send its body, unless it waits for leave to: many read no answer before they have."""
+    """Read the body, unless the client waits for 100-continue: many clients read no response before it is sent."""
     if not any(name == b"expect" for name, _ in scope["headers"]):
         with contextlib.suppress(ApiError):
             await drain(receive)
 
 
 def _key(scope: Scope) -> bytes:
-    """The key that a request brings; empty, which is none, where it brings none or several."""
+    """Return the bearer token of a request; empty if it has none or several."""
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     if len(given) != 1:
         return b""
@@ -73,18 +73,18 @@ _ROUTES = (
     *("/health/live", "/health/ready", "/metrics", "/version", "/openapi.json", "/", "/admin/scheduler"),
 )
 _NAMED = {"/v1/models/": "/v1/models/{model}", "/v1/sessions/": "/v1/sessions/{session_id}"}
-"""Beginnings of paths that end with a name."""
+"""Labels of routes whose paths end with a name, by their prefix."""
 
 
 def route_label(path: str) -> str:
-    """The route of a path: a bounded set, so that clients cannot make up metric labels."""
+    """Return the metric label of a path, one of a bounded set that clients cannot extend."""
     if path in _ROUTES:
         return path
     return next((label for start, label in _NAMED.items() if path.startswith(start)), "other")
 
 
 def request_id(scope: Scope) -> bytes:
-    """The id that the client gave, if it can stand in a header and a line of a log, or else a fresh one."""
+    """Return the client's request id if it is safe in headers and logs, otherwise a new one."""
     for name, value in scope["headers"]:
         if name == REQUEST_ID and _SANE_ID.fullmatch(value):
             return bytes(value)
@@ -92,11 +92,12 @@ def request_id(scope: Scope) -> bytes:
 
 
 def fresh_id() -> bytes:
+    """Create a random request id."""
     return b"req_" + secrets.token_hex(16).encode()
 
 
 class Access:
-    """Adds the id to the start of each response. Bodies and the client's disconnect pass untouched."""
+    """Adds a request id to each response, counts it and logs failures; bodies pass through unchanged."""
 
     def __init__(self, app: ASGIApp, metrics: FrontendMetrics) -> None:
         self._app = app
@@ -117,17 +118,17 @@ class Access:
         try:
             await self._app(scope, receive, marking_send)
         except Exception:
-            # The framework has sent a 500 where it still could.
-            logger.exception("%s failed, request id %s", _what(scope), own_id.decode())
+            # The framework has sent a 500 if the response had not started.
+            logger.exception("%s failed, request id %s", _request_line(scope), own_id.decode())
 
     def _answered(self, scope: Scope, status: int, own_id: bytes) -> None:
         self._metrics.requests.labels(route_label(scope["path"]), str(status)).inc()
         if status >= 400:
-            # Whoever asks for health learns it from the answer.
-            own = status >= 500 and not scope["path"].startswith("/health/")
-            level = logging.WARNING if own else logging.DEBUG
-            logger.log(level, "%d for %s, request id %s", status, _what(scope), own_id.decode())
+            # A health check reports its 503 in the response; it is not logged as a failure.
+            is_fault = status >= 500 and not scope["path"].startswith("/health/")
+            level = logging.WARNING if is_fault else logging.DEBUG
+            logger.log(level, "%d for %s, request id %s", status, _request_line(scope), own_id.decode())
 
 
-def _what(scope: Scope) -> str:
+def _request_line(scope: Scope) -> str:
     return f"{scope['method']} {scope['path'][:200]!r}"

@@ -1,4 +1,4 @@
-"""Runs the app under uvicorn, on an inherited socket if there is one, with an orderly end."""
+"""HTTP server: runs the app under uvicorn and drains it on a signal."""
 
 import asyncio
 import gc
@@ -17,7 +17,7 @@ from tandem.frontend.server.middleware import REQUEST_ID, fresh_id
 
 
 class JsonErrorProtocol(HttpToolsProtocol):
-    """What is no HTTP at all never reaches the app; uvicorn answers it here, in plain text if it were not for this."""
+    """HTTP protocol that answers malformed HTTP, which never reaches the app, with the OpenAI error body."""
 
     def send_400_response(self, msg: str) -> None:
         body = error_body(400, msg, None, "invalid_http")
@@ -29,7 +29,10 @@ class JsonErrorProtocol(HttpToolsProtocol):
 
 
 class DrainingServer(uvicorn.Server):
-    """The first signal drains: unready at once, open streams get their grace period. The second ends at once."""
+    """Server that drains on the first signal and exits at once on the second.
+
+    While it drains it is not ready, and open streams get `drain_timeout` seconds to end.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -40,12 +43,12 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        # What was loaded stays; without it a collection has little to walk.
+        # Objects loaded so far live as long as the process; frozen, they are skipped by every later collection.
         gc.collect()
         gc.freeze()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Runs in a signal handler. uvicorn would raise the signal again at the end; the exit here is a clean one."""
+        """Handle a signal. Unlike uvicorn, do not raise it again at the end: the exit code is 0."""
         if self._service.draining or self._loop is None:
             self.should_exit = True
             self.force_exit = True
@@ -54,6 +57,7 @@ class DrainingServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self.begin_drain)
 
     def begin_drain(self) -> None:
+        """Drain the service in the background, then exit. Idempotent."""
         if self._drain is None:
             self._drain = asyncio.create_task(self._drain_and_exit())
 
@@ -65,7 +69,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def build_server(config: FrontendConfig) -> DrainingServer:
-    """Raises TokenizerError if the model folder has no usable tokenizer."""
+    """Build the server of one frontend. Raises TokenizerError if the model directory has no usable tokenizer."""
     service = build_service(config)
     settings = uvicorn.Config(
         create_app(service),
@@ -77,7 +81,7 @@ def build_server(config: FrontendConfig) -> DrainingServer:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=2,
-        # Longer than proxies keep an idle connection, so that it is not closed under a request of theirs.
+        # Longer than proxies keep idle connections, so that this side never closes one while a request is on its way.
         timeout_keep_alive=75,
         ws="none",
         ssl_certfile=config.tls_cert,
@@ -87,9 +91,10 @@ def build_server(config: FrontendConfig) -> DrainingServer:
 
 
 def serve(config: FrontendConfig) -> None:
-    """Serves until a signal. The address is bound first, so that clients wait rather than fail while it starts.
+    """Serve until a signal, on the inherited socket if the configuration has one.
 
-    Raises OSError where the address is taken, TokenizerError if the model folder has no usable tokenizer.
+    The address is bound first, so that early clients wait instead of being refused. Raises OSError if the address is in
+    use, TokenizerError if the model directory has no usable tokenizer.
     """
     with listen(config.host, config.port) if config.fd is None else socket.socket(fileno=config.fd) as sock:
         build_server(config).run(sockets=[sock])

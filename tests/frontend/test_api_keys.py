@@ -41,7 +41,11 @@ def test_what_can_be_no_key_is_refused_without_being_shown(key: str) -> None:
 def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.write_text("\n")
-    for path, reason in ((empty, "holds no key"), (tmp_path / "none", "cannot be read"), (tmp_path, "cannot be read")):
+    for path, reason in (
+        (empty, "contains no key"),
+        (tmp_path / "none", "cannot be read"),
+        (tmp_path, "cannot be read"),
+    ):
         with pytest.raises(ValueError, match=reason):
             api_keys(parsed("--api-key-file", str(path)), {})
 
@@ -57,6 +61,6 @@ def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(hmac, "compare_digest", compare)
     for key, known in (("first", True), ("third", True), ("fourth", False), ("", False), ("x" * 10_000, False)):
         compared.clear()
-        assert keys.knows(key.encode()) == known
+        assert keys.accepts(key.encode()) == known
         assert len(compared) == 3
         assert {len(side) for pair in compared for side in pair} == {32}
