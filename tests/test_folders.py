@@ -25,7 +25,8 @@ LEVELS = {
         {"__main__"},
     ),
     "engine_core": (
-        {"errors", "integers", "kernels", "plan", "stats"},
+        {"integers"},
+        {"errors", "kernels", "plan", "stats"},
         {"attention", "config", "contracts", "loader", "model_config", "pipeline", "sampling"},
         {"constraints", "layers", "sequence", "wire"},
         {"kv_cache"},

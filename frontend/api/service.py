@@ -2,16 +2,18 @@
 
 import asyncio
 
+from prometheus_client import CollectorRegistry
+
 from tandem.frontend.api.request_body import BodyBudget, PendingRequests
 from tandem.frontend.chat.chat import Chat
-from tandem.frontend.chat.chat_template import ChatTemplate, model_type
+from tandem.frontend.chat.chat_template import ChatTemplate, load_chat_template, model_type
 from tandem.frontend.chat.tool_formats import tool_format
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.engine.client import EngineClient
-from tandem.frontend.engine.health import EngineHealth
+from tandem.frontend.engine.health import EngineHealth, EngineWatch
 from tandem.frontend.errors import unavailable
 from tandem.frontend.generation.admission import Admission
-from tandem.frontend.generation.tokenizer import Tokenizer
+from tandem.frontend.generation.tokenizer import Tokenizer, load_tokenizer
 from tandem.frontend.grammar.builder import GrammarBuilder
 from tandem.frontend.grammar.checker import GrammarChecker
 from tandem.frontend.grammar.grammar import THINK_END
@@ -88,3 +90,17 @@ class Service:
         deadline = asyncio.get_running_loop().time() + timeout
         while (self.num_responses or len(self.pending)) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
+
+
+def build_service(config: FrontendConfig) -> Service:
+    """Build the components from the settings of one process.
+
+    Raises TokenizerError if the model directory has no usable tokenizer, ChatTemplateError for a chat template that
+    cannot be used.
+    """
+    metrics = FrontendMetrics(CollectorRegistry())
+    tokenizer = load_tokenizer(config.model_dir)
+    watch = EngineWatch(config.beat_timeout, config.step_timeout)
+    client = EngineClient(config.endpoint, config.transport, tokenizer.fingerprint, watch, metrics)
+    template = load_chat_template(config.model_dir, config.chat.template, tokenizer)
+    return Service(config, client, tokenizer, template, metrics)

@@ -12,7 +12,7 @@ import msgspec
 from tandem.frontend.api.chat_completions.request import parse_chat
 from tandem.frontend.api.completions.request import parse_completion
 from tandem.frontend.api.generation_response import collect_choices
-from tandem.frontend.api.service import Service
+from tandem.frontend.api.service import Service, build_service
 from tandem.frontend.config import ChatOptions, FrontendConfig
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
@@ -22,7 +22,6 @@ from tandem.frontend.offline.result import EngineError, RequestError, Result, ch
 from tandem.frontend.process import ManagedProcess
 from tandem.frontend.progress import Progress
 from tandem.frontend.request.prompts import Prompt
-from tandem.frontend.server.app import build_service
 from tandem.frontend.supervisor.launch import engine_command, model_dir, private_endpoint
 from tandem.protocol.engine_options import EngineOptions
 

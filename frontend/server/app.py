@@ -6,7 +6,6 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -23,30 +22,10 @@ from tandem.frontend.api.service import Service
 from tandem.frontend.api.sessions import sessions_router
 from tandem.frontend.api.tokenize import tokenize_router
 from tandem.frontend.api_keys import ApiKeys
-from tandem.frontend.chat.chat_template import load_chat_template
-from tandem.frontend.config import FrontendConfig
-from tandem.frontend.engine.client import EngineClient
-from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.errors import ApiError, error_body, error_headers
-from tandem.frontend.generation.tokenizer import load_tokenizer
-from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.server.middleware import Access, RequireKey
 from tandem.frontend.server.openapi import document
 from tandem.protocol.version import distribution_version
-
-
-def build_service(config: FrontendConfig) -> Service:
-    """Build the parts that the routes share.
-
-    Raises TokenizerError if the model folder has no usable tokenizer, ChatTemplateError for a chat template that cannot
-    be used.
-    """
-    metrics = FrontendMetrics(CollectorRegistry())
-    tokenizer = load_tokenizer(config.model_dir)
-    watch = EngineWatch(config.beat_timeout, config.step_timeout)
-    client = EngineClient(config.endpoint, config.transport, tokenizer.fingerprint, watch, metrics)
-    template = load_chat_template(config.model_dir, config.chat.template, tokenizer)
-    return Service(config, client, tokenizer, template, metrics)
 
 
 def create_app(service: Service) -> ASGIApp:

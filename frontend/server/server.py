@@ -8,11 +8,11 @@ from types import FrameType
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from tandem.frontend.api.service import Service
+from tandem.frontend.api.service import Service, build_service
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.errors import error_body
 from tandem.frontend.listening import listen
-from tandem.frontend.server.app import build_service, create_app
+from tandem.frontend.server.app import create_app
 from tandem.frontend.server.middleware import REQUEST_ID, fresh_id
 
 
