@@ -1,4 +1,4 @@
-"""What constrained output costs: to compile a grammar, to fill a mask, and in tokens a second.
+"""Measure the cost of constrained output: compiling grammars, filling masks, and throughput in tokens/s.
 
     python -m benchmarks.bench_constrained [--model-dir DIR] [--save NAME]
         [--url http://host:port --model NAME [--shares 0 20 80 100] [--streams 16] [--rounds 3] ...]
@@ -49,7 +49,7 @@ SLO = Slo(500.0, 50.0)
 def measure_grammar(
     grammars: Grammars, mask_builder: MaskBuilder, schema: Schema, rng: random.Random
 ) -> dict[str, Any]:
-    """Times of one schema: compilation in milliseconds, a mask in microseconds."""
+    """Measure one schema: compilation in milliseconds, one mask in microseconds."""
     text = LLMatcher.grammar_from_json_schema(schema)
     compilations = []
     for _ in range(COMPILATIONS):
@@ -97,7 +97,7 @@ def print_grammars(figures: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class ConstrainedDialect(Dialect):
-    """Adds a schema to so many per cent of the requests. Which ones follows from their prompts."""
+    """Adds a schema to a share of the requests, in percent, chosen by their prompts."""
 
     share: int = 0
     schema: Schema = field(default_factory=dict)
@@ -111,7 +111,7 @@ class ConstrainedDialect(Dialect):
 
 
 class Server:
-    """A running server, loaded the same way for every share."""
+    """A running server that gets the same load for every share."""
 
     def __init__(self, arguments: argparse.Namespace, clients: Clients) -> None:
         self._arguments = arguments
@@ -119,7 +119,7 @@ class Server:
         self._endpoints = [Endpoint.parse(url) for url in arguments.url.split(",")]
 
     def level(self, share: int, turn: int) -> Level:
-        """Raises ConnectionError where a request failed: the rest could not be compared."""
+        """Run one share. Raises ConnectionError if a request failed, since the rest could not be compared."""
         a = self._arguments
         dialect = ConstrainedDialect(a.model, a.temperature, token_ids=True, share=share, schema=ENDLESS[a.output])
         workload = Workload(turn, a.input_len, a.output_len, a.prompt_ids)
@@ -135,7 +135,7 @@ class Server:
 
 
 def measure_server(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second by share, and the loss against none in per cent."""
+    """Measure tokens/s by share, and the loss against a share of 0 in percent."""
     rates: dict[int, list[float]] = {share: [] for share in arguments.shares}
     losses: dict[int, list[float]] = {share: [] for share in arguments.shares}
     with Clients(arguments.clients) as clients:
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON has it; of a folder its name alone, which says the same on any machine."""
+    """Convert a setting to JSON; of a path only its name, which is the same on any machine."""
     if isinstance(value, Path):
         return value.name
     return value if isinstance(value, int | float | list | None) else str(value)

@@ -40,7 +40,7 @@ from tests.fakes.mailbox import FakeMailbox
 PROMPT, FIRST, LAST = 256, 64, 320
 ALLOWANCES_MS = {"llama-3.2-1b": 0.2}
 ALLOWANCE_MS = 0.4
-"""What a step may take beside its linears and its KV: norms, rotations, launches, sampling."""
+"""Milliseconds allowed for a step's norms, rotations, launches and sampling, in addition to linears and KV."""
 CLIENT, EPOCH = b"bench", 1
 GREEDY = SamplingParams(LAST + 40, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(LAST + 40, temperature=0.8, top_p=0.95, ignore_eos=True, seed=1)
@@ -58,18 +58,18 @@ class Figures:
     over_slower: float
     """step / max(C, F)"""
     gpu_idle_percent: float
-    """of the step, by F; what F's own replay misses, such as copies and the host's news, counts as idle"""
+    """Idle share of the step, by F; what the replay misses, such as copies and host updates, counts as idle."""
     gap_percent: float
-    """of the step, between the end of one and the first work of the next, by events"""
+    """Idle share of the step between the end of one and the first work of the next, by events."""
     tokens_per_second: float
     floor: float
     linears: float
     accepted: float
-    """linears + KV bytes / bandwidth + an allowance for everything else"""
+    """Lower bound of a step: linears + KV bytes / bandwidth + an allowance for everything else."""
     gain: float | None
-    """blocking over pipelined time, less 1"""
+    """Gain of pipelining: blocking over pipelined time, minus 1."""
     gain_ideal: float
-    """(C + F) / max(C, F) - 1, were the overlap perfect and free"""
+    """Largest possible gain, (C + F) / max(C, F) - 1, if the overlap were perfect and free."""
     stages_us: dict[str, float]
 
 
@@ -107,7 +107,7 @@ class Bench:
         return engine
 
     def run(self, rows: int, depth: int, params: SamplingParams) -> dict[str, float]:
-        """Fills the batch, waits for the context to reach 320, measures until 576."""
+        """Fill the batch, wait until the context reaches 320 and measure until 576."""
         engine = self.with_depth(depth)
         rng = random.Random(rows)
         first = self.requests + 1
@@ -137,13 +137,13 @@ class Bench:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second of `torch.sum` over 8 GB."""
+    """Measure the read bandwidth in bytes/s, with `torch.sum` over 8 GB."""
     data = torch.ones(2 * 2**30, dtype=torch.float32, device="cuda")
     return data.nbytes / graph_seconds(lambda: data.sum())
 
 
 def linear_seconds(model: Any, rows: int) -> float:
-    """All linear layers of the model, head included, through cuBLAS on random inputs."""
+    """Time all linear layers of the model, including the head, through cuBLAS on random inputs."""
     weights = [layer.attention.qkv.weight for layer in model.layers]
     weights += [layer.attention.output.weight for layer in model.layers]
     weights += [layer.mlp.gate_up.weight for layer in model.layers]
@@ -158,7 +158,7 @@ def linear_seconds(model: Any, rows: int) -> float:
 
 
 def replayed_seconds(runtime: TorchRuntime, rows: int, mode: Mode, repeats: int = 60) -> float:
-    """One step's graphs, over the context of the middle of a run, as often as it takes to keep the device busy.
+    """Time one step's graphs over the context of the middle of a run, replayed often enough to keep the device busy.
 
     Called after a run: the rows' pages and parameters are those it left.
     """
@@ -207,7 +207,7 @@ def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]
 
 @dataclass
 class Bounds:
-    """What a step is held against, ms."""
+    """The lower bounds of a step in milliseconds."""
 
     floor: float
     linears: float

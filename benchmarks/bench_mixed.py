@@ -1,4 +1,4 @@
-"""What decoding rows see of a long prompt, at the engine: milliseconds a step, alone and beside the prompt's chunks.
+"""Measure decode steps with and without the chunks of a long prompt in them, in milliseconds per step.
 
     python -m benchmarks.bench_mixed --shape benchmarks/shapes/llama-3.2-1b [--rows 16 64] [--chunks 64] [--save NAME]
 
@@ -45,14 +45,14 @@ class Figures:
     chunk: int
     alone: dict[str, float]
     beside: dict[str, float]
-    """Steps from the arrival of a prompt to its first token."""
+    """Milliseconds of the steps from a prompt's arrival to its first token."""
     ttft: float
     """Median of the prompts."""
     ceiling: float
-    """Of `ttft`."""
+    """Lower bound of `ttft` in milliseconds."""
 
     def over(self, percent: str) -> float:
-        """A step beside a prompt as a multiple of the median step alone."""
+        """Return a percentile of the steps with a chunk as a multiple of the median step without one."""
         return self.beside[percent] / self.alone["p50"]
 
 
@@ -112,7 +112,10 @@ class Bench:
         )
 
     def ceiling(self) -> float:
-        """Of one prompt alone: every weight but the embedding for each token, and attention to all before it."""
+        """Return the least milliseconds of one prompt.
+
+        Counts every weight but the embedding for each token, and attention to all tokens before it.
+        """
         model: ModelConfig = self.engine.runtime.model.config  # type: ignore[attr-defined]
         width = model.heads * model.head_dim
         layer = model.hidden_size * (2 * width + 2 * model.kv_heads * model.head_dim + 3 * model.intermediate_size)

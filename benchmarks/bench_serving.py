@@ -1,4 +1,4 @@
-"""What clients of an OpenAI-compatible server get: throughput and latency over streams or over an arrival rate.
+"""Measure throughput and latency of an OpenAI-compatible server, over concurrent streams or over an arrival rate.
 
     python -m benchmarks.bench_serving --url http://host:port[,http://host:port2] --model NAME
         [--streams 1 16 64 256 | --rate 4 8 16] [--input-len 256] [--output-len 128] [--requests N | --duration S]
@@ -86,7 +86,7 @@ def loads(arguments: argparse.Namespace) -> list[Load]:
 
 
 class Run:
-    """Sends the loads of one command line, one after the other."""
+    """Send the loads of one command line, one after the other."""
 
     def __init__(self, arguments: argparse.Namespace, clients: Clients) -> None:
         self._clients = clients
@@ -100,7 +100,7 @@ class Run:
         self._slo = Slo(arguments.ttft_slo, arguments.tpot_slo)
 
     def level(self, load: Load) -> Level:
-        """Warms up and measures. Raises ConnectionError if the warm-up shows that nothing can be measured."""
+        """Warm up and measure. Raises ConnectionError if the warm-up shows that nothing can be measured."""
         if self._warmup > 0:
             warm = self._send(Load(f"warmup {load.label}", load.streams or 1, requests=self._warmup))
             if not warm.completed:

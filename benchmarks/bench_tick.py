@@ -84,7 +84,7 @@ class StagingRuntime:
 
 
 def full_cache(pages: int) -> KVManager:
-    """A pool whose pages all lie in the prefix cache, in prompts of 64 pages, and nobody reads them."""
+    """Build a pool with all pages in the prefix cache, in prompts of 64 pages, none of them in use."""
     tree = RadixTree(pages + 1, PAGE_SIZE)
     allocator = PageAllocator(pages + 1)
     for first in range(0, pages, 64):

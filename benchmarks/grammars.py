@@ -1,4 +1,4 @@
-"""Grammars that benchmarks compile, fill masks with, and hold outputs to."""
+"""Grammars that benchmarks compile, fill masks with, and constrain outputs by."""
 
 from typing import Any
 
@@ -43,4 +43,4 @@ ENDLESS: dict[str, Schema] = {
     "integers": {"type": "array", "items": {"type": "integer"}, "minItems": 10_000},
     "text": {"type": "string", "minLength": 1_000_000},
 }
-"""What no output comes to the end of, so that every request yields the tokens that it may."""
+"""Grammars that no output completes, so that every request generates all its tokens."""

@@ -12,13 +12,13 @@ from benchmarks.plots import pyplot
 
 
 def series(steps: list[dict[str, Any]], mode: str, name: str) -> tuple[list[int], list[float]]:
-    """Rows and one figure of every step measured in this mode."""
+    """Return the row counts and one figure of every step measured in this mode."""
     chosen = [step for step in steps if step["mode"] == mode]
     return [step["rows"] for step in chosen], [step[name] for step in chosen]
 
 
 def plot_decode(path: Path, title: str, steps: list[dict[str, Any]]) -> None:
-    """Milliseconds a step over rows beside its floor, and CPU and GPU time apart. Raises PlottingUnavailableError."""
+    """Plot milliseconds per step with their lower bound, and CPU and GPU time. Raises PlottingUnavailableError."""
     plt = pyplot()
     figure, (times, parts) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for mode in ("pipelined", "blocking"):

@@ -1,4 +1,4 @@
-"""Writes what `run_matrix` measured as markdown with charts.
+"""Write the results of `run_matrix` as Markdown with charts.
 
     python -m benchmarks.report benchmarks/results/NAME.json          # needs the extra `bench`
 
@@ -30,7 +30,7 @@ class Saved(Struct):
 
 
 def ratios(measured: Measured) -> Iterator[str]:
-    """What one thing is against another, in words."""
+    """Yield sentences that compare one configuration with another."""
     cells = {(cell.configuration, cell.scenario): cell for cell in measured.matrix}
     warm = cells.get(("prefix", "W3 warm"))
     for server, load in (("prefix", "W3 cold"), ("chunked", "W3 warm")):
@@ -68,7 +68,7 @@ def _origin(saved: Saved) -> Iterator[str]:
 
 
 def _reading(saved: Saved) -> Iterator[str]:
-    """What to know before believing a column."""
+    """Yield the remarks that a reader needs for judging the columns."""
     if saved.figures.hardware.get("device") == "cpu":
         yield (
             "Measured on a few cores of a processor that other work shares, with a small model and short lengths: only "
@@ -133,7 +133,10 @@ def _picture(part: str, charts: dict[str, str]) -> list[str]:
 
 
 def draw_all(path: Path, measured: Measured) -> dict[str, str]:
-    """Charts beside a file of results: their names by part. Raises PlottingUnavailableError without matplotlib."""
+    """Draw the charts of a results file; return their names by part.
+
+    Raises PlottingUnavailableError without matplotlib.
+    """
     pyplot()
     charts = {part: path.with_name(f"{path.stem}_{part}.png") for part in ("matrix", "policies", "memory")}
     where = measured.hardware.get("gpu", "CPU").partition(",")[0]

@@ -1,4 +1,4 @@
-"""Where results go, and what every one of them says about its origin."""
+"""Save results of benchmarks with their origin: commit, machine and versions."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def origin() -> dict[str, Any]:
 
 
 def save(name: str, config: dict[str, Any], figures: Any) -> Path:
-    """Writes `benchmarks/results/NAME.json` and returns its path."""
+    """Write `benchmarks/results/NAME.json` and return its path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"origin": origin(), "config": config, "figures": figures}, indent=1) + "\n")

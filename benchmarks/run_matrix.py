@@ -1,4 +1,4 @@
-"""Compares ways of batching and of keeping KV: a server for each, the same loads for all.
+"""Compare batching and KV configurations: one server each, the same loads for all.
 
     python -m benchmarks.run_matrix --save NAME                                   # CPU, default model, an eighth
     python -m benchmarks.run_matrix --save NAME --shape benchmarks/shapes/llama-3.2-1b     # CUDA, random weights
@@ -52,7 +52,7 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 
 def hardware(shape: Path | None) -> dict[str, str]:
-    """Cores, memory, and the GPU with its driver where one is used; `results.origin` has the rest."""
+    """Describe the machine: cores, memory, and GPU and driver if one is used; `results.origin` has the rest."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = {"cores": str(len(os.sched_getaffinity(0))), "memory": f"{memory:.0f} GiB"}
     if shape is None:

@@ -1,4 +1,4 @@
-"""What a benchmark asks for: prompts, lengths and arrival times that follow from a seed alone.
+"""Workloads of benchmarks: prompts, lengths and arrival times that follow from a seed.
 
 Every request is drawn from its own generator, seeded by (seed, label, index), so that the same requests are sent
 whatever the number of client processes and whichever of them sends one. The label differs between load levels: no
@@ -91,7 +91,7 @@ class Load:
             raise ValueError("a load ends either by number of requests or after a duration")
 
     def total(self) -> int | None:
-        """How many requests there will be, where that is known beforehand."""
+        """Return the number of requests, or None if it is not known in advance."""
         return None if self.requests is None else self.requests * max(1, self.streams)
 
     def streams_of(self, process: int, processes: int) -> range:

@@ -30,7 +30,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class ChatOptions(Struct, frozen=True):
-    """How conversations are rendered and parsed; "auto" depends on the model."""
+    """Options of rendering and parsing conversations; "auto" depends on the model."""
 
     default_max_tokens: int = 1024
     """Limit on the tokens of an answer whose request sets none; lower if the context has less room."""

@@ -1,7 +1,7 @@
-"""What holds for every test.
+"""Settings of all tests.
 
-Hypothesis looks for wrong answers, not for slow ones: a loaded machine must not fail a test. And a test run from a
-shell's background ignores interrupts, as would all its children; some tests are about them.
+Hypothesis has no deadline, because a loaded machine must not fail a test. Interrupts are enabled: a test run started in
+a shell's background ignores them, and so would its children, but some tests send them.
 """
 
 import signal

@@ -90,7 +90,7 @@ class Function:
 
     @property
     def answer(self) -> str:
-        """What the model is to say about it."""
+        """Sentence that the model should answer with."""
         return f"{self.dotted}{self.signature}: {self.sentence}"
 
 

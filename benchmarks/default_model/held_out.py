@@ -45,7 +45,7 @@ JUDGE_TASK = lines(
 
 
 def plain(text: str) -> str:
-    """The wording alone: letter case and punctuation aside."""
+    """Normalise a wording: lower case, without punctuation."""
     return " ".join(re.findall(r"[a-z0-9{}']+", text.lower()))
 
 

@@ -54,7 +54,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How one answer fared."""
+    """The result of one answer."""
 
     question: Question
     answer: str
@@ -73,7 +73,7 @@ class Verdict:
 
     @property
     def named(self) -> bool:
-        """It opens with the right function."""
+        """True if the answer starts with the right function."""
         return self.answer.strip().startswith((f"{self.question.row.dotted}(", f"{self.question.row.dotted}:"))
 
 
@@ -101,7 +101,7 @@ def draw_named(rows: Sequence[Function]) -> list[Question]:
 
 
 def draw_tasks(rows: Sequence[Function]) -> list[Question]:
-    """Forty more that describe what is wanted; only functions whose sentence no other one shares."""
+    """Draw forty more functions to be asked for by description, each with a sentence that no other one shares."""
     rng = random.Random(SEED + 1)
     questioner = Questioner(rows)
     drawn = rng.sample([row for row in rows if row.dotted in questioner.cuts], DRAWN)

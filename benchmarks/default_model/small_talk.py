@@ -1,4 +1,4 @@
-"""What the default model says to what is no question about a function."""
+"""Answers of the default model to messages that are not questions about a function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads a server and measures: a trial of a scenario, how many sequences it holds, and streams beside long prompts."""
+"""Load one server and measure a trial of a scenario, its capacity, and streams disturbed by long prompts."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,7 @@ class Bench:
     """The client's end of a run; its processes serve all servers in turn."""
 
     def __init__(self, model: str, seed: int, starved_ms: float, clients: Clients, others: Clients) -> None:
-        """others: send what arrives beside the load of clients."""
+        """`others` are the clients of the load that arrives while those of `clients` run theirs."""
         self._dialect = Dialect(model, token_ids=True)
         self._seed, self._starved_ms = seed, starved_ms
         self._clients, self._others = clients, others
@@ -40,7 +40,7 @@ class Bench:
         return figures(records, waits, self._starved_ms)
 
     def held(self, server: Server, scenario: Scenario, trial: int) -> dict[str, float]:
-        """Of one trial, by the names of `Held`; no `running` if nobody was seen to wait."""
+        """Return the figures of one trial by the names of `Held`; without `running` if no sequence was seen waiting."""
         load = scenario.load(trial)
         watch = Watch(load, server)
         records = self._send(self._clients, server, load, scenario.workload(self._seed, trial), watch)
@@ -69,7 +69,7 @@ class Bench:
     def _send(
         self, clients: Clients, server: Server, load: Load, workload: Workload, progress: Progress | None = None
     ) -> list[Record]:
-        """Raises ConnectionError if a request failed: figures of half a load compare with nothing."""
+        """Send a load and return its records. Raises ConnectionError if a request failed: the load was not complete."""
         progress = progress or Progress(load.label, load.total(), load.duration)
         shares = clients.run(Job([Endpoint.parse(server.url)], self._dialect, workload, load, TIMEOUT), progress)
         progress.clear()

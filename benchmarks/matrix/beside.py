@@ -1,4 +1,4 @@
-"""What running streams see of long prompts: the gaps between their tokens while such a prompt is computed."""
+"""Gaps between the tokens of running streams while a long prompt is computed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from benchmarks.serving.record import Record
 
 @dataclass(frozen=True)
 class LongPrompts:
-    """Streams that run for long, and prompts that arrive meanwhile, each when the one before has its first token."""
+    """The load: long streams, and prompts that arrive meanwhile, each after the first token of the one before."""
 
     streams: int
     stream_tokens: int
@@ -17,7 +17,7 @@ class LongPrompts:
 
 
 def gaps_beside(streams: Sequence[Record], prompts: Sequence[Record]) -> list[float]:
-    """Seconds of each gap of a stream that shares a moment with some prompt's time from its start to its first token.
+    """Return the seconds of each gap that overlaps the time from some prompt's start to its first token.
 
     The gap under way when that token came counts: it holds the step that yielded it, and the stream may have been told
     of that step a little later. All others are gaps of a server without a long prompt, however many there are.

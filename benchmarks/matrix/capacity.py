@@ -1,4 +1,4 @@
-"""How many sequences run at once while others wait for memory.
+"""Number of sequences that run at once while others wait for memory.
 
 A peak would count those that were admitted a moment before they were preempted again. So it is the mean over time, of
 the moments at which somebody waited, and with it how many were preempted meanwhile and how many rows the steps had.
@@ -20,10 +20,10 @@ STEPS, STEP_ROWS = "tandem_engine_step_rows_count", "tandem_engine_step_rows_sum
 
 @dataclass(frozen=True)
 class Reading:
-    """Gauges and counters of one moment."""
+    """Gauges and counters at one moment."""
 
     at: float
-    """Seconds."""
+    """Time of the reading, in seconds."""
     running: float
     waiting: float
     preemptions: float
@@ -32,7 +32,7 @@ class Reading:
 
 
 class Watch(Progress):
-    """Reads the metrics as often as progress is drawn, which is as often as the engine beats."""
+    """Reads the metrics whenever progress is drawn, which is as often as the engine sends heartbeats."""
 
     def __init__(self, load: Load, server: Server) -> None:
         super().__init__(load.label, load.total(), load.duration)
@@ -47,7 +47,10 @@ class Watch(Progress):
 
 
 def while_waiting(readings: Sequence[Reading]) -> dict[str, float]:
-    """Means between each reading and the next where somebody waited at both; only `seconds` and `peak` if nowhere."""
+    """Return means over the intervals in which sequences waited at both ends.
+
+    Without such an interval, return only `seconds` and `peak`.
+    """
     spans = [(a, b) for a, b in pairwise(readings) if a.waiting > 0 and b.waiting > 0]
     seconds = sum(b.at - a.at for a, b in spans)
     steps = sum(b.steps - a.steps for a, b in spans)

@@ -1,4 +1,4 @@
-"""Bars of a matrix: a group a load, a bar a server."""
+"""Bar charts of a matrix: a group per load, a bar per server."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ MATRIX_PANELS: tuple[Panel, ...] = (
 
 
 def policy_panels(priorities: Sequence[int]) -> tuple[Panel, ...]:
-    """The lowest class and the highest beside what all have in common."""
+    """Return the panels of all matrices, and those of the lowest and the highest priority."""
     return (*MATRIX_PANELS, *(_ttft_of(priority) for priority in (priorities[0], priorities[-1])))
 
 
@@ -44,7 +44,7 @@ def _bars(axis: Any, title: str, groups: Sequence[str], series: dict[str, list[f
 
 
 def draw_cells(path: Path, title: str, cells: list[Cell], panels: Sequence[Panel]) -> None:
-    """Raises PlottingUnavailableError without matplotlib."""
+    """Draw the figures of all cells as bars. Raises PlottingUnavailableError without matplotlib."""
     plt = pyplot()
     servers = list(dict.fromkeys(cell.configuration for cell in cells))
     loads = list(dict.fromkeys(cell.scenario for cell in cells))
@@ -61,7 +61,7 @@ def draw_cells(path: Path, title: str, cells: list[Cell], panels: Sequence[Panel
 
 
 def draw_memory(path: Path, title: str, held: Sequence[Held], beside: dict[str, Beside]) -> None:
-    """Sequences held, and gaps beside long prompts. Raises PlottingUnavailableError without matplotlib."""
+    """Draw the sequences held, and the gaps of streams disturbed by long prompts. Raises PlottingUnavailableError."""
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
     _bars(

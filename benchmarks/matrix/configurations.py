@@ -1,4 +1,4 @@
-"""Which servers a matrix compares: each row differs from the one before by the one switch that it names.
+"""The servers that a matrix compares; each differs from the one before by the one switch that it names.
 
 All of them have steps of the same size, large enough for a whole prompt of the greatest length beside a decoding row
 for each sequence, so that none is given more to compute at once than another.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Configuration:
-    """A server by its flags, beside those that all of a run have in common."""
+    """A server by its flags, in addition to those that all servers of a run share."""
 
     name: str
     flags: tuple[str, ...]
@@ -17,7 +17,7 @@ class Configuration:
 
 
 CHUNK = 256
-"""Of a prompt in one step, divided by the scale."""
+"""Positions of a prompt in one step, divided by the scale."""
 
 
 def matrix(scale: int) -> tuple[Configuration, ...]:
@@ -62,6 +62,6 @@ def with_policy(policy: str) -> Configuration:
 
 
 def with_chunk(tokens: int) -> Configuration:
-    """The default server with prompts cut into pieces of so many tokens."""
+    """Return the default server with prompts computed in chunks of this many tokens."""
     says = f"at most {tokens} tokens of a prompt in a step in which others decode"
     return Configuration(f"chunks of {tokens}", ("--prefill-chunk", str(tokens)), says)

@@ -1,4 +1,4 @@
-"""What a run measures: the figures of one trial, the medians of several, and all of them together."""
+"""Figures of a run: those of one trial, medians over trials, and all of them together."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ Percentiles = dict[str, float]
 
 
 class Figures(Struct):
-    """Of all requests of one trial, or medians over trials, figure by figure. Times in milliseconds."""
+    """Figures of all requests of one trial, or medians over trials. Times are in milliseconds."""
 
     completed: float
     errors: float
@@ -27,10 +27,10 @@ class Figures(Struct):
     queue_wait: Percentiles
     """In the engine, from a request's arrival to its row: the mean, and percentiles from a histogram's buckets."""
     starved: float
-    """Requests that waited longer than a bound for a token, the first one not counted."""
+    """Number of requests that waited longer than a bound for a token other than their first."""
     longest_gap: float
     ttft_by_priority: dict[int, Percentiles] = field(default_factory=dict)
-    """Where there is more than one."""
+    """Figures by priority class, if there is more than one."""
 
 
 class Cell(Struct):
@@ -43,12 +43,12 @@ class Cell(Struct):
 
 
 class Held(Struct):
-    """How many sequences ran at once while others waited: medians over trials."""
+    """Number of sequences that ran at once while others waited; medians over trials."""
 
     configuration: str
     kv_tokens: int
     rows: int
-    """As many as there are streams, so that whoever waits waits for memory."""
+    """Row limit, equal to the number of streams, so that sequences only wait for memory."""
     running: float
     """Mean over time of the sequences that hold a row."""
     step_rows: float
@@ -65,12 +65,12 @@ class BesideTrial(Struct):
 
     alone: dict[str, float]
     loaded: dict[str, float]
-    """Those that passed while some long prompt was between its start and its first token."""
+    """Gaps while some long prompt was between its start and its first token."""
     prompts: int
     prompt_ttft: dict[str, float]
 
     def over(self, percent: str) -> float | None:
-        """The p99 beside long prompts, as a multiple of a percentile of the streams alone; None without a gap."""
+        """Return the p99 of `loaded` as a multiple of a percentile of `alone`; None without a gap."""
         p99, base = self.loaded.get("p99"), self.alone.get(percent)
         return p99 / base if p99 is not None and base else None
 
@@ -81,25 +81,25 @@ class Beside(Struct):
     alone: dict[str, float]
     loaded: dict[str, float]
     gaps: int
-    """Of `loaded`, over all trials."""
+    """Number of gaps in `loaded`, over all trials."""
     prompts: int
-    """Of all trials."""
+    """Number of long prompts in all trials."""
     prompt_ttft: dict[str, float]
     over: dict[str, list[float]]
-    """`BesideTrial.over` of each trial, by the percentile."""
+    """`BesideTrial.over` of each trial, by percentile."""
 
 
 class ServerFacts(Struct):
-    """What a server was."""
+    """The configuration of one server."""
 
     says: str
     flags: str
-    """Its own."""
+    """Flags of this server only."""
     ready_seconds: float
     all_flags: dict[str, Any] = field(default_factory=dict)
     """With their defaults; None: left to the engine, or not in force."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """As its engine stated them."""
+    """Settings that its engine logged."""
 
 
 class Measured(Struct):
@@ -107,9 +107,9 @@ class Measured(Struct):
 
     hardware: dict[str, str]
     common_flags: str
-    """Of all servers."""
+    """Flags of all servers."""
     scenarios: dict[str, str]
-    """What each load consists of."""
+    """Description of each load."""
     servers: dict[str, ServerFacts] = field(default_factory=dict)
     matrix: list[Cell] = field(default_factory=list)
     policies: list[Cell] = field(default_factory=list)
@@ -148,13 +148,13 @@ def figures(records: Sequence[Record], queue_wait: Percentiles, starved_ms: floa
 
 
 def median_of(samples: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of each figure over the trials; one that some trial lacks is left out."""
+    """Return the median of each figure over the trials, leaving out figures that some trial lacks."""
     shared = [name for name in samples[0] if all(name in sample for sample in samples)]
     return {name: statistics.median(sample[name] for sample in samples) for name in shared}
 
 
 def medians(trials: Sequence[Figures]) -> Figures:
-    """Of each figure over the trials."""
+    """Return the median of each figure over the trials."""
 
     def number(name: str) -> float:
         return float(statistics.median(getattr(trial, name) for trial in trials))
@@ -173,7 +173,7 @@ def medians(trials: Sequence[Figures]) -> Figures:
 
 
 def beside_medians(trials: Sequence[BesideTrial]) -> Beside:
-    """Of each figure over the trials, and what they have in all."""
+    """Return the median of each figure over the trials, and what the trials have in total."""
     overs = {percent: [trial.over(percent) for trial in trials] for percent in ("p50", "p99")}
     return Beside(
         median_of([trial.alone for trial in trials]),

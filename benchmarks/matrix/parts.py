@@ -31,11 +31,11 @@ from tandem.protocol.engine_options import POLICIES
 
 PARTS = ("matrix", "policies", "capacity", "long-prompts")
 POLICY_STEP_TOKENS = 512
-"""Of a step in the comparison of policies, divided by the scale."""
+"""Positions of a step in the comparison of policies, divided by the scale."""
 PRIORITIES = (0, 1, 2)
-"""Of the requests in the comparison of policies, in turn."""
+"""Priorities of the requests in the comparison of policies, in turn."""
 CHUNKS = (2048, 256, 64)
-"""Of long prompts, divided by the scale."""
+"""Chunk sizes for long prompts, divided by the scale."""
 HELD_LENGTHS, HELD_STREAMS = 8, 16
 """Sequences of the greatest length that the pool of the capacity comparison has room for, which is how many contiguous
 mode holds of any length, and streams for each of them: many more than pages could hold."""
@@ -43,7 +43,7 @@ HELD_REQUESTS = 2
 """A stream and trial."""
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 UNTOLD = ("run", "port", "ops_port", "model", "api_key")
-"""Flags that no report names: where things lay, and what nobody should know."""
+"""Flags that reports leave out: paths and secrets."""
 
 
 class Parts:
@@ -115,7 +115,7 @@ class Parts:
         self.report.policies = self.cells([with_policy(policy) for policy in POLICIES], loads, rows, step_tokens)
 
     def run_capacity(self) -> None:
-        """Continuous, paged and chunked with as many rows as streams: whoever waits there waits for memory."""
+        """Measure continuous, paged and chunked servers, with enough rows that sequences only wait for memory."""
         lengths = 2 if self.arguments.quick else HELD_LENGTHS * (2 if self.cuda else 1)
         streams, kv_tokens = HELD_STREAMS * lengths, lengths * self.max_len
         load = scenarios(self.scale, streams, HELD_REQUESTS)[1]
@@ -163,7 +163,7 @@ def all_flags(flags: Sequence[str]) -> dict[str, Any]:
 
 
 def held(name: str, kv_tokens: int, rows: int, trials: Sequence[dict[str, float]]) -> Held:
-    """Medians of trials, and 0 for what was never seen."""
+    """Return medians of trials, with 0 for what was never observed."""
     found = median_of(trials)
     names = ("running", "step_rows", "peak", "preemptions", "seconds", "output_tokens_per_s")
     return Held(name, kv_tokens, rows, **{name: found.get(name, 0.0) for name in names})

@@ -1,4 +1,4 @@
-"""What the servers of a matrix are asked for: W1, W2 and W3, all lengths divided by one scale."""
+"""The loads of a matrix, W1, W2 and W3, with all lengths divided by one scale."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from benchmarks.workloads import Load, Span, Workload
 
 PROMPT_IDS = Span(100, 1000)
 MAX_LEN, LONG_PROMPT = 4096, 8192
-"""Greatest length of a sequence in a matrix, and the prompts that arrive beside running streams."""
+"""Longest sequence of a matrix, and the prompts that arrive during running streams."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Scenario:
         return Load(f"{self.name} {trial}", self.streams, requests=self.requests)
 
     def workload(self, seed: int, trial: int) -> Workload:
-        """What is shared is that of the trial: of two loads with a shared beginning the second finds it known."""
+        """Take the shared prefix from the trial: the second of two loads with the same one finds it in the cache."""
         label = f"trial {trial}"
         return Workload(seed, self.input_len, self.output_len, PROMPT_IDS, self.shared, label, self.priorities)
 

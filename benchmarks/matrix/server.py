@@ -54,7 +54,7 @@ class Scrape:
 
 
 class Server:
-    """Runs from entry to exit; ready on entry."""
+    """A server that runs from entry to exit of the context, and is ready on entry."""
 
     def __init__(self, flags: list[str], log: Path) -> None:
         self._flags, self._log = flags, log
@@ -110,7 +110,7 @@ class Server:
         return Scrape(self._get(self._ops_port, "/metrics") or "")
 
     def settings(self) -> dict[str, Any]:
-        """What the engine decided, by its log. Raises ValueError if it does not say."""
+        """Return the settings that the engine logged. Raises ValueError if its log does not have them."""
         for line in self._log.read_text(errors="replace").splitlines():
             _, found, said = line.partition(" INFO settings: ")
             if found:
@@ -137,7 +137,7 @@ def histogram_summary(before: Scrape, after: Scrape, name: str, quantiles: tuple
 
 
 def histogram_quantiles(before: Buckets, after: Buckets, quantiles: tuple[int, ...]) -> dict[str, float]:
-    """Percentiles of what was observed in between, linear within a bucket; none if nothing was.
+    """Return percentiles of the observations between two readings, linear within a bucket; {} without observations.
 
     Within the last bucket, which has no upper bound, its lower bound.
     """

@@ -1,4 +1,4 @@
-"""What a run measured, as the lines of markdown tables. Times in milliseconds."""
+"""Format the results of a run as lines of Markdown tables. Times are in milliseconds."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ BESIDE = (
     "longest", "p99 over p50 alone", "p99 over p99 alone",
 )  # fmt: skip
 ROWS_BIND = 0.9
-"""Of the row limit: a mean above it was not bounded by memory alone."""
+"""Share of the row limit; a mean above it was not limited by memory alone."""
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
@@ -35,7 +35,7 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def count(value: float) -> str:
-    """Of things; a median of two trials may lie between two counts."""
+    """Format a count; a median of two trials may lie between two counts."""
     return f"{value:g}"
 
 

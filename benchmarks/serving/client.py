@@ -18,7 +18,7 @@ from benchmarks.serving.record import Record, Share
 from benchmarks.workloads import Load, Workload
 
 ERROR_PAUSE = 0.1
-"""Seconds that a stream waits after a failure, lest it ask a server that refuses thousands of times a second."""
+"""Seconds that a stream waits after a failure, to avoid thousands of requests per second to a failing server."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Job:
 
 
 class Client:
-    """Runs its share of one job on the running event loop."""
+    """Runs its share of a job on the running event loop."""
 
     def __init__(self, job: Job, process: int, processes: int, finished: Callable[[], None]) -> None:
         self._job = job
@@ -48,7 +48,7 @@ class Client:
         self._deadline = float("inf")
 
     async def prepare(self) -> None:
-        """Connections and bodies that the first moment needs; a burst should not wait for the client."""
+        """Open the connections and build the bodies of the first moment, so that a burst does not wait for them."""
         firsts = [*self._streams, *(index for index, _ in self._arrivals)]
         for index in firsts:
             self._prepared[index] = self._build(index)
@@ -90,7 +90,7 @@ class Client:
         return record, self._job.dialect.body(request)
 
     async def _request(self, index: int, due: float | None = None) -> bool:
-        """Whether the reply came whole. The record is kept either way."""
+        """Send one request; return True if the response was complete. The record is kept in any case."""
         record, body = self._prepared.pop(index) if index in self._prepared else self._build(index)
         record.start = time.monotonic()
         record.lag = 0.0 if due is None else record.start - due
@@ -121,7 +121,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 async def take_part(
     job: Job, process: int, processes: int, finished: Callable[[], None], go: Callable[[], float]
 ) -> Share:
-    """Prepares, waits for `go` to name the common start, and runs."""
+    """Prepare, wait until `go` names the common start, and run."""
     client = Client(job, process, processes, finished)
     try:
         await client.prepare()
@@ -133,7 +133,7 @@ async def take_part(
 
 
 def serve_jobs(pipe: Any, process: int, processes: int, counts: Any) -> None:
-    """What a client process runs: jobs from a pipe until None comes.
+    """Run jobs from a pipe in a client process until None arrives.
 
     The answers are: anything when ready, upon which the start time is sent, and the share as msgpack. `counts` is
     shared memory with one number a process, for the progress bar.

@@ -12,7 +12,7 @@ from benchmarks.serving.record import Share
 from tandem.frontend.progress import Progress
 
 HEAD_START = 0.05
-"""Seconds between the last process being ready and the first request, so that all of them know the start in time."""
+"""Seconds between the last process being ready and the first request, so that all processes learn the start in time."""
 
 
 class ClientDiedError(Exception):
@@ -20,7 +20,7 @@ class ClientDiedError(Exception):
 
 
 class Clients:
-    """Starts its processes on entry and ends them on exit.
+    """Client processes that are started on entry of the context and ended on exit.
 
     They are spawned, not forked: the parent's threads and sockets are none of theirs.
     """
@@ -55,7 +55,7 @@ class Clients:
             pipe.close()
 
     def run(self, job: Job, progress: Progress) -> list[Share]:
-        """Runs a job on all of them; one share each."""
+        """Run a job on all processes, one share each."""
         for pipe in self._pipes:
             pipe.send(job)
         for pipe in self._pipes:

@@ -50,8 +50,10 @@ _decode = msgspec.json.Decoder(Chunk).decode
 
 @dataclass(frozen=True)
 class Dialect:
-    """What every body of a run says. `ignore_eos`, `token_ids` and a priority ask for what OpenAI's own API does not
-    know."""
+    """Fields of every request body of a run.
+
+    `ignore_eos`, `token_ids` and priorities are extensions that OpenAI's own API does not have.
+    """
 
     model: str
     temperature: float = 0.0
@@ -77,7 +79,7 @@ class Dialect:
 
 
 class Meter:
-    """Fills a record from the events of a reply."""
+    """Fills a record from the events of a response."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -116,7 +118,7 @@ class Meter:
         self._previous = now
 
     def finish(self) -> None:
-        """Counts the tokens of a whole reply. Raises RequestFailedError for one that is none."""
+        """Count the tokens of a complete response. Raises RequestFailedError for an invalid one."""
         record = self._record
         if not self._ended:
             raise RequestFailedError("cut off", "the stream ended before its last chunk")
@@ -132,7 +134,7 @@ class Meter:
 
 
 async def complete(pool: ConnectionPool, body: bytes, record: Record) -> None:
-    """Sends a request and follows its reply to the end. Raises RequestFailedError and what a connection raises."""
+    """Send a request and read its response to the end. Raises RequestFailedError, and the connection's errors."""
     place = pool.place(record.index)
     connection = await pool.post(place, body)
     try:

@@ -15,7 +15,7 @@ _HEAD_END = b"\r\n\r\n"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where completions are asked for."""
+    """Address of a server's completions endpoint."""
 
     host: str
     port: int
@@ -37,7 +37,7 @@ class Endpoint:
 
 
 def parse_head(head: bytes) -> tuple[int, dict[str, str]]:
-    """Status and headers, names in lower case. Raises ValueError."""
+    """Parse status and headers, with names in lower case. Raises ValueError."""
     first, *lines = head.decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")
     if not version.startswith("HTTP/1."):
@@ -68,7 +68,7 @@ class Connection:
         return cls(endpoint, *await asyncio.open_connection(endpoint.host, endpoint.port, limit=READ_BYTES))
 
     async def post(self, body: bytes) -> None:
-        """Sends a request and reads the head of its response; then `status` holds."""
+        """Send a request and read the head of its response into `status`."""
         self._keep = False
         self._writer.write(self._endpoint.head(len(body)) + body)
         await self._writer.drain()
@@ -102,7 +102,7 @@ class Connection:
         self._writer.close()
 
     async def closed(self) -> None:
-        """Waits until a close is through; how the other side took it does not matter any more."""
+        """Wait until the connection is closed, ignoring errors of the other side."""
         try:
             await self._writer.wait_closed()
         except OSError:
@@ -120,11 +120,11 @@ class ConnectionPool:
         return sum(map(len, self._idle))
 
     def place(self, index: int) -> int:
-        """Which endpoint a request goes to: round-robin by its index."""
+        """Choose the endpoint of a request, round-robin by its index."""
         return index % len(self._endpoints)
 
     async def connect(self, place: int) -> None:
-        """Opens a connection ahead of its first request."""
+        """Open a connection before its first request."""
         self._idle[place].append(await Connection.open(self._endpoints[place]))
 
     async def post(self, place: int, body: bytes) -> Connection:

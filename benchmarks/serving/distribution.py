@@ -7,7 +7,7 @@ QUANTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of an ascending sample that is not empty: linear between the two nearest ranks, as numpy's default is.
+    """Return a percentile of a non-empty ascending sample, linear between ranks like numpy's default.
 
     The rank is percent / 100 x (n - 1), counted from 0.
     """

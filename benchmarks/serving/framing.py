@@ -1,4 +1,4 @@
-"""Where the body of an HTTP/1.1 response ends, and its bytes without their framing. No I/O."""
+"""Find the end of an HTTP/1.1 response body and its bytes without framing. No I/O."""
 
 import re
 from enum import Enum, auto
@@ -10,15 +10,15 @@ _SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;.*)?")
 class Framing(Protocol):
     @property
     def done(self) -> bool:
-        """Whether the body is complete."""
+        """Tell whether the body is complete."""
 
     @property
     def clean(self) -> bool:
-        """Whether nothing came after the body, so that the connection can take another request."""
+        """Tell whether nothing followed the body, so that the connection can take another request."""
 
     @property
     def ends_at_eof(self) -> bool:
-        """Whether the body has no other end than the connection's."""
+        """Tell whether the body ends only with the connection."""
 
     def feed(self, data: bytes) -> bytes: ...
 
@@ -75,7 +75,7 @@ class Chunked:
         return self.done and not self._pending
 
     def feed(self, data: bytes) -> bytes:
-        """What these bytes add to the body."""
+        """Return the part of the body in these bytes."""
         buffer, at, body = self._pending + data, 0, []
         while not self.done and at < len(buffer):
             if self._next is _Next.DATA:

@@ -18,13 +18,13 @@ from benchmarks.workloads import Load
 
 @dataclass(frozen=True)
 class Slo:
-    """What a user would call good, in milliseconds."""
+    """Latency objectives in milliseconds."""
 
     ttft_ms: float
     tpot_ms: float
 
     def met(self, record: Record) -> bool:
-        """A reply of one token has no TPOT and is judged by TTFT alone."""
+        """Tell whether a reply meets both objectives; one of a single token has no TPOT and is judged by TTFT only."""
         if record.error is not None or record.ttft is None:
             return False
         return record.ttft * 1e3 <= self.ttft_ms and (record.tpot is None or record.tpot * 1e3 <= self.tpot_ms)
@@ -35,7 +35,7 @@ class Goodput(Struct):
     tpot_slo_ms: float
     good: int
     share: float
-    """Of all requests sent, failed ones included."""
+    """Share of all requests sent, including failed ones."""
     requests_per_s: float
 
 
@@ -62,7 +62,7 @@ class Level(Struct):
     lag_ms: dict[str, float]
     goodput: Goodput
     client_cpu_percent: list[float]
-    """Of one core over the level's seconds, for each client process."""
+    """Percentage of one core used during the level, for each client process."""
 
 
 def _present(values: Iterable[float | None]) -> list[float]:

@@ -1,4 +1,4 @@
-"""What is kept of one request. Times are seconds of the machine's monotonic clock, which all its processes share."""
+"""Records of requests. Times are seconds of the machine's monotonic clock, which all its processes share."""
 
 from msgspec import Struct, field
 
@@ -6,7 +6,7 @@ from msgspec import Struct, field
 class Record(Struct):
     index: int
     asked: int
-    """Tokens asked for; a server that stops earlier has done less work than the others."""
+    """Number of tokens requested; a server that stops earlier has done less work than the others."""
     start: float = 0.0
     """Before the connection is taken, so that waiting for one counts."""
     lag: float = 0.0
@@ -19,10 +19,10 @@ class Record(Struct):
     tokens: int = 0
     prompt_tokens: int = 0
     counted_by: str = ""
-    """Where `tokens` comes from: usage, token_ids or chunks, in this order of trust."""
+    """Source of `tokens`: usage, token_ids or chunks, in this order of preference."""
     gaps: list[float] = field(default_factory=list)
     error: str | None = None
-    """What kind of failure, in few distinct words; None for a complete reply."""
+    """Kind of failure, one of a few short texts; None for a complete response."""
     detail: str = ""
     priority: int = 0
 
@@ -43,7 +43,7 @@ class Record(Struct):
 
 
 class Share(Struct):
-    """What one client process did under one load."""
+    """Results of one client process under one load."""
 
     records: list[Record]
     cpu_seconds: float

@@ -1,4 +1,4 @@
-"""Another engine's published or earlier figures, to stand beside the ones measured."""
+"""Published or earlier figures of another engine, shown next to the measured ones."""
 
 from pathlib import Path
 
@@ -33,5 +33,5 @@ class Reference(Struct):
 
 
 def load_reference(path: Path) -> Reference:
-    """Raises OSError or ValueError."""
+    """Read the figures from a file. Raises OSError or ValueError."""
     return msgspec.json.decode(path.read_bytes(), type=Reference)

@@ -13,7 +13,7 @@ Figure = Callable[[Level], float]
 
 
 def number(value: float | None) -> str:
-    """Counts in full, measurements in three or four figures; a dash for none."""
+    """Format a count in full, a measurement with three or four digits, None as a dash."""
     if value is None:
         return "-"
     if isinstance(value, int) or abs(value) >= 1000:
@@ -78,7 +78,7 @@ def reference_table(levels: list[Level], reference: Reference) -> str:
 
 
 def remarks(levels: list[Level]) -> Iterator[str]:
-    """What a reader has to know before believing a column."""
+    """Return the remarks that a reader needs for judging a column."""
     for level in levels:
         label = level.load.label
         if level.errors:

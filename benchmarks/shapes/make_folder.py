@@ -26,7 +26,7 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def make_folder(shape: Path, out: Path) -> None:
-    """Writes the folder of a shape, which has a config.json."""
+    """Write the model directory of a shape, which has a config.json."""
     out.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(shape / "config.json", out / "config.json")
     vocab_size = json.loads((shape / "config.json").read_text())["vocab_size"]

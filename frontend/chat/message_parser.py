@@ -21,7 +21,7 @@ from tandem.frontend.request.tools import ToolUse
 
 
 class MessageShape(Struct, frozen=True):
-    """The kinds of output that a request's choices may contain besides content."""
+    """The kinds of output that a request's choices may contain in addition to content."""
 
     tool_use: ToolUse = ToolUse()
     tool_format: ToolFormat | None = None
@@ -122,7 +122,7 @@ class ReasoningParser:
         self._held = ""
         self._has_started = opened
         self._has_text = False
-        """Whether any non-blank reasoning has been returned."""
+        """True once non-blank reasoning has been returned."""
 
     @property
     def has_started(self) -> bool:

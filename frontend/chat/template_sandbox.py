@@ -244,7 +244,7 @@ def _bounded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Reject a call of a filter or string method whose result could be far larger than its arguments."""
+    """Reject a call of a filter or string method that could return far more than its arguments hold."""
     given = (*args, *kwargs.values())
     text = value if isinstance(value, str) else ""
     if name == "replace" and len(given) >= 2:

@@ -55,7 +55,7 @@ class BatchSender:
         self._sleep = sleep
 
     async def send(self, request: BatchRequest) -> BatchResponse | BatchFailure:
-        """Send a request. Raises ServerError if the server cannot be reached: that is no result of the request."""
+        """Send a request. Raises ServerError if the server cannot be reached, which is not a result of the request."""
         pause = FIRST_PAUSE
         for retries_left in range(self._retries, -1, -1):
             retry_after = 0.0

@@ -20,7 +20,7 @@ NUM_PROCESSES = 2
 WAIT_SECONDS = 15.0
 """Longest time that a grammar waits for a free process before its request gets a 503."""
 MAX_CACHED = 1024
-"""Grammars whose result is remembered, least recently used dropped first."""
+"""Number of grammars with a cached result, least recently used dropped first."""
 MAX_LOCATE_CHECKS = 200
 """Subschemas that are compiled to locate the error in a schema."""
 

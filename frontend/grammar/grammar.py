@@ -36,7 +36,7 @@ _BODY = "body"
 
 
 class ThinkingMode(Enum):
-    """Whether an output starts with reasoning, which no grammar constrains."""
+    """Presence of reasoning, which no grammar constrains, at the start of an output."""
 
     NONE = "none"
     OPTIONAL = "optional"

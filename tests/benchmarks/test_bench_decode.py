@@ -1,4 +1,4 @@
-"""What the decode benchmark makes of its measurements."""
+"""Figures that the decode benchmark computes from its measurements."""
 
 import pytest
 

@@ -22,7 +22,7 @@ SLO = Slo(ttft_ms=100.0, tpot_ms=10.0)
 
 
 def record(index: int, ttft: float, tpot: float, tokens: int = 11, start: float = 0.0) -> Record:
-    """A whole reply whose response ends 0.05 s after its last token."""
+    """Make a complete reply with a response that ends 0.05 s after its last token."""
     first = start + ttft
     last = first + tpot * (tokens - 1)
     return Record(index, 11, start, 0.0, first, last, last + 0.05, tokens, 20, "usage", [tpot] * (tokens - 1))

@@ -1,4 +1,4 @@
-"""Whole runs against a server that sends what it is told to."""
+"""Complete runs against a scripted server."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ class FakeServer:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Whether the connection takes another request."""
+        """Answer one request; return True if the connection can take another one."""
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
         body = json.loads(await reader.readexactly(length))

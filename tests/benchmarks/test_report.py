@@ -1,4 +1,4 @@
-"""From a file of measurements to a report that a person reads."""
+"""Reports written from a file of measurements."""
 
 import json
 import sys

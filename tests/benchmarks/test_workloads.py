@@ -1,4 +1,4 @@
-"""A seed alone decides what is sent, by whichever client process."""
+"""Workloads that depend only on the seed, not on the number of client processes."""
 
 from itertools import islice
 

@@ -1,4 +1,4 @@
-"""Runs the checks of one client library and prints a JSON line for each. Needs nothing but the library under test."""
+"""Run the checks of one client library and print a JSON line for each; needs only the library under test."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Tries the clients that people use against a running server, each in a virtual environment of its own.
+"""Check common client libraries against a running server, each in its own virtual environment.
 
     python tests/compat/clients.py http://127.0.0.1:8000 --environments /tmp/clients [--only NAME ...]
 
@@ -54,7 +54,7 @@ def version(python: Path, client: Client) -> str:
 
 
 def checked(python: Path, client: Client, url: str, log: Path) -> list[dict[str, object]]:
-    """What each check found; the tracebacks go to the log."""
+    """Return the result of each check; tracebacks are logged."""
     environ = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": str(HERE)}
     with log.open("w") as errors:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Runs suites of others against a running server, each in a virtual environment of its own.
+"""Run third-party test suites against a running server, each in its own virtual environment.
 
     python tests/compat/suites.py http://127.0.0.1:8000 --environments /tmp/suites [--only schemathesis ...]
 

@@ -1,4 +1,4 @@
-"""Follows a grammar byte by byte, as the engine follows it token by token."""
+"""Follow a grammar byte by byte, as the engine follows it token by token."""
 
 import re
 from collections.abc import Mapping
@@ -16,8 +16,10 @@ def _tokenizer(special: tuple[tuple[str, int], ...]) -> tuple[ByteTokenizer, llg
 
 
 def verdict(grammar: str, text: str, special: Mapping[str, int] | None = None) -> str:
-    """Whether a text is "whole", only the "beginning" of one, or "wrong" under a grammar. Special tokens in it are
-    taken as such. Asserts that the grammar compiles."""
+    """Classify a text under a grammar: "whole", only the "beginning" of a valid text, or "wrong".
+
+    Special tokens in the text are matched as tokens. Asserts that the grammar compiles.
+    """
     special = special or {}
     vocabulary, tokenizer = _tokenizer(tuple(special.items()))
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)

@@ -1,4 +1,4 @@
-"""How thorough the random tests of pages and scheduling are: TANDEM_TEST_EFFORT=20 makes them twenty times as long."""
+"""Effort of the random tests of pages and scheduling; TANDEM_TEST_EFFORT=20 makes them twenty times as long."""
 
 import os
 
@@ -8,5 +8,5 @@ EFFORT = int(os.environ.get("TANDEM_TEST_EFFORT", "1"))
 
 
 def machine(examples: int, steps: int) -> settings:
-    """Settings of a state machine."""
+    """Make the settings of a state machine test."""
     return settings(deadline=None, max_examples=examples * EFFORT, stateful_step_count=steps, print_blob=True)

@@ -1,4 +1,4 @@
-"""Grammars of many kinds, each with what judges an output: a JSON schema or a regular expression."""
+"""JSON schemas and regular expressions of many kinds, by name."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A model folder of random weights, as Hugging Face lays one out."""
+"""Write a model directory with random weights in Hugging Face's layout."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ FUSED = ("qkv_proj", "gate_up_proj")
 
 
 def write_model(folder: Path) -> None:
-    """The weights of `random_model`, its configuration, and a tokenizer.json that cannot be used."""
+    """Write the weights of `random_model`, its config.json, and a tokenizer.json that cannot be loaded."""
     slots = [slot for slot in random_model().weight_slots() if not any(fused in slot.name for fused in FUSED)]
     save_file({slot.name: slot.target.contiguous().clone() for slot in slots}, folder / "model.safetensors")
     write_config(folder)

@@ -1,4 +1,4 @@
-"""A model that thinks in tags of its own, and what its fake engine says."""
+"""A model with reasoning tags as special tokens, and the answers of its fake engine."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ def encode(text: str) -> list[int]:
 
 
 def say(text: str) -> Any:
-    """A script that answers with this text whatever the prompt."""
+    """Make an engine script that answers every prompt with this text."""
     return lambda submit: encode(text)[: submit.sampling.max_tokens]
 
 

@@ -230,7 +230,7 @@ Rendering = Callable[..., str]
 
 @pytest.fixture
 def shown(tmp_path: Path, tokenizer: Tokenizer) -> Rendering:
-    """What the template of the folder `tmp_path` shows of one question."""
+    """Render one question with the template of the directory `tmp_path`."""
 
     def show(tools: tuple[dict[str, Any], ...] = ()) -> str:
         loaded = load_chat_template(tmp_path, None, tokenizer)

@@ -86,7 +86,7 @@ def test_response_that_is_not_json_is_a_failure() -> None:
 
 
 def test_response_that_times_out_is_a_failure() -> None:
-    with ScriptedServer([BUSY]) as silent:  # it listens, and nobody answers
+    with ScriptedServer([BUSY]) as silent:  # it listens but never answers
         outcome, _ = send(silent.url, 1, timeout=0.05)
     assert isinstance(outcome, BatchFailure)
     assert outcome.code == "request_timeout"

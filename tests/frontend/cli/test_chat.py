@@ -46,7 +46,7 @@ class Session:
         os.close(terminal)
 
     def read(self, pattern: str) -> str:
-        """What comes up to and with this text."""
+        """Read the output up to and including this text."""
         deadline = time.monotonic() + DEADLINE
         seen = b""
         while pattern.encode() not in seen:

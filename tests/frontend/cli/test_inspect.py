@@ -1,4 +1,4 @@
-"""`tandem inspect`: its tables, alone and against a frontend with a fake engine."""
+"""`tandem inspect`: its tables, rendered directly and against a frontend with a fake engine."""
 
 import json
 from typing import Any

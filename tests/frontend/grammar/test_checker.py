@@ -44,7 +44,7 @@ async def refusal(checker: GrammarChecker, grammar: Grammar) -> ApiError:
 
 
 def pids(checker: GrammarChecker) -> list[int]:
-    """Of the processes that run and are not at work."""
+    """Return the ids of the processes that are running and idle."""
     return [process.pid for process in checker._idle if process.pid is not None]
 
 
@@ -110,7 +110,7 @@ def test_results_are_cached() -> None:
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
         first = await refusal(checker, NOWHERE)
-        os.kill(pid(checker), signal.SIGSTOP)  # whoever asks it now would wait
+        os.kill(pid(checker), signal.SIGSTOP)  # any further request to it would hang
         await checker.check(FINE)
         assert str(await refusal(checker, NOWHERE)) == str(first)
 

@@ -1,4 +1,4 @@
-"""Which objects keep to the properties that they name."""
+"""Closing the objects of a schema to properties that it does not list."""
 
 from typing import Any
 

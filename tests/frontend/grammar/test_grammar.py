@@ -1,4 +1,4 @@
-"""From the fields of a request to a grammar: what it accepts, and what is refused."""
+"""Grammars built from request fields: the texts they accept, and the fields that are rejected."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a JSON schema may hold, and where in it an error is."""
+"""Supported and unsupported JSON schemas, and the place of an error."""
 
 import asyncio
 from typing import Any

@@ -35,7 +35,7 @@ def with_process(body: Callable[[GrammarProcess], Coroutine[Any, Any, None]]) ->
 
 
 def stop(process: GrammarProcess) -> int:
-    """Returns its id once it stands still: on a loaded machine it may answer a question after the signal."""
+    """Stop the process and return its id once it has stopped; on a loaded machine it may still answer in between."""
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
