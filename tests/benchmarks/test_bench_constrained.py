@@ -22,7 +22,7 @@ def requests(count: int) -> list[Request]:
     return [workload.request("x", index) for index in range(count)]
 
 
-def test_nobody_and_everybody() -> None:
+def test_shares_of_0_and_100_constrain_none_and_all() -> None:
     plain = Dialect("m", 1.0)
     none, all_of_them = (ConstrainedDialect("m", 1.0, share=share, schema=SCHEMAS["flat record"]) for share in (0, 100))
     for request in requests(20):
@@ -32,7 +32,7 @@ def test_nobody_and_everybody() -> None:
         assert body == json.loads(plain.body(request))
 
 
-def test_a_share_follows_from_the_prompts() -> None:
+def test_constrained_requests_are_chosen_by_their_prompts() -> None:
     dialect = ConstrainedDialect("m", 1.0, share=20, schema={})
     asked = [b"response_format" in dialect.body(request) for request in requests(2000)]
     assert 300 < sum(asked) < 500
@@ -40,7 +40,7 @@ def test_a_share_follows_from_the_prompts() -> None:
 
 
 @pytest.mark.parametrize("schema", ["flat record", "recursive tree"])
-def test_a_grammar_is_followed_and_timed(schema: str) -> None:
+def test_measure_grammar_times_compilation_and_masks(schema: str) -> None:
     grammars = Grammars(DEFAULT_MODEL / "tokenizer.json", 4096, (2,))
     mask_builder = MaskBuilder(None, (2,), new_stats(), FakeClock())
     found = measure_grammar(grammars, mask_builder, SCHEMAS[schema], random.Random(1))
@@ -50,7 +50,7 @@ def test_a_grammar_is_followed_and_timed(schema: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_no_output_of_a_load_comes_to_its_end(name: str) -> None:
+def test_endless_grammars_never_complete(name: str) -> None:
     grammars = Grammars(DEFAULT_MODEL / "tokenizer.json", 4096, (2,))
     mask_builder = MaskBuilder(None, (2,), new_stats(), FakeClock())
     most = bench_constrained.WALKS * bench_constrained.LONGEST_WALK

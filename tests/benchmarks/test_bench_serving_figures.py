@@ -39,11 +39,11 @@ def level(streams: int = 4) -> Level:
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 100))
 @settings(deadline=None, max_examples=50)
-def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
+def test_percentile_matches_numpy(values: list[float], percent: float) -> None:
     assert percentile(sorted(values), percent) == pytest.approx(float(np.percentile(values, percent)), abs=1e-6)
 
 
-def test_percentiles_by_hand() -> None:
+def test_percentile_of_small_samples() -> None:
     assert [percentile([10.0, 20.0, 30.0, 40.0], percent) for percent in (0, 50, 75, 100)] == [10.0, 25.0, 32.5, 40.0]
     assert percentile([3.0], 99) == 3.0
     assert distribution([]) == {"count": 0}
@@ -51,7 +51,7 @@ def test_percentiles_by_hand() -> None:
     assert (summary["count"], summary["mean"], summary["p50"], summary["max"]) == (3, 2.0, 2.0, 3.0)
 
 
-def test_goodput_needs_both_objectives() -> None:
+def test_goodput_requires_both_objectives() -> None:
     assert SLO.met(record(0, ttft=0.0999, tpot=0.0099))
     assert not SLO.met(record(0, ttft=0.1001, tpot=0.0099))
     assert not SLO.met(record(0, ttft=0.0999, tpot=0.0101))
@@ -61,7 +61,7 @@ def test_goodput_needs_both_objectives() -> None:
     assert not SLO.met(failed)
 
 
-def test_a_level_adds_up() -> None:
+def test_level_sums_its_records() -> None:
     figures = level()
     assert figures.seconds == pytest.approx(0.8)
     assert (figures.completed, figures.errors) == (3, {"HTTP 503": 1})
@@ -80,7 +80,7 @@ def test_a_level_adds_up() -> None:
     assert figures.error_example == "HTTP 503: full"
 
 
-def test_a_level_without_a_reply_has_no_latency() -> None:
+def test_level_without_replies_has_no_latency() -> None:
     failed = Record(0, 5, start=1.0, end=2.0, error="timed out")
     figures = summarise(Load("1 stream", 1, requests=1), [Share([failed], 0.0)], SLO)
     assert (figures.completed, figures.output_tokens_per_s, figures.ttft_ms) == (0, 0.0, {"count": 0})
@@ -88,7 +88,7 @@ def test_a_level_without_a_reply_has_no_latency() -> None:
     assert summarise(Load("1 stream", 1, requests=1), [Share([], 0.0)], SLO).seconds == 0.0
 
 
-def test_remarks_say_what_spoils_a_column() -> None:
+def test_remarks_name_what_invalidates_a_column() -> None:
     short = record(0, ttft=0.1, tpot=0.01, tokens=5)
     short.counted_by = "chunks"
     figures = summarise(Load("2 streams", 2, requests=1), [Share([short], cpu_seconds=1.0)], SLO)
@@ -97,7 +97,7 @@ def test_remarks_say_what_spoils_a_column() -> None:
     assert "HTTP 503" in "\n".join(remarks([level()]))
 
 
-def test_the_reference_stands_in_the_same_columns() -> None:
+def test_reference_table_has_the_columns_of_the_levels() -> None:
     reference = load_reference(REFERENCE)
     assert "H200" in reference.machine and "previous measurement" in reference.note
     text = reference_table([level(1), level(64)], reference)
@@ -107,11 +107,11 @@ def test_the_reference_stands_in_the_same_columns() -> None:
 @pytest.mark.parametrize(
     ("value", "text"), [(None, "-"), (0, "0"), (1234, "1,234"), (1234.5, "1,234"), (123.44, "123.4"), (0.5, "0.50")]
 )
-def test_numbers(value: float | None, text: str) -> None:
+def test_number_formats_counts_and_measurements(value: float | None, text: str) -> None:
     assert number(value) == text
 
 
-def test_flags_become_loads() -> None:
+def test_flags_define_the_loads() -> None:
     parse = arguments_parser().parse_args
     common = ["--url", "http://h", "--model", "m"]
     assert [load.streams for load in loads(parse(common))] == [1, 16, 64, 256]
@@ -123,13 +123,13 @@ def test_flags_become_loads() -> None:
         loads(parse([*common, "--rate", "4"]))
 
 
-def test_a_plot_without_matplotlib_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_without_matplotlib_tells_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(PlottingUnavailableError, match="pip install matplotlib"):
         pyplot()
 
 
-def test_a_plot_is_drawn(tmp_path: Path) -> None:
+def test_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_serving(tmp_path / "levels.png", "title", [level(1), level(64)], load_reference(REFERENCE))
     assert (tmp_path / "levels.png").read_bytes().startswith(b"\x89PNG")

@@ -154,7 +154,7 @@ def test_tokens_are_counted_exactly() -> None:
 
 
 @pytest.mark.parametrize("load", [Load("closed", 6, requests=2), Load("open", rate=400.0, requests=12)])
-def test_the_server_sees_the_same_requests_from_any_number_of_processes(load: Load) -> None:
+def test_requests_do_not_depend_on_the_number_of_processes(load: Load) -> None:
     def prompts(processes: int) -> list[list[int]]:
         server = FakeServer()
         run(server, load, processes)
@@ -163,7 +163,7 @@ def test_the_server_sees_the_same_requests_from_any_number_of_processes(load: Lo
     assert prompts(1) == prompts(3) == sorted(WORKLOAD.request(load.label, index).prompt for index in range(12))
 
 
-def test_refusals_are_counted_and_the_connection_kept() -> None:
+def test_refused_requests_are_counted_and_keep_the_connection() -> None:
     server = FakeServer("good", "refuse", "good", "refuse", "refuse", "good")
     (share,) = run(server, Load("closed", 1, requests=6))
     assert errors([share]) == [None, "HTTP 503", None, "HTTP 503", "HTTP 503", None]
@@ -172,24 +172,24 @@ def test_refusals_are_counted_and_the_connection_kept() -> None:
     assert share.records[2].start - share.records[1].end >= ERROR_PAUSE * 0.9
 
 
-def test_broken_replies_are_errors_and_the_next_request_works() -> None:
+def test_broken_replies_are_errors_and_do_not_affect_later_requests() -> None:
     server = FakeServer("cut", "error", "good")
     (share,) = run(server, Load("closed", 1, requests=3))
     assert errors([share]) == ["EOFError", "error event", None]
 
 
-def test_a_connection_closed_while_idle_is_no_error() -> None:
+def test_connection_closed_while_idle_is_not_an_error() -> None:
     server = FakeServer("drop")
     (share,) = run(server, Load("closed", 1, requests=3))
     assert errors([share]) == [None] * 3 and len(server.bodies) == 3
 
 
-def test_a_request_that_hangs_times_out() -> None:
+def test_hanging_request_times_out() -> None:
     (share,) = run(FakeServer("hang", "good"), Load("closed", 1, requests=2), timeout=0.3)
     assert errors([share]) == ["timed out", None]
 
 
-def test_nobody_listening_is_an_error() -> None:
+def test_unreachable_server_is_an_error() -> None:
     server = FakeServer()
     server.port = 1
     (share,) = asyncio.run(_gather_one(server, Load("closed", 1, requests=1)))
@@ -200,13 +200,13 @@ async def _gather_one(server: FakeServer, load: Load) -> list[Share]:
     return [await share_of(server, load)]
 
 
-def test_a_duration_ends_a_closed_loop() -> None:
+def test_duration_ends_a_closed_loop() -> None:
     (share,) = run(FakeServer(), Load("closed", 2, duration=0.2))
     assert len(share.records) > 2 and set(errors([share])) == {None}
     assert sorted(record.index for record in share.records)[:2] == [0, 1]
 
 
-def test_a_run_from_the_command_line(
+def test_command_line_run_saves_its_results(
     served: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two spawned clients, two URLs, two levels; every token in the file and every request at the server."""
@@ -226,7 +226,7 @@ def test_a_run_from_the_command_line(
     assert "4 streams" in capsys.readouterr().out
 
 
-def test_a_server_that_refuses_everything_ends_the_run(served: FakeServer) -> None:
+def test_server_that_refuses_everything_ends_the_run(served: FakeServer) -> None:
     served.ways = ["refuse"]
     with pytest.raises(SystemExit, match="HTTP 503"):
         main(["--url", f"http://127.0.0.1:{served.port}", "--model", "m", "--streams", "1", "--clients", "1"])

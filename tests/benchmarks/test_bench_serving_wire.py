@@ -34,7 +34,7 @@ def sse(payloads: list[bytes], newline: bytes) -> bytes:
 
 @given(PAYLOADS, CUTS, CUTS, st.sampled_from([b"\n", b"\r\n"]), st.sampled_from([b"", b";a=b"]))
 @settings(deadline=None, max_examples=50)
-def test_events_survive_any_cut(
+def test_event_parser_does_not_depend_on_the_chunks(
     payloads: list[bytes], inner: list[int], outer: list[int], newline: bytes, extension: bytes
 ) -> None:
     body = sse(payloads, newline)
@@ -53,29 +53,29 @@ def test_events_survive_any_cut(
 
 @given(st.binary(max_size=80), CUTS)
 @settings(deadline=None, max_examples=50)
-def test_a_sized_body_ends_at_its_length(body: bytes, cuts: list[int]) -> None:
+def test_sized_body_ends_at_its_content_length(body: bytes, cuts: list[int]) -> None:
     framing = Sized(len(body))
     assert b"".join(framing.feed(piece) for piece in pieces(body, cuts)) == body
     assert framing.done and framing.clean
 
 
-def test_bytes_after_a_body_forbid_its_connection() -> None:
+def test_connection_with_bytes_after_the_body_is_not_reused() -> None:
     chunks, sized = Chunked(), Sized(2)
     assert chunks.feed(chunked([b"ab"]) + b"HTTP/1.1") == b"ab" and chunks.done and not chunks.clean
     assert sized.feed(b"abc") == b"ab" and sized.done and not sized.clean
 
 
 @pytest.mark.parametrize("wire", [b"x\r\n", b"-1\r\n", b"\r\n", b"0x2\r\nab\r\n", b"2\r\nabc\r\n", b"1_0\r\n"])
-def test_bad_chunks_are_refused(wire: bytes) -> None:
+def test_malformed_chunks_are_rejected(wire: bytes) -> None:
     with pytest.raises(ValueError, match="chunk"):
         Chunked().feed(wire)
 
 
-def test_several_data_lines_are_one_event() -> None:
+def test_several_data_lines_form_one_event() -> None:
     assert SseDecoder().feed(b"data: a\ndata:b\n\ndata:  c\n\n\n\ndata: unfinished\n") == [b"a\nb", b" c"]
 
 
-def test_heads() -> None:
+def test_parse_head_reads_status_and_headers() -> None:
     status, headers = parse_head(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nX-Colon:a:b")
     assert status == 503 and headers == {"retry-after": "1", "x-colon": "a:b"}
     with pytest.raises(ValueError, match="HTTP/1"):
@@ -85,7 +85,7 @@ def test_heads() -> None:
     assert isinstance(framing_of({}), UntilClose)
 
 
-def test_endpoints() -> None:
+def test_endpoint_parses_urls() -> None:
     assert Endpoint.parse("http://host:81") == Endpoint("host", 81, "/v1/completions")
     assert Endpoint.parse("http://host/proxy/v1/") == Endpoint("host", 80, "/proxy/v1/completions")
     assert b"host: [::1]:80\r\n" in Endpoint.parse("http://[::1]").head(3)
@@ -102,7 +102,7 @@ def metered(*events: tuple[bytes, float]) -> Record:
     return record
 
 
-def test_a_gap_is_divided_over_the_tokens_of_its_chunk() -> None:
+def test_gap_is_divided_over_the_tokens_of_its_chunk() -> None:
     record = metered(
         (b'{"choices":[{"text":"a","token_ids":[1,2],"finish_reason":null}]}', 2.0),
         (b'{"choices":[{"text":"b","token_ids":[3]}],"usage":null}', 2.5),
@@ -114,7 +114,7 @@ def test_a_gap_is_divided_over_the_tokens_of_its_chunk() -> None:
     assert (record.ttft, record.tpot) == (1.0, 1.5 / 4)
 
 
-def test_without_ids_a_gap_counts_once_and_usage_counts_tokens() -> None:
+def test_gap_counts_once_and_usage_counts_tokens_without_ids() -> None:
     record = metered(
         (b'{"choices":[{"text":""}]}', 2.0),
         (b'{"choices":[{"text":"abc"}]}', 3.0),
@@ -134,7 +134,7 @@ def test_without_ids_a_gap_counts_once_and_usage_counts_tokens() -> None:
         ([b'{"error":{"message":"engine lost"}}', DONE], "error event"),
     ],
 )
-def test_what_is_no_whole_reply(events: list[bytes], kind: str) -> None:
+def test_incomplete_reply_is_a_failure(events: list[bytes], kind: str) -> None:
     with pytest.raises(RequestFailedError) as failure:
         metered(*((event, 2.0) for event in events))
     assert failure.value.kind == kind

@@ -28,11 +28,11 @@ def questioner(rows: list[Function]) -> Questioner:
     return Questioner(rows)
 
 
-def test_training_cannot_produce_a_judge_wording() -> None:
+def test_training_never_produces_a_judge_wording() -> None:
     assert held_out.overlap() == set()
 
 
-def test_overlap_sees_past_case_and_punctuation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_ignores_case_and_punctuation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_out, "JUDGE_NAMED", ("Hey - WHAT does {f} do??? Thanks",))
     assert held_out.overlap() == {"hey what does {f} do thanks"}
 
@@ -59,7 +59,7 @@ def test_task_wordings_have_one_slot(wording: str) -> None:
         ("", ""),
     ],
 )
-def test_first_sentence(paragraph: str, sentence: str) -> None:
+def test_first_sentence_ends_at_its_full_stop(paragraph: str, sentence: str) -> None:
     assert corpus.first_sentence(paragraph) == sentence
 
 
@@ -76,7 +76,7 @@ def test_first_sentence(paragraph: str, sentence: str) -> None:
         ("Return " + "very " * 40 + "long text.", False),
     ],
 )
-def test_acceptable(sentence: str, taken: bool) -> None:
+def test_acceptable_rejects_unsuitable_sentences(sentence: str, taken: bool) -> None:
     assert corpus.acceptable(sentence) is taken
 
 
@@ -114,11 +114,11 @@ def test_collecting_here_finds_a_known_row() -> None:
         ("ASCII form of it.", "get ASCII form of it"),
     ],
 )
-def test_task_of(sentence: str, task: str) -> None:
+def test_task_of_turns_a_sentence_into_a_task(sentence: str, task: str) -> None:
     assert task_of(sentence) == task
 
 
-def test_base_form_knows_verbs_only() -> None:
+def test_base_form_accepts_only_verbs() -> None:
     assert base_form("Creates") == "create"
     assert base_form("Whether") is None
 
@@ -184,7 +184,7 @@ class _Completions(BaseHTTPRequestHandler):
         """Silent."""
 
 
-def test_server_is_asked_for_completions() -> None:
+def test_judge_requests_completions_from_a_server() -> None:
     with HTTPServer(("127.0.0.1", 0), _Completions) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -195,7 +195,7 @@ def test_server_is_asked_for_completions() -> None:
         thread.join()
 
 
-def test_only_answers_and_their_ends_are_learnt() -> None:
+def test_only_answers_and_their_ends_are_training_targets() -> None:
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     sample: list[batches.ChoiceDelta] = [1, 4, ("What is len?", False), END_ID, 5, ("len(obj).", True), END_ID]
     ((ids, learnt),) = batches.encode([sample], tokenizer)

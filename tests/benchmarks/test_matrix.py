@@ -30,32 +30,30 @@ def resolved(configuration: Configuration) -> StepConfig:
 
 
 @pytest.mark.parametrize("configuration", SERVERS, ids=lambda configuration: configuration.name)
-def test_every_server_is_one_that_starts(configuration: Configuration) -> None:
+def test_every_configuration_starts_a_server(configuration: Configuration) -> None:
     assert resolved(configuration).max_len == MAX_LEN
 
 
 @pytest.mark.parametrize(
     ("place", "differs"),
     [
-        (1, {"static": (True, False)}),
+        (1, {"static_batching": (True, False)}),
         (2, {"page_size": (MAX_LEN, 16)}),
         (3, {"prefill_chunk": (0, 256)}),
         (4, {"prefix_cache": (False, True), "max_sessions": (0, 256)}),
     ],
 )
-def test_each_server_differs_from_the_one_before_by_one_switch(
-    place: int, differs: dict[str, tuple[object, object]]
-) -> None:
+def test_configurations_differ_by_one_switch(place: int, differs: dict[str, tuple[object, object]]) -> None:
     one, other = (structs.asdict(resolved(matrix(1)[index])) for index in (place - 1, place))
     assert {name: (one[name], other[name]) for name in one if one[name] != other[name]} == differs
 
 
-def test_a_policy_is_that_of_its_server() -> None:
+def test_with_policy_sets_the_policy_flag() -> None:
     policies = engine_options.POLICIES
     assert [resolved(with_policy(policy)).policy for policy in policies] == list(policies)
 
 
-def test_every_flag_is_reported_but_where_things_lay() -> None:
+def test_all_flags_omits_only_paths_and_secrets() -> None:
     flags = all_flags(["--max-rows", "3", "--tls-cert", "x"])
     assert flags["max_rows"] == 3 and flags["tls_cert"] == "x" and flags["policy"] == "fcfs"
     assert flags["prefill_chunk"] is None
@@ -64,13 +62,13 @@ def test_every_flag_is_reported_but_where_things_lay() -> None:
 
 
 class TestScenarios:
-    def test_lengths_are_those_of_the_loads(self) -> None:
+    def test_scenario_lengths_match_their_loads(self) -> None:
         one, two, cold, warm = scenarios(1)
         assert (str(one.input_len), str(one.output_len)) == ("256", "256")
         assert (str(two.input_len), str(two.output_len), two.streams) == ("32:1024", "64:256", 16)
         assert cold.shared == warm.shared == 1024 and cold.streams == 16
 
-    def test_cold_and_warm_differ_by_nothing_but_what_came_before(self) -> None:
+    def test_cold_and_warm_loads_differ_only_in_the_cache(self) -> None:
         _, _, cold, warm = scenarios(1, requests=5)
         assert (cold.streams, cold.requests, cold.input_len, cold.output_len) == (
             warm.streams, warm.requests, warm.input_len, warm.output_len,
@@ -78,7 +76,7 @@ class TestScenarios:
         assert warm.requests == 1
 
     @pytest.mark.parametrize("scale", [1, 3, 8, 64, 5000])
-    def test_a_scale_divides_them_all(self, scale: int) -> None:
+    def test_scale_divides_all_lengths(self, scale: int) -> None:
         for whole, small in zip(scenarios(1), scenarios(scale), strict=True):
             assert small.input_len.high == max(1, whole.input_len.high // scale)
             assert small.output_len.low == max(1, whole.output_len.low // scale)
@@ -86,7 +84,7 @@ class TestScenarios:
             longest = small.shared + small.input_len.high + small.output_len.high
             assert longest <= max(3, MAX_LEN // scale)
 
-    def test_a_warm_load_begins_as_the_cold_one_of_its_trial_did(self) -> None:
+    def test_warm_load_shares_the_prefix_of_its_trials_cold_load(self) -> None:
         _, _, cold, warm = scenarios(8)
 
         def prompts(trial: int) -> list[list[int]]:
@@ -108,7 +106,7 @@ def record(start: float, first: float, gaps: list[float], error: str | None = No
 
 
 class TestFigures:
-    def test_of_one_trial(self) -> None:
+    def test_figures_of_one_trial(self) -> None:
         records = [record(0.0, 0.5, [0.1, 0.1]), record(0.0, 1.0, [0.1, 0.3]), record(0.0, 1.0, [], "HTTP 503")]
         found = figures(records, {"p50": 0.25}, starved_ms=200.0)
         assert (found.completed, found.errors, found.starved) == (2, 1, 1)
@@ -121,16 +119,16 @@ class TestFigures:
         assert found.tpot["p50"] == pytest.approx(150.0)
         assert found.ttft_by_priority == {}, "all of them have the same"
 
-    def test_first_tokens_by_priority(self) -> None:
+    def test_figures_report_ttft_by_priority(self) -> None:
         records = [record(0.0, 0.5, [], priority=2), record(0.0, 0.1, []), record(0.0, 0.3, [], priority=2)]
         found = figures(records, {}, 1.0).ttft_by_priority
         assert {priority: sample["p50"] for priority, sample in found.items()} == pytest.approx({0: 100.0, 2: 400.0})
 
-    def test_of_nothing(self) -> None:
+    def test_figures_without_records(self) -> None:
         found = figures([], {}, 100.0)
         assert (found.completed, found.output_tokens_per_s, found.ttft, found.longest_gap) == (0, 0.0, {}, 0.0)
 
-    def test_medians_figure_by_figure(self) -> None:
+    def test_medians_are_taken_for_each_figure(self) -> None:
         def trial(speed: float, ttft: dict[str, float]) -> Figures:
             return Figures(1, 0, speed, ttft, {"p50": speed}, {}, {}, {}, 0, 0.0, {1: {"p50": 10 * speed}})
 
@@ -156,9 +154,7 @@ class TestGapsBesideLongPrompts:
             ([(7.0, 9.0), (0.0, 0.5)], []),
         ],
     )
-    def test_those_that_share_a_moment_with_one(
-        self, prompts: list[tuple[float, float]], expected: list[float]
-    ) -> None:
+    def test_loaded_gaps_overlap_a_prompt(self, prompts: list[tuple[float, float]], expected: list[float]) -> None:
         """The gaps are from 1 to 2, 4 and 7, and from 0.5 to 0.625."""
         assert gaps_beside(self.STREAMS, [record(start, first, []) for start, first in prompts]) == expected
 
@@ -166,7 +162,9 @@ class TestGapsBesideLongPrompts:
         st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=5),
         st.lists(st.integers(1, 9), max_size=8),
     )
-    def test_whatever_prompts_overlap(self, prompts: list[tuple[int, int]], gaps: list[int]) -> None:
+    def test_loaded_gaps_match_a_direct_search_for_any_prompts(
+        self, prompts: list[tuple[int, int]], gaps: list[int]
+    ) -> None:
         times = [(start, start + length) for start, length in prompts]
         ends = [sum(gaps[: index + 1]) for index in range(len(gaps))]
         expected = [
@@ -177,7 +175,7 @@ class TestGapsBesideLongPrompts:
         stream = record(0.0, 0.0, [float(gap) for gap in gaps])
         assert gaps_beside([stream], [record(start, first, []) for start, first in times]) == expected
 
-    def test_medians_of_trials_and_the_factor_of_each(self) -> None:
+    def test_medians_keep_the_factor_of_each_trial(self) -> None:
         def trial(p50: float, p99: float, loaded: dict[str, float]) -> BesideTrial:
             return BesideTrial({"p50": p50, "p99": p99}, loaded, 3, {"p50": 7.0})
 
@@ -197,7 +195,7 @@ class TestSequencesAtOnce:
     def reading(at: float, running: float, waiting: float, preemptions: float = 0, steps: float = 0) -> Reading:
         return Reading(at, running, waiting, preemptions, steps, 3 * steps)
 
-    def test_a_mean_over_the_time_in_which_somebody_waited(self) -> None:
+    def test_means_cover_the_time_with_waiting_sequences(self) -> None:
         found = while_waiting(
             [
                 self.reading(0, 1, 0),
@@ -209,11 +207,11 @@ class TestSequencesAtOnce:
         )
         assert found == {"seconds": 4, "peak": 9, "running": (9 * 1 + 4 * 3) / 4, "preemptions": 3, "step_rows": 3}
 
-    def test_none_where_nobody_waited(self) -> None:
+    def test_no_means_without_waiting_sequences(self) -> None:
         assert while_waiting([self.reading(0, 7, 0), self.reading(1, 5, 0)]) == {"seconds": 0, "peak": 7}
         assert while_waiting([]) == {"seconds": 0, "peak": 0}
 
-    def test_medians_of_trials(self) -> None:
+    def test_capacity_is_the_median_over_trials(self) -> None:
         trials = [{"seconds": 1.0, "running": value, "peak": 9.0} for value in (5.0, 1.0, 3.0)]
         found = held("paged", 64, 8, trials)
         assert (found.running, found.seconds, found.preemptions, found.rows) == (3.0, 1.0, 0.0, 8)
@@ -232,13 +230,15 @@ INF = float("inf")
         ([(0.1, 0), (1.0, 0), (INF, 10)], {"p50": 1.0, "p90": 1.0}),
     ],
 )
-def test_percentiles_of_a_histogram(counts: list[tuple[float, float]], expected: dict[str, float]) -> None:
+def test_histogram_quantiles_interpolate_within_buckets(
+    counts: list[tuple[float, float]], expected: dict[str, float]
+) -> None:
     before = [(bound, 7.0 * (index + 1)) for index, (bound, _) in enumerate(counts)]
     after = [(bound, earlier + count) for (bound, count), (_, earlier) in zip(counts, before, strict=True)]
     assert histogram_quantiles(before, after, (50, 90)) == pytest.approx(expected)
 
 
-def test_a_histogram_between_two_readings() -> None:
+def test_histogram_summary_uses_the_difference_of_two_readings() -> None:
     text = """# TYPE wait histogram
 wait_bucket{{le="1.0"}} {0}
 wait_bucket{{le="+Inf"}} {0}
@@ -251,7 +251,7 @@ wait_sum {1}
     assert after.value("wait_sum") == 2.5 and after.value("other") == 0.0
 
 
-def test_a_server_that_refuses_its_flags_is_reported_with_its_words(tmp_path: Path) -> None:
+def test_server_that_rejects_its_flags_is_reported_with_its_message(tmp_path: Path) -> None:
     with (
         pytest.raises(ServerDiedError, match=r"(?s)--no-such-flag: exited with 2\n.*unrecognized"),
         Server(["--no-such-flag"], tmp_path / "log"),
@@ -260,16 +260,16 @@ def test_a_server_that_refuses_its_flags_is_reported_with_its_words(tmp_path: Pa
 
 
 class TestSettings:
-    def test_defaults_of_a_cpu_and_of_a_shape(self) -> None:
+    def test_defaults_depend_on_cpu_or_shape(self) -> None:
         assert settings(["--save", "x"]).scale == 8
         assert settings(["--save", "x", "--shape", "benchmarks/shapes/llama-3.2-1b"]).scale == 1
 
-    def test_quick_is_one_short_trial(self) -> None:
+    def test_quick_runs_one_short_trial(self) -> None:
         found = settings(["--save", "x", "--quick", "--scale", "16"])
         assert (found.trials, found.requests, found.streams, found.scale) == (1, 1, 4, 16)
 
     @pytest.mark.parametrize("wrong", [["--trials", "0"], ["--rows", "4"], ["--scale", "-1"], ["--parts", "w9"]])
-    def test_what_is_refused(self, wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_invalid_arguments_are_rejected(self, wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             settings(["--save", "x", *wrong])
         assert "error:" in capsys.readouterr().err

@@ -62,7 +62,7 @@ SAVED = Saved(
 )
 
 
-def test_it_says_where_the_figures_come_from_and_how_to_read_them() -> None:
+def test_report_states_origin_and_reading_instructions() -> None:
     text = markdown(SAVED, {})
     for said in ("a GPU", "a CPU", "git abc", "torch 2.11", "scale 1", "medians of 3 trials", "over 250.0 ms",
                  "`--device cuda`", "`--max-rows 64`", "the tree", "interpolated within buckets"):  # fmt: skip
@@ -72,14 +72,14 @@ def test_it_says_where_the_figures_come_from_and_how_to_read_them() -> None:
     assert "other work shares" in markdown(on_a_cpu, {})
 
 
-def test_every_setting_is_there_and_what_servers_share_is_said_once() -> None:
+def test_report_lists_settings_and_shared_flags_once() -> None:
     text = markdown(SAVED, {})
     assert "left to the engine): `max_waiting` 9." in text
     assert "decided alike: `depth` 2; and" in text
     assert "| paged | `pages` 7 |" in text and "| prefix | `pages` 8 |" in text
 
 
-def test_what_is_compared() -> None:
+def test_report_compares_configurations() -> None:
     assert list(ratios(MEASURED)) == [
         "TTFT p50 of W3 cold on prefix, 60.00 ms, is 6.00 (6.00 to 6.00) times that of W3 warm on prefix, 10.00 ms",
         "TTFT p50 of W3 warm on chunked, 80.00 ms, is 8.00 (8.00 to 8.00) times that of W3 warm on prefix, 10.00 ms",
@@ -92,7 +92,7 @@ def test_what_is_compared() -> None:
     ]
 
 
-def test_a_table_a_load_and_a_row_a_server() -> None:
+def test_report_has_a_table_per_load_and_a_row_per_server() -> None:
     text = markdown(SAVED, {"matrix": "m.png"})
     assert text.count("| server | tokens/s |") == 3
     ttft = "10.00 / 20.00 / 30.00"
@@ -110,12 +110,12 @@ def test_a_table_a_load_and_a_row_a_server() -> None:
         assert not line.startswith("|") or line.endswith("|")
 
 
-def test_a_run_of_one_part_has_no_empty_sections() -> None:
+def test_report_of_one_part_has_no_empty_sections() -> None:
     text = markdown(Saved({}, {}, Measured({}, "", {})), {})
     assert "## Matrix" not in text and "## Policies" not in text and "## Memory" not in text
 
 
-def test_a_file_becomes_a_report_with_charts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_is_written_with_charts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "run.json"
     path.write_text(json.dumps(msgspec.to_builtins(SAVED)))
@@ -126,7 +126,7 @@ def test_a_file_becomes_a_report_with_charts(tmp_path: Path, capsys: pytest.Capt
     assert {file.name for file in tmp_path.iterdir()} == {"run.json", "run.md", *charts}
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_without_matplotlib_tells_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = tmp_path / "run.json"
     path.write_text(json.dumps(msgspec.to_builtins(SAVED)))

@@ -11,7 +11,7 @@ from benchmarks.workloads import Load, Span, Workload
 WORKLOAD = Workload(seed=7, input_len=Span(4, 32), output_len=Span(1, 9), prompt_ids=Span(100, 199))
 
 
-def test_requests_repeat_and_differ() -> None:
+def test_requests_repeat_for_a_seed_and_differ_by_index() -> None:
     requests = [WORKLOAD.request("a", index) for index in range(50)]
     assert requests == [WORKLOAD.request("a", index) for index in range(50)]
     assert len({tuple(request.prompt) for request in requests}) == 50
@@ -20,7 +20,7 @@ def test_requests_repeat_and_differ() -> None:
     assert requests != [other.request("a", index) for index in range(50)]
 
 
-def test_requests_stay_within_their_spans_and_reach_the_ends() -> None:
+def test_request_lengths_cover_their_spans() -> None:
     requests = [WORKLOAD.request("spans", index) for index in range(600)]
     assert {len(request.prompt) for request in requests} == set(range(4, 33))
     assert {request.max_tokens for request in requests} == set(range(1, 10))
@@ -29,7 +29,7 @@ def test_requests_stay_within_their_spans_and_reach_the_ends() -> None:
 
 @given(streams=st.integers(1, 40), processes=st.integers(1, 9), requests=st.integers(1, 5))
 @settings(deadline=None, max_examples=50)
-def test_any_number_of_processes_sends_the_same_closed_loop(streams: int, processes: int, requests: int) -> None:
+def test_closed_loop_does_not_depend_on_the_number_of_processes(streams: int, processes: int, requests: int) -> None:
     load = Load("closed", streams, requests=requests)
     sent = [
         index
@@ -43,7 +43,7 @@ def test_any_number_of_processes_sends_the_same_closed_loop(streams: int, proces
 
 @given(seed=st.integers(0, 2**32), processes=st.integers(1, 9), requests=st.integers(1, 60))
 @settings(deadline=None, max_examples=50)
-def test_any_number_of_processes_sends_the_same_arrivals(seed: int, processes: int, requests: int) -> None:
+def test_arrivals_do_not_depend_on_the_number_of_processes(seed: int, processes: int, requests: int) -> None:
     load = Load("open", rate=5.0, requests=requests)
     whole = load.arrivals(seed)
     shares = [share for process in range(processes) for share in load.arrivals_of(process, processes, seed)]
@@ -61,7 +61,7 @@ def test_arrivals_are_poisson() -> None:
     assert deviation == pytest.approx(0.05, rel=0.03)
 
 
-def test_a_duration_bounds_arrivals_and_leaves_streams_endless() -> None:
+def test_duration_bounds_arrivals_but_not_streams() -> None:
     arrivals = Load("open", rate=50.0, duration=4.0).arrivals(3)
     assert 150 < len(arrivals) < 250 and arrivals[-1] < 4.0
     # A longer run begins as the shorter one did.
@@ -72,12 +72,12 @@ def test_a_duration_bounds_arrivals_and_leaves_streams_endless() -> None:
 
 
 @pytest.mark.parametrize(("text", "span"), [("256", Span(256, 256)), ("128:512", Span(128, 512))])
-def test_a_span_reads_what_it_writes(text: str, span: Span) -> None:
+def test_span_round_trips_through_text(text: str, span: Span) -> None:
     assert Span.parse(text) == span and str(span) == text
 
 
 @pytest.mark.parametrize("text", ["0", "9:3", "x", "", "1:2:3"])
-def test_a_span_refuses(text: str) -> None:
+def test_span_rejects_malformed_text(text: str) -> None:
     with pytest.raises(ValueError, match=r"span|invalid literal"):
         Span.parse(text)
 
@@ -86,12 +86,12 @@ def test_a_span_refuses(text: str) -> None:
     "fields",
     [{}, {"streams": 1, "rate": 2.0, "requests": 3}, {"streams": 1}, {"rate": 1.0, "requests": 1, "duration": 1}],
 )
-def test_a_load_refuses_what_is_ambiguous(fields: dict[str, float]) -> None:
+def test_load_rejects_ambiguous_settings(fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="a load"):
         Load("bad", **fields)  # type: ignore[arg-type]
 
 
-def test_a_shared_beginning_is_everybodys_and_comes_on_top() -> None:
+def test_shared_prefix_is_prepended_to_every_prompt() -> None:
     chats = Workload(7, Span(4, 4), Span(1, 9), Span(100, 199), shared=50, shared_label="x")
     requests = [chats.request(label, index) for label in "ab" for index in range(10)]
     assert len({tuple(request.prompt[:50]) for request in requests}) == 1
@@ -102,7 +102,7 @@ def test_a_shared_beginning_is_everybodys_and_comes_on_top() -> None:
     assert other.request("a", 0).prompt[50:] == requests[0].prompt[50:]
 
 
-def test_priorities_are_given_out_in_turn() -> None:
+def test_priorities_are_assigned_in_turn() -> None:
     spans = (Span(4, 32), Span(1, 9), Span(100, 199))
     classes = Workload(7, *spans, priorities=(0, 1, 2))
     requests = [classes.request("a", index) for index in range(6)]
