@@ -1,6 +1,6 @@
-"""From what a person asked for, what the model is and what the machine has, to what the engine does.
+"""The settings of an engine core, resolved from its options, the model and the machine.
 
-Everything is decided here, once: `resolve` is pure and returns a frozen `EngineConfig`.
+Everything is decided here, once: `resolve` is pure and returns a frozen `StepConfig`.
 """
 
 import math
@@ -13,14 +13,17 @@ from tandem.protocol.engine_options import EngineOptions, PageSize, Policy
 
 CPU_MAX_ROWS, CUDA_MAX_ROWS = 32, 256
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 128, 2048
-"""So many prompts at once, or so much of one with nobody decoding: a burst is computed about as fast as it can be."""
+"""Default positions of a step, enough for a burst of prompts to be computed about as fast as possible."""
 CHUNK = 256
-"""Of one prompt beside decoding rows, so that a long one alone does not hold them up: on an H200 a step of 16 rows of
-the 1B shape takes 2.2 times as long with such a chunk, 8.5 times with one of 2,048 (`benchmarks.bench_mixed`)."""
+"""Default positions of one prompt in a step with decoding rows, so that a long prompt does not hold them up.
+
+On an H200 a step of 16 rows of the 1B shape takes 2.2 times as long with such a chunk, 8.5 times with one of 2,048
+(`benchmarks.bench_mixed`).
+"""
 MAX_SESSIONS, SESSION_TTL = 256, 600.0
 PAGE_SIZE = 16
 STEP_UPLOADS = 65_536
-"""Prompts of so many cached tokens can begin in one step."""
+"""Cached tokens of the prompts that may begin in one step."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -29,70 +32,74 @@ GRAPH_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144,
 
 
 class ModelShape(Struct, frozen=True):
-    """What the decisions depend on of a model."""
+    """The facts of a model that the settings depend on."""
 
     name: str
     max_positions: int
 
 
 class StepConfig(Struct, frozen=True, kw_only=True):
-    """Every decision of one engine core but the size of its KV pool: that follows from what its steps need."""
+    """The settings of one engine core but the size of its KV pool, which follows from what its steps need."""
 
     model_name: str
     device: str
     dtype: str
     depth: int
+    """Largest number of steps in flight, 1 or 2."""
     max_rows: int
     max_len: int
     max_step_tokens: int
     prefill_chunk: int
-    """Beside decoding rows; 0: prompts are computed whole."""
+    """Largest number of positions of one prompt in a step with decoding rows; 0: prompts are computed whole."""
     page_size: int
     max_waiting: int
     max_prefill_chunks_per_step: int = 0
-    """Prompts that one step may take part of; 0: any number."""
+    """Largest number of prompts that one step computes a part of; 0: any number."""
     policy: Policy = "fcfs"
     static_batching: bool = False
-    """Whether each batch runs to its end before the next is admitted."""
+    """True if each batch runs to its end before the next is admitted."""
     prefix_cache: bool = False
     max_sessions: int = 0
     session_ttl: float = 0.0
     graph_rows: tuple[int, ...] = ()
-    """Row counts for which decode steps are captured as CUDA graphs, ascending; none on a CPU."""
+    """Row counts for which decode steps are captured in CUDA graphs, ascending; none on a CPU."""
     mixed_graph_rows: tuple[int, ...] = ()
-    """Decoding rows, and"""
+    """Decode-row buckets captured together with each entry of `graph_tokens`, ascending."""
     graph_tokens: tuple[int, ...] = ()
-    """positions of prompts, for all pairs of which steps that hold both are captured; ascending."""
+    """Prompt positions for which mixed steps are captured in CUDA graphs, ascending."""
+    options: EngineOptions = EngineOptions()
+    """The options as given; settings that need no decision are read from here."""
 
     @property
     def pages_per_row(self) -> int:
+        """Largest number of pages of one row."""
         return ceil_div(self.max_len, self.page_size)
 
     @property
     def max_page_entries(self) -> int:
-        """Most entries of page tables that one step can name: rows may share pages, so the pool is no bound."""
+        """Largest number of page table entries in one step. Rows may share pages, so the pool is no bound."""
         return self.max_rows * self.pages_per_row
 
     @property
     def max_uploads(self) -> int:
-        """Cached tokens that one step can bring to the device's table, for rows that begin behind them."""
+        """Largest number of cached tokens that one step copies to the device's token table."""
         return min(self.max_rows * self.max_len, max(self.max_len, STEP_UPLOADS))
 
 
 class EngineConfig(StepConfig, frozen=True, kw_only=True):
-    """Every decision of one engine core."""
+    """The settings of one engine core, including the size of its KV pool."""
 
     pages: int
-    """Pages of the pool, the reserved page 0 among them."""
+    """Number of pages of the pool, including the reserved page 0."""
 
     @property
     def kv_tokens(self) -> int:
-        """Positions that sequences can use."""
+        """Number of positions that sequences can use."""
         return (self.pages - 1) * self.page_size
 
 
 def resolve_device(options: EngineOptions, cuda: bool) -> str:
-    """Raises ConfigError when cuda is asked for and not there."""
+    """Choose the device, "cpu" or "cuda". Raises ConfigError if cuda is requested and not available."""
     if options.device == "auto":
         return "cuda" if cuda else "cpu"
     if options.device == "cuda" and not cuda:
@@ -101,29 +108,40 @@ def resolve_device(options: EngineOptions, cuda: bool) -> str:
 
 
 def resolve_dtype(options: EngineOptions, device: str, checkpoint: str) -> str:
-    """A CPU computes in float32: its bfloat16 is slower, and not what its tests compare."""
+    """Choose the dtype of weights. checkpoint: its own dtype.
+
+    A CPU computes in float32: its bfloat16 is slower, and not what its tests compare. Raises ConfigError if the
+    checkpoint's dtype cannot be used as it is.
+    """
     if options.dtype != "auto":
         return options.dtype
     if device == "cpu":
         return "float32"
     if checkpoint not in DTYPES:
-        raise ConfigError(f"the checkpoint's dtype is {checkpoint}; choose --dtype " + ", ".join(DTYPES))
+        supported = ", ".join(DTYPES)
+        raise ConfigError(f"the checkpoint's dtype is {checkpoint}, which is not supported; choose --dtype {supported}")
     return checkpoint
 
 
 def resolve_threads(options: EngineOptions, cores: int) -> int:
-    """Torch threads on a CPU: one core is left to the frontends. Raises ConfigError for fewer than one."""
+    """Choose the number of torch threads on a CPU, leaving one core to the frontends.
+
+    Raises ConfigError for fewer than one.
+    """
     return _at_least_one("--threads", options.threads, max(1, cores - 1))
 
 
 def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str) -> StepConfig:
-    """Raises ConfigError, with the numbers and what to change, for settings that contradict each other."""
+    """Resolve the settings of an engine core.
+
+    Raises ConfigError, with the numbers and what to change, for settings that contradict each other.
+    """
     cpu = device == "cpu"
     max_rows = _at_least_one("--max-rows", options.max_rows, CPU_MAX_ROWS if cpu else CUDA_MAX_ROWS)
     max_waiting = _at_least_one("--max-waiting", options.max_waiting, options.max_waiting)
     wanted_len = _at_least_one("--max-len", options.max_len, model.max_positions)
     if wanted_len < 2:
-        raise ConfigError(f"--max-len {wanted_len}: at least 2, a prompt token and a generated one")
+        raise ConfigError(f"--max-len {wanted_len}: must be at least 2, a prompt token and a generated one")
     if wanted_len > model.max_positions:
         raise ConfigError(f"--max-len {wanted_len}, but the model's positions end at {model.max_positions}")
     _check_switches(options)
@@ -152,11 +170,12 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str) 
         graph_rows=() if cpu else _sizes("--graph-rows", options.graph_rows, GRAPH_ROWS, "--max-rows", max_rows),
         mixed_graph_rows=() if cpu else _up_to(MIXED_GRAPH_ROWS, max_rows),
         graph_tokens=() if cpu else _graph_tokens(options.graph_tokens, step_tokens, max_rows * wanted_len),
+        options=options,
     )
 
 
 def _check_switches(options: EngineOptions) -> None:
-    """Raises ConfigError for switches that exclude each other, naming both."""
+    """Raise ConfigError for switches that exclude each other, naming both."""
     static = options.batching == "static"
     chunked = options.prefill_chunk not in (None, "off")
     cached = options.prefix_cache == "on"
@@ -164,28 +183,29 @@ def _check_switches(options: EngineOptions) -> None:
     ttl = "" if options.session_ttl is None else f"--session-ttl {options.session_ttl:g}"
     for wrong, one, other, why in (
         (static and options.policy != "fcfs", "--batching static", f"--policy {options.policy}",
-         "a batch is served as it was admitted; leave the policy at fcfs"),
+         "a batch is served in the order of its admission; leave the policy at fcfs"),
         (static and chunked, "--batching static", f"--prefill-chunk {options.prefill_chunk}",
          "a batch computes its prompts whole; use --prefill-chunk off"),
         (static and cached, "--batching static", "--prefix-cache on",
-         "of a batch nobody could wait for another's pages; use --prefix-cache off"),
+         "a batch's sequences cannot wait for each other's pages; use --prefix-cache off"),
         (options.page_size == "max" and cached, "--page-size max", "--prefix-cache on",
          "sequences share whole pages, and this page is a whole sequence's; use --prefix-cache off"),
         (uncached and bool(options.max_sessions), _uncached(options), f"--max-sessions {options.max_sessions}",
          "sessions keep their KV in the prefix cache; use --max-sessions 0"),
         (uncached and bool(ttl), _uncached(options), ttl,
-         "sessions keep their KV in the prefix cache; leave their time out"),
-        (options.max_sessions == 0 and bool(ttl), "--max-sessions 0", ttl, "there are no sessions; leave one out"),
+         "sessions keep their KV in the prefix cache; leave --session-ttl out"),
+        (options.max_sessions == 0 and bool(ttl), "--max-sessions 0", ttl,
+         "no session would be kept; leave one of them out"),
     ):  # fmt: skip
         if wrong:
             raise ConfigError(f"{one} and {other} exclude each other: {why}")
 
 
 def _check_graphs(options: EngineOptions, cpu: bool) -> None:
-    """Raises ConfigError for CUDA graphs where there are none."""
+    """Raise ConfigError for CUDA graphs on a CPU, and for mixed graphs without decode graphs."""
     for flag, sizes in (("--graph-rows", options.graph_rows), ("--graph-tokens", options.graph_tokens)):
         if sizes not in (None, "off") and cpu:
-            raise ConfigError(f"{flag} {sizes} with --device cpu: only cuda has graphs; leave it out")
+            raise ConfigError(f"{flag} {sizes} with --device cpu: graphs need --device cuda; leave the flag out")
     if options.graph_rows == "off" and options.graph_tokens not in (None, "off"):
         raise ConfigError(
             f"--graph-rows off and --graph-tokens {options.graph_tokens} exclude each other: steps with prompts are "
@@ -194,7 +214,7 @@ def _check_graphs(options: EngineOptions, cpu: bool) -> None:
 
 
 def _step_size(options: EngineOptions, usual: int, max_rows: int, max_len: int) -> tuple[int, int]:
-    """Positions of a step, and of one prompt in it, 0 for whole prompts."""
+    """Choose the positions of a step, and those of one prompt in it, 0 for whole prompts."""
     whole = options.prefill_chunk == "off" or (options.prefill_chunk is None and options.batching == "static")
     least = max_len + max_rows if whole else max_rows
     asked = None if options.prefill_chunk == "off" else options.prefill_chunk
@@ -203,19 +223,19 @@ def _step_size(options: EngineOptions, usual: int, max_rows: int, max_len: int) 
     if step_tokens < max_rows:
         raise ConfigError(
             f"--max-step-tokens {step_tokens} is below --max-rows {max_rows}: some decoding rows would starve; "
-            "raise the one or lower the other"
+            "raise the first or lower the second"
         )
     if step_tokens < least:
         raise ConfigError(
             f"--max-step-tokens {step_tokens} does not hold a whole prompt of --max-len {max_len} beside --max-rows "
-            f"{max_rows}; raise it to {least}, lower these, or set --prefill-chunk"
+            f"{max_rows}; raise it to {least}, lower the others, or set --prefill-chunk"
         )
     if whole:
         return step_tokens, 0
     if options.max_step_tokens is not None and asked is not None and asked > step_tokens:
         raise ConfigError(
-            f"--prefill-chunk {asked} is more than the --max-step-tokens {step_tokens} of a whole step; lower the one "
-            "or raise the other"
+            f"--prefill-chunk {asked} is more than the --max-step-tokens {step_tokens} of a whole step; lower the "
+            "first or raise the second"
         )
     return step_tokens, chunk or min(CHUNK, step_tokens)
 
@@ -227,7 +247,7 @@ def _prefix_cache(options: EngineOptions) -> bool:
 
 
 def _uncached(options: EngineOptions) -> str:
-    """The switch without which there would be a prefix cache."""
+    """Name the switch that turns the prefix cache off."""
     if options.prefix_cache == "off":
         return "--prefix-cache off"
     return "--batching static" if options.batching == "static" else "--page-size max"
@@ -237,7 +257,7 @@ def _max_sessions(options: EngineOptions, prefix_cache: bool) -> int:
     if options.max_sessions is None:
         return MAX_SESSIONS if prefix_cache else 0
     if options.max_sessions < 0:
-        raise ConfigError(f"--max-sessions {options.max_sessions}: at least 0")
+        raise ConfigError(f"--max-sessions {options.max_sessions}: must be at least 0")
     return options.max_sessions
 
 
@@ -245,34 +265,37 @@ def _session_ttl(options: EngineOptions) -> float:
     if options.session_ttl is None:
         return SESSION_TTL
     if not 0 <= options.session_ttl < math.inf:
-        raise ConfigError(f"--session-ttl {options.session_ttl:g}: a number of seconds, at least 0")
+        raise ConfigError(f"--session-ttl {options.session_ttl:g}: must be a finite number of seconds, at least 0")
     return options.session_ttl
 
 
 def _page_size(asked: PageSize | None, max_len: int) -> int:
-    """`max` makes a page hold any sequence: the next power of two, which kernels divide by."""
+    """Choose the positions of a page; `max` is the power of two, which kernels divide by, that holds any sequence."""
     whole = 1 << (max_len - 1).bit_length()
     if asked is None:
         return PAGE_SIZE
     if asked == "max":
         return whole
     if asked < 1 or asked & (asked - 1):
-        raise ConfigError(f"--page-size {asked} is no power of two; a power of two, or max for one page a sequence")
+        raise ConfigError(f"--page-size {asked} is not a power of two; use one, or max for one page per sequence")
     if asked > whole:
         raise ConfigError(
-            f"--page-size {asked} is more than a sequence of --max-len {max_len} can use; at most {whole}, or max"
+            f"--page-size {asked} is more than a sequence of --max-len {max_len} can use; use at most {whole}, or max"
         )
     return asked
 
 
 def _graph_tokens(asked: str | None, step_tokens: int, positions: int) -> tuple[int, ...]:
-    """positions: that all rows have together."""
+    """Choose the prompt positions of mixed graphs. positions: of all rows together."""
     sizes = _sizes("--graph-tokens", asked, GRAPH_TOKENS, "--max-step-tokens", step_tokens)
     return tuple(size for size in sizes if size <= positions)
 
 
 def _sizes(flag: str, asked: str | None, usual: tuple[int, ...], limit_flag: str, limit: int) -> tuple[int, ...]:
-    """What graphs are captured for: a smaller step is padded to the next size, a larger one runs eagerly."""
+    """Choose the sizes that graphs are captured for.
+
+    A smaller step is padded to the next size, a larger one runs eagerly.
+    """
     if asked == "off":
         return ()
     if asked is None:
@@ -280,14 +303,14 @@ def _sizes(flag: str, asked: str | None, usual: tuple[int, ...], limit_flag: str
     try:
         counts = sorted({int(part) for part in asked.split(",")})
     except ValueError:
-        raise ConfigError(f"{flag} {asked}: a list of sizes like 1,2,4,8, or off") from None
+        raise ConfigError(f"{flag} {asked}: must be a list of sizes like 1,2,4,8, or off") from None
     if counts[0] < 1 or counts[-1] > limit:
-        raise ConfigError(f"{flag} {asked}: from 1 to {limit_flag} {limit}")
+        raise ConfigError(f"{flag} {asked}: sizes must be from 1 to {limit_flag} {limit}")
     return tuple(counts)
 
 
 def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    """The sizes below the limit, and the limit itself unless it is beyond all of them."""
+    """Return the sizes below the limit, and the limit itself unless it is beyond all of them."""
     return tuple(sorted({*(size for size in sizes if size < limit), min(limit, sizes[-1])}))
 
 
@@ -295,5 +318,5 @@ def _at_least_one(flag: str, value: int | None, default: int) -> int:
     if value is None:
         return default
     if value < 1:
-        raise ConfigError(f"{flag} {value}: at least 1")
+        raise ConfigError(f"{flag} {value}: must be at least 1")
     return value

@@ -1,4 +1,4 @@
-"""What differs between devices when an engine is put together: implementations, not structure."""
+"""The implementations that differ between devices when an engine is assembled; the structure does not."""
 
 import importlib.util
 import logging
@@ -34,32 +34,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FP8_CAPABILITY = (8, 9)
-"""From which on a GPU converts to and from e4m3."""
+"""Lowest compute capability of a GPU that converts to and from e4m3."""
 
 
 def check_installed() -> None:
-    """Raises ConfigError where a CUDA engine lacks its kernels' compiler."""
+    """Raise ConfigError if the compiler of the CUDA kernels is not installed."""
     if importlib.util.find_spec("triton") is None:
         raise ConfigError("--device cuda needs triton: pip install 'tandem-llm[cuda]'")
 
 
 class DeviceParts(Protocol):
-    """The choices of one device."""
+    """The implementations for one device."""
+
+    device: Device
 
     def build_context(self, model: ModelConfig, dtype: torch.dtype) -> BuildContext:
         """Choose the implementations of a model's layers. Raises ConfigError for an unsupported quantization."""
 
     def check_kv(self, kv_dtype: torch.dtype) -> None:
-        """Raises ConfigError for a dtype of keys and values that the device's kernels cannot read."""
+        """Raise ConfigError for a dtype of keys and values that the device's kernels cannot read."""
 
     def attention(
         self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> AttentionBackend:
-        """For the steps that no graph holds; a new one for each slot."""
+        """Allocate the attention of the steps that no graph holds, a new one for each slot."""
 
-    def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler: ...
+    def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
+        """Allocate what draws the tokens of every step."""
 
-    def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer: ...
+    def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
+        """Allocate what computes log-probabilities."""
 
     def graphs(
         self,
@@ -70,16 +74,18 @@ class DeviceParts(Protocol):
         sampler: TokenSampler,
         slots: list[StepSlot],
         progress: Callable[[int], None],
-    ) -> StepGraphs | None: ...
+    ) -> StepGraphs | None:
+        """Capture the graphs of a configuration, None if it has none. progress: called with the percentage done."""
 
     def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:
-        """What the attention of graphs with prompts holds beyond that of the largest in one slot."""
+        """Return the bytes that the attention of mixed graphs holds beyond that of the largest in one slot."""
 
-    def clock(self) -> GpuClock | None: ...
+    def clock(self) -> GpuClock | None:
+        """Return the clock of steps on the device, None on a CPU."""
 
 
 class CpuParts:
-    """Torch throughout."""
+    """Torch for everything."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -112,7 +118,7 @@ class CpuParts:
 
 
 class CudaParts:
-    """Triton kernels, FlashInfer for ragged attention where it has the shape, CUDA graphs for most steps."""
+    """Triton kernels, FlashInfer for ragged attention of shapes that it supports, CUDA graphs for most steps."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -125,7 +131,7 @@ class CudaParts:
         if kv_dtype == torch.float8_e4m3fn and (major, minor) < FP8_CAPABILITY:
             raise ConfigError(
                 f"--kv-dtype fp8 with --device cuda: the GPU's compute capability is {major}.{minor}, "
-                f"below {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]}, and cannot convert fp8; use --kv-dtype auto"
+                f"but converting fp8 needs {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]}; use --kv-dtype auto"
             )
 
     def attention(

@@ -1,4 +1,4 @@
-"""Puts an engine core together. The only place that knows every part."""
+"""The assembly of an engine core, the only place that knows every part."""
 
 import hashlib
 import logging
@@ -33,7 +33,7 @@ from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.startup.device import check_installed
-from tandem.engine_core.startup.kv_sizing import check_flags
+from tandem.engine_core.startup.kv_sizing import check_memory_flags
 from tandem.engine_core.startup.runtime import ModelSource, build_runtime
 from tandem.engine_core.startup.start_log import StartLog
 from tandem.engine_core.wire.heartbeat import Status
@@ -44,19 +44,22 @@ from tandem.protocol.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 COMPILE_THREADS = 2
-"""Grammars compiled at once."""
+"""Number of grammars compiled at once."""
 MASK_THREADS = 8
 DEFAULT_MODEL = Path(__file__).parents[1] / "default_model"
 
 
 def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> Engine:
-    """Loads the model, sizes and allocates everything, runs each path once. Raises ConfigError if it cannot be."""
+    """Load the model, size and allocate everything, and run each path once.
+
+    Raises ConfigError if the engine cannot start as asked; the text says what to change.
+    """
     directory = Path(options.model) if options.model else DEFAULT_MODEL
     status.enter(Phase.LOADING)
     model_config = ModelConfig.read(directory)
     check_quantization(model_config.quantization)
     kind = configuration.resolve_device(options, torch.cuda.is_available())
-    check_flags(options, kind)
+    check_memory_flags(options, kind)
     if len(model_config.eos_ids) > MAX_END_IDS:
         raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")
     dtype = configuration.resolve_dtype(options, kind, model_config.dtype or "float32")
@@ -85,8 +88,8 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
 
 
 def _log_settings(config: EngineConfig, source: ModelSource) -> None:
-    """Every decision that was made for this engine, on one line of JSON."""
-    settings = structs.asdict(config) | {
+    """Log all settings of this engine on one line of JSON."""
+    settings = {name: value for name, value in structs.asdict(config).items() if name != "options"} | {
         "kv_tokens": config.kv_tokens,
         "kv_dtype": str(source.kv_dtype).removeprefix("torch."),
     }
@@ -96,14 +99,14 @@ def _log_settings(config: EngineConfig, source: ModelSource) -> None:
 
 
 class Constraints(Struct, frozen=True):
-    """What makes constraints, and what works with them."""
+    """The compiler of grammars, and what advances and applies them."""
 
     compiler: GrammarCompiler
     mask_builder: MaskBuilder
 
 
 def _start_constraints(source: ModelSource, mailbox: Mailbox, stats: EngineStats) -> Constraints:
-    """Begins with the tokenizer at once, so that it is there by the time the weights are."""
+    """Start to load the tokenizer at once, so that it is ready by the time the weights are."""
     end_ids = source.model.eos_ids
     grammars = Grammars(source.directory / "tokenizer.json", source.model.vocab_size, end_ids)
     threads = ThreadPoolExecutor(COMPILE_THREADS, "grammars")
@@ -115,7 +118,10 @@ def _start_constraints(source: ModelSource, mailbox: Mailbox, stats: EngineStats
 
 
 def _executor() -> LLExecutor | None:
-    """Threads that fill masks: all cores but the loop's and one more. One thread would only be another to wake."""
+    """Return the threads that fill masks: all cores but the loop's and one more.
+
+    None for fewer than two: a single thread would only be another one to wake.
+    """
     threads = min(len(os.sched_getaffinity(0)) - 2, MASK_THREADS)
     return LLExecutor(threads) if threads > 1 else None
 

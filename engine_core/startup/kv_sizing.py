@@ -1,4 +1,4 @@
-"""How many KV pages an engine has: from flags, and from what memory the rest of it leaves. Pure."""
+"""The number of KV pages of an engine, from its flags and the memory that the rest of it leaves. Pure."""
 
 from msgspec import Struct, structs
 
@@ -7,37 +7,37 @@ from tandem.engine_core.errors import ConfigError
 from tandem.protocol.engine_options import EngineOptions
 
 CPU_KV_BYTES, CPU_KV_SHARE = 4 * 2**30, 0.25
-"""On a CPU the pool takes this share of the free memory, no more than that, and no more than all rows could fill."""
+"""Bounds of the pool on a CPU: bytes, and share of the free memory. It takes no more than all rows could fill."""
 GPU_SHARE = 0.9
-"""Of a device's memory, for all that an engine holds there. The rest is for what the allocator cannot place."""
+"""Share of a device's memory for everything an engine holds there. The rest is for what the allocator cannot place."""
 GIB = 2**30
 
 
 class Memory(Struct, frozen=True):
-    """Bytes of the machine once all is in place but the KV pool and what steps and graphs will take.
+    """Bytes of the machine once everything is in place but the KV pool, steps and graphs.
 
     On a CPU only `free` counts.
     """
 
     free: int
-    """Now."""
+    """Bytes that are free now."""
     total: int = 0
-    """Of the device."""
+    """Bytes of the whole device."""
     free_at_start: int = 0
-    """Before this engine allocated anything; less than `total` where other processes hold some."""
+    """Bytes that were free before this engine allocated any; other processes may hold some of `total`."""
     steps: int = 0
-    """What any step takes meanwhile."""
+    """Bytes that the largest step takes while it runs."""
     graphs: int = 0
-    """What the captured graphs will hold."""
+    """Bytes that the captured graphs will hold."""
 
 
-def check_flags(options: EngineOptions, device: str) -> None:
-    """Raises ConfigError for flags that exclude each other, before anything is loaded."""
+def check_memory_flags(options: EngineOptions, device: str) -> None:
+    """Raise ConfigError for flags that exclude each other, before anything is loaded."""
     if options.kv_memory is not None and options.kv_tokens is not None:
         raise ConfigError("--kv-memory and --kv-tokens both size the KV pool; give one of them")
     for flag, amount in (("--kv-memory", options.kv_memory), ("--kv-tokens", options.kv_tokens)):
         if amount is not None and amount < 1:
-            raise ConfigError(f"{flag} {amount}: at least 1")
+            raise ConfigError(f"{flag} {amount}: must be at least 1")
     if options.gpu_memory is None:
         return
     if device == "cpu":
@@ -46,35 +46,36 @@ def check_flags(options: EngineOptions, device: str) -> None:
         if value is not None:
             raise ConfigError(f"--gpu-memory and {flag} both size the KV pool; give one of them")
     if not 0 < options.gpu_memory <= 1:
-        raise ConfigError(f"--gpu-memory {options.gpu_memory:g}: above 0 and up to 1, a share of the device's memory")
+        raise ConfigError(f"--gpu-memory {options.gpu_memory:g}: must be above 0 and up to 1, a share of the memory")
 
 
-def with_pool(config: StepConfig, options: EngineOptions, memory: Memory, token_bytes: int) -> EngineConfig:
-    """The configuration with its pages. token_bytes: of one token's keys and values over all layers.
+def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineConfig:
+    """Add the number of pages to the settings. token_bytes: of one token's keys and values over all layers.
 
-    Raises ConfigError if less than one page, or less than a --max-len that was asked for, has room.
+    Raises ConfigError if less than one page, or less than a requested --max-len, has room.
     """
-    page_size = config.page_size
+    page_size, options = config.page_size, config.options
     tokens = options.kv_tokens
     if tokens is None:
         # The reserved page is part of the memory.
-        tokens = _pool_bytes(config, options, memory, token_bytes) // token_bytes - page_size
+        tokens = _pool_bytes(config, memory, token_bytes) // token_bytes - page_size
     pages = max(0, tokens) // page_size
     if pages * page_size < 2:
         raise ConfigError(
             f"the KV pool has {tokens} tokens ({memory.free / GIB:.2f} GiB free, of which steps and graphs need "
             f"{(memory.steps + memory.graphs) / GIB:.2f}, {token_bytes} bytes a token), less than one page of "
-            f"{max(page_size, 2)}; {_remedy(options, config)}"
+            f"{max(page_size, 2)}; {_remedy(config)}"
         )
     if options.max_len is not None and pages * page_size < config.max_len:
         raise ConfigError(
             f"--max-len {config.max_len} does not fit the KV pool of {pages * page_size} tokens; lower it or "
-            f"{_remedy(options, config)}"
+            f"{_remedy(config)}"
         )
     return EngineConfig(**structs.asdict(config), pages=pages + 1)
 
 
-def _pool_bytes(config: StepConfig, options: EngineOptions, memory: Memory, token_bytes: int) -> int:
+def _pool_bytes(config: StepConfig, memory: Memory, token_bytes: int) -> int:
+    options = config.options
     if options.kv_memory is not None:
         return options.kv_memory
     if config.device == "cpu":
@@ -85,7 +86,8 @@ def _pool_bytes(config: StepConfig, options: EngineOptions, memory: Memory, toke
     return min(int(memory.total * share), memory.free_at_start) - held - memory.steps - memory.graphs
 
 
-def _remedy(options: EngineOptions, config: StepConfig) -> str:
+def _remedy(config: StepConfig) -> str:
+    options = config.options
     if options.kv_memory is not None:
         return "raise --kv-memory"
     if options.kv_tokens is not None or config.device == "cpu":

@@ -1,7 +1,7 @@
-"""Puts the runtime together, in the order that memory asks for (I7).
+"""The assembly of the runtime, in the order that device memory requires (I7).
 
-Weights; all else that lives as long as the engine; a trial over a pool of one page, which shows what steps and graphs
-take; the pool, from what is left; graphs. Nothing is allocated on the device after that.
+The order: weights; everything else that lives as long as the engine; a trial over a pool of one page, which measures
+steps and graphs; the pool, from what is left; graphs. Nothing is allocated on the device after that.
 """
 
 import logging
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelSource(Struct, frozen=True):
-    """What is loaded."""
+    """The model folder that is loaded, and the dtypes in which it is served."""
 
     directory: Path
     name: str
@@ -50,15 +50,14 @@ class ModelSource(Struct, frozen=True):
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's keys and values over all layers."""
+        """Bytes of one token's keys and values over all layers."""
         m = self.model
         return KVStorage.bytes_per_token(layers=m.layers, kv_heads=m.kv_heads, head_dim=m.head_dim, dtype=self.kv_dtype)
 
 
 class RuntimeBuilder(Struct, frozen=True):
-    """Everything that a runtime has beside its KV pool and its graphs."""
+    """Everything that a runtime needs but its KV pool and its graphs, with the steps that make those."""
 
-    device: Device
     parts: DeviceParts
     source: ModelSource
     config: StepConfig
@@ -69,40 +68,43 @@ class RuntimeBuilder(Struct, frozen=True):
     filler: MaskFiller
     slots: list[StepSlot]
 
-    def pool(self, pages: int) -> KVStorage:
-        """Raises ConfigError if the memory is not there."""
+    def build_pool(self, pages: int) -> KVStorage:
+        """Allocate a KV pool. Raises ConfigError if the memory does not suffice."""
         m, page_size = self.source.model, self.config.page_size
         try:
             return KVStorage.allocate(
                 layers=m.layers, pages=pages, page_size=page_size, kv_heads=m.kv_heads, head_dim=m.head_dim,
-                dtype=self.source.kv_dtype, device=self.device.torch_device,
+                dtype=self.source.kv_dtype, device=self.parts.device.torch_device,
             )  # fmt: skip
         except RuntimeError as error:
             raise ConfigError(
-                f"a KV pool of {pages * page_size} tokens cannot be had ({error}); lower --kv-tokens, --kv-memory or "
-                "--gpu-memory"
+                f"a KV pool of {pages * page_size} tokens cannot be allocated ({error}); lower --kv-tokens, "
+                "--kv-memory or --gpu-memory"
             ) from error
 
-    def runtime(self, kv: KVStorage, graphs: StepGraphs | None = None) -> TorchRuntime:
+    def build_runtime(self, kv: KVStorage, graphs: StepGraphs | None = None) -> TorchRuntime:
+        """Join everything into a runtime over a KV pool."""
         return TorchRuntime(
-            self.device, self.model, kv, self.tables, self.sampler, self.scorer, self.filler, self.slots,
+            self.parts.device, self.model, kv, self.tables, self.sampler, self.scorer, self.filler, self.slots,
             self.config.page_size, graphs, self.parts.clock(),
         )  # fmt: skip
 
-    def graphs(self, kv: KVStorage, status: Status) -> StepGraphs | None:
+    def capture_graphs(self, kv: KVStorage, status: Status) -> StepGraphs | None:
+        """Capture all graphs of the configuration, reporting progress; None if it has none."""
+
         def progress(percent: int) -> None:
             status.enter(Phase.WARMING, percent * 9 // 10)
 
         return self.parts.graphs(self.config, self.model, kv, self.tables, self.sampler, self.slots, progress)
 
     def capture_decode_trial(self, kv: KVStorage, count: int) -> object:
-        """Those of decode steps of the largest row count alone, so many times over."""
+        """Capture the decode graph of the largest row count `count` times, and nothing else."""
         config = structs.replace(self.config, graph_rows=self.config.graph_rows[-1:], graph_tokens=())
         slots = self.slots[:1] * count
         return self.parts.graphs(config, self.model, kv, self.tables, self.sampler, slots, lambda _: None)
 
     def capture_mixed_trial(self, kv: KVStorage, count: int) -> object:
-        """So many of the largest shapes of the largest token count, beside one decode step."""
+        """Capture `count` of the largest mixed shapes of the largest token count, beside one decode graph."""
         c = self.config
         config = structs.replace(
             c, graph_rows=c.graph_rows[-1:], mixed_graph_rows=c.mixed_graph_rows[-max(1, count) :],
@@ -111,69 +113,75 @@ class RuntimeBuilder(Struct, frozen=True):
         return self.parts.graphs(config, self.model, kv, self.tables, self.sampler, self.slots[:1], lambda _: None)
 
     def measure(self, free_at_start: int) -> Memory:
-        """A CPU's steps take little, and share their memory with other processes: nothing is tried there."""
-        device = self.device
+        """Measure the memory of steps and graphs by a trial.
+
+        free_at_start: bytes that were free before the engine allocated any. There is no trial on a CPU, whose steps
+        take little and share their memory with other processes.
+        """
+        device = self.parts.device
         if device.torch_device.type == "cpu":
             return Memory(free=device.free_bytes())
-        steps, graphs = self._try(self.pool(1))
+        steps, graphs = self._run_trial(self.build_pool(1))
         device.release_unused()
         return Memory(device.free_bytes(), device.total_bytes(), free_at_start, steps, graphs)
 
-    def _try(self, scratch: KVStorage) -> tuple[int, int]:
-        """What steps and graphs take, over a pool that goes when this returns."""
+    def _run_trial(self, scratch: KVStorage) -> tuple[int, int]:
+        """Return the bytes of steps and of graphs, over a pool that is freed when this returns."""
+        device = self.parts.device
         row_bytes = self.source.model.vocab_size * self.source.dtype.itemsize
         graphs = measure_graph_bytes(
-            self.device, self.config, row_bytes, lambda count: self.capture_decode_trial(scratch, count)
+            device, self.config, row_bytes, lambda count: self.capture_decode_trial(scratch, count)
         )
         further = self.parts.prompt_graph_bytes(self.config, self.slots)
         graphs += measure_mixed_graph_bytes(
-            self.device, self.config, further, lambda count: self.capture_mixed_trial(scratch, count)
+            device, self.config, further, lambda count: self.capture_mixed_trial(scratch, count)
         )
-        return measure_step_bytes(self.device, self.runtime(scratch), self.config), graphs
+        return measure_step_bytes(device, self.build_runtime(scratch), self.config), graphs
 
 
 def build_runtime(
     options: EngineOptions, source: ModelSource, device: Device, filler: MaskFiller, status: Status, log: StartLog
 ) -> tuple[TorchRuntime, EngineConfig]:
-    """Loads, measures and allocates everything, and runs each path once. Raises ConfigError if it cannot be."""
+    """Load, measure and allocate everything, and run each path once.
+
+    Raises ConfigError if the settings contradict each other, the model cannot be loaded or the memory does not suffice.
+    """
     free_at_start = device.free_bytes()
     try:
-        return _build(
-            _runtime_builder(options, source, device, filler, status, log), options, free_at_start, status, log
-        )
+        return _build(_new_builder(options, source, device, filler, status, log), free_at_start, status, log)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"the memory does not hold weights, steps, graphs and KV pool ({error}); lower --gpu-memory, --max-rows or "
-            "--max-step-tokens"
+            f"the memory is too small for weights, steps, graphs and KV pool ({error}); lower --gpu-memory, "
+            "--max-rows or --max-step-tokens"
         ) from error
 
 
 def _build(
-    builder: RuntimeBuilder, options: EngineOptions, free_at_start: int, status: Status, log: StartLog
+    builder: RuntimeBuilder, free_at_start: int, status: Status, log: StartLog
 ) -> tuple[TorchRuntime, EngineConfig]:
     source = builder.source
     status.enter(Phase.WARMING)
     memory = builder.measure(free_at_start)
     log.mark("trial of steps and graphs")
-    config = kv_sizing.with_pool(builder.config, options, memory, source.token_bytes)
-    kv = builder.pool(config.pages)
+    config = kv_sizing.size_pool(builder.config, memory, source.token_bytes)
+    kv = builder.build_pool(config.pages)
     _log_memory(config, memory, source)
     log.mark("KV pool")
-    warm_up(builder.runtime(kv), config)
+    warm_up(builder.build_runtime(kv), config)
     log.mark("warm-up")
-    graphs = builder.graphs(kv, status)
+    graphs = builder.capture_graphs(kv, status)
     if graphs is None:
-        return builder.runtime(kv), config
+        return builder.build_runtime(kv), config
     log.mark(
         f"graphs of {len(graphs.rows)} row counts, {len(graphs.singles) * len(graphs.tokens)} mixed shapes and "
         f"{config.depth} slots"
     )
-    runtime = builder.runtime(kv, graphs)
+    runtime = builder.build_runtime(kv, graphs)
     warm_up(runtime, config)
     return runtime, config
 
 
-def _runtime_builder(
+def _new_builder(
     options: EngineOptions, source: ModelSource, device: Device, filler: MaskFiller, status: Status, log: StartLog
 ) -> RuntimeBuilder:
     parts: DeviceParts = CudaParts(device) if device.torch_device.type == "cuda" else CpuParts(device)
@@ -196,7 +204,7 @@ def _runtime_builder(
     sampler = parts.sampler(tables, vocab_size, config.max_rows)
     scorer = parts.scorer(vocab_size, config.max_rows)
     log.mark("tables and slots")
-    return RuntimeBuilder(device, parts, source, config, model, tables, sampler, scorer, filler, slots)
+    return RuntimeBuilder(parts, source, config, model, tables, sampler, scorer, filler, slots)
 
 
 def _load_model(options: EngineOptions, source: ModelSource, context: BuildContext, status: Status) -> Model:
@@ -218,7 +226,7 @@ def _log_memory(config: EngineConfig, memory: Memory, source: ModelSource) -> No
     if config.device != "cpu":
         logger.info(
             "memory in GiB: %.2f in all, %.2f free at start; weights and tables %.2f, steps %.2f, graphs %.2f "
-            "(the largest captured, the rest reckoned from them), KV pool %.2f",
+            "(the largest captured, the rest estimated from them), KV pool %.2f",
             gib(memory.total), gib(memory.free_at_start), gib(memory.free_at_start - memory.free),
             gib(memory.steps), gib(memory.graphs), gib(pool),
         )  # fmt: skip

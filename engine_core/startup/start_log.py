@@ -1,4 +1,4 @@
-"""Where the time and the memory of a start go, a line a stage."""
+"""The log of the time and memory that each stage of a start takes."""
 
 import logging
 from collections.abc import Callable
@@ -7,7 +7,7 @@ logger = logging.getLogger(__name__)
 
 
 class StartLog:
-    """Logs what passed, and what was allocated, since the stage before."""
+    """A log with one line for each stage: the time and the allocations since the stage before."""
 
     def __init__(self, clock: Callable[[], float], allocated: Callable[[], int]) -> None:
         """clock: seconds; allocated: bytes held on the device."""
@@ -17,6 +17,7 @@ class StartLog:
         self._bytes = allocated()
 
     def mark(self, stage: str) -> None:
+        """Log the stage that ends now."""
         now, held = self.clock(), self.allocated()
         logger.info("start: %s took %.2f s and %.2f GiB", stage, now - self._time, (held - self._bytes) / 2**30)
         self._time, self._bytes = now, held

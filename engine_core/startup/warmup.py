@@ -1,4 +1,4 @@
-"""Runs each path of the runtime once on the padding row, so that no request pays for a first time."""
+"""One run of each path of the runtime on the padding row, so that no request pays for compilation."""
 
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.contracts import Runtime
@@ -11,8 +11,11 @@ FULL = SamplingParams(2, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
 
 
 def warm_up(runtime: Runtime, config: StepConfig) -> None:
-    """In every slot the largest step there can be, then a short prefill and a decode step, greedy and with everything
-    on. Leaves nothing in flight, and the memory that steps need in the allocator's hands."""
+    """Run the largest possible step in every slot, then a short prefill and a decode step.
+
+    The short steps run greedily and with every sampling feature on. Nothing is left in flight, and the allocator keeps
+    the memory that steps need.
+    """
     for slot in range(config.depth):
         _run(runtime, slot, full_step(config))
         for params, logprobs in ((GREEDY, -1), (FULL, 1)):
@@ -22,7 +25,7 @@ def warm_up(runtime: Runtime, config: StepConfig) -> None:
 
 
 def full_step(config: StepConfig) -> StepPlan:
-    """As many rows as there can be, all sampled, with as many positions as a step takes, all scored."""
+    """Plan the largest step: every row sampled, and as many positions as a step takes, all scored."""
     length, longer = divmod(config.max_step_tokens, config.max_rows)
     # The token that is sampled needs a position of its own.
     lengths = [min(length + (index < longer), config.max_len - 1) for index in range(config.max_rows)]
@@ -31,7 +34,7 @@ def full_step(config: StepConfig) -> StepPlan:
 
 
 def _short_steps(params: SamplingParams, max_len: int, logprobs: int) -> tuple[StepPlan, ...]:
-    """The decode row samples only where it has room for it."""
+    """Plan a prefill and two decode steps; the decode row samples only where it has room for the token."""
     length = max(1, min(4, max_len - 2))
     decode = ScheduledSequence(-1, PADDING_ROW, length, 1, length + 1 < max_len)
     masked = ScheduledSequence(-1, PADDING_ROW, length, 1, length + 1 < max_len, constrained=True)

@@ -1,4 +1,4 @@
-"""From wishes, model and machine to decisions."""
+"""The settings that follow from options, model and machine."""
 
 from typing import Any
 
@@ -18,13 +18,13 @@ def decide(device: str = "cpu", model: ModelShape = MODEL, **options: Any) -> St
 
 
 class TestDefaults:
-    def test_of_a_cpu(self) -> None:
+    def test_a_cpu_has_small_steps_and_one_in_flight(self) -> None:
         config = decide()
         assert (config.depth, config.max_rows, config.max_step_tokens, config.prefill_chunk) == (1, 32, 128, 128)
         assert (config.max_len, config.page_size, config.max_waiting) == (2048, 16, 1024)
         assert (config.model_name, config.device, config.dtype) == ("tiny", "cpu", "float32")
 
-    def test_of_cuda(self) -> None:
+    def test_cuda_has_large_steps_and_two_in_flight(self) -> None:
         config = decide("cuda")
         assert (config.depth, config.max_rows, config.max_step_tokens, config.prefill_chunk) == (2, 256, 2048, 256)
 
@@ -35,29 +35,29 @@ class TestDefaults:
     def test_a_step_serves_every_row(self) -> None:
         assert decide(max_rows=300).max_step_tokens == 300
 
-    def test_a_name_to_serve_under(self) -> None:
+    def test_the_served_name_replaces_the_models(self) -> None:
         assert decide(served_model_name="mine").model_name == "mine"
 
     @pytest.mark.parametrize(("device", "pipeline", "depth"), [("cpu", "on", 2), ("cpu", "off", 1), ("cuda", "off", 1)])
-    def test_the_pipeline_as_asked(self, device: str, pipeline: str, depth: int) -> None:
+    def test_depth_follows_the_requested_pipeline(self, device: str, pipeline: str, depth: int) -> None:
         assert decide(device, pipeline=pipeline).depth == depth
 
     @pytest.mark.parametrize(("asked", "chunk", "step"), [(100, 100, 128), (500, 500, 500), (10_000, 2048, 2048)])
-    def test_a_step_holds_the_chunk_that_was_asked_for(self, asked: int, chunk: int, step: int) -> None:
+    def test_a_step_holds_the_requested_chunk(self, asked: int, chunk: int, step: int) -> None:
         config = decide(prefill_chunk=asked)
         assert (config.prefill_chunk, config.max_step_tokens) == (chunk, step)
 
     @pytest.mark.parametrize(
         ("max_len", "page_size", "pages"), [(32, 16, 2), (33, 16, 3), (2, None, 1), (5, 1, 5), (33, 64, 1)]
     )
-    def test_pages_of_a_row(self, max_len: int, page_size: int | None, pages: int) -> None:
+    def test_a_row_has_pages_for_its_whole_length(self, max_len: int, page_size: int | None, pages: int) -> None:
         config = decide(max_len=max_len, page_size=page_size)
         assert (config.pages_per_row, config.max_page_entries) == (pages, 32 * pages)
 
     @pytest.mark.parametrize(
         ("max_len", "page_size"), [(None, 2048), (2, 2), (3, 4), (4, 4), (5, 8), (1024, 1024), (1025, 2048)]
     )
-    def test_one_page_a_sequence(self, max_len: int | None, page_size: int) -> None:
+    def test_the_largest_page_holds_one_sequence(self, max_len: int | None, page_size: int) -> None:
         config = decide(max_len=max_len, page_size="max")
         assert (config.page_size, config.pages_per_row) == (page_size, 1)
 
@@ -65,32 +65,38 @@ class TestDefaults:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"page_size": 0}, "--page-size 0"),
     ({"page_size": -16}, "--page-size -16"),
-    ({"page_size": 12}, "--page-size 12 is no power of two"),
-    ({"page_size": 4096}, "--page-size 4096 is more than a sequence of --max-len 2048 can use; at most 2048, or max"),
-    ({"page_size": 128, "max_len": 33}, "--page-size 128 is more than a sequence of --max-len 33 can use; at most 64"),
-    ({"max_rows": 0}, "--max-rows 0: at least 1"),
-    ({"max_rows": -1}, "--max-rows -1: at least 1"),
-    ({"max_waiting": 0}, "--max-waiting 0: at least 1"),
-    ({"max_step_tokens": 0}, "--max-step-tokens 0: at least 1"),
+    ({"page_size": 12}, "--page-size 12 is not a power of two"),
+    (
+        {"page_size": 4096},
+        "--page-size 4096 is more than a sequence of --max-len 2048 can use; use at most 2048, or max",
+    ),
+    (
+        {"page_size": 128, "max_len": 33},
+        "--page-size 128 is more than a sequence of --max-len 33 can use; use at most 64",
+    ),
+    ({"max_rows": 0}, "--max-rows 0: must be at least 1"),
+    ({"max_rows": -1}, "--max-rows -1: must be at least 1"),
+    ({"max_waiting": 0}, "--max-waiting 0: must be at least 1"),
+    ({"max_step_tokens": 0}, "--max-step-tokens 0: must be at least 1"),
     ({"max_step_tokens": 31}, "--max-step-tokens 31 is below --max-rows 32"),
-    ({"prefill_chunk": 0}, "--prefill-chunk 0: at least 1"),
+    ({"prefill_chunk": 0}, "--prefill-chunk 0: must be at least 1"),
     ({"max_step_tokens": 512, "prefill_chunk": 513}, "--prefill-chunk 513 is more than the --max-step-tokens 512"),
     ({"graph_rows": "1,2"}, "--graph-rows 1,2 with --device cpu"),
     ({"graph_tokens": "64"}, "--graph-tokens 64 with --device cpu"),
-    ({"max_len": 0}, "--max-len 0: at least 1"),
-    ({"max_len": 1}, "--max-len 1: at least 2"),
+    ({"max_len": 0}, "--max-len 0: must be at least 1"),
+    ({"max_len": 1}, "--max-len 1: must be at least 2"),
     ({"max_len": 2049}, "--max-len 2049, but the model's positions end at 2048"),
 ]
 
 
 @pytest.mark.parametrize(("options", "text"), WRONG, ids=[text for _, text in WRONG])
-def test_contradictions_are_named_with_numbers(options: dict[str, Any], text: str) -> None:
+def test_contradicting_options_are_refused_with_numbers(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         decide(**options)
     assert text in str(caught.value)
 
 
-def test_graphs_of_prompts_come_with_those_of_rows() -> None:
+def test_mixed_graphs_need_decode_graphs() -> None:
     with pytest.raises(ConfigError, match="--graph-rows off and --graph-tokens 128 exclude each other"):
         decide("cuda", graph_rows="off", graph_tokens="128")
     for off in ({"graph_rows": "off"}, {"graph_rows": "off", "graph_tokens": "off"}):
@@ -109,10 +115,10 @@ class TestDevice:
             ("cuda", True, "cuda"),
         ],
     )
-    def test_table(self, asked: Any, cuda: bool, device: str) -> None:
+    def test_device_is_resolved_by_option_and_machine(self, asked: Any, cuda: bool, device: str) -> None:
         assert resolve_device(EngineOptions(device=asked), cuda) == device
 
-    def test_cuda_that_is_not_there(self) -> None:
+    def test_unavailable_cuda_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="torch sees no CUDA device"):
             resolve_device(EngineOptions(device="cuda"), False)
 
@@ -125,17 +131,17 @@ class TestDevice:
             ("float32", "cuda", "float32"),
         ],
     )
-    def test_dtype(self, asked: Any, device: str, dtype: str) -> None:
+    def test_dtype_is_resolved_by_option_and_device(self, asked: Any, device: str, dtype: str) -> None:
         assert resolve_dtype(EngineOptions(dtype=asked), device, "bfloat16") == dtype
 
 
 class TestThreads:
     @pytest.mark.parametrize(("asked", "cores", "threads"), [(None, 8, 7), (None, 1, 1), (3, 8, 3), (1, 8, 1)])
-    def test_one_core_is_left(self, asked: int | None, cores: int, threads: int) -> None:
+    def test_threads_leave_one_core_to_the_frontends(self, asked: int | None, cores: int, threads: int) -> None:
         assert resolve_threads(EngineOptions(threads=asked), cores) == threads
 
     @pytest.mark.parametrize("threads", [0, -1])
-    def test_no_threads(self, threads: int) -> None:
+    def test_fewer_than_one_thread_is_refused(self, threads: int) -> None:
         with pytest.raises(ConfigError, match="--threads"):
             resolve_threads(EngineOptions(threads=threads), 8)
 
@@ -158,7 +164,7 @@ MAYBE = st.none() | st.integers(-2, 700)
     st.builds(ModelShape, st.just("m"), st.integers(2, 600)),
     st.sampled_from(["cpu", "cuda"]),
 )
-def test_whatever_is_decided_holds_together(options: EngineOptions, model: ModelShape, device: str) -> None:
+def test_resolved_settings_are_consistent(options: EngineOptions, model: ModelShape, device: str) -> None:
     try:
         config = resolve(options, model, device, "float32")
     except ConfigError:
@@ -171,6 +177,6 @@ def test_whatever_is_decided_holds_together(options: EngineOptions, model: Model
     assert config.page_size.bit_count() == 1
     for name in ("max_len", "max_rows", "max_step_tokens"):
         if getattr(options, name) is not None:
-            assert getattr(config, name) == getattr(options, name), "what is asked for is given or refused"
+            assert getattr(config, name) == getattr(options, name), "a requested value is taken or refused"
     if options.prefill_chunk is not None:
         assert config.prefill_chunk == min(int(options.prefill_chunk), config.max_len)

@@ -1,4 +1,4 @@
-"""The switches of the scheduler: defaults, and which of them exclude each other."""
+"""The settings of the scheduler: defaults, and switches that exclude each other."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def decide(**options: Any) -> StepConfig:
     return resolve(EngineOptions(**options), MODEL, "cpu", "float32")
 
 
-def test_defaults() -> None:
+def test_scheduling_defaults() -> None:
     config = decide()
     assert (config.policy, config.static_batching, config.max_prefill_chunks_per_step) == ("fcfs", False, 0)
     assert (config.prefix_cache, config.max_sessions, config.session_ttl) == (True, MAX_SESSIONS, 600.0)
@@ -29,14 +29,14 @@ def test_without_the_prefix_cache_there_are_no_sessions(options: dict[str, Any])
     assert (config.prefix_cache, config.max_sessions) == (False, 0)
 
 
-def test_whole_prompts() -> None:
+def test_whole_prompts_need_a_step_that_holds_the_longest() -> None:
     assert (decide(prefill_chunk="off").prefill_chunk, decide(prefill_chunk="off").max_step_tokens) == (0, 2048 + 32)
     assert (decide(batching="static").prefill_chunk, decide(batching="static").max_step_tokens) == (0, 2048 + 32)
     assert decide(prefill_chunk="off", max_step_tokens=5000).max_step_tokens == 5000
     assert decide(prefill_chunk="off", max_len=100, max_rows=8).max_step_tokens == 128
 
 
-def test_what_is_asked_for() -> None:
+def test_requested_values_are_taken() -> None:
     config = decide(policy="priority", max_prefill_chunks_per_step=3, max_sessions=7, session_ttl=1.5)
     assert (config.policy, config.max_prefill_chunks_per_step, config.max_sessions, config.session_ttl) == (
         "priority",
@@ -49,7 +49,7 @@ def test_what_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("rows", "length", "uploads"), [(1, 100, 100), (32, 2048, STEP_UPLOADS), (2, 2000, 4000)])
-def test_what_a_step_may_bring(rows: int, length: int, uploads: int) -> None:
+def test_max_uploads_is_bounded_by_rows_and_a_constant(rows: int, length: int, uploads: int) -> None:
     assert decide(max_rows=rows, max_len=length).max_uploads == uploads
 
 
@@ -70,16 +70,16 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
         {"prefill_chunk": "off", "max_step_tokens": 500},
         ["--max-step-tokens 500", "--max-len 2048", "raise it to 2080", "--prefill-chunk"],
     ),
-    ({"max_prefill_chunks_per_step": 0}, ["--max-prefill-chunks-per-step 0: at least 1"]),
-    ({"session_ttl": -1.0}, ["--session-ttl -1: a number of seconds, at least 0"]),
-    ({"session_ttl": float("nan")}, ["--session-ttl nan: a number of seconds, at least 0"]),
-    ({"session_ttl": float("inf")}, ["--session-ttl inf: a number of seconds, at least 0"]),
-    ({"max_sessions": -1}, ["--max-sessions -1: at least 0"]),
+    ({"max_prefill_chunks_per_step": 0}, ["--max-prefill-chunks-per-step 0: must be at least 1"]),
+    ({"session_ttl": -1.0}, ["--session-ttl -1: must be a finite number of seconds, at least 0"]),
+    ({"session_ttl": float("nan")}, ["--session-ttl nan: must be a finite number of seconds, at least 0"]),
+    ({"session_ttl": float("inf")}, ["--session-ttl inf: must be a finite number of seconds, at least 0"]),
+    ({"max_sessions": -1}, ["--max-sessions -1: must be at least 0"]),
 ]
 
 
 @pytest.mark.parametrize(("options", "parts"), WRONG, ids=[parts[0] for _, parts in WRONG])
-def test_contradictions_name_both(options: dict[str, Any], parts: list[str]) -> None:
+def test_contradicting_switches_are_both_named(options: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         decide(**options)
     for part in parts:
@@ -100,7 +100,7 @@ def test_contradictions_name_both(options: dict[str, Any], parts: list[str]) -> 
         max_sessions=st.none() | st.integers(0, 3),
     )
 )
-def test_whatever_is_decided_holds_together(options: EngineOptions) -> None:
+def test_resolved_settings_are_consistent(options: EngineOptions) -> None:
     try:
         config = resolve(options, MODEL, "cpu", "float32")
     except ConfigError:

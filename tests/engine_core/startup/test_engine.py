@@ -1,4 +1,4 @@
-"""From a model folder to an engine that answers."""
+"""An engine built from a model folder answers, and says why it cannot be built."""
 
 import hashlib
 import threading
@@ -65,7 +65,7 @@ def test_a_built_engine_answers(folder: Path, pipeline: Any) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 8, 64, "max"])
-def test_any_page_size(folder: Path, page_size: Any) -> None:
+def test_an_engine_answers_with_any_page_size(folder: Path, page_size: Any) -> None:
     engine, mailbox, _ = build(folder, page_size=page_size, max_len=60)
     prompts, params = [[5, 6, 7], [9] * 30, [3]], SamplingParams(25, temperature=0.0, ignore_eos=True)
     mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "x")))
@@ -78,7 +78,7 @@ def test_any_page_size(folder: Path, page_size: Any) -> None:
 
 
 @pytest.mark.parametrize(("max_len", "rounded"), [(32, False), (33, True)])
-def test_a_region_that_is_rounded_up_is_told(
+def test_a_region_that_is_rounded_up_is_logged(
     folder: Path, max_len: int, rounded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
@@ -86,7 +86,7 @@ def test_a_region_that_is_rounded_up_is_told(
     assert ("64 positions a sequence, --max-len 33 rounded up to a power of two" in caplog.text) == rounded
 
 
-def test_memory_of_the_pool_as_asked(folder: Path) -> None:
+def test_the_pool_takes_the_requested_memory(folder: Path) -> None:
     token_bytes = 2 * CONFIG.layers * CONFIG.kv_heads * CONFIG.head_dim * 4
     for kv_dtype, width in (("auto", 1), ("fp8", 4)):
         engine, _, status = build(folder, kv_memory=100 * 16 * token_bytes, kv_dtype=kv_dtype)
@@ -96,7 +96,7 @@ def test_memory_of_the_pool_as_asked(folder: Path) -> None:
         assert sum(pool.nbytes for pool in pools) == 100 * 16 * token_bytes
 
 
-def test_the_facts(folder: Path) -> None:
+def test_ready_names_the_facts_and_limits(folder: Path) -> None:
     engine, mailbox, status = build(folder, kv_tokens=100, max_waiting=7, max_step_tokens=33, served_model_name="mine")
     mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "x")))
     engine.tick()
@@ -111,7 +111,7 @@ def test_the_facts(folder: Path) -> None:
     assert (status.stats.rows_total, status.stats.pages_total) == (4, 6)
 
 
-def test_its_name_and_a_missing_tokenizer(folder: Path) -> None:
+def test_the_name_is_the_folders_and_a_missing_tokenizer_has_no_fingerprint(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     engine, _, _ = build(folder)
     assert engine.control.model.name == folder.name
@@ -126,7 +126,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"threads": -1}, "--threads"),
     ({}, {"kv_tokens": 100, "kv_memory": 2**20}, "--kv-memory and --kv-tokens"),
     ({}, {"gpu_memory": 0.5}, "--gpu-memory with --device cpu"),
-    ({}, {"kv_memory": 2**50}, "cannot be had"),
+    ({}, {"kv_memory": 2**50}, "cannot be allocated"),
     ({"architectures": ["GPT2LMHeadModel"]}, {}, "GPT2LMHeadModel is not supported"),
     ({"hidden_size": 64}, {}, "does not fit the model"),
     ({"eos_token_id": list(range(33))}, {}, "33 end ids, at most 32"),
@@ -135,20 +135,22 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that must not be there")
 @pytest.mark.parametrize(("config", "options", "text"), WRONG, ids=[text for *_, text in WRONG])
-def test_what_cannot_be_built(folder: Path, config: dict[str, Any], options: dict[str, Any], text: str) -> None:
+def test_a_build_that_cannot_succeed_is_refused_with_the_reason(
+    folder: Path, config: dict[str, Any], options: dict[str, Any], text: str
+) -> None:
     write_config(folder, **config)
     with pytest.raises(ConfigError) as caught:
         build(folder, **options)
     assert text in str(caught.value)
 
 
-def test_no_such_folder(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         build(tmp_path / "missing")
 
 
-def test_compilation_wakes_the_loop() -> None:
-    """The default model's folder, because a grammar needs a tokenizer."""
+def test_a_compiled_grammar_wakes_the_loop() -> None:
+    """Uses the default model's folder, because a grammar needs a tokenizer."""
     engine, mailbox, _ = build(DEFAULT_MODEL)
     woken = threading.Event()
     compiler = engine.compiler
@@ -166,7 +168,7 @@ def test_compilation_wakes_the_loop() -> None:
     engine.compiler.close()
 
 
-def test_a_folder_without_a_tokenizer_serves_what_needs_none(folder: Path) -> None:
+def test_a_folder_without_a_tokenizer_serves_unconstrained_requests(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     engine, mailbox, _ = build(folder)
     free, bound = (Submit(number, pack_ids([5, 6]), SamplingParams(2), text) for number, text in ((1, None), (2, "x")))

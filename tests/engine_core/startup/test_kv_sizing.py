@@ -1,4 +1,4 @@
-"""From flags and measured memory to the number of KV pages."""
+"""The number of KV pages follows from flags and measured memory."""
 
 from typing import Any
 
@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 from tandem.engine_core.config import EngineConfig, ModelShape, resolve
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.startup import kv_sizing
-from tandem.engine_core.startup.kv_sizing import GIB, Memory, check_flags, with_pool
+from tandem.engine_core.startup.kv_sizing import GIB, Memory, check_memory_flags, size_pool
 from tandem.protocol.engine_options import EngineOptions
 
 MODEL = ModelShape("tiny", 2048)
 CPU = Memory(free=8 * GIB)
 GPU = Memory(free=57 * GIB, total=64 * GIB, free_at_start=63 * GIB, steps=1 * GIB, graphs=2 * GIB)
-"""6 GiB of weights; another GiB is not this engine's."""
+"""Memory of a GPU with 6 GiB of weights, and 1 GiB that other processes hold."""
 TOKEN = 1024
 
 
 def decide(memory: Memory, token_bytes: int = TOKEN, model: ModelShape = MODEL, **flags: Any) -> EngineConfig:
     options = EngineOptions(**flags)
     device = "cuda" if memory.total else "cpu"
-    return with_pool(resolve(options, model, device, "float32"), options, memory, token_bytes)
+    return size_pool(resolve(options, model, device, "float32"), memory, token_bytes)
 
 
 def pool_bytes(config: EngineConfig, token_bytes: int = TOKEN) -> int:
@@ -30,35 +30,35 @@ def pool_bytes(config: EngineConfig, token_bytes: int = TOKEN) -> int:
 
 
 class TestCpu:
-    def test_no_more_than_all_rows_could_fill(self) -> None:
+    def test_the_pool_is_no_larger_than_all_rows_could_fill(self) -> None:
         assert decide(CPU).kv_tokens == 32 * 2048
         assert decide(CPU, max_len=33, page_size=16).kv_tokens == 32 * 48, "whole pages"
         assert decide(CPU, max_len=33, page_size="max").kv_tokens == 32 * 64
 
-    def test_no_more_than_a_share_of_what_is_free(self) -> None:
+    def test_the_pool_takes_a_share_of_the_free_memory(self) -> None:
         assert pool_bytes(decide(Memory(free=4 * GIB), 1 << 20, page_size=16), 1 << 20) == GIB
 
-    def test_no_more_than_a_bound(self) -> None:
+    def test_the_pool_is_bounded_in_bytes(self) -> None:
         model = ModelShape("big", 100_000)
         config = decide(Memory(free=1000 * GIB), 1 << 20, model)
         assert pool_bytes(config, 1 << 20) == kv_sizing.CPU_KV_BYTES
 
 
 class TestGpu:
-    def test_the_default_share_less_weights_steps_and_graphs(self) -> None:
+    def test_the_pool_takes_the_default_share_less_weights_steps_and_graphs(self) -> None:
         expected = int(64 * GIB * 0.9) - (6 + 1 + 2) * GIB
         assert 0 <= expected - pool_bytes(decide(GPU)) < 16 * TOKEN
 
-    def test_a_share_as_asked(self) -> None:
+    def test_the_pool_takes_a_requested_share(self) -> None:
         expected = int(64 * GIB * 0.5) - (6 + 1 + 2) * GIB
         assert 0 <= expected - pool_bytes(decide(GPU, gpu_memory=0.5)) < 16 * TOKEN
 
-    def test_what_others_hold_is_not_taken(self) -> None:
+    def test_memory_of_other_processes_is_not_taken(self) -> None:
         crowded = Memory(free=14 * GIB, total=64 * GIB, free_at_start=20 * GIB, steps=GIB, graphs=2 * GIB)
         assert 0 <= 11 * GIB - pool_bytes(decide(crowded)) < 16 * TOKEN
 
     def test_two_engines_share_a_device(self) -> None:
-        """The second finds the first one's memory gone, and still takes its share of the whole."""
+        """The second finds the memory of the first taken, and still takes its share of the whole."""
         first = pool_bytes(decide(GPU, gpu_memory=0.45))
         second = Memory(free=57 * GIB - first - 9 * GIB, total=64 * GIB, free_at_start=63 * GIB - first - 9 * GIB,
                         steps=GIB, graphs=2 * GIB)  # fmt: skip
@@ -66,12 +66,12 @@ class TestGpu:
 
 
 @pytest.mark.parametrize("memory", [CPU, GPU])
-class TestAsAsked:
+class TestRequestedSizes:
     @pytest.mark.parametrize(("asked", "tokens"), [(16, 16), (31, 16), (32, 32), (100_000, 100_000)])
-    def test_tokens(self, memory: Memory, asked: int, tokens: int) -> None:
+    def test_requested_tokens_are_rounded_down_to_pages(self, memory: Memory, asked: int, tokens: int) -> None:
         assert decide(memory, kv_tokens=asked).kv_tokens == tokens
 
-    def test_memory_is_all_that_the_pool_takes(self, memory: Memory) -> None:
+    def test_requested_memory_is_all_that_the_pool_takes(self, memory: Memory) -> None:
         config = decide(memory, kv_memory=10 * GIB)
         assert pool_bytes(config) == 10 * GIB
         assert config.kv_tokens == 10 * GIB // TOKEN - 16
@@ -80,7 +80,7 @@ class TestAsAsked:
         wide, narrow = decide(memory, 2048, kv_memory=GIB), decide(memory, 1024, kv_memory=GIB)
         assert narrow.pages == 2 * wide.pages
 
-    def test_one_page_a_sequence(self, memory: Memory) -> None:
+    def test_the_largest_page_holds_one_sequence(self, memory: Memory) -> None:
         config = decide(memory, page_size="max", max_len=1000, kv_memory=2**23)
         assert (config.page_size, config.pages, config.kv_tokens) == (1024, 8, 7 * 1024)
 
@@ -105,7 +105,9 @@ WRONG: list[tuple[Memory, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("memory", "flags", "text"), WRONG, ids=[text for *_, text in WRONG])
-def test_too_little_is_said_with_numbers_and_a_remedy(memory: Memory, flags: dict[str, Any], text: str) -> None:
+def test_a_pool_that_is_too_small_is_refused_with_numbers_and_a_remedy(
+    memory: Memory, flags: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         decide(memory, **flags)
     assert text in str(caught.value)
@@ -116,9 +118,9 @@ EXCLUSIVE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("cuda", {"kv_memory": GIB, "gpu_memory": 0.5}, ("--gpu-memory", "--kv-memory")),
     ("cuda", {"kv_tokens": 100, "gpu_memory": 0.5}, ("--gpu-memory", "--kv-tokens")),
     ("cpu", {"gpu_memory": 0.5}, ("--gpu-memory", "--device cpu")),
-    ("cpu", {"kv_memory": 0}, ("--kv-memory 0: at least 1",)),
-    ("cpu", {"kv_memory": -5}, ("--kv-memory -5: at least 1",)),
-    ("cuda", {"kv_tokens": 0}, ("--kv-tokens 0: at least 1",)),
+    ("cpu", {"kv_memory": 0}, ("--kv-memory 0: must be at least 1",)),
+    ("cpu", {"kv_memory": -5}, ("--kv-memory -5: must be at least 1",)),
+    ("cuda", {"kv_tokens": 0}, ("--kv-tokens 0: must be at least 1",)),
     ("cuda", {"gpu_memory": 0.0}, ("--gpu-memory 0:",)),
     ("cuda", {"gpu_memory": 1.01}, ("--gpu-memory 1.01:",)),
     ("cuda", {"gpu_memory": float("nan")}, ("--gpu-memory nan:",)),
@@ -130,13 +132,13 @@ def test_flags_that_exclude_each_other_are_both_named(
     device: str, flags: dict[str, Any], named: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_flags(EngineOptions(**flags), device)
+        check_memory_flags(EngineOptions(**flags), device)
     assert all(name in str(caught.value) for name in named)
 
 
 @pytest.mark.parametrize("flags", [{}, {"kv_memory": GIB}, {"kv_tokens": 5}, {"gpu_memory": 1.0}])
-def test_one_of_them_is_taken(flags: dict[str, Any]) -> None:
-    check_flags(EngineOptions(**flags), "cuda")
+def test_a_single_size_flag_is_accepted(flags: dict[str, Any]) -> None:
+    check_memory_flags(EngineOptions(**flags), "cuda")
 
 
 @settings(deadline=None, max_examples=150, print_blob=True)

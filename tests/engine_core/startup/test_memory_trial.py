@@ -1,4 +1,4 @@
-"""What a trial says of steps and graphs."""
+"""The memory of steps and graphs, as a trial measures it."""
 
 import pytest
 from msgspec import structs
@@ -12,9 +12,9 @@ from tests.fakes.counted_device import CountedDevice, Held
 from tests.fakes.runtime import FakeRuntime
 
 SHARED, DRIVER, ROW, KERNELS = 5000, 300, 7, 900
-"""What all graphs share; what the driver takes for a capture; logits of a row; code, at the first run for good."""
+"""Bytes that all graphs share, of the driver for each capture, of a row's logits, and of code loaded once."""
 BUFFERS, PROMPT = 800, 60
-"""What all graphs of steps with prompts share, and those of one token count."""
+"""Bytes that all mixed graphs share, and those that the graphs of one token count share."""
 
 
 def config(graph_rows: tuple[int, ...] = (1, 4, 16), depth: int = 2, **changed: int) -> StepConfig:
@@ -26,7 +26,7 @@ def config(graph_rows: tuple[int, ...] = (1, 4, 16), depth: int = 2, **changed: 
 
 
 class Captures:
-    """Captures as a device would feel them."""
+    """Captures that take the memory of a counted device."""
 
     def __init__(self, device: CountedDevice) -> None:
         self.device = device
@@ -40,14 +40,14 @@ class Captures:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("graph_rows", [(16,), (1, 16), (1, 2, 4, 8, 16)])
-def test_all_graphs_are_reckoned_from_the_largest(graph_rows: tuple[int, ...], depth: int) -> None:
+def test_bytes_of_all_decode_graphs_are_estimated_from_the_largest(graph_rows: tuple[int, ...], depth: int) -> None:
     device = CountedDevice()
     found = measure_graph_bytes(device, config(graph_rows, depth), ROW, Captures(device))
     assert found == SHARED + depth * sum(DRIVER + rows * ROW for rows in graph_rows)
     assert device.held_bytes() == KERNELS, "nothing of the trial is left but code"
 
 
-def test_without_graphs_nothing_is_tried() -> None:
+def test_nothing_is_captured_without_graph_rows() -> None:
     device = CountedDevice()
     captures = Captures(device)
     assert measure_graph_bytes(device, config(()), ROW, captures) == 0
@@ -55,7 +55,7 @@ def test_without_graphs_nothing_is_tried() -> None:
 
 
 class MixedCaptures(Captures):
-    """One decode graph, and mixed ones beside it that share buffers and the attention of their token count."""
+    """One decode graph, and mixed graphs that share buffers and the attention of their token count."""
 
     def __call__(self, count: int, rows: int = 16) -> list[Held]:
         held = super().__call__(1, rows)
@@ -65,7 +65,7 @@ class MixedCaptures(Captures):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_mixed_graphs_are_reckoned_from_the_two_largest(depth: int) -> None:
+def test_bytes_of_all_mixed_graphs_are_estimated_from_the_two_largest(depth: int) -> None:
     device = CountedDevice()
     sizes = structs.replace(config((1, 16), depth), mixed_graph_rows=(0, 8, 16), graph_tokens=(64, 128))
     further = (depth * 2 - 1) * PROMPT
@@ -74,7 +74,7 @@ def test_mixed_graphs_are_reckoned_from_the_two_largest(depth: int) -> None:
     assert device.held_bytes() == KERNELS
 
 
-def test_where_prompts_have_no_graphs_nothing_is_tried() -> None:
+def test_nothing_is_captured_without_graph_tokens() -> None:
     device = CountedDevice()
     captures = MixedCaptures(device)
     sizes = structs.replace(config(), mixed_graph_rows=(0, 8), graph_tokens=(64,))
@@ -84,7 +84,7 @@ def test_where_prompts_have_no_graphs_nothing_is_tried() -> None:
 
 
 class HungryRuntime(FakeRuntime):
-    """Takes memory for each position of a step, which the allocator keeps."""
+    """A runtime that takes memory for each position of a step, which the allocator keeps."""
 
     def __init__(self, device: CountedDevice) -> None:
         super().__init__(16, 10, 4)
@@ -102,7 +102,7 @@ class HungryRuntime(FakeRuntime):
         return []
 
 
-def test_the_largest_step_says_what_steps_take() -> None:
+def test_step_bytes_are_those_of_the_largest_step() -> None:
     device = CountedDevice()
     device.unused = 77
     runtime = HungryRuntime(device)
