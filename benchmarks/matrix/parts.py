@@ -42,7 +42,7 @@ mode holds of any length, and streams for each of them: many more than pages cou
 HELD_REQUESTS = 2
 """A stream and trial."""
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-UNTOLD = ("run", "port", "ops_port", "model", "api_key")
+UNREPORTED = ("run", "port", "ops_port", "model", "api_key")
 """Flags that reports leave out: paths and secrets."""
 
 
@@ -158,7 +158,7 @@ def all_flags(flags: Sequence[str]) -> dict[str, Any]:
     return {
         name: value if isinstance(value, plain) else str(value)
         for name, value in sorted(found.items())
-        if name not in UNTOLD
+        if name not in UNREPORTED
     }
 
 

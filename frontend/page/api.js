@@ -1,7 +1,7 @@
-// The server's HTTP interface: the models, and an answer as a stream of events.
+// Client of the server's HTTP interface: the list of models, and answers as streams of events.
 
 export class ApiError extends Error {
-  // `details` are the other members of OpenAI's error object, and the HTTP status if it was one.
+  // `details` are the other members of OpenAI's error object, and the HTTP status if there is one.
   constructor(message, details) {
     super(message);
     this.details = details;

@@ -75,7 +75,7 @@ async function askCompletion(text, fields) {
   await follow(new Turn(sections.completion, "", text), "v1/completions", { ...fields, prompt: text });
 }
 
-// Streams an answer into a turn; never throws.
+// Streams an answer into a turn. Never throws.
 async function follow(turn, path, body) {
   const controller = new AbortController();
   setRunning(controller);
@@ -100,7 +100,7 @@ function showMode() {
   sections.chat.hidden = !chat;
   sections.completion.hidden = chat;
   document.getElementById("system_field").hidden = !chat;
-  prompt.placeholder = chat ? "Say something" : "A text to continue";
+  prompt.placeholder = chat ? "Type a message" : "Type a text to continue";
 }
 
 document.getElementById("composer").addEventListener("submit", (event) => {

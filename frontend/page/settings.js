@@ -1,4 +1,4 @@
-// The parameters as they stand in the form, and the fields of a request that they become.
+// The parameters in the form, and the request fields they fill.
 
 const field = (id) => document.getElementById(id);
 
@@ -16,7 +16,8 @@ export function showModels(names) {
   select.replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
 }
 
-// What was filled in; the rest is the server's to decide. Undefined, with the reason shown, where a field is no JSON.
+// Returns the fields that were filled in; the server chooses the others. Undefined, with the reason shown, if the
+// schema is not JSON.
 export function requestFields() {
   const fields = { model: field("model").value };
   for (const name of NUMBERS.filter((one) => field(one).value !== "")) {
@@ -44,7 +45,7 @@ export function parseSchema() {
     schema = text === "" ? null : JSON.parse(text);
   } catch (error) {
     schema = undefined;
-    problem = `The JSON schema is no JSON: ${error.message}`;
+    problem = `The JSON schema is not valid JSON: ${error.message}`;
   }
   field("problem").textContent = problem;
   field("problem").hidden = problem === "";

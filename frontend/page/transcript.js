@@ -1,4 +1,4 @@
-// What is on view: one article a turn. Text from outside is only ever set as text.
+// The transcript: one article per turn. Text from the server or the user is only set as text, never as HTML.
 
 const view = document.getElementById("transcript");
 
@@ -11,7 +11,7 @@ export function addPrompt(section, title, text) {
 }
 
 export class Turn {
-  // `given` is what the answer continues, if anything.
+  // `given` is the text that the answer continues, if any.
   constructor(section, title, given) {
     this.content = "";
     this.started = performance.now();
@@ -54,7 +54,7 @@ export class Turn {
     stayAtEnd(() => node.appendData(text));
   }
 
-  // Ends the turn with its measures and, where there is one, the error in full.
+  // Ends the turn: shows its figures, and the whole error if there is one.
   end(how, error) {
     this.article.classList.remove("streaming");
     if (error) {
@@ -104,7 +104,7 @@ function addArticle(section, title, ...parts) {
   return article;
 }
 
-// Follows what comes in, unless somebody has scrolled up to read.
+// Scrolls to new text, unless the user has scrolled up.
 function stayAtEnd(change) {
   const atEnd = view.scrollHeight - view.scrollTop - view.clientHeight < 48;
   change();

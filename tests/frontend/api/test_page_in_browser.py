@@ -149,7 +149,7 @@ def test_a_schema_constrains_and_a_bad_one_is_shown(page: "Page", engine: FakeEn
     box = page.get_by_label("JSON schema")
     box.fill('{"type": "object",}')
     ask(page, "first")
-    page.locator("#problem", has_text="The JSON schema is no JSON").wait_for()
+    page.locator("#problem", has_text="The JSON schema is not valid JSON").wait_for()
     assert box.get_attribute("aria-invalid") == "true"
     assert engine.submits == []
     box.fill('{"type": "nonsense"}')
