@@ -135,7 +135,7 @@ def test_parameters_become_fields(page: "Page", engine: FakeEngine) -> None:
         ("Top p", "0.9"),
         ("Max tokens", "7"),
         ("Seed", "11"),
-        ("Stop strings, one a line", "never\never"),
+        ("Stop strings, one per line", "never\never"),
     ):
         page.get_by_label(label).fill(value)
     ask(page, "the fox")
