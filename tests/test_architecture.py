@@ -20,7 +20,16 @@ L2 = {"tandem.engine_core.pipeline", "tandem.engine_core.scheduler"} | {
     f"tandem.engine_core.kv_cache.{name}"
     for name in ("manager", "pages", "radix", "eviction", "pending_pages", "sessions")
 }
-L3_NAMES = ("kernels", "attention", "layers", "models", "model_config", "sampling", "loader", "kv_cache.storage")
+L3_NAMES = (
+    "kernels",
+    "attention",
+    "layers",
+    "models",
+    "model_config",
+    "sampling",
+    "loader",
+    "kv_cache.storage",
+)
 L3 = {f"tandem.engine_core.{name}" for name in L3_NAMES}
 L4 = {"tandem.engine_core.runtime", "tandem.engine_core.constraints"}
 L5_NAMES = (

@@ -24,6 +24,7 @@ from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.paged_decode import Tile, choose_splits, paged_decode
 from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
+from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.rope import rope_and_kv_write
 
 CEILING = 4385
@@ -79,7 +80,7 @@ def paged_sets(
     rows = torch.arange(1, batch + 1, dtype=torch.int32, device="cuda")
     positions = torch.full((batch,), context - 1, dtype=torch.int32, device="cuda")
     shape = ((batch * pages + 1) * PAGE, kv_heads, head_dim)
-    shared = (rows, positions, table.cuda(), PAGE, head_dim**-0.5)
+    shared = (rows, positions, PageTable(table.cuda(), PAGE, PAGE), head_dim**-0.5)
     return [(randn(batch, heads, head_dim), randn(*shape), randn(*shape), *shared) for _ in range(sets(size))], size
 
 
@@ -149,7 +150,7 @@ def bench_inputs(pdl: bool) -> Iterator[tuple[str, float, float]]:
     tokens = torch.zeros(257, 4096, dtype=torch.int32, device="cuda")
     for batch in (1, 256):
         rows = torch.arange(1, batch + 1, dtype=torch.int32, device="cuda")
-        launches: list[Launch] = [partial(decode_inputs, tokens, tokens, rows, rows, PAGE, pdl)] * 32
+        launches: list[Launch] = [partial(decode_inputs, tokens, PageTable(tokens, PAGE, PAGE), rows, rows, pdl)] * 32
         yield f"decode_inputs {batch}", microseconds(launches), batch * 32
 
 

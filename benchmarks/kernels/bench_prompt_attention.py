@@ -19,16 +19,17 @@ from torch import Tensor
 from benchmarks.graph_timing import graph_seconds
 from benchmarks.results import save
 from tandem.engine_core.attention.base import Span
-from tandem.engine_core.attention.triton import TritonRagged
+from tandem.engine_core.attention.triton import RaggedPlanner
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention import paged_decode, paged_prefill
-from tandem.engine_core.kernels.attention.paged_prefill import Shape
+from tandem.engine_core.kernels.attention.paged_prefill import TileShape
+from tandem.engine_core.kernels.page_table import PageTable
 
 LAYERS, PAGE = 16, 16
 BYTES_PER_SECOND, FLOPS = 4.385e12, 7.9e14
 CONTEXTS, TOKENS = (0, 1024, 4096, 8064), (32, 64, 128, 256, 512)
 DECODE_ROWS, DECODE_CONTEXT = 16, 1536
-SHAPES = [Shape(*s) for s in product((64, 128), (64, 128), (4, 8), (2, 3)) if s[0] * s[1] <= 128 * 128]
+SHAPES = [TileShape(*s) for s in product((64, 128), (64, 128), (4, 8), (2, 3)) if s[0] * s[1] <= 128 * 128]
 
 
 class Setup:
@@ -44,12 +45,13 @@ class Setup:
         self.table[0] = ids[:used]
         self.table[1:, :decoding] = ids[used:].view(DECODE_ROWS, decoding)
         self.table = self.table.cuda()
+        self.page_table = PageTable(self.table, PAGE, PAGE)
         shape = (LAYERS, 2, pages * PAGE, kv_heads, head_dim)
         self.pools = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.5
         self.scale = head_dim**-0.5
         self.sms = torch.cuda.get_device_properties(0).multi_processor_count
 
-    def queries(self, shape: Shape) -> int:
+    def queries(self, shape: TileShape) -> int:
         """Of one tile."""
         return max(1, shape.rows // int(triton.next_power_of_2(self.heads // self.kv_heads)))
 
@@ -74,18 +76,18 @@ def graph_us(layer: Callable[[int], object]) -> float:
 
 
 def triton_layer(
-    setup: Setup, tokens: int, context: int, shape: Shape, splits: int, pdl: bool = False, beside: bool = False
+    setup: Setup, tokens: int, context: int, shape: TileShape, splits: int, pdl: bool = False, beside: bool = False
 ) -> Callable[[int], Tensor]:
     queries = setup.queries(shape)
     host = partial(torch.empty, dtype=torch.int32)
-    ragged = TritonRagged.allocate(host, torch.device("cuda"), queries, 1, tokens)
-    tiles = ragged.plan([Span(0, 0, context, tokens)], setup.table[:1], PAGE).tiles
+    ragged = RaggedPlanner.allocate(host, torch.device("cuda"), queries, 1, tokens)
+    tiles = ragged.plan([Span(0, 0, context, tokens)], setup.page_table).tiles
     query, out = setup.query(tokens), torch.zeros_like(setup.query(tokens))
 
     def layer(index: int) -> Tensor:
         keys, values = setup.pools[index]
         return paged_prefill.paged_prefill(
-            query, keys, values, tiles, setup.table, PAGE, setup.scale, splits,
+            query, keys, values, tiles, setup.page_table, setup.scale, splits,
             pdl=pdl, beside=beside, shape=shape, out=out,
         )  # fmt: skip
 
@@ -120,7 +122,7 @@ def flashinfer_layer(setup: Setup, tokens: int, context: int, backend: str) -> C
     return layer
 
 
-def compare(setup: Setup, shapes: list[Shape]) -> list[dict[str, object]]:
+def compare(setup: Setup, shapes: list[TileShape]) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for tokens, context in product(TOKENS, CONTEXTS):
         found = {}
@@ -142,7 +144,7 @@ def compare(setup: Setup, shapes: list[Shape]) -> list[dict[str, object]]:
     return rows
 
 
-def beside_decode(setup: Setup, shape: Shape) -> list[dict[str, object]]:
+def beside_decode(setup: Setup, shape: TileShape) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     rows = torch.arange(1, 1 + DECODE_ROWS, dtype=torch.int32, device="cuda")
     positions = torch.full_like(rows, DECODE_CONTEXT - 1)
@@ -154,7 +156,7 @@ def beside_decode(setup: Setup, shape: Shape) -> list[dict[str, object]]:
         def decode(index: int, splits: int = splits) -> None:
             keys, values = setup.pools[index]
             paged_decode.paged_decode(
-                query, keys, values, rows, positions, setup.table, PAGE, setup.scale, splits, pdl=True, out=out
+                query, keys, values, rows, positions, setup.page_table, setup.scale, splits, pdl=True, out=out
             )
 
         print(f"decode of {DECODE_ROWS} rows, {splits} splits: {graph_us(decode):.1f} us")

@@ -1,7 +1,7 @@
 """Ragged attention over the paged pool through FlashInfer (Ye et al., 2025): prefill, chunks and mixed steps.
 
-One instance a slot (and, for graphs, a number of tokens), because planning writes into pinned memory that the device
-still reads (I6). Every host tensor given to the library is a pinned buffer of this instance: from pageable memory its
+One planner a slot (and, for graphs, a number of tokens), because planning writes into pinned memory that the device
+still reads (I6). Every host tensor given to the library is a pinned buffer of the planner: from pageable memory its
 copies would synchronise (I7).
 """
 
@@ -13,96 +13,134 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
-from tandem.engine_core.attention.base import Span
+from tandem.engine_core.attention.base import LayerAttention, Span
 from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.kernels.page_table import PageTable
 
 WORKSPACE_BYTES = 256 * 2**20
+"""Size of the floating-point workspace that all wrappers of a slot share."""
 GRAPH_PLAN_BYTES = 2 * 2**20
-"""Room for the plan of one graph: some hundred bytes a tile of queries and head."""
+"""Size of the plan of one graph and kind of layer: some hundred bytes for each tile of queries and head."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
-    """Shape of the attention of a model's layers."""
+class HeadShape:
+    """Shape and dtype of the attention heads of a model's layers."""
 
     query: int
+    """Number of query heads."""
     kv: int
+    """Number of key and value heads."""
     head_dim: int
-    scale: float
+    """Elements of a head."""
     dtype: torch.dtype
+    """Dtype of queries, keys and values."""
 
 
-class FlashInferAttention:
-    """An `AttentionBackend` for rows of any lengths, decode rows among them."""
+Wrappers = dict[LayerAttention, BatchPrefillWithPagedKVCacheWrapper]
+"""A wrapper for each kind of layer, since each is planned for one scale, window and soft cap."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferStep:
+    """An `AttentionStep` and a `PromptStep` whose plan is in the wrappers."""
+
+    wrappers: Wrappers
+    tokens: int
+    """Number of planned queries. A graph may give more, whose results stay unchanged."""
+    page_table: PageTable
+    """The pages of all rows."""
+
+    def run(self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention) -> Tensor:
+        """Implement `AttentionStep.run`."""
+        out = torch.empty_like(query)
+        self.run_into(out, query, keys, values, layer, beside_decode=False)
+        return out
+
+    def run_into(
+        self,
+        out: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        layer: LayerAttention,
+        *,
+        beside_decode: bool,
+    ) -> None:
+        """Implement `PromptStep.run_into`."""
+        pool = self.page_table.view_pages(keys), self.page_table.view_pages(values)
+        self.wrappers[layer].run(query[: self.tokens], pool, out=out[: self.tokens])
+
+
+class FlashInferPlanner:
+    """An `AttentionPlanner` for rows of any lengths, decode rows among them."""
 
     def __init__(
         self,
-        wrapper: BatchPrefillWithPagedKVCacheWrapper,
+        wrappers: Wrappers,
         workspace: Tensor,
-        heads: Heads,
-        page_size: int,
+        heads: HeadShape,
         host: Tensor,
         device_index: Tensor,
         batch: int | None = None,
     ) -> None:
-        """workspace: of the wrapper; host: pinned int32; device_index: int32 on the device, as long as one step's page
-        tables may be; batch: rows that every plan is padded to, for a wrapper that a graph holds."""
-        self.wrapper = wrapper
+        """workspace: of the wrappers; host: pinned int32; device_index: int32 on the device, as long as one step's page
+        tables may be; batch: rows that every plan is padded to, for wrappers that a graph holds."""
+        self.wrappers = wrappers
         self.workspace = workspace
-        self.batch = batch
         self.heads = heads
-        self.page_size = page_size
         self.host = host
         self.view = host.numpy()
-        self.tokens = 0
-        """Queries of the present plan; a graph gives more, and what is beyond them stays as it is."""
         self.device_index = device_index
+        self.batch = batch
 
     @classmethod
     def allocate(
         cls,
+        kinds: Sequence[LayerAttention],
         pinned: Callable[[int], Tensor],
         device: torch.device,
-        heads: Heads,
+        heads: HeadShape,
         max_rows: int,
-        pages: int,
-        page_size: int,
-    ) -> "FlashInferAttention":
-        """pinned: makes int32 host memory of a length that copies without synchronising; pages: most that the rows of
-        one step can name, shared ones counted each time."""
+        max_pages: int,
+    ) -> "FlashInferPlanner":
+        """Allocate workspace and staging memory.
+
+        kinds: distinct ones of the model's layers; pinned: makes int32 host memory of a length that copies without
+        synchronising; max_pages: most that the rows of one step can name, shared ones counted each time.
+        """
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return cls(
-            BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="NHD"),
+            {kind: BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="NHD") for kind in kinds},
             workspace,
             heads,
-            page_size,
-            pinned(4 * (max_rows + 1) + pages),
-            torch.zeros(pages, dtype=torch.int32, device=device),
+            pinned(4 * (max_rows + 1) + max_pages),
+            torch.zeros(max_pages, dtype=torch.int32, device=device),
         )
 
-    def for_graph(self, batch: int, tokens: int, pages: int) -> "FlashInferAttention":
-        """Another instance for the same slot, whose `run` can be captured: for up to so many rows and tokens, and
-        entries of the rows' page tables.
+    def for_graph(self, batch: int, max_pages: int) -> "FlashInferPlanner":
+        """Return another planner for the same slot, whose steps can be captured.
 
-        Planned for a full step already. Kernels read the plan where the next call of `plan` will write it.
+        batch: most rows of a step; max_pages: most entries of their page tables. Kernels read the plan where the next
+        call of `plan` will write it.
         """
         device = self.device_index.device
 
-        def ints(count: int) -> Tensor:
+        def zeros(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
 
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            self.workspace, "NHD", True, ints(batch + 1), ints(batch + 1), ints(pages), ints(batch)
-        )
-        wrapper.reset_workspace_buffer(self.workspace, torch.empty(GRAPH_PLAN_BYTES, dtype=torch.uint8, device=device))
-        common = (self.workspace, self.heads, self.page_size, self.host, self.device_index)
-        graphed = FlashInferAttention(wrapper, *common, batch)
-        used = ceil_div(tokens, self.page_size)
-        graphed.plan([Span(0, 0, 0, tokens)], torch.zeros(1, used, dtype=torch.int32, device=device), self.page_size)
-        return graphed
+        wrappers: Wrappers = {}
+        for kind in self.wrappers:
+            buffers = zeros(batch + 1), zeros(batch + 1), zeros(max_pages), zeros(batch)
+            wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", True, *buffers)
+            plan = torch.empty(GRAPH_PLAN_BYTES, dtype=torch.uint8, device=device)
+            wrapper.reset_workspace_buffer(self.workspace, plan)
+            wrappers[kind] = wrapper
+        return FlashInferPlanner(wrappers, self.workspace, self.heads, self.host, self.device_index, batch)
 
-    def plan(self, spans: Sequence[Span], pages: Tensor, page_size: int) -> None:
-        """As in `AttentionBackend`. The plan lives in the wrapper."""
+    def plan(self, spans: Sequence[Span], page_table: PageTable) -> FlashInferStep:
+        """Implement `AttentionPlanner.plan`. The plan is in the wrappers, so the next one replaces it."""
+        page_size = page_table.page_size
         count = self.batch or len(spans)
         padding = count - len(spans)
         lengths = np.array([span.length for span in spans] + [0] * padding, dtype=np.int32)
@@ -112,54 +150,46 @@ class FlashInferAttention:
         queries[0] = tables[0] = 0
         np.cumsum(lengths, out=queries[1:])
         np.cumsum(used, out=tables[1:])
-        self.tokens = int(queries[-1])
         last[:count] = (ends - 1) % page_size + 1
         totals[:count] = ends
-        self.wrapper.plan(
-            self._host(0, count + 1),
-            self._host(1, count + 1),
-            self._page_ids(spans, used, pages),
-            self._host(2, count),
-            self.heads.query,
-            self.heads.kv,
-            self.heads.head_dim,
-            page_size,
-            causal=True,
-            sm_scale=self.heads.scale,
-            q_data_type=self.heads.dtype,
-            kv_data_type=self.heads.dtype,
-            seq_lens=self._host(3, count),
-            max_token_per_sequence=int(lengths.max()),
-        )
-
-    def run(self, plan: None, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """As in `AttentionBackend`."""
-        out = torch.empty_like(query)
-        self.run_into(out, query, keys, values, scale, beside_decode=False)
-        return out
-
-    def run_into(
-        self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float, *, beside_decode: bool
-    ) -> None:
-        """As in `PromptAttention`."""
-        shape = (-1, self.page_size, *keys.shape[1:])
-        self.wrapper.run(query[: self.tokens], (keys.view(shape), values.view(shape)), out=out[: self.tokens])
+        page_ids = self._page_ids(spans, used, page_table.pages)
+        for layer, wrapper in self.wrappers.items():
+            wrapper.plan(
+                self._host(0, count + 1),
+                self._host(1, count + 1),
+                page_ids,
+                self._host(2, count),
+                self.heads.query,
+                self.heads.kv,
+                self.heads.head_dim,
+                page_size,
+                causal=True,
+                sm_scale=layer.scale,
+                window_left=-1 if layer.window is None else layer.window - 1,
+                logits_soft_cap=layer.softcap,
+                q_data_type=self.heads.dtype,
+                kv_data_type=self.heads.dtype,
+                seq_lens=self._host(3, count),
+                max_token_per_sequence=int(lengths.max()),
+            )
+        return FlashInferStep(self.wrappers, int(queries[-1]), page_table)
 
     def _page_ids(self, spans: Sequence[Span], used: np.ndarray, pages: Tensor) -> Tensor:
-        """The used pages of the spans' rows, one row after the other, out of the page table on the device."""
+        """Gather the used pages of the spans' rows, one row after the other, from the page table on the device."""
         used = used[: len(spans)]
         total, width = int(used.sum()), pages.shape[1]
         offset = 4 * self._stride
-        places = self.view[offset : offset + total]
+        entries = self.view[offset : offset + total]
         first = np.cumsum(used) - used
         begin = np.array([span.row for span in spans], dtype=np.int32) * width
-        places[:] = np.arange(total, dtype=np.int32) + np.repeat(begin - first, used)
+        entries[:] = np.arange(total, dtype=np.int32) + np.repeat(begin - first, used)
         index = self.device_index[:total]
         index.copy_(self.host[offset : offset + total], non_blocking=True)
         return pages.reshape(-1).index_select(0, index)
 
     @property
     def _stride(self) -> int:
+        """Length of each of the four arrays at the beginning of the host memory."""
         return (len(self.host) - len(self.device_index)) // 4
 
     def _part(self, index: int, length: int) -> np.ndarray:
@@ -167,3 +197,31 @@ class FlashInferAttention:
 
     def _host(self, index: int, length: int) -> Tensor:
         return self.host[index * self._stride : index * self._stride + length]
+
+
+class FlashInferGraphPlanner:
+    """A `GraphPromptPlanner` for graphs of one number of tokens."""
+
+    def __init__(self, planner: FlashInferPlanner, step: FlashInferStep, page_table: PageTable) -> None:
+        """planner: from `FlashInferPlanner.for_graph`; step: planned by it for as many tokens as the graphs have."""
+        self.planner = planner
+        self.step = step
+        self.page_table = page_table
+
+    @classmethod
+    def build(
+        cls, eager: FlashInferPlanner, batch: int, tokens: int, max_pages: int, page_table: PageTable
+    ) -> "FlashInferGraphPlanner":
+        """Plan a full step of one row on the padding page, so that it can be captured.
+
+        eager: of the slot, for steps that no graph holds; batch, max_pages: as in `FlashInferPlanner.for_graph`.
+        """
+        planner = eager.for_graph(batch, max_pages)
+        used = ceil_div(tokens, page_table.page_size)
+        padding = torch.zeros(1, used, dtype=torch.int32, device=page_table.pages.device)
+        full = PageTable(padding, page_table.page_size, page_table.page_stride)
+        return cls(planner, planner.plan([Span(0, 0, 0, tokens)], full), page_table)
+
+    def plan(self, spans: Sequence[Span]) -> None:
+        """Implement `GraphPromptPlanner.plan`."""
+        self.planner.plan(spans, self.page_table)

@@ -1,8 +1,8 @@
-"""Attention in plain torch: the CPU's backend, and what other backends are compared with.
+"""Attention in plain torch: the CPU's, and what other implementations are compared with.
 
-Neighbouring rows of length 1 form one batch, padded to the longest; a longer row is attended to by itself. Grouped
-queries (Ainslie et al., 2023) never copy a key: for one position the queries of a group stand in the place of
-positions, for several a stride of 0 repeats the key head.
+Adjacent rows of one query form one batch, padded to the longest; a longer row is computed alone. Grouped queries
+(Ainslie et al., 2023) never copy a key: with one query a row the queries of a group take the place of positions, with
+several a stride of 0 repeats the key head.
 """
 
 from collections.abc import Sequence
@@ -12,31 +12,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tandem.engine_core.attention.base import Span
+from tandem.engine_core.attention.base import LayerAttention, Span
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.kv_dtype import read_pool
+from tandem.engine_core.kernels.page_table import PageTable
 
 
 @dataclass(frozen=True, slots=True)
 class SingleQueries:
-    """Neighbouring rows of one query each."""
+    """Adjacent rows of one query each."""
 
     offset: int
-    rows: int
+    """Index of the first query among the step's tokens."""
+    count: int
+    """Number of queries, one a row."""
     longest: int
-    places: Tensor
-    """[rows * longest] int64, where keys are in the pool; padding is place 0, so that no row touches another's."""
+    """Number of keys that each row is padded to."""
+    slots: Tensor
+    """[count * longest] int64, slots of the keys; padding is slot 0, so that no row reads another's keys."""
     mask: Tensor | None
-    """[rows, 1, 1, longest] bool, True at real keys; None without padding."""
+    """[count, 1, 1, longest] bool, True at keys that the query sees; None if it sees all of them."""
 
-    def run(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def run(self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention) -> Tensor:
+        """Attend with these queries, [count, heads, head_dim]; otherwise as `AttentionStep.run`."""
         kv_heads, head_dim = keys.shape[1:]
-        shape = (self.rows, self.longest, kv_heads, head_dim)
-        k = read_pool(keys, self.places, query.dtype).view(shape).transpose(1, 2)
-        v = read_pool(values, self.places, query.dtype).view(shape).transpose(1, 2)
-        # [rows, kv_heads, group, head_dim]: all queries of a group see the same keys, so they pass as positions.
-        q = query.reshape(self.rows, kv_heads, -1, head_dim)
-        return functional.scaled_dot_product_attention(q, k, v, self.mask, scale=scale).reshape(query.shape)
+        shape = (self.count, self.longest, kv_heads, head_dim)
+        k = read_pool(keys, self.slots, query.dtype).view(shape).transpose(1, 2)
+        v = read_pool(values, self.slots, query.dtype).view(shape).transpose(1, 2)
+        # [count, kv_heads, group, head_dim]: all queries of a group see the same keys, so they pass as positions.
+        q = query.reshape(self.count, kv_heads, -1, head_dim)
+        return _attend(q, k, v, self.mask, False, layer).reshape(query.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,80 +49,129 @@ class QueryRun:
     """One row of several queries."""
 
     offset: int
-    rows: int
-    """How many queries it has."""
-    places: Tensor
-    """[keys] int64, where its keys are in the pool."""
+    """Index of the first query among the step's tokens."""
+    count: int
+    """Number of queries."""
+    slots: Tensor
+    """[keys] int64, slots of the keys that any of the queries sees."""
     mask: Tensor | None
-    """[rows, keys] bool, True where a query sees a key; None if the row starts at position 0."""
+    """[count, keys] bool, True where a query sees a key; None if query i sees exactly keys 0 to i."""
 
-    def run(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def run(self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention) -> Tensor:
+        """Attend with these queries, [count, heads, head_dim]; otherwise as `AttentionStep.run`."""
         kv_heads, head_dim = keys.shape[1:]
-        # The key heads stand in the place of a batch, the queries of a group in the place of heads.
-        q = query.reshape(self.rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        # The key heads take the place of a batch, the queries of a group that of heads.
+        q = query.reshape(self.count, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         shape = (kv_heads, q.shape[1], -1, head_dim)
-        k = read_pool(keys, self.places, query.dtype).transpose(0, 1).unsqueeze(1).expand(shape)
-        v = read_pool(values, self.places, query.dtype).transpose(0, 1).unsqueeze(1).expand(shape)
-        causal = self.mask is None
-        out = functional.scaled_dot_product_attention(q, k, v, self.mask, is_causal=causal, scale=scale)
-        return out.permute(2, 0, 1, 3).reshape(query.shape)
+        k = read_pool(keys, self.slots, query.dtype).transpose(0, 1).unsqueeze(1).expand(shape)
+        v = read_pool(values, self.slots, query.dtype).transpose(0, 1).unsqueeze(1).expand(shape)
+        return _attend(q, k, v, self.mask, self.mask is None, layer).permute(2, 0, 1, 3).reshape(query.shape)
 
 
 Part = SingleQueries | QueryRun
 
 
-class TorchAttention:
-    """The `AttentionBackend` of every device that has torch."""
+@dataclass(frozen=True, slots=True)
+class TorchStep:
+    """An `AttentionStep` whose parts are computed one after the other."""
 
-    def plan(self, spans: Sequence[Span], pages: Tensor, page_size: int) -> tuple[Part, ...]:
-        """As in `AttentionBackend`. The spans are in the order of the step's tokens and leave no gap."""
-        offsets = torch.arange(page_size, device=pages.device)
-        pages = pages[[span.row for span in spans]]
-        parts: list[Part] = []
-        first = 0
-        while first < len(spans):
-            last = first + 1
-            if spans[first].length == 1:
-                while last < len(spans) and spans[last].length == 1:
-                    last += 1
-                parts.append(_single_queries(spans[first:last], pages[first:last], offsets))
-            else:
-                parts.append(_query_run(spans[first], pages[first:last], offsets))
-            first = last
-        return tuple(parts)
+    parts: dict[int | None, tuple[Part, ...]]
+    """Parts of the step by the window of a layer, in the order of the step's tokens."""
 
-    def run(self, plan: tuple[Part, ...], query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """As in `AttentionBackend`."""
-        if len(plan) == 1:
-            return plan[0].run(query, keys, values, scale)
-        outputs = [part.run(query[part.offset : part.offset + part.rows], keys, values, scale) for part in plan]
+    def run(self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention) -> Tensor:
+        """Implement `AttentionStep.run`."""
+        parts = self.parts[layer.window]
+        if len(parts) == 1:
+            return parts[0].run(query, keys, values, layer)
+        outputs = [part.run(query[part.offset : part.offset + part.count], keys, values, layer) for part in parts]
         return torch.cat(outputs) if outputs else query
 
 
-def _places(pages: Tensor, offsets: Tensor, count: int) -> Tensor:
-    """Places of the first `count` positions of each row of a page table. [rows, count] int64."""
-    used = ceil_div(count, offsets.shape[0])
-    places = pages[:, :used].unsqueeze(-1) * offsets.shape[0] + offsets
-    return places.flatten(1)[:, :count]
+class TorchPlanner:
+    """The `AttentionPlanner` of every device that has torch."""
+
+    def __init__(self, kinds: Sequence[LayerAttention]) -> None:
+        """kinds: distinct ones of the model's layers."""
+        self.kinds = kinds
+
+    def plan(self, spans: Sequence[Span], page_table: PageTable) -> TorchStep:
+        """Implement `AttentionPlanner.plan`, once for each window of the layers."""
+        pages = page_table.pages[[span.row for span in spans]]
+        parts: dict[int | None, tuple[Part, ...]] = {}
+        for window in {kind.window for kind in self.kinds}:
+            parts[window] = _parts(spans, PageTable(pages, page_table.page_size, page_table.page_stride), window)
+        return TorchStep(parts)
 
 
-def _single_queries(spans: Sequence[Span], pages: Tensor, offsets: Tensor) -> SingleQueries:
-    lengths = [span.start + 1 for span in spans]
-    longest = max(lengths)
-    places = _places(pages, offsets, longest)
+def _parts(spans: Sequence[Span], page_table: PageTable, window: int | None) -> tuple[Part, ...]:
+    """Group the spans, whose pages the page table holds in their order."""
+    parts: list[Part] = []
+    first = 0
+    while first < len(spans):
+        last = first + 1
+        if spans[first].length == 1:
+            while last < len(spans) and spans[last].length == 1:
+                last += 1
+            parts.append(_single_queries(spans[first:last], slice(first, last), page_table, window))
+        else:
+            parts.append(_query_run(spans[first], slice(first, last), page_table, window))
+        first = last
+    return tuple(parts)
+
+
+def _first_key(start: int, window: int | None) -> int:
+    """Return the lowest position that a query at `start` sees."""
+    return 0 if window is None else max(0, start + 1 - window)
+
+
+def _slots(page_table: PageTable, rows: slice, count: int) -> Tensor:
+    """Return the slots of the first `count` positions of each of the rows, [rows, count] int64."""
+    page_size = page_table.page_size
+    used = ceil_div(count, page_size)
+    offsets = torch.arange(page_size, device=page_table.pages.device)
+    slots = page_table.pages[rows, :used].long().unsqueeze(-1) * page_table.page_stride + offsets
+    return slots.flatten(1)[:, :count]
+
+
+def _single_queries(spans: Sequence[Span], rows: slice, page_table: PageTable, window: int | None) -> SingleQueries:
+    ends = [span.start + 1 for span in spans]
+    firsts = [_first_key(span.start, window) for span in spans]
+    lowest, longest = min(firsts), max(ends)
+    slots = _slots(page_table, rows, longest)[:, lowest:]
     mask = None
-    if min(lengths) < longest:
-        mask = torch.ones(len(spans), longest, dtype=torch.bool, device=pages.device)
-        for row, length in enumerate(lengths):
-            mask[row, length:] = False
-        places = torch.where(mask, places, 0)
+    if min(ends) < longest or max(firsts) > lowest:
+        mask = torch.ones(slots.shape, dtype=torch.bool, device=slots.device)
+        for row, (first, end) in enumerate(zip(firsts, ends, strict=True)):
+            mask[row, : first - lowest] = False
+            mask[row, end - lowest :] = False
+        slots = torch.where(mask, slots, 0)
         mask = mask[:, None, None, :]
-    return SingleQueries(spans[0].offset, len(spans), longest, places.flatten(), mask)
+    return SingleQueries(spans[0].offset, len(spans), longest - lowest, slots.flatten(), mask)
 
 
-def _query_run(span: Span, pages: Tensor, offsets: Tensor) -> QueryRun:
-    count = span.start + span.length
+def _query_run(span: Span, rows: slice, page_table: PageTable, window: int | None) -> QueryRun:
+    lowest, end = _first_key(span.start, window), span.start + span.length
+    slots = _slots(page_table, rows, end).flatten()[lowest:]
     mask = None
-    if span.start > 0:
-        mask = torch.ones(span.length, count, dtype=torch.bool, device=pages.device).tril_(span.start)
-    return QueryRun(span.offset, span.length, _places(pages, offsets, count).flatten(), mask)
+    if span.start > 0 or (window is not None and window < span.length):
+        mask = torch.ones(span.length, end - lowest, dtype=torch.bool, device=slots.device)
+        mask.tril_(span.start - lowest)
+        if window is not None:
+            mask.triu_(span.start - lowest - window + 1)
+    return QueryRun(span.offset, span.length, slots, mask)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, layer: LayerAttention) -> Tensor:
+    """Attend with queries [..., queries, head_dim] to keys [..., keys, head_dim].
+
+    mask: broadcast to [..., queries, keys], True where a query sees a key; causal: query i sees keys 0 to i instead.
+    """
+    if layer.softcap is None:
+        return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=layer.scale)
+    scores = (q @ k.transpose(-1, -2)).float() * layer.scale
+    scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1).to(v.dtype) @ v

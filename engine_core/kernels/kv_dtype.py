@@ -1,25 +1,29 @@
-"""Keys and values in 8-bit floats (e4m3fn: 4 bits of exponent, 3 of mantissa), stored as they are, without a scale.
+"""Keys and values in 8-bit floats (e4m3fn: 4 bits of exponent, 3 of mantissa), stored without a scale.
 
-Rounding changes an element by at most 1/16 of it, and what is smaller than 2^-6 by at most 2^-10. Reading is exact:
-every such number is one in bfloat16, float16 and float32 too. The largest is 448, and larger ones are clamped to it,
-where torch's own conversion gives NaN.
+Rounding changes an element by at most 1/16 of it, and one smaller than 2^-6 by at most 2^-10. Reading is exact: every
+such number exists in bfloat16, float16 and float32 too. The largest is 448, and larger ones are clamped to it, where
+torch's own conversion gives NaN.
 """
 
 import torch
 from torch import Tensor
 
 LARGEST = 448.0
+"""Largest finite number of e4m3fn."""
 
 
 def to_pool(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x as a pool of that dtype stores it."""
+    """Convert x to the dtype of a pool, clamping what an 8-bit float cannot represent."""
     if dtype == torch.float8_e4m3fn:
         x = x.clamp(-LARGEST, LARGEST)
     return x.to(dtype)
 
 
 def write_pool(pool: Tensor, index: Tensor, x: Tensor) -> None:
-    """pool[index] = x. pool: [places, ...]; index: [T] int64; x: [T, ...]."""
+    """Store x at the given slots of a pool.
+
+    pool: [slots, ...]; index: [T] int64, slots; x: [T, ...].
+    """
     stored = to_pool(x, pool.dtype)
     if pool.dtype.itemsize == 1:
         pool, stored = pool.view(torch.uint8), stored.view(torch.uint8)
@@ -27,7 +31,10 @@ def write_pool(pool: Tensor, index: Tensor, x: Tensor) -> None:
 
 
 def read_pool(pool: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """pool[index] in that dtype. pool: [places, ...]; index: [N] int64."""
+    """Read the given slots of a pool of 8-bit floats, or of that very dtype, as dtype.
+
+    pool: [slots, ...]; index: [N] int64, slots. Returns [N, ...].
+    """
     if pool.dtype.itemsize == 1:
         return pool.view(torch.uint8).index_select(0, index).view(pool.dtype).to(dtype)
     return pool.index_select(0, index)

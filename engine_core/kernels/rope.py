@@ -1,7 +1,7 @@
 """Rotary embedding fused with the KV write, and optionally with norms of queries and keys, in Triton.
 
-A program takes a few heads of one token, whatever their kind: queries, keys and values lie beside each other in the
-projection's output. Oracle: `reference_qk.qk_norm_rope_and_kv_write`. `pdl`: see the head of `kernels.norm`.
+A program takes a few heads of one token, whatever their kind: queries, keys and values are adjacent in the output of
+the projection. Oracle: `reference.layer.qk_norm_rope_and_kv_write`. `pdl`: see the head of `kernels.norm`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -12,17 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels import kv_dtype
+from tandem.engine_core.kernels.paged_pool import check_head_dim, check_heads
 
 LARGEST = tl.constexpr(kv_dtype.LARGEST)
-HEAD_DIMS = (32, 64, 128, 256)
 ELEMENTS, WARPS = 1024, 2
-"""Elements of one program, and its warps."""
+"""Elements that one program rotates, and its warps."""
 
 
 @triton.jit
-def _stored(x, pool):
-    """x as `kv_dtype.to_pool` has it for the pool's dtype."""
-    dtype: tl.constexpr = pool.dtype.element_ty
+def _stored(x, pool_ptr):
+    """Convert x to the pool's dtype, as `kv_dtype.to_pool` does."""
+    dtype: tl.constexpr = pool_ptr.dtype.element_ty
     if dtype.is_fp8():
         x = tl.clamp(x.to(tl.float32), -LARGEST, LARGEST)
     return x.to(dtype)
@@ -30,19 +30,19 @@ def _stored(x, pool):
 
 @triton.jit
 def _rope_kernel(
-    query,
-    keys,
-    values,
-    qkv,
-    cos,
-    sin,
-    slot_mapping,
-    q_norm,
-    k_norm,
+    query_ptr,
+    keys_ptr,
+    values_ptr,
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    slot_mapping_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
     qkv_stride,
     cos_stride,
     sin_stride,
-    place_stride,
+    slot_stride,
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -58,22 +58,24 @@ def _rope_kernel(
     is_query = head < HEADS
     is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
-    inside = (head < HEADS + 2 * KV_HEADS)[:, None]
+    mask = (head < HEADS + 2 * KV_HEADS)[:, None]
     if NORM:
-        first_weight = tl.where(is_query[:, None], tl.load(q_norm + pair)[None, :], tl.load(k_norm + pair)[None, :])
+        first_weight = tl.where(
+            is_query[:, None], tl.load(q_norm_ptr + pair)[None, :], tl.load(k_norm_ptr + pair)[None, :]
+        )
         second_weight = tl.where(
-            is_query[:, None], tl.load(q_norm + HALF + pair)[None, :], tl.load(k_norm + HALF + pair)[None, :]
+            is_query[:, None], tl.load(q_norm_ptr + HALF + pair)[None, :], tl.load(k_norm_ptr + HALF + pair)[None, :]
         )
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    source = qkv + token * qkv_stride + head[:, None] * D + pair[None, :]
-    first_raw = tl.load(source, mask=inside, other=0.0)
-    second_raw = tl.load(source + HALF, mask=inside, other=0.0)
-    place = tl.load(slot_mapping + token)
+    source = qkv_ptr + token * qkv_stride + head[:, None] * D + pair[None, :]
+    first_raw = tl.load(source, mask=mask, other=0.0)
+    second_raw = tl.load(source + HALF, mask=mask, other=0.0)
+    slot = tl.load(slot_mapping_ptr + token)
     # The cosine's halves are equal and the sine's first half is its second, negated: half of each is enough.
-    c = tl.load(cos + token * cos_stride + pair)[None, :]
-    s = tl.load(sin + token * sin_stride + HALF + pair)[None, :]
+    c = tl.load(cos_ptr + token * cos_stride + pair)[None, :]
+    s = tl.load(sin_ptr + token * sin_stride + HALF + pair)[None, :]
     dtype: tl.constexpr = first_raw.dtype
     first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
     if NORM:
@@ -84,14 +86,14 @@ def _rope_kernel(
     rotated_first = (first * c - second * s).to(dtype)
     rotated_second = (second * c + first * s).to(dtype)
 
-    out = query + (token * HEADS + head[:, None]) * D + pair[None, :]
+    out = query_ptr + (token * HEADS + head[:, None]) * D + pair[None, :]
     tl.store(out, rotated_first, mask=is_query[:, None])
     tl.store(out + HALF, rotated_second, mask=is_query[:, None])
-    pool = place.to(tl.int64) * place_stride
-    out = keys + pool + (head[:, None] - HEADS) * D + pair[None, :]
+    slot_offset = slot.to(tl.int64) * slot_stride
+    out = keys_ptr + slot_offset + (head[:, None] - HEADS) * D + pair[None, :]
     tl.store(out, _stored(rotated_first, out), mask=is_key[:, None])
     tl.store(out + HALF, _stored(rotated_second, out), mask=is_key[:, None])
-    out = values + pool + (head[:, None] - HEADS - KV_HEADS) * D + pair[None, :]
+    out = values_ptr + slot_offset + (head[:, None] - HEADS - KV_HEADS) * D + pair[None, :]
     tl.store(out, _stored(first_raw, out), mask=is_value[:, None])
     tl.store(out + HALF, _stored(second_raw, out), mask=is_value[:, None])
 
@@ -108,10 +110,10 @@ def rope_and_kv_write(
     eps: float = 1e-6,
     pdl: bool = False,
 ) -> Tensor:
-    """Rotates queries and keys, after their norms where weights are given, and stores keys and values in the pool.
+    """Rotate queries and keys, after their norms where weights are given, and store keys and values in the pool.
 
     qkv: [T, heads + 2 * kv_heads, D], heads contiguous, D one of 32, 64, 128, 256; cos, sin: [T, 1, D] float32 as in
-    `reference.rope`; slot_mapping: [T] int64; keys, values: [places, kv_heads, D], written, with one stride for places;
+    `reference.rope`; slot_mapping: [T] int64; keys, values: [slots, kv_heads, D], written, with one stride for slots;
     q_norm, k_norm: [D], both or neither (Qwen 3). Dtypes float32, bfloat16 or float16, all but the tables' the same;
     keys and values may be as in `kv_dtype`.
     Returns the rotated queries, [T, heads, D], contiguous. ValueError for another D or layout.
@@ -119,9 +121,12 @@ def rope_and_kv_write(
     tokens, all_heads, head_dim = qkv.shape
     kv_heads = keys.shape[1]
     heads = all_heads - 2 * kv_heads
-    if head_dim not in HEAD_DIMS or (q_norm is None) != (k_norm is None):
-        raise ValueError(f"head_dim must be one of {HEAD_DIMS} and both norms given or none, not {head_dim}")
-    _check_layout(qkv, cos, sin, keys, values)
+    check_head_dim(head_dim)
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("the norms of queries and keys must both be given, or neither")
+    check_heads(qkv, keys, values)
+    if cos.stride(2) != 1 or sin.stride(2) != 1:
+        raise ValueError("each row of cosines and sines must be contiguous")
     query = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return query
@@ -141,10 +146,3 @@ def rope_and_kv_write(
         **({"launch_pdl": True} if pdl else {}),
     )
     return query
-
-
-def _check_layout(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor) -> None:
-    inner = {(t.shape[2], *t.stride()[1:]) for t in (qkv, keys, values)}
-    tables = cos.stride(2) == sin.stride(2) == 1
-    if inner != {(qkv.shape[2], qkv.shape[2], 1)} or keys.stride(0) != values.stride(0) or not tables:
-        raise ValueError("heads of qkv, keys and values must be contiguous, and keys and values laid out alike")

@@ -1,14 +1,26 @@
 """Self-attention of one layer, with grouped key and value heads."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from tandem.engine_core.attention.base import ForwardBatch
+from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
+
+
+def layer_attentions(config: ModelConfig) -> tuple[LayerAttention, ...]:
+    """Return the attention of each of a model's layers, the only place that decides scale, window and soft cap."""
+    return (LayerAttention(scale=config.head_dim**-0.5),) * config.layers
+
+
+def attention_kinds(config: ModelConfig) -> tuple[LayerAttention, ...]:
+    """Return the distinct ones of `layer_attentions`; a step is planned once for each of them."""
+    return tuple(dict.fromkeys(layer_attentions(config)))
 
 
 class Attention:
@@ -24,6 +36,7 @@ class Attention:
         heads: int,
         kv_heads: int,
         head_dim: int,
+        layer: LayerAttention,
         kernels: KernelSet,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
@@ -35,15 +48,15 @@ class Attention:
         self.heads = heads
         self.kv_heads = kv_heads
         self.head_dim = head_dim
-        self.scale = head_dim**-0.5
+        self.layer = layer
         self.kernels = kernels
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.eps = eps
 
     @classmethod
-    def build(cls, config: ModelConfig, context: BuildContext) -> "Attention":
-        """Unfilled."""
+    def build(cls, config: ModelConfig, layer: LayerAttention, context: BuildContext) -> "Attention":
+        """Build the layer with unfilled weights. layer: its one of `layer_attentions`."""
         heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
         width, bias = (heads + 2 * kv_heads) * head_dim, config.attention_bias
         qkv = context.linear_method.build(width, config.hidden_size, bias, context)
@@ -51,29 +64,29 @@ class Attention:
         q_norm = k_norm = None
         if config.qk_norm:
             q_norm, k_norm = torch.empty(2, head_dim, device=context.device, dtype=context.dtype)
-        return cls(qkv, output, heads, kv_heads, head_dim, context.kernels, q_norm, k_norm, config.rms_norm_eps)
+        return cls(qkv, output, heads, kv_heads, head_dim, layer, context.kernels, q_norm, k_norm, config.rms_norm_eps)
 
     def __call__(
         self,
         update: Tensor,
         residual: Tensor | None,
         norm: Norm,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Sequence[tuple[Tensor, Tensor]],
         batch: ForwardBatch,
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return the next update and the residual stream, both [T, hidden].
 
-        update, residual, norm: as in `LinearWeights.apply_normed`; rotary: of the batch's positions; keys, values: the
-        layer's pool, written at `batch.slot_mapping`.
+        update, residual, norm: as in `LinearWeights.apply_normed`; rotary: cosines and sines of the batch's positions,
+        out of each of the model's tables; keys, values: the layer's pool, written at `batch.slot_mapping`.
         """
         projected, residual = self.qkv.apply_normed(update, residual, norm)
         qkv = projected.view(update.shape[0], -1, self.head_dim)
         query = self.kernels.rope_and_kv_write(
-            qkv, *rotary, batch.slot_mapping, keys, values, self.q_norm, self.k_norm, self.eps
+            qkv, *rotary[self.layer.rotary], batch.slot_mapping, keys, values, self.q_norm, self.k_norm, self.eps
         )
-        attended = batch.backend.run(batch.plan, query, keys, values, self.scale)
+        attended = batch.attention.run(query, keys, values, self.layer)
         return self.output.apply(attended.view(update.shape[0], -1)), residual
 
     def slots(self, prefix: str) -> list[WeightSlot]:

@@ -9,7 +9,7 @@ from tandem.engine_core.model_config import RopeConfig
 
 
 class RotaryTable:
-    """Computed once, in float32 as transformers does; looked up once a step for all layers."""
+    """Cosines and sines in float32, as transformers has them, looked up once a step for all layers that share them."""
 
     def __init__(self, table: Tensor) -> None:
         """table: [positions, 2, head_dim] float32: cosines, then sines with the first half negated (see `rope`)."""
@@ -17,20 +17,23 @@ class RotaryTable:
 
     @classmethod
     def build(cls, config: RopeConfig, head_dim: int, positions: int, device: torch.device) -> "RotaryTable":
-        """A table of that many positions."""
+        """Compute the table of that many positions."""
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies(config, head_dim))
         cos, sin = angles.cos(), angles.sin()
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
         return cls(table.to(device))
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: [T] int64. Returns cosines and signed sines, each [T, 1, head_dim] float32."""
+        """Look up cosines and signed sines, each [T, 1, head_dim] float32.
+
+        positions: [T] int64.
+        """
         rows = self.table.index_select(0, positions)
         return rows[:, :1], rows[:, 1:]
 
 
 def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Radians a position of each pair of a head, [head_dim / 2] float32.
+    """Return the radians by which each pair of a head turns in one position, [head_dim / 2] float32.
 
     "linear" divides all by the factor (Chen et al., 2023). "llama3" (Llama 3.1) divides the slow ones by the factor,
     keeps the fast ones and blends in between, slow and fast being wavelengths against the original context.

@@ -1,12 +1,13 @@
 """Llama (Touvron et al., 2023): versions 1 to 3.2, and what shares the architecture, such as TinyLlama."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from tandem.engine_core.attention.base import ForwardBatch
+from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
 from tandem.engine_core.kv_cache.storage import KVStorage
-from tandem.engine_core.layers.attention import Attention
+from tandem.engine_core.layers.attention import Attention, layer_attentions
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.embedding import Embedding
 from tandem.engine_core.layers.linear import LinearWeights
@@ -30,11 +31,11 @@ class LlamaLayer:
         self.mlp = mlp
 
     @classmethod
-    def build(cls, config: ModelConfig, context: BuildContext) -> "LlamaLayer":
-        """Allocate a block whose weights are not filled yet."""
+    def build(cls, config: ModelConfig, layer: LayerAttention, context: BuildContext) -> "LlamaLayer":
+        """Allocate a block whose weights are not filled yet. layer: its one of `layer_attentions`."""
         return cls(
             RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
-            Attention.build(config, context),
+            Attention.build(config, layer, context),
             RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
             GatedMLP.build(config, context),
         )
@@ -43,7 +44,7 @@ class LlamaLayer:
         self,
         update: Tensor,
         residual: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Sequence[tuple[Tensor, Tensor]],
         batch: ForwardBatch,
         keys: Tensor,
         values: Tensor,
@@ -75,14 +76,14 @@ class LlamaModel:
     def __init__(
         self,
         config: ModelConfig,
-        rotary: RotaryTable,
+        rotary_tables: tuple[RotaryTable, ...],
         embedding: Embedding,
         layers: list[LlamaLayer],
         norm: RMSNorm,
         head: LinearWeights,
     ) -> None:
         self.config = config
-        self.rotary = rotary
+        self.rotary_tables = rotary_tables
         self.embedding = embedding
         self.layers = layers
         self.norm = norm
@@ -95,16 +96,16 @@ class LlamaModel:
         head = context.head_method.build(vocab, hidden, False, context)
         return cls(
             config,
-            RotaryTable.build(config.rope, config.head_dim, max_positions, context.device),
+            (RotaryTable.build(config.rope, config.head_dim, max_positions, context.device),),
             Embedding.tied_to(head) if config.tie_embeddings else Embedding.build(vocab, hidden, context),
-            [LlamaLayer.build(config, context) for _ in range(config.layers)],
+            [LlamaLayer.build(config, layer, context) for layer in layer_attentions(config)],
             RMSNorm.build(hidden, config.rms_norm_eps, context),
             head,
         )
 
     def forward(self, batch: ForwardBatch, kv: KVStorage) -> Tensor:
         """Implement `Model.forward`."""
-        rotary = self.rotary(batch.positions)
+        rotary = [table(batch.positions) for table in self.rotary_tables]
         update: Tensor = self.embedding(batch.input_ids)
         residual: Tensor | None = None
         for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.engine_core.attention.base import PromptAttention
+from tandem.engine_core.attention.base import GraphPromptPlanner
 from tandem.engine_core.runtime.tables import Mode
 
 
@@ -27,7 +27,7 @@ class MixedBuffers:
     set, as long as the largest step, is enough."""
 
     attended: Tensor
-    """[T, heads, head_dim], of one layer; as in `MixedRows`."""
+    """[T, heads, head_dim], of one layer; as `MixedStep.out`."""
     hidden: Tensor
     """[T, hidden]."""
 
@@ -43,4 +43,4 @@ class CapturedMixed:
     forward: torch.cuda.CUDAGraph
     buffers: MixedBuffers
     """Of its shape's length: `hidden` are the final states of every place."""
-    prompts: PromptAttention
+    prompts: GraphPromptPlanner

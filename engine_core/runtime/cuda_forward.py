@@ -1,12 +1,13 @@
-"""Forward passes out of device memory alone: what the graphs hold."""
+"""Forward passes that read only device memory, as graphs capture them."""
 
 import torch
 from torch import Tensor
 
-from tandem.engine_core.attention.base import ForwardBatch, PromptAttention
-from tandem.engine_core.attention.triton import DecodeRows, MixedAttention, MixedRows, TritonDecode
+from tandem.engine_core.attention.base import ForwardBatch, PromptStep
+from tandem.engine_core.attention.triton import DecodeStep, MixedStep
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.paged_decode import choose_splits
+from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
@@ -14,40 +15,41 @@ from tandem.engine_core.runtime.tables import DeviceTables
 
 
 class CudaForward:
-    """Rows and positions of tokens in, logits or hidden states out; nothing comes from the host."""
+    """Computes logits or hidden states from rows and positions of tokens; nothing comes from the host."""
 
-    def __init__(self, model: Model, kv: KVStorage, tables: DeviceTables, page_size: int) -> None:
+    def __init__(self, model: Model, kv: KVStorage, tables: DeviceTables, page_table: PageTable) -> None:
+        """page_table: of the tables' pages in that storage."""
         self.model = model
         self.kv = kv
         self.tables = tables
-        self.page_size = page_size
+        self.page_table = page_table
 
     @torch.inference_mode()
     def decode(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """rows, positions: [B] int32, one token each. Returns logits, [B, V]."""
-        ids, places = self._inputs(rows, positions)
-        plan = self._singles(rows, positions)
-        batch = ForwardBatch(ids, positions, places, None, TritonDecode(), plan)
+        """Return the logits of one token a row, [B, V]. rows, positions: [B] int32."""
+        input_ids, slot_mapping = self._inputs(rows, positions)
+        batch = ForwardBatch(input_ids, positions, slot_mapping, None, self._decode_step(rows, positions))
         return self.model.logits(self.model.forward(batch, self.kv))
 
     @torch.inference_mode()
     def mixed(
-        self, rows: Tensor, positions: Tensor, shape: GraphBucket, prompts: PromptAttention, attended: Tensor
+        self, rows: Tensor, positions: Tensor, bucket: GraphBucket, prompts: PromptStep, attended: Tensor
     ) -> Tensor:
-        """rows, positions: [T] int32, laid out as the shape has it; prompts: planned for the rows of several tokens;
-        attended: [T, heads, head_dim], as in `MixedRows`.
+        """Return the final hidden states of a step with prompts, [T, hidden].
 
-        Returns final hidden states, [T, hidden].
+        rows, positions: [T] int32, laid out as the bucket has it; prompts: the attention of the rows of several tokens;
+        attended: [T, heads, head_dim], as `MixedStep.out`.
         """
-        ids, places = self._inputs(rows, positions)
-        plan = MixedRows(self._singles(rows[: shape.singles], positions[: shape.singles]), prompts, attended)
-        return self.model.forward(ForwardBatch(ids, positions, places, None, MixedAttention(), plan), self.kv)
+        input_ids, slot_mapping = self._inputs(rows, positions)
+        decode = self._decode_step(rows[: bucket.singles], positions[: bucket.singles])
+        batch = ForwardBatch(input_ids, positions, slot_mapping, None, MixedStep(decode, prompts, attended))
+        return self.model.forward(batch, self.kv)
 
     def _inputs(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return decode_inputs(self.tables.tokens, self.tables.pages, rows, positions, self.page_size, pdl=True)
+        return decode_inputs(self.tables.tokens, self.page_table, rows, positions, pdl=True)
 
-    def _singles(self, rows: Tensor, positions: Tensor) -> DecodeRows:
+    def _decode_step(self, rows: Tensor, positions: Tensor) -> DecodeStep:
         device = torch.cuda.get_device_properties(rows.device)
         kv_heads, longest = self.kv.keys[0].shape[1], self.tables.tokens.shape[1]
         splits = choose_splits(max(1, len(rows)), kv_heads, device.multi_processor_count, longest)
-        return DecodeRows(rows, positions, self.tables.pages, self.page_size, splits)
+        return DecodeStep(rows, positions, self.page_table, splits)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine_core.attention.base import PromptAttention
+from tandem.engine_core.attention.base import GraphPromptPlanner, PromptStep
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.captured import CapturedDecode, CapturedMixed, MixedBuffers
 from tandem.engine_core.runtime.graph_bucket import GraphBucket, exact_bucket
@@ -25,7 +25,7 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 """(rows [B] int32, positions [B] int32) -> logits [B, V]."""
 Sampling = Callable[[Mode, Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
 """(mode, logits, rows, positions, out [B] int32, allowed [B, words] int32 or None)."""
-MixedForward = Callable[[Tensor, Tensor, GraphBucket, PromptAttention, Tensor], Tensor]
+MixedForward = Callable[[Tensor, Tensor, GraphBucket, PromptStep, Tensor], Tensor]
 """(rows [T] int32, positions [T] int32, shape, prompts, attended [T, heads, head_dim]) -> hidden [T, hidden]."""
 PROMPTS = 64
 """Rows of several tokens that a graph has room for; a step of more runs eagerly. FlashInfer's planning looks at each
@@ -112,30 +112,30 @@ def capture_mixed(
     tokens: tuple[int, ...],
     slots: list[StepSlot],
     forward: MixedForward,
-    prompts: Callable[[int, int], PromptAttention],
+    prompts: Callable[[int, int], GraphPromptPlanner],
     buffers: MixedBuffers,
     progress: Callable[[int], None],
 ) -> list[dict[GraphBucket, CapturedMixed]]:
     """Captures every slot's steps with prompts, the largest first.
 
-    prompts: makes the attention of the graphs of a slot, by its number, for so many tokens of prompts.
+    prompts: makes the planner of a slot, by its number, for graphs with that many tokens of prompts.
     """
     steps: list[dict[GraphBucket, CapturedMixed]] = [{} for _ in slots]
     for done, count in enumerate(reversed(tokens)):
         for number, (slot, captured) in enumerate(zip(slots, steps, strict=True)):
             slot.device_inputs.zero_()
-            attention = prompts(number, count)
+            planner = prompts(number, count)
             for rows_before in reversed(singles):
                 shape = GraphBucket(rows_before, count)
                 total = sum(shape)
                 rows, positions = slot.device_inputs[:total], slot.device_inputs[total : 2 * total]
                 own = buffers.first(total)
-                work = partial(forward, rows, positions, shape, attention, own.attended)
+                work = partial(forward, rows, positions, shape, planner.step, own.attended)
                 if slot is slots[0]:
                     work()
                     torch.cuda.current_stream().synchronize()
                 graph, _ = _record(pool, partial(_leave, own.hidden, work))
-                captured[shape] = CapturedMixed(graph, own, attention)
+                captured[shape] = CapturedMixed(graph, own, planner)
         progress(100 * (done + 1) // len(tokens))
     return steps
 

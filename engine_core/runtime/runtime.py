@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, Span
 from tandem.engine_core.contracts import DeviceTimes, Masks, StepLogprobs, StepResult
+from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
 from tandem.engine_core.plan import StepPlan
@@ -35,7 +36,7 @@ class TorchRuntime:
         scorer: TokenScorer,
         filler: MaskFiller,
         slots: list[StepSlot],
-        page_size: int,
+        page_table: PageTable,
         graphs: StepGraphs | None = None,
         clock: GpuClock | None = None,
     ) -> None:
@@ -47,7 +48,7 @@ class TorchRuntime:
         self.scorer = scorer
         self.filler = filler
         self.slots = slots
-        self.page_size = page_size
+        self.page_table = page_table
         self.graphs = graphs
         self.clock = clock
         self._collected = 0.0
@@ -139,7 +140,7 @@ class TorchRuntime:
             s.logits = s.captured.logits
             return
         mixed = graphs.mixed[slot][shape]
-        mixed.prompts.plan(long_spans(s.plan), self.tables.pages, self.page_size)
+        mixed.prompts.plan(long_spans(s.plan))
         mixed.forward.replay()
         self._read_out(s, mixed.buffers.hidden[field(inputs, s.packed, "sample_index").long()], inputs)
 
@@ -171,14 +172,12 @@ class TorchRuntime:
         packed = s.packed
         rows = field(inputs, packed, "token_rows").long()
         positions = field(inputs, packed, "positions").long()
-        places = self.tables.pages[rows, positions // self.page_size].long() * self.page_size
         return ForwardBatch(
             input_ids=self.tables.tokens[rows, positions].long(),
             positions=positions,
-            slot_mapping=places + positions % self.page_size,
+            slot_mapping=self.page_table.slots(rows, positions),
             sample_index=field(inputs, packed, "sample_index").long(),
-            backend=s.attention,
-            plan=s.attention.plan(_spans(s.plan), self.tables.pages, self.page_size),
+            attention=s.attention.plan(_spans(s.plan), self.page_table),
         )
 
     def _upload_masks(self, s: StepSlot, masks: Masks) -> Tensor:

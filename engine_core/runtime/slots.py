@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.engine_core.attention.base import AttentionBackend
+from tandem.engine_core.attention.base import AttentionPlanner
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.captured import CapturedDecode
@@ -46,8 +46,8 @@ class StepSlot:
     """The same, pinned."""
     sampling_done: Event
     copy_done: Event
-    attention: AttentionBackend
-    """For the steps that no graph holds; its plan belongs to the step in this slot."""
+    attention: AttentionPlanner
+    """Plans the attention of steps that no graph holds; its memory belongs to the step in this slot."""
     plan: StepPlan | None = None
     packed: Packed | None = None
     logits: Tensor | None = None
@@ -62,7 +62,7 @@ class StepSlot:
         max_rows: int,
         max_step_tokens: int,
         vocab_size: int,
-        attention: AttentionBackend,
+        attention: AttentionPlanner,
     ) -> "StepSlot":
         def on_device(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device.torch_device)

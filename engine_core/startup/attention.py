@@ -1,4 +1,4 @@
-"""Which kernels compute the attention of prompts on CUDA, in steps that no graph holds and in graphs."""
+"""The choice of kernels for the attention of prompts on CUDA, in steps that no graph holds and in graphs."""
 
 import importlib.util
 import logging
@@ -6,104 +6,136 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from tandem.engine_core.attention.base import AttentionBackend, PromptAttention
+from tandem.engine_core.attention.base import AttentionPlanner, GraphPromptPlanner
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.runtime.graphs import PROMPTS
 
 if TYPE_CHECKING:
-    from tandem.engine_core.attention.flashinfer import FlashInferAttention
-    from tandem.engine_core.attention.triton import TritonRagged
+    from tandem.engine_core.attention.flashinfer import FlashInferPlanner
+    from tandem.engine_core.attention.triton import RaggedPlanner
 
 logger = logging.getLogger(__name__)
 
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
+"""Values of head_dim that FlashInfer's kernels are compiled for."""
+FLASHINFER_PAGE_ELEMENTS = 2**32
+"""Elements from a page to the next that FlashInfer's 32-bit stride cannot hold any more."""
 FEW_TOKENS = 256
-"""Up to so many, programs that share a tile's positions beat FlashInfer's, whose prompts of few queries leave most of
-the device idle: 128 tokens behind 8,064 take 46 us a layer and 113 (`benchmarks.kernels.bench_prompt_attention`)."""
+"""Most tokens of prompts for which graphs use Triton.
+
+Its programs that share a tile's positions beat FlashInfer's, whose prompts of few queries leave most of the device
+idle: 128 tokens behind 8,064 take 46 us a layer and 113 (`benchmarks.kernels.bench_prompt_attention`).
+"""
 
 
-def eager_prompts(
+def eager_planner(
     device: Device, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> AttentionBackend:
-    """For the steps that no graph holds; a new one for each slot."""
-    usable = model.head_dim in FLASHINFER_HEAD_DIMS and dtype.itemsize == 2 and kv_dtype == dtype
+) -> AttentionPlanner:
+    """Return a planner for the steps that no graph holds; each slot needs one of its own."""
+    page_elements = 2 * model.layers * config.page_size * model.kv_heads * model.head_dim
+    usable = (
+        model.head_dim in FLASHINFER_HEAD_DIMS
+        and dtype.itemsize == 2
+        and kv_dtype == dtype
+        and page_elements < FLASHINFER_PAGE_ELEMENTS
+    )
     if not usable or importlib.util.find_spec("flashinfer") is None:
         logger.info("prefill runs on Triton: head_dim %d, %s, keys in %s", model.head_dim, dtype, kv_dtype)
         return _ragged(device, model, config)
-    from tandem.engine_core.attention.flashinfer import FlashInferAttention, Heads
+    from tandem.engine_core.attention.flashinfer import FlashInferPlanner, HeadShape
 
-    heads = Heads(model.heads, model.kv_heads, model.head_dim, model.head_dim**-0.5, dtype)
-    return FlashInferAttention.allocate(
-        device.host_buffer, device.torch_device, heads, config.max_rows, config.max_page_entries, config.page_size
+    heads = HeadShape(model.heads, model.kv_heads, model.head_dim, dtype)
+    return FlashInferPlanner.allocate(
+        attention_kinds(model),
+        device.host_buffer,
+        device.torch_device,
+        heads,
+        config.max_rows,
+        config.max_page_entries,
     )
 
 
-def _ragged(device: Device, model: ModelConfig, config: StepConfig) -> "TritonRagged":
-    from tandem.engine_core.attention.triton import TritonRagged
+def _ragged(device: Device, model: ModelConfig, config: StepConfig) -> "RaggedPlanner":
+    from tandem.engine_core.attention.triton import RaggedPlanner
     from tandem.engine_core.kernels.attention.paged_prefill import tile_queries
 
     queries = tile_queries(model.heads, model.kv_heads, model.head_dim, getattr(torch, config.dtype))
-    return TritonRagged.allocate(
+    return RaggedPlanner.allocate(
         device.host_buffer, device.torch_device, queries, config.max_rows, config.max_step_tokens
     )
 
 
-class GraphPrompts:
-    """Makes the attention of prompts that graphs hold: one for each slot and count of tokens."""
+class GraphPlanners:
+    """Makes the planners of the prompts that graphs hold: one for each slot and number of tokens."""
 
     def __init__(
-        self, device: Device, model: ModelConfig, config: StepConfig, pages: torch.Tensor, eager: list[AttentionBackend]
+        self,
+        device: Device,
+        model: ModelConfig,
+        config: StepConfig,
+        page_table: PageTable,
+        eager: list[AttentionPlanner],
     ) -> None:
-        """pages: the page table; eager: of each slot, for the steps that no graph holds."""
+        """page_table: of all rows; eager: of each slot, for the steps that no graph holds."""
         self.device = device
         self.model = model
         self.config = config
-        self.pages = pages
+        self.page_table = page_table
         self.eager = eager
         self.ragged = [_as_ragged(one) or _ragged(device, model, config) for one in eager]
 
-    def __call__(self, slot: int, tokens: int) -> PromptAttention:
-        from tandem.engine_core.attention.triton import TritonPrompts, graph_tiles
+    def __call__(self, slot: int, tokens: int) -> GraphPromptPlanner:
+        """Return the planner of a slot for graphs with that many tokens of prompts."""
+        from tandem.engine_core.attention.triton import RaggedGraphPlanner, max_graph_tiles
         from tandem.engine_core.kernels.attention.paged_prefill import choose_splits
 
         rows = min(PROMPTS, self.config.max_rows)
         if _in_flashinfer(self.eager[slot], tokens):
-            library = cast("FlashInferAttention", self.eager[slot])
-            return library.for_graph(rows, tokens, _table_entries(self.config))
+            from tandem.engine_core.attention.flashinfer import FlashInferGraphPlanner
+
+            eager = cast("FlashInferPlanner", self.eager[slot])
+            entries = _max_page_entries(self.config)
+            return FlashInferGraphPlanner.build(eager, rows, tokens, entries, self.page_table)
         ragged = self.ragged[slot]
-        room = graph_tiles(rows, tokens, ragged.queries)
+        num_tiles = max_graph_tiles(rows, tokens, ragged.queries)
         sms = torch.cuda.get_device_properties(self.device.torch_device).multi_processor_count
         splits = choose_splits(ceil_div(tokens, ragged.queries), self.model.kv_heads, sms)
-        prompts = TritonPrompts(ragged, room, splits, self.pages, self.config.page_size)
-        # Captured beside padding alone: what an eager step left in the tiles would lead out of a smaller one.
-        prompts.plan([], self.pages, self.config.page_size)
-        return prompts
+        planner = RaggedGraphPlanner.build(ragged, num_tiles, splits, self.page_table)
+        # Captured with padding alone: tiles that an eager step left would lead outside a smaller graph's queries.
+        planner.plan([])
+        return planner
 
 
-def further_graph_bytes(config: StepConfig, eager: AttentionBackend) -> int:
-    """What the attention of all graphs holds beyond that of the largest count of tokens in one slot. eager: of any."""
+def further_graph_bytes(config: StepConfig, eager: AttentionPlanner) -> int:
+    """Return the bytes that the planners of all graphs hold beyond those of the largest graph of one slot.
+
+    eager: of any slot.
+    """
     count = config.depth * sum(_in_flashinfer(eager, tokens) for tokens in config.graph_tokens)
     if not count:
         return 0
     from tandem.engine_core.attention.flashinfer import GRAPH_PLAN_BYTES
 
-    return (count - 1) * (GRAPH_PLAN_BYTES + 4 * (_table_entries(config) + 3 * (PROMPTS + 1)))
+    kinds = len(cast("FlashInferPlanner", eager).wrappers)
+    return (count - 1) * kinds * (GRAPH_PLAN_BYTES + 4 * (_max_page_entries(config) + 3 * (PROMPTS + 1)))
 
 
-def _as_ragged(eager: AttentionBackend) -> "TritonRagged | None":
-    from tandem.engine_core.attention.triton import TritonRagged
+def _as_ragged(eager: AttentionPlanner) -> "RaggedPlanner | None":
+    from tandem.engine_core.attention.triton import RaggedPlanner
 
-    return eager if isinstance(eager, TritonRagged) else None
+    return eager if isinstance(eager, RaggedPlanner) else None
 
 
-def _in_flashinfer(eager: AttentionBackend, tokens: int) -> bool:
+def _in_flashinfer(eager: AttentionPlanner, tokens: int) -> bool:
     return _as_ragged(eager) is None and tokens > FEW_TOKENS
 
 
-def _table_entries(config: StepConfig) -> int:
-    """Most entries of page tables that the prompts in a graph can name."""
+def _max_page_entries(config: StepConfig) -> int:
+    """Return the most entries of page tables that the prompts in a graph can name."""
     longest = ceil_div(config.graph_tokens[-1], config.page_size)
     return max(min(PROMPTS, config.max_rows) * config.pages_per_row, longest)

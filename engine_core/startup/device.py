@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tandem.engine_core.attention.base import AttentionBackend
-from tandem.engine_core.attention.torch import TorchAttention
+from tandem.engine_core.attention.base import AttentionPlanner
+from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import torch_build_context, triton_build_context
 from tandem.engine_core.model_config import ModelConfig
@@ -23,7 +24,7 @@ from tandem.engine_core.runtime.graphs import StepGraphs, capture_decode, captur
 from tandem.engine_core.runtime.sampling import SLICE, TokenSampler, TokenScorer, TorchSampler, TorchScorer
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.tables import DeviceTables, Mode
-from tandem.engine_core.startup.attention import GraphPrompts, eager_prompts, further_graph_bytes
+from tandem.engine_core.startup.attention import GraphPlanners, eager_planner, further_graph_bytes
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ class DeviceParts(Protocol):
 
     def attention(
         self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
-    ) -> AttentionBackend:
-        """Allocate the attention of the steps that no graph holds, a new one for each slot."""
+    ) -> AttentionPlanner:
+        """Allocate the planner of the steps that no graph holds, a new one for each slot."""
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
         """Allocate what draws the tokens of every step."""
@@ -98,8 +99,8 @@ class CpuParts:
 
     def attention(
         self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
-    ) -> AttentionBackend:
-        return TorchAttention()
+    ) -> AttentionPlanner:
+        return TorchPlanner(attention_kinds(model))
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
         return TorchSampler(tables)
@@ -136,8 +137,8 @@ class CudaParts:
 
     def attention(
         self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
-    ) -> AttentionBackend:
-        return eager_prompts(self.device, model, config, dtype, kv_dtype)
+    ) -> AttentionPlanner:
+        return eager_planner(self.device, model, config, dtype, kv_dtype)
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
         from tandem.engine_core.runtime.triton_sampling import triton_sampler
@@ -176,7 +177,7 @@ class CudaParts:
         ) -> None:
             sampler.launch(mode, logits, rows, positions, sampler.nobody[: len(rows)], out, allowed)
 
-        forward = CudaForward(model, kv, tables, config.page_size)
+        forward = CudaForward(model, kv, tables, kv.page_table(tables.pages))
         pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode():
             mixed = self._mixed(pool, config, forward, slots, lambda p: progress(p // 2))
@@ -194,8 +195,9 @@ class CudaParts:
     ) -> list[dict[GraphBucket, CapturedMixed]]:
         if not config.graph_tokens:
             return []
-        model, pages = forward.model.config, forward.tables.pages
-        prompts = GraphPrompts(self.device, model, config, pages, [slot.attention for slot in slots])
+        model = forward.model.config
+        eager = [slot.attention for slot in slots]
+        prompts = GraphPlanners(self.device, model, config, forward.page_table, eager)
         largest = config.mixed_graph_rows[-1] + config.graph_tokens[-1]
 
         def zeros(*shape: int) -> "Tensor":

@@ -86,7 +86,7 @@ class RuntimeBuilder(Struct, frozen=True):
         """Join everything into a runtime over a KV pool."""
         return TorchRuntime(
             self.parts.device, self.model, kv, self.tables, self.sampler, self.scorer, self.filler, self.slots,
-            self.config.page_size, graphs, self.parts.clock(),
+            kv.page_table(self.tables.pages), graphs, self.parts.clock(),
         )  # fmt: skip
 
     def capture_graphs(self, kv: KVStorage, status: Status) -> StepGraphs | None:

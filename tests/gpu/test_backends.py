@@ -1,4 +1,4 @@
-"""Random small models on CUDA beside transformers in float32, through every attention backend.
+"""Random small models on CUDA beside transformers in float32, through every implementation of attention.
 
 Tokens are compared where the reference's top-2 gap exceeds twice the largest logit error found; the rest is counted.
 """
@@ -12,11 +12,12 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tandem.engine_core.attention.flashinfer import FlashInferAttention
-from tandem.engine_core.attention.torch import TorchAttention
-from tandem.engine_core.attention.triton import TritonPrompts, TritonRagged
+from tandem.engine_core.attention.flashinfer import FlashInferGraphPlanner, FlashInferPlanner
+from tandem.engine_core.attention.torch import TorchPlanner
+from tandem.engine_core.attention.triton import RaggedGraphPlanner, RaggedPlanner
+from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.runtime.runtime import TorchRuntime
-from tandem.engine_core.startup import attention as build_prompts
+from tandem.engine_core.startup import attention as startup_attention
 from tandem.protocol.engine_options import Device, Dtype, EngineOptions, PageSize
 from tests.support.engine_driver import DrivenEngine
 from tests.support.plan_recording import reset, runtime_of
@@ -81,9 +82,13 @@ def check(runtime: TorchRuntime, checkpoint: Checkpoint, label: str, bound: floa
 @pytest.mark.parametrize("head_dim", list(SHAPES))
 @pytest.mark.parametrize(
     ("dtype", "few", "kernels"),
-    [("float32", 256, TritonPrompts), ("bfloat16", 256, TritonPrompts), ("bfloat16", 0, FlashInferAttention)],
+    [
+        ("float32", 256, RaggedGraphPlanner),
+        ("bfloat16", 256, RaggedGraphPlanner),
+        ("bfloat16", 0, FlashInferGraphPlanner),
+    ],
 )
-def test_prompts_from_graphs_beside_transformers(
+def test_prompts_from_graphs_agree_with_transformers(
     checkpoints: dict[int, Checkpoint],
     head_dim: int,
     dtype: Dtype,
@@ -91,8 +96,8 @@ def test_prompts_from_graphs_beside_transformers(
     kernels: type,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Triton up to so many tokens, FlashInfer beyond; decode in Triton always."""
-    monkeypatch.setattr(build_prompts, "FEW_TOKENS", few)
+    """Triton up to `few` tokens, FlashInfer beyond; decode in Triton always."""
+    monkeypatch.setattr(startup_attention, "FEW_TOKENS", few)
     runtime = build(checkpoints[head_dim], dtype)
     assert runtime.graphs is not None
     prompts = [mixed.prompts for slot in runtime.graphs.mixed for mixed in slot.values()]
@@ -103,22 +108,24 @@ def test_prompts_from_graphs_beside_transformers(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head_dim", list(SHAPES))
-def test_eager_prompts_beside_transformers(checkpoints: dict[int, Checkpoint], head_dim: int, dtype: Dtype) -> None:
+def test_eager_prompts_agree_with_transformers(checkpoints: dict[int, Checkpoint], head_dim: int, dtype: Dtype) -> None:
     """bfloat16: FlashInfer, float32: Triton; then torch attention for the same."""
     checkpoint = checkpoints[head_dim]
     runtime = build(checkpoint, dtype, graph_tokens="off")
-    kernels = TritonRagged if dtype == "float32" else FlashInferAttention
+    kernels = RaggedPlanner if dtype == "float32" else FlashInferPlanner
     assert all(isinstance(slot.attention, kernels) for slot in runtime.slots)
     label = f"head_dim {head_dim}, {dtype}, eager"
     check(runtime, checkpoint, f"{label} {kernels.__name__}", BOUNDS[dtype])
     for slot in runtime.slots:
-        slot.attention = TorchAttention()
+        slot.attention = TorchPlanner(attention_kinds(runtime.model.config))
     check(runtime, checkpoint, f"{label} torch", BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 128, "max"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_any_page_size(checkpoints: dict[int, Checkpoint], dtype: Dtype, page_size: PageSize) -> None:
+def test_every_page_size_agrees_with_transformers(
+    checkpoints: dict[int, Checkpoint], dtype: Dtype, page_size: PageSize
+) -> None:
     runtime = build(checkpoints[64], dtype, page_size)
     assert runtime.tables.pages.shape[1] == (1 if page_size == "max" else -(-(LONGEST + 16) // int(page_size)))
     check(runtime, checkpoints[64], f"{dtype}, pages of {page_size}", BOUNDS[dtype])

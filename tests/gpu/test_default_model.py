@@ -10,8 +10,9 @@ import torch
 from tokenizers import Tokenizer
 
 from tandem.engine_core.attention.base import ForwardBatch, Span
-from tandem.engine_core.attention.torch import TorchAttention
+from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import load_weights
@@ -59,15 +60,14 @@ def logits_of(sequence: Sequence[int], device: str, dtype: torch.dtype) -> torch
         pages=12, page_size=16, dtype=dtype, device=where,
     )  # fmt: skip
     positions = torch.arange(len(sequence), device=where)
-    backend = TorchAttention()
-    pages = torch.arange(1, 12, dtype=torch.int32, device=where)[None]
+    page_table = kv.page_table(torch.arange(1, 12, dtype=torch.int32, device=where)[None])
+    planner = TorchPlanner(attention_kinds(config))
     batch = ForwardBatch(
         input_ids=torch.tensor(sequence, device=where),
         positions=positions,
-        slot_mapping=positions + 16,
+        slot_mapping=page_table.slots(torch.zeros_like(positions), positions),
         sample_index=positions,
-        backend=backend,
-        plan=backend.plan([Span(0, 0, 0, len(sequence))], pages, 16),
+        attention=planner.plan([Span(0, 0, 0, len(sequence))], page_table),
     )
     with torch.inference_mode():
         return model.logits(model.forward(batch, kv)).cpu()

@@ -10,11 +10,12 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tandem.engine_core.attention.base import Span
-from tandem.engine_core.attention.triton import TritonRagged
+from tandem.engine_core.attention.base import LayerAttention, Span
+from tandem.engine_core.attention.triton import RaggedPlanner
 from tandem.engine_core.kernels.attention.paged_decode import choose_splits, paged_decode
 from tandem.engine_core.kernels.attention.paged_prefill import tile_queries
 from tandem.engine_core.kernels.kv_dtype import to_pool
+from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference_attention
 from tandem.engine_core.kernels.reference.layer import qk_norm_rope_and_kv_write
 from tandem.engine_core.kernels.rope import rope_and_kv_write
@@ -34,7 +35,7 @@ def randn(*shape: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
-def test_writing(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_written_keys_and_values_equal_the_oracle(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     """Values are the oracle's to the bit, too large ones among them; keys too but where the rotation's own rounding
     falls to the other side of a step."""
     tokens = 300
@@ -57,7 +58,9 @@ def test_writing(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 @pytest.mark.parametrize("page", [1, 16, 4096])
-def test_decoding(heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype) -> None:
+def test_decode_attention_equals_the_oracle(
+    heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype
+) -> None:
     lengths = torch.tensor([1, 17, 448, 1000, 4095])
     used = -(-lengths // page)
     table = torch.zeros(6, int(used.max()), dtype=torch.int32)
@@ -69,7 +72,7 @@ def test_decoding(heads: int, kv_heads: int, head_dim: int, page: int, dtype: to
     query, rows = randn(5, heads, head_dim, dtype=dtype), torch.arange(1, 6, dtype=torch.int32, device="cuda")
     positions, table = (lengths - 1).int().cuda(), table.cuda()
     scale = head_dim**-0.5
-    given = (rows, positions, table, page, scale)
+    given = (rows, positions, PageTable(table, page, page), scale)
     exact = reference_attention.paged_decode(query, keys.float(), values.float(), *given)
     for splits in {1, choose_splits(5, kv_heads, 132, 4096)}:
         found = paged_decode(query, keys, values, *given, splits, pdl=True)
@@ -80,7 +83,7 @@ def test_decoding(heads: int, kv_heads: int, head_dim: int, page: int, dtype: to
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 @pytest.mark.parametrize("page", [1, 16, 4096])
-def test_rows_of_any_lengths(
+def test_rows_of_any_lengths_equal_the_oracle(
     heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype, narrow: bool
 ) -> None:
     spans, offset = [], 0
@@ -91,28 +94,28 @@ def test_rows_of_any_lengths(
     pages = torch.zeros(len(spans), max(used), dtype=torch.int32)
     for row, own in enumerate((torch.randperm(sum(used)) + 1).split(used)):
         pages[row, : len(own)] = own
-    pages = pages.cuda()
+    page_table = PageTable(pages.cuda(), page, page)
     shape = ((sum(used) + 1) * page, kv_heads, head_dim)
     keys, values = (randn(*shape, dtype=dtype) for _ in range(2))
     if narrow:
         keys, values = to_pool(keys, FP8), to_pool(values, FP8)
     query = randn(offset, heads, head_dim, dtype=dtype)
     scale = head_dim**-0.5
-    ragged = TritonRagged.allocate(
+    ragged = RaggedPlanner.allocate(
         lambda *of: torch.zeros(of, dtype=torch.int32, pin_memory=True), torch.device("cuda"),
         tile_queries(heads, kv_heads, head_dim, dtype), len(spans), offset,
     )  # fmt: skip
-    found = ragged.run(ragged.plan(spans, pages, page), query, keys, values, scale)
-    exact = reference_attention.paged_prefill(query, keys, values, WORK, pages, page, scale)
+    found = ragged.plan(spans, page_table).run(query, keys, values, LayerAttention(scale))
+    exact = reference_attention.paged_prefill(query, keys, values, WORK, page_table, scale)
     tolerance = 2 * STEP.get(dtype, 1e-5)
     torch.testing.assert_close(found.float(), exact, atol=tolerance, rtol=tolerance)
 
 
-def test_the_default_model_loses_little() -> None:
+def test_the_default_model_keeps_its_choices() -> None:
     """Chunks, mixed steps and decode from graphs, over a pool of 8-bit floats and over one of the model's own dtype."""
     wide, narrow = build("cuda", "auto"), build("cuda", "fp8")
     assert runtime_of(narrow).kv.keys[0].dtype == FP8
-    assert all(isinstance(slot.attention, TritonRagged) for slot in runtime_of(narrow).slots)
+    assert all(isinstance(slot.attention, RaggedPlanner) for slot in runtime_of(narrow).slots)
     graphs = runtime_of(narrow).graphs
     assert graphs is not None and all(graphs.mixed), "chunks and mixed steps come from graphs, too"
     sequences = texts(wide)

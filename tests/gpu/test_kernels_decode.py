@@ -1,5 +1,7 @@
 """The compiled kernels of a decode step, in bfloat16 and float16, against the torch oracles computed in float32."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs, de
 from tandem.engine_core.kernels.attention.paged_decode import choose_splits, paged_decode
 from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
+from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference_attention
 from tandem.engine_core.kernels.reference import layer as reference_layer
 from tandem.engine_core.kernels.reference.layer import qk_norm_rope_and_kv_write
@@ -93,36 +96,52 @@ def test_rope_and_kv_write(
     assert torch.equal(pool[1].float(), exact[1])
 
 
+@pytest.mark.parametrize("page_stride", [16, 16 * 2 * 28])
 @pytest.mark.parametrize("batch", [1, 64, 1000])
-def test_decode_inputs(batch: int) -> None:
+def test_decode_inputs_equal_the_oracle(batch: int, page_stride: int) -> None:
     tokens = torch.randint(0, 128256, (257, 4096), dtype=torch.int32, device="cuda")
     pages = torch.randint(0, 2**31 - 1, (257, 256), dtype=torch.int32, device="cuda")
     rows = torch.randint(0, 257, (batch,), dtype=torch.int32, device="cuda")
     positions = torch.randint(0, 4096, (batch,), dtype=torch.int32, device="cuda")
-    found = decode_inputs(tokens, pages, rows, positions, 16, pdl=True)
-    for ours, wanted in zip(found, decode_inputs_reference(tokens, pages, rows, positions, 16), strict=True):
+    table = PageTable(pages, 16, page_stride)
+    found = decode_inputs(tokens, table, rows, positions, pdl=True)
+    for ours, wanted in zip(found, decode_inputs_reference(tokens, table, rows, positions), strict=True):
         assert torch.equal(ours, wanted)
 
 
-def paged(lengths: list[int], heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype) -> list[Tensor]:
-    """query, keys, values, rows, positions, page_table, with scattered pages and NaN wherever no row has a token."""
+class Paged(NamedTuple):
+    """The first arguments of `paged_decode`."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    rows: Tensor
+    positions: Tensor
+    page_table: PageTable
+
+
+def paged(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype, apart: int = 1
+) -> Paged:
+    """Scattered pages, NaN wherever no row has a token. apart: pages from one to the next of the same layer."""
     count = torch.tensor([-(-n // page) for n in lengths])
     order = torch.randperm(int(count.sum())) + 1
     table = torch.zeros(len(lengths) + 1, int(count.max()), dtype=torch.int32)
     rows = torch.randperm(len(lengths)) + 1
     for row, pages in zip(rows.tolist(), order.split(count.tolist()), strict=True):
         table[row, : len(pages)] = pages
-    shape = ((int(count.sum()) + 1) * page, kv_heads, head_dim)
+    shape = ((int(count.sum()) + 1) * page * apart, kv_heads, head_dim)
     keys, values = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
     for row, n in zip(rows.tolist(), lengths, strict=True):
         if n % page:
-            start = int(table[row, n // page]) * page
+            start = int(table[row, n // page]) * page * apart
             keys[start + n % page : start + page] = torch.nan
             values[start + n % page : start + page] = torch.nan
     keys[:page], values[:page] = torch.nan, torch.nan
     positions = torch.tensor(lengths, dtype=torch.int32) - 1
     query = randn(len(lengths), heads, head_dim, dtype=dtype)
-    return [query, keys, values, rows.int().cuda(), positions.cuda(), table.cuda()]
+    page_table = PageTable(table.cuda(), page, page * apart)
+    return Paged(query, keys, values, rows.int().cuda(), positions.cuda(), page_table)
 
 
 @pytest.mark.parametrize(
@@ -135,35 +154,61 @@ def paged(lengths: list[int], heads: int, kv_heads: int, head_dim: int, page: in
 @pytest.mark.parametrize(
     "lengths", [[1], [448], [1, 2, 16, 17, 64, 65, 1000, 4097], list(range(1, 600, 9)), [131072, 5]]
 )
-def test_paged_decode(
+def test_decode_attention_equals_the_oracle(
     lengths: list[int], heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype, pdl: bool
 ) -> None:
     given = paged(lengths, heads, kv_heads, head_dim, page, dtype)
     scale = head_dim**-0.5
-    exact = reference_attention.paged_decode(*given, page, scale)
+    exact = reference_attention.paged_decode(*given, scale)
     # Weights are rounded to the pool's dtype before they meet values of size about 1: a few roundings of that size.
     tolerance = 2 * STEP[dtype]
     for splits in {1, 3, choose_splits(len(lengths), kv_heads, 132, max(lengths)), 64}:
         for _ in range(2):
-            found = paged_decode(*given, page, scale, splits, pdl=pdl)
+            found = paged_decode(*given, scale, splits, pdl=pdl)
             torch.testing.assert_close(found.float(), exact, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("page", [1, 16, 256])
+def test_pages_apart_in_the_pool_equal_the_oracle(page: int) -> None:
+    """A page of one layer is followed by those of the others before the next page begins."""
+    given = paged([1, 64, 1000, 4097], 32, 8, 64, page, torch.bfloat16, apart=2 * 4)
+    exact = reference_attention.paged_decode(*given, 0.125)
+    for splits in (1, 6):
+        found = paged_decode(*given, 0.125, splits, pdl=True)
+        torch.testing.assert_close(found.float(), exact, atol=2**-7, rtol=2**-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [None, 2.0, 50.0])
+@pytest.mark.parametrize("window", [None, 1, 63, 64, 65, 512, 5000])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 64), (32, 8, 128), (8, 4, 256)])
+def test_windows_and_soft_caps_equal_the_oracle(
+    heads: int, kv_heads: int, head_dim: int, window: int | None, softcap: float | None, dtype: torch.dtype
+) -> None:
+    """Contexts shorter and longer than the window, with its lower edge at and beside those of tiles and pages."""
+    given = paged([1, 2, 63, 64, 65, 128, 577, 1000, 4097], heads, kv_heads, head_dim, 16, dtype)
+    scale = 2 * head_dim**-0.5
+    exact = reference_attention.paged_decode(*given, scale, window, softcap)
+    for splits in (1, 5, 64):
+        found = paged_decode(*given, scale, splits, window=window, softcap=softcap, pdl=True)
+        torch.testing.assert_close(found.float(), exact, atol=3 * STEP[dtype], rtol=3 * STEP[dtype])
 
 
 def test_one_graph_serves_every_length() -> None:
     given = paged([700] * 4, 32, 8, 64, 16, torch.bfloat16)
-    given[1].nan_to_num_(0.5)
-    given[2].nan_to_num_(0.5)
-    paged_decode(*given, 16, 0.125, 8, pdl=True)
+    given.keys.nan_to_num_(0.5)
+    given.values.nan_to_num_(0.5)
+    paged_decode(*given, 0.125, 8, pdl=True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = paged_decode(*given, 16, 0.125, 8, pdl=True)
+        found = paged_decode(*given, 0.125, 8, pdl=True)
     for _ in range(20):
-        given[4].copy_(torch.randint(0, 700, (4,), dtype=torch.int32))
-        given[3].copy_(torch.randint(1, 5, (4,), dtype=torch.int32))
-        given[0].copy_(randn(4, 32, 64))
+        given.positions.copy_(torch.randint(0, 700, (4,), dtype=torch.int32))
+        given.rows.copy_(torch.randint(1, 5, (4,), dtype=torch.int32))
+        given.query.copy_(randn(4, 32, 64))
         graph.replay()
-        exact = reference_attention.paged_decode(*given, 16, 0.125)
+        exact = reference_attention.paged_decode(*given, 0.125)
         torch.testing.assert_close(found.float(), exact, atol=2**-7, rtol=2**-7)
 
 
@@ -173,8 +218,8 @@ def test_a_chain_with_early_launches_equals_one_without(batch: int) -> None:
     lengths = [37 + 31 * i for i in range(batch)]
     layers = [paged(lengths, 32, 8, 64, 16, torch.bfloat16) for _ in range(4)]
     _, _, _, rows, positions, table = layers[0]
-    pools = [(given[1].nan_to_num_(0.5), given[2].nan_to_num_(0.5)) for given in layers]
-    index = table[rows.long(), positions.long() // 16].long() * 16 + positions.long() % 16
+    pools = [(given.keys.nan_to_num_(0.5), given.values.nan_to_num_(0.5)) for given in layers]
+    index = table.slots(rows.long(), positions.long())
     angles = torch.rand(batch, 1, 64, device="cuda") * 6
     cos, sin = angles.cos(), angles.sin()
     weight = randn(3072).bfloat16()
@@ -185,7 +230,7 @@ def test_a_chain_with_early_launches_equals_one_without(batch: int) -> None:
         for keys, values in pools:
             normed, stream = add_rms_norm(update, stream, weight, 1e-5, pdl)
             query = rope_and_kv_write(normed.view(batch, 48, 64), cos, sin, index, keys, values, pdl=pdl)
-            attended = paged_decode(query, keys, values, rows, positions, table, 16, 0.125, 6, pdl=pdl)
+            attended = paged_decode(query, keys, values, rows, positions, table, 0.125, 6, pdl=pdl)
             gate_up = torch.cat((attended.flatten(1), stream, attended.flatten(1)[:, :1024]), 1)
             update = gated_activation(gate_up, Activation.SILU, pdl)
         return stream

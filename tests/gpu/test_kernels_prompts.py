@@ -7,20 +7,21 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tandem.engine_core.attention.base import Span
+from tandem.engine_core.attention.base import LayerAttention, Span
+from tandem.engine_core.attention.flashinfer import FlashInferPlanner, HeadShape
 from tandem.engine_core.attention.triton import (
-    DecodeRows,
-    MixedAttention,
-    MixedRows,
-    TritonPrompts,
-    TritonRagged,
-    most_tiles,
+    DecodeStep,
+    MixedStep,
+    RaggedGraphPlanner,
+    RaggedPlanner,
+    max_tiles,
 )
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.attention.paged_prefill import choose_splits, paged_prefill, tile_queries
 from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.norm import add_rms_norm
+from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference_attention
 from tandem.engine_core.kernels.rope import rope_and_kv_write
 
@@ -37,13 +38,16 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device="cuda").to(dtype)
 
 
-def scattered(ends: list[int]) -> tuple[Tensor, int]:
-    """A page table for rows of so many positions, and how many pages there are, the reserved one among them."""
+def scattered(ends: list[int], apart: int = 1) -> tuple[PageTable, int]:
+    """Return a page table for rows of that many positions, and the number of slots that it needs.
+
+    apart: pages from one to the next of the same layer.
+    """
     used = [-(-end // PAGE) for end in ends]
     table = torch.zeros(len(ends), max(used), dtype=torch.int32)
     for row, pages in enumerate((torch.randperm(sum(used)) + 1).split(used)):
         table[row, : len(pages)] = pages
-    return table.cuda(), sum(used) + 1
+    return PageTable(table.cuda(), PAGE, PAGE * apart), (sum(used) + 1) * PAGE * apart
 
 
 def spans_of(work: Work, first_row: int = 0) -> list[Span]:
@@ -54,8 +58,8 @@ def spans_of(work: Work, first_row: int = 0) -> list[Span]:
     return spans
 
 
-def ragged(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, rows: int, tokens: int) -> TritonRagged:
-    return TritonRagged.allocate(
+def ragged(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, rows: int, tokens: int) -> RaggedPlanner:
+    return RaggedPlanner.allocate(
         lambda *of: torch.zeros(of, dtype=torch.int32, pin_memory=True), torch.device("cuda"),
         tile_queries(heads, kv_heads, head_dim, dtype), rows, tokens,
     )  # fmt: skip
@@ -65,20 +69,49 @@ def ragged(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, rows: i
 @pytest.mark.parametrize("dtype", list(STEP))
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 64), (32, 8, 128), (8, 4, 256), (14, 2, 64)])
 @pytest.mark.parametrize("work", [[(2000, 64)], [(0, 40), (777, 2), (300, 128)], [(0, 256)]], ids=str)
-def test_programs_that_share_a_tile(
+def test_programs_that_share_a_tile_equal_the_oracle(
     work: Work, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, pdl: bool
 ) -> None:
-    table, pages = scattered([start + length for start, length in work])
-    keys, values = (randn(pages * PAGE, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+    table, slots = scattered([start + length for start, length in work])
+    keys, values = (randn(slots, kv_heads, head_dim, dtype=dtype) for _ in range(2))
     spans = spans_of(work)
     query = randn(sum(span.length for span in spans), heads, head_dim, dtype=dtype)
     own = ragged(heads, kv_heads, head_dim, dtype, len(spans) + 5, len(query))
-    tiles = own.upload(spans, room=len(own.tiles))
-    exact = reference_attention.paged_prefill(query, keys, values, work, table, PAGE, head_dim**-0.5)
+    tiles = own.upload(spans, len(own.tiles))
+    exact = reference_attention.paged_prefill(query, keys, values, work, table, head_dim**-0.5)
     for splits in {1, 2, choose_splits(len(query) // own.queries, kv_heads, 132), 64}:
         for _ in range(2):
-            found = paged_prefill(query, keys, values, tiles, table, PAGE, head_dim**-0.5, splits, pdl=pdl)
+            found = paged_prefill(query, keys, values, tiles, table, head_dim**-0.5, splits, pdl=pdl)
             torch.testing.assert_close(found.float(), exact, atol=2 * STEP[dtype], rtol=2 * STEP[dtype])
+
+
+KINDS = [LayerAttention(0.25, window, softcap) for window in (None, 1, 63, 64, 300) for softcap in (None, 2.0, 50.0)]
+WORK: Work = [(0, 40), (777, 1), (63, 1), (300, 128), (4000, 97)]
+
+
+@pytest.mark.parametrize("apart", [1, 8])
+@pytest.mark.parametrize("dtype", list(STEP))
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 64), (32, 8, 128), (8, 4, 256)])
+def test_windows_and_soft_caps_equal_the_oracle(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, apart: int
+) -> None:
+    """Triton and FlashInfer, the latter planned once for all kinds of layers."""
+    table, slots = scattered([start + length for start, length in WORK], apart)
+    keys, values = (randn(slots, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+    spans = spans_of(WORK)
+    query = randn(sum(span.length for span in spans), heads, head_dim, dtype=dtype)
+    own = ragged(heads, kv_heads, head_dim, dtype, len(spans), len(query))
+    library = FlashInferPlanner.allocate(
+        KINDS, lambda count: torch.zeros(count, dtype=torch.int32, pin_memory=True), torch.device("cuda"),
+        HeadShape(heads, kv_heads, head_dim, dtype), len(spans), slots // PAGE,
+    )  # fmt: skip
+    for step in (own.plan(spans, table), library.plan(spans, table)):
+        for layer in KINDS:
+            exact = reference_attention.paged_prefill(
+                query, keys, values, WORK, table, layer.scale, layer.window, layer.softcap
+            )
+            found = step.run(query, keys, values, layer)
+            torch.testing.assert_close(found.float(), exact, atol=3 * STEP[dtype], rtol=3 * STEP[dtype])
 
 
 class Chain:
@@ -87,26 +120,27 @@ class Chain:
     HEADS, KV_HEADS, HEAD_DIM, SPLITS = 32, 8, 64, 6
 
     def __init__(self, decoding: int, chunk: tuple[int, int], room: int) -> None:
-        """room: tokens of prompts that a graph would be for."""
+        """room: tokens of prompts that a graph would have."""
         self.singles, self.start, self.length = decoding, *chunk
         ends = [*(40 + 31 * row for row in range(decoding)), self.start + self.length]
-        self.table, pages = scattered(ends)
+        self.table, slots = scattered(ends)
         self.positions = torch.tensor([end - 1 for end in ends[:-1]], dtype=torch.int32, device="cuda")
         self.rows = torch.arange(decoding, dtype=torch.int32, device="cuda")
         fresh = torch.arange(self.start, self.start + self.length, dtype=torch.int32, device="cuda")
         rows = torch.cat((self.rows, torch.full_like(fresh, decoding))).long()
         positions = torch.cat((self.positions, fresh)).long()
-        self.index = self.table[rows, positions // PAGE].long() * PAGE + positions % PAGE
+        self.index = self.table.slots(rows, positions)
         angles = torch.rand(len(rows), 1, self.HEAD_DIM, device="cuda") * 6
         self.cos, self.sin = angles.cos(), angles.sin()
-        self.pools = [tuple(randn(pages * PAGE, self.KV_HEADS, self.HEAD_DIM) for _ in range(2)) for _ in range(LAYERS)]
+        self.pools = [tuple(randn(slots, self.KV_HEADS, self.HEAD_DIM) for _ in range(2)) for _ in range(LAYERS)]
         self.weight, self.start_of_all = randn(3072), randn(len(rows), 3072)
         self.own = ragged(self.HEADS, self.KV_HEADS, self.HEAD_DIM, torch.bfloat16, 9, room)
-        self.tiles = most_tiles(9, room, self.own.queries)
-        prompts = TritonPrompts(self.own, self.tiles, self.SPLITS, self.table, PAGE)
-        prompts.plan([Span(decoding, 0, self.start, self.length)], self.table, PAGE)
+        self.tiles = max_tiles(9, room, self.own.queries)
+        prompts = RaggedGraphPlanner.build(self.own, self.tiles, self.SPLITS, self.table)
+        prompts.plan([Span(decoding, 0, self.start, self.length)])
         out = torch.zeros(len(rows), self.HEADS, self.HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-        self.plan = MixedRows(DecodeRows(self.rows, self.positions, self.table, PAGE, self.SPLITS), prompts, out)
+        decode = DecodeStep(self.rows, self.positions, self.table, self.SPLITS)
+        self.step = MixedStep(decode, prompts.step, out)
 
     def run(self, early: bool) -> Tensor:
         """early: kernels start before their predecessors end, and a chunk beside the decoding rows."""
@@ -116,16 +150,16 @@ class Chain:
             qkv = normed.view(len(normed), 48, 64)
             query = rope_and_kv_write(qkv, self.cos, self.sin, self.index, keys, values, pdl=early)
             if early:
-                MixedAttention().run(self.plan, query, keys, values, 0.125)
+                self.step.run(query, keys, values, LayerAttention(0.125))
             else:
                 self.one_after_the_other(query, keys, values)
             # A kernel that starts before its predecessor ends, and reads what both kernels wrote.
-            gated = gated_activation(self.plan.out.flatten(1), Activation.SILU, early)
+            gated = gated_activation(self.step.out.flatten(1), Activation.SILU, early)
             update = torch.cat((gated, stream[:, : 3072 - gated.shape[1]]), 1)
         return stream
 
     def one_after_the_other(self, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        out, given, count = self.plan.out, (self.table, PAGE, 0.125, self.SPLITS), self.singles
+        out, given, count = self.step.out, (self.table, 0.125, self.SPLITS), self.singles
         paged_decode(query[:count], keys, values, self.rows, self.positions, *given, out=out[:count])
         tiles = self.own.tiles[: self.tiles]
         paged_prefill(query[count:], keys, values, tiles, *given, out=out[count:])

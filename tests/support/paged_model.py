@@ -1,4 +1,4 @@
-"""Runs a model over several sequences at once through a shuffled paged pool, as a runtime would."""
+"""A model run over several sequences at once through a shuffled paged pool, as a runtime would run it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, Span
-from tandem.engine_core.attention.torch import TorchAttention
+from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import load_weights
@@ -16,7 +17,7 @@ from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model, build_model
 
 Work = tuple[int, int, int]
-"""Sequence, first position, number of positions."""
+"""Index of the sequence, first position, number of positions."""
 
 
 def load(directory: Path) -> Model:
@@ -28,7 +29,7 @@ def load(directory: Path) -> Model:
 
 
 class PagedRun:
-    """Teacher-forced sequences over pages in random order, beginning with page 1, full of stale numbers."""
+    """Teacher-forced sequences over pages in random order, page 0 left out, full of stale numbers."""
 
     def __init__(self, model: Model, tokens: Sequence[Tensor], page_size: int, seed: int) -> None:
         config = model.config
@@ -37,7 +38,6 @@ class PagedRun:
         order = (torch.randperm(sum(need), generator=generator) + 1).to(torch.int32)
         self.model = model
         self.tokens = tokens
-        self.page_size = page_size
         # Entries past a row's pages are stale, as in a table that rows take turns in.
         self.pages = torch.randint(1, sum(need) + 1, (len(tokens), max(need)), generator=generator, dtype=torch.int32)
         for row, pages in enumerate(order.split(need)):
@@ -51,29 +51,30 @@ class PagedRun:
             dtype=torch.float32,
             device="cpu",
         )
+        self.page_table = self.storage.page_table(self.pages)
         for pool in (*self.storage.keys, *self.storage.values):
             pool.normal_(0, 100, generator=generator)
 
     def step(self, work: Sequence[Work]) -> Tensor:
-        """Logits of all positions of one step, [T, vocab]."""
-        spans, ids, positions, places, offset = [], [], [], [], 0
+        """Run one step and return the logits of all its positions, [T, vocab]."""
+        spans, ids, positions, slots, offset = [], [], [], [], 0
         for row, start, length in work:
             spans.append(Span(row, offset, start, length))
             offset += length
             where = torch.arange(start, start + length)
             ids.append(self.tokens[row][start : start + length])
             positions.append(where)
-            places.append(self.pages[row, where // self.page_size].long() * self.page_size + where % self.page_size)
-        backend = TorchAttention()
+            slots.append(self.page_table.slots(torch.full_like(where, row), where))
+        planner = TorchPlanner(attention_kinds(self.model.config))
         with torch.inference_mode():
-            plan = backend.plan(spans, self.pages, self.page_size)
+            attention = planner.plan(spans, self.page_table)
             batch = ForwardBatch(
-                torch.cat(ids), torch.cat(positions), torch.cat(places), torch.arange(offset), backend, plan
+                torch.cat(ids), torch.cat(positions), torch.cat(slots), torch.arange(offset), attention
             )
             return self.model.logits(self.model.forward(batch, self.storage))
 
     def run(self, schedule: Sequence[Sequence[Work]]) -> list[Tensor]:
-        """Runs steps; returns each sequence's logits in the order of its positions."""
+        """Run steps and return each sequence's logits in the order of its positions."""
         found: list[list[Tensor]] = [[] for _ in self.tokens]
         for work in schedule:
             logits = self.step(work)
@@ -83,7 +84,7 @@ class PagedRun:
 
 
 def chunked(lengths: Sequence[int], prefill: Sequence[int], chunk: int) -> list[list[Work]]:
-    """Steps in which each sequence computes a chunk of its first `prefill` positions, or one of the later ones."""
+    """Plan steps in which each sequence computes a chunk of its first `prefill` positions, or one of the later ones."""
     done = [0] * len(lengths)
     steps = []
     while any(have < length for have, length in zip(done, lengths, strict=True)):

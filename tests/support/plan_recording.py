@@ -107,7 +107,7 @@ def state(runtime: TorchRuntime) -> dict[str, Tensor]:
     rows["bias"] = tables.bias.view(2, len(tables.tokens), -1)[:, 1:].clone()
     for name, pools in (("keys", kv.keys), ("values", kv.values)):
         for layer, pool in enumerate(pools):
-            rows[f"{name} {layer}"] = pool[kv.page_size :].clone()
+            rows[f"{name} {layer}"] = runtime.page_table.view_pages(pool)[1:].clone()
     runtime.synchronize()
     return rows
 

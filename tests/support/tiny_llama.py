@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.engine_core.attention.torch import TorchAttention
+from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.contracts import Masks, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.kernels.reference.philox import gumbel_noise
 from tandem.engine_core.kernels.reference.sampling import truncate
 from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.model_config import ModelConfig, RopeConfig
 from tandem.engine_core.models.llama import LlamaModel
@@ -215,13 +216,15 @@ def build_runtime(model: LlamaModel, shape: Shape) -> RecordingTorchRuntime:
     )
     tables = DeviceTables.allocate(shape.max_rows, MAX_LEN, -(-MAX_LEN // shape.page_size), device.torch_device)
     words = capacity(shape.max_rows, shape.step_tokens, shape.max_rows * -(-MAX_LEN // shape.page_size), 1024)
-    attention = TorchAttention()
+    attention = TorchPlanner(attention_kinds(CONFIG))
     slots = [
         StepSlot.allocate(device, words, shape.max_rows, shape.step_tokens, VOCAB, attention)
         for _ in range(shape.depth)
     ]
     sampler, scorer, filler = TorchSampler(tables), TorchScorer(), ReplayingFiller(FakeFiller())
-    runtime = RecordingTorchRuntime(device, model, kv, tables, sampler, scorer, filler, slots, shape.page_size)
+    runtime = RecordingTorchRuntime(
+        device, model, kv, tables, sampler, scorer, filler, slots, kv.page_table(tables.pages)
+    )
     runtime.record()
     return runtime
 

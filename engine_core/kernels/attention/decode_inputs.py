@@ -1,4 +1,4 @@
-"""What a decode step's forward gathers from the device tables, in one launch.
+"""The inputs of a decode step's forward pass, gathered from the device tables in one launch.
 
 `pdl`: see the head of `kernels.norm`.
 """
@@ -10,61 +10,66 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kernels.paged_pool import slots_of
+
 BLOCK = 128
+"""Rows that one program gathers."""
 
 
 def decode_inputs_reference(
-    tokens: Tensor, pages: Tensor, rows: Tensor, positions: Tensor, page_size: int
+    tokens: Tensor, page_table: PageTable, rows: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The token that each decode row feeds to the model, and the place of its key and value in the pool.
+    """Return the token that each decode row feeds to the model, and the slot of its key and value in the pool.
 
-    Row i reads its newest known token, tokens[rows[i], positions[i]], and writes to offset positions[i] % page_size of
-    its page pages[rows[i], positions[i] // page_size]. Shapes and dtypes as in `decode_inputs`, whose oracle this is.
+    Row i reads its newest known token, tokens[rows[i], positions[i]], and writes to the slot that the page table has
+    for that position. Shapes and dtypes are those of `decode_inputs`, whose oracle this is.
     """
     row, position = rows.long(), positions.long()
-    page = pages[row, position // page_size].long()
-    return tokens[row, position].long(), page * page_size + position % page_size
+    return tokens[row, position].long(), page_table.slots(row, position)
 
 
 @triton.jit
 def _decode_inputs_kernel(
-    input_ids,
-    slot_mapping,
-    tokens,
-    pages,
-    rows,
-    positions,
+    input_ids_ptr,
+    slot_mapping_ptr,
+    tokens_ptr,
+    page_table_ptr,
+    rows_ptr,
+    positions_ptr,
     batch,
     token_stride,
-    page_stride,
-    PAGE: tl.constexpr,
+    table_stride,
+    PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < batch
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < batch
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.load(rows + index, mask=inside, other=0).to(tl.int64)
-    position = tl.load(positions + index, mask=inside, other=0).to(tl.int64)
-    token = tl.load(tokens + row * token_stride + position, mask=inside, other=0)
-    page = tl.load(pages + row * page_stride + position // PAGE, mask=inside, other=0)
-    tl.store(input_ids + index, token.to(tl.int64), mask=inside)
-    tl.store(slot_mapping + index, page.to(tl.int64) * PAGE + position % PAGE, mask=inside)
+    row = tl.load(rows_ptr + offs, mask=mask, other=0).to(tl.int64)
+    position = tl.load(positions_ptr + offs, mask=mask, other=0).to(tl.int64)
+    token = tl.load(tokens_ptr + row * token_stride + position, mask=mask, other=0)
+    page = tl.load(page_table_ptr + row * table_stride + position // PAGE_SIZE, mask=mask, other=0)
+    tl.store(input_ids_ptr + offs, token.to(tl.int64), mask=mask)
+    tl.store(slot_mapping_ptr + offs, slots_of(page, position, PAGE_SIZE, PAGE_STRIDE), mask=mask)
 
 
 def decode_inputs(
-    tokens: Tensor, pages: Tensor, rows: Tensor, positions: Tensor, page_size: int, pdl: bool = False
+    tokens: Tensor, page_table: PageTable, rows: Tensor, positions: Tensor, pdl: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and KV places of a decode step; see `decode_inputs_reference`.
+    """Gather the token ids and slots of a decode step; see `decode_inputs_reference`.
 
-    tokens: [R, max_len] int32; pages: [R, pages_per_row] int32; rows, positions: [B] integers, contiguous, rows below
-    R, positions below max_len and pages_per_row * page_size; nothing checks them, since they live on the device.
-    Returns (input_ids, slot_mapping), each [B] int64. ValueError if a table's rows are scattered.
+    tokens: [R, max_len] int32; page_table: of R rows; rows, positions: [B] integers, contiguous, rows below R,
+    positions below max_len and pages_per_row * page_size; nothing checks them, since they are on the device.
+    Returns (input_ids, slot_mapping), each [B] int64. ValueError if the rows of a table are not contiguous.
     """
+    pages = page_table.pages
     if tokens.stride(1) != 1 or pages.stride(1) != 1:
-        raise ValueError("a table's rows must be contiguous")
+        raise ValueError("the rows of the token and page tables must be contiguous")
     batch = rows.shape[0]
     input_ids = torch.empty(batch, dtype=torch.int64, device=rows.device)
     slot_mapping = torch.empty(batch, dtype=torch.int64, device=rows.device)
@@ -80,7 +85,8 @@ def decode_inputs(
         batch,
         tokens.stride(0),
         pages.stride(0),
-        PAGE=page_size,
+        PAGE_SIZE=page_table.page_size,
+        PAGE_STRIDE=page_table.page_stride,
         BLOCK=BLOCK,
         PDL=pdl,
         num_warps=BLOCK // 32,

@@ -1,21 +1,22 @@
-"""Counters by which the last of several programs that share a piece of work knows that it is the last."""
+"""Counters that tell the last of several programs sharing a piece of work that it is the last."""
 
 import torch
 from torch import Tensor
 
 COUNTERS = 1 << 16
-"""Pieces of work of one launch at most."""
+"""Largest number of shared pieces of work in one launch."""
 
 _counters: dict[tuple[str, torch.device], Tensor] = {}
 
 
-def arrivals(kernel: str, device: torch.device) -> Tensor:
-    """[COUNTERS] int32 of one kernel, zero between its launches. Kept for good: captured graphs point at them.
+def split_counters(kernel: str, device: torch.device) -> Tensor:
+    """Return a kernel's counters on a device, [COUNTERS] int32, which are zero between its launches.
 
-    A kernel's launches on one device must be ordered. RuntimeError if its first call is under graph capture.
+    They are kept for the life of the process, because captured graphs point at them. A kernel's launches on one device
+    must be ordered. RuntimeError if its first call is under graph capture.
     """
     if (kernel, device) not in _counters:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"{kernel} has to run once before it is captured")
+            raise RuntimeError(f"{kernel} has to run once before it is captured in a graph")
         _counters[kernel, device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
     return _counters[kernel, device]

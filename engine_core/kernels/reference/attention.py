@@ -1,9 +1,11 @@
-"""Decode attention over the paged pool in plain torch, row by row: the oracle of `kernels.paged_decode`."""
+"""Attention over the paged pool in plain torch, row by row: the oracle of the attention kernels, for tests only."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from tandem.engine_core.kernels.page_table import PageTable
 
 
 def paged_prefill(
@@ -11,18 +13,20 @@ def paged_prefill(
     keys: Tensor,
     values: Tensor,
     work: Sequence[tuple[int, int]],
-    page_table: Tensor,
-    page_size: int,
+    page_table: PageTable,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention, computed in float32: every query is a decode row of its own.
+    """Attend causally in float32, with every query as a decode row.
 
-    query: [T, heads, D], rows one after another; keys, values: [places, kv_heads, D]; work: of each row of the page
-    table, its first query's position and how many queries it has. Returns [T, heads, D] float32. For tests only.
+    query: [T, heads, D], rows one after another; keys, values: [slots, kv_heads, D]; work: of each row of the page
+    table, its first query's position and how many queries it has; scale, window, softcap: as in `LayerAttention`.
+    Returns [T, heads, D] float32.
     """
     rows = torch.tensor([row for row, (_, queries) in enumerate(work) for _ in range(queries)])
     positions = torch.cat([torch.arange(start, start + queries) for start, queries in work])
-    return paged_decode(query, keys, values, rows, positions, page_table, page_size, scale)
+    return paged_decode(query, keys, values, rows, positions, page_table, scale, window, softcap)
 
 
 def paged_decode(
@@ -31,22 +35,26 @@ def paged_decode(
     values: Tensor,
     rows: Tensor,
     positions: Tensor,
-    page_table: Tensor,
-    page_size: int,
+    page_table: PageTable,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Attention of one new token a row over positions 0 to `positions` of its row, computed in float32.
+    """Attend in float32 with one new token a row to the positions of its row up to `positions`, inclusive.
 
-    query: [B, heads, D]; keys, values: [places, kv_heads, D]; rows, positions: [B] integers; page_table:
-    [R, pages_per_row]. Returns [B, heads, D] float32. Reads lengths on the host: for tests only.
+    query: [B, heads, D]; keys, values: [slots, kv_heads, D]; rows, positions: [B] integers; scale, window, softcap: as
+    in `LayerAttention`. Returns [B, heads, D] float32. Reads lengths on the host.
     """
     out = torch.empty_like(query, dtype=torch.float32)
     kv_heads = keys.shape[1]
     for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-        n = torch.arange(position + 1, device=query.device)
-        place = page_table[row, n // page_size].long() * page_size + n % page_size
+        lowest = 0 if window is None else max(0, position + 1 - window)
+        n = torch.arange(lowest, position + 1, device=query.device)
+        slots = page_table.slots(torch.full_like(n, row), n)
         q = query[i].float().view(kv_heads, -1, query.shape[-1])
-        k, v = keys[place].float().transpose(0, 1), values[place].float().transpose(0, 1)
-        weights = (q @ k.transpose(1, 2) * scale).softmax(-1)
-        out[i] = (weights @ v).reshape(query.shape[1:])
+        k, v = keys[slots].float().transpose(0, 1), values[slots].float().transpose(0, 1)
+        scores = q @ k.transpose(1, 2) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        out[i] = (scores.softmax(-1) @ v).reshape(query.shape[1:])
     return out

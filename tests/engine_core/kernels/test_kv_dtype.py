@@ -9,14 +9,14 @@ FP8 = torch.float8_e4m3fn
 ALL = torch.arange(256, dtype=torch.uint8).view(FP8).float()
 
 
-def test_rounding_stays_within_what_is_promised() -> None:
+def test_rounding_stays_within_its_bound() -> None:
     x = torch.cat((torch.randn(20_000) * 10 ** torch.linspace(-4, 2, 20_000), torch.linspace(-448, 448, 9_999)))
     error = (to_pool(x, FP8).float() - x).abs()
     assert (error <= torch.where(x.abs() < 2.0**-6, torch.tensor(2.0**-10), x.abs() / 16)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_number_comes_back_as_itself(dtype: torch.dtype) -> None:
+def test_every_8_bit_float_is_read_back_exactly(dtype: torch.dtype) -> None:
     numbers = ALL[ALL.isfinite()]
     pool = torch.zeros(len(numbers), 1, dtype=FP8)
     index = torch.randperm(len(numbers))
@@ -26,12 +26,12 @@ def test_every_number_comes_back_as_itself(dtype: torch.dtype) -> None:
     assert torch.equal(back.float().squeeze(1), numbers)
 
 
-def test_what_is_too_large_is_clamped() -> None:
+def test_numbers_too_large_are_clamped() -> None:
     stored = to_pool(torch.tensor([LARGEST, 464.0, 465.0, 1e30, -1e30, torch.inf]), FP8).float()
     assert stored.tolist() == [448.0, 448.0, 448.0, 448.0, -448.0, 448.0]
 
 
-def test_other_dtypes_stay_as_they_are() -> None:
+def test_a_pool_of_another_dtype_keeps_numbers_unchanged() -> None:
     pool, x = torch.zeros(4, 2), torch.tensor([[1e30, 2.0]])
     write_pool(pool, torch.tensor([3]), x)
     assert torch.equal(read_pool(pool, torch.tensor([3, 0]), torch.float32), torch.cat((x, torch.zeros(1, 2))))

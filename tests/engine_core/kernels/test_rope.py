@@ -19,7 +19,9 @@ def inputs(tokens: int, heads: int, kv_heads: int, head_dim: int, device: str) -
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 64), (2, 2, 256)])
-def test_equals_the_oracle(heads: int, kv_heads: int, head_dim: int, norm: bool, device: str) -> None:
+def test_rotation_and_kv_write_equal_the_oracle(
+    heads: int, kv_heads: int, head_dim: int, norm: bool, device: str
+) -> None:
     given = inputs(3, heads, kv_heads, head_dim, device)
     weights = tuple(torch.rand(head_dim, device=device) + 0.5 for _ in range(2)) if norm else (None, None)
     pools = [torch.full((2, 20, kv_heads, head_dim), 7.0, device=device) for _ in range(2)]
@@ -30,9 +32,9 @@ def test_equals_the_oracle(heads: int, kv_heads: int, head_dim: int, norm: bool,
     assert (pools[0][:, sorted(set(range(20)) - set(given[3].tolist()))] == 7).all()
 
 
-def test_a_pool_of_8_bit_floats(device: str) -> None:
-    """Of numbers that such a pool holds, unrotated, since the interpreter does not round as a GPU does; and
-    what is too large, which is clamped."""
+def test_a_pool_of_8_bit_floats_equals_the_oracle(device: str) -> None:
+    """Only numbers that such a pool holds, unrotated, since the interpreter does not round as a GPU does; and larger
+    ones, which are clamped."""
     qkv, cos, sin, index = inputs(5, 4, 2, 32, device)
     qkv = to_pool(qkv * 3, torch.float8_e4m3fn).float()
     qkv[0, -1, :2] = torch.tensor([1000.0, -1e30])
@@ -45,7 +47,7 @@ def test_a_pool_of_8_bit_floats(device: str) -> None:
     assert torch.equal(expected[:, index], qkv.unflatten(1, (4, 2))[:, 2:].transpose(0, 1).clamp(-448, 448))
 
 
-def test_a_layer_of_a_pool_and_strided_tokens(device: str) -> None:
+def test_a_strided_pool_and_strided_tokens_equal_the_oracle(device: str) -> None:
     qkv, cos, sin, index = inputs(2, 2, 1, 32, device)
     wide = torch.randn(2, 6, 32, device=device)
     wide[:, :4] = qkv
@@ -56,7 +58,7 @@ def test_a_layer_of_a_pool_and_strided_tokens(device: str) -> None:
     torch.testing.assert_close(torch.stack((keys, values)), other)
 
 
-def test_what_is_refused(device: str) -> None:
+def test_shapes_without_a_kernel_are_refused(device: str) -> None:
     pool = torch.zeros(20, 1, 48, device=device)
     with pytest.raises(ValueError, match="head_dim"):
         rope_and_kv_write(*inputs(1, 2, 1, 48, device), pool, pool)

@@ -1,4 +1,4 @@
-"""The rotary table against the one of transformers."""
+"""The rotary table against that of transformers."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ CASES = [
 
 @pytest.mark.parametrize("head_dim", [64, 128, 20])
 @pytest.mark.parametrize("rope", CASES)
-def test_equals_transformers(rope: RopeConfig, head_dim: int) -> None:
+def test_tables_equal_those_of_transformers(rope: RopeConfig, head_dim: int) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, Span
-from tandem.engine_core.attention.torch import TorchAttention
+from tandem.engine_core.attention.torch import TorchPlanner
+from tandem.engine_core.layers.attention import attention_kinds
 from tests.support.paged_model import PagedRun, chunked, load
 
 TOLERANCE = 1e-4
@@ -126,15 +127,15 @@ def test_forward_returns_sampled_positions_only(tmp_path: Path) -> None:
     tokens = random_tokens((12, 7), BASE["vocab_size"], seed=3)
     run = PagedRun(load(tmp_path), tokens, 4, seed=0)
     everything = run.step([(0, 0, 12), (1, 0, 7)])
-    backend = TorchAttention()
+    planner = TorchPlanner(attention_kinds(run.model.config))
     positions = torch.cat((torch.arange(12), torch.arange(7)))
     rows = torch.tensor([0] * 12 + [1] * 7)
-    places = run.pages[rows, positions // 4].long() * 4 + positions % 4
+    slots = run.page_table.slots(rows, positions)
     for sampled in ([18], [11, 18], []):
         with torch.inference_mode():
-            plan = backend.plan([Span(0, 0, 0, 12), Span(1, 12, 0, 7)], run.pages, 4)
+            attention = planner.plan([Span(0, 0, 0, 12), Span(1, 12, 0, 7)], run.page_table)
             index = torch.tensor(sampled, dtype=torch.int64)
-            batch = ForwardBatch(torch.cat(tokens), positions, places, index, backend, plan)
+            batch = ForwardBatch(torch.cat(tokens), positions, slots, index, attention)
             hidden = run.model.forward(batch, run.storage)
             assert hidden.shape == (len(sampled), BASE["hidden_size"])
             torch.testing.assert_close(run.model.logits(hidden), everything[sampled], atol=1e-5, rtol=0)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine_core.attention.torch import TorchAttention
+from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.models.llama import LlamaModel
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
@@ -118,6 +118,7 @@ def test_warming_up_touches_padding_alone(model: LlamaModel, depth: int, max_len
     runtime = build_runtime(model, Shape(depth))
     pages_per_row = -(-max_len // 4)
     runtime.tables = DeviceTables.allocate(4, max_len, pages_per_row, torch.device("cpu"))
+    runtime.page_table = runtime.kv.page_table(runtime.tables.pages)
     runtime.sampler = TorchSampler(runtime.tables)
     config = StepConfig(
         model_name="x", device="cpu", dtype="float32", depth=depth, max_rows=4, max_len=max_len, max_step_tokens=30,
@@ -131,7 +132,7 @@ def test_warming_up_touches_padding_alone(model: LlamaModel, depth: int, max_len
     assert not runtime.tables.tokens[1:].any(), "a row that requests use was written"
     assert not runtime.tables.pages.any()
     for pool in (*runtime.kv.keys, *runtime.kv.values):
-        assert not pool[runtime.page_size :].any(), "a page that requests use was written"
+        assert not runtime.page_table.view_pages(pool)[1:].any(), "a page that requests use was written"
     assert all(slot.plan is None for slot in runtime.slots)
 
 
@@ -154,7 +155,7 @@ class TestCpuDevice:
         assert not buffer.any()
 
     def test_a_slot_writes_through_its_view(self) -> None:
-        slot = StepSlot.allocate(CpuDevice(), 10, 4, 8, 33, TorchAttention())
+        slot = StepSlot.allocate(CpuDevice(), 10, 4, 8, 33, TorchPlanner([]))
         slot.inputs_view[3] = 7
         assert slot.host_inputs[3] == 7
         slot.masks_view[2] = 9

@@ -1,89 +1,160 @@
 """The Triton decode attention against its oracle, in float32."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
+from torch import Tensor
 
 from tandem.engine_core.kernels.attention.paged_decode import Tile, choose_splits, choose_tile, paged_decode
 from tandem.engine_core.kernels.kv_dtype import to_pool
+from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference
 
 SMALL = Tile(16, 4, 1)
 
 
-def pool(
-    lengths: list[int], heads: int, kv_heads: int, head_dim: int, page_size: int, device: str
-) -> tuple[torch.Tensor, ...]:
-    """query, keys, values, rows, positions, page_table: rows in any order, pages scattered, what no row owns is NaN."""
+class Inputs(NamedTuple):
+    """The first arguments of `paged_decode`."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    rows: Tensor
+    positions: Tensor
+    page_table: PageTable
+
+
+def inputs(
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    device: str,
+    page_stride: int | None = None,
+) -> Inputs:
+    """Rows in any order, pages scattered, NaN in every slot that no row owns."""
+    page_stride = page_stride or page_size
     count = [-(-length // page_size) for length in lengths]
     free = (torch.randperm(sum(count)) + 1).tolist()
-    table = torch.zeros(len(lengths) + 1, max(count), dtype=torch.int32)
+    pages = torch.zeros(len(lengths) + 1, max(count), dtype=torch.int32)
+    table = PageTable(pages, page_size, page_stride)
     rows = torch.randperm(len(lengths)) + 1
-    keys, values = torch.full((2, (sum(count) + 1) * page_size, kv_heads, head_dim), torch.nan).unbind(0)
-    for row, length, pages in zip(rows.tolist(), lengths, count, strict=True):
-        table[row, :pages] = torch.tensor([free.pop() for _ in range(pages)])
+    keys, values = torch.full((2, (sum(count) + 1) * page_stride, kv_heads, head_dim), torch.nan).unbind(0)
+    for row, length, used in zip(rows.tolist(), lengths, count, strict=True):
+        pages[row, :used] = torch.tensor([free.pop() for _ in range(used)])
         n = torch.arange(length)
-        place = table[row, n // page_size].long() * page_size + n % page_size
+        slots = table.slots(torch.full_like(n, row), n)
         for part in (keys, values):
-            part[place] = torch.randn(length, kv_heads, head_dim)
+            part[slots] = torch.randn(length, kv_heads, head_dim)
     query = torch.randn(len(lengths), heads, head_dim)
     positions = torch.tensor(lengths, dtype=torch.int32) - 1
-    return tuple(t.to(device) for t in (query, keys, values, rows.int(), positions, table))
+    moved = [t.to(device) for t in (query, keys, values, rows.int(), positions)]
+    return Inputs(*moved, PageTable(pages.to(device), page_size, page_stride))
+
+
+def assert_equals_the_oracle(
+    given: Inputs, splits: int, window: int | None = None, softcap: float | None = None
+) -> None:
+    found = paged_decode(*given, 0.2, splits, window=window, softcap=softcap, tile=SMALL)
+    expected = reference.paged_decode(*given, 0.2, window, softcap)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "page_size"), [(4, 2, 32, 4), (3, 1, 64, 16), (2, 2, 128, 32), (6, 1, 32, 1)]
 )
-def test_equals_the_oracle(heads: int, kv_heads: int, head_dim: int, page_size: int, splits: int, device: str) -> None:
-    given = pool([1, 16, 17, 70], heads, kv_heads, head_dim, page_size, device)
-    found = paged_decode(*given, page_size, 0.2, splits, tile=SMALL)
-    expected = reference.paged_decode(*given, page_size, 0.2)
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+def test_decode_attention_equals_the_oracle(
+    heads: int, kv_heads: int, head_dim: int, page_size: int, splits: int, device: str
+) -> None:
+    assert_equals_the_oracle(inputs([1, 16, 17, 70], heads, kv_heads, head_dim, page_size, device), splits)
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 64])
+def test_pages_apart_in_the_pool_equal_the_oracle(page_size: int, device: str) -> None:
+    """A page of one layer is followed by those of the others before the next page begins."""
+    assert_equals_the_oracle(inputs([1, 17, 70], 4, 2, 32, page_size, device, page_stride=6 * page_size), 3)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 69, 70, 200])
+def test_a_window_equals_the_oracle(window: int, splits: int, device: str) -> None:
+    """Contexts shorter and longer than the window, with its lower edge at and beside those of tiles and pages."""
+    assert_equals_the_oracle(inputs([1, 15, 16, 17, 32, 33, 70], 4, 2, 32, 8, device), splits, window)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_a_soft_cap_equals_the_oracle(softcap: float, window: int | None, device: str) -> None:
+    given = inputs([1, 16, 17, 70], 4, 2, 32, 8, device)
+    assert_equals_the_oracle(given._replace(query=given.query * 5), 3, window, softcap)
+
+
+def test_a_window_reads_no_key_outside_it(device: str) -> None:
+    """Pages that a window has passed may be given back: neither their keys nor their ids count any more."""
+    given = inputs([70], 2, 1, 32, 8, device)
+    expected = paged_decode(*given, 0.2, 2, window=20, tile=SMALL)
+    row = int(given.rows[0])
+    n = torch.arange(50, device=device)
+    slots = given.page_table.slots(torch.full_like(n, row), n)
+    given.keys[slots], given.values[slots] = torch.nan, torch.nan
+    given.page_table.pages[row, : 50 // 8] = 0
+    assert torch.equal(paged_decode(*given, 0.2, 2, window=20, tile=SMALL), expected)
 
 
 def test_a_launch_leaves_its_counters_at_zero(device: str) -> None:
-    given = pool([20, 70], 2, 1, 32, 8, device)
-    first = paged_decode(*given, 8, 0.2, 4, tile=SMALL)
-    torch.testing.assert_close(paged_decode(*given, 8, 0.2, 4, tile=SMALL), first, atol=1e-6, rtol=1e-6)
+    given = inputs([20, 70], 2, 1, 32, 8, device)
+    first = paged_decode(*given, 0.2, 4, tile=SMALL)
+    torch.testing.assert_close(paged_decode(*given, 0.2, 4, tile=SMALL), first, atol=1e-6, rtol=1e-6)
 
 
 def test_short_rows_stay_in_one_program(device: str) -> None:
-    given = pool([20, 70], 2, 1, 32, 8, device)
-    found = paged_decode(*given, 8, 0.2, 4, tile=SMALL, least=64)
-    torch.testing.assert_close(found, reference.paged_decode(*given, 8, 0.2), atol=2e-5, rtol=2e-5)
+    given = inputs([20, 70], 2, 1, 32, 8, device)
+    found = paged_decode(*given, 0.2, 4, tile=SMALL, least=64)
+    torch.testing.assert_close(found, reference.paged_decode(*given, 0.2), atol=2e-5, rtol=2e-5)
 
 
-def test_padding_rows_are_harmless(device: str) -> None:
-    query, keys, values, rows, positions, table = pool([20], 2, 1, 32, 4, device)
-    keys[:4], values[:4] = 0.0, 0.0
-    padded = torch.cat((query, torch.randn(2, 2, 32, device=device)))
+def test_padding_rows_stay_finite_and_change_no_other_row(device: str) -> None:
+    given = inputs([20], 2, 1, 32, 4, device)
+    given.keys[:4], given.values[:4] = 0.0, 0.0
     nothing = torch.zeros(2, dtype=torch.int32, device=device)
-    rows, positions = torch.cat((rows, nothing)), torch.cat((positions, nothing))
-    found = paged_decode(padded, keys, values, rows, positions, table, 4, 0.2, 2, tile=SMALL)
+    given = given._replace(
+        query=torch.cat((given.query, torch.randn(2, 2, 32, device=device))),
+        rows=torch.cat((given.rows, nothing)),
+        positions=torch.cat((given.positions, nothing)),
+    )
+    found = paged_decode(*given, 0.2, 2, tile=SMALL)
     assert found.isfinite().all()
-    expected = reference.paged_decode(padded, keys, values, rows, positions, table, 4, 0.2)
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(found, reference.paged_decode(*given, 0.2), atol=2e-5, rtol=2e-5)
 
 
 def test_a_pool_of_8_bit_floats_is_read_exactly(device: str) -> None:
-    query, keys, values, *rest = pool([1, 16, 70], 4, 2, 32, 8, device)
-    keys, values = (to_pool(part.nan_to_num(), torch.float8_e4m3fn) for part in (keys, values))
-    found = paged_decode(query, keys, values, *rest, 8, 0.2, 3, tile=SMALL)
-    expected = reference.paged_decode(query, keys.float(), values.float(), *rest, 8, 0.2)
+    given = inputs([1, 16, 70], 4, 2, 32, 8, device)
+    keys, values = (to_pool(part.nan_to_num(), torch.float8_e4m3fn) for part in (given.keys, given.values))
+    found = paged_decode(*given._replace(keys=keys, values=values), 0.2, 3, tile=SMALL)
+    expected = reference.paged_decode(*given._replace(keys=keys.float(), values=values.float()), 0.2)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("length", [1, 40, 64])
-def test_one_page_a_row(length: int, device: str) -> None:
-    given = pool([length, 3], 2, 1, 32, 64, device)
-    found = paged_decode(*given, 64, 0.2, 2, tile=SMALL)
-    torch.testing.assert_close(found, reference.paged_decode(*given, 64, 0.2), atol=2e-5, rtol=2e-5)
+def test_a_row_of_one_page_equals_the_oracle(length: int, device: str) -> None:
+    assert_equals_the_oracle(inputs([length, 3], 2, 1, 32, 64, device), 2)
 
 
 def test_large_scores_do_not_overflow(device: str) -> None:
-    query, *rest = pool([40], 2, 1, 32, 4, device)
-    found = paged_decode(query * 1e3, *rest, 4, 1.0, 4, tile=SMALL)
-    torch.testing.assert_close(found, reference.paged_decode(query * 1e3, *rest, 4, 1.0), atol=1e-4, rtol=1e-4)
+    given = inputs([40], 2, 1, 32, 4, device)
+    given = given._replace(query=given.query * 1e3)
+    found = paged_decode(*given, 1.0, 4, tile=SMALL)
+    torch.testing.assert_close(found, reference.paged_decode(*given, 1.0), atol=1e-4, rtol=1e-4)
+
+
+def test_large_scores_reach_the_soft_cap(device: str) -> None:
+    given = inputs([40], 2, 1, 32, 4, device)
+    given = given._replace(query=given.query * 1e3)
+    found = paged_decode(*given, 1.0, 4, softcap=3.0, tile=SMALL)
+    torch.testing.assert_close(found, reference.paged_decode(*given, 1.0, softcap=3.0), atol=1e-4, rtol=1e-4)
 
 
 def test_splits_fill_the_device_and_bound_a_long_row() -> None:
@@ -96,7 +167,7 @@ def test_splits_fill_the_device_and_bound_a_long_row() -> None:
     assert choose_splits(1, 1, 132, 1) == 1
 
 
-def test_tiles_follow_the_work() -> None:
+def test_tiles_depend_on_the_number_of_pairs() -> None:
     tiles = [choose_tile(64, pairs, torch.bfloat16) for pairs in (8, 64, 256, 2048)]
     assert len(set(tiles)) == 4
     assert choose_tile(256, 8, torch.float32).stages == 1
@@ -104,9 +175,20 @@ def test_tiles_follow_the_work() -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"splits": 0}, "splits"), ({"splits": 65}, "splits"), ({"page_size": 3}, "pages of 3")],
+    [
+        ({"splits": 0}, "splits"),
+        ({"splits": 65}, "splits"),
+        ({"window": 0}, "a window of 0"),
+        ({"softcap": 0.0}, "soft cap of 0.0"),
+    ],
 )
-def test_what_is_refused(change: dict[str, int], message: str, device: str) -> None:
-    given = pool([4], 2, 1, 32, 4, device)
+def test_arguments_out_of_range_are_refused(change: dict[str, int], message: str, device: str) -> None:
+    given = inputs([4], 2, 1, 32, 4, device)
     with pytest.raises(ValueError, match=message):
-        paged_decode(*given, **({"page_size": 4, "scale": 1.0, "splits": 1} | change))
+        paged_decode(*given, **({"scale": 1.0, "splits": 1} | change))
+
+
+def test_a_page_size_that_is_no_power_of_two_is_refused(device: str) -> None:
+    given = inputs([4], 2, 1, 32, 3, device)
+    with pytest.raises(ValueError, match="pages of 3 positions"):
+        paged_decode(*given, 1.0, 1)

@@ -1,6 +1,7 @@
-"""The Triton attention over rows of any lengths against plain torch, in float32, and the backend that plans for it."""
+"""The Triton attention over rows of any lengths against plain torch, in float32, and its planners."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,13 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tandem.engine_core.attention.base import Span
-from tandem.engine_core.attention.torch import TorchAttention
-from tandem.engine_core.attention.triton import TritonPrompts, TritonRagged, graph_tiles, most_tiles
+from tandem.engine_core.attention import triton as triton_attention
+from tandem.engine_core.attention.base import LayerAttention, Span
+from tandem.engine_core.attention.torch import TorchPlanner
+from tandem.engine_core.attention.triton import (
+    DecodeStep,
+    MixedStep,
+    RaggedGraphPlanner,
+    RaggedPlanner,
+    max_graph_tiles,
+    max_tiles,
+)
 from tandem.engine_core.kernels.attention import paged_prefill as kernel
+from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.attention.paged_prefill import choose_shape, choose_splits, paged_prefill, tile_queries
-from tandem.engine_core.kernels.attention.split_counters import arrivals
+from tandem.engine_core.kernels.attention.split_counters import split_counters
 from tandem.engine_core.kernels.kv_dtype import to_pool
+from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference
 
 Work = Sequence[tuple[int, int]]
@@ -26,6 +37,17 @@ WORK: list[Work] = [
     [(30, 1), (31, 1), (32, 2)],
     [(60, 5)],
 ]
+LAYER = LayerAttention(0.2)
+
+
+class Inputs(NamedTuple):
+    """Spans of a step, its query, the pool and the page table."""
+
+    spans: list[Span]
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    page_table: PageTable
 
 
 def spans_of(work: Work) -> list[Span]:
@@ -37,28 +59,37 @@ def spans_of(work: Work) -> list[Span]:
 
 
 def inputs(
-    work: Work, heads: int, kv_heads: int, head_dim: int, page_size: int, device: str
-) -> tuple[list[Span], Tensor, Tensor, Tensor, Tensor]:
-    """Spans, query, keys, values and pages: pages scattered, NaN wherever no row has a token."""
+    work: Work,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    device: str,
+    page_stride: int | None = None,
+) -> Inputs:
+    """Pages scattered, NaN in every slot where no row has a token."""
+    page_stride = page_stride or page_size
     spans = spans_of(work)
     ends = [span.start + span.length for span in spans]
     count = [-(-end // page_size) for end in ends]
     free = (torch.randperm(sum(count)) + 1).tolist()
     pages = torch.zeros(len(work), max(count), dtype=torch.int32)
-    keys, values = torch.full((2, (sum(count) + 1) * page_size, kv_heads, head_dim), torch.nan).unbind(0)
+    table = PageTable(pages, page_size, page_stride)
+    keys, values = torch.full((2, (sum(count) + 1) * page_stride, kv_heads, head_dim), torch.nan).unbind(0)
     for row, (end, used) in enumerate(zip(ends, count, strict=True)):
         pages[row, :used] = torch.tensor([free.pop() for _ in range(used)])
         n = torch.arange(end)
-        place = pages[row, n // page_size].long() * page_size + n % page_size
+        slots = table.slots(torch.full_like(n, row), n)
         for part in (keys, values):
-            part[place] = torch.randn(end, kv_heads, head_dim)
-    # Padding reads place 0 in the torch backend.
+            part[slots] = torch.randn(end, kv_heads, head_dim)
+    # Padding reads slot 0 in the torch attention.
     keys[0], values[0] = 0.0, 0.0
     query = torch.randn(sum(span.length for span in spans), heads, head_dim)
-    return spans, query.to(device), keys.to(device), values.to(device), pages.to(device)
+    moved = [t.to(device) for t in (query, keys, values)]
+    return Inputs(spans, *moved, PageTable(pages.to(device), page_size, page_stride))
 
 
-def backend(heads: int, kv_heads: int, head_dim: int, spans: Sequence[Span], device: str) -> TritonRagged:
+def planner_for(heads: int, kv_heads: int, head_dim: int, spans: Sequence[Span], device: str) -> RaggedPlanner:
     """With no more room than those spans may need."""
     queries = tile_queries(heads, kv_heads, head_dim, torch.float32)
     tokens = sum(span.length for span in spans)
@@ -66,7 +97,15 @@ def backend(heads: int, kv_heads: int, head_dim: int, spans: Sequence[Span], dev
     def host(*shape: int) -> Tensor:
         return torch.full(shape, -9, dtype=torch.int32)
 
-    return TritonRagged.allocate(host, torch.device(device), queries, len(spans), tokens)
+    return RaggedPlanner.allocate(host, torch.device(device), queries, len(spans), tokens)
+
+
+def assert_equals_the_oracle(work: Work, given: Inputs, layer: LayerAttention) -> None:
+    spans, query, keys, values, table = given
+    heads, kv_heads, head_dim = query.shape[1], keys.shape[1], query.shape[2]
+    step = planner_for(heads, kv_heads, head_dim, spans, str(query.device)).plan(spans, table)
+    expected = reference.paged_prefill(query, keys, values, work, table, layer.scale, layer.window, layer.softcap)
+    torch.testing.assert_close(step.run(query, keys, values, layer), expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("work", WORK, ids=str)
@@ -74,53 +113,125 @@ def backend(heads: int, kv_heads: int, head_dim: int, spans: Sequence[Span], dev
     ("heads", "kv_heads", "head_dim", "page_size"),
     [(4, 2, 32, 4), (3, 1, 64, 16), (2, 2, 128, 32), (7, 1, 32, 1), (32, 1, 32, 16), (2, 1, 256, 128)],
 )
-def test_equals_the_oracle(work: Work, heads: int, kv_heads: int, head_dim: int, page_size: int, device: str) -> None:
-    spans, query, keys, values, pages = inputs(work, heads, kv_heads, head_dim, page_size, device)
-    ragged = backend(heads, kv_heads, head_dim, spans, device)
-    found = ragged.run(ragged.plan(spans, pages, page_size), query, keys, values, 0.2)
-    expected = reference.paged_prefill(query, keys, values, work, pages, page_size, 0.2)
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+def test_rows_of_any_lengths_equal_the_oracle(
+    work: Work, heads: int, kv_heads: int, head_dim: int, page_size: int, device: str
+) -> None:
+    assert_equals_the_oracle(work, inputs(work, heads, kv_heads, head_dim, page_size, device), LAYER)
 
 
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+def test_pages_apart_in_the_pool_equal_the_oracle(page_size: int, device: str) -> None:
+    """A page of one layer is followed by those of the others before the next page begins."""
+    work = WORK[2]
+    assert_equals_the_oracle(work, inputs(work, 4, 2, 32, page_size, device, page_stride=6 * page_size), LAYER)
+
+
+@pytest.mark.parametrize("window", [1, 3, 15, 16, 17, 32, 40, 200])
+@pytest.mark.parametrize("work", WORK, ids=str)
+def test_a_window_equals_the_oracle(work: Work, window: int, device: str) -> None:
+    """Contexts shorter and longer than the window, with its lower edge at and beside those of tiles and pages."""
+    assert_equals_the_oracle(work, inputs(work, 4, 2, 32, 8, device), LayerAttention(0.2, window))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_a_soft_cap_equals_the_oracle(softcap: float, window: int | None, device: str) -> None:
+    work = WORK[2]
+    given = inputs(work, 4, 2, 32, 8, device)
+    layer = LayerAttention(0.2, window, softcap)
+    assert_equals_the_oracle(work, given._replace(query=given.query * 5), layer)
+
+
+def test_a_window_reads_no_key_outside_it(device: str) -> None:
+    """Pages that a window has passed may be given back: neither their keys nor their ids count any more."""
+    spans, query, keys, values, table = inputs([(60, 9)], 2, 1, 32, 8, device)
+    layer = LayerAttention(0.2, 20)
+    step = planner_for(2, 1, 32, spans, device).plan(spans, table)
+    expected = step.run(query, keys, values, layer)
+    n = torch.arange(41, device=device)
+    slots = table.slots(torch.zeros_like(n), n)
+    keys[slots], values[slots] = torch.nan, torch.nan
+    table.pages[0, : 41 // 8] = 0
+    assert torch.equal(step.run(query, keys, values, layer), expected)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [LAYER, LayerAttention(0.2, 1), LayerAttention(0.2, 30), LayerAttention(0.2, 30, 2.0)],
+    ids=["full", "window 1", "window 30", "window 30, soft cap"],
+)
 @pytest.mark.parametrize("splits", [2, 5, 16])
 @pytest.mark.parametrize("work", [[(0, 40)], [(60, 5), (130, 33)], [(17, 23), (0, 1), (190, 2)]], ids=str)
 def test_programs_that_share_a_tile_equal_the_oracle(
-    work: Work, splits: int, device: str, monkeypatch: pytest.MonkeyPatch
+    work: Work, splits: int, layer: LayerAttention, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some see nothing of what a query may see; tiles without work lie between those with work."""
-    monkeypatch.setattr(kernel, "LEAST", 16)
-    spans, query, keys, values, pages = inputs(work, 6, 2, 32, 4, device)
-    ragged = backend(6, 2, 32, spans, device)
-    tiles = ragged.plan(spans, pages, 4).tiles
+    """Some see nothing of what a query may see; tiles without work stand between those with work."""
+    monkeypatch.setattr(kernel, "LEAST_POSITIONS", 16)
+    spans, query, keys, values, table = inputs(work, 6, 2, 32, 4, device)
+    tiles = planner_for(6, 2, 32, spans, device).plan(spans, table).tiles
     idle = torch.zeros_like(tiles)
     tiles = torch.stack((idle, tiles), 1).flatten(0, 1).contiguous()
     out = torch.full_like(query, torch.nan)
-    found = paged_prefill(query, keys, values, tiles, pages, 4, 0.2, splits, out=out)
+    band = {"window": layer.window, "softcap": layer.softcap}
+    found = paged_prefill(query, keys, values, tiles, table, layer.scale, splits, **band, out=out)
     assert found is out
-    expected = reference.paged_prefill(query, keys, values, work, pages, 4, 0.2)
+    expected = reference.paged_prefill(query, keys, values, work, table, layer.scale, **band)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
-    assert not arrivals("paged_prefill", query.device).any(), "counters return to zero by themselves"
+    assert not split_counters("paged_prefill", query.device).any(), "the last program resets its counter to zero"
+
+
+@pytest.fixture
+def without_pdl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launch a step's kernels one after the other, as the interpreter has to."""
+
+    def plainly(launcher: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *given, **options: launcher(*given, **(options | {"pdl": False}))
+
+    monkeypatch.setattr(triton_attention, "paged_decode", plainly(paged_decode))
+    monkeypatch.setattr(triton_attention, "paged_prefill", plainly(paged_prefill))
+
+
+@pytest.mark.usefixtures("without_pdl")
+@pytest.mark.parametrize("decoding", [0, 3])
+@pytest.mark.parametrize(
+    "layer", [LAYER, LayerAttention(0.2, 20), LayerAttention(0.3, 7, 2.0)], ids=["full", "window", "window, soft cap"]
+)
+def test_a_mixed_step_equals_the_oracle(layer: LayerAttention, decoding: int, device: str) -> None:
+    """Decode rows of any context, then longer rows, then padding, whose results stay unchanged."""
+    work = [*[(40, 1), (5, 1), (16, 1)][:decoding], (17, 23), (0, 9)]
+    spans, query, keys, values, table = inputs(work, 4, 2, 32, 8, device)
+    prompts = [Span(span.row, span.offset - decoding, span.start, span.length) for span in spans[decoding:]]
+    ragged = planner_for(4, 2, 32, prompts, device)
+    graph = RaggedGraphPlanner.build(ragged, len(ragged.tiles), 2, table)
+    graph.plan(prompts)
+    positions = torch.tensor([start for start, _ in work[:decoding]], dtype=torch.int32, device=device)
+    decode = DecodeStep(torch.arange(decoding, dtype=torch.int32, device=device), positions, table, 2)
+    out = torch.full((len(query) + 2, *query.shape[1:]), 7.0, device=device)
+    padded = torch.cat((query, torch.zeros(2, *query.shape[1:], device=device)))
+    found = MixedStep(decode, graph.step, out).run(padded, keys, values, layer)
+    expected = reference.paged_prefill(query, keys, values, work, table, layer.scale, layer.window, layer.softcap)
+    torch.testing.assert_close(found[:-2], expected, atol=2e-5, rtol=2e-5)
+    assert (found[-2:] == 7).all()
 
 
 def test_splits_fill_the_device_and_no_more() -> None:
     assert [choose_splits(tiles, 8, 132) for tiles in (1, 4, 8, 16, 33, 34, 1000)] == [33, 9, 5, 3, 1, 1, 1]
 
 
-def test_a_pool_with_a_stride_and_a_query_inside_a_projection(device: str) -> None:
-    spans, query, keys, values, pages = inputs([(3, 9)], 2, 1, 32, 4, device)
+def test_a_strided_pool_and_a_query_inside_a_projection_change_nothing(device: str) -> None:
+    spans, query, keys, values, table = inputs([(3, 9)], 2, 1, 32, 4, device)
     pool = torch.stack((keys, values), 1)
     wide = torch.cat((query, query), 1)[:, :2]
-    ragged = backend(2, 1, 32, spans, device)
-    plan = ragged.plan(spans, pages, 4)
-    found = ragged.run(plan, wide, pool[:, 0], pool[:, 1], 0.2)
-    torch.testing.assert_close(found, ragged.run(plan, query, keys, values, 0.2), atol=1e-6, rtol=1e-6)
+    step = planner_for(2, 1, 32, spans, device).plan(spans, table)
+    found = step.run(wide, pool[:, 0], pool[:, 1], LAYER)
+    torch.testing.assert_close(found, step.run(query, keys, values, LAYER), atol=1e-6, rtol=1e-6)
 
 
 def test_tiles_cover_every_query_once(device: str) -> None:
     work: Work = [(5, 1), (0, 33), (16, 16), (2, 17)]
     spans = spans_of(work)
-    ragged = backend(2, 1, 32, spans, device)
-    tiles = ragged.plan(spans, torch.zeros(4, 3, dtype=torch.int32, device=device), 16).tiles
+    ragged = planner_for(2, 1, 32, spans, device)
+    tiles = ragged.plan(spans, PageTable(torch.zeros(4, 3, dtype=torch.int32, device=device), 16, 16)).tiles
     covered = []
     for row, first, position, left in tiles.tolist():
         span = spans[row]
@@ -129,15 +240,15 @@ def test_tiles_cover_every_query_once(device: str) -> None:
     assert covered == list(range(67))
 
 
-def test_what_earlier_steps_left_is_no_work_of_a_smaller_one(device: str) -> None:
-    pages = torch.zeros(3, 3, dtype=torch.int32, device=device)
-    ragged = backend(2, 1, 32, spans_of([(0, 33), (16, 16), (2, 17)]), device)
-    ragged.plan(spans_of([(0, 33), (16, 16), (2, 17)]), pages, 16)
-    room = len(ragged.tiles)
-    TritonPrompts(ragged, room, 1, pages, 16).plan(spans_of([(5, 9)]), pages, 16)
+def test_a_graph_does_not_compute_tiles_of_earlier_steps(device: str) -> None:
+    table = PageTable(torch.zeros(3, 3, dtype=torch.int32, device=device), 16, 16)
+    ragged = planner_for(2, 1, 32, spans_of([(0, 33), (16, 16), (2, 17)]), device)
+    ragged.plan(spans_of([(0, 33), (16, 16), (2, 17)]), table)
+    graph = RaggedGraphPlanner.build(ragged, len(ragged.tiles), 1, table)
+    graph.plan(spans_of([(5, 9)]))
     assert ragged.tiles[:2].tolist() == [[0, 0, 5, 9], [0, 8, 13, 1]]
     assert not ragged.tiles[2:].any()
-    TritonPrompts(ragged, room, 1, pages, 16).plan([], pages, 16)
+    graph.plan([])
     assert not ragged.tiles.any()
 
 
@@ -147,13 +258,13 @@ def test_a_graph_has_tiles_for_every_step_that_it_takes(
 ) -> None:
     rows, tokens = len(lengths) + more_rows, sum(lengths) + more_tokens
     needed = sum(-(-length // queries) for length in lengths)
-    assert needed <= graph_tiles(rows, tokens, queries) <= most_tiles(rows, tokens, queries)
+    assert needed <= max_graph_tiles(rows, tokens, queries) <= max_tiles(rows, tokens, queries)
 
 
-def test_nothing_to_do(device: str) -> None:
+def test_a_step_without_tiles_is_empty(device: str) -> None:
     query, pool = torch.zeros(0, 2, 32, device=device), torch.zeros(4, 1, 32, device=device)
     tiles = torch.zeros(0, 4, dtype=torch.int32, device=device)
-    assert paged_prefill(query, pool, pool, tiles, tiles, 4, 1.0).shape == (0, 2, 32)
+    assert paged_prefill(query, pool, pool, tiles, PageTable(tiles, 4, 4), 1.0).shape == (0, 2, 32)
 
 
 def test_many_tiles_fit_a_grid(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
@@ -168,15 +279,15 @@ def test_many_tiles_fit_a_grid(monkeypatch: pytest.MonkeyPatch, device: str) -> 
     monkeypatch.setattr("tandem.engine_core.kernels.attention.paged_prefill._paged_prefill_kernel", Launch())
     query, pool = torch.zeros(70_000, 2, 32, device=device), torch.zeros(4, 2, 32, device=device)
     tiles = torch.zeros(70_000, 4, dtype=torch.int32, device=device)
-    paged_prefill(query, pool, pool, tiles, tiles, 4, 1.0)
+    paged_prefill(query, pool, pool, tiles, PageTable(tiles, 4, 4), 1.0)
     assert grids == [(70_000, 2, 1)]
 
 
 def test_large_scores_do_not_overflow(device: str) -> None:
-    spans, query, keys, values, pages = inputs([(0, 20)], 2, 1, 32, 4, device)
-    ragged, plain = backend(2, 1, 32, spans, device), TorchAttention()
-    found = ragged.run(ragged.plan(spans, pages, 4), query * 1e3, keys, values, 1.0)
-    expected = plain.run(plain.plan(spans, pages, 4), query * 1e3, keys, values, 1.0)
+    spans, query, keys, values, table = inputs([(0, 20)], 2, 1, 32, 4, device)
+    layer = LayerAttention(1.0)
+    found = planner_for(2, 1, 32, spans, device).plan(spans, table).run(query * 1e3, keys, values, layer)
+    expected = TorchPlanner([layer]).plan(spans, table).run(query * 1e3, keys, values, layer)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -188,7 +299,7 @@ def test_a_tile_holds_whole_groups(heads: int, kv_heads: int, dtype: torch.dtype
     assert tile_queries(heads, kv_heads, 64, dtype) == queries
 
 
-def test_shapes_follow_the_head() -> None:
+def test_tile_shapes_depend_on_head_dim_and_dtype() -> None:
     assert choose_shape(256, torch.bfloat16).positions < choose_shape(128, torch.bfloat16).positions
     assert choose_shape(64, torch.float32).stages == 1
 
@@ -197,19 +308,20 @@ def test_shapes_follow_the_head() -> None:
     ("head_dim", "page_size", "words", "message"),
     [(48, 4, 4, "head_dim 48"), (32, 3, 4, "pages of 3"), (32, 0, 4, "pages of 0"), (32, 4, 3, "tiles")],
 )
-def test_what_is_refused(head_dim: int, page_size: int, words: int, message: str, device: str) -> None:
+def test_shapes_without_a_kernel_are_refused(
+    head_dim: int, page_size: int, words: int, message: str, device: str
+) -> None:
     query, pool = torch.zeros(1, 1, head_dim, device=device), torch.zeros(4, 1, head_dim, device=device)
     tiles = torch.zeros(1, words, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match=message):
-        paged_prefill(query, pool, pool, tiles, tiles, page_size, 1.0)
+        paged_prefill(query, pool, pool, tiles, PageTable(tiles, page_size, page_size), 1.0)
 
 
 def test_a_pool_of_8_bit_floats_is_read_exactly(device: str) -> None:
-    spans, query, keys, values, pages = inputs([(17, 23), (4, 1)], 4, 2, 32, 16, device)
+    spans, query, keys, values, table = inputs([(17, 23), (4, 1)], 4, 2, 32, 16, device)
     keys, values = (to_pool(part.nan_to_num(), torch.float8_e4m3fn) for part in (keys, values))
-    ragged, plain = backend(4, 2, 32, spans, device), TorchAttention()
-    found = ragged.run(ragged.plan(spans, pages, 16), query, keys, values, 0.2)
-    plan = plain.plan(spans, pages, 16)
-    expected = plain.run(plan, query, keys.float(), values.float(), 0.2)
+    found = planner_for(4, 2, 32, spans, device).plan(spans, table).run(query, keys, values, LAYER)
+    plain = TorchPlanner([LAYER]).plan(spans, table)
+    expected = plain.run(query, keys.float(), values.float(), LAYER)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(plain.run(plan, query, keys, values, 0.2), expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(plain.run(query, keys, values, LAYER), expected, atol=1e-6, rtol=1e-6)

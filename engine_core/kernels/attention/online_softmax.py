@@ -1,0 +1,43 @@
+"""The online softmax (Milakov and Gimelshein, 2018) that the attention kernels share, in powers of two."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+
+
+def kernel_scale(scale: float, softcap: float | None) -> float:
+    """Return the factor of the products of queries and keys that `attend` takes.
+
+    Without a soft cap it makes them exponents of two; with one, the exponents from which `attend` computes tanh.
+    """
+    return scale * LOG2_E if softcap is None else 2 * LOG2_E * scale / softcap
+
+
+def kernel_cap(softcap: float | None) -> float | None:
+    """Return the largest exponent of two that a soft cap allows, or None without one."""
+    return None if softcap is None else softcap * LOG2_E
+
+
+@triton.jit
+def attend(q, k, v, visible, scale, best, weight, acc, CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Take one block of keys and values into the running softmax of a tile of queries.
+
+    Keys and values of a narrower dtype than the query's are widened, which is exact. visible: bool, broadcast to
+    [queries, keys]; scale: from `kernel_scale`; CAP: from `kernel_cap`. best, weight: [queries], the largest exponent
+    so far and the sum of powers relative to it; acc: [queries, D]. Returns these three, updated.
+    """
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if CAP is not None:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is 1 in float32 long before the power overflows.
+        scores = CAP - 2 * CAP / (tl.exp2(tl.minimum(scores, 64.0)) + 1)
+    scores = tl.where(visible, scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, axis=1))
+    shrink = tl.exp2(best - new_best)
+    p = tl.exp2(scores - new_best[:, None])
+    weight = weight * shrink + tl.sum(p, axis=1)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return new_best, weight, acc

@@ -1,0 +1,53 @@
+"""How the kernels that read or write the paged KV pool address it, and what they require of its layout."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEAD_DIMS = (32, 64, 128, 256)
+"""Values of head_dim that the kernels are compiled for."""
+
+
+@triton.jit
+def slots_of(page, position, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr):
+    """Slots of positions that are in the given pages, int64: a slot times its elements exceeds 32 bits."""
+    return page.to(tl.int64) * PAGE_STRIDE + position % PAGE_SIZE
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raise ValueError for a head_dim that the kernels are not compiled for."""
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim {head_dim} is not supported; it must be one of {HEAD_DIMS}")
+
+
+def check_groups(heads: int, kv_heads: int) -> None:
+    """Raise ValueError unless the query heads form groups of equal size, one for each KV head."""
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads evenly; use a multiple of {kv_heads}")
+
+
+def check_heads(projected: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Raise ValueError unless heads are contiguous and keys and values have the same stride between slots.
+
+    projected: [T, heads, D], queries or all projected heads; keys, values: [slots, kv_heads, D].
+    """
+    head_dim = projected.shape[2]
+    inner = {(t.shape[2], *t.stride()[1:]) for t in (projected, keys, values)}
+    if inner != {(head_dim, head_dim, 1)} or keys.stride(0) != values.stride(0):
+        raise ValueError("heads of queries, keys and values must be contiguous, and keys and values laid out alike")
+
+
+def check_page_size(page_size: int) -> None:
+    """Raise ValueError unless the page size is a power of two."""
+    if page_size < 1 or page_size & (page_size - 1):
+        raise ValueError(f"pages of {page_size} positions are not supported; the page size must be a power of two")
+
+
+def check_band(window: int | None, softcap: float | None) -> None:
+    """Raise ValueError for a window of no key or a soft cap that is not positive."""
+    if window is not None and window < 1:
+        raise ValueError(f"a window of {window} positions shows a query nothing; it must be at least 1")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"a soft cap of {softcap} is not supported; it must be positive")
