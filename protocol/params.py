@@ -49,33 +49,23 @@ class SamplingField(Struct, frozen=True):
         return above and value <= self.maximum
 
 
+# fmt: off
 SAMPLING_FIELDS = (
-    SamplingField("temperature", 0.0, 2.0, 1.0, text="0 is greedy; higher values are more random."),
-    SamplingField(
-        "top_p",
-        0.0,
-        1.0,
-        1.0,
-        above_minimum=True,
-        text="Sample from the most probable tokens up to this total probability.",
-    ),
-    SamplingField(
-        "min_p", 0.0, 1.0, 0.0, text="Sample from tokens at least this probable, relative to the most probable one."
-    ),
-    SamplingField(
-        "repetition_penalty",
-        0.0,
-        10.0,
-        1.0,
-        above_minimum=True,
-        text="Divides the logits of repeated tokens; 1 is off.",
-    ),
-    SamplingField(
-        "presence_penalty", -2.0, 2.0, 0.0, text="Subtracted from the logits of tokens that occurred; 0 is off."
-    ),
-    SamplingField("frequency_penalty", -2.0, 2.0, 0.0, text="Subtracted for each occurrence of a token; 0 is off."),
-    SamplingField("top_k", 0, 2**31 - 1, 0, text="Sample from this many of the most probable tokens; 0 is off."),
+    SamplingField("temperature", 0.0, 2.0, 1.0,
+                  text="Randomness of sampling; 0 always takes the likeliest token."),
+    SamplingField("top_p", 0.0, 1.0, 1.0, above_minimum=True,
+                  text="Sample from the likeliest tokens whose probabilities add up to this share."),
+    SamplingField("min_p", 0.0, 1.0, 0.0,
+                  text="Sample from tokens at least this likely, relative to the likeliest one."),
+    SamplingField("repetition_penalty", 0.0, 10.0, 1.0, above_minimum=True,
+                  text="Factor against tokens of the prompt and the answer; 1 has no effect."),
+    SamplingField("presence_penalty", -2.0, 2.0, 0.0,
+                  text="Penalty for tokens that occur in the answer; 0 has no effect."),
+    SamplingField("frequency_penalty", -2.0, 2.0, 0.0,
+                  text="Penalty for each occurrence of a token in the answer; 0 has no effect."),
+    SamplingField("top_k", 0, 2**31 - 1, 0, text="Sample from this many of the likeliest tokens; 0 is all."),
 )
+# fmt: on
 """The numeric sampling parameters, each also an attribute of `SamplingParams`."""
 
 

@@ -48,17 +48,12 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("answer")
     group.add_argument("--model", help="name of the model (default: the first one of the server)")
     for field in FLAG_FIELDS:
-        group.add_argument(flag_name(field.name), type=field.kind.flag_type or str, help=_help_text(field.text))
+        group.add_argument(flag_name(field.name), type=field.kind.flag_type, help=field.help)
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="text that ends the answer; may be given several times"
     )
     group.add_argument("--json-schema", type=_schema, metavar="FILE", help="file with the JSON schema of the answer")
     group.add_argument("--usage", action="store_true", help="print token counts and speeds on stderr")
-
-
-def _help_text(sentence: str) -> str:
-    """Write a sentence of the request documentation in the style of a flag's help."""
-    return sentence[:1].lower() + sentence[1:].removesuffix(".")
 
 
 def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:

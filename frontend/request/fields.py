@@ -18,7 +18,7 @@ class Field(Struct, frozen=True):
     name: str
     kind: Kind
     text: str = ""
-    """One line for the documentation and for the help of a flag."""
+    """One sentence for `/openapi.json`."""
     required: bool = False
     extra: Mapping[str, Any] = {}
     """Further keywords of the field's schema."""
@@ -29,6 +29,11 @@ class Field(Struct, frozen=True):
         if self.required and isinstance(found.get("type"), list):
             found["type"] = found["type"][0]
         return {**found, "description": self.text} if self.text else found
+
+    @property
+    def help(self) -> str:
+        """The text as the help of a command-line flag, which is neither capitalized nor ends in a period."""
+        return (self.text[:1].lower() + self.text[1:]).rstrip(".")
 
     @property
     def is_documented(self) -> bool:

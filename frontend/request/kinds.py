@@ -31,9 +31,9 @@ class Kind(Struct, frozen=True):
         return None
 
     @property
-    def flag_type(self) -> type | None:
-        """The type of a command-line flag for this value, or None if no flag can give it."""
-        return None
+    def flag_type(self) -> type:
+        """The type of a command-line flag for this value."""
+        return str
 
     def read(self, name: str, raw: Raw) -> Any:
         """Parse the JSON of a field. Raises ApiError 400 or 422."""
@@ -142,10 +142,6 @@ class String(Kind, frozen=True):
     @property
     def absent(self) -> str | None:
         return self.default
-
-    @property
-    def flag_type(self) -> type:
-        return str
 
     def check(self, name: str, value: Any) -> str:
         if not isinstance(value, str):

@@ -77,7 +77,7 @@ _RESPONSE_FORMAT: Schema = nullable(
     ),
 )
 _SAMPLING = tuple(Field(field.name, _sampling_kind(field), field.text) for field in SAMPLING_FIELDS)
-_SEED = Field("seed", Integer(0, MAX_SEED), "Same seed, same output; drawn at random by default.")
+_SEED = Field("seed", Integer(0, MAX_SEED), "Seed of sampling; the same seed gives the same answer.")
 
 OPTION_FIELDS = (
     Field("model", String(), required=True),
@@ -132,7 +132,7 @@ OPTION_FIELDS = (
 )
 """The fields of all generating routes. A route adds its own, and may lack or replace some."""
 
-FLAG_FIELDS = (Field("max_tokens", Integer(1, INT32_MAX), "Most tokens of an answer."), *_SAMPLING, _SEED)
+FLAG_FIELDS = (Field("max_tokens", Integer(1, INT32_MAX), "Maximum number of tokens of the answer."), *_SAMPLING, _SEED)
 """The fields that the command line offers as flags."""
 
 
