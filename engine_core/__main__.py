@@ -1,4 +1,4 @@
-"""The engine core's own process: `python -m tandem.engine_core --endpoint ...`, started by `tandem`."""
+"""Process of the engine core: `python -m tandem.engine_core --endpoint ...`, started by `tandem`."""
 
 import argparse
 import logging
@@ -26,6 +26,7 @@ logger = logging.getLogger("engine_core")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line of the process."""
     parser = argparse.ArgumentParser(prog="python -m tandem.engine_core", description="Tandem's engine core.")
     add_transport_arguments(parser, endpoint_required=True)
     add_engine_arguments(parser)
@@ -33,7 +34,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def serve(arguments: argparse.Namespace) -> None:
-    """Beats from the first moment. Frontends say Hello only after a beat that says READY."""
+    """Run an engine until a signal stops it.
+
+    Heartbeats go out from the first moment; frontends say Hello only after one that says READY.
+    """
     context = zmq.Context()
     status = Status(int.from_bytes(os.urandom(7), "little"), new_stats())
     router, heartbeat = _open_wire(context, arguments, status)
@@ -61,7 +65,7 @@ def serve(arguments: argparse.Namespace) -> None:
 def _open_wire(
     context: zmq.Context[Any], arguments: argparse.Namespace, status: Status
 ) -> tuple[Any, HeartbeatPublisher]:
-    """Raises ConfigError where the endpoint cannot be had."""
+    """Bind the ROUTER and start the heartbeat. Raises ConfigError if the endpoint cannot be bound."""
     try:
         security = transport(arguments)
         router = bind_router(context, arguments.endpoint, security)
@@ -74,6 +78,7 @@ def _open_wire(
 
 
 def main() -> int:
+    """Serve and return the exit code, with a message on stderr for a configuration error."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s", stream=sys.stderr)
     arguments = parse()
     try:
@@ -88,7 +93,7 @@ def main() -> int:
 
 
 def leave(code: int) -> None:
-    """Ends the process. After a CUDA error the destructors of pinned memory would abort it on its way out."""
+    """End the process. After a CUDA error it exits without destructors: those of pinned memory would abort it."""
     if code == ExitCode.FATAL:
         logging.shutdown()
         sys.stderr.flush()

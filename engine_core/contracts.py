@@ -1,4 +1,7 @@
-"""The ports between the layers. `tests/fakes` implements each; a conformance test pins fake and real to these."""
+"""Ports between the engine's layers.
+
+`tests/fakes` implements each one; a conformance test holds the fakes and the real classes to these signatures.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,10 +16,12 @@ from tandem.protocol.events import AnyEvent, Failure, Finished, Started, TokenLo
 
 
 class TokenDelta(Struct, frozen=True):
-    """One step's tokens for one frontend, in columns: the i-th token belongs to the i-th request."""
+    """New tokens for one frontend, in columns: the i-th token belongs to the i-th request."""
 
     request_ids: list[int]
+    """Request of each token; a request with several tokens stands here several times."""
     tokens: list[int]
+    """Token ids, those of one request in order."""
     logprobs: list[TokenLogprobs] = []
 
 
@@ -48,18 +53,18 @@ class StepResult(Struct, frozen=True):
 
 
 class Constraint(Protocol):
-    """What a sequence's next token may be, given the tokens it has. It belongs to one sequence, and to the loop."""
+    """State of a grammar after the tokens of one sequence. Used by that sequence only, on the loop's thread."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow but an end."""
+        """Whether nothing but an end may follow."""
 
     @property
     def problem(self) -> str:
-        """Why a token was refused, for the client. Empty before that."""
+        """Reason for rejecting a token, in words for the client; empty before that."""
 
     def is_end(self, token: int) -> bool:
-        """Whether a token only says that the output ends, and is none of its text."""
+        """Return whether a token only marks the end of the output and is not part of its text."""
 
     def fast_forward_tokens(self) -> list[int]:
         """Return the tokens that the grammar forces next, possibly none. Changes nothing."""
@@ -72,38 +77,41 @@ class Constraint(Protocol):
 
 
 Masks = Sequence[tuple[int, Constraint]]
-"""The rows of a step, by their number in the device's tables, whose sampling is constrained, each with its own."""
+"""Constrained rows of a step that sample: row of the device's tables, and the sequence's constraint."""
 
 
 class Compiler(Protocol):
-    """Makes constraints of grammars, away from the loop's thread. All calls come from the loop's."""
+    """Compiles grammars into constraints outside the loop's thread. All methods are called on the loop's thread."""
 
     def start(self, seq_id: int, grammar: str, ignore_ends: bool) -> None:
-        """Asks for the constraint of one sequence. `ignore_ends`: end ids are allowed only where nothing else is."""
+        """Request the constraint of one sequence. ignore_ends: allow end ids only where nothing else is allowed."""
 
-    def forget(self, seq_id: int) -> None:
-        """The sequence wants no constraint any more. Idempotent."""
+    def cancel(self, seq_id: int) -> None:
+        """Withdraw the request of a sequence. Idempotent."""
 
-    def finished(self) -> list[tuple[int, Constraint | RequestError]]:
-        """The constraints that have become ready, or why they never will, since the last call. Never blocks.
+    def take_finished(self) -> list[tuple[int, Constraint | RequestError]]:
+        """Return the results since the last call: a constraint, or the error that its request ends in. Never blocks.
 
-        Called while a sequence waits for one.
+        Called only while a sequence waits for a constraint.
         """
 
     def close(self) -> None:
-        """Starts nothing more. What is being compiled ends by itself."""
+        """Start no more compilations. Those in progress run to their end in the background."""
 
 
 class DeviceTimes(Struct):
-    """Sums over a sample of steps, in seconds; nothing where a device cannot tell."""
+    """Device time over a sample of steps, in seconds; zeros where a device cannot measure it."""
 
     busy: float = 0.0
+    """Time from the first to the last work of the timed steps."""
     idle: float = 0.0
+    """Time between the timed steps and the ones that followed them."""
     steps: int = 0
+    """Number of timed steps."""
 
 
 class Runtime(Protocol):
-    """The device. Launch and sample enqueue work and return; only collect waits, for one step's own results.
+    """The device. Launch and sample enqueue work and return; only collect waits, for the results of one step.
 
     A slot takes one step through launch, sample and collect, in this order, before it takes the next.
     """
@@ -112,10 +120,10 @@ class Runtime(Protocol):
         """Enqueue the forward pass of a step. Any exception is fatal."""
 
     def sample(self, slot: int, masks: Masks | None) -> None:
-        """Enqueues sampling of the launched step, and the copy of its tokens to the host.
+        """Enqueue sampling of the launched step, and the copy of its tokens to the host.
 
-        masks: for a step that `needs_mask`, its constrained rows that are still wanted. A row whose mask allows
-        nothing yields id 0.
+        masks: constrained rows of a step that `needs_mask`, without those whose sequence has ended; None for other
+        steps. A row whose mask allows nothing yields id 0.
         """
 
     def collect(self, slot: int) -> StepResult:
@@ -125,39 +133,39 @@ class Runtime(Protocol):
         """
 
     def synchronize(self) -> None:
-        """Waits until nothing is in flight. Never called on the launch path."""
+        """Wait until nothing is in flight. Never called on the launch path."""
 
     def device_times(self) -> DeviceTimes:
-        """How long the device has worked and waited, over the steps that were timed."""
+        """Return how long the device has worked and waited over the steps that were timed."""
 
 
 class Mailbox(Protocol):
     """The engine's end of the wire."""
 
     def drain(self) -> list[tuple[bytes, AnyCommand]]:
-        """Every command that has arrived, with its sender. Never blocks."""
+        """Return the commands that have arrived, with their senders. Never blocks."""
 
     def wait(self, seconds: float) -> None:
-        """Blocks until a command arrives, somebody wakes it, or the time is up."""
+        """Block until a command arrives, `wake` is called or the time is up."""
 
     def wake(self) -> None:
-        """Ends the wait that runs, or else the next one. For other threads that have news for the loop."""
+        """End the current wait, or the next one if none is in progress. Called by other threads."""
 
     def reply(self, client: bytes, event: AnyEvent) -> None:
-        """Sends one event to a frontend, at once or dropped."""
+        """Send one event to a frontend at once; drop it if the frontend's queue is full."""
 
-    def tokens(self, client: bytes, delta: TokenDelta) -> None:
-        """Adds one step's tokens to what the next flush sends."""
+    def add_tokens(self, client: bytes, delta: TokenDelta) -> None:
+        """Add tokens to the next flush."""
 
-    def started(self, client: bytes, started: Started) -> None:
-        """Adds one request's start to what the next flush sends."""
+    def add_start(self, client: bytes, started: Started) -> None:
+        """Add the start of a request to the next flush."""
 
-    def ended(self, client: bytes, outcome: Finished | Failure) -> None:
-        """Adds one terminal event to what the next flush sends."""
+    def add_outcome(self, client: bytes, outcome: Finished | Failure) -> None:
+        """Add a terminal event to the next flush."""
 
     def flush(self, step_id: int) -> list[bytes]:
-        """Sends what was added, keeping what cannot go yet. Returns the frontends found gone."""
+        """Send what was added and keep what cannot be sent yet. Return the frontends that have disconnected."""
 
     @property
-    def backlog(self) -> bool:
-        """Whether a flush kept something."""
+    def has_backlog(self) -> bool:
+        """Whether the last flush kept something."""

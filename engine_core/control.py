@@ -1,6 +1,6 @@
-"""What a command means: checks what its types cannot, and tells the scheduler.
+"""Commands of frontends: validated beyond their types, then applied to the scheduler.
 
-A bad token id would be a device assertion, fatal for everybody, so nothing unchecked passes here.
+A bad token id would be a device assertion, fatal for every request, so nothing unchecked passes here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class Control:
-    """Applies commands. Knows which connections have said Hello to this very engine."""
+    """Applies the commands of frontends that have said Hello to this engine."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class Control:
         self.clock = clock
         self.clients: dict[bytes, str] = {}
         self._identities: dict[bytes, bytes] = {}
-        """One object for each identity, whichever message brought it: `Scheduler.commit` compares by object."""
+        """Object that stands for each identity, whichever message brought it: `Scheduler.commit` compares by object."""
         self._sequences = 0
 
     def apply(self, client: bytes, command: AnyCommand) -> AnyEvent | Failure | None:
-        """Carries out one command of a frontend; the answer, if it needs one, goes back to it."""
+        """Apply one command of a frontend; return the event to send back, if there is one."""
         if isinstance(command, Hello):
             return self._hello(client, command)
         if client not in self.clients:
@@ -99,11 +99,12 @@ class Control:
         return None
 
     def forget(self, client: bytes) -> bool:
-        """Ends a connection; whether there was one."""
+        """End the connection of a frontend; return whether there was one."""
         self._identities.pop(client, None)
         return self.clients.pop(client, None) is not None
 
     def _hello(self, client: bytes, hello: Hello) -> Ready | Refused | None:
+        """Open a connection. A Hello meant for an earlier engine is ignored."""
         if hello.protocol_version != PROTOCOL_VERSION:
             return Refused(
                 f"frontend {hello.name} speaks protocol {hello.protocol_version}, the engine {PROTOCOL_VERSION}; "
@@ -117,6 +118,7 @@ class Control:
         return Ready(PROTOCOL_VERSION, self.epoch, self.model, self.limits)
 
     def _set_policy(self, call: int, asked: str) -> Answer:
+        """Change the scheduling policy, if it exists and this engine can run it."""
         policy = next((name for name in POLICIES if name == asked), None)
         if policy is None:
             return Answer(call, False, f"there is no policy {asked!r}; choose one of {', '.join(POLICIES)}")
@@ -127,8 +129,13 @@ class Control:
         return Answer(call, True)
 
     def _submit(self, client: bytes, submit: Submit) -> Failure | None:
+        """Accept a request, or return the failure that ends it at once."""
         if not 0 <= submit.request_id < 2**64:
-            logger.error("frontend %s used request id %d, no uint64; ignored", self.clients[client], submit.request_id)
+            logger.error(
+                "frontend %s used request id %d, which is not a uint64; ignored",
+                self.clients[client],
+                submit.request_id,
+            )
             return None
         if self.scheduler.is_open(client, submit.request_id):
             logger.error("frontend %s reused open request id %d; ignored", self.clients[client], submit.request_id)
@@ -147,10 +154,13 @@ class Control:
         return None
 
     def _sequence(self, client: bytes, submit: Submit) -> Sequence:
-        """Raises RequestError for whatever the device or the arithmetic could not bear."""
+        """Build the sequence of a request.
+
+        Raises RequestError for any value that the device or the scheduler's arithmetic cannot handle.
+        """
         params = submit.sampling
         try:
-            prompt = _prompt(submit.prompt_ids, self.model.vocab_size)
+            prompt = _parse_prompt(submit.prompt_ids, self.model.vocab_size)
             stop_ids = unpack_ids(params.stop_token_ids)
             bias_ids, biases = unpack_ids(params.logit_bias_ids), unpack_floats(params.logit_bias_values)
         except ProtocolError as error:
@@ -183,6 +193,7 @@ class Control:
         )  # fmt: skip
 
     def _check_ids(self, what: str, ids: list[int]) -> None:
+        """Raise RequestError for the first id outside the vocabulary. what: name of the field."""
         for token in ids:
             if not 0 <= token < self.model.vocab_size:
                 raise RequestError(ErrorCode.INVALID_VALUE, _outside(what, token, self.model.vocab_size))
@@ -192,10 +203,11 @@ def _outside(what: str, token: int, vocab_size: int) -> str:
     return f"{what} holds token id {token}, the vocabulary has 0 to {vocab_size - 1}"
 
 
-def _prompt(data: bytes, vocab_size: int) -> array[int]:
-    """The prompt's ids, checked without a Python loop: prompts are long, and this is the scheduler's thread.
+def _parse_prompt(data: bytes, vocab_size: int) -> array[int]:
+    """Return the ids of a prompt, checked without a Python loop: prompts are long, and this is the loop's thread.
 
-    Raises ProtocolError unless the length divides by 4, RequestError for none or for one outside the vocabulary.
+    data: packed little-endian int32. Raises ProtocolError unless its length is a multiple of 4, RequestError if it is
+    empty or holds an id outside the vocabulary.
     """
     if len(data) % 4:
         raise ProtocolError(f"a prompt of {len(data)} bytes does not divide into int32 ids")
@@ -212,6 +224,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _check_scheduling(submit: Submit) -> None:
+    """Raise RequestError for a priority, session or cache salt outside its bounds."""
     priority = submit.priority
     _require(-MAX_PRIORITY <= priority <= MAX_PRIORITY, f"priority is {priority}, {-MAX_PRIORITY} to {MAX_PRIORITY}")
     for what, name in (("session_id", submit.session), ("cache_salt", submit.cache_salt)):
@@ -220,7 +233,7 @@ def _check_scheduling(submit: Submit) -> None:
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raises RequestError for numbers outside their ranges, which NaN and infinities always are."""
+    """Raise RequestError for a number outside its range, as NaN and infinities always are."""
     _require(params.max_tokens >= 1, f"max_tokens is {params.max_tokens}, at least 1")
     _require(0 <= params.min_tokens <= params.max_tokens, f"min_tokens is {params.min_tokens}, 0 to max_tokens")
     for field in SAMPLING_FIELDS:

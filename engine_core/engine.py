@@ -89,7 +89,7 @@ class Engine:
         try:
             while not self.stopping:
                 if not self.tick():
-                    self.mailbox.wait(RETRY_SECONDS if self.mailbox.backlog else IDLE_SECONDS)
+                    self.mailbox.wait(RETRY_SECONDS if self.mailbox.has_backlog else IDLE_SECONDS)
         except Exception as error:
             logger.exception("fatal: %s; scheduler holds %s", self.pipeline, list(self.scheduler.held)[:8])
             reason = next(iter(str(error).splitlines()), "")
@@ -118,7 +118,7 @@ class Engine:
             self._launch(plan)
         elif self.pipeline.in_flight:
             self._commit_oldest()
-        if self.scheduler.updates.ended or self.mailbox.backlog:
+        if self.scheduler.updates.ended or self.mailbox.has_backlog:
             self._send(self.scheduler.take_updates())
         self._update_gauges()
         return plan is not None or not idle
@@ -129,12 +129,12 @@ class Engine:
         for client, command in self.mailbox.drain():
             answer = self.control.apply(client, command)
             if isinstance(answer, Failure):
-                self.mailbox.ended(client, answer)
+                self.mailbox.add_outcome(client, answer)
                 rejected = True
             elif answer is not None:
                 self.mailbox.reply(client, answer)
         if self.scheduler.compiling:
-            for seq_id, result in self.compiler.finished():
+            for seq_id, result in self.compiler.take_finished():
                 self.scheduler.set_constraint(seq_id, result)
         self.stages.mark("drain")
         if rejected:
@@ -190,15 +190,15 @@ class Engine:
         self.stats.generation_tokens += updates.num_tokens
         self.stats.zombie_rows += updates.num_zombies
         for client, started in updates.started:
-            self.mailbox.started(client, started)
+            self.mailbox.add_start(client, started)
         for client, delta in updates.deltas.items():
-            self.mailbox.tokens(client, delta)
+            self.mailbox.add_tokens(client, delta)
         for seq in updates.ended:
             assert seq.outcome is not None, f"ended without an outcome: {seq}"
             count_outcome(self.stats, seq.outcome)
             if seq.compiling:
-                self.compiler.forget(seq.id)
-            self.mailbox.ended(seq.client, seq.outcome)
+                self.compiler.cancel(seq.id)
+            self.mailbox.add_outcome(seq.client, seq.outcome)
         for client in self.mailbox.flush(self._steps):
             if self.control.forget(client):
                 logger.warning("frontend %s is gone; aborting its open requests", client.hex())
@@ -227,7 +227,7 @@ class Engine:
         self._send(self.scheduler.take_updates())
         self.compiler.close()
         for _ in range(MAX_FINAL_FLUSHES):
-            if not self.mailbox.backlog:
+            if not self.mailbox.has_backlog:
                 return
             self.mailbox.drain()
             self.mailbox.wait(RETRY_SECONDS)

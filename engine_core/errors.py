@@ -1,19 +1,22 @@
-"""The three ways to fail. A `RequestError` ends one request; a `ConfigError` ends a start; a `FatalError` ends the
-engine core, after every open request got its terminal event."""
+"""Errors of the engine core, by what they end.
+
+A `RequestError` ends one request, a `ConfigError` a start, a `FatalError` the engine core, after every open request got
+its terminal event.
+"""
 
 from tandem.protocol.errors import ErrorCode
 
 
 class EngineError(Exception):
-    """Base of what the engine core raises on purpose."""
+    """Base class of errors that the engine core raises on purpose."""
 
 
 class ConfigError(EngineError):
-    """The engine cannot start as asked; the text says what to change."""
+    """The engine cannot start with these options; the message says what to change."""
 
 
 class RequestError(EngineError):
-    """One request cannot be served; its client gets the code and the text."""
+    """One request cannot be served; its client gets the code and the message."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -22,4 +25,4 @@ class RequestError(EngineError):
 
 
 class FatalError(EngineError):
-    """Device state is unknown (a failed launch, a CUDA error): the process has to be replaced."""
+    """The state of the device is unknown (a failed launch, a CUDA error); the process must be replaced."""

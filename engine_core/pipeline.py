@@ -1,4 +1,4 @@
-"""Which step is where: the state machine of the two slots. Pure bookkeeping, no device in it.
+"""State machine of the steps in flight and their slots. Pure bookkeeping, no device in it.
 
 ```text
           step t                     step t+1                      step t+2
@@ -34,13 +34,15 @@ from tandem.engine_core.plan import StepPlan
 
 class StepState(Enum):
     LAUNCHED = "launched"
-    """Its forward pass is enqueued, its sampling is not: it waits for a mask."""
+    """The forward pass is enqueued, sampling is not: the step waits for a mask."""
     SAMPLED = "sampled"
+    """Sampling and the copy of the results are enqueued."""
     COMMITTING = "committing"
+    """The results are being collected and applied; the slot is still held."""
 
 
 class Step(Struct, frozen=True, gc=False):
-    """A step in flight, by value: a move returns the new one."""
+    """A step in flight, immutable: each transition returns a new one."""
 
     plan: StepPlan
     slot: int
@@ -48,7 +50,7 @@ class Step(Struct, frozen=True, gc=False):
 
 
 class PipelineState:
-    """At most `depth` steps in flight, one a slot. Every illegal move is an assertion that prints the state."""
+    """At most `depth` steps in flight, one for each slot. Every illegal move is an assertion that prints the state."""
 
     def __init__(self, depth: int = 2) -> None:
         assert depth in (1, 2), f"depth {depth}: the pipeline has one slot or two"
@@ -59,31 +61,32 @@ class PipelineState:
 
     @property
     def in_flight(self) -> int:
-        """Steps launched and not yet being committed."""
+        """Number of steps launched and not yet being committed."""
         return len(self._queue)
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Every step that holds a slot, oldest first."""
+        """Steps that hold a slot, oldest first."""
         committing = () if self._committing is None else (self._committing,)
         return (*committing, *self._queue)
 
     @property
     def full(self) -> bool:
+        """Whether every slot is held."""
         return not self._free
 
     def free_slot(self) -> int | None:
-        """The slot that the next launch takes, or None while all are held."""
+        """Return the slot that the next launch takes, or None while all are held."""
         return self._free[-1] if self._free else None
 
     def unsampled(self) -> Step | None:
-        """The step that waits for its mask; only the newest can."""
+        """Return the step that waits for its mask, if any; only the newest can."""
         if self._queue and self._queue[-1].state is StepState.LAUNCHED:
             return self._queue[-1]
         return None
 
     def launch(self, plan: StepPlan) -> Step:
-        """Puts a step into the free slot. The step before it has to be sampled: its tokens are this one's input."""
+        """Put a step into the free slot. The step before it must be sampled: its tokens are this one's input."""
         assert self._free, f"launch of step {plan.step_id} without a free slot: {self}"
         assert self.unsampled() is None, f"launch of step {plan.step_id} before the newest was sampled: {self}"
         newest = self._queue[-1] if self._queue else self._committing
@@ -93,6 +96,7 @@ class PipelineState:
         return step
 
     def mark_sampled(self, step: Step) -> Step:
+        """Move the newest step from LAUNCHED to SAMPLED."""
         assert self._queue, f"sampling of step {step.plan.step_id}, which is not in flight: {self}"
         newest = self._queue[-1]
         assert newest is step, f"sampling of step {step.plan.step_id}, which is not the newest: {self}"
@@ -101,7 +105,7 @@ class PipelineState:
         return self._queue[-1]
 
     def begin_commit(self) -> Step:
-        """Takes the oldest step out of the queue (I2); its slot stays held until `finish_commit` (I6)."""
+        """Take the oldest step out of the queue (I2); its slot stays held until `finish_commit` (I6)."""
         assert self._queue, f"commit with nothing in flight: {self}"
         assert self._committing is None, f"second commit before the first finished: {self}"
         assert self._queue[0].state is StepState.SAMPLED, f"commit of a step that was not sampled: {self}"
@@ -109,12 +113,13 @@ class PipelineState:
         return self._committing
 
     def finish_commit(self, step: Step) -> None:
+        """Free the slot of the step that was being committed (I6)."""
         assert self._committing is step, f"step {step.plan.step_id} is not the one committing: {self}"
         self._committing = None
         self._free.append(step.slot)
 
     def abandon(self) -> None:
-        """Forgets everything in flight. Only for an engine about to exit: nobody may use the slots again."""
+        """Drop everything in flight. Only for an engine about to exit: no slot may be used again."""
         self._queue.clear()
         self._committing = None
         self._free.clear()

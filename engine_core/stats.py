@@ -1,4 +1,4 @@
-"""What the engine counts about itself. The loop writes, the heartbeat thread encodes; nobody else reads."""
+"""Counters of the engine. The loop writes them, the heartbeat thread encodes them; nothing else reads them."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,19 @@ QUEUE_SECONDS = [
     *(0.001, 0.0015, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0),
 ]
-"""No bound is more than twice the one before, so that a percentile read from them is right to that."""
+"""Bucket bounds of the queue time, in seconds.
+
+Each is at most twice the one before, so that a percentile read from them is accurate to a factor of two."""
 COMPILE_SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0]
+"""Bucket bounds of the compile time of grammars, in seconds."""
 STEP_ROWS = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0]
+"""Bucket bounds of the number of rows in a step."""
 STAGES = ("drain", "plan", "launch", "sample", "collect", "commit", "send")
+"""Stages of one tick of the loop, in order."""
 
 
 def new_stats() -> EngineStats:
-    """Counters at zero, every label present so that a scrape never sees a series appear late."""
+    """Return counters at zero, with every label present so that no series appears late in a scrape."""
     return EngineStats(
         requests_finished={"stop": 0, "length": 0, "abort": 0},
         stage_seconds=dict.fromkeys(STAGES, 0.0),
@@ -27,6 +32,7 @@ def new_stats() -> EngineStats:
 
 
 def count_outcome(stats: EngineStats, outcome: Finished | Failure) -> None:
+    """Count the end of a request by its finish reason or its error code."""
     if isinstance(outcome, Finished):
         stats.requests_finished[outcome.reason] = stats.requests_finished.get(outcome.reason, 0) + 1
     else:
@@ -34,7 +40,7 @@ def count_outcome(stats: EngineStats, outcome: Finished | Failure) -> None:
 
 
 class StageClock:
-    """Shares the loop's time out among its stages: each mark adds what passed since the one before."""
+    """Divides the loop's time among its stages: each mark adds the time since the mark before."""
 
     def __init__(self, seconds: dict[str, float], clock: Callable[[], float]) -> None:
         self.seconds = seconds
@@ -42,11 +48,12 @@ class StageClock:
         self._last = 0.0
 
     def start(self) -> float:
+        """Begin a tick; return the time now."""
         self._last = self.clock()
         return self._last
 
     def mark(self, stage: str) -> float:
-        """Ends a stage; returns the time now."""
+        """End a stage; return the time now."""
         now = self.clock()
         self.seconds[stage] += now - self._last
         self._last = now

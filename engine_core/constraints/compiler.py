@@ -1,4 +1,4 @@
-"""Compiles grammars on threads of its own, and keeps what it compiled."""
+"""Compilation of grammars on background threads, with a cache of the results."""
 
 import logging
 from collections import OrderedDict
@@ -16,38 +16,44 @@ from tandem.protocol.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-COMPILE_SECONDS = 10.0
-"""How long a request waits for its grammar, those of others before it included. Most take milliseconds."""
+COMPILE_TIMEOUT_SECONDS = 10.0
+"""Longest wait of a request for its grammar, in seconds, including the time for grammars before it. Most compile in
+milliseconds."""
 CACHED_GRAMMARS = 64
+"""Compiled grammars that are kept."""
 
 
 class Job(Struct):
-    """A grammar that is being compiled or waits for a thread."""
+    """A grammar that is being compiled, or waits for a thread."""
 
     future: Future[None]
     waiting: set[int]
-    """The sequences that want it."""
+    """Ids of the sequences that want it."""
 
 
 class Waiter(Struct, frozen=True):
+    """A sequence's request for a constraint."""
+
     grammar: str
     ignore_ends: bool
     deadline: float
+    """Time at which the request fails, in seconds of the clock."""
 
 
 class Compiled(Struct, frozen=True):
-    """What a thread hands to the loop."""
+    """A result on its way from a compile thread to the loop."""
 
     grammar: str
     result: CompiledGrammar | RequestError
     seconds: float
+    """Time that the compilation took."""
 
 
 class GrammarCompiler:
-    """Implements `contracts.Compiler`: a cache by the grammar's text, the least recently used dropped first.
+    """Implementation of `contracts.Compiler`, with a least-recently-used cache by the grammar's text.
 
     Everything but `_compiled` and what `_compile` calls belongs to the loop's thread. A thread cannot be stopped, so a
-    grammar past its time is given up, not ended; what comes of it is kept for the next request that asks.
+    compilation past its deadline fails its requests but goes on; its result is cached for the next request.
     """
 
     def __init__(
@@ -57,10 +63,10 @@ class GrammarCompiler:
         wake: Callable[[], None],
         stats: EngineStats,
         clock: Callable[[], float],
-        limit_seconds: float = COMPILE_SECONDS,
+        limit_seconds: float = COMPILE_TIMEOUT_SECONDS,
         cached: int = CACHED_GRAMMARS,
     ) -> None:
-        """compile_grammar: raises RequestError; wake: called on a compile thread when it has news for the loop."""
+        """compile_grammar: may raise RequestError; wake: called on a compile thread with each result."""
         self.compile_grammar = compile_grammar
         self.threads = threads
         self.wake = wake
@@ -71,7 +77,7 @@ class GrammarCompiler:
         self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._jobs: dict[str, Job] = {}
         self._waiters: dict[int, Waiter] = {}
-        """By sequence, the earliest deadline first."""
+        """Open requests by sequence, the earliest deadline first."""
         self._ready: list[tuple[int, Constraint | RequestError]] = []
         self._compiled: SimpleQueue[Compiled] = SimpleQueue()
 
@@ -86,7 +92,7 @@ class GrammarCompiler:
         self._jobs[grammar].waiting.add(seq_id)
         self._waiters[seq_id] = Waiter(grammar, ignore_ends, self.clock() + self.limit_seconds)
 
-    def forget(self, seq_id: int) -> None:
+    def cancel(self, seq_id: int) -> None:
         self._ready = [ready for ready in self._ready if ready[0] != seq_id]
         waiter = self._waiters.pop(seq_id, None)
         if waiter is None:
@@ -96,17 +102,17 @@ class GrammarCompiler:
         if not job.waiting and job.future.cancel():
             del self._jobs[waiter.grammar]
 
-    def finished(self) -> list[tuple[int, Constraint | RequestError]]:
+    def take_finished(self) -> list[tuple[int, Constraint | RequestError]]:
         while not self._compiled.empty():
-            self._take(self._compiled.get())
-        self._give_up()
+            self._on_compiled(self._compiled.get())
+        self._fail_overdue()
         ready, self._ready = self._ready, []
         return ready
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
 
-    def _take(self, compiled: Compiled) -> None:
+    def _on_compiled(self, compiled: Compiled) -> None:
         self.stats.compile_time.observe(compiled.seconds)
         result = compiled.result
         if isinstance(result, CompiledGrammar):
@@ -118,13 +124,13 @@ class GrammarCompiler:
             answer = result.constraint(waiter.ignore_ends) if isinstance(result, CompiledGrammar) else result
             self._ready.append((seq_id, answer))
 
-    def _give_up(self) -> None:
+    def _fail_overdue(self) -> None:
         now = self.clock()
         while self._waiters:
             seq_id, waiter = next(iter(self._waiters.items()))
             if waiter.deadline > now:
                 return
-            self.forget(seq_id)
+            self.cancel(seq_id)
             message = f"the grammar was not compiled within {self.limit_seconds:g} s; simplify it, or retry later"
             self._ready.append((seq_id, RequestError(ErrorCode.INVALID_GRAMMAR, message)))
 
@@ -135,7 +141,7 @@ class GrammarCompiler:
             result = self.compile_grammar(grammar)
         except RequestError as error:
             result = error
-        except BaseException as error:  # a panic of llguidance is no Exception
+        except BaseException as error:  # a panic of llguidance is not an Exception
             logger.exception("a grammar of %d characters", len(grammar))
             result = RequestError(ErrorCode.INVALID_GRAMMAR, f"the grammar does not compile: {error}")
         self._compiled.put(Compiled(grammar, result, self.clock() - start))

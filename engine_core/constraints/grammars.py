@@ -1,4 +1,4 @@
-"""Compiled grammars: the one place that constructs objects of llguidance."""
+"""Compiled grammars and their constraints: the only place that constructs objects of llguidance."""
 
 import threading
 from pathlib import Path
@@ -11,7 +11,7 @@ from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEX
 
 
 class GrammarConstraint:
-    """Implements `contracts.Constraint`."""
+    """Implementation of `contracts.Constraint` over one llguidance matcher."""
 
     __slots__ = ("_ends", "compiled_grammar", "ignore_ends", "matcher")
 
@@ -43,28 +43,30 @@ class GrammarConstraint:
         return self.matcher.compute_ff_tokens()
 
     def accept(self, token: int) -> bool:
+        """Implement `Constraint.accept`; a token outside the vocabulary is rejected."""
         # A matcher that has failed still consumes end ids.
         return self.matcher.consume_token(token) and not (self.is_end(token) and self.problem)
 
 
 class CompiledGrammar:
-    """A compiled grammar, from which every sequence that wants it gets a copy: microseconds, against milliseconds."""
+    """A grammar's matcher at its start, copied for each sequence: microseconds instead of milliseconds."""
 
     def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
         self._matcher = matcher
         self._ends = ends
 
     def constraint(self, ignore_ends: bool) -> GrammarConstraint:
+        """Return a constraint for one sequence. ignore_ends: allow end ids only where nothing else is allowed."""
         return GrammarConstraint(self._matcher.deep_copy(), self, self._ends, ignore_ends)
 
 
 def reason(matcher: LLMatcher) -> str:
-    """Why a matcher is in its error state, without the parser's dump; empty if it is not."""
+    """Return why a matcher is in its error state, without the parser's dump; empty if it is not."""
     return matcher.get_error().removesuffix("<non-verbose/>").strip()
 
 
 class Grammars:
-    """Compiles grammars for one model. Every method may run on any thread.
+    """Compiler of grammars for one model's tokenizer. Every method may run on any thread.
 
     The tokenizer is built once, by whoever needs it first. That takes 30 ms for 4,096 tokens and 1.3 s for 128,000 on
     one slow core, and llguidance holds the interpreter lock meanwhile, so `prepare` is for a thread beside the load
@@ -72,8 +74,9 @@ class Grammars:
     """
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
-        """vocab_size: the model's, which may exceed the tokenizer's: ids beyond it are never allowed. end_ids: each is
-        allowed wherever a grammar may end; of a model without any, the tokenizer's own."""
+        """vocab_size: size of the model's vocabulary, which may exceed the tokenizer's: ids beyond the tokenizer's are
+        never allowed. end_ids: ids allowed wherever a grammar may end; empty: the tokenizer's own end id.
+        """
         self.tokenizer_file = tokenizer_file
         self.vocab_size = vocab_size
         self.end_ids = end_ids
@@ -81,16 +84,16 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
 
     def prepare(self) -> LLTokenizer:
-        """The model's tokenizer. Raises RequestError if its folder has none that can be used."""
+        """Return the model's tokenizer, loaded once. Raises RequestError if its folder has no usable one."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._load()
             return self._tokenizer
 
     def compile(self, grammar: str) -> CompiledGrammar:
-        """A grammar's matcher at its start, the first mask computed so that copies find their tables warm.
+        """Compile a grammar and compute its first mask, so that copies find their tables warm.
 
-        Raises RequestError with llguidance's reason. Its limits on grammar, lexer and parser bound how long it takes.
+        Raises RequestError with llguidance's reason. The limits on grammar, lexer and parser bound the time it takes.
         """
         limits = LLParserLimits(
             verbose_errors=False,

@@ -1,8 +1,7 @@
-"""Many matchers at once: tokens accepted, and masks filled, by several threads where that is quicker.
+"""Token masks of many constraints at once, on several threads where that is faster.
 
-Copies of one compiled grammar share a lock, so threads only get in each other's way there: 64 masks of one grammar took
-0.6 ms on one thread and 1.1 ms on eight, 256 masks of as many grammars 3.6 ms and 1.2 ms. Accepting a token is too
-little work to be handed over at all.
+Copies of one compiled grammar share a lock, so threads only contend there: 64 masks of one grammar took 0.6 ms on one
+thread and 1.1 ms on eight, 256 masks of as many grammars 3.6 ms and 1.2 ms.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,16 +18,16 @@ from tandem.protocol.stats import EngineStats
 Ints = NDArray[np.int32]
 
 PARALLEL_GRAMMARS = 8
-"""From so many different grammars in a step on, other threads help."""
+"""Number of different grammars in a step from which on other threads are used."""
 
 
 class MaskBuilder:
-    """Fills the masks of the constraints that this package makes, and of no others."""
+    """Fills the masks of `GrammarConstraint`s, and of no other constraints."""
 
     def __init__(
         self, executor: LLExecutor | None, end_ids: Sequence[int], stats: EngineStats, clock: Callable[[], float]
     ) -> None:
-        """executor: threads beside the loop's, None for none; clock: seconds, for the time that masks take."""
+        """executor: threads besides the loop's, or None; clock: seconds, for the time that masks take."""
         self.executor = executor
         self._end_words = np.array(end_ids, dtype=np.int64) // 32
         self._end_bits = np.int32(1) << (np.array(end_ids, dtype=np.int32) % 32)
@@ -36,10 +35,10 @@ class MaskBuilder:
         self.clock = clock
 
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
-        """Writes the mask of each constraint into the row of `out` that is named beside it.
+        """Write the mask of each constraint into the row of `out` given with it.
 
         out: [rows, ceil(V / 32)] int32, contiguous; bit i % 32 of word i // 32 stands for token i. A matcher that has
-        failed allows the end ids alone, and `accept` refuses them.
+        failed allows the end ids only, and `accept` rejects them.
         """
         start = self.clock()
         pairs = cast("Sequence[tuple[GrammarConstraint, int]]", masks)
@@ -47,24 +46,24 @@ class MaskBuilder:
         address, size = out.ctypes.data, out.strides[0]
         grammars = {id(constraint.compiled_grammar) for constraint, _ in pairs}
         if self.executor is None or len(grammars) < PARALLEL_GRAMMARS:
-            for constraint, place in pairs:
-                assert 0 <= place < len(out), f"mask {place} of {len(out)}"
-                constraint.matcher.unsafe_compute_mask_ptr(address + place * size, size)
+            for constraint, index in pairs:
+                assert 0 <= index < len(out), f"mask {index} of {len(out)}"
+                constraint.matcher.unsafe_compute_mask_ptr(address + index * size, size)
         else:
-            wanted = [(constraint.matcher, place) for constraint, place in pairs]
+            wanted = [(constraint.matcher, index) for constraint, index in pairs]
             self.executor.unsafe_compute_mask_ptr(wanted, address, size, len(out))
-        endless = [place for constraint, place in pairs if constraint.ignore_ends]
+        endless = [index for constraint, index in pairs if constraint.ignore_ends]
         if endless:
             self._drop_ends(endless, out)
         self.stats.mask_rows += len(pairs)
         self.stats.mask_seconds += self.clock() - start
 
-    def _drop_ends(self, places: list[int], out: Ints) -> None:
-        """Takes the end ids out of these masks, unless nothing would be left: then the grammar has come to its end."""
-        # Most masks of a step hold no end id, and one look at a few words of all of them is cheap.
-        rows = np.array(places)
+    def _drop_ends(self, indices: list[int], out: Ints) -> None:
+        """Clear the end ids in these masks, unless nothing would remain: then the grammar has come to its end."""
+        # Most masks of a step hold no end id, and testing a few words of all of them at once is cheap.
+        rows = np.array(indices)
         may_end = (out[rows[:, None], self._end_words] & self._end_bits).any(axis=1)
-        for mask in (out[place] for place in rows[may_end]):
+        for mask in (out[index] for index in rows[may_end]):
             kept = mask.copy()
             np.bitwise_and.at(kept, self._end_words, ~self._end_bits)
             if kept.any():

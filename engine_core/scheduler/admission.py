@@ -1,7 +1,7 @@
-"""What a waiting sequence needs before it may run, and how it gives everything back.
+"""Gates that admit a waiting sequence to the resources it needs, and leases that return them.
 
-A gate answers "not now" with None, otherwise with the call that undoes it; undoing waits on `sequence.leases`, which
-the scheduler closes once, when no step in flight holds the sequence any more.
+A gate declines with None, or returns the call that undoes the admission. Those calls are kept on `sequence.leases`,
+which the scheduler closes once, when no step in flight holds the sequence any more.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,17 +13,19 @@ from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import PADDING_ROW
 from tandem.engine_core.sequence import Sequence
 
-RESERVE = 16
-"""An admission leaves a page for each sequence that may still grow, but no more than one in so many of the pool."""
+MAX_RESERVE_FRACTION = 16
+"""An admission leaves one page for each sequence that may still grow, but at most 1/16 of the pool."""
 
 
 class Gate(Protocol):
+    """Access to one resource."""
+
     def acquire(self, seq: Sequence) -> Callable[[], None] | None:
-        """Takes one resource for a sequence, all of it or nothing."""
+        """Take the resource for a sequence, all of it or nothing; return the call that gives it back."""
 
 
 class RowGate:
-    """Rows 1 to `max_rows` of the device's tables."""
+    """Gate to rows 1 to `max_rows` of the device's tables."""
 
     def __init__(self, max_rows: int) -> None:
         self.total = max_rows
@@ -31,6 +33,7 @@ class RowGate:
 
     @property
     def free(self) -> int:
+        """Number of free rows."""
         return len(self._free)
 
     def acquire(self, seq: Sequence) -> Callable[[], None] | None:
@@ -47,14 +50,14 @@ class RowGate:
 
 
 class PageGate:
-    """Pages for what a sequence computes first; it grows while it runs.
+    """Gate to pages for what a sequence computes first; it grows while it runs.
 
-    A reserve for those that run keeps an admission from being paid for with a preemption soon after. A sequence that
-    was preempted asks for everything it has to compute again, and for a larger reserve each time.
+    A reserve for the running sequences keeps an admission from causing a preemption soon after. A sequence that was
+    preempted asks for everything that it has to compute again, and for a larger reserve each time.
     """
 
     def __init__(self, memory: KVManager, chunk: int) -> None:
-        """chunk: positions that a step could compute first; 0: all of them."""
+        """chunk: positions that a first step could compute; 0: all of them."""
         self.memory = memory
         self.chunk = chunk
         self._holders: dict[int, Sequence] = {}
@@ -73,14 +76,14 @@ class PageGate:
         return release
 
     def _reserve(self) -> int:
-        """Nothing while nobody can grow, so that any sequence the pool can hold gets its turn."""
+        """Return the pages to keep free: 0 if no holder can grow, so that any sequence gets its turn."""
         needed = self.memory.needed
         growing = sum([needed(seq.kv_len) > len(seq.pages) for seq in self._holders.values()])
-        return min(growing, ceil_div(self.memory.pages.total, RESERVE))
+        return min(growing, ceil_div(self.memory.pages.total, MAX_RESERVE_FRACTION))
 
 
 def admit(seq: Sequence, gates: Iterable[Gate]) -> bool:
-    """Passes a sequence through every gate or none: what the first gates gave goes back when a later one declines."""
+    """Pass a sequence through all gates or none: if one declines, what the gates before it gave is returned."""
     with ExitStack() as stack:
         for gate in gates:
             release = gate.acquire(seq)

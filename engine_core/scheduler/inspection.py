@@ -1,4 +1,4 @@
-"""The scheduler at one moment, for people."""
+"""Snapshots of the scheduler for people."""
 
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
@@ -6,11 +6,14 @@ from tandem.protocol.events import InspectedSequence, InspectedSession, Inspecti
 from tandem.protocol.stats import EngineStats
 
 MAX_LISTED = 256
-"""Waiting requests that are listed one by one."""
+"""Waiting requests that an inspection lists; the others are only counted."""
 
 
 def inspect(scheduler: Scheduler, call: int, stats: EngineStats, now: float) -> Inspection:
-    """Changes nothing. stats: of the engine, which belong to the picture."""
+    """Return a snapshot of the scheduler, which stays as it is.
+
+    call: number of the command that is answered; stats: counters of the engine, sent along; now: seconds.
+    """
     memory = scheduler.memory
     waiting = [*scheduler.waiting, *scheduler.compiling.values()]
     running = list(scheduler.running.values())
@@ -41,17 +44,21 @@ def inspect(scheduler: Scheduler, call: int, stats: EngineStats, now: float) -> 
 
 
 def oldest_wait(scheduler: Scheduler, now: float) -> float:
-    """Seconds since the longest stay in the queue began, also of those whose grammar compiles; 0: nobody waits."""
+    """Return the longest wait in the queue, in seconds, including sequences being compiled; 0 if none waits."""
     firsts = (scheduler.waiting.longest_waiting, next(iter(scheduler.compiling.values()), None))
     return max([0.0, *(now - seq.queued_at for seq in firsts if seq is not None)])
 
 
 def _state(seq: Sequence) -> SequenceState:
-    """What a preemption took is computed again like a prompt; what a grammar forces comes with decoding."""
+    """Return the state of a running sequence.
+
+    Tokens computed again after a preemption count as a prompt, tokens that a grammar forces as decoding.
+    """
     return "prefill" if seq.num_scheduled_tokens < max(seq.prompt_len, seq.reported_len) else "decode"
 
 
 def _sequence(seq: Sequence, state: SequenceState, now: float, wait: float = 0.0) -> InspectedSequence:
+    """Return what an inspection shows of one sequence. now, wait: seconds."""
     return InspectedSequence(
         seq.client.hex(),
         seq.request_id,

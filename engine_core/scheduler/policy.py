@@ -1,133 +1,138 @@
-"""Who computes how much in the next step: pure functions of numbers.
+"""Scheduling policies: how many positions each row computes in the next step, as pure functions of numbers.
 
-Whatever the policy, a row that could compute is served at least once in `PATIENCE` planned steps: one that was passed
-over so often comes first. Prompts that come first share the step. Where a step takes K prompts at most, or none but
-whole ones, the prompts that came first that late are served K, or one, a step, the longest waiting first.
+Under every policy a row that could compute is served at least once in `PATIENCE` planned steps: a row that was skipped
+that often comes first. Overdue prompts share the step. Where a step takes at most K prompts, or only whole ones,
+overdue prompts are served K, or one, in each step, the longest waiting first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import Struct
 
-from tandem.protocol.engine_options import Policy as PolicyName
+from tandem.protocol.engine_options import Policy
 
 PATIENCE = 16
+"""Planned steps within which every row that could compute is served."""
 DECODE_RUN = 4
-"""Under `decode_first`, steps without a prompt while rows decode and prompts wait."""
+"""Consecutive steps without a prompt under `decode_first` while rows decode and prompts wait."""
 
 
 class Budget(Struct, frozen=True):
-    """What one step may compute."""
+    """Limits of one step."""
 
     tokens: int
-    """Positions in all; at least one for each row there can be."""
+    """Positions in all; at least the number of rows."""
     chunk: int
-    """Positions of one prompt beside a decoding row; 0: every prompt at once or not in this step."""
+    """Positions of one prompt in a step that also decodes; 0: a prompt runs whole or not in this step."""
     prompts: int = 0
-    """Prompts; 0: any number."""
+    """Number of prompts; 0: any number."""
 
 
 class RowDemand(Struct, frozen=True):
-    """The rows that could compute, in the order of their admission, in columns."""
+    """Rows that could compute, in columns, in the order of their admission."""
 
     pending: Sequence[int]
-    """Positions: 1 for a row that decodes, more for a prompt."""
-    passed: Sequence[int]
-    """Steps since its last one that had no place for it."""
+    """Positions that each row could compute: 1 for a row that decodes, more for a prompt."""
+    steps_skipped: Sequence[int]
+    """Steps without the row since the last one with it."""
     priority: Sequence[int]
+    """Priority of each row; higher comes first under the `priority` policy."""
 
 
-class Step:
-    """A step being filled."""
+class StepDraft:
+    """A step to which a policy gives positions."""
 
     def __init__(self, demand: RowDemand, budget: Budget) -> None:
         self.demand = demand
         self.chunk = budget.chunk
         self.left = budget.tokens
         self.prompts_left = budget.prompts or len(demand.pending)
-        self.takes = [0] * len(demand.pending)
+        self.lengths = [0] * len(demand.pending)
         self.decoding = [index for index, pending in enumerate(demand.pending) if pending == 1]
         self.prompts = [index for index, pending in enumerate(demand.pending) if pending > 1]
         if self.chunk and not self.decoding:
-            # No stream waits for this step. Prompts that a chunk would end do not wait for the rest of longer ones;
-            # those take what is left one after the other, for of two that share the step none has its token sooner.
+            # No stream waits for this step. Prompts that fit a chunk do not wait behind longer ones; the longer ones
+            # take what is left one after the other, because sharing the step gives neither its first token sooner.
             self.prompts.sort(key=lambda index: demand.pending[index] > budget.chunk)
             self.chunk = budget.tokens
 
     def serve(self, rows: Iterable[int], share: int = 0) -> None:
-        """Gives rows what they want, in this order, while there is room. share: at most so much to each prompt."""
+        """Give rows the positions they could compute, in this order, while there is room.
+
+        share: most positions for each prompt; 0: no such limit.
+        """
         closed = False
         for index in rows:
             if self.left <= 0:
                 return
             wanted = self.demand.pending[index]
-            if self.takes[index]:
+            if self.lengths[index]:
                 continue
             if wanted > 1:
                 if self.chunk:
                     wanted = min(wanted, self.chunk, self.left, share or wanted)
-                # A whole prompt that has to wait is not overtaken by a shorter one.
+                # A whole prompt that does not fit is not overtaken by a shorter one.
                 closed = closed or not self.prompts_left or wanted > self.left
                 if closed:
                     continue
                 self.prompts_left -= 1
-            self.takes[index] = wanted
+            self.lengths[index] = wanted
             self.left -= wanted
 
     def serve_overdue(self) -> None:
-        """Rows that were passed over for too long, longest first."""
-        passed = self.demand.passed
-        overdue = [index for index in range(len(passed)) if passed[index] >= PATIENCE - 1]
+        """Serve the rows that were skipped for too long, the longest first."""
+        steps_skipped = self.demand.steps_skipped
+        overdue = [index for index in range(len(steps_skipped)) if steps_skipped[index] >= PATIENCE - 1]
         if not overdue:
             return
-        overdue.sort(key=lambda index: -passed[index])
+        overdue.sort(key=lambda index: -steps_skipped[index])
         prompts = [index for index in overdue if self.demand.pending[index] > 1]
         self.serve([index for index in overdue if self.demand.pending[index] == 1])
         sharing = min(len(prompts), self.prompts_left)
         self.serve(prompts, max(1, self.left // sharing) if sharing else 0)
 
 
-Policy = Callable[[Step], None]
+PolicyRule = Callable[[StepDraft], None]
 
 
-def fcfs(step: Step) -> None:
-    """Decoding rows, so that no stream waits behind a prompt; then prompts in order."""
+def fcfs(step: StepDraft) -> None:
+    """Serve decoding rows, so that no stream waits behind a prompt; then prompts in order."""
     step.serve(step.decoding)
     step.serve(step.prompts)
 
 
-def prefill_first(step: Step) -> None:
-    """Prompts, so that first tokens come early; decoding rows take what is left."""
+def prefill_first(step: StepDraft) -> None:
+    """Serve prompts, so that first tokens come early; decoding rows take what is left."""
     step.serve(step.prompts)
     step.serve(step.decoding)
 
 
-def decode_first(step: Step) -> None:
-    """Decoding rows; prompts run only now and then, but all together, so that most steps hold none."""
+def decode_first(step: StepDraft) -> None:
+    """Serve decoding rows; prompts run only now and then, but all together, so that most steps hold none."""
     step.serve(step.decoding)
-    passed = step.demand.passed
-    if not step.decoding or any(passed[index] >= DECODE_RUN for index in step.prompts):
+    steps_skipped = step.demand.steps_skipped
+    if not step.decoding or any(steps_skipped[index] >= DECODE_RUN for index in step.prompts):
         step.serve(step.prompts)
 
 
-def decode_round_robin(step: Step) -> None:
-    """Half of the step to prompts if they want it, and the decoding rows take turns in what is left."""
-    passed = step.demand.passed
+def decode_round_robin(step: StepDraft) -> None:
+    """Give prompts up to half of the step, and let the decoding rows take turns in what is left."""
+    steps_skipped = step.demand.steps_skipped
     kept = step.left - step.left // 2 if step.decoding else 0
     step.left -= kept
     step.serve(step.prompts)
     step.left += kept
-    step.serve(sorted(step.decoding, key=lambda index: -passed[index]))
+    step.serve(sorted(step.decoding, key=lambda index: -steps_skipped[index]))
     step.serve(step.prompts)
 
 
-def by_priority(step: Step) -> None:
-    """The highest priority first, whether prompt or decoding; among equals as in `fcfs`."""
+def by_priority(step: StepDraft) -> None:
+    """Serve the highest priority first, whether prompt or decoding; among equals as in `fcfs`."""
     priority = step.demand.priority
     step.serve(sorted((*step.decoding, *step.prompts), key=lambda index: -priority[index]))
 
 
-POLICIES: dict[PolicyName, Policy] = {
+POLICIES: dict[Policy, PolicyRule] = {
     "fcfs": fcfs,
     "prefill_first": prefill_first,
     "decode_first": decode_first,
@@ -136,12 +141,12 @@ POLICIES: dict[PolicyName, Policy] = {
 }
 
 
-def choose_rows(policy: Policy, demand: RowDemand, budget: Budget) -> list[int]:
-    """How many positions each row takes, 0 for none, in the rows' order."""
+def choose_rows(policy: PolicyRule, demand: RowDemand, budget: Budget) -> list[int]:
+    """Return the number of positions that each row computes, in the rows' order; 0 for none."""
     pending = demand.pending
     if pending and len(pending) <= budget.tokens and min(pending) == max(pending) == 1:
         return list(pending)
-    step = Step(demand, budget)
+    step = StepDraft(demand, budget)
     step.serve_overdue()
     policy(step)
-    return step.takes
+    return step.lengths

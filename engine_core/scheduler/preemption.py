@@ -1,4 +1,4 @@
-"""Pages for the rows of a step, and who gives his up when there are none.
+"""Pages for the rows of a step, and preemption of junior sequences when there are none.
 
 Preemption is by recompute: the sequence loses its row and its pages, returns to the queue with the tokens it has, and
 computes them again. Its full pages stay in the prefix cache until they are evicted. The most senior sequence
@@ -16,28 +16,28 @@ from tandem.engine_core.sequence import Sequence
 
 
 class PageReserver:
-    """Fits a step into the pool."""
+    """Reserves pages for the rows of a step."""
 
     def __init__(self, memory: KVManager, preempt: Callable[[Sequence], None]) -> None:
-        """preempt: takes a sequence out of the running ones."""
+        """preempt: removes a sequence from the running ones."""
         self.memory = memory
         self.preempt = preempt
         self.out_of_pages = False
-        """Set where a row found no page. Nobody is admitted then."""
+        """Whether a row of the last step found no page; no sequence is admitted then."""
 
     def reserve(
-        self, candidates: Items[Sequence], takes: list[int], running: dict[int, Sequence], held: Iterable[Sequence]
+        self, candidates: Items[Sequence], lengths: list[int], running: dict[int, Sequence], held: Iterable[Sequence]
     ) -> None:
-        """Finds pages for what each candidate takes; takes become smaller, or 0, where there are none.
+        """Reserve pages for the positions of each candidate, in order of seniority.
 
-        Seniors come first. A row that finds none waits for what steps in flight give back, and where that is not
-        enough juniors are preempted.
+        lengths: positions of each candidate, lowered here, to 0 at worst, where pages are missing. A row without pages
+        waits for those that steps in flight give back; if these are not enough, junior sequences are preempted.
         """
         size = self.memory.page_size
         short = [
             index
-            for index, (seq, take) in enumerate(zip(candidates, takes, strict=True))
-            if take and seq.num_scheduled_tokens + take > len(seq.pages) * size
+            for index, (seq, length) in enumerate(zip(candidates, lengths, strict=True))
+            if length and seq.num_scheduled_tokens + length > len(seq.pages) * size
         ]
         short.sort(key=lambda index: seniority(candidates[index]))
         pressure: Reclaim | None = None
@@ -45,16 +45,16 @@ class PageReserver:
             seq = candidates[index]
             if seq.id not in running:
                 continue
-            wanted = takes[index]
-            takes[index] = self._grow(seq, wanted)
-            if takes[index]:
+            wanted = lengths[index]
+            lengths[index] = self._grow(seq, wanted)
+            if lengths[index]:
                 continue
             pressure = pressure or Reclaim(self.memory, running, held)
             while (victim := pressure.victim(seq)) is not None:
                 self.preempt(victim)
                 pressure.add(victim)
-                takes[index] = self._grow(seq, wanted)
-                if takes[index]:
+                lengths[index] = self._grow(seq, wanted)
+                if lengths[index]:
                     break
             else:
                 self.out_of_pages = True
@@ -62,12 +62,12 @@ class PageReserver:
         if pressure is not None:
             for index, seq in enumerate(candidates):
                 if seq.id not in running:
-                    takes[index] = 0
+                    lengths[index] = 0
 
-    def _grow(self, seq: Sequence, take: int) -> int:
-        """How many of these positions have pages now."""
-        if self.memory.grow(seq, seq.num_scheduled_tokens + take):
-            return take
+    def _grow(self, seq: Sequence, length: int) -> int:
+        """Reserve pages for the next `length` positions, or for as many as possible; return their number."""
+        if self.memory.grow(seq, seq.num_scheduled_tokens + length):
+            return length
         pages = len(seq.pages) + self.memory.available
         end = pages * self.memory.page_size
         if end <= seq.num_scheduled_tokens or not self.memory.grow(seq, end):
@@ -76,32 +76,35 @@ class PageReserver:
 
 
 class Reclaim:
-    """What a step without enough pages knows: which pages come back anyway, and who might give up others."""
+    """Pages that a step without enough pages can count on, and the sequences that could give up more."""
 
     def __init__(self, memory: KVManager, running: dict[int, Sequence], held: Iterable[Sequence]) -> None:
         self.memory = memory
         self.running = running
         self.reclaimable = memory.settling
-        """Pages that steps in flight will give back: of those that have ended, are ending, or were preempted."""
+        """Pages that steps in flight will give back, of sequences that have ended, are ending or were preempted."""
         self.promised = 0
-        """Rows that wait for them."""
+        """Number of rows that wait for those pages."""
         self._ending: dict[int, int] = {}
-        """Shared pages of those, with how many of their readers go."""
+        """Shared pages of those sequences, with the number of readers that leave."""
         self._juniors = sorted(running.values(), key=seniority, reverse=True)
         for seq in held:
             if seq.id not in running or seq.finishing:
                 self.add(seq)
 
     def add(self, seq: Sequence) -> None:
-        """Its pages come back with the last step that holds it, a shared one with its last reader."""
+        """Count the pages of a sequence that leaves: its own come back, a shared one if this was its last reader."""
         self.reclaimable += len(seq.pages) - seq.num_shared_pages
         for page in seq.pages[: seq.num_shared_pages]:
             going = self._ending[page] = self._ending.get(page, 0) + 1
             self.reclaimable += going == self.memory.readers(page)
 
     def victim(self, seq: Sequence) -> Sequence | None:
-        """Who has to go for this one: nobody while more is coming than others wait for. The most junior of its juniors
-        that holds a page alone; if there is none, the most junior, for what it shares may be free with the next."""
+        """Return the sequence to preempt for this one, or None if more pages come back than others wait for.
+
+        It is the most junior of its juniors that holds a page alone. If there is none, it is the most junior of all:
+        what it shares may become free with the next one.
+        """
         if self.reclaimable > self.promised:
             return None
         last: Sequence | None = None

@@ -1,4 +1,4 @@
-"""Tells whoever listens that this process lives and how far it is."""
+"""Heartbeat of the engine core: proof of life, phase and counters, published to every listener."""
 
 import threading
 from typing import Any
@@ -9,10 +9,14 @@ from tandem.protocol.sockets import Transport, bind_heartbeat
 from tandem.protocol.stats import EngineStats
 
 INTERVAL_SECONDS = 0.25
+"""Time between two heartbeats, in seconds."""
 
 
 class Status:
-    """What the next beat says. Written by the loop's thread, read by the heartbeat's; each field is one reference."""
+    """Contents of the next heartbeat.
+
+    Written by the loop's thread, read by the publisher's; each field is one reference.
+    """
 
     def __init__(self, epoch: int, stats: EngineStats) -> None:
         self.epoch = epoch
@@ -22,18 +26,20 @@ class Status:
         self.detail = ""
 
     def enter(self, phase: Phase, percent: int = 0, detail: str = "") -> None:
+        """Set phase, percent done and detail; the phase last, so that it never shows with older ones."""
         self.detail = detail
         self.percent = percent
         self.phase = phase
 
     def heartbeat(self) -> Heartbeat:
+        """Build the heartbeat of this moment."""
         stats = self.stats
         pending = stats.running + stats.waiting
         return Heartbeat(self.epoch, self.phase, self.percent, self.detail, pending, stats)
 
 
 class HeartbeatPublisher:
-    """A daemon thread with a PUB socket of its own, so that beats go on while a forward or a load runs."""
+    """A daemon thread with its own PUB socket, so that heartbeats go on while a forward pass or a load runs."""
 
     def __init__(self, context: Any, endpoint: str, transport: Transport, status: Status) -> None:
         self.context = context
@@ -44,13 +50,13 @@ class HeartbeatPublisher:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Binds and begins to beat. Raises ValueError if somebody else listens there."""
+        """Bind and start publishing. Raises ValueError if the endpoint is in use."""
         publisher = bind_heartbeat(self.context, self.endpoint, self.transport)
         self._thread = threading.Thread(target=self._run, args=(publisher,), name="heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Sends a last beat and closes the socket."""
+        """Send a last heartbeat and close the socket."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

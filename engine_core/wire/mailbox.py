@@ -1,4 +1,4 @@
-"""The engine's ROUTER socket. libzmq's own threads do the I/O, so the loop needs no thread and no lock for it."""
+"""The engine's ROUTER socket. libzmq's threads do the I/O, so the loop needs neither thread nor lock for it."""
 
 import errno
 import logging
@@ -15,14 +15,14 @@ from tandem.protocol.events import AnyEvent, Failure, Finished, Started, TokenLo
 
 
 class Outbox:
-    """Tokens and terminal events in columns, until they can be sent.
+    """Starts, tokens and terminal events for one frontend, in columns, until they can be sent.
 
-    A frontend that does not read gets its steps merged into one message later: a further token of a request is one
-    more run in the columns, so what is kept is bounded by the lengths of the requests. Nothing is ever dropped. A
-    message that could not go is kept encoded, and what comes after it waits: a try costs nothing but the try.
+    The steps of a frontend that does not read are merged into one later message: each further token of a request is one
+    more entry in the columns, so the size is bounded by the lengths of the requests. Nothing is ever dropped. A message
+    that could not be sent is kept encoded, and later ones wait behind it, so that a retry costs only the send.
     """
 
-    __slots__ = ("failures", "finished", "logprobs", "request_ids", "started", "stuck", "tokens")
+    __slots__ = ("failures", "finished", "logprobs", "request_ids", "started", "tokens", "unsent")
 
     def __init__(self) -> None:
         self.request_ids: list[int] = []
@@ -31,16 +31,16 @@ class Outbox:
         self.finished: list[Finished] = []
         self.failures: list[Failure] = []
         self.started: list[Started] = []
-        self.stuck: bytes | None = None
-        """The message that could not be sent, encoded."""
+        self.unsent: bytes | None = None
+        """Encoded message that could not be sent."""
 
     @property
-    def fresh(self) -> bool:
-        """Whether there is something beside the stuck message."""
+    def has_new(self) -> bool:
+        """Whether there is anything besides the unsent message."""
         return bool(self.request_ids or self.finished or self.failures or self.logprobs or self.started)
 
     def encode(self, step_id: int) -> bytes:
-        """Everything that is not stuck as one message; empties the columns."""
+        """Encode the columns as one message and empty them."""
         output = step_output(step_id, self.request_ids, self.tokens)
         output.finished.extend(self.finished)
         output.failures.extend(self.failures)
@@ -55,11 +55,11 @@ class Outbox:
 logger = logging.getLogger(__name__)
 
 MAX_DRAINED_MESSAGES = 256
-"""Messages taken in one tick, so that a flood of them cannot starve the streams that run."""
+"""Messages taken in one tick, so that a flood of them cannot starve the running streams."""
 
 
 class ZmqMailbox:
-    """Implements `contracts.Mailbox` over one ROUTER socket."""
+    """Implementation of `contracts.Mailbox` over one ROUTER socket."""
 
     def __init__(self, router: Any, wakeup: LoopWaker) -> None:
         self.router = router
@@ -71,7 +71,7 @@ class ZmqMailbox:
         self._kept = False
 
     @property
-    def backlog(self) -> bool:
+    def has_backlog(self) -> bool:
         return self._kept
 
     def drain(self) -> list[tuple[bytes, AnyCommand]]:
@@ -106,17 +106,17 @@ class ZmqMailbox:
         if not sent:
             logger.warning("frontend %s does not read; dropped a %s", client.hex(), type(event).__name__)
 
-    def tokens(self, client: bytes, delta: TokenDelta) -> None:
+    def add_tokens(self, client: bytes, delta: TokenDelta) -> None:
         box = self._outboxes.setdefault(client, Outbox())
         box.request_ids += delta.request_ids
         box.tokens += delta.tokens
         if delta.logprobs:
             box.logprobs += delta.logprobs
 
-    def started(self, client: bytes, started: Started) -> None:
+    def add_start(self, client: bytes, started: Started) -> None:
         self._outboxes.setdefault(client, Outbox()).started.append(started)
 
-    def ended(self, client: bytes, outcome: Finished | Failure) -> None:
+    def add_outcome(self, client: bytes, outcome: Finished | Failure) -> None:
         box = self._outboxes.setdefault(client, Outbox())
         if isinstance(outcome, Finished):
             box.finished.append(outcome)
@@ -134,22 +134,25 @@ class ZmqMailbox:
                 gone.append(client)
                 del self._outboxes[client]
                 continue
-            if box.stuck is None:
+            if box.unsent is None:
                 del self._outboxes[client]
         self._kept = bool(self._outboxes)
         return gone
 
     def _empty(self, client: bytes, box: Outbox, step_id: int) -> None:
-        """Sends what was stuck, then the rest. Raises ZMQError with EHOSTUNREACH if the frontend is gone."""
-        if box.stuck is not None and self._send(client, box.stuck):
-            box.stuck = None
-        if box.stuck is None and box.fresh:
+        """Send the unsent message, then the columns. Raises ZMQError with EHOSTUNREACH if the frontend is gone."""
+        if box.unsent is not None and self._send(client, box.unsent):
+            box.unsent = None
+        if box.unsent is None and box.has_new:
             data = box.encode(step_id)
             if not self._send(client, data):
-                box.stuck = data
+                box.unsent = data
 
     def _send(self, client: bytes, data: bytes) -> bool:
-        """False if the frontend's queue is full. Raises ZMQError with EHOSTUNREACH if it is gone."""
+        """Send one message; return False if the frontend's queue is full.
+
+        Raises ZMQError with EHOSTUNREACH if the frontend is gone.
+        """
         try:
             self.router.send_multipart((client, data), zmq.NOBLOCK)
         except zmq.Again:

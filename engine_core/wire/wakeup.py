@@ -1,32 +1,33 @@
-"""How other threads wake the loop: a byte through a pair of sockets, which it polls beside its ROUTER."""
+"""Wake-up of the loop by other threads: a byte through a pair of sockets, polled together with the ROUTER."""
 
 import socket
 
 
 class LoopWaker:
-    """One thread waits on `reader`, any thread calls `wake`."""
+    """A pair of sockets: one thread polls `reader`, any thread calls `wake`."""
 
     def __init__(self, reader: socket.socket, writer: socket.socket) -> None:
-        """Both do not block."""
+        """reader, writer: a connected pair of non-blocking sockets."""
         self.reader = reader
         self.writer = writer
 
     @classmethod
     def open(cls) -> "LoopWaker":
+        """Open the pair of sockets."""
         reader, writer = socket.socketpair()
         reader.setblocking(False)
         writer.setblocking(False)
         return cls(reader, writer)
 
     def wake(self) -> None:
-        """A full buffer is as good as a byte, and a closed one has nobody to wake."""
+        """Wake the loop. A full buffer wakes it as well, and a closed one has no loop to wake."""
         try:
             self.writer.send(b"\0")
         except (BlockingIOError, OSError):
             return
 
     def clear(self) -> None:
-        """Forgets every call so far."""
+        """Discard all calls so far."""
         try:
             while self.reader.recv(4096):
                 pass
@@ -34,5 +35,6 @@ class LoopWaker:
             return
 
     def close(self) -> None:
+        """Close both sockets."""
         self.reader.close()
         self.writer.close()

@@ -95,10 +95,10 @@ class FakeCompiler:
         assert not self.closed and seq_id not in self.jobs
         self.jobs[seq_id] = (grammar, self.delay())
 
-    def forget(self, seq_id: int) -> None:
+    def cancel(self, seq_id: int) -> None:
         self.jobs.pop(seq_id, None)
 
-    def finished(self) -> list[tuple[int, Constraint | RequestError]]:
+    def take_finished(self) -> list[tuple[int, Constraint | RequestError]]:
         ready = [(seq_id, _compiled(grammar)) for seq_id, (grammar, looks) in self.jobs.items() if looks == 0]
         self.jobs = {seq_id: (grammar, looks - 1) for seq_id, (grammar, looks) in self.jobs.items() if looks}
         return ready

@@ -27,7 +27,7 @@ class FakeMailbox:
         self._told: set[bytes] = set()
 
     @property
-    def backlog(self) -> bool:
+    def has_backlog(self) -> bool:
         return self.stuck
 
     def drain(self) -> list[tuple[bytes, AnyCommand]]:
@@ -46,7 +46,7 @@ class FakeMailbox:
     def reply(self, client: bytes, event: AnyEvent) -> None:
         self.replies.append((client, event))
 
-    def tokens(self, client: bytes, delta: TokenDelta) -> None:
+    def add_tokens(self, client: bytes, delta: TokenDelta) -> None:
         for request_id, token in zip(delta.request_ids, delta.tokens, strict=True):
             assert (client, request_id) not in self.outcomes, f"a token for {request_id} after its terminal event"
             self.received[client, request_id].append(token)
@@ -56,11 +56,11 @@ class FakeMailbox:
             self.logprobs[key].append(lines)
         self._told.add(client)
 
-    def started(self, client: bytes, started: Started) -> None:
+    def add_start(self, client: bytes, started: Started) -> None:
         assert not self.received.get((client, started.request_id)), f"{started} comes after the first token"
         self.cached[client, started.request_id] = started.cached_tokens
 
-    def ended(self, client: bytes, outcome: Finished | Failure) -> None:
+    def add_outcome(self, client: bytes, outcome: Finished | Failure) -> None:
         self.outcomes[client, outcome.request_id].append(outcome)
         self._told.add(client)
 

@@ -47,7 +47,7 @@ class Workshop:
 
     def after_news(self) -> dict[int, Any]:
         assert self.news.acquire(timeout=WAIT), "the loop was never woken"
-        return dict(self.compiler.finished())
+        return dict(self.compiler.take_finished())
 
 
 @pytest.fixture(scope="module")
@@ -68,21 +68,21 @@ def test_a_grammar_is_ready_after_the_loop_was_woken(shop: Workshop) -> None:
     ready = shop.after_news()
     assert isinstance(ready[7], GrammarConstraint)
     assert ready[7].ignore_ends
-    assert shop.compiler.finished() == []
+    assert shop.compiler.take_finished() == []
     assert sum(shop.compiler.stats.compile_time.counts) == 1
 
 
 def test_one_compilation_serves_all_who_wait_and_all_who_come_later(shop: Workshop) -> None:
     for seq_id in (1, 2, 3):
         shop.start(seq_id, "slow")
-    assert shop.compiler.finished() == []
+    assert shop.compiler.take_finished() == []
     shop.gate.set()
     ready = shop.after_news()
     assert sorted(ready) == [1, 2, 3]
     assert [ready[seq_id].ignore_ends for seq_id in (1, 2, 3)] == [True, False, True]
     assert len({id(each.matcher) for each in ready.values()}) == 3
     shop.start(4, "slow")
-    ((seq_id, _),) = shop.compiler.finished()
+    ((seq_id, _),) = shop.compiler.take_finished()
     assert seq_id == 4, "at once"
     assert shop.compiled == ["slow"]
 
@@ -111,7 +111,7 @@ def test_past_its_time_a_request_is_given_up_and_the_next_one_profits(shop: Work
     shop.clock.advance(6)
     shop.start(2, "slow")
     shop.clock.advance(4)
-    ((seq_id, error),) = shop.compiler.finished()
+    ((seq_id, error),) = shop.compiler.take_finished()
     assert seq_id == 1
     assert isinstance(error, RequestError)
     assert error.code is ErrorCode.INVALID_GRAMMAR
@@ -119,15 +119,15 @@ def test_past_its_time_a_request_is_given_up_and_the_next_one_profits(shop: Work
     shop.gate.set()
     assert list(shop.after_news()) == [2]
     shop.start(3, "slow")
-    assert [seq_id for seq_id, _ in shop.compiler.finished()] == [3]
+    assert [seq_id for seq_id, _ in shop.compiler.take_finished()] == [3]
 
 
 def test_who_is_forgotten_gets_nothing(shop: Workshop) -> None:
     shop.start(1, "slow")
     shop.start(2, "slow")
-    shop.compiler.forget(1)
-    shop.compiler.forget(1)
-    shop.compiler.forget(99)
+    shop.compiler.cancel(1)
+    shop.compiler.cancel(1)
+    shop.compiler.cancel(99)
     shop.gate.set()
     assert list(shop.after_news()) == [2]
 
@@ -137,15 +137,15 @@ def test_who_is_forgotten_when_it_is_ready_gets_nothing_either(shop: Workshop) -
     shop.after_news()
     for seq_id in (2, 3):
         shop.start(seq_id, "x")
-    shop.compiler.forget(2)
-    assert [seq_id for seq_id, _ in shop.compiler.finished()] == [3]
+    shop.compiler.cancel(2)
+    assert [seq_id for seq_id, _ in shop.compiler.take_finished()] == [3]
 
 
 def test_what_nobody_waits_for_is_not_begun(compiled_grammar: CompiledGrammar) -> None:
     shop = Workshop(compiled_grammar, threads=1)
     shop.start(1, "slow")
     shop.start(2, "never")
-    shop.compiler.forget(2)
+    shop.compiler.cancel(2)
     shop.start(3, "later")
     shop.gate.set()
     ready = shop.after_news() | shop.after_news()
@@ -158,7 +158,7 @@ def test_a_grammar_given_up_by_all_while_it_compiles_may_be_joined_again(shop: W
     shop.start(1, "slow")
     while not shop.compiled:
         assert not shop.gate.wait(0.001)
-    shop.compiler.forget(1)
+    shop.compiler.cancel(1)
     shop.start(2, "slow")
     shop.gate.set()
     assert list(shop.after_news()) == [2]
@@ -171,11 +171,11 @@ def test_the_least_recently_used_is_dropped(compiled_grammar: CompiledGrammar) -
         shop.start(seq_id, grammar)
         shop.after_news()
     shop.start(2, "a")
-    assert len(shop.compiler.finished()) == 1
+    assert len(shop.compiler.take_finished()) == 1
     shop.start(3, "c")
     shop.after_news()
     shop.start(4, "a")
-    assert len(shop.compiler.finished()) == 1, "used after b"
+    assert len(shop.compiler.take_finished()) == 1, "used after b"
     shop.start(5, "b")
     assert list(shop.after_news()) == [5]
     assert shop.compiled == ["a", "b", "c", "b"]

@@ -154,13 +154,13 @@ class TestFlush:
     def test_one_message_a_flush_and_frontend(self, wire: Wire) -> None:
         peers = [wire.greeted() for _ in range(2)]
         for _, client in peers:
-            wire.mailbox.tokens(client, TokenDelta([1, 2], [10, 20]))
-            wire.mailbox.tokens(client, TokenDelta([1], [11]))
-            wire.mailbox.ended(client, Finished(1, FinishReason.STOP, 11))
-            wire.mailbox.ended(client, Failure(2, ErrorCode.ENGINE_FAILED, "x"))
-            wire.mailbox.started(client, Started(3, 64))
+            wire.mailbox.add_tokens(client, TokenDelta([1, 2], [10, 20]))
+            wire.mailbox.add_tokens(client, TokenDelta([1], [11]))
+            wire.mailbox.add_outcome(client, Finished(1, FinishReason.STOP, 11))
+            wire.mailbox.add_outcome(client, Failure(2, ErrorCode.ENGINE_FAILED, "x"))
+            wire.mailbox.add_start(client, Started(3, 64))
         assert wire.mailbox.flush(6) == []
-        assert not wire.mailbox.backlog
+        assert not wire.mailbox.has_backlog
         for dealer, _ in peers:
             output = receive(dealer)
             assert output.step_id == 6
@@ -169,7 +169,7 @@ class TestFlush:
             assert output.failures == [Failure(2, ErrorCode.ENGINE_FAILED, "x")]
             assert output.started == [Started(3, 64)]
         assert wire.mailbox.flush(7) == []
-        wire.mailbox.tokens(peers[0][1], TokenDelta([5], [50]))
+        wire.mailbox.add_tokens(peers[0][1], TokenDelta([5], [50]))
         wire.mailbox.flush(8)
         assert receive(peers[0][0]).step_id == 8, "nothing came between, and nothing twice"
         assert not peers[1][0].poll(0)
@@ -178,16 +178,16 @@ class TestFlush:
         slow, slow_client = wire.greeted(keeps=1)
         other, other_client = wire.greeted()
         steps = 0
-        while not wire.mailbox.backlog or steps % 50:
+        while not wire.mailbox.has_backlog or steps % 50:
             steps += 1
-            wire.mailbox.tokens(slow_client, TokenDelta(list(range(500)), [steps] * 500))
-            wire.mailbox.tokens(other_client, TokenDelta([1], [steps]))
+            wire.mailbox.add_tokens(slow_client, TokenDelta(list(range(500)), [steps] * 500))
+            wire.mailbox.add_tokens(other_client, TokenDelta([1], [steps]))
             assert wire.mailbox.flush(steps) == []
             assert list(runs(receive(other))) == [(1, [steps])], "others are not held up"
         assert steps > SEND_HIGH_WATER_MARK
-        wire.mailbox.ended(slow_client, Finished(1, FinishReason.LENGTH))
+        wire.mailbox.add_outcome(slow_client, Finished(1, FinishReason.LENGTH))
         assert wire.mailbox.flush(steps) == []
-        assert wire.mailbox.backlog
+        assert wire.mailbox.has_backlog
         seen: dict[int, list[int]] = {}
         messages, finished = 0, []
         while not finished:
@@ -200,7 +200,7 @@ class TestFlush:
         assert seen == {request_id: list(range(1, steps + 1)) for request_id in range(500)}
         assert finished == [Finished(1, FinishReason.LENGTH)]
         assert messages < steps, "some steps were merged"
-        assert not wire.mailbox.backlog
+        assert not wire.mailbox.has_backlog
 
     def test_a_frontend_that_is_gone_is_named_and_forgotten(self, wire: Wire) -> None:
         gone, gone_client = wire.greeted()
@@ -208,23 +208,23 @@ class TestFlush:
         gone.close()
         lost: list[bytes] = []
         while not lost:
-            wire.mailbox.tokens(gone_client, TokenDelta([1], [5]))
-            wire.mailbox.tokens(other_client, TokenDelta([1], [5]))
+            wire.mailbox.add_tokens(gone_client, TokenDelta([1], [5]))
+            wire.mailbox.add_tokens(other_client, TokenDelta([1], [5]))
             lost = wire.mailbox.flush(1)
             assert list(runs(receive(other))) == [(1, [5])]
         assert lost == [gone_client]
-        assert not wire.mailbox.backlog
+        assert not wire.mailbox.has_backlog
         assert wire.mailbox.flush(2) == []
 
     def test_a_stranger_is_gone_too(self, wire: Wire) -> None:
-        wire.mailbox.ended(b"nobody", Finished(1, FinishReason.ABORT))
+        wire.mailbox.add_outcome(b"nobody", Finished(1, FinishReason.ABORT))
         assert wire.mailbox.flush(1) == [b"nobody"]
 
     def test_nothing_kept_is_no_backlog(self, wire: Wire) -> None:
         """As `contracts.Mailbox` says: whether a flush kept something, not whether something waits for a flush."""
         _, client = wire.greeted()
-        wire.mailbox.tokens(client, TokenDelta([1], [5]))
-        assert not wire.mailbox.backlog
+        wire.mailbox.add_tokens(client, TokenDelta([1], [5]))
+        assert not wire.mailbox.has_backlog
 
 
 class TestReply:
@@ -237,4 +237,4 @@ class TestReply:
     def test_to_a_stranger_is_dropped(self, wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
         wire.mailbox.reply(b"nobody", Refused("no"))
         assert "dropped a Refused" in caplog.text
-        assert not wire.mailbox.backlog
+        assert not wire.mailbox.has_backlog

@@ -17,7 +17,7 @@ def message(box: Outbox, step_id: int = 1) -> StepOutput:
 
 def test_a_new_one_is_empty() -> None:
     box = Outbox()
-    assert not box.fresh
+    assert not box.has_new
     assert message(box, 3) == StepOutput(3, b"", b"", b"")
 
 
@@ -29,9 +29,9 @@ def test_events_alone_make_a_message() -> None:
     ):
         box = Outbox()
         getattr(box, name).append(outcome)
-        assert box.fresh
+        assert box.has_new
         assert getattr(message(box), name) == [outcome]
-        assert not box.fresh, "what is encoded is told"
+        assert not box.has_new, "what is encoded is told"
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1000)), max_size=60))
@@ -49,10 +49,10 @@ def test_log_probabilities_of_many_steps_in_one_message(told: list[tuple[int, in
     box = Outbox()
     for start, (request_id, top, lines) in enumerate(told):
         box.logprobs.append(TokenLogprobs(request_id, start, top, lines))
-    assert box.fresh == bool(told)
+    assert box.has_new == bool(told)
     received = [(part.request_id, part.top, part.lines) for part in message(box).logprobs]
     assert received == told
-    assert not box.fresh
+    assert not box.has_new
 
 
 def test_more_tokens_than_one_count_can_hold() -> None:
