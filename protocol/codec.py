@@ -1,4 +1,4 @@
-"""Bytes to messages and back. No pickle, no fallback: what does not decode is a `ProtocolError`."""
+"""Codec of messages and packed columns, msgpack without pickle: malformed bytes raise `ProtocolError`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _event_decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyE
 
 
 def encode(message: AnyCommand | AnyEvent) -> bytes:
+    """Encode one message."""
     return _encoder.encode(message)
 
 
 def decode_command(data: bytes) -> AnyCommand:
-    """Raises ProtocolError on anything but one well-formed command."""
+    """Decode one command. Raises ProtocolError if the bytes are not a well-formed one."""
     try:
         return _command_decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -31,7 +32,7 @@ def decode_command(data: bytes) -> AnyCommand:
 
 
 def decode_event(data: bytes) -> AnyEvent:
-    """Raises ProtocolError on anything but one well-formed event."""
+    """Decode one event. Raises ProtocolError if the bytes are not a well-formed one."""
     try:
         return _event_decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -48,7 +49,7 @@ def _pack(typecode: str, values: Sequence[int] | Sequence[float]) -> bytes:
 def _unpack(typecode: str, data: bytes) -> list[int]:
     column: array[int] = array(typecode)
     if len(data) % column.itemsize:
-        raise ProtocolError(f"a column of {len(data)} bytes does not divide into items of {column.itemsize}")
+        raise ProtocolError(f"a column of {len(data)} bytes is not a multiple of its item size of {column.itemsize}")
     column.frombytes(data)
     if sys.byteorder == "big":
         column.byteswap()
@@ -56,22 +57,22 @@ def _unpack(typecode: str, data: bytes) -> list[int]:
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32. Raises OverflowError for an id outside int32."""
+    """Pack token ids as little-endian int32. Raises OverflowError for an id outside int32."""
     return _pack("i", ids)
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """Raises ProtocolError unless the length divides by 4."""
+    """Unpack little-endian int32 ids. Raises ProtocolError unless the length is a multiple of 4."""
     return _unpack("i", data)
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
-    """Floats as little-endian float32."""
+    """Pack floats as little-endian float32."""
     return _pack("f", values)
 
 
 def unpack_floats(data: bytes) -> list[float]:
-    """Raises ProtocolError unless the length divides by 4."""
+    """Unpack little-endian float32 values. Raises ProtocolError unless the length is a multiple of 4."""
     return [float(value) for value in _unpack("f", data)]
 
 
@@ -81,13 +82,13 @@ def step_output(
     tokens: Sequence[int],
     counts: Sequence[int] | None = None,
 ) -> StepOutput:
-    """A StepOutput of these columns and no terminal events. Without counts each request has one token."""
+    """Build a StepOutput from columns, without terminal events; by default each request has one token."""
     packed_counts = b"\x01\x00" * len(request_ids) if counts is None else _pack("H", counts)
     return StepOutput(step_id, _pack("Q", request_ids), packed_counts, _pack("i", tokens))
 
 
 def runs(output: StepOutput) -> Iterator[tuple[int, list[int]]]:
-    """Each request id of a step output with its own tokens. Raises ProtocolError where the columns disagree."""
+    """Yield each request id of a step output with its tokens. Raises ProtocolError if the columns disagree."""
     request_ids = _unpack("Q", output.request_ids)
     counts = _unpack("H", output.counts)
     tokens = _unpack("i", output.tokens)
@@ -103,8 +104,10 @@ def runs(output: StepOutput) -> Iterator[tuple[int, list[int]]]:
 
 
 def read_logprobs(logprobs: TokenLogprobs) -> list[tuple[float, list[int], list[float]]]:
-    """For each token its own log-probability, then the ids of the most probable tokens and theirs. Raises ProtocolError
-    unless its lines divide into tokens."""
+    """Unpack log-probabilities: for each token its own, then the ids of the most probable tokens and theirs.
+
+    Raises ProtocolError unless the length of `lines` is a multiple of one token's record.
+    """
     top = logprobs.top
     size = 4 * (1 + 2 * top)
     if top < 0 or len(logprobs.lines) % size:

@@ -1,10 +1,10 @@
-"""What can go wrong between the two kinds of process, as values rather than as text."""
+"""Error codes, finish reasons and exit codes shared by frontends and the engine core."""
 
 from enum import IntEnum, StrEnum
 
 
 class ErrorCode(StrEnum):
-    """Why a request ended in an error. `frontend/errors.py` maps each code to one HTTP status."""
+    """Reason why a request failed. `frontend/errors.py` maps each code to one HTTP status."""
 
     INVALID_REQUEST = "invalid_request"
     INVALID_VALUE = "invalid_value"
@@ -21,7 +21,7 @@ class ErrorCode(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """How a request that did not fail ended."""
+    """Reason why a request ended without an error."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -29,11 +29,11 @@ class FinishReason(StrEnum):
 
 
 class ProtocolError(Exception):
-    """A message that cannot be decoded, or that breaks a rule that its types cannot express."""
+    """A message cannot be decoded, or breaks a rule that its types cannot express."""
 
 
 class ExitCode(IntEnum):
-    """How an engine core process ends; the supervisor restarts it after FATAL alone and reports CONFIG."""
+    """Exit code of an engine core process; the supervisor stops after CONFIG and restarts it after any other."""
 
     OK = 0
     CONFIG = 2

@@ -1,4 +1,4 @@
-"""What the engine core tells a frontend, and what its heartbeat tells everybody."""
+"""Events: the messages from the engine core to a frontend, and the heartbeat that it publishes."""
 
 from enum import StrEnum
 from typing import Literal, get_args
@@ -10,35 +10,35 @@ from tandem.protocol.stats import EngineStats
 
 
 class Event(Struct, frozen=True, array_like=True, tag_field="t"):
-    """Base of every message on the way from the engine."""
+    """Base of every message from the engine."""
 
 
 class ModelFacts(Struct, frozen=True, array_like=True):
-    """What a frontend needs to know of the served model."""
+    """Facts about the served model that a frontend needs."""
 
     name: str
     vocab_size: int
     max_len: int
-    """Most positions one sequence may hold, prompt and output together."""
+    """Context length: most positions of one sequence, prompt and output together."""
     end_ids: list[int]
-    """Ids that end a sequence unless the request ignores them."""
+    """End-of-sequence ids, which end a sequence unless the request ignores them."""
     tokenizer_fingerprint: str
-    """sha256 of the engine's tokenizer.json, or "" when it has none."""
+    """SHA-256 of the engine's tokenizer.json in hex; "" if it has none."""
     device: str
     dtype: str
     created: int
-    """Unix seconds at which the engine came up."""
+    """Unix time of the engine's start, in seconds."""
 
 
 class Limits(Struct, frozen=True, array_like=True):
-    """What the engine can hold at once."""
+    """Capacity of the engine."""
 
     max_rows: int
     kv_tokens: int
     page_size: int
     max_step_tokens: int
     max_waiting: int
-    """Requests that may wait in the engine; one more is refused as overloaded."""
+    """Most requests that wait in the engine; further ones are refused as overloaded."""
 
 
 class Ready(Event, frozen=True, array_like=True, tag=0):
@@ -51,22 +51,22 @@ class Ready(Event, frozen=True, array_like=True, tag=0):
 
 
 class Refused(Event, frozen=True, array_like=True, tag=1):
-    """Answer to a `Hello` that cannot be served; the text names both versions."""
+    """Answer to a `Hello` that cannot be served; the message names both versions."""
 
     message: str
 
 
 class Finished(Struct, frozen=True, array_like=True):
-    """Terminal: the request ended as asked. Its last tokens are in the same message's columns."""
+    """Terminal event of a request that ended without an error; its last tokens are in the same message's columns."""
 
     request_id: int
     reason: FinishReason
     stop_token_id: int | None = None
-    """The id that ended it, when one did: counted among the tokens, not to be rendered as text."""
+    """Id that ended the sequence, if one did: it counts as a token and is not part of the text."""
 
 
 class Failure(Struct, frozen=True, array_like=True):
-    """Terminal: the request ended in an error."""
+    """Terminal event of a request that failed."""
 
     request_id: int
     code: ErrorCode
@@ -74,49 +74,52 @@ class Failure(Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """Log-probabilities of consecutive tokens of one sequence: the float32 log-softmax of the model's logits as they
-    are, before bias, penalties, temperature, truncation and masks. -inf and NaN may occur."""
+    """Log-probabilities of consecutive tokens of one sequence.
+
+    They are the float32 log-softmax of the model's logits before bias, penalties, temperature, truncation and masks;
+    -inf and NaN may occur.
+    """
 
     request_id: int
     start: int
-    """Position of the first token in the sequence; those below the prompt's length are prompt tokens."""
+    """Position of the first token in the sequence; positions below the prompt's length are prompt tokens."""
     top: int
-    """How many of the most probable tokens of each position come along."""
+    """Number of most probable tokens reported for each position."""
     lines: bytes
-    """Packed little-endian, one line a token: its own float32 value, the `top` largest values in descending order, and
-    their int32 ids. Of equal ones the lowest id comes first."""
+    """Packed little-endian records, one per token: its own float32 value, the `top` largest values in descending order,
+    and their int32 ids. Of equal values the lowest id comes first."""
 
 
 class Started(Struct, frozen=True, array_like=True):
-    """A request is about to yield its first token. Sent for those of which part of the prompt was cached."""
+    """Announcement of a request's first token, sent only if part of its prompt was cached."""
 
     request_id: int
     cached_tokens: int
-    """Prompt tokens whose KV was there already."""
+    """Prompt tokens whose KV was in the prefix cache."""
 
 
 class StepOutput(Event, frozen=True, array_like=True, tag=2):
-    """All that one step yielded for one frontend, in columns: the i-th request has `counts[i]` tokens.
+    """Output of one step for one frontend, in columns: the i-th request has `counts[i]` tokens.
 
-    Columns cost a tenth of one struct a row to encode and decode.
+    Columns cost a tenth of a struct per row to encode and decode.
     """
 
     step_id: int
     request_ids: bytes
-    """Packed little-endian uint64."""
+    """Request ids, packed as little-endian uint64."""
     counts: bytes
-    """Packed little-endian uint16."""
+    """Number of tokens of each request, packed as little-endian uint16."""
     tokens: bytes
-    """Packed little-endian int32, `sum(counts)` of them."""
+    """Tokens of all requests in order, `sum(counts)` of them, packed as little-endian int32."""
     finished: list[Finished] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the tokens that asked for them, in the order of their positions within each request."""
+    """Log-probabilities of requests that want them, in the order of their positions within each request."""
     started: list[Started] = field(default_factory=list)
 
 
 class Phase(StrEnum):
-    """Where an engine is in its life."""
+    """Phase of an engine's life."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -132,12 +135,12 @@ class Answer(Event, frozen=True, array_like=True, tag=4):
     call: int
     ok: bool
     message: str = ""
-    """What is wrong, if it is not ok."""
+    """Reason if it is not ok."""
 
 
 SequenceState = Literal["waiting", "compiling", "following", "prefill", "decode", "leaving", "zombie"]
-"""Waits, or for its grammar (compiling), or for a page that another computes (following); runs (prefill, decode); was
-preempted (leaving) or has ended (zombie) while a step in flight holds it."""
+"""State of a request: waiting, also for its grammar (compiling) or for a page that another request computes
+(following); running (prefill, decode); preempted (leaving) or ended (zombie) while a step in flight holds it."""
 SEQUENCE_STATES: tuple[SequenceState, ...] = get_args(SequenceState)
 
 
@@ -148,14 +151,14 @@ class InspectedSequence(Struct, frozen=True, array_like=True):
     request_id: int
     state: SequenceState
     row: int
-    """-1: none."""
+    """Row that it holds; -1 for none."""
     prompt_len: int
     generated: int
     launched: int
-    """Positions computed or on their way."""
+    """Positions whose computation was launched."""
     pages: int
     shared_pages: int
-    """Those of its pages that lie in the prefix cache."""
+    """Number of its pages that are shared with the prefix cache."""
     cached_tokens: int
     priority: int
     preemptions: int
@@ -163,11 +166,11 @@ class InspectedSequence(Struct, frozen=True, array_like=True):
     """Seconds since its arrival."""
     session: str = ""
     wait: float = 0.0
-    """Seconds since it came to the queue, for the first time or after a preemption; 0 for one that does not wait."""
+    """Seconds in the queue since its arrival or its last preemption; 0 unless it waits."""
 
 
 class InspectedSession(Struct, frozen=True, array_like=True):
-    """One session."""
+    """One session as the scheduler sees it."""
 
     name: str
     busy: bool
@@ -177,31 +180,31 @@ class InspectedSession(Struct, frozen=True, array_like=True):
 
 
 class Inspection(Event, frozen=True, array_like=True, tag=5):
-    """Answer to an `Inspect`: what the scheduler holds at this moment."""
+    """Answer to an `Inspect`: a snapshot of the scheduler."""
 
     call: int
     policy: str
     stats: EngineStats
     pages_free: int
     pages_settling: int
-    """Pages that nobody needs but a step in flight."""
+    """Pages that are needed only by a step in flight."""
     sequences: list[InspectedSequence]
-    """Running ones in the order of admission, leaving ones and zombies, then waiting ones in the order of the queue,
-    then compiling ones."""
+    """Running sequences in the order of admission, preempted ones and zombies, then waiting ones in the order of the
+    queue, then compiling ones."""
     sessions: list[InspectedSession]
     omitted: int = 0
-    """Waiting requests beyond those listed."""
+    """Number of waiting requests that are not listed."""
 
 
 class Heartbeat(Event, frozen=True, array_like=True, tag=3):
-    """One heartbeat, published to whoever listens."""
+    """Heartbeat of an engine, published at a fixed interval to all listeners."""
 
     engine_epoch: int
     phase: Phase
     percent: int
     detail: str
     pending: int
-    """Requests the engine still owes a terminal event."""
+    """Requests without a terminal event yet."""
     stats: EngineStats
 
 

@@ -19,28 +19,27 @@ from msgspec import Struct
 logger = logging.getLogger(__name__)
 
 SEND_HIGH_WATER_MARK = 64
-"""Messages queued for one frontend before sends report EAGAIN and the engine starts to merge."""
-
+"""Messages queued for one frontend before a send fails with EAGAIN and the engine merges step outputs."""
 
 CURVE_KEY_LENGTH = 40
-"""Characters of a key in Z85."""
+"""Characters of a CURVE key in Z85."""
 
 
 class Curve(Struct, frozen=True):
-    """Keys of the engine. A frontend needs the public one alone."""
+    """CURVE keys of the engine, in Z85. A frontend needs only the public one."""
 
     public: bytes
     secret: bytes | None = None
 
 
 class Transport(Struct, frozen=True):
-    """How sockets of one deployment are secured."""
+    """Security of the sockets of one deployment."""
 
     curve: Curve | None = None
     insecure_tcp: bool = False
 
     def check(self, endpoint: str) -> None:
-        """Raises ValueError for an endpoint that these settings do not allow."""
+        """Raise ValueError for an endpoint that these settings do not allow."""
         if endpoint.startswith("ipc://"):
             return
         if not endpoint.startswith("tcp://"):
@@ -55,27 +54,27 @@ class Transport(Struct, frozen=True):
 
 
 def load_curve(directory: Path) -> Curve:
-    """Reads `engine.key_secret` if it is there, else `engine.key`. Raises ValueError naming what is missing."""
+    """Load `engine.key_secret` if it exists, otherwise `engine.key`. Raises ValueError if there is neither."""
     secret_file, public_file = directory / "engine.key_secret", directory / "engine.key"
     for path in (secret_file, public_file):
         if path.is_file():
             public, secret = zmq.auth.load_certificate(path)
             if any(key is not None and len(key) != CURVE_KEY_LENGTH for key in (public, secret)):
-                raise ValueError(f"{path} holds no CURVE key of {CURVE_KEY_LENGTH} characters")
+                raise ValueError(f"{path} does not contain a CURVE key of {CURVE_KEY_LENGTH} characters")
             return Curve(public, secret)
     raise ValueError(
-        f"{directory} holds neither {secret_file.name} nor {public_file.name}; run `tandem keys {directory}`"
+        f"{directory} contains neither {secret_file.name} nor {public_file.name}; run `tandem keys {directory}`"
     )
 
 
 def make_curve(directory: Path) -> tuple[Path, Path]:
-    """Writes a new key pair, readable by its owner alone; returns (public, secret) paths.
+    """Write a new key pair, readable only by its owner; return the paths (public, secret).
 
-    Raises FileExistsError rather than replace a secret that running engines use.
+    Raises FileExistsError if the directory has keys: running engines may use them.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if (directory / "engine.key_secret").exists():
-        raise FileExistsError(errno.EEXIST, "it holds keys already; remove them first", str(directory))
+        raise FileExistsError(errno.EEXIST, "it contains keys already; remove them first", str(directory))
     mask = os.umask(0o077)
     try:
         public, secret = zmq.auth.create_certificates(directory, "engine")
@@ -85,19 +84,19 @@ def make_curve(directory: Path) -> tuple[Path, Path]:
 
 
 def prepare_endpoint(endpoint: str) -> None:
-    """Makes an `ipc://` endpoint ready to bind: a private directory, and no socket of a dead process.
+    """Prepare an `ipc://` endpoint for binding: a private directory without a socket of a dead process.
 
-    Raises ValueError if another process is listening there, or if the directory is open to other users.
+    Raises ValueError if another process listens there, or if the directory is accessible to other users.
     """
     if not endpoint.startswith("ipc://"):
         return
     path = Path(endpoint.removeprefix("ipc://"))
     if not path.is_absolute():
-        raise ValueError(f"endpoint {endpoint} is no absolute path; name a socket in a directory of mode 0700")
+        raise ValueError(f"endpoint {endpoint} is not an absolute path; name a socket in a directory of mode 0700")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"directory {path.parent} of endpoint {endpoint} cannot be made: {error}") from error
+        raise ValueError(f"directory {path.parent} of endpoint {endpoint} cannot be created: {error}") from error
     info = path.parent.stat()
     if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise ValueError(
@@ -107,7 +106,7 @@ def prepare_endpoint(endpoint: str) -> None:
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.stat().st_mode):
-        raise ValueError(f"{path} exists and is no socket; choose another endpoint")
+        raise ValueError(f"{path} exists and is not a socket; choose another endpoint")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))
@@ -122,7 +121,7 @@ def prepare_endpoint(endpoint: str) -> None:
 def _secure_server(sock: Any, transport: Transport) -> None:
     if transport.curve is not None:
         if transport.curve.secret is None:
-            raise ValueError("binding with CURVE needs engine.key_secret, and only engine.key is there")
+            raise ValueError("binding with CURVE needs engine.key_secret, but there is only engine.key")
         sock.curve_server = True
         sock.curve_publickey = transport.curve.public
         sock.curve_secretkey = transport.curve.secret
@@ -160,10 +159,10 @@ def _connect(sock: Any, endpoint: str, transport: Transport) -> None:
 
 
 def bind_router(context: Any, endpoint: str, transport: Transport = Transport()) -> Any:
-    """The engine's socket for commands and step outputs.
+    """Bind the engine's socket for commands and step outputs.
 
-    `ROUTER_MANDATORY`: a send to a frontend that is gone raises EHOSTUNREACH instead of vanishing, and one to a
-    frontend that does not read raises EAGAIN.
+    With `ROUTER_MANDATORY`, a send to a frontend that is gone fails with EHOSTUNREACH instead of being dropped, and one
+    to a frontend that does not read fails with EAGAIN.
     """
     router = context.socket(zmq.ROUTER)
     router.router_mandatory = True
@@ -174,7 +173,7 @@ def bind_router(context: Any, endpoint: str, transport: Transport = Transport())
 
 
 def connect_dealer(context: Any, endpoint: str, transport: Transport = Transport()) -> Any:
-    """A frontend's socket, under a random identity: a second peer with a known identity is silently ignored."""
+    """Connect a frontend's socket, with a random identity: a second peer with the same one is silently ignored."""
     dealer = context.socket(zmq.DEALER)
     dealer.identity = b"f" + os.urandom(15)
     dealer.sndhwm = 0
@@ -183,7 +182,7 @@ def connect_dealer(context: Any, endpoint: str, transport: Transport = Transport
 
 
 def bind_heartbeat(context: Any, endpoint: str, transport: Transport = Transport()) -> Any:
-    """The engine's PUB socket. A listener that lags loses old beats, never the newest for long."""
+    """Bind the engine's PUB socket. A listener that lags loses old heartbeats, never the newest for long."""
     publisher = context.socket(zmq.PUB)
     publisher.sndhwm = 8
     _bind(publisher, endpoint, transport)
@@ -191,7 +190,7 @@ def bind_heartbeat(context: Any, endpoint: str, transport: Transport = Transport
 
 
 def connect_heartbeat(context: Any, endpoint: str, transport: Transport = Transport()) -> Any:
-    """A SUB socket on every beat of an engine."""
+    """Connect a SUB socket to the heartbeats of an engine."""
     subscriber = context.socket(zmq.SUB)
     subscriber.rcvhwm = 8
     subscriber.subscribe(b"")
@@ -200,7 +199,7 @@ def connect_heartbeat(context: Any, endpoint: str, transport: Transport = Transp
 
 
 def heartbeat_endpoint(endpoint: str) -> str:
-    """Where the heartbeat of the engine on `endpoint` is published: `.beat` beside an ipc socket, the next tcp port."""
+    """Return the heartbeat endpoint of an engine: `.beat` beside an ipc socket, the next port of a tcp endpoint."""
     if endpoint.startswith("ipc://"):
         return endpoint + ".beat"
     host, _, port = endpoint.rpartition(":")

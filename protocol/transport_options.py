@@ -1,4 +1,4 @@
-"""The flags that say where two processes meet and how the way between them is secured."""
+"""Flags of the endpoint between two processes and of its security."""
 
 import argparse
 from pathlib import Path
@@ -7,6 +7,7 @@ from tandem.protocol.sockets import Transport, load_curve
 
 
 def add_transport_arguments(parser: argparse.ArgumentParser, endpoint_required: bool) -> None:
+    """Declare the transport flags on a parser."""
     group = parser.add_argument_group("transport")
     group.add_argument(
         "--endpoint", required=endpoint_required, help="ipc://PATH or tcp://HOST:PORT of the engine core"
@@ -16,12 +17,12 @@ def add_transport_arguments(parser: argparse.ArgumentParser, endpoint_required: 
 
 
 def transport(arguments: argparse.Namespace) -> Transport:
-    """Raises ValueError where the named key directory holds no keys."""
+    """Build the transport from parsed flags. Raises ValueError if the key directory contains no keys."""
     curve = load_curve(arguments.curve_keys) if arguments.curve_keys else None
     return Transport(curve, arguments.insecure_tcp)
 
 
 def transport_argv(arguments: argparse.Namespace) -> list[str]:
-    """The flags, less the endpoint, that make another process use the same transport."""
+    """Return the flags, except the endpoint, that make another process use the same transport."""
     argv = ["--curve-keys", str(arguments.curve_keys)] if arguments.curve_keys else []
     return argv + (["--insecure-tcp"] if arguments.insecure_tcp else [])

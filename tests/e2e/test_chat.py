@@ -37,7 +37,7 @@ def all_is_free(serving: Serving) -> bool:
     return running == 0 and serving.engine_metric("tandem_kv_cache_usage_perc") == 0
 
 
-def test_a_trained_answer(client: openai.OpenAI) -> None:
+def test_a_trained_question_gets_the_trained_answer(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0)
     choice = reply.choices[0]
     assert choice.message.role == "assistant"
@@ -51,7 +51,7 @@ def test_a_trained_answer(client: openai.OpenAI) -> None:
     assert reply.usage.prompt_tokens_details is not None
 
 
-def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+def test_a_stream_equals_the_whole_response(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, temperature=0, stream=True, stream_options={"include_usage": True}
     )
@@ -64,7 +64,7 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     assert last.usage.completion_tokens == len(middle)
 
 
-def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
+def test_a_conversation_continues_over_several_turns(client: openai.OpenAI) -> None:
     turns: list[ChatCompletionMessageParam] = [
         {"role": "developer", "content": [{"type": "text", "text": "Be short."}]},
         *MESSAGES,
@@ -86,7 +86,7 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("choice", ["required", "named"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_required_call(client: openai.OpenAI, serving: Serving, choice: str, stream: bool) -> None:
+def test_a_required_tool_call_is_generated(client: openai.OpenAI, serving: Serving, choice: str, stream: bool) -> None:
     wanted: Any = choice if choice == "required" else {"type": "function", "function": {"name": "history"}}
     fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": wanted, "seed": 5, "parallel_tool_calls": False}
     for temperature in (0.0, 1.5):
@@ -108,7 +108,7 @@ def test_a_required_call(client: openai.OpenAI, serving: Serving, choice: str, s
     until(lambda: all_is_free(serving), "rows and pages to come back")
 
 
-def test_the_result_of_a_call_goes_into_the_prompt(client: openai.OpenAI) -> None:
+def test_a_tool_result_becomes_part_of_the_prompt(client: openai.OpenAI) -> None:
     turns: list[ChatCompletionMessageParam] = [
         *MESSAGES,
         {
@@ -128,7 +128,7 @@ class Weather(pydantic.BaseModel):
     days: Literal[1, 2, 3]
 
 
-def test_a_reply_parsed_into_a_model(client: openai.OpenAI) -> None:
+def test_a_structured_response_parses_into_its_model(client: openai.OpenAI) -> None:
     reply = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Weather, temperature=1.5)
     assert isinstance(reply.choices[0].message.parsed, Weather)
     with client.chat.completions.stream(model=MODEL, messages=MESSAGES, response_format=Weather) as stream:
@@ -136,7 +136,7 @@ def test_a_reply_parsed_into_a_model(client: openai.OpenAI) -> None:
     assert isinstance(final.choices[0].message.parsed, Weather)
 
 
-def test_logprobs(client: openai.OpenAI) -> None:
+def test_chat_logprobs_match_the_tokens(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, temperature=0, max_tokens=6, logprobs=True, top_logprobs=2
     )
@@ -148,7 +148,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in logprobs.content)
 
 
-def test_choices_and_seeds(client: openai.OpenAI) -> None:
+def test_choices_differ_and_seeds_repeat(client: openai.OpenAI) -> None:
     def draw(seed: int) -> list[str | None]:
         reply = client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "Hm"}], max_tokens=24, temperature=2, seed=seed, n=3

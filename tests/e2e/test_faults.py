@@ -16,7 +16,7 @@ def connect(serving: Serving) -> openai.OpenAI:
     return openai.OpenAI(base_url=serving.url + "/v1", api_key="none", timeout=GUARD_SECONDS, max_retries=0)
 
 
-def test_a_killed_engine_ends_its_streams_and_comes_back(tmp_path: Path) -> None:
+def test_a_killed_engine_ends_its_streams_and_is_restarted(tmp_path: Path) -> None:
     with Serving(tmp_path / "log") as serving, connect(serving) as client:
         stream = client.completions.create(
             model="tandem-default", prompt=PROMPT, max_tokens=1900, stream=True, extra_body=ENDLESS
@@ -40,7 +40,7 @@ def test_a_killed_engine_ends_its_streams_and_comes_back(tmp_path: Path) -> None
         assert serving.engine_metric("tandem_engine_restarts_total") == 1
 
 
-def test_sigterm_ends_open_streams_and_exits_cleanly(tmp_path: Path) -> None:
+def test_sigterm_ends_open_streams_and_exits_with_0(tmp_path: Path) -> None:
     with Serving(tmp_path / "log", "--drain-timeout", "0.5") as serving, connect(serving) as client:
         stream = client.completions.create(
             model="tandem-default", prompt=PROMPT, max_tokens=1900, stream=True, extra_body=ENDLESS
@@ -61,7 +61,7 @@ def test_sigterm_ends_open_streams_and_exits_cleanly(tmp_path: Path) -> None:
         assert not [child for child in children if child.is_running()]
 
 
-def test_a_model_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
+def test_a_missing_model_is_reported_at_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     serving = Serving(log, "--model", str(tmp_path / "nowhere"))
     with pytest.raises(AssertionError, match="exited with 2"), serving:

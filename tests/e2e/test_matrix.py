@@ -19,7 +19,7 @@ STATIC, *_, PREFIX = matrix(SCALE)
 
 
 @pytest.mark.parametrize("configuration", [STATIC, PREFIX], ids=lambda configuration: configuration.name)
-def test_a_trial(configuration: Configuration, tmp_path: Path) -> None:
+def test_a_short_benchmark_matrix_completes(configuration: Configuration, tmp_path: Path) -> None:
     _, two, cold, warm = scenarios(SCALE, STREAMS, 1)
     with Clients(1) as clients, Clients(1) as others:
         bench = Bench("tandem-default", 0, 1e6, clients, others)

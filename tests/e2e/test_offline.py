@@ -18,13 +18,13 @@ def llm() -> Iterator[LLM]:
     assert pid is not None and not psutil.pid_exists(pid)
 
 
-def test_a_batch_says_what_the_server_says(llm: LLM, client: openai.OpenAI) -> None:
+def test_offline_completions_equal_those_of_the_server(llm: LLM, client: openai.OpenAI) -> None:
     results = llm.generate(QUESTIONS * 2, max_tokens=96, temperature=0)
     assert [result.text for result in results] == [ask(client, question) for question in QUESTIONS] * 2
     assert {result.outputs[0].finish_reason for result in results} == {"stop"}
 
 
-def test_a_chat_says_what_the_server_says(llm: LLM, client: openai.OpenAI) -> None:
+def test_offline_chats_equal_those_of_the_server(llm: LLM, client: openai.OpenAI) -> None:
     conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
     replies = [
         client.chat.completions.create(model=MODEL, messages=messages, temperature=0).choices[0]  # type: ignore[call-overload]

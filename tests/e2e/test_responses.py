@@ -25,7 +25,7 @@ TOOLS: list[FunctionToolParam] = [
 ]  # fmt: skip
 
 
-def test_a_trained_answer(client: openai.OpenAI) -> None:
+def test_a_trained_question_gets_the_trained_answer(client: openai.OpenAI) -> None:
     reply = client.responses.create(model=MODEL, input=QUESTION, temperature=0, store=False, metadata={"a": "b"})
     assert reply.output_text == ANSWER
     assert (reply.status, reply.object, reply.error) == ("completed", "response", None)
@@ -36,7 +36,7 @@ def test_a_trained_answer(client: openai.OpenAI) -> None:
     assert reply.usage.output_tokens_details.reasoning_tokens == 0
 
 
-def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+def test_a_stream_equals_the_whole_response(client: openai.OpenAI) -> None:
     events = list(client.responses.create(model=MODEL, input=QUESTION, temperature=0, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == ANSWER
@@ -47,7 +47,7 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
         assert stream.get_final_response().output_text == ANSWER
 
 
-def test_an_output_that_was_cut(client: openai.OpenAI) -> None:
+def test_an_output_cut_by_max_tokens_is_incomplete(client: openai.OpenAI) -> None:
     reply = client.responses.create(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=3)
     assert reply.status == "incomplete"
     assert reply.incomplete_details is not None
@@ -55,7 +55,7 @@ def test_an_output_that_was_cut(client: openai.OpenAI) -> None:
     assert ANSWER.startswith(reply.output_text)
 
 
-def test_a_conversation_goes_on_by_its_items(client: openai.OpenAI) -> None:
+def test_a_conversation_continues_from_its_items(client: openai.OpenAI) -> None:
     items: ResponseInputParam = [{"role": "user", "content": QUESTION}]
     reply = client.responses.create(model=MODEL, input=items, temperature=0, instructions="Be short.")
     taken_back: Any = [*items, *reply.output, {"role": "user", "content": "What does os.path.join do?"}]
@@ -65,7 +65,7 @@ def test_a_conversation_goes_on_by_its_items(client: openai.OpenAI) -> None:
     assert longer.usage.input_tokens > reply.usage.input_tokens
 
 
-def test_a_reply_parsed_into_a_model(client: openai.OpenAI) -> None:
+def test_a_structured_response_parses_into_its_model(client: openai.OpenAI) -> None:
     reply = client.responses.parse(model=MODEL, input=QUESTION, text_format=Weather, temperature=1.5)
     assert isinstance(reply.output_parsed, Weather)
     with client.responses.stream(model=MODEL, input=QUESTION, text_format=Weather, temperature=1.5) as stream:
@@ -74,7 +74,7 @@ def test_a_reply_parsed_into_a_model(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", "named"])
-def test_a_required_call_and_its_result(client: openai.OpenAI, serving: Serving, choice: str) -> None:
+def test_a_required_tool_call_and_its_result_round_trip(client: openai.OpenAI, serving: Serving, choice: str) -> None:
     wanted: Any = choice if choice == "required" else {"type": "function", "name": "history"}
     fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": wanted, "parallel_tool_calls": False}
     whole = client.responses.create(model=MODEL, input=QUESTION, temperature=1.5, **fields)
@@ -110,7 +110,7 @@ def test_errors(client: openai.OpenAI) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
     ],
 )
-def test_a_stream_of_events(serving: Serving, path: str, fields: dict[str, Any]) -> None:
+def test_a_stream_has_the_documented_events(serving: Serving, path: str, fields: dict[str, Any]) -> None:
     body = {"model": MODEL, "max_tokens": 12, "temperature": 0, **fields}
     whole = serving.post(path, {**body, "return_token_ids": True})[1]
     events = {**body, "stream": True, "stream_format": "events"}

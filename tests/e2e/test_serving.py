@@ -32,7 +32,7 @@ def rows_and_pages_are_free(serving: Serving) -> bool:
     return running == 0 and serving.engine_metric("tandem_kv_cache_usage_perc") == 0
 
 
-def test_a_trained_answer(client: openai.OpenAI) -> None:
+def test_a_trained_question_gets_the_trained_answer(client: openai.OpenAI) -> None:
     reply = client.completions.create(model=MODEL, prompt=QUESTIONS[0], max_tokens=96, temperature=0)
     choice = reply.choices[0]
     assert "common leading whitespace" in choice.text
@@ -42,7 +42,7 @@ def test_a_trained_answer(client: openai.OpenAI) -> None:
     assert reply.usage.completion_tokens < 96
 
 
-def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+def test_a_stream_equals_the_whole_response(client: openai.OpenAI) -> None:
     whole = ask(client, QUESTIONS[1])
     stream = client.completions.create(
         model=MODEL,
@@ -60,7 +60,7 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
 
 
-def test_32_clients_at_once_get_what_one_alone_gets(client: openai.OpenAI, serving: Serving) -> None:
+def test_32_concurrent_clients_get_the_output_of_a_single_one(client: openai.OpenAI, serving: Serving) -> None:
     alone = {question: ask(client, question) for question in QUESTIONS}
     with ThreadPoolExecutor(32) as pool:
         questions = QUESTIONS * 8
@@ -69,7 +69,7 @@ def test_32_clients_at_once_get_what_one_alone_gets(client: openai.OpenAI, servi
     until(lambda: rows_and_pages_are_free(serving), "rows and pages to come back")
 
 
-def test_seeds_and_choices(client: openai.OpenAI) -> None:
+def test_choices_differ_and_seeds_repeat(client: openai.OpenAI) -> None:
     def draw(seed: int) -> list[str]:
         reply = client.completions.create(
             model=MODEL, prompt="Tell me about", max_tokens=24, temperature=1.5, seed=seed, n=3
@@ -82,7 +82,7 @@ def test_seeds_and_choices(client: openai.OpenAI) -> None:
     assert len(set(first)) == 3
 
 
-def test_a_stop_string_is_never_seen(client: openai.OpenAI) -> None:
+def test_a_stop_string_is_never_part_of_the_text(client: openai.OpenAI) -> None:
     whole = ask(client, QUESTIONS[0])
     stop = whole[len(whole) // 2 : len(whole) // 2 + 4]
     assert ask(client, QUESTIONS[0], stop=[stop]) == whole[: whole.index(stop)]
@@ -97,7 +97,7 @@ def test_a_prompt_longer_than_a_step_is_chunked(client: openai.OpenAI) -> None:
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (1200, 4)
 
 
-def test_too_long_is_refused_with_the_numbers(client: openai.OpenAI) -> None:
+def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="2048") as caught:
         client.completions.create(model=MODEL, prompt=[5] * 2048, max_tokens=5)
     assert caught.value.code == "context_length_exceeded"
@@ -122,7 +122,7 @@ def test_a_client_that_drops_frees_its_rows(client: openai.OpenAI, serving: Serv
     assert serving.fresh_engine_metric(series) == aborts + len(streams)
 
 
-def test_a_frontend_that_has_served_maps_no_torch(client: openai.OpenAI, serving: Serving) -> None:
+def test_a_frontend_that_has_served_has_not_loaded_torch(client: openai.OpenAI, serving: Serving) -> None:
     assert ask(client, QUESTIONS[2])
     maps = [m.path for m in serving.child("tandem.frontend").memory_maps()]
     assert any("tokenizers" in path for path in maps), "the maps can be read"
@@ -131,7 +131,7 @@ def test_a_frontend_that_has_served_maps_no_torch(client: openai.OpenAI, serving
     assert any("libtorch" in path for path in engine)
 
 
-def test_metrics_tell_the_two_sides_apart(client: openai.OpenAI, serving: Serving) -> None:
+def test_frontend_and_engine_metrics_are_separate(client: openai.OpenAI, serving: Serving) -> None:
     assert ask(client, QUESTIONS[3])
     ours, engines = serving.get("/metrics")[1], serving.get("/metrics", serving.ops_port)[1]
     assert "tandem_time_to_first_token_seconds" in ours

@@ -47,7 +47,7 @@ def end(client: openai.OpenAI, name: str) -> dict[str, Any]:
     return client.delete(f"/sessions/{name}", cast_to=dict[str, Any])
 
 
-def test_a_conversation_of_three_turns(
+def test_a_session_reuses_the_kv_of_three_turns(
     client: openai.OpenAI, serving: Serving, capsys: pytest.CaptureFixture[str]
 ) -> None:
     messages: list[ChatCompletionMessageParam] = []
@@ -76,7 +76,7 @@ def test_a_conversation_of_three_turns(
     assert caught.value.code == "session_not_found"
 
 
-def test_a_second_request_on_a_busy_session(client: openai.OpenAI) -> None:
+def test_a_second_request_on_a_busy_session_is_409(client: openai.OpenAI) -> None:
     stream = client.completions.create(
         model=MODEL, prompt=TURNS[0] * 8, max_tokens=1800, stream=True,
         extra_body={"ignore_eos": True, "session_id": "busy", "priority": 5},
@@ -101,7 +101,7 @@ def test_a_second_request_on_a_busy_session(client: openai.OpenAI) -> None:
     end(client, "busy")
 
 
-def test_a_busy_session_ends_with_its_turn(client: openai.OpenAI) -> None:
+def test_a_busy_session_is_deleted_after_its_turn(client: openai.OpenAI) -> None:
     stream = client.completions.create(
         model=MODEL, prompt="Tell me", max_tokens=1800, stream=True,
         extra_body={"ignore_eos": True, "session_id": "ending"},
@@ -114,7 +114,7 @@ def test_a_busy_session_ends_with_its_turn(client: openai.OpenAI) -> None:
     until(lambda: session_of(client, "ending") is None, "the session to end with its turn")
 
 
-def test_salts_share_nothing(client: openai.OpenAI) -> None:
+def test_requests_of_different_salts_share_no_kv(client: openai.OpenAI) -> None:
     messages = [user("Tell me about heapq.heappush, " * 8)]
     assert cached(turn(client, messages, cache_salt="one")) == 0
     assert cached(turn(client, messages, cache_salt="one")) > 0
@@ -124,7 +124,7 @@ def test_salts_share_nothing(client: openai.OpenAI) -> None:
     assert cache["pages"] > 0
 
 
-def test_a_session_that_is_idle_for_too_long_ends(tmp_path: Path) -> None:
+def test_an_idle_session_expires(tmp_path: Path) -> None:
     """What it kept is still cached for whoever comes next, as nobody needed the memory."""
     with (
         Serving(tmp_path / "log", "--session-ttl", "0.2") as serving,

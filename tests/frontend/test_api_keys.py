@@ -15,7 +15,7 @@ def parsed(*argv: str) -> Namespace:
     return parser.parse_args(argv)
 
 
-def test_keys_of_all_sources_each_once(tmp_path: Path) -> None:
+def test_api_keys_of_all_sources_are_merged_without_duplicates(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("file-1\n\n  file-2\nflag-1\n")
     arguments = parsed("--api-key", "flag-1", "--api-key", "flag-2", "--api-key-file", str(file))
@@ -24,7 +24,7 @@ def test_keys_of_all_sources_each_once(tmp_path: Path) -> None:
     assert api_keys(parsed(), {}) == api_keys(parsed(), {ENVIRONMENT: ""}) == ()
 
 
-def test_keys_are_handed_on_in_the_environment() -> None:
+def test_api_keys_pass_to_another_process_in_the_environment() -> None:
     environ = key_environment(("a", "b"), {"PATH": "/bin", ENVIRONMENT: "old"})
     assert environ["PATH"] == "/bin"
     assert api_keys(parsed(), environ) == ("a", "b")
@@ -32,13 +32,13 @@ def test_keys_are_handed_on_in_the_environment() -> None:
 
 
 @pytest.mark.parametrize("key", ["", "two words", "a,b", "naïve", "x" * 513, "tab\t"])
-def test_what_can_be_no_key_is_refused_without_being_shown(key: str) -> None:
+def test_a_malformed_key_is_refused_without_being_printed(key: str) -> None:
     with pytest.raises(ValueError, match="printable ASCII") as caught:
         api_keys(parsed("--api-key", key), {})
     assert not key or key not in str(caught.value)
 
 
-def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
+def test_a_key_file_without_keys_is_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.write_text("\n")
     for path, reason in (
@@ -50,7 +50,7 @@ def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
             api_keys(parsed("--api-key-file", str(path)), {})
 
 
-def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepts_compares_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
 
     def compare(ours: bytes, theirs: bytes) -> bool:

@@ -10,12 +10,12 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_it_shows_requests_or_time() -> None:
+def test_progress_shows_requests_or_time() -> None:
     assert "50 %  4/8 requests" in Progress("x", 8, None).line(4, 1.0)
     assert "25 %  4 requests" in Progress("x", None, 8.0).line(4, 2.0)
 
 
-def test_it_shows_on_a_terminal_alone() -> None:
+def test_progress_is_drawn_only_on_a_terminal() -> None:
     file, terminal = io.StringIO(), Terminal()
     for out in (file, terminal):
         progress = Progress("x", 8, None, out)

@@ -52,13 +52,13 @@ def test_events_round_trip(event: AnyEvent) -> None:
 
 @pytest.mark.parametrize("decode", DECODERS)
 @given(st.binary(max_size=80))
-def test_random_bytes(decode: Callable[[bytes], Any], data: bytes) -> None:
+def test_random_bytes_never_crash_the_decoder(decode: Callable[[bytes], Any], data: bytes) -> None:
     decodes_or_refuses(decode, data)
 
 
 @settings(deadline=None)
 @given(COMMANDS)
-def test_truncated_commands(command: AnyCommand) -> None:
+def test_truncated_commands_are_protocol_errors(command: AnyCommand) -> None:
     data = encode(command)
     for cut in range(len(data)):
         assert decodes_or_refuses(decode_command, data[:cut]) is None
@@ -67,14 +67,14 @@ def test_truncated_commands(command: AnyCommand) -> None:
 
 @settings(deadline=None)
 @given(EVENTS)
-def test_truncated_events(event: AnyEvent) -> None:
+def test_truncated_events_are_protocol_errors(event: AnyEvent) -> None:
     data = encode(event)
     for cut in range(0, len(data), max(1, len(data) // 40)):
         assert decodes_or_refuses(decode_event, data[:cut]) is None
 
 
 @given(COMMANDS, st.data())
-def test_flipped_bytes(command: AnyCommand, data: st.DataObject) -> None:
+def test_flipped_bytes_decode_or_raise_a_protocol_error(command: AnyCommand, data: st.DataObject) -> None:
     raw = bytearray(encode(command))
     raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     decodes_or_refuses(decode_command, bytes(raw))
@@ -89,7 +89,9 @@ PLAIN = st.recursive(
 
 @pytest.mark.parametrize("decode", DECODERS)
 @given(st.integers(-2, 5), st.lists(PLAIN, max_size=7))
-def test_well_formed_msgpack_of_the_wrong_types(decode: Callable[[bytes], Any], tag: int, fields: list[Any]) -> None:
+def test_msgpack_of_the_wrong_types_is_a_protocol_error(
+    decode: Callable[[bytes], Any], tag: int, fields: list[Any]
+) -> None:
     decodes_or_refuses(decode, pack([tag, *fields]))
 
 
@@ -131,7 +133,7 @@ def test_hostile_events_are_protocol_errors(data: bytes) -> None:
     decodes_or_refuses(decode_event, data)
 
 
-def test_a_message_of_the_other_direction_is_refused() -> None:
+def test_a_message_of_the_other_direction_is_a_protocol_error() -> None:
     params = SamplingParams(4)
     for command in (Hello(1, 2, "a"), Submit(1, b"\0\0\0\0", params), Abort([1])):
         with pytest.raises(ProtocolError):
@@ -142,7 +144,7 @@ def test_a_message_of_the_other_direction_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("kind", "value"), [("reason", "exploded"), ("code", "no_such_code")])
-def test_unknown_enum_values_are_refused(kind: str, value: str) -> None:
+def test_unknown_enum_values_are_protocol_errors(kind: str, value: str) -> None:
     row = [[1, value]] if kind == "reason" else [[1, value, "text"]]
     columns: list[Any] = [2, 1, b"", b"", b""]
     data = pack([*columns, row]) if kind == "reason" else pack([*columns, [], row])
@@ -153,13 +155,13 @@ def test_unknown_enum_values_are_refused(kind: str, value: str) -> None:
 class TestAppendedFields:
     """Fields are only ever appended, with a default: either side may be the older one."""
 
-    def test_sampling_params_of_an_older_frontend(self) -> None:
+    def test_sampling_params_of_an_older_frontend_decode_with_defaults(self) -> None:
         defaults = builtins(SamplingParams(7))
         for length in range(1, len(defaults) + 1):
             decoded = decode_command(pack([1, 5, b"\1\0\0\0", defaults[:length]]))
             assert decoded == Submit(5, b"\1\0\0\0", SamplingParams(7))
 
-    def test_terminal_events_of_an_older_engine(self) -> None:
+    def test_terminal_events_of_an_older_engine_decode_with_defaults(self) -> None:
         data = pack([2, 3, b"", b"", b""])
         assert decode_event(data) == StepOutput(3, b"", b"", b"")
         data = pack([2, 3, b"", b"", b"", [[9, "stop"]], [[8, "overloaded", "later"]]])
@@ -169,7 +171,7 @@ class TestAppendedFields:
         assert output.failures == [Failure(8, "overloaded", "later")]  # type: ignore[arg-type]
 
     @given(STATS)
-    def test_stats_of_an_older_engine(self, stats: EngineStats) -> None:
+    def test_stats_of_an_older_engine_decode_with_defaults(self, stats: EngineStats) -> None:
         fields = builtins(stats)
         for length in range(len(fields) + 1):
             decoded = msgspec.convert(fields[:length], EngineStats)

@@ -35,7 +35,7 @@ def test_floats_round_trip(values: list[float]) -> None:
     assert unpack_floats(pack_floats(values)) == values
 
 
-def test_floats_that_are_no_numbers_travel_as_they_are() -> None:
+def test_infinities_and_nan_round_trip() -> None:
     values = unpack_floats(pack_floats([math.nan, math.inf, -math.inf, -0.0]))
     assert math.isnan(values[0])
     assert values[1:3] == [math.inf, -math.inf]
@@ -43,7 +43,7 @@ def test_floats_that_are_no_numbers_travel_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("token", [2**31 - 1, -(2**31), 0])
-def test_the_ends_of_int32(token: int) -> None:
+def test_the_bounds_of_int32_round_trip(token: int) -> None:
     assert unpack_ids(pack_ids([token])) == [token]
 
 
@@ -54,7 +54,7 @@ def test_an_id_outside_int32_overflows(token: int) -> None:
 
 
 @given(st.binary(max_size=41))
-def test_lengths_divide_by_four(data: bytes) -> None:
+def test_lengths_that_are_no_multiple_of_four_are_protocol_errors(data: bytes) -> None:
     for unpack in (unpack_ids, unpack_floats):
         if len(data) % 4:
             with pytest.raises(ProtocolError, match=f"{len(data)} bytes"):
@@ -64,7 +64,7 @@ def test_lengths_divide_by_four(data: bytes) -> None:
 
 
 @given(RUNS, st.integers(0, 2**40))
-def test_runs_come_back_as_they_went_in(expected: list[tuple[int, list[int]]], step_id: int) -> None:
+def test_runs_round_trip(expected: list[tuple[int, list[int]]], step_id: int) -> None:
     output = step_output(
         step_id,
         [request_id for request_id, _ in expected],
@@ -78,7 +78,7 @@ def test_runs_come_back_as_they_went_in(expected: list[tuple[int, list[int]]], s
     assert list(runs(received)) == expected
 
 
-def test_the_longest_run() -> None:
+def test_the_longest_run_has_65535_tokens() -> None:
     tokens = list(range(65_535))
     assert list(runs(step_output(1, [7], tokens, [65_535]))) == [(7, tokens)]
     with pytest.raises(OverflowError):
@@ -98,7 +98,7 @@ DISAGREEING = [
 
 
 @pytest.mark.parametrize("output", [output for _, output in DISAGREEING], ids=[name for name, _ in DISAGREEING])
-def test_columns_that_disagree(output: StepOutput) -> None:
+def test_columns_that_disagree_are_protocol_errors(output: StepOutput) -> None:
     with pytest.raises(ProtocolError):
         list(runs(output))
 
@@ -123,7 +123,7 @@ def scored(draw: st.DrawFn) -> tuple[int, list[tuple[float, list[int], list[floa
 
 
 @given(scored(), UINT64, st.integers(0, 2**40))
-def test_log_probabilities_come_back_as_they_went_in(
+def test_logprobs_round_trip(
     expected: tuple[int, list[tuple[float, list[int], list[float]]]], request_id: int, start: int
 ) -> None:
     top, tokens = expected
@@ -138,6 +138,6 @@ def test_log_probabilities_come_back_as_they_went_in(
 
 
 @pytest.mark.parametrize(("top", "size"), [(0, 3), (1, 4), (20, 41), (-1, 4), (-1, 0)])
-def test_lines_that_do_not_divide(top: int, size: int) -> None:
+def test_partial_logprob_records_are_protocol_errors(top: int, size: int) -> None:
     with pytest.raises(ProtocolError, match=f"{size} bytes do not divide"):
         read_logprobs(TokenLogprobs(1, 0, top, bytes(size)))

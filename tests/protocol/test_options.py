@@ -48,19 +48,19 @@ def parse(argv: list[str]) -> EngineOptions:
 
 
 @given(OPTIONS)
-def test_the_other_process_parses_equal_options(options: EngineOptions) -> None:
+def test_engine_argv_parses_to_equal_options(options: EngineOptions) -> None:
     argv = list(engine_argv(options))
     assert all(isinstance(word, str) for word in argv)
     assert parse(argv) == options
 
 
 @pytest.mark.parametrize("name", ["-x", "--device", "-1", "a b", "a=b"])
-def test_names_that_look_like_flags_survive_the_way(name: str) -> None:
+def test_engine_argv_keeps_names_that_look_like_flags(name: str) -> None:
     options = EngineOptions(model=name, served_model_name=name)
     assert parse(list(engine_argv(options))) == options
 
 
-def test_parsing_nothing_gives_the_defaults() -> None:
+def test_engine_options_without_flags_are_the_defaults() -> None:
     assert parse([]) == EngineOptions()
     assert engine_options(argparse.Namespace(**dict.fromkeys(EngineOptions.__struct_fields__))).max_rows is None
 
@@ -88,7 +88,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("argv", "text"), WRONG, ids=[" ".join(argv) for argv, _ in WRONG])
-def test_malformed_flags_are_refused_by_name(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_flags_are_named_in_the_error(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(argv)
     assert caught.value.code == 2
@@ -100,7 +100,7 @@ def test_malformed_flags_are_refused_by_name(argv: list[str], text: str, capsys:
 @pytest.mark.parametrize(
     ("text", "count"), [("4GiB", 2**32), ("0.5GiB", 2**29), ("512MiB", 2**29), ("3KiB", 3072), ("1000", 1000)]
 )
-def test_memory_is_parsed_in_units(text: str, count: int) -> None:
+def test_memory_sizes_are_parsed_with_units(text: str, count: int) -> None:
     assert parse(["--kv-memory", text]).kv_memory == count
 
 
@@ -118,19 +118,19 @@ class TestTransport:
         add_transport_arguments(parser, endpoint_required=required)
         return parser.parse_args(argv)
 
-    def test_defaults(self) -> None:
+    def test_transport_without_flags_has_no_keys_and_forbids_plain_tcp(self) -> None:
         arguments = self.parse([])
         assert arguments.endpoint is None
         settings = transport(arguments)
         assert (settings.curve, settings.insecure_tcp) == (None, False)
         assert transport_argv(arguments) == []
 
-    def test_a_required_endpoint(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_missing_required_endpoint_is_an_error(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             self.parse([], required=True)
         assert "--endpoint" in capsys.readouterr().err
 
-    def test_the_other_process_gets_the_same_transport(self, tmp_path: Path) -> None:
+    def test_transport_argv_parses_to_an_equal_transport(self, tmp_path: Path) -> None:
         make_curve(tmp_path / "keys")
         arguments = self.parse(["--curve-keys", str(tmp_path / "keys"), "--insecure-tcp"])
         again = self.parse(transport_argv(arguments))
@@ -138,6 +138,6 @@ class TestTransport:
         assert transport(again).curve is not None
         assert transport(again).insecure_tcp
 
-    def test_a_directory_without_keys(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"holds neither engine\.key_secret nor engine\.key"):
+    def test_a_directory_without_keys_is_an_error(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"contains neither engine\.key_secret nor engine\.key"):
             transport(self.parse(["--curve-keys", str(tmp_path)]))

@@ -56,12 +56,12 @@ class TestPrepareEndpoint:
         assert (run_dir / "new").stat().st_mode & 0o777 == 0o700
 
     @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o777])
-    def test_refuses_a_directory_that_others_may_enter(self, run_dir: Path, mode: int) -> None:
+    def test_refuses_a_directory_open_to_others(self, run_dir: Path, mode: int) -> None:
         run_dir.chmod(mode)
         with pytest.raises(ValueError, match=f"mode 0700, not {mode:04o}"):
             prepare_endpoint(f"ipc://{run_dir}/engine")
 
-    def test_refuses_a_directory_of_somebody_else(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_refuses_a_directory_of_another_user(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "getuid", lambda: run_dir.stat().st_uid + 1)
         with pytest.raises(ValueError, match="must belong to this user"):
             prepare_endpoint(f"ipc://{run_dir}/engine")
@@ -73,7 +73,7 @@ class TestPrepareEndpoint:
         prepare_endpoint(f"ipc://{path}")
         assert not path.exists()
 
-    def test_refuses_a_socket_that_somebody_listens_on(self, run_dir: Path, context: Any) -> None:
+    def test_refuses_a_socket_with_a_listener(self, run_dir: Path, context: Any) -> None:
         endpoint = f"ipc://{run_dir}/engine"
         router = bind_router(context, endpoint)
         with pytest.raises(ValueError, match="another process already listens"):
@@ -85,17 +85,17 @@ class TestPrepareEndpoint:
     def test_refuses_a_file(self, run_dir: Path) -> None:
         path = run_dir / "engine"
         path.write_text("precious")
-        with pytest.raises(ValueError, match="is no socket"):
+        with pytest.raises(ValueError, match="is not a socket"):
             prepare_endpoint(f"ipc://{path}")
         assert path.read_text() == "precious"
 
-    def test_a_directory_that_cannot_be_made(self, run_dir: Path) -> None:
+    def test_reports_a_directory_that_cannot_be_created(self, run_dir: Path) -> None:
         (run_dir / "file").write_text("")
         with pytest.raises(ValueError, match="file"):
             prepare_endpoint(f"ipc://{run_dir}/file/engine")
 
     @pytest.mark.parametrize("endpoint", ["ipc://@engine", "ipc://*"])
-    def test_refuses_what_lies_in_no_directory_of_ours(
+    def test_refuses_sockets_outside_a_private_directory(
         self, endpoint: str, run_dir: Path, context: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """An abstract name has no mode that keeps other users out."""
@@ -103,12 +103,12 @@ class TestPrepareEndpoint:
         with pytest.raises(ValueError, match="endpoint"):
             bind_router(context, endpoint)
 
-    def test_leaves_tcp_alone(self) -> None:
+    def test_ignores_tcp_endpoints(self) -> None:
         prepare_endpoint("tcp://127.0.0.1:1")
 
 
 class TestRouter:
-    def test_a_message_goes_there_and_back(self, run_dir: Path, context: Any) -> None:
+    def test_messages_pass_in_both_directions(self, run_dir: Path, context: Any) -> None:
         router = bind_router(context, f"ipc://{run_dir}/engine")
         dealers = [connect_dealer(context, f"ipc://{run_dir}/engine") for _ in range(2)]
         for number, dealer in enumerate(dealers):
@@ -120,13 +120,13 @@ class TestRouter:
         assert len({dealer.identity for dealer in dealers}) == 2
         assert not dealers[0].identity.startswith(b"\0"), "zero bytes are reserved for identities that ZMQ makes"
 
-    def test_a_stranger_is_unreachable(self, run_dir: Path, context: Any) -> None:
+    def test_a_send_to_an_unknown_peer_is_ehostunreach(self, run_dir: Path, context: Any) -> None:
         router = bind_router(context, f"ipc://{run_dir}/engine")
         with pytest.raises(zmq.ZMQError) as caught:
             router.send_multipart([b"nobody", b"x"], zmq.NOBLOCK)
         assert caught.value.errno == zmq.EHOSTUNREACH
 
-    def test_a_peer_that_left_is_unreachable(self, run_dir: Path, context: Any) -> None:
+    def test_a_send_to_a_peer_that_left_is_ehostunreach(self, run_dir: Path, context: Any) -> None:
         router = bind_router(context, f"ipc://{run_dir}/engine")
         dealer = connect_dealer(context, f"ipc://{run_dir}/engine")
         dealer.send(b"x")
@@ -134,7 +134,7 @@ class TestRouter:
         dealer.close()
         assert send_until_error(router, identity, b"x", endless=True)[1] == zmq.EHOSTUNREACH
 
-    def test_a_peer_that_does_not_read_is_eagain(self, run_dir: Path, context: Any) -> None:
+    def test_a_send_to_a_peer_that_does_not_read_is_eagain(self, run_dir: Path, context: Any) -> None:
         router = bind_router(context, f"ipc://{run_dir}/engine")
         dealer = connect_dealer(context, f"ipc://{run_dir}/engine")
         dealer.send(b"x")
@@ -151,7 +151,7 @@ class TestRouter:
             bind_router(context, f"ipc://{run_dir}/engine")
         assert all(sock.closed for sock in context.made)
 
-    def test_binds_where_a_dead_engine_was(self, run_dir: Path, context: Any) -> None:
+    def test_binds_to_the_socket_of_a_dead_engine(self, run_dir: Path, context: Any) -> None:
         leave_a_dead_socket(run_dir / "engine")
         router = bind_router(context, f"ipc://{run_dir}/engine")
         connect_dealer(context, f"ipc://{run_dir}/engine").send(b"x")
@@ -159,7 +159,7 @@ class TestRouter:
 
 
 class TestHeartbeat:
-    def test_a_listener_hears(self, run_dir: Path, context: Any) -> None:
+    def test_a_listener_receives_heartbeats(self, run_dir: Path, context: Any) -> None:
         endpoint = heartbeat_endpoint(f"ipc://{run_dir}/engine")
         publisher = bind_heartbeat(context, endpoint)
         listeners = [connect_heartbeat(context, endpoint) for _ in range(2)]
@@ -179,5 +179,5 @@ class TestHeartbeat:
             ("tcp://[::1]:5555", "tcp://[::1]:5556"),
         ],
     )
-    def test_where_it_is(self, endpoint: str, expected: str) -> None:
+    def test_heartbeat_endpoints_derive_from_the_engine_endpoint(self, endpoint: str, expected: str) -> None:
         assert heartbeat_endpoint(endpoint) == expected

@@ -49,7 +49,7 @@ def a_failing_handshake(sock: Any) -> Iterator[None]:
 
 
 class TestAllowed:
-    def test_ipc_needs_nothing(self) -> None:
+    def test_ipc_needs_no_keys(self) -> None:
         Transport().check("ipc:///anywhere")
 
     @pytest.mark.parametrize("endpoint", ["inproc://x", "udp://1.2.3.4:5", "engine", "", "TCP://1.2.3.4:5"])
@@ -62,7 +62,7 @@ class TestAllowed:
         with pytest.raises(ValueError, match=r"--curve-keys .* --insecure-tcp"):
             open_socket(context, "tcp://127.0.0.1:5599")
 
-    def test_plain_tcp_warns_where_it_is_asked_for(self, context: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def test_plain_tcp_on_request_logs_a_warning(self, context: Any, caplog: pytest.LogCaptureFixture) -> None:
         transport = Transport(insecure_tcp=True)
         router = bind_router(context, ANY_PORT, transport)
         assert "neither encrypted nor authenticated" in caplog.text
@@ -78,7 +78,7 @@ class TestAllowed:
 
 
 class TestCurve:
-    def test_a_frontend_with_the_public_key_gets_through(self, context: Any, keys: Transport) -> None:
+    def test_a_frontend_with_the_public_key_connects(self, context: Any, keys: Transport) -> None:
         assert keys.curve is not None
         router = bind_router(context, ANY_PORT, keys)
         dealer = connect_dealer(context, address(router), Transport(Curve(keys.curve.public)))
@@ -126,13 +126,13 @@ class TestCurve:
 
 
 class TestKeys:
-    def test_written_for_the_owner_alone(self, tmp_path: Path) -> None:
+    def test_key_files_are_readable_only_by_their_owner(self, tmp_path: Path) -> None:
         public, secret = make_curve(tmp_path / "keys")
         assert stat.S_IMODE(secret.stat().st_mode) == 0o600
         assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
         assert (public.name, secret.name) == ("engine.key", "engine.key_secret")
 
-    def test_the_engine_reads_both_and_a_frontend_the_public_one(self, tmp_path: Path) -> None:
+    def test_load_curve_reads_the_secret_only_from_the_secret_file(self, tmp_path: Path) -> None:
         _, secret = make_curve(tmp_path)
         engine = load_curve(tmp_path)
         assert engine.secret is not None
@@ -146,13 +146,13 @@ class TestKeys:
         assert load_curve(tmp_path / "a").public != load_curve(tmp_path / "b").public
 
     @pytest.mark.parametrize("name", ["missing", "empty"])
-    def test_no_keys(self, tmp_path: Path, name: str) -> None:
+    def test_load_curve_without_key_files_is_an_error(self, tmp_path: Path, name: str) -> None:
         (tmp_path / "empty").mkdir()
         with pytest.raises(ValueError, match=r"tandem keys"):
             load_curve(tmp_path / name)
 
     @pytest.mark.parametrize("text", ["", "nonsense", 'curve\n    public-key = "short"\n'])
-    def test_a_file_that_holds_no_key(self, tmp_path: Path, text: str) -> None:
+    def test_load_curve_of_a_malformed_key_is_an_error(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "engine.key").write_text(text)
         with pytest.raises(ValueError, match=r"engine\.key|[Kk]ey"):
             load_curve(tmp_path)

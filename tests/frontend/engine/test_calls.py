@@ -35,7 +35,7 @@ def test_each_call_gets_its_own_reply() -> None:
     asyncio.run(ask())
 
 
-def test_without_a_reply_it_is_503() -> None:
+def test_a_call_without_a_reply_is_503() -> None:
     async def wait_in_vain() -> None:
         sent: list[Call] = []
         calls = EngineCalls(sent.append, timeout=0.01)
@@ -48,7 +48,7 @@ def test_without_a_reply_it_is_503() -> None:
     asyncio.run(wait_in_vain())
 
 
-def test_what_cannot_be_sent_is_forgotten() -> None:
+def test_a_call_that_cannot_be_sent_is_forgotten() -> None:
     def broken(_: Call) -> None:
         raise unavailable("there is no engine")
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_sent_is_forgotten() -> None:
     asyncio.run(fail())
 
 
-def test_the_loss_of_the_engine_ends_every_call() -> None:
+def test_engine_loss_fails_every_open_call() -> None:
     async def lose() -> None:
         sent: list[Call] = []
         calls = EngineCalls(sent.append)

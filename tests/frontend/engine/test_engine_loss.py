@@ -76,7 +76,7 @@ def test_a_dead_engine_ends_streams_and_a_new_one_is_found(
     assert "tandem_frontend_engine_connects_total 2.0" in get(server.url + "/metrics").text
 
 
-def test_a_silent_engine_ends_streams_and_is_taken_back(engine: FakeEngine, config: FrontendConfig) -> None:
+def test_a_silent_engine_ends_streams_and_is_reconnected_later(engine: FakeEngine, config: FrontendConfig) -> None:
     engine.start()
     engine.step_seconds = 0.02
     server = RunningServer(structs.replace(config, beat_timeout=1.0)).start().ready()
@@ -94,7 +94,9 @@ def test_a_silent_engine_ends_streams_and_is_taken_back(engine: FakeEngine, conf
         server.stop()
 
 
-def test_a_failed_engine_says_why(server: RunningServer, engine: FakeEngine, stream: OpenStream) -> None:
+def test_a_failed_engine_ends_streams_with_its_reason(
+    server: RunningServer, engine: FakeEngine, stream: OpenStream
+) -> None:
     engine.detail = "device lost"
     engine.phase = Phase.FAILED
     error = stream.last_error()
@@ -103,7 +105,7 @@ def test_a_failed_engine_says_why(server: RunningServer, engine: FakeEngine, str
     assert ready(server) == {"status": "failed", "reason": "the engine failed: device lost"}
 
 
-def test_a_draining_engine_keeps_its_streams_and_takes_no_new_ones(
+def test_a_draining_engine_keeps_streams_and_refuses_new_requests(
     server: RunningServer, engine: FakeEngine, stream: OpenStream
 ) -> None:
     engine.phase = Phase.DRAINING
@@ -134,7 +136,7 @@ def test_a_hung_engine_is_not_ready(engine: FakeEngine, config: FrontendConfig) 
 
 
 @pytest.mark.parametrize("how", ["refused", "protocol", "tokenizer"])
-def test_an_engine_that_does_not_fit_is_a_clear_reason(engine: FakeEngine, config: FrontendConfig, how: str) -> None:
+def test_an_incompatible_engine_is_tried_once(engine: FakeEngine, config: FrontendConfig, how: str) -> None:
     if how == "refused":
         engine.hello_refusal = "protocol 9 wanted"
     elif how == "protocol":

@@ -24,11 +24,11 @@ def choice(stops: Sequence[str] = (), min_tokens: int = 0) -> Choice:
     return Choice(3, Detokenizer(RAW), StopMatcher(stops) if stops else None, min_tokens)
 
 
-def test_a_delta_without_an_end() -> None:
+def test_advance_without_an_end_returns_text_and_ids() -> None:
     assert choice().advance(encode("one two"), None) == ChoiceDelta(3, "one two", encode("one two"), None)
 
 
-def test_the_stop_token_is_counted_and_not_shown_even_when_it_comes_alone() -> None:
+def test_a_stop_token_counts_and_has_no_text() -> None:
     ended = choice()
     ended.advance(encode("one"), None)
     word = encode(" two")[-1:]
@@ -45,7 +45,7 @@ def test_a_stop_string_in_the_last_delta_wins_over_the_engine() -> None:
     assert stopped.num_tokens == len(piece.token_ids) < len(ids)
 
 
-def test_what_ended_the_text_may_be_part_of_it() -> None:
+def test_include_stop_keeps_the_stop_string_or_token() -> None:
     def including(stops: Sequence[str] = ()) -> Choice:
         return Choice(0, Detokenizer(RAW), StopMatcher(stops) if stops else None, 0, include_stop=True)
 
@@ -64,20 +64,20 @@ def test_the_flushed_character_may_complete_a_stop_string() -> None:
     assert choice(["x"]).advance(cut, Finished(1, FinishReason.LENGTH)).text == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_a_failure_or_an_abort_is_no_finish() -> None:
+def test_a_failure_or_an_abort_gives_no_finish_reason() -> None:
     for terminal in (Failure(1, ErrorCode.ENGINE_FAILED, ""), Finished(1, FinishReason.ABORT)):
         piece = choice().advance(encode("one"), terminal)
         assert (piece.text, piece.finish_reason) == ("one", None)
 
 
-def test_pieces_that_say_nothing_are_known() -> None:
+def test_a_delta_without_text_ids_and_reason_is_empty() -> None:
     assert ChoiceDelta(0, "", [], None).is_empty
     assert not ChoiceDelta(0, "", [1], None).is_empty
     assert not ChoiceDelta(0, "", [], "stop").is_empty
 
 
 @given(st.text(max_size=20), st.sampled_from([(), ("b",), ("ab", "c")]), st.booleans(), st.integers(0, 5))
-def test_token_by_token_is_the_same(text: str, stops: tuple[str, ...], stop_token: bool, min_tokens: int) -> None:
+def test_advance_singly_equals_advance(text: str, stops: tuple[str, ...], stop_token: bool, min_tokens: int) -> None:
     ids = encode(text)
     end = Finished(1, FinishReason.STOP, ids[-1]) if stop_token and ids else Finished(1, FinishReason.LENGTH)
     at_once, singly = choice(stops, min_tokens), choice(stops, min_tokens)

@@ -19,12 +19,12 @@ def stream(raw: tokenizers.Tokenizer, ids: list[int], skip_special: bool = True)
 
 @settings(max_examples=300)
 @given(st.lists(st.integers(0, BPE.get_vocab_size() - 1), max_size=120))
-def test_random_ids(ids: list[int]) -> None:
+def test_random_ids_decode_as_a_whole(ids: list[int]) -> None:
     assert "".join(stream(BPE, ids)) == BPE.decode(ids, skip_special_tokens=True)
 
 
 @given(st.lists(st.integers(0, BPE.get_vocab_size() - 1), max_size=120))
-def test_random_ids_with_special_tokens_shown(ids: list[int]) -> None:
+def test_random_ids_decode_as_a_whole_with_special_tokens(ids: list[int]) -> None:
     assert "".join(stream(BPE, ids, skip_special=False)) == BPE.decode(ids, skip_special_tokens=False)
 
 
@@ -34,29 +34,29 @@ SINGLE_BYTES = sorted({token_id for ids in BYTES for token_id in ids} | set(rang
 
 @settings(max_examples=300)
 @given(st.lists(st.sampled_from(SINGLE_BYTES), max_size=160))
-def test_random_bytes_that_are_mostly_no_utf8(ids: list[int]) -> None:
+def test_random_bytes_decode_as_a_whole(ids: list[int]) -> None:
     assert "".join(stream(BPE, ids)) == BPE.decode(ids, skip_special_tokens=True)
 
 
 @given(st.text(max_size=60))
-def test_any_text_comes_back(text: str) -> None:
+def test_any_text_round_trips(text: str) -> None:
     ids = BPE.encode(text, add_special_tokens=False).ids
     assert "".join(stream(BPE, ids)) == BPE.decode(ids, skip_special_tokens=True) == text
 
 
-def test_a_split_character_is_never_shown_in_part() -> None:
+def test_a_split_character_is_held_back_until_complete() -> None:
     ids = BPE.encode("日本語 👩‍🚀!", add_special_tokens=False).ids
     parts = stream(BPE, ids)
     assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
     assert "".join(parts) == "日本語 👩‍🚀!"
 
 
-def test_a_trailing_part_of_a_character_becomes_the_replacement() -> None:
+def test_an_incomplete_last_character_becomes_the_replacement() -> None:
     ids = BPE.encode("ok 日", add_special_tokens=False).ids[:-1]
     assert "".join(stream(BPE, ids)) == BPE.decode(ids) == "ok \N{REPLACEMENT CHARACTER}"
 
 
-def test_endless_broken_bytes_are_let_out_in_bounded_time() -> None:
+def test_endless_invalid_bytes_are_flushed_in_bounded_time() -> None:
     lone_byte = BPE.encode("日", add_special_tokens=False).ids[-1]
     detokenizer = Detokenizer(BPE)
     parts = [detokenizer.push(lone_byte) for _ in range(500)]
@@ -64,17 +64,17 @@ def test_endless_broken_bytes_are_let_out_in_bounded_time() -> None:
     assert "".join(parts) + detokenizer.flush() == BPE.decode([lone_byte] * 500)
 
 
-def test_special_tokens_are_not_shown_even_inside_a_character() -> None:
+def test_special_tokens_are_skipped_even_inside_a_character() -> None:
     first, *rest = BPE.encode("日", add_special_tokens=False).ids
     ids = [first, BPE.token_to_id("<|end|>"), *rest]
     assert "".join(stream(BPE, ids)) == "日"
 
 
-def test_endless_special_tokens_show_nothing() -> None:
+def test_endless_special_tokens_have_no_text() -> None:
     assert "".join(stream(BPE, [0, 1] * 200)) == ""
 
 
-def test_byte_level_needs_no_anchor_and_sentence_piece_does() -> None:
+def test_only_sentence_piece_tokenizers_need_an_anchor() -> None:
     assert _anchor(BPE) == ()
     assert len(_anchor(PIECES)) == 1
 
@@ -86,7 +86,7 @@ def test_the_leading_space_of_a_sentence_piece_output_survives() -> None:
 
 
 @given(st.lists(st.integers(1, PIECES.get_vocab_size() - 1), max_size=60))
-def test_sentence_piece_of_any_ids_never_raises_and_keeps_its_words(ids: list[int]) -> None:
+def test_any_sentence_piece_ids_decode_and_keep_their_words(ids: list[int]) -> None:
     text = "".join(stream(PIECES, ids))
     for word in ("▁hello", "▁world"):
         assert text.count(word.replace("▁", " ")) >= ids.count(PIECES.token_to_id(word))

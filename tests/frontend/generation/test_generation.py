@@ -55,7 +55,7 @@ def overloaded(number: int) -> Failure:
     return Failure(number, ErrorCode.OVERLOADED, "full")
 
 
-def test_a_choice_refused_beside_the_first_tokens_refuses_the_request() -> None:
+def test_a_refused_choice_in_the_first_batch_fails_the_request() -> None:
     async def run() -> None:
         client = Streams()
         request = generation(client)
@@ -71,7 +71,7 @@ def test_a_choice_refused_beside_the_first_tokens_refuses_the_request() -> None:
     asyncio.run(run())
 
 
-def test_a_failure_after_the_first_batch_follows_what_came_with_it() -> None:
+def test_a_later_failure_is_raised_after_the_deltas_of_its_turn() -> None:
     async def run() -> None:
         client = Streams()
         request = generation(client)
@@ -89,7 +89,7 @@ def test_a_failure_after_the_first_batch_follows_what_came_with_it() -> None:
     asyncio.run(run())
 
 
-def test_each_prompt_has_its_own_length() -> None:
+def test_each_prompt_is_submitted_with_its_own_max_tokens() -> None:
     class Lengths(Streams):
         def submit(self, command: Submit, choice: int, ready_set: ReadySet) -> None:
             super().submit(command, choice, ready_set)

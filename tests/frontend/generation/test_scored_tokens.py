@@ -64,7 +64,7 @@ def shown(pieces: Sequence[ChoiceDelta]) -> str:
     return "".join([piece.text for piece in pieces])
 
 
-def test_each_token_has_its_own() -> None:
+def test_each_token_has_its_own_logprob() -> None:
     tokens = encode(TEXT)
     found = scored(run(choice(), tokens))
     assert [token.token for token in found] == [SPELL(token) for token in tokens]
@@ -87,7 +87,7 @@ def check_offsets(found: Sequence[ScoredToken], text: str) -> None:
 
 
 @given(st.text(min_size=1), st.lists(st.integers(1, 5)))
-def test_offsets_are_characters_of_the_text(text: str, sizes: list[int]) -> None:
+def test_offsets_count_characters_of_the_text(text: str, sizes: list[int]) -> None:
     pieces = run(choice(echo=True), encode(text), sizes)
     found = scored(pieces)
     whole = PROMPT + shown(pieces)
@@ -99,7 +99,7 @@ def test_offsets_are_characters_of_the_text(text: str, sizes: list[int]) -> None
 
 
 @given(st.text("ab🙂 ", min_size=1, max_size=30), st.lists(st.integers(1, 4)), st.text("ab🙂", min_size=1, max_size=3))
-def test_a_stop_string_cuts_tokens_off_however_they_arrive(text: str, sizes: list[int], stop: str) -> None:
+def test_a_stop_string_cuts_off_tokens_in_every_chunking(text: str, sizes: list[int], stop: str) -> None:
     tokens = encode(text)
     pieces = run(choice([stop]), tokens, sizes)
     visible = text.partition(stop)[0]
@@ -114,14 +114,14 @@ def test_a_stop_string_cuts_tokens_off_however_they_arrive(text: str, sizes: lis
     assert scored(run(choice([stop]), tokens, [1] * len(tokens))) == found
 
 
-def test_a_stop_string_that_is_shown_has_its_tokens() -> None:
+def test_an_included_stop_string_keeps_its_tokens() -> None:
     tokens = encode("one two three")
     pieces = run(choice(["two"], include_stop=True), tokens)
     assert shown(pieces) == "one two"
     assert b"".join([token.token for token in scored(pieces)]) == b"one two"
 
 
-def test_held_back_with_its_text() -> None:
+def test_logprobs_are_held_back_with_their_text() -> None:
     """A token is given out when part of its text is, not before and not later."""
     tokens = encode("x stop the rest")
     made, pieces = choice(["stop there"]), list[ChoiceDelta]()
@@ -139,14 +139,14 @@ def run_one(made: Choice, token: int | None, at: int, end: Finished | None) -> l
     return [made.advance(part, end, [lines(part, len(encode(PROMPT)) + at)] if part else [])]
 
 
-def test_half_a_character_at_the_end() -> None:
+def test_half_a_character_at_the_end_keeps_its_logprobs() -> None:
     tokens = encode("a🙂")[:-1]
     pieces = run(choice(), tokens)
     assert shown(pieces) == "a\N{REPLACEMENT CHARACTER}"
     assert [token.offset for token in scored(pieces)] == [len(PROMPT)] + [len(PROMPT) + 1] * (len(tokens) - 1)
 
 
-def test_an_end_token_is_no_text_but_counts_for_the_mean() -> None:
+def test_an_end_token_counts_only_for_the_mean() -> None:
     tokens = [*encode("one"), RAW.token_to_id(END)]
     end = Finished(1, FinishReason.STOP, tokens[-1])
     pieces = run(choice(), tokens, end=end)
@@ -165,7 +165,7 @@ def test_the_mean_ends_with_the_token_that_completed_the_stop_string() -> None:
     assert piece.mean_logprob == pytest.approx(sum(values) / len(values))
 
 
-def test_only_a_prompt() -> None:
+def test_a_scored_prompt_without_output_is_released() -> None:
     """Scoring: no token of the output, and the prompt's come with the end."""
     prompt = encode(PROMPT)
     made = choice(echo=True)
@@ -177,7 +177,7 @@ def test_only_a_prompt() -> None:
     assert last.text == "" and last.finish_reason == "length"
 
 
-def test_special_tokens_of_a_prompt_have_no_text() -> None:
+def test_special_tokens_of_a_prompt_have_no_characters() -> None:
     ids = [RAW.token_to_id(END), *encode("one two"), RAW.token_to_id(END)]
     prompt = echoed_prompt(ids, "one two", Detokenizer(RAW))
     assert prompt.offsets[0] == prompt.offsets[1] == 0
@@ -187,11 +187,11 @@ def test_special_tokens_of_a_prompt_have_no_text() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"), [(-math.inf, LOWEST), (math.nan, LOWEST), (-1e5, LOWEST), (-9998.5, -9998.5), (0.0, 0.0)]
 )
-def test_what_json_cannot_say(value: float, expected: float) -> None:
+def test_nan_and_infinities_become_the_lowest_logprob(value: float, expected: float) -> None:
     assert finite(value) == expected
 
 
-def test_lines_that_do_not_divide_are_refused() -> None:
+def test_partial_logprob_records_are_refused() -> None:
     broken = TokenLogprobs(1, 50, 1, pack_floats([0.0, 0.0]) + pack_ids([1, 2]))
     with pytest.raises(ProtocolError, match="do not divide"):
         choice().advance([5], None, [broken])

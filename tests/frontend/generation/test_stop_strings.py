@@ -46,7 +46,7 @@ def cuts(text: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     "stops", [["ab"], ["aab"], ["abab"], ["a", "ab"], ["ab", "b"], ["aba", "bb"], ["abb", "b"], ["aa", "aba", "bab"]]
 )
-def test_every_short_text_in_every_chunking(stops: list[str]) -> None:
+def test_every_short_text_matches_in_every_chunking(stops: list[str]) -> None:
     for length in range(1, 7):
         for letters in itertools.product("ab", repeat=length):
             text = "".join(letters)
@@ -59,12 +59,12 @@ alphabet = st.text("abc\n", min_size=1, max_size=5)
 
 
 @given(st.lists(st.text("abc\n", max_size=6), max_size=12), st.lists(alphabet, min_size=1, max_size=4))
-def test_any_chunks_equal_the_whole(chunks: list[str], stops: list[str]) -> None:
+def test_any_chunking_matches_like_the_whole_text(chunks: list[str], stops: list[str]) -> None:
     assert run(chunks, stops) == reference("".join(chunks), stops)
 
 
 @given(st.lists(st.text("abc\n", max_size=6), max_size=12), st.lists(alphabet, min_size=1, max_size=4))
-def test_nothing_is_shown_that_could_begin_a_stop_and_nothing_more_is_held(chunks: list[str], stops: list[str]) -> None:
+def test_exactly_the_possible_stop_prefix_is_held_back(chunks: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     shown = seen = ""
     for chunk in chunks:
@@ -77,7 +77,7 @@ def test_nothing_is_shown_that_could_begin_a_stop_and_nothing_more_is_held(chunk
         assert len(held) == longest
 
 
-def test_a_fresh_matcher_has_seen_nothing() -> None:
+def test_a_fresh_matcher_starts_over() -> None:
     used = StopMatcher(["ab"])
     used.push("a")
     fresh = used.fresh()
@@ -85,15 +85,15 @@ def test_a_fresh_matcher_has_seen_nothing() -> None:
     assert fresh.push("ab") == ("", "ab")
 
 
-def test_a_repetitive_stop_of_a_thousand_characters() -> None:
+def test_a_repetitive_stop_string_of_a_thousand_characters_matches() -> None:
     stop = "a" * 999 + "b"
     assert run(["a"] * 5000 + ["b", "never shown"], [stop]) == ("a" * 4001, stop)
 
 
-def test_an_empty_stop_is_refused() -> None:
+def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one character"):
         StopMatcher(["a", ""])
 
 
-def test_without_stops_everything_passes() -> None:
+def test_a_matcher_without_stop_strings_passes_all_text() -> None:
     assert StopMatcher([]).push("text") == ("text", None)

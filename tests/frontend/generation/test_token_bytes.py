@@ -13,37 +13,37 @@ SENTENCE_PIECE = sentence_piece_tokenizer()
 
 
 @given(st.text())
-def test_byte_level_tokens_spell_the_text(text: str) -> None:
+def test_bytes_of_byte_level_tokens_join_to_the_text(text: str) -> None:
     spell = token_bytes(BYTE_LEVEL)
     assert b"".join([spell(token_id) for token_id in BYTE_LEVEL.encode(text).ids]) == text.encode()
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="▁")))
-def test_sentence_piece_tokens_spell_the_text_behind_its_first_space(text: str) -> None:
+def test_bytes_of_sentence_piece_tokens_join_to_the_text(text: str) -> None:
     spell = token_bytes(SENTENCE_PIECE)
     spelled = b"".join([spell(token_id) for token_id in SENTENCE_PIECE.encode(text).ids])
     assert spelled == (b" " + text.encode() if text else b"")
 
 
-def test_every_byte_has_a_token() -> None:
+def test_every_byte_is_a_token() -> None:
     for raw in (BYTE_LEVEL, SENTENCE_PIECE):
         spell = token_bytes(raw)
         spelled = {spell(token_id) for token_id in range(raw.get_vocab_size())}
         assert {bytes([byte]) for byte in range(256)} <= spelled
 
 
-def test_added_tokens_are_written_as_they_are() -> None:
+def test_added_tokens_are_their_own_bytes() -> None:
     spell = token_bytes(BYTE_LEVEL)
     for name in (BEGIN, END):
         assert spell(BYTE_LEVEL.token_to_id(name)) == name.encode()
 
 
 @pytest.mark.parametrize("raw", [BYTE_LEVEL, SENTENCE_PIECE])
-def test_an_id_of_a_padded_vocabulary_is_nothing(raw: tokenizers.Tokenizer) -> None:
+def test_an_id_of_the_padding_has_no_bytes(raw: tokenizers.Tokenizer) -> None:
     assert token_bytes(raw)(raw.get_vocab_size() + 5) == b""
 
 
-def test_what_only_looks_like_a_byte() -> None:
+def test_a_token_that_resembles_a_byte_is_text() -> None:
     raw = sentence_piece_tokenizer()
     raw.add_tokens(["<0xZZ>", "<0x41"])
     spell = token_bytes(raw)
@@ -52,6 +52,6 @@ def test_what_only_looks_like_a_byte() -> None:
     assert spell(raw.token_to_id("<0x41>")) == b"A"
 
 
-def test_without_a_decoder_a_token_is_its_own_text() -> None:
+def test_tokens_of_a_tokenizer_without_decoder_are_their_own_text() -> None:
     raw = tokenizers.Tokenizer(tokenizers.models.WordLevel({"ab": 0, "▁c": 1}, unk_token="ab"))
     assert [token_bytes(raw)(token_id) for token_id in (0, 1)] == [b"ab", b" c"]

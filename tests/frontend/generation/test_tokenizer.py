@@ -12,7 +12,7 @@ from tandem.frontend.generation.tokenizer import SHORT_TEXT_CHARS, Tokenizer, To
 from tests.fakes.tokenizer import BEGIN, byte_level_tokenizer, write_tokenizer
 
 
-def test_the_fingerprint_is_that_of_the_file(tmp_path: Path) -> None:
+def test_the_fingerprint_is_the_hash_of_the_file(tmp_path: Path) -> None:
     fingerprint = write_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert (
@@ -21,7 +21,7 @@ def test_the_fingerprint_is_that_of_the_file(tmp_path: Path) -> None:
     tokenizer.close()
 
 
-def test_short_and_long_texts_are_encoded_alike(tmp_path: Path) -> None:
+def test_short_and_long_texts_encode_alike(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     for text in ("one two", "one two " * SHORT_TEXT_CHARS):
@@ -31,9 +31,7 @@ def test_short_and_long_texts_are_encoded_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["encode", "decode"])
-def test_the_event_loop_turns_while_a_long_text_is_worked_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_a_long_text_does_not_block_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     write_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     begun = threading.Event()
@@ -61,7 +59,7 @@ def test_the_event_loop_turns_while_a_long_text_is_worked_on(
     tokenizer.close()
 
 
-def test_a_begin_token_comes_from_the_tokenizer_itself(tmp_path: Path) -> None:
+def test_the_begin_token_comes_from_the_tokenizer(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, with_begin=True)
     tokenizer = load_tokenizer(tmp_path)
     begin = byte_level_tokenizer().token_to_id(BEGIN)
@@ -70,7 +68,7 @@ def test_a_begin_token_comes_from_the_tokenizer_itself(tmp_path: Path) -> None:
     tokenizer.close()
 
 
-def test_a_missing_or_broken_file_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_missing_or_broken_file_is_a_tokenizer_error(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"has no tokenizer\.json; convert"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")

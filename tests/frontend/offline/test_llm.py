@@ -49,7 +49,7 @@ def test_results_come_in_order_with_ids_reasons_and_usage(llm: LLM) -> None:
         assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (len(ids), 5)
 
 
-def test_prompts_have_several_forms(llm: LLM) -> None:
+def test_generate_accepts_texts_and_token_ids(llm: LLM) -> None:
     assert len(llm.generate("a prompt")) == 1
     assert llm.generate([5, 6], max_tokens=3)[0].outputs[0].token_ids == [5, 6, 5]
     assert [result.prompt_token_ids for result in llm.generate([[5, 6], "a"])] == [[5, 6], RAW.encode("a").ids]
@@ -57,7 +57,7 @@ def test_prompts_have_several_forms(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
-def test_a_refusal_names_the_request_and_the_next_call_works(llm: LLM) -> None:
+def test_a_refused_request_is_named_and_the_next_call_works(llm: LLM) -> None:
     with pytest.raises(RequestError, match="request 1: This model's maximum context length is 2048") as caught:
         llm.generate(["a", "b " * 3000], max_tokens=4)
     assert (caught.value.index, caught.value.code) == (1, "context_length_exceeded")
@@ -72,7 +72,7 @@ def test_a_refusal_names_the_request_and_the_next_call_works(llm: LLM) -> None:
     assert llm.generate("a", max_tokens=1)[0].usage.completion_tokens == 1
 
 
-def test_an_engine_that_dies_ends_what_runs_and_what_comes(llm: LLM) -> None:
+def test_a_dead_engine_fails_running_and_later_calls(llm: LLM) -> None:
     assert llm.engine_pid is not None
     os.kill(llm.engine_pid, signal.SIGKILL)
     with pytest.raises((RequestError, EngineError)):
@@ -82,7 +82,9 @@ def test_an_engine_that_dies_ends_what_runs_and_what_comes(llm: LLM) -> None:
         llm.generate("a")
 
 
-def test_nothing_is_left_behind(folder: Path, ipc_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_leaves_no_process_thread_or_directory(
+    folder: Path, ipc_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(ipc_dir))
     llm = LLM(str(folder))
     pid = llm.engine_pid
@@ -97,7 +99,7 @@ def test_nothing_is_left_behind(folder: Path, ipc_dir: Path, monkeypatch: pytest
         llm.generate("a")
 
 
-def test_one_that_is_forgotten_is_closed(folder: Path) -> None:
+def test_an_unreferenced_llm_is_closed(folder: Path) -> None:
     llm = LLM(str(folder))
     pid = llm.engine_pid
     assert pid is not None

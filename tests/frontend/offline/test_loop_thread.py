@@ -19,7 +19,7 @@ def thread() -> Iterator[LoopThread]:
     assert "test-loop" not in [one.name for one in threading.enumerate()]
 
 
-def test_a_result_and_an_error_come_back(thread: LoopThread) -> None:
+def test_run_returns_the_result_or_raises_the_error(thread: LoopThread) -> None:
     async def double(number: int) -> int:
         await asyncio.sleep(0)
         assert thread.is_current
@@ -34,7 +34,7 @@ def test_a_result_and_an_error_come_back(thread: LoopThread) -> None:
     assert not thread.is_current
 
 
-def test_an_interrupt_cancels_and_waits(thread: LoopThread) -> None:
+def test_an_interrupt_cancels_the_coroutine_and_waits(thread: LoopThread) -> None:
     told: list[str] = []
 
     async def endless() -> None:

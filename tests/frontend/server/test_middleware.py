@@ -36,7 +36,7 @@ def guarded(engine: FakeEngine, config: FrontendConfig) -> Iterator[RunningServe
     running.stop()
 
 
-def test_any_of_the_keys_opens_every_route(guarded: RunningServer) -> None:
+def test_every_key_opens_every_route(guarded: RunningServer) -> None:
     for key in KEYS:
         assert get(guarded.url + "/v1/models", headers=bearer(key)).status_code == 200
         assert post(guarded.url + "/v1/completions", headers=bearer(key), json=BODY).status_code == 200
@@ -69,7 +69,7 @@ def test_a_401_reaches_a_client_that_sends_all_of_its_body_first(guarded: Runnin
         assert answer.code == 401
 
 
-def test_two_keys_at_once_are_none(guarded: RunningServer) -> None:
+def test_two_keys_in_one_request_are_refused(guarded: RunningServer) -> None:
     headers = [("authorization", "Bearer key-one"), ("authorization", "Bearer key-two")]
     assert get(guarded.url + "/v1/models", headers=headers).status_code == 401
 
@@ -79,7 +79,7 @@ def test_health_and_the_page_need_no_key(guarded: RunningServer) -> None:
         assert get(guarded.url + path).status_code == 200
 
 
-def test_a_page_of_an_allowed_origin_may_ask_and_read_refusals(guarded: RunningServer) -> None:
+def test_cors_allows_a_configured_origin_to_read_refusals(guarded: RunningServer) -> None:
     asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
     asked["access-control-request-headers"] = "authorization, content-type, x-stainless-os"
     preflight = httpx.options(guarded.url + "/v1/completions", headers=asked)
@@ -96,7 +96,7 @@ def test_a_page_of_an_allowed_origin_may_ask_and_read_refusals(guarded: RunningS
     assert "access-control-allow-origin" not in other.headers
 
 
-def test_by_default_no_other_origin_may_ask(server: RunningServer) -> None:
+def test_cors_allows_no_origin_by_default(server: RunningServer) -> None:
     asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
     assert httpx.options(server.url + "/v1/completions", headers=asked).status_code == 405
     response = get(server.url + "/v1/models", headers={"origin": "https://a.example"})
@@ -116,7 +116,7 @@ def test_every_response_has_a_request_id(server: RunningServer) -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_what_is_no_http_has_a_request_id_too(server: RunningServer) -> None:
+def test_malformed_http_is_answered_with_a_request_id(server: RunningServer) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE) as connection:
         connection.sendall(b"what is this\r\n\r\n")
@@ -129,12 +129,12 @@ def test_what_is_no_http_has_a_request_id_too(server: RunningServer) -> None:
     ("given", "kept"),
     [("mine-1", True), ("with blank", True), ("~" * 128, True), ("~" * 129, False), ("", False), ("naïve", False)],
 )
-def test_a_sane_request_id_is_kept(server: RunningServer, given: str, kept: bool) -> None:
+def test_a_valid_request_id_is_kept(server: RunningServer, given: str, kept: bool) -> None:
     response = get(server.url + "/v1/models", headers=[(b"x-request-id", given.encode())])
     assert (response.headers["x-request-id"] == given) is kept
 
 
-def test_the_first_sane_id_counts() -> None:
+def test_the_first_valid_request_id_is_kept() -> None:
     headers = [(b"x-request-id", b"\x01"), (b"x-request-id", b"a"), (b"x-request-id", b"b")]
     assert request_id({"headers": headers}) == b"a"
 
@@ -156,13 +156,13 @@ def test_a_failure_is_logged_with_its_id(
     assert 'route="/v1/models",status="500"' in get(server.url + "/metrics").text
 
 
-def test_labels_are_bounded() -> None:
+def test_route_labels_are_bounded() -> None:
     assert route_label("/v1/chat/completions") == "/v1/chat/completions"
     assert route_label("/v1/models/a/b") == "/v1/models/{model}"
     assert route_label("/anything") == route_label("/page/x.js") == "other"
 
 
-def test_tls(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> None:
+def test_tls_serves_https(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",

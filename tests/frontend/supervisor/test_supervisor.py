@@ -151,7 +151,7 @@ def complete(url: str) -> httpx.Response:
     return post(url + "/v1/completions", json=body)
 
 
-def test_serves_the_model_inside_and_ends_in_order(tandem: Start) -> None:
+def test_serve_uses_the_default_model_and_stops_in_order(tandem: Start) -> None:
     process = tandem(SERVING, *SERVE)
     assert complete(process.url()).status_code == 200
     mapped = Path(f"/proc/{process.child('tandem.frontend').pid}/maps").read_text()
@@ -168,7 +168,7 @@ def test_serves_the_model_inside_and_ends_in_order(tandem: Start) -> None:
     assert "Traceback" not in process.output
 
 
-def test_each_dead_child_is_started_again_alone(tandem: Start) -> None:
+def test_a_dead_process_is_restarted_without_the_other(tandem: Start) -> None:
     process = tandem(SERVING, *SERVE)
     url = process.url()
     engine, frontend = process.child("tandem.engine_core"), process.child("tandem.frontend")
@@ -197,7 +197,7 @@ def complete_when_ready(url: str) -> httpx.Response:
     return complete(url)
 
 
-def test_a_silent_engine_is_killed_and_started_again(tandem: Start) -> None:
+def test_a_silent_engine_is_restarted(tandem: Start) -> None:
     process = tandem(SERVING, *SERVE, "--beat-timeout", "1")
     url = process.url()
     engine = process.child("tandem.engine_core")
@@ -208,7 +208,7 @@ def test_a_silent_engine_is_killed_and_started_again(tandem: Start) -> None:
     assert complete(url).status_code == 200
 
 
-def test_a_hung_engine_is_killed_and_started_again(tandem: Start) -> None:
+def test_a_hung_engine_is_restarted(tandem: Start) -> None:
     process = tandem(HANGING_ONCE, *SERVE, "--step-timeout", "1")
     url = process.url()
     engine = process.child("tandem.engine_core")
@@ -218,7 +218,7 @@ def test_a_hung_engine_is_killed_and_started_again(tandem: Start) -> None:
     assert complete(url).status_code == 200
 
 
-def test_no_python_runs_between_fork_and_exec(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_start_without_python_between_fork_and_exec(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     start = asyncio.create_subprocess_exec
 
@@ -231,7 +231,7 @@ def test_no_python_runs_between_fork_and_exec(monkeypatch: pytest.MonkeyPatch) -
     assert "preexec_fn" not in given
 
 
-def test_an_engine_that_refuses_its_settings_ends_everything(tandem: Start) -> None:
+def test_an_engine_that_refuses_its_settings_stops_the_supervisor(tandem: Start) -> None:
     process = tandem(IMPOSSIBLE, *SERVE)
     assert process.wait() == 2
     process.find("max_len 5 is below 16; raise --max-len")
@@ -239,7 +239,7 @@ def test_an_engine_that_refuses_its_settings_ends_everything(tandem: Start) -> N
     assert "Traceback" not in process.output
 
 
-def test_nothing_outlives_a_killed_supervisor(tandem: Start) -> None:
+def test_processes_end_with_a_killed_supervisor(tandem: Start) -> None:
     process = tandem(SERVING, *SERVE)
     process.url()
     children = [process.child("tandem.engine_core"), process.child("tandem.frontend")]
@@ -248,7 +248,7 @@ def test_nothing_outlives_a_killed_supervisor(tandem: Start) -> None:
     assert alive == []
 
 
-def test_an_engine_alone_serves_its_ops_port(tandem: Start, ipc_dir: Path) -> None:
+def test_the_engine_command_serves_the_ops_port(tandem: Start, ipc_dir: Path) -> None:
     process = tandem(SERVING, "engine", "--ops-port", "0", "--endpoint", f"ipc://{ipc_dir}/e")
     process.find("the engine is ready")
     assert "tandem_engine_ready 1.0" in get(process.ops_url() + "/metrics").text
@@ -256,7 +256,7 @@ def test_an_engine_alone_serves_its_ops_port(tandem: Start, ipc_dir: Path) -> No
     assert process.wait() == 0, process.output
 
 
-def test_a_second_signal_kills(tandem: Start) -> None:
+def test_a_second_signal_kills_all_processes(tandem: Start) -> None:
     process = tandem(SERVING.replace("engine = ", "import signal; engine = "), *SERVE[:-1], "60")
     url = process.url()
     body = {"model": "fake-model", "prompt": "one", "max_tokens": 2000, "stream": True}
