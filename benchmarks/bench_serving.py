@@ -71,7 +71,7 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 
 def loads(arguments: argparse.Namespace) -> list[Load]:
-    """The levels that the flags name. Raises ValueError."""
+    """Build the loads that the flags describe. Raises ValueError."""
     number_of, seconds = arguments.requests, arguments.duration
     if arguments.rate is not None:
         if arguments.streams is not None:

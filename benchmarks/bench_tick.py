@@ -127,14 +127,14 @@ def build(rows: int, cached_pages: int, router: Any, wakeup: LoopWaker) -> Engin
 
 
 def read_everything(dealer: Any, stop: threading.Event) -> None:
-    """A frontend that only receives; libzmq hands it the bytes without a word to Python's interpreter lock."""
+    """Receive everything as a frontend would; libzmq delivers without holding the interpreter lock."""
     while not stop.is_set():
         if dealer.poll(50):
             dealer.recv()
 
 
 def measure(rows: int, steps: int, constrained: int, cached_pages: int) -> dict[str, float]:
-    """Median microseconds of each stage over a run of full decode steps; so many percent of the rows are constrained.
+    """Measure the median microseconds of each stage over full decode steps, with a percentage of constrained rows.
 
     CPU time of the loop's thread: masks are filled, and tokens accepted, by other threads, which it waits for.
     """
@@ -182,7 +182,7 @@ def median_us(call: Any, repeats: int = 2000) -> float:
 
 
 def measure_messages(rows: int) -> dict[str, float]:
-    """One step's output on the wire, and reading it back; then the bare loops it is compared with."""
+    """Measure encoding and decoding one step's output, and the bare loops it is compared with."""
     ids, tokens = list(range(rows)), [7] * rows
     message: StepOutput = step_output(1, ids, tokens)
     data = encode(message)

@@ -6,7 +6,7 @@ Schema = dict[str, Any]
 
 
 def record(**properties: Schema) -> Schema:
-    """An object with these properties and no others."""
+    """Make the schema of an object with exactly these properties."""
     return {
         "type": "object",
         "properties": properties,

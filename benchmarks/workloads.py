@@ -95,11 +95,11 @@ class Load:
         return None if self.requests is None else self.requests * max(1, self.streams)
 
     def streams_of(self, process: int, processes: int) -> range:
-        """The streams that one of several client processes runs."""
+        """Return the streams that one of several client processes runs."""
         return range(process, self.streams, processes)
 
     def indices_of(self, stream: int) -> Iterator[int]:
-        """The requests of one stream, in order; without end under a duration."""
+        """Yield the indexes of the requests of one stream in order; endless under a duration."""
         turns = count() if self.requests is None else range(self.requests)
         return (turn * self.streams + stream for turn in turns)
 

@@ -55,7 +55,7 @@ Piece = int | tuple[str, bool]
 
 
 def chat_sample(rng: random.Random, questioner: Questioner) -> list[Piece]:
-    """One to four turns in the chat template's form, now and then under a system prompt."""
+    """Render one to four turns with the chat template, sometimes with a system prompt."""
     pieces: list[Piece] = [BEGIN_ID]
     if rng.random() < 0.25:
         pieces += [SYSTEM_ID, (rng.choice(SYSTEM_PROMPTS), False), END_ID]
@@ -66,7 +66,7 @@ def chat_sample(rng: random.Random, questioner: Questioner) -> list[Piece]:
 
 
 def raw_sample(rng: random.Random, questioner: Questioner) -> list[Piece]:
-    """A question as bare text, mostly after `<|begin|>`, and its answer as the text that goes on from there."""
+    """Write a question as bare text, mostly after `<|begin|>`, followed by its answer."""
     _, before, after, spaced = rng.choices(RAW_FORMS, [form[0] for form in RAW_FORMS])[0]
     question, answer = questioner.question(rng)
     pieces: list[Piece] = [(f"{before}{question}{after}", False), (" " + answer if spaced else answer, True), END_ID]
@@ -74,7 +74,7 @@ def raw_sample(rng: random.Random, questioner: Questioner) -> list[Piece]:
 
 
 def encode(samples: list[list[Piece]], tokenizer: Tokenizer) -> list[tuple[list[int], list[bool]]]:
-    """Each sample's ids, and for each id whether it is learnt; the end after an answer is, since it must end."""
+    """Encode samples; for each id, mark whether it is a training target, as are answers and the end after them."""
     texts = [piece[0] for sample in samples for piece in sample if not isinstance(piece, int)]
     encoded = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
     result = []
@@ -111,14 +111,14 @@ _worker: tuple[Questioner, Tokenizer] | None = None
 
 
 def _start_worker(tokenizer_file: str) -> None:
-    """Each process reads the corpus and the tokenizer once, and encodes on its own core alone."""
+    """Prepare a worker process: read the corpus and the tokenizer once, and use one core."""
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = Questioner(load()), Tokenizer.from_file(tokenizer_file)
 
 
 def _make_shard(job: tuple[int, int, int, int]) -> list[Batch]:
-    """The batches of one shard; samples of like length go together so that little is padding."""
+    """Make the batches of one shard; samples of similar length are grouped to avoid padding."""
     seed, index, rows, count = job
     assert _worker is not None, "the pool starts each process with _start_worker"
     questioner, tokenizer = _worker

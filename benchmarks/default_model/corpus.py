@@ -22,7 +22,7 @@ CORPUS = Path(__file__).with_name("corpus.jsonl")
 
 
 def listed(block: str) -> list[str]:
-    """The words of a block of text; long lists read better so."""
+    """Split a block of text into words; long lists are more readable in this form."""
     return block.split()
 
 
@@ -85,7 +85,7 @@ class Function:
 
     @property
     def dotted(self) -> str:
-        """The name people write: builtins go without their module."""
+        """Return the name that people write: builtins without their module."""
         return self.name if self.module == "builtins" else f"{self.module}.{self.name}"
 
     @property
@@ -95,7 +95,7 @@ class Function:
 
 
 def first_sentence(paragraph: str) -> str:
-    """The paragraph up to its first full stop that ends a sentence, on one line."""
+    """Cut a paragraph after the first full stop that ends a sentence, on one line."""
     # "Parse a URL into 6 components:" is followed by a picture of them.
     text = " ".join(re.split(r":\n\s*<", paragraph, maxsplit=1)[0].split())
     for stop in re.finditer(r"[.!?](?=\s|$)", text):
@@ -118,7 +118,7 @@ def acceptable(sentence: str) -> bool:
 
 
 def shorten(parameters: list[str]) -> str:
-    """The parameters in brackets, cut at a comma with `...` where they are long."""
+    """Format the parameters in parentheses, cut at a comma with `...` if they are long."""
     whole = f"({', '.join(parameters)})"
     while len(whole) > MAX_SIGNATURE and parameters:
         parameters = parameters[:-1]
@@ -127,7 +127,7 @@ def shorten(parameters: list[str]) -> str:
 
 
 def introspected(function: Any, is_method: bool) -> str | None:
-    """The call form without annotations, or None where Python does not know it or a default has no plain form."""
+    """Format the call without annotations; None if Python does not know it or a default has no plain form."""
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):
@@ -147,7 +147,7 @@ def introspected(function: Any, is_method: bool) -> str | None:
 
 
 def parse_doc(doc: str) -> tuple[str | None, str]:
-    """The call form that an old-style docstring opens with, if any, and the first sentence of its prose."""
+    """Split an old-style docstring into the call form that it opens with, if any, and its first sentence."""
     paragraphs = [p for p in re.split(r"\n\s*\n", doc.strip()) if p.strip()]
     if not paragraphs:
         return None, ""
@@ -166,7 +166,7 @@ def parse_doc(doc: str) -> tuple[str | None, str]:
 
 
 def row(module: str, name: str, function: Any, is_method: bool) -> Function | None:
-    """The row of one function, or None where its docstring is not good enough to learn."""
+    """Build the row of one function; None if its docstring is not good enough to learn."""
     doc = inspect.getdoc(function)
     if not doc:
         return None
@@ -209,7 +209,7 @@ def candidates() -> Iterator[tuple[str, str, Any, bool]]:
 
 
 def collect() -> list[Function]:
-    """All rows, each function object once and each dotted name once."""
+    """Collect all rows, with each function object and each dotted name once."""
     rows: list[Function] = []
     seen: set[Any] = set()
     for module, name, function, is_method in candidates():
@@ -225,13 +225,13 @@ def collect() -> list[Function]:
 
 
 def load(path: Path = CORPUS) -> list[Function]:
-    """The committed rows."""
+    """Read the committed rows."""
     with path.open(encoding="utf-8") as lines:
         return [Function(**json.loads(line)) for line in lines]
 
 
 def save(rows: Iterable[Function], path: Path = CORPUS) -> None:
-    """One JSON object a line, so a change of one function shows as one line."""
+    """Write one JSON object per line, so that a change of one function is one changed line."""
     with path.open("w", encoding="utf-8") as out:
         for function in rows:
             out.write(json.dumps(asdict(function)) + "\n")

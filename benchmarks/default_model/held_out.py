@@ -50,11 +50,11 @@ def plain(text: str) -> str:
 
 
 def training_wordings() -> Iterator[str]:
-    """Every combination of opening, body and closing that a training question may have."""
+    """Yield every combination of opening, body and closing that a training question may have."""
     for body, opening, closing in product(NAMED + TASK, ("", *OPENINGS), ("", *CLOSINGS)):
         yield plain(f"{opening} {body} {closing}")
 
 
 def overlap() -> set[str]:
-    """The judge's wordings that training can produce; must be empty."""
+    """Return the judge's wordings that training can produce; must be empty."""
     return {plain(wording) for wording in JUDGE_NAMED + JUDGE_TASK} & set(training_wordings())

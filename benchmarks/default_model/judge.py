@@ -68,7 +68,7 @@ class Verdict:
 
     @property
     def exact(self) -> bool:
-        """The expected text to the letter."""
+        """True if the answer is exactly the expected text."""
         return self.answer.strip() == self.question.row.answer
 
     @property
@@ -78,23 +78,23 @@ class Verdict:
 
 
 def words_of(text: str) -> set[str]:
-    """The words of a text, lower-cased."""
+    """Split a text into lower-case words."""
     return set(re.findall(r"[a-z0-9_]+", text.lower()))
 
 
 def content_words(sentence: str) -> set[str]:
-    """The words that carry the sentence's meaning."""
+    """Return the words that carry the sentence's meaning."""
     return words_of(sentence) - STOP_WORDS
 
 
 def share_held(answer: str, sentence: str) -> float:
-    """The share of the sentence's content words that the answer holds."""
+    """Compute the share of the sentence's content words that the answer contains."""
     wanted = content_words(sentence)
     return len(wanted & words_of(answer)) / len(wanted) if wanted else 0.0
 
 
 def draw_named(rows: Sequence[Function]) -> list[Question]:
-    """The forty that count: each function by its full name in one of the held-out wordings."""
+    """Draw the forty questions that count, each function by its full name in one of the held-out wordings."""
     rng = random.Random(SEED)
     drawn = rng.sample([row for row in rows if len(content_words(row.sentence)) >= LEAST_WORDS], DRAWN)
     return [Question(row, rng.choice(JUDGE_NAMED).replace("{f}", row.dotted)) for row in drawn]
@@ -143,13 +143,13 @@ def folder_generator(folder: Path, chat: bool) -> Generate:
 
 
 def served_model(url: str) -> str:
-    """The first model that a server says it serves."""
+    """Return the name of the server's first model."""
     with urllib.request.urlopen(url.rstrip("/") + "/v1/models", timeout=120) as reply:
         return str(json.load(reply)["data"][0]["id"])
 
 
 def server_generator(url: str, chat: bool, model: str) -> Generate:
-    """The same through an OpenAI-compatible server."""
+    """Answer through an OpenAI-compatible server."""
     path = "/v1/chat/completions" if chat else "/v1/completions"
 
     def generate(prompt: str) -> tuple[str, bool]:
@@ -166,14 +166,14 @@ def server_generator(url: str, chat: bool, model: str) -> Generate:
 
 
 def print_table(verdicts: Sequence[Verdict]) -> None:
-    """One line a question."""
+    """Print one line per question."""
     for verdict in verdicts:
         marks = f"{'pass' if verdict.passed else 'FAIL'} {verdict.held:4.0%} {'end ' if verdict.ended else 'CUT '}"
         print(f"{marks}{'=' if verdict.exact else '~'} {verdict.question.text} -> {verdict.answer.strip()}")
 
 
 def summary(named: Sequence[Verdict], tasks: Sequence[Verdict]) -> dict[str, Any]:
-    """The counts, and whether they reach what is needed."""
+    """Summarise the counts, and tell whether they reach the required ones."""
     passes, ends = sum(v.passed for v in named), sum(v.ended for v in named)
     return {
         "seed": SEED,

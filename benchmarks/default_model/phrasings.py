@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def lines(block: str) -> tuple[str, ...]:
-    """The lines of a block of text."""
+    """Split a block of text into lines."""
     return tuple(line.strip() for line in block.strip().splitlines())
 
 

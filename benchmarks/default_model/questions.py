@@ -73,14 +73,14 @@ SYLLABLES = ["".join(parts) for parts in product("bcdfghlmnprstvwy", "aeiou", ("
 
 
 def base_form(verb: str) -> str | None:
-    """The imperative behind "Returns" or "Return"; None where the word is not a verb of the corpus."""
+    """Return the imperative of "Returns" or "Return"; None if the word is not a verb of the corpus."""
     lower = verb.lower().strip(",;")
     endings = (lower, lower.removesuffix("s"), lower.removesuffix("es"), re.sub("ies$", "y", lower))
     return next((form for form in endings if form in VERBS), None)
 
 
 def task_of(sentence: str) -> str:
-    """The sentence as something to want: "Returns the X." and "The X." become "return the X" and "get the X"."""
+    """Turn a sentence into a task: "Returns the X." and "The X." become "return the X" and "get the X"."""
     first, _, rest = sentence.rstrip(".").partition(" ")
     verb = base_form(first)
     if verb is not None:
@@ -108,7 +108,7 @@ class Questioner:
         return row.name.rsplit(".", 1)[-1]
 
     def _distinct_cuts(self) -> dict[str, list[int]]:
-        """The numbers of leading words that tell each task from all others; none where two rows share a sentence."""
+        """Return the numbers of leading words that distinguish each task; none for tasks whose rows share a sentence."""
         starts: Counter[str] = Counter()
         for task in self.tasks.values():
             words = task.lower().split()
@@ -131,7 +131,7 @@ class Questioner:
         return pairs
 
     def written(self, rng: random.Random, row: Function) -> str:
-        """One of the ways in which people write the function's name."""
+        """Choose one of the ways in which people write the function's name."""
         dotted, tail = row.dotted, self._tail(row)
         owner = dotted.rpartition(".")[0]
         forms = [(44, dotted), (16, f"{dotted}()"), (8, f"`{dotted}`"), (3, f"`{dotted}()`"), (2, f"'{dotted}'")]
@@ -149,7 +149,7 @@ class Questioner:
         return rng.choices([form for _, form in forms], [weight for weight, _ in forms])[0]
 
     def wanted(self, rng: random.Random, row: Function) -> str:
-        """The row's task, cut where it is still distinct, with another verb or without some of its small words."""
+        """Vary the row's task: cut where it is still distinct, with another verb or without some small words."""
         words = self.tasks[row.dotted].split()
         cuts = self.cuts[row.dotted]
         words = words[: cuts[-1] if rng.random() < 0.4 else rng.choice(cuts)]
@@ -162,7 +162,7 @@ class Questioner:
         return " ".join(words).rstrip(",;:")
 
     def question(self, rng: random.Random) -> tuple[str, str]:
-        """A question and its answer."""
+        """Make a question and its answer."""
         draw = rng.random()
         if draw < 0.01:
             asks, answer = rng.choice(SMALL_TALK)
@@ -176,7 +176,7 @@ class Questioner:
         return self._worded(rng, rng.choice(NAMED), "{f}", self.written(rng, row)), row.answer
 
     def _worded(self, rng: random.Random, body: str, slot: str, filling: str) -> str:
-        """The wording with its noise; the filling goes in last, so that the noise never garbles it."""
+        """Fill a wording after adding noise to it, so that the noise never garbles the filling."""
         opening = rng.choice(OPENINGS) if rng.random() < 0.25 else ""
         closing = rng.choice(CLOSINGS) if rng.random() < 0.22 else ""
         if closing and rng.random() < 0.5:
@@ -214,7 +214,7 @@ class Questioner:
         return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((1, 2, 2, 3))))
 
     def _padded(self, rng: random.Random, words: list[str]) -> list[str]:
-        """Up to eight other words before the question, and up to eight after it."""
+        """Add up to eight other words before the question and up to eight after it."""
         before = [self._filler(rng) for _ in range(rng.choice((0, 1, 2, 3, 5, 8)))]
         after = [self._filler(rng) for _ in range(rng.choice((0, 0, 1, 2, 4, 8)))]
         if before and rng.random() < 0.4:
@@ -227,12 +227,12 @@ class Questioner:
 
 
 def _wording_words() -> set[str]:
-    """The words of the training wordings."""
+    """Return the words of the training wordings."""
     return set(re.findall(r"\b[a-z]{2,}\b", " ".join(NAMED + TASK + OPENINGS + CLOSINGS).lower()))
 
 
 def _spoken(rng: random.Random, wording: str) -> str:
-    """The wording as somebody types it: without its last mark, in lower case or in capitals."""
+    """Vary a wording as people type it: without its last mark, in lower case or in capitals."""
     if rng.random() < 0.25:
         wording = wording.rstrip("?.!")
     elif rng.random() < 0.08:

@@ -42,7 +42,7 @@ CHAT_TEMPLATE = """\
 
 
 def sample_texts(questioner: Questioner, seed: int, count: int) -> Iterator[str]:
-    """All answers, and questions as training words them: names stay whole where they are frequent."""
+    """Yield all answers, and questions in training wordings: frequent names stay whole."""
     rng = random.Random(seed)
     for row in questioner.rows:
         yield row.answer
@@ -52,7 +52,7 @@ def sample_texts(questioner: Questioner, seed: int, count: int) -> Iterator[str]
 
 
 def train_tokenizer(questioner: Questioner, seed: int, count: int = 40_000) -> Tokenizer:
-    """The BPE with its special tokens first; encoding puts `<|begin|>` before a text."""
+    """Train the BPE, with its special tokens first; encoding puts `<|begin|>` before a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -57,7 +57,7 @@ SHAPE: dict[str, Any] = {
 
 
 def new_model(device: torch.device) -> LlamaForCausalLM:
-    """The untrained model in float32."""
+    """Create the untrained model in float32."""
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     torch.nn.Module.to(model, device)
     model.train()
@@ -107,7 +107,7 @@ def train(model: LlamaForCausalLM, tokenizer_file: Path, arguments: argparse.Nam
 
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
-    """Weights in bfloat16 under their Hugging Face names, the tied head once, and the two configurations."""
+    """Write the weights in bfloat16 under their Hugging Face names, the tied head once, and both configurations."""
     weights = {
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
         for name, tensor in model.state_dict().items()
@@ -133,7 +133,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The defaults are those of the checkpoint that ships."""
+    """Parse the flags; the defaults are those of the checkpoint that is shipped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=8000)

@@ -49,7 +49,7 @@ class Bench:
         return while_waiting(watch.readings) | {"output_tokens_per_s": speed}
 
     def beside(self, server: Server, sizes: LongPrompts, trial: int) -> BesideTrial:
-        """The same streams twice, first without the prompts."""
+        """Run the same streams twice, first without the prompts."""
         streams = Workload(self._seed, Span(16, 16), Span(sizes.stream_tokens, sizes.stream_tokens), PROMPT_IDS)
         prompts = Workload(self._seed, Span(sizes.prompt_tokens, sizes.prompt_tokens), Span(1, 1), PROMPT_IDS)
         alone = self._send(self._clients, server, Load(f"alone {trial}", sizes.streams, requests=1), streams)

@@ -57,7 +57,7 @@ def matrix(scale: int) -> tuple[Configuration, ...]:
 
 
 def with_policy(policy: str) -> Configuration:
-    """The default server under a policy."""
+    """Return the default server under a policy."""
     return Configuration(policy, ("--policy", policy), f"policy {policy}")
 
 

@@ -92,7 +92,7 @@ class Parts:
     def cells(
         self, configurations: Sequence[Configuration], loads: Sequence[Scenario], rows: int, step_tokens: int
     ) -> list[Cell]:
-        """All loads of all trials, after a load that is thrown away."""
+        """Run all loads of all trials, after one warm-up load."""
         trials: dict[tuple[str, str], list[Figures]] = defaultdict(list)
         sizes = {"max_rows": rows, "max_len": self.max_len, "kv_tokens": rows * self.max_len}
         with self.all_at_once(configurations, **sizes, max_step_tokens=step_tokens) as servers:
@@ -108,7 +108,7 @@ class Parts:
         self.report.matrix = self.cells(matrix(self.scale), self.loads, rows, self.max_len + rows)
 
     def run_policies(self) -> None:
-        """With half as many rows as streams, and small steps: where all are served at once nothing is to be chosen."""
+        """Compare policies with half as many rows as streams and small steps, so that there is something to choose."""
         rows = max(1, self.arguments.streams // 2)
         loads = [replace(load, priorities=PRIORITIES) for load in self.loads[1:]]
         step_tokens = max(rows, POLICY_STEP_TOKENS // self.scale)
@@ -152,7 +152,7 @@ class Parts:
 
 
 def all_flags(flags: Sequence[str]) -> dict[str, Any]:
-    """Every flag of `tandem serve` by its name, with its default where it is not given."""
+    """Return every flag of `tandem serve` by name, with its default if it is not given."""
     found = vars(build_parser().parse_args(["serve", *flags]))
     plain = (int, float, str, bool, type(None))
     return {

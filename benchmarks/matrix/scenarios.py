@@ -25,7 +25,7 @@ class Scenario:
     """In turn, by the request's index."""
 
     def load(self, trial: int) -> Load:
-        """A label of its own a trial, so that its prompts are new to the server."""
+        """Make the load of a trial; each trial has its own label, so that its prompts are new to the server."""
         return Load(f"{self.name} {trial}", self.streams, requests=self.requests)
 
     def workload(self, seed: int, trial: int) -> Workload:

@@ -51,7 +51,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def cell_tables(cells: list[Cell], scenarios: dict[str, str]) -> Iterator[str]:
-    """One a load, and where requests differ in priority a second one with what each class waits."""
+    """Yield one table per load, and for loads with priorities a second one with the waiting times of each class."""
     for name in dict.fromkeys(cell.scenario for cell in cells):
         ours = [cell for cell in cells if cell.scenario == name]
         yield from ("", f"**{name}**: {scenarios[name]}", "")
@@ -118,7 +118,7 @@ def _beside(name: str, found: Beside) -> tuple[str, ...]:
 
 
 def servers(found: dict[str, ServerFacts], common_flags: str) -> Iterator[str]:
-    """Each by its flags, then every flag and every setting: those that all share, and what differs."""
+    """Describe each server by its flags, then list all flags and settings: the shared ones and the differences."""
     yield f"All of them with `{common_flags}`."
     yield ""
     yield from table(

@@ -128,7 +128,7 @@ class ConnectionPool:
         self._idle[place].append(await Connection.open(self._endpoints[place]))
 
     async def post(self, place: int, body: bytes) -> Connection:
-        """A connection that has read the head of the response to this request; give it back with `release`."""
+        """Send a request and return its connection after the response head; give it back with `release`."""
         if idle := self._idle[place]:
             connection = idle.pop()
             try:

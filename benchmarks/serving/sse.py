@@ -12,7 +12,7 @@ class SseDecoder:
         self._data: list[bytes] = []
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of every event that these bytes complete."""
+        """Return the data of every event that these bytes complete."""
         lines = (self._pending + data).split(b"\n")
         self._pending = lines.pop()
         events: list[bytes] = []

@@ -54,7 +54,7 @@ _REFERENCE: tuple[tuple[str, Callable[[ReferenceRow], float]], ...] = (
 
 
 def table(levels: list[Level]) -> str:
-    """The figures of each level."""
+    """Format the figures of each level."""
     lines = [_line("", [level.load.label for level in levels])]
     lines += [_line(name, [number(figure(level)) for level in levels]) for name, figure in _THROUGHPUT]
     for name, sample, keys in _LATENCY:
@@ -66,7 +66,7 @@ def table(levels: list[Level]) -> str:
 
 
 def reference_table(levels: list[Level], reference: Reference) -> str:
-    """The reference's figures in the columns of these levels."""
+    """Format the reference's figures in the columns of these levels."""
     lines = [f"{reference.engine}, {reference.model}, {reference.machine}", reference.note]
     for frontends in reference.frontends():
         rows = [reference.row(level.load.streams, frontends) for level in levels]

@@ -109,7 +109,7 @@ async def share_of(
 
 
 def run(server: FakeServer, load: Load, processes: int = 1, timeout: float = 60.0) -> list[Share]:
-    """A load against a server, its client processes one after the other in this one."""
+    """Run a load against a server, its client processes one after the other in this process."""
 
     async def everything() -> list[Share]:
         async with server, asyncio.timeout(GUARD_SECONDS):
@@ -120,7 +120,7 @@ def run(server: FakeServer, load: Load, processes: int = 1, timeout: float = 60.
 
 @pytest.fixture
 def served() -> Iterator[FakeServer]:
-    """A server on a loop in a thread, for runs with processes of their own."""
+    """Run a server on a loop in a thread, for runs with processes of their own."""
     server, loop = FakeServer(), asyncio.new_event_loop()
     loop.run_until_complete(server.__aenter__())
     thread = threading.Thread(target=loop.run_forever)
@@ -209,7 +209,7 @@ def test_duration_ends_a_closed_loop() -> None:
 def test_command_line_run_saves_its_results(
     served: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two spawned clients, two URLs, two levels; every token in the file and every request at the server."""
+    """Check two spawned clients, two URLs and two levels: every token in the file, every request at the server."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     url = f"http://127.0.0.1:{served.port}"
     flags = ["--clients", "2", "--input-len", "2:6", "--output-len", "7", "--save", "serving", "--requests", "3"]

@@ -15,7 +15,7 @@ PAYLOADS = st.lists(st.binary(max_size=60).map(lambda data: data.replace(b"\n", 
 
 
 def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
-    """The data in pieces of these lengths, repeated as often as needed."""
+    """Cut the data into pieces of these lengths, repeated as often as needed."""
     parts, at, turn = [], 0, 0
     while at < len(data):
         parts.append(data[at : at + cuts[turn % len(cuts)]])

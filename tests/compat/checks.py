@@ -37,7 +37,7 @@ def expect(condition: object, what: object) -> None:
 
 
 def raises(kind: type[BaseException], call: Check, status: int | None = None) -> BaseException:
-    """The error that a call ends in, which has to be of this kind and status."""
+    """Return the error that a call ends in, which must have this type and status."""
     try:
         answer = call()
     except kind as error:
@@ -47,7 +47,7 @@ def raises(kind: type[BaseException], call: Check, status: int | None = None) ->
 
 
 def base_url() -> str:
-    """The server under test, from the command line."""
+    """Return the address of the server under test, from the command line."""
     return sys.argv[1]
 
 

@@ -37,7 +37,7 @@ CLIENTS = (
 
 
 def prepared(client: Client, environments: Path) -> Path:
-    """The interpreter of an environment that has the client."""
+    """Return the interpreter of an environment that has the client."""
     folder = environments / client.name
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():

@@ -19,7 +19,7 @@ FORMATS = ("openai-chat", "open-responses")
 
 
 def program(name: str, environments: Path) -> Path:
-    """A package's console command, installed if it is not yet."""
+    """Return a package's console command, installing it if necessary."""
     folder = environments / name
     command = folder / "bin" / name
     if not command.exists():

@@ -35,7 +35,7 @@ def read(form: str, *chunks: str, parallel: bool = True, required: bool = False)
 
 
 def check_order(deltas: list[MessageDelta]) -> None:
-    """A call has its id and name before its arguments, and calls follow each other."""
+    """Check that each call starts before its arguments, and that calls do not interleave."""
     begun = -1
     for delta in deltas:
         if isinstance(delta, CallStart):

@@ -63,7 +63,7 @@ def test_missing_input_is_reported(tmp_path: Path) -> None:
 
 
 def test_output_truncated_at_any_byte_is_continued(tmp_path: Path) -> None:
-    """Every id has exactly one result in the end, wherever the output was cut."""
+    """Check that every id has exactly one result in the end, wherever the output was cut."""
     path = tmp_path / "out"
     answer = BatchResponse(200, "r", Raw('{"text":"grüße"}'.encode()))
     outcomes = {"a": answer, "b": BatchFailure("request_timeout", "too long"), "c": answer}

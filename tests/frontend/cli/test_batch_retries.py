@@ -16,7 +16,7 @@ BUSY = Answer(503, headers={"retry-after": "7"})
 
 
 def send(url: str, retries: int, timeout: float = 20.0) -> tuple[BatchResponse | BatchFailure, list[float]]:
-    """The outcome, and the pauses before it."""
+    """Send one request; return its outcome and the pauses before it."""
     pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:

@@ -59,7 +59,7 @@ class Session:
         os.write(self.fd, text.encode())
 
     def ask(self, line: str) -> str:
-        """Sends a line at the prompt; what comes until the next prompt, less the echo."""
+        """Send a line at the prompt; return the output up to the next prompt, without the echo."""
         self.write(line + "\n")
         return self.read(">>> ").partition("\r\n")[2].removesuffix(">>> ").replace("\r\n", "\n")
 

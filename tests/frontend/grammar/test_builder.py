@@ -27,7 +27,7 @@ TOOL = {
 
 @pytest.fixture
 def thinking(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> Iterator[RunningServer]:
-    """A server whose model starts its answers with reasoning."""
+    """Start a server with a model that begins its answers with reasoning."""
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}<think>")
     engine.start()
