@@ -108,7 +108,7 @@ class Questioner:
         return row.name.rsplit(".", 1)[-1]
 
     def _distinct_cuts(self) -> dict[str, list[int]]:
-        """Return the numbers of leading words that distinguish each task; none for tasks whose rows share a sentence."""
+        """Return the numbers of leading words that make each task distinct; none if rows share a sentence."""
         starts: Counter[str] = Counter()
         for task in self.tasks.values():
             words = task.lower().split()
