@@ -85,17 +85,19 @@ class StagingRuntime:
 
 def full_cache(pages: int) -> KVManager:
     """Build a pool with all pages in the prefix cache, in prompts of 64 pages, none of them in use."""
-    tree = RadixTree(pages + 1, PAGE_SIZE)
+    tree = RadixTree(PAGE_SIZE)
     allocator = PageAllocator(pages + 1)
     for first in range(0, pages, 64):
         path = allocator.allocate(CACHE, min(64, pages - first))
         assert path is not None
-        parent = ROOT
+        nodes: list[int] = []
         for index, page in enumerate(path):
+            parent = nodes[-1] if nodes else ROOT
             tokens = array("i", [first + index] * PAGE_SIZE)
-            parent = tree.insert(tree.key(b"", tokens, 0, parent), page, parent)
-        tree.lock(path)
-        tree.unlock(path)
+            nodes.append(tree.insert(tree.key(b"", tokens, 0, parent), parent))
+            tree.attach(nodes[-1], page)
+        tree.lock(nodes)
+        tree.unlock(nodes)
     return KVManager(allocator, PAGE_SIZE, tree)
 
 

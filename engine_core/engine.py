@@ -209,12 +209,13 @@ class Engine:
         """Copy the state that metrics show as gauges into the stats, once a tick."""
         scheduler, stats = self.scheduler, self.stats
         memory = scheduler.memory
+        usage = memory.usage
         stats.running = len(scheduler.running)
         stats.waiting = len(scheduler.waiting) + len(scheduler.compiling)
-        stats.pages_used, stats.pages_cached, stats.pages_evicted = memory.in_use, memory.cached, memory.evicted
-        stats.prefix_queries, stats.prefix_hits = memory.queried, memory.hit
+        stats.pages_used, stats.pages_cached, stats.pages_evicted = usage.in_use, usage.cached, usage.num_evicted
+        stats.prefix_queries, stats.prefix_hits = memory.num_queried_tokens, memory.num_hit_tokens
         stats.preemptions = scheduler.preemptions
-        stats.sessions, stats.sessions_evicted = len(memory.sessions), memory.sessions.evicted
+        stats.sessions, stats.sessions_evicted = len(memory.sessions), memory.sessions.num_evicted
         stats.steps_in_flight = self.pipeline.in_flight
         times = self.runtime.device_times()
         stats.gpu_busy_seconds, stats.gpu_idle_seconds, stats.gpu_timed_steps = times.busy, times.idle, times.steps

@@ -10,6 +10,33 @@ from tandem.protocol.events import Failure, Finished
 from tandem.protocol.params import SamplingParams
 
 
+class CacheState:
+    """What a sequence has of the prefix cache."""
+
+    __slots__ = ("awaited_key", "matched", "matched_epoch", "namespace", "nodes", "num_cached_tokens", "pending_key")
+
+    namespace: bytes
+    """KV is shared only between sequences of the same namespace."""
+    nodes: list[int]
+    """Nodes of the tree that it reads and has locked: those of the first pages of its page table."""
+    matched: list[int]
+    """Nodes that hold its beginning, as found while it waited; it does not lock them."""
+    matched_epoch: int
+    """`RadixTree.epoch` when `matched` was found."""
+    pending_key: bytes
+    """Key of the page that it computes next and others wait for; empty: none."""
+    awaited_key: bytes
+    """Key of the page that it waited for in the queue; empty: none."""
+    num_cached_tokens: int
+    """Prompt tokens whose KV it did not have to compute."""
+
+    def __init__(self, namespace: bytes) -> None:
+        self.namespace = namespace
+        self.nodes, self.matched, self.matched_epoch = [], [], -1
+        self.pending_key = self.awaited_key = b""
+        self.num_cached_tokens = 0
+
+
 class Sequence:
     """Arithmetic of one sequence.
 
@@ -20,10 +47,7 @@ class Sequence:
 
     __slots__ = (
         "arrival",
-        "awaited_key",
-        "cache_namespace",
-        "cached_path",
-        "cached_path_epoch",
+        "cache",
         "client",
         "compiling",
         "constraint",
@@ -34,17 +58,13 @@ class Sequence:
         "leases",
         "logprobs",
         "min_tokens",
-        "namespace",
         "next_page_boundary",
-        "num_cached_tokens",
         "num_inflight_samples",
         "num_mapped_pages",
         "num_scheduled_tokens",
-        "num_shared_pages",
         "outcome",
         "pages",
         "params",
-        "pending_key",
         "preemptions",
         "priority",
         "prompt_len",
@@ -66,15 +86,13 @@ class Sequence:
     """Ascending in the order of arrival."""
     total_len: int
     """Most positions it can ever take."""
-    namespace: bytes
-    """Its KV is shared only with sequences of the same one."""
+    cache: CacheState
     upload_end: int
     """Positions below this one are uploaded by the rows that compute them; later ones are sampled on the device."""
     uploaded_len: int
     """Positions below this one have their token on the device; it matters until the prompt is computed."""
     pages: list[int]
-    num_shared_pages: int
-    """How many of `pages` lie in the prefix cache; the others are its own."""
+    """Its page table: the pages of `cache.nodes`, then pages of its own."""
     num_mapped_pages: int
     """How many of `pages` the device's page table holds."""
     next_page_boundary: int
@@ -91,18 +109,6 @@ class Sequence:
     """Positions computed before a preemption: what follows them has been scored, and is not told twice."""
     start_reported: bool
     """Whether its frontend knows how much of its prompt was cached."""
-    cache_namespace: bytes
-    """Namespace under which its pages lie in the prefix cache."""
-    pending_key: bytes
-    """Key of the page that others wait for, for this sequence computes it next."""
-    awaited_key: bytes
-    """Key of the page that it waited for in the queue."""
-    cached_path: list[int]
-    """Pages of the prefix cache that hold its beginning, as far as was known in the queue..."""
-    cached_path_epoch: int
-    """...when `RadixTree.lost` was this."""
-    num_cached_tokens: int
-    """Prompt tokens whose KV it did not have to compute."""
     queued_at: float
     """When it came to the queue, for the first time or after a preemption."""
     steps_skipped: int
@@ -141,16 +147,12 @@ class Sequence:
         self.prompt_logprobs = prompt_logprobs
         self.priority = priority
         self.session = session
-        self.namespace = namespace
+        self.cache = CacheState(namespace)
         self.in_steady_decode = self.start_reported = False
         self.num_scheduled_tokens = self.num_inflight_samples = self.inflight = 0
         self.row = -1
         self.pages = []
-        self.num_shared_pages = self.num_mapped_pages = self.uploaded_len = self.num_cached_tokens = (
-            self.next_page_boundary
-        ) = self.reported_len = 0
-        self.cache_namespace = self.pending_key = self.awaited_key = b""
-        self.cached_path, self.cached_path_epoch = [], -1
+        self.num_mapped_pages = self.uploaded_len = self.next_page_boundary = self.reported_len = 0
         self.steps_skipped = self.preemptions = 0
         self.leases = ExitStack()
         self.outcome: Finished | Failure | None = None
@@ -193,13 +195,8 @@ class Sequence:
             self.uploaded_len = self.num_scheduled_tokens
         self.upload_end, self.in_steady_decode = len(self.tokens), False
 
-    def map(self, pages: int, page_size: int) -> None:
-        """The device knows the first `pages` of its pages now."""
-        self.num_mapped_pages = pages
-        self.next_page_boundary = min(pages * page_size, self.total_len - 1)
-
     def remap(self, index: int) -> None:
-        """The page at this index has become another: the next row has to bring it."""
+        """Have the next row bring the page at this index, which has changed, and those after it."""
         self.num_mapped_pages = min(self.num_mapped_pages, index)
         self.next_page_boundary = 0
 
@@ -211,12 +208,12 @@ class Sequence:
         self.steps_skipped = self.next_page_boundary = 0
         self.in_steady_decode = False
         self.reported_len = max(self.reported_len, self.num_scheduled_tokens)
-        self.awaited_key = b""
+        self.cache.awaited_key = b""
 
     def __repr__(self) -> str:
         return (
             f"Sequence({self.id}, {self.prompt_len}+{self.generated} tokens of {self.total_len}, "
             f"num_scheduled_tokens={self.num_scheduled_tokens}, num_inflight_samples={self.num_inflight_samples}, "
             f"inflight={self.inflight}, row={self.row}, "
-            f"{len(self.pages)} pages, {self.num_shared_pages} shared, outcome={self.outcome})"
+            f"{len(self.pages)} pages, {len(self.cache.nodes)} shared, outcome={self.outcome})"
         )

@@ -1,43 +1,45 @@
-"""Which page of the prefix cache goes first: least recently used, kept as a lazy heap."""
+"""The order in which nodes of the prefix cache are evicted: least recently used first, kept as a lazy heap."""
 
 import heapq
 import sys
 from collections.abc import Callable
 
-Valid = Callable[[int, int], bool]
-"""(page, last use) -> whether this entry still says the truth about the page."""
+IsValid = Callable[[int, int], bool]
+"""(node, last use) -> whether the node may still be evicted and was not used since."""
 
 
 class EvictionQueue:
-    """Pages by last use. An entry that is no longer true is not looked for: it is dropped when it comes up, or when
-    such entries outnumber the others."""
+    """Nodes by last use.
+
+    Entries that have become invalid stay in the heap until they reach its top, or until they outnumber the valid ones.
+    """
 
     SLACK = 64
-    """Stale entries that are never worth a clearing."""
+    """Invalid entries that are never worth a clearing."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
-        """Entries, stale ones too."""
+        """Return the number of entries, invalid ones included."""
         return len(self._heap)
 
     @property
     def oldest_use(self) -> int:
-        """Last use of the first entry, which may be stale; of no entry, the largest number."""
+        """Last use of the first entry, which may be invalid; the largest integer if there is none."""
         return self._heap[0][0] if self._heap else sys.maxsize
 
-    def push(self, page: int, last_use: int, valid: Valid, live: int) -> None:
-        """Adds a page. live: how many entries can be valid at most; the heap stays within twice as many."""
-        heapq.heappush(self._heap, (last_use, page))
-        if len(self._heap) > 2 * live + self.SLACK:
-            self._heap = [(use, known) for use, known in self._heap if valid(known, use)]
+    def push(self, node: int, last_use: int, is_valid: IsValid, max_valid: int) -> None:
+        """Add a node. max_valid: the most entries that can be valid; the heap keeps to twice as many."""
+        heapq.heappush(self._heap, (last_use, node))
+        if len(self._heap) > 2 * max_valid + self.SLACK:
+            self._heap = [(use, known) for use, known in self._heap if is_valid(known, use)]
             heapq.heapify(self._heap)
 
-    def pop(self, valid: Valid) -> int | None:
-        """The least recently used page, or None if there is none."""
+    def pop(self, is_valid: IsValid) -> int | None:
+        """Remove and return the least recently used node, or None if there is none."""
         while self._heap:
-            last_use, page = heapq.heappop(self._heap)
-            if valid(page, last_use):
-                return page
+            last_use, node = heapq.heappop(self._heap)
+            if is_valid(node, last_use):
+                return node
         return None

@@ -1,339 +1,353 @@
-"""The KV pool as sequences see it: pages of their own, pages that they share, pages that come back.
+"""The KV pool as sequences see it: pages of their own, pages that they share, and pages that they give back.
 
-The path of a sequence is its page table: first `shared` pages, which lie in the prefix cache and are locked, then pages
+The page table of a sequence begins with the pages of nodes of the prefix cache, which it locks, and goes on with pages
 of its own. A page moves from the second kind to the first when the step that fills it has been launched: later steps
-run after it on the device (I1), so they may read it at once, and nobody ever writes it again.
+run after it on the device (I1), so they may read it at once, and it is never written again. For the same reason a page
+that a sequence no longer needs is free at once, even if a step in flight reads or writes it: whoever gets it next
+writes it in a later step. Only work outside the compute stream, such as a copy to host memory, would have to hold it.
 """
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 
+from msgspec import Struct
+
+from tandem.engine_core.errors import RequestError
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.pending_pages import PendingPages
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
+from tandem.engine_core.plan import ScheduledSequence
 from tandem.engine_core.sequence import Sequence
+from tandem.protocol.errors import ErrorCode
 
-CACHE, SETTLING = -1, -2
-"""Owners that are no sequences: the prefix cache, and steps in flight that still use a page which nobody needs."""
+CACHE = -1
+"""Owner of the pages in the prefix cache; other owners are ids of sequences."""
 EVICT_AHEAD = 4096
-"""Of so many evictable pages one more is evicted than has to be."""
+"""One page more than needed is evicted for every this many evictable ones: pages cost less when evicted together."""
+
+
+class KVUsage(Struct, frozen=True):
+    """What the pool holds at one moment, in pages; page 0 is not counted."""
+
+    total: int
+    free: int
+    in_use: int
+    """Pages of sequences, and of the prefix cache where a sequence or a session holds them."""
+    cached: int
+    """Pages in the prefix cache, in use or not."""
+    evictable: int
+    """Pages in the prefix cache that neither a sequence nor a session holds."""
+    available: int
+    """Pages that an allocation could get: free, evictable, or held by sessions only."""
+    num_evicted: int
+    """Pages that the prefix cache has given up since the start."""
 
 
 class KVManager:
-    """Composes the allocator, the prefix cache (None: off) and the sessions."""
+    """Composes the page allocator, the prefix cache (None: off) and the sessions."""
 
     def __init__(
         self, pages: PageAllocator, page_size: int, tree: RadixTree | None = None, sessions: Sessions | None = None
     ) -> None:
         self.pages = pages
-        self.page_size = page_size
         self.tree = tree
         self.sessions = Sessions(tree, 0, 0.0) if sessions is None else sessions
-        self.queried = self.hit = 0
-        """Prompt tokens looked for, prompt tokens found."""
-        self._version = bytes(4)
-        """Begins every namespace: KV of other weights is never found."""
-        self._pending = PendingPages()
-        self.moves = 0
-        """Counts moments from which on somebody might be admitted who was refused: pages came back, or are shared."""
-        self._settling: deque[tuple[int, list[int]]] = deque()
-        """Pages by the step after which they are free."""
+        self.pending = PendingPages()
+        """Pages that running sequences compute next."""
+        self.num_queried_tokens = 0
+        """Prompt tokens looked up in the prefix cache since the start."""
+        self.num_hit_tokens = 0
+        """Prompt tokens found there."""
+        self.epoch = 0
+        """Incremented whenever an admission that was declined might succeed: pages came back, or became shared."""
+        self._page_size = page_size
 
     @property
-    def in_use(self) -> int:
-        """Pages that are not free to be had: of sequences and of sessions."""
-        return self.pages.used - self.evictable
+    def usage(self) -> KVUsage:
+        """The pool's pages, counted by kind."""
+        pages, tree = self.pages, self.tree
+        if tree is None:
+            return KVUsage(pages.total, pages.free, pages.used, 0, 0, pages.free, 0)
+        evictable = tree.num_evictable
+        return KVUsage(
+            pages.total,
+            pages.free,
+            pages.used - evictable,
+            tree.num_pages,
+            evictable,
+            pages.free + evictable + tree.num_pinned,
+            tree.num_evicted,
+        )
 
-    @property
-    def evictable(self) -> int:
-        return self.tree.evictable if self.tree is not None else 0
+    def check_fits(self, seq: Sequence) -> None:
+        """Raise RequestError, with the numbers, if a sequence at its full length is larger than the pool."""
+        needed = ceil_div(seq.kv_len, self._page_size)
+        if needed > self.pages.total:
+            raise RequestError(
+                ErrorCode.KV_CAPACITY,
+                f"{seq.prompt_len} prompt tokens and max_tokens {seq.params.max_tokens} need {needed} KV pages of "
+                f"{self._page_size} tokens, the pool has {self.pages.total}; lower max_tokens or raise --kv-tokens",
+            )
 
-    @property
-    def cached(self) -> int:
-        """Pages in the prefix cache, whether in use or not."""
-        return self.tree.size if self.tree is not None else 0
+    def lacks_pages(self, seq: Sequence, end: int) -> bool:
+        """Return whether a position of a sequence below `end` has no page."""
+        return end > len(seq.pages) * self._page_size
 
-    @property
-    def evicted(self) -> int:
-        """Pages that the prefix cache ever gave up."""
-        return self.tree.lost if self.tree is not None else 0
+    def waits_for_prefix(self, seq: Sequence) -> bool:
+        """Look for the cached prefix of a waiting sequence; return whether it should wait for the next page of it.
 
-    @property
-    def available(self) -> int:
-        """Pages that `take` could give: free, evictable, or kept by sessions alone."""
-        tree = self.tree
-        return self.pages.free + (tree.evictable + tree.pinned if tree is not None else 0)
-
-    @property
-    def settling(self) -> int:
-        """Pages that come back when steps in flight have committed."""
-        return sum([len(pages) for _, pages in self._settling])
-
-    def needed(self, positions: int) -> int:
-        return ceil_div(positions, self.page_size)
-
-    def take(self, owner: int, count: int, keep: int = 0) -> list[int] | None:
-        """Pages for an owner, evicting what must go; None, and nothing evicted, unless `keep` more would remain."""
-        return self.pages.allocate(owner, count) if self._free(count, keep) else None
-
-    def _free(self, count: int, keep: int = 0) -> bool:
-        """Sees to it that so many pages are free, if with `keep` more they are to be had.
-
-        In a large cache some more than these are evicted, for they cost less together.
+        It should if a running sequence of at least its priority is computing that page.
         """
-        lacking = count - self.pages.free
-        if lacking + keep <= 0:
-            return True
-        tree = self.tree
-        if tree is None or lacking + keep > tree.evictable + tree.pinned:
+        tree, cache = self.tree, seq.cache
+        if tree is None or not self.pending or seq.scored:
             return False
-        if lacking > 0:
-            while tree.evictable < lacking:
-                assert self.sessions.relieve(), f"{tree.pinned} pages are pinned by no session"
-            gone = tree.evict(lacking + tree.evictable // EVICT_AHEAD)
-            self.pages.release(CACHE, gone)
-        return True
-
-    def awaits(self, seq: Sequence) -> bool:
-        """Whether the first page that a waiting sequence would have to compute is being computed by a running one of
-        no lower priority."""
-        if not self._pending or not self._matches(seq):
-            return False
-        assert self.tree is not None
-        if seq.awaited_key not in self._pending or not self._stands(seq):
+        if cache.awaited_key not in self.pending or not tree.is_current(cache.matched, cache.matched_epoch):
             path = self._match(seq)
-            if len(path) >= self._limit(seq):
+            if len(path) >= self._max_cached_pages(seq):
                 return False
-            seq.awaited_key = self.tree.key(seq.cache_namespace, seq.tokens, len(path), _last(path, len(path)))
-        return self.follows(seq)
-
-    def follows(self, seq: Sequence) -> bool:
-        """Whether the page for which a waiting sequence was last seen to wait is still being computed. Quick."""
-        return self._pending.holds_up(seq)
+            cache.awaited_key = tree.key(cache.namespace, seq.tokens, len(path), _last(path))
+        return self.pending.blocks(seq)
 
     def admit(self, seq: Sequence, chunk: int, keep: int) -> bool:
-        """Gives a waiting sequence the cached pages of its prompt, and pages for the first `chunk` positions after
-        them: all of it or nothing, and `keep` pages remain."""
-        path = self._match(seq)
-        start = len(path) * self.page_size
+        """Give a waiting sequence the cached pages of its prompt, and pages for the `chunk` positions after them.
+
+        All or nothing. chunk: positions, cut at the end of what is known; keep: pages that must remain available.
+        """
+        tree, path = self.tree, self._match(seq)
+        start = len(path) * self._page_size
         end = start + min(chunk, len(seq.tokens) - start)
-        if self.tree is not None:
-            self.tree.lock(path)
-        own = self.take(seq.id, self.needed(end) - len(path), keep)
+        if tree is not None:
+            tree.lock(path)
+        own = self._allocate(seq.id, ceil_div(end, self._page_size) - len(path), keep)
         if own is None:
-            if self.tree is not None:
-                self.tree.unlock(path)
+            if tree is not None:
+                tree.unlock(path)
             return False
-        seq.cache_namespace = self._root(seq)
-        seq.pages, seq.num_shared_pages, seq.num_scheduled_tokens = path + own, len(path), start
-        seq.cached_path, seq.cached_path_epoch = [], -1
-        if not seq.preemptions and self._matches(seq):
-            self.queried += len(seq.tokens)
+        shared = tree.pages(path) if tree is not None else []
+        seq.pages, seq.num_scheduled_tokens = shared + own, start
+        seq.cache.nodes, seq.cache.matched, seq.cache.matched_epoch = path, [], -1
+        if tree is not None and not (seq.preemptions or seq.scored):
+            self.num_queried_tokens += len(seq.tokens)
             self._count_hit(seq, start)
         if seq.session:
-            self.sessions.follow(seq.session, seq.id, path)
-        self._claim(seq)
+            self.sessions.resume(seq.session, seq.id, path)
+        self._register_pending(seq)
         return True
 
-    def extend(self, seq: Sequence, newest_step: int) -> None:
-        """Looks again for what a prompt still has to compute: another sequence may have computed it meanwhile."""
-        if not self._matches(seq):
+    def rematch(self, seq: Sequence) -> None:
+        """Look again for what a running prompt has still to compute: another sequence may have computed it since."""
+        tree, cache = self.tree, seq.cache
+        if tree is None or seq.scored:
             return
-        assert self.tree is not None
-        shared = seq.num_shared_pages
-        found = self.tree.match(seq.cache_namespace, seq.tokens, self._limit(seq), shared, _last(seq.pages, shared))
-        end = (shared + len(found)) * self.page_size
+        shared = len(cache.nodes)
+        found = tree.match(cache.namespace, seq.tokens, self._max_cached_pages(seq), shared, _last(cache.nodes))
+        end = (shared + len(found)) * self._page_size
         if end <= seq.num_scheduled_tokens:
             return
-        self.tree.lock(found)
+        tree.lock(found)
         unused = seq.pages[shared : shared + len(found)]
-        seq.pages[shared : shared + len(found)] = found
-        self._settle_later(seq, unused, newest_step)
+        seq.pages[shared : shared + len(found)] = tree.pages(found)
+        cache.nodes += found
+        self._release_own(seq, unused)
         if not seq.preemptions:
             self._count_hit(seq, end - seq.num_scheduled_tokens)
         seq.remap(shared)
-        seq.num_shared_pages, seq.num_scheduled_tokens = shared + len(found), end
-        self._claim(seq)
+        seq.num_scheduled_tokens = end
+        self._register_pending(seq)
 
-    def grow(self, seq: Sequence, end: int) -> bool:
-        """Pages for the positions below `end`; False, and none, if they are not to be had."""
-        missing = self.needed(end) - len(seq.pages)
-        if missing <= 0:
-            return True
-        own = self.take(seq.id, missing)
-        if own is None:
-            return False
-        seq.pages += own
-        return True
+    def grow(self, seq: Sequence, end: int) -> int:
+        """Allocate pages for the positions of a sequence below `end`; return below which position it has pages now.
+
+        That is `end`, or less where the pool has fewer pages.
+        """
+        missing = ceil_div(end, self._page_size) - len(seq.pages)
+        if missing > 0:
+            own = self._allocate(seq.id, missing)
+            if own is None and (rest := self.usage.available):
+                own = self._allocate(seq.id, rest)
+            seq.pages += own or ()
+        return min(end, len(seq.pages) * self._page_size)
 
     def grow_each(self, sequences: Items[Sequence]) -> bool:
-        """A page for each of these that has none for its next position; False if they are not all to be had."""
-        size = self.page_size
+        """Allocate a page for each of these without one for its next position, all or none; return whether it did."""
+        size = self._page_size
         full = [seq for seq in sequences if len(seq.pages) * size <= seq.num_scheduled_tokens]
-        pages = self.pages.allocate_each([seq.id for seq in full]) if self._free(len(full)) else None
+        pages = self.pages.allocate_each([seq.id for seq in full]) if self._make_free(len(full)) else None
         if pages is None:
             return False
         for seq, page in zip(full, pages, strict=True):
             seq.pages.append(page)
         return True
 
-    def publish(self, seq: Sequence, step_id: int) -> None:
-        """Called after a launch: puts the pages that it filled with known tokens into the cache."""
-        if self.tree is not None:
-            self._settle_later(seq, self._publish(seq), step_id)
-            self._claim(seq)
+    def unmapped_pages(self, seq: Sequence, end: int) -> tuple[int, ...]:
+        """Return the pages of positions below `end` that the device's page table does not hold."""
+        return tuple(seq.pages[seq.num_mapped_pages : ceil_div(end, self._page_size)])
 
-    def settle(self, step_id: int) -> None:
-        """Frees what waited for this step."""
-        while self._settling and self._settling[0][0] <= step_id:
-            self.moves += 1
-            self.pages.release(SETTLING, self._settling.popleft()[1])
+    def on_launch(self, seq: Sequence, row: ScheduledSequence) -> None:
+        """Record what a launched row brought to the device, and publish the pages that it filled with known tokens."""
+        num_mapped = row.first_page + len(row.new_pages)
+        seq.num_mapped_pages = num_mapped
+        seq.next_page_boundary = min(num_mapped * self._page_size, seq.total_len - 1)
+        if row.tokens and self.tree is not None:
+            self._release_own(seq, self._publish(seq))
+            self._register_pending(seq)
 
-    def end_turn(self, seq: Sequence, newest_step: int, now: float) -> None:
-        """Called when a turn of a session has its outcome: what has been computed of it is kept for the next one."""
+    def end_turn(self, seq: Sequence, now: float) -> None:
+        """End the session turn of a sequence that has its outcome; what it has computed is kept for the next turn."""
         path = None
         if seq.pages:
-            self._settle_later(seq, self._publish(seq), newest_step)
-            path = seq.pages[: seq.num_shared_pages]
-        self.sessions.leave(seq.session, seq.id, now, path)
+            self._release_own(seq, self._publish(seq))
+            path = seq.cache.nodes
+        self.sessions.end_turn(seq.session, seq.id, now, path)
 
     def release(self, seq: Sequence) -> None:
-        """Takes everything back from a sequence that no step in flight holds. What it computed stays in the cache."""
+        """Take everything back from a sequence that no step in flight holds; what it computed stays in the cache."""
         own: list[int] = []
         if self.tree is not None:
             own = self._publish(seq)
-            self._pending.drop(seq)
-            self.tree.unlock(seq.pages[: seq.num_shared_pages])
-        own += seq.pages[seq.num_shared_pages :]
-        self.pages.release(seq.id, own)
-        self.moves += 1
-        seq.pages = []
-        seq.num_shared_pages = seq.num_mapped_pages = seq.num_scheduled_tokens = seq.uploaded_len = 0
+            self.pending.remove(seq)
+            self.tree.unlock(seq.cache.nodes)
+        own += seq.pages[len(seq.cache.nodes) :]
+        self._release_own(seq, own)
+        self.epoch += 1
+        seq.pages, seq.cache.nodes = [], []
+        seq.num_mapped_pages = seq.num_scheduled_tokens = seq.uploaded_len = 0
 
-    def readers(self, page: int) -> int:
-        """Sequences that share a page."""
-        return self.tree.readers(page) if self.tree is not None else 0
+    def num_released(self, seq: Sequence, leaving: Mapping[int, int]) -> int:
+        """Return the number of pages that nobody needs once a sequence goes, its own and those it reads last.
 
-    def holds_alone(self, seq: Sequence) -> bool:
-        """Whether any page would come back with this sequence."""
-        return len(seq.pages) > seq.num_shared_pages or any(
-            self.readers(page) == 1 for page in seq.pages[: seq.num_shared_pages]
-        )
+        leaving: by node, how many of its other readers go as well.
+        """
+        nodes = seq.cache.nodes
+        count = len(seq.pages) - len(nodes)
+        if self.tree is not None:
+            readers = self.tree.num_readers
+            count += sum([readers(node) == leaving.get(node, 0) + 1 for node in nodes])
+        return count
 
-    def new_weights(self) -> None:
-        """From now on nothing is found of what was computed before; sessions begin anew."""
-        self._version = (int.from_bytes(self._version, "little") + 1).to_bytes(4, "little")
-        self.sessions.clear()
+    def _allocate(self, owner: int, count: int, keep: int = 0) -> list[int] | None:
+        """Return pages for an owner, evicting what must go; None, with nothing evicted, unless `keep` more remain."""
+        return self.pages.allocate(owner, count) if self._make_free(count, keep) else None
 
-    def abandon(self) -> None:
-        """Frees what steps in flight use. Only for an engine that will not touch the device again."""
-        for _, pages in self._settling:
-            self.pages.release(SETTLING, pages)
-        self._settling.clear()
+    def _make_free(self, count: int, keep: int = 0) -> bool:
+        """Make `count` pages free; return False, with nothing evicted, unless `keep` more are available.
 
-    def _matches(self, seq: Sequence) -> bool:
-        return self.tree is not None and not seq.scored
+        In a large cache some more than these are evicted, for they cost less together.
+        """
+        missing = count - self.pages.free
+        if missing + keep <= 0:
+            return True
+        tree = self.tree
+        if tree is None or missing + keep > tree.num_evictable + tree.num_pinned:
+            return False
+        if missing > 0:
+            while tree.num_evictable < missing:
+                assert self.sessions.release_one(), f"{tree.num_pinned} pages are pinned by no session"
+            evicted = tree.evict(missing + tree.num_evictable // EVICT_AHEAD)
+            self.pages.release(CACHE, evicted)
+        return True
 
-    def _limit(self, seq: Sequence) -> int:
-        """Most pages that a sequence may find: the last token has to be computed, for what it yields."""
-        return (len(seq.tokens) - 1) // self.page_size
+    def _max_cached_pages(self, seq: Sequence) -> int:
+        """Return how many pages a sequence may find: its last token has to be computed, for what it yields."""
+        return (len(seq.tokens) - 1) // self._page_size
 
     def _match(self, seq: Sequence) -> list[int]:
-        """Goes on from where the last look ended, less what the cache has lost since."""
-        tree, path = self.tree, seq.cached_path
+        """Resume matching from the cached path of a waiting sequence, dropping nodes evicted since; return the path."""
+        tree, cache = self.tree, seq.cache
         if tree is None or seq.scored:
             return []
-        while not self._stands(seq):
-            path.pop()
-        seq.cache_namespace, seq.cached_path_epoch = self._root(seq), tree.lost
-        path += tree.match(seq.cache_namespace, seq.tokens, self._limit(seq), len(path), _last(path, len(path)))
+        path = cache.matched
+        tree.prune(path, cache.matched_epoch)
+        cache.matched_epoch = tree.epoch
+        path += tree.match(cache.namespace, seq.tokens, self._max_cached_pages(seq), len(path), _last(path))
         return path
 
-    def _stands(self, seq: Sequence) -> bool:
-        """Whether the last page that was found is still what it was, and so are all before it: leaves go first."""
-        assert self.tree is not None
-        if not seq.cached_path:
-            return True
-        return seq.cache_namespace == self._root(seq) and seq.cached_path_epoch >= self.tree.lost_at(
-            seq.cached_path[-1]
-        )
-
-    def _root(self, seq: Sequence) -> bytes:
-        """The namespace in which its pages are to be looked for now."""
-        return self._version + seq.namespace
-
     def _count_hit(self, seq: Sequence, tokens: int) -> None:
-        """What a grammar forced behind the prompt may be found too, and is none of it."""
-        found = min(tokens, seq.prompt_len - seq.num_cached_tokens)
-        self.hit += found
-        seq.num_cached_tokens += found
+        """Count cached tokens of a prompt; what a grammar forced after it may be found as well and is not counted."""
+        found = min(tokens, seq.prompt_len - seq.cache.num_cached_tokens)
+        self.num_hit_tokens += found
+        seq.cache.num_cached_tokens += found
 
     def _publish(self, seq: Sequence) -> list[int]:
-        """Returns pages of the sequence in whose place it has taken another's of the same content."""
-        tree, size = self.tree, self.page_size
-        assert tree is not None
+        """Put the full pages of a sequence into the prefix cache.
+
+        Returns pages of the sequence that the cache held already: it now reads the cached ones instead.
+        """
+        tree, nodes = self.tree, seq.cache.nodes
+        if tree is None:
+            return []
         duplicates: list[int] = []
-        for index in range(seq.num_shared_pages, min(seq.num_scheduled_tokens, len(seq.tokens)) // size):
-            parent, page = _last(seq.pages, index), seq.pages[index]
-            held = tree.insert(tree.key(seq.cache_namespace, seq.tokens, index, parent), page, parent)
-            tree.lock((held,))
+        for index in range(len(nodes), min(seq.num_scheduled_tokens, len(seq.tokens)) // self._page_size):
+            parent, page = _last(nodes), seq.pages[index]
+            node = tree.insert(tree.key(seq.cache.namespace, seq.tokens, index, parent), parent)
+            held = tree.attach(node, page)
+            tree.lock((node,))
+            nodes.append(node)
             if held == page:
                 self.pages.transfer(seq.id, CACHE, page)
             else:
                 duplicates.append(page)
                 seq.pages[index] = held
                 seq.remap(index)
-            seq.num_shared_pages = index + 1
-            self.moves += 1
+            self.epoch += 1
         return duplicates
 
-    def _settle_later(self, seq: Sequence, pages: list[int], step_id: int) -> None:
-        if not pages:
-            return
-        if not seq.inflight:
+    def _release_own(self, seq: Sequence, pages: list[int]) -> None:
+        """Free pages of a sequence, whether or not a step in flight uses them; see the module's docstring."""
+        if pages:
             self.pages.release(seq.id, pages)
-            self.moves += 1
-            return
-        for page in pages:
-            self.pages.transfer(seq.id, SETTLING, page)
-        self._settling.append((step_id, pages))
+            self.epoch += 1
 
-    def _claim(self, seq: Sequence) -> None:
-        """Says which page the sequence computes next, if all its tokens are known."""
-        self._pending.drop(seq)
-        if self.tree is not None and (seq.num_shared_pages + 1) * self.page_size <= len(seq.tokens):
-            key = self.tree.key(
-                seq.cache_namespace, seq.tokens, seq.num_shared_pages, _last(seq.pages, seq.num_shared_pages)
-            )
-            self._pending.make(seq, key)
+    def _register_pending(self, seq: Sequence) -> None:
+        """Register the page that a sequence computes next, if all its tokens are known."""
+        self.pending.remove(seq)
+        index = len(seq.cache.nodes)
+        if self.tree is not None and (index + 1) * self._page_size <= len(seq.tokens):
+            key = self.tree.key(seq.cache.namespace, seq.tokens, index, _last(seq.cache.nodes))
+            self.pending.register(seq, key)
 
     def audit(self, held: Iterable[Sequence]) -> list[str]:
-        """What is wrong, a line each, given every sequence that holds pages. Empty when all is well."""
-        problems = self.pages.audit()
+        """Return what is wrong with nodes and with pages, one line each, given every sequence that holds pages."""
+        sequences = list(held)
+        problems = [*self.pages.audit(), *self._audit_pages(sequences), *self._audit_nodes(sequences)]
+        num_registered = sum([bool(seq.cache.pending_key) for seq in sequences])
+        if num_registered != len(self.pending):
+            problems.append(f"{len(self.pending)} pages are pending, sequences have registered {num_registered}")
+        return problems
+
+    def _audit_pages(self, sequences: Items[Sequence]) -> list[str]:
+        """Compare the owner of every page with the sequences and the nodes that hold it."""
         owned = {owner: sorted(pages) for owner, pages in self.pages.owned().items()}
-        expected = {SETTLING: sorted([page for _, pages in self._settling for page in pages])}
-        readers: dict[int, int] = {}
-        claims = 0
-        for seq in held:
-            expected[seq.id] = sorted(seq.pages[seq.num_shared_pages :])
-            claims += bool(seq.pending_key)
-            for page in seq.pages[: seq.num_shared_pages]:
-                readers[page] = readers.get(page, 0) + 1
+        expected = {seq.id: sorted(seq.pages[len(seq.cache.nodes) :]) for seq in sequences}
         if self.tree is not None:
-            problems += self.tree.audit()
-            expected[CACHE] = [page for page in range(self.pages.total + 1) if page in self.tree]
-            wrong = [page for page in range(self.pages.total + 1) if self.tree.readers(page) != readers.get(page, 0)]
-            problems += [f"page {page} has {self.tree.readers(page)} locks, not one a reader" for page in wrong]
+            groups = range(self.tree.num_groups)
+            held = [page for group in groups for page in self.tree.pages(list(self.tree), group) if page >= 0]
+            expected[CACHE] = sorted(held)
         if {owner: pages for owner, pages in expected.items() if pages} != owned:
-            problems.append(f"pages belong to {owned}, expected {expected}")
-        if claims != len(self._pending):
-            problems.append(f"{len(self._pending)} claims, {claims} of them of somebody")
+            return [f"pages belong to {owned}, expected {expected}"]
+        return []
+
+    def _audit_nodes(self, sequences: Items[Sequence]) -> list[str]:
+        """Compare the locks of every node with its readers, and their page tables with the pages of their nodes."""
+        tree = self.tree
+        if tree is None:
+            return [f"{seq} holds nodes without a prefix cache" for seq in sequences if seq.cache.nodes]
+        problems = tree.audit()
+        readers: dict[int, int] = {}
+        for seq in sequences:
+            nodes = seq.cache.nodes
+            if tree.pages(nodes) != seq.pages[: len(nodes)]:
+                problems.append(f"{seq} has pages {seq.pages[: len(nodes)]}, its nodes hold {tree.pages(nodes)}")
+            for node in nodes:
+                readers[node] = readers.get(node, 0) + 1
+        for node in {*tree, *readers}:
+            if tree.num_readers(node) != readers.get(node, 0):
+                problems.append(f"node {node} has {tree.num_readers(node)} locks, {readers.get(node, 0)} readers")
         return problems
 
 
-def _last(pages: list[int], count: int) -> int:
-    """The last of the first `count` pages."""
-    return pages[count - 1] if count else ROOT
+def _last(path: Items[int]) -> int:
+    """Return the last node of a path, the root if it is empty."""
+    return path[-1] if path else ROOT

@@ -1,4 +1,4 @@
-"""Who owns which page of the KV pool."""
+"""The pages of the KV pool and tnew_owner owners."""
 
 from collections.abc import Sequence
 
@@ -8,28 +8,31 @@ from tandem.engine_core.plan import PADDING_PAGE
 
 
 class PageAllocator:
-    """Hands out pages in O(1) each and knows every page's owner, so a double free or a leak is found where it happens.
+    """Allocates pages in O(1) each and knows every page's owner, so a double free or a leak is found where it happens.
 
-    Owners are numbers: sequences by their id, others by names of their own. `pages` counts the reserved page 0.
+    Owners are integers: ids of sequences, and negative numbers for others.
     """
 
     def __init__(self, pages: int) -> None:
-        assert pages >= 2, f"{pages} pages leave none beside the reserved one"
+        """pages: the reserved page 0 included."""
+        assert pages >= 2, f"{pages} pages leave none besides the reserved one"
         self.total = pages - 1
         self._free = list(range(pages - 1, PADDING_PAGE, -1))
         self._owner: list[int | None] = [None] * pages
 
     @property
     def free(self) -> int:
+        """Number of free pages."""
         return len(self._free)
 
     @property
     def used(self) -> int:
+        """Number of pages that have an owner."""
         return self.total - len(self._free)
 
     def allocate(self, owner: int, count: int) -> list[int] | None:
-        """`count` pages for an owner, or None if so many are not free: all or nothing."""
-        assert count > 0, f"{owner} asks for {count} pages"
+        """Return `count` pages for an owner, or None if fewer are free."""
+        assert count > 0, f"{owner} asks for {count} pages, at least 1"
         if count > len(self._free):
             return None
         taken = self._free[-count:]
@@ -40,7 +43,7 @@ class PageAllocator:
         return taken
 
     def allocate_each(self, owners: Sequence[int]) -> list[int] | None:
-        """One page for each of several owners, in their order, or None if so many are not free."""
+        """Return one page for each of these owners, in tnew_owner order, or None if fewer are free."""
         first = len(self._free) - len(owners)
         if first < 0:
             return None
@@ -52,19 +55,19 @@ class PageAllocator:
         return taken
 
     def release(self, owner: int, pages: Sequence[int]) -> None:
-        """Takes pages back. Asserts that each one is the owner's: a page freed twice would serve two sequences."""
+        """Free pages. Asserts that each one is the owner's: a page freed twice would serve two sequences."""
         for page in pages:
             assert self._owner[page] == owner, f"{owner} frees page {page}, owned by {self._owner[page]}; {self}"
             self._owner[page] = None
         self._free.extend(pages)
 
-    def transfer(self, owner: int, heir: int, page: int) -> None:
-        """Gives a page to another owner."""
+    def transfer(self, owner: int, new_owner: int, page: int) -> None:
+        """Give a page to another owner."""
         assert self._owner[page] == owner, f"{owner} hands over page {page}, owned by {self._owner[page]}; {self}"
-        self._owner[page] = heir
+        self._owner[page] = new_owner
 
     def owned(self) -> dict[int, list[int]]:
-        """Pages by owner."""
+        """Return the pages of every owner, ascending."""
         pages: dict[int, list[int]] = {}
         for page, owner in enumerate(self._owner):
             if owner is not None:
@@ -72,7 +75,7 @@ class PageAllocator:
         return pages
 
     def audit(self) -> list[str]:
-        """What is wrong, a line each: pages both free and owned, neither, or free twice. Empty when all is well."""
+        """Return what is wrong, one line each: pages free and owned, neither, or free twice; empty if nothing is."""
         problems = []
         if len(set(self._free)) != len(self._free):
             problems.append("a page is on the free list twice")

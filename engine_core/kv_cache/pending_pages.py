@@ -1,37 +1,41 @@
-"""Who computes which page next, so that others who need it wait instead of computing it as well."""
+"""Pages that running sequences are about to compute, so that others wait for them instead of computing them too."""
 
 from tandem.engine_core.sequence import Sequence
 
 
 class PendingPages:
-    """Running sequences by the key of the page (`RadixTree.key`) that they are going to compute next."""
+    """The running sequence that computes a page next, by the page's key (`RadixTree.key`)."""
 
     def __init__(self) -> None:
-        self._claimants: dict[bytes, Sequence] = {}
+        self._producers: dict[bytes, Sequence] = {}
 
     def __len__(self) -> int:
-        return len(self._claimants)
+        return len(self._producers)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._claimants
+        return key in self._producers
 
-    def holds_up(self, seq: Sequence) -> bool:
-        """Whether what a waiting sequence awaits is claimed by one of no lower priority."""
-        claimant = self._claimants.get(seq.awaited_key)
-        return claimant is not None and claimant.priority >= seq.priority
+    def blocks(self, seq: Sequence) -> bool:
+        """Return whether the page that a waiting sequence awaits is pending at no lower priority than its own."""
+        producer = self._producers.get(seq.cache.awaited_key)
+        return producer is not None and producer.priority >= seq.priority
 
-    def make(self, seq: Sequence, key: bytes) -> None:
-        """Unless another was first, and is no less urgent: else those who will not wait for that one would not for
-        each other either."""
-        other = self._claimants.get(key)
+    def register(self, seq: Sequence, key: bytes) -> None:
+        """Register a page's producer; replace one of lower priority.
+
+        Waiters only wait for producers of at least their own priority, so those who will not wait for the one of lower
+        priority can wait for each other.
+        """
+        other = self._producers.get(key)
         if other is not None:
             if other.priority >= seq.priority:
                 return
-            other.pending_key = b""
-        self._claimants[key] = seq
-        seq.pending_key = key
+            other.cache.pending_key = b""
+        self._producers[key] = seq
+        seq.cache.pending_key = key
 
-    def drop(self, seq: Sequence) -> None:
-        if seq.pending_key:
-            del self._claimants[seq.pending_key]
-            seq.pending_key = b""
+    def remove(self, seq: Sequence) -> None:
+        """Remove what a sequence has registered, if anything."""
+        if seq.cache.pending_key:
+            del self._producers[seq.cache.pending_key]
+            seq.cache.pending_key = b""

@@ -1,210 +1,335 @@
-"""The prefix cache: which pages hold the KV of which tokens.
+"""The prefix cache: a radix tree over token ids whose nodes hold KV pages.
 
-A radix tree over token ids whose edges are whole pages, stored flat: a node is a page, its number indexes every list,
-and one dictionary maps (parent page, tokens of the page) to the page. So a tree of 100,000 pages is a handful of lists,
-a page of a prompt is found with one look-up, and the garbage collector has nothing to walk.
+Every edge is the tokens of one whole page. The tree is stored flat: a node id indexes every list, and one dictionary
+maps (parent node, tokens of the edge) to the node. So a tree of 100,000 nodes is a handful of lists, a page of a prompt
+is found with one look-up, and the garbage collector has nothing to walk.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tandem.engine_core.kv_cache.eviction import EvictionQueue
 
 ROOT = 0
-"""Parent of first pages: the number of the reserved page, which is never in the tree."""
+"""Node id of the root, the parent of first nodes; it has no tokens and no pages."""
+ABSENT = -1
+"""Stands in a node for the page of a KV group that it does not hold."""
 
 
 class RadixTree:
-    """Pages that any sequence of the same namespace may read, and nobody may write.
+    """Nodes whose pages any sequence of the same namespace may read and none may write.
 
-    Each page counts its readers (`lock`) and the sessions that keep it between turns (`pin`). Whoever locks a page
-    locks every page before it too, so a page in use never hangs below one that is not, and evicting leaves is enough.
-    Namespaces are bytes: KV under another adapter, other weights or another salt is another namespace.
+    A node holds one page per KV group, any of which may be absent. A node without all its pages stays in its place but
+    is never matched; a sequence that computes its tokens again gives it a page again.
+
+    Each node counts its readers (`lock`) and the sessions that keep it between turns (`pin`). A reader of a node reads
+    every node before it as well, so a node in use never hangs below one that is not, and evicting leaves is enough.
+    Namespaces are bytes: KV under another adapter or another salt is another namespace.
+
+    The counts `num_pages`, `num_locked` and `num_pinned` are of pages, over all groups.
     """
 
-    def __init__(self, pages: int, page_size: int) -> None:
-        """pages: of the pool, the reserved page 0 among them."""
+    def __init__(self, page_size: int, num_groups: int = 1) -> None:
+        """page_size: tokens of an edge; num_groups: pages that a complete node holds."""
         self.page_size = page_size
-        self.size = 0
-        self.locked = 0
-        """Pages with a reader."""
-        self.pinned = 0
-        """Pages without one that a session keeps."""
+        self.num_groups = num_groups
+        self.num_nodes = 0
+        """Nodes in the tree, the root excluded."""
+        self.num_pages = 0
+        """Pages that nodes hold."""
+        self.num_locked = 0
+        """Pages of nodes that have a reader."""
+        self.num_pinned = 0
+        """Pages of nodes without a reader that a session keeps."""
+        self.num_evicted = 0
+        """Pages given up since the start."""
+        self.epoch = 0
+        """Incremented whenever a node leaves the tree or loses a page."""
         self._index: dict[bytes, int] = {}
-        self._key: list[bytes | None] = [None] * pages
-        """None for a page that is not in the tree."""
-        self._parent = [ROOT] * pages
-        self._children = [0] * pages
-        self._locks = [0] * pages
-        self._pins = [0] * pages
-        self.lost = 0
-        """Pages that ever left."""
-        self._lost_at = [0] * pages
-        """Of each page, how many had left when it last did."""
-        self._last_use = [0] * pages
+        self._key: list[bytes | None] = [None]
+        """Key of each node; None for the root and for ids that are not in the tree."""
+        self._parent = [ROOT]
+        self._num_children = [0]
+        self._locks = [0]
+        self._pins = [0]
+        self._pages = [[ABSENT] for _ in range(num_groups)]
+        """Page of each node, by group."""
+        self._num_held = [0]
+        """Pages that each node holds, 0 to `num_groups`."""
+        self._removed_at = [0]
+        """`epoch` when the node with this id left the tree last; 0 if none has."""
+        self._dropped_at = 0
+        """`epoch` when a node that stayed in the tree lost a page last."""
+        self._last_use = [0]
         self._uses = 0
+        self._free_ids: list[int] = []
         self._queue = EvictionQueue()
 
     @property
-    def evictable(self) -> int:
-        return self.size - self.locked - self.pinned
+    def num_evictable(self) -> int:
+        """Pages that `evict` can give up."""
+        return self.num_pages - self.num_locked - self.num_pinned
 
-    def __contains__(self, page: int) -> bool:
-        return self._key[page] is not None
+    def __contains__(self, node: int) -> bool:
+        return 0 <= node < len(self._key) and self._key[node] is not None
 
-    def readers(self, page: int) -> int:
-        return self._locks[page]
+    def __iter__(self) -> Iterator[int]:
+        """Yield the ids of the nodes in the tree."""
+        return iter([node for node, key in enumerate(self._key) if key is not None])
 
-    def lost_at(self, page: int) -> int:
-        """What `lost` was when this page last left, 0 if it never has."""
-        return self._lost_at[page]
+    def num_readers(self, node: int) -> int:
+        """Return the number of locks on a node."""
+        return self._locks[node]
+
+    def pages(self, nodes: Sequence[int], group: int = 0) -> list[int]:
+        """Return the page of each of these nodes in one group, `ABSENT` where it holds none."""
+        held = self._pages[group]
+        return [held[node] for node in nodes]
 
     def key(self, namespace: bytes, tokens: array[int], index: int, parent: int) -> bytes:
-        """What the page at `index` of a sequence is known by, given the page before it."""
-        at = index * self.page_size
-        return _key(parent, namespace, tokens[at : at + self.page_size].tobytes())
+        """Return the key of the node for page `index` of a sequence; `parent` is the node of the page before."""
+        start = index * self.page_size
+        return _key(parent, namespace, tokens[start : start + self.page_size].tobytes())
 
     def match(self, namespace: bytes, tokens: array[int], limit: int, index: int = 0, parent: int = ROOT) -> list[int]:
-        """The pages from `index` on, below `limit`, that hold these tokens; `parent` is the page before them."""
+        """Return the complete nodes that hold these tokens, from page `index` on and below page `limit`.
+
+        parent: the node of page `index - 1`. The path ends before the first node that lacks a page of any group.
+        """
         found: list[int] = []
-        size, known = self.page_size, self._index
-        for at in range(index * size, limit * size, size):
-            page = known.get(_key(parent, namespace, tokens[at : at + size].tobytes()))
-            if page is None:
+        size, known, num_held, complete = self.page_size, self._index, self._num_held, self.num_groups
+        for start in range(index * size, limit * size, size):
+            node = known.get(_key(parent, namespace, tokens[start : start + size].tobytes()))
+            if node is None or num_held[node] < complete:
                 break
-            found.append(page)
-            parent = page
+            found.append(node)
+            parent = node
         return found
 
-    def insert(self, key: bytes, page: int, parent: int) -> int:
-        """Puts a page behind its parent; if the tree has one of the same key, that one is returned and nothing done.
-        The page returned is unlocked and not in the eviction's reach before somebody locks and unlocks it."""
-        held = self._index.setdefault(key, page)
-        if held != page:
+    def is_current(self, path: Sequence[int], epoch: int) -> bool:
+        """Return whether a path matched at this epoch still stands: leaves go first, so its last node decides."""
+        return epoch >= self._dropped_at and (not path or epoch >= self._removed_at[path[-1]])
+
+    def prune(self, path: list[int], epoch: int) -> None:
+        """Remove from a path matched at this epoch the nodes that have left the tree or lost a page since."""
+        if epoch < self._dropped_at:
+            path.clear()
+        while path and epoch < self._removed_at[path[-1]]:
+            path.pop()
+
+    def insert(self, key: bytes, parent: int) -> int:
+        """Return the node of this key, made behind its parent if the tree has none.
+
+        A new node holds no pages, is unlocked, and cannot be evicted before it has been locked and unlocked once.
+        """
+        node = self._index.get(key)
+        if node is not None:
+            return node
+        assert parent == ROOT or parent in self, f"a node behind node {parent}, which is not in the tree; {self}"
+        node = self._index[key] = self._new_id()
+        self._key[node] = key
+        self._parent[node] = parent
+        self._num_children[parent] += 1
+        self.num_nodes += 1
+        return node
+
+    def attach(self, node: int, page: int, group: int = 0) -> int:
+        """Give a node its page of a group, unless it holds one; return the page that it holds now."""
+        held = self._pages[group][node]
+        if held != ABSENT:
             return held
-        assert self._key[page] is None, f"page {page} is in the tree already; {self}"
-        assert parent == ROOT or parent in self, f"page {page} behind page {parent}, which is not in the tree; {self}"
-        self._key[page] = key
-        self._parent[page] = parent
-        self._children[parent] += 1
-        self.size += 1
+        assert not (self._locks[node] or self._pins[node]), f"node {node} is in use without its page; {self}"
+        self._pages[group][node] = page
+        self._num_held[node] += 1
+        self.num_pages += 1
         return page
 
-    def lock(self, pages: Sequence[int]) -> None:
-        """One reader more for pages that follow each other."""
-        locks, pins = self._locks, self._pins
-        for page in pages:
-            if not locks[page]:
-                self.locked += 1
-                self.pinned -= pins[page] > 0
-            locks[page] += 1
+    def drop(self, node: int, group: int = 0) -> int:
+        """Take the page of a group from a node that stays in the tree; return the page. Nothing may use the node."""
+        page = self._pages[group][node]
+        assert page != ABSENT, f"node {node} holds no page of group {group}; {self}"
+        assert not (self._locks[node] or self._pins[node]), f"node {node} loses a page while in use; {self}"
+        self._detach(node, group)
+        self.epoch += 1
+        self._dropped_at = self.epoch
+        return page
 
-    def unlock(self, pages: Sequence[int]) -> None:
-        """One reader less."""
-        locks, pins = self._locks, self._pins
+    def lock(self, nodes: Sequence[int]) -> None:
+        """Add a reader to nodes that follow each other. All of them must be complete."""
+        locks, pins, groups = self._locks, self._pins, self.num_groups
+        for node in nodes:
+            if not locks[node]:
+                assert self._num_held[node] == groups, f"node {node} is locked without all its pages; {self}"
+                self.num_locked += groups
+                if pins[node]:
+                    self.num_pinned -= groups
+            locks[node] += 1
+
+    def unlock(self, nodes: Sequence[int]) -> None:
+        """Remove a reader from nodes that follow each other."""
+        locks, pins, groups = self._locks, self._pins, self.num_groups
         self._uses += 1
-        for page in pages:
-            assert locks[page] > 0, f"page {page} unlocked without a lock; {self}"
-            locks[page] -= 1
-            self._last_use[page] = self._uses
-            if not locks[page]:
-                self.locked -= 1
-                self.pinned += pins[page] > 0
-        self._offer(pages)
+        for node in nodes:
+            assert locks[node] > 0, f"node {node} unlocked without a lock; {self}"
+            locks[node] -= 1
+            self._last_use[node] = self._uses
+            if not locks[node]:
+                self.num_locked -= groups
+                if pins[node]:
+                    self.num_pinned += groups
+        self._offer(nodes)
 
-    def pin(self, pages: Sequence[int]) -> None:
-        """Keeps pages that follow each other, read or not."""
-        for page in pages:
-            self.pinned += not (self._locks[page] or self._pins[page])
-            self._pins[page] += 1
+    def pin(self, nodes: Sequence[int]) -> None:
+        """Keep nodes that follow each other, with or without readers. All of them must be complete."""
+        for node in nodes:
+            assert self._num_held[node] == self.num_groups, f"node {node} is pinned without all its pages; {self}"
+            if not (self._locks[node] or self._pins[node]):
+                self.num_pinned += self.num_groups
+            self._pins[node] += 1
 
-    def unpin(self, pages: Sequence[int]) -> None:
+    def unpin(self, nodes: Sequence[int]) -> None:
+        """Undo one `pin` of nodes that follow each other."""
         self._uses += 1
-        for page in pages:
-            assert self._pins[page] > 0, f"page {page} unpinned without a pin; {self}"
-            self._pins[page] -= 1
-            self._last_use[page] = self._uses
-            self.pinned -= not (self._locks[page] or self._pins[page])
-        self._offer(pages)
+        for node in nodes:
+            assert self._pins[node] > 0, f"node {node} unpinned without a pin; {self}"
+            self._pins[node] -= 1
+            self._last_use[node] = self._uses
+            if not (self._locks[node] or self._pins[node]):
+                self.num_pinned -= self.num_groups
+        self._offer(nodes)
 
     def evict(self, count: int) -> list[int]:
-        """Takes out up to `count` pages that nobody reads or keeps, leaves first, least recently used first."""
-        gone: list[int] = []
-        page = ROOT
-        while len(gone) < count:
-            if page == ROOT:
-                oldest = self._queue.pop(self._evictable)
+        """Give up at least `count` pages of nodes that are not in use, or all there are; return the pages.
+
+        Leaves go first, the least recently used first. Pages of a node go together, so a few more may come.
+        """
+        pages: list[int] = []
+        node = ROOT
+        while len(pages) < count:
+            if node == ROOT:
+                oldest = self._queue.pop(self._is_evictable)
                 if oldest is None:
                     break
-                page = oldest
-            gone.append(page)
-            parent = self._remove(page)
-            page = ROOT
-            if parent != ROOT and self._evictable(parent, last_use := self._last_use[parent]):
-                # Pages of one sequence were mostly used together: then the parent is next, and need not queue.
-                if len(gone) < count and last_use <= self._queue.oldest_use:
-                    page = parent
+                node = oldest
+            parent = self._remove(node, pages)
+            node = ROOT
+            if parent != ROOT and self._is_evictable(parent, last_use := self._last_use[parent]):
+                # Nodes of one sequence were mostly used together: then the parent is next, and need not queue.
+                if len(pages) < count and last_use <= self._queue.oldest_use:
+                    node = parent
                 else:
                     self._offer((parent,))
-        return gone
+        return pages
 
-    def _remove(self, page: int) -> int:
-        """Takes a leaf out of the tree; returns its parent."""
-        key, parent = self._key[page], self._parent[page]
-        assert key is not None
+    def _remove(self, node: int, pages: list[int]) -> int:
+        """Take a leaf out of the tree and add its pages to a list; return its parent."""
+        key, parent = self._key[node], self._parent[node]
+        assert key is not None, f"node {node} is not in the tree; {self}"
+        for group, held in enumerate(self._pages):
+            if held[node] != ABSENT:
+                pages.append(held[node])
+                self._detach(node, group)
         del self._index[key]
-        self._key[page] = None
-        self._children[parent] -= 1
-        self.size -= 1
-        self.lost += 1
-        self._lost_at[page] = self.lost
+        self._key[node] = None
+        self._num_children[parent] -= 1
+        self.num_nodes -= 1
+        self.epoch += 1
+        self._removed_at[node] = self.epoch
+        self._free_ids.append(node)
         return parent
 
-    def _offer(self, pages: Sequence[int]) -> None:
-        """Queues those of these pages that may go. Of pages that follow each other only the last can be a leaf."""
-        page = pages[-1] if pages else ROOT
-        if page != ROOT and self._evictable(page, self._last_use[page]):
-            self._queue.push(page, self._last_use[page], self._evictable, self.evictable)
+    def _detach(self, node: int, group: int) -> None:
+        self._pages[group][node] = ABSENT
+        self._num_held[node] -= 1
+        self.num_pages -= 1
+        self.num_evicted += 1
 
-    def _evictable(self, page: int, last_use: int) -> bool:
+    def _new_id(self) -> int:
+        """Return an id that no node in the tree has."""
+        if self._free_ids:
+            return self._free_ids.pop()
+        self._key.append(None)
+        lists = (self._parent, self._num_children, self._locks, self._pins, self._num_held, self._removed_at)
+        for column in (*lists, self._last_use):
+            column.append(0)
+        for held in self._pages:
+            held.append(ABSENT)
+        return len(self._key) - 1
+
+    def _offer(self, nodes: Sequence[int]) -> None:
+        """Queue the last of these nodes for eviction if it may go; of nodes that follow each other no other is a leaf.
+
+        The bound on the queue is on nodes: those with no reader and no pin, of which there are at most `num_nodes`.
+        """
+        node = nodes[-1] if nodes else ROOT
+        if node != ROOT and self._is_evictable(node, self._last_use[node]):
+            self._queue.push(node, self._last_use[node], self._is_evictable, self.num_nodes)
+
+    def _is_evictable(self, node: int, last_use: int) -> bool:
+        """Return whether a node is an unused leaf of the tree whose last use was this one."""
         return (
-            not (self._children[page] or self._locks[page] or self._pins[page])
-            and self._last_use[page] == last_use
-            and self._key[page] is not None
+            not (self._num_children[node] or self._locks[node] or self._pins[node])
+            and self._last_use[node] == last_use
+            and self._key[node] is not None
         )
 
     def audit(self) -> list[str]:
-        """What is wrong, a line each. Empty when all is well."""
+        """Return what is wrong with nodes and the pages that they hold, one line each; empty if nothing is."""
+        members = list(self)
+        problems = self._audit_shape(members)
+        held = [sum([pages[node] != ABSENT for pages in self._pages]) for node in range(len(self._key))]
+        if held != self._num_held or sum(held) != self.num_pages:
+            problems.append(f"{self.num_pages} pages counted, nodes hold {sum(held)}")
+        every = [page for pages in self._pages for page in pages if page != ABSENT]
+        if len(set(every)) != len(every):
+            problems.append("a page is held by two nodes")
+        locked = [node for node in range(len(self._key)) if self._locks[node]]
+        pinned = [node for node in range(len(self._key)) if self._pins[node] and not self._locks[node]]
+        counts = sum([held[node] for node in locked]), sum([held[node] for node in pinned])
+        if counts != (self.num_locked, self.num_pinned):
+            problems.append(f"{self.num_locked} pages locked and {self.num_pinned} pinned, {counts} are")
+        for node in (*locked, *pinned):
+            if node not in self:
+                problems.append(f"node {node} is in use outside the tree")
+            elif held[node] < self.num_groups:
+                problems.append(f"node {node} is in use with {held[node]} of {self.num_groups} pages")
+        outside = [node for node, count in enumerate(held) if count and node not in self]
+        problems += [f"node {node} holds a page outside the tree" for node in outside]
+        return problems
+
+    def _audit_shape(self, members: list[int]) -> list[str]:
         problems = []
-        members = [page for page, key in enumerate(self._key) if key is not None]
-        if sorted(self._index.values()) != members or len(members) != self.size:
-            problems.append(f"{self.size} pages counted, {len(members)} in the tree, {len(self._index)} in the index")
+        if sorted(self._index.values()) != members or len(members) != self.num_nodes:
+            problems.append(f"{self.num_nodes} nodes counted, {len(members)} in the tree, {len(self._index)} indexed")
+        if sorted((*members, *self._free_ids)) != list(range(1, len(self._key))):
+            problems.append("a node id is lost, or in the tree and free")
         children = [0] * len(self._key)
-        for page in members:
-            parent = self._parent[page]
+        for node in members:
+            parent = self._parent[node]
             children[parent] += 1
             if parent == ROOT:
                 continue
             if parent not in self:
-                problems.append(f"page {page} hangs below page {parent}, which is not in the tree")
-            if self._locks[page] > self._locks[parent] or self._pins[page] > self._pins[parent]:
-                problems.append(f"page {page} is held more often than page {parent} before it")
-        if children != self._children:
+                problems.append(f"node {node} hangs below node {parent}, which is not in the tree")
+            if self._locks[node] > self._locks[parent] or self._pins[node] > self._pins[parent]:
+                problems.append(f"node {node} is in use more often than node {parent} before it")
+        if children != self._num_children:
             problems.append("children are miscounted")
-        locked = [page for page in range(len(self._key)) if self._locks[page]]
-        pinned = [page for page in range(len(self._key)) if self._pins[page] and not self._locks[page]]
-        if (len(locked), len(pinned)) != (self.locked, self.pinned):
-            problems.append(f"{self.locked} pages locked and {self.pinned} pinned, {len(locked)} and {len(pinned)} are")
-        problems += [f"page {page} is held outside the tree" for page in (*locked, *pinned) if page not in self]
         return problems
 
     def __repr__(self) -> str:
-        return f"RadixTree({self.size} pages, {self.locked} locked, {self.pinned} pinned)"
+        return (
+            f"RadixTree({self.num_nodes} nodes, {self.num_pages} pages, {self.num_locked} locked, "
+            f"{self.num_pinned} pinned)"
+        )
 
 
 def _key(parent: int, namespace: bytes, tokens: bytes) -> bytes:
-    """Unambiguous: a page number has four bytes, the tokens of a page have a fixed length, and only a first page,
-    whose parent is no page, has a namespace between them."""
+    """Return a key that no other (parent, namespace, tokens) has.
+
+    A node id has four bytes and the tokens of a page a fixed length; a namespace stands between them only where the
+    parent is the root, and there the id tells so.
+    """
     return parent.to_bytes(4, "little") + (tokens if parent else namespace + tokens)

@@ -1,4 +1,4 @@
-"""Conversations whose KV stays between turns."""
+"""Conversations whose KV is kept between turns."""
 
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.kv_cache.radix import RadixTree
@@ -6,48 +6,54 @@ from tandem.protocol.errors import ErrorCode
 
 
 class Session:
-    """One conversation. Its pages are pinned in the tree; a turn in progress reads them like any sequence."""
+    """One conversation. Its nodes are pinned in the tree; a turn in progress locks them like any sequence."""
 
-    __slots__ = ("ending", "idle_since", "name", "pages", "turn")
+    __slots__ = ("ending", "idle_since", "name", "nodes", "turn")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.pages: list[int] = []
+        self.nodes: list[int] = []
+        """Nodes of the prefix cache that it keeps, from the root on."""
         self.turn: int | None = None
-        """Id of the sequence that is its turn in progress."""
+        """Id of the sequence that is its turn in progress; None: it is idle."""
         self.idle_since = 0.0
+        """Time, in seconds, of the end of its last turn."""
         self.ending = False
-        """Whether it ends with its turn."""
+        """True if it ends with its turn."""
 
 
 class Sessions:
-    """Known by name alone, so any frontend can go on with one. At most `most` at a time; idle ones go after `ttl`
-    seconds, or when memory is short, oldest first: the next turn of such a one computes its prompt again."""
+    """The sessions of an engine, by name, so that any frontend can continue one.
 
-    def __init__(self, tree: RadixTree | None, most: int, ttl: float) -> None:
-        """tree: None where there is no prefix cache, hence no sessions."""
+    There are at most `max_sessions` at a time. Idle ones end after `ttl` seconds, or, the longest idle first, when
+    memory is short: the next turn of such a session computes its prompt again.
+    """
+
+    def __init__(self, tree: RadixTree | None, max_sessions: int, ttl: float) -> None:
+        """tree: None without a prefix cache, and then there are no sessions; ttl: seconds."""
         self.tree = tree
-        self.most = most
+        self.max_sessions = max_sessions
         self.ttl = ttl
-        self.evicted = 0
-        """Idle sessions that ended because memory or numbers were short."""
+        self.num_evicted = 0
+        """Idle sessions that ended early, for their memory or to make room for another."""
         self._known: dict[str, Session] = {}
         self._idle: dict[str, Session] = {}
-        """Of the known ones, those without a turn in progress, longest idle first."""
+        """Sessions without a turn in progress, the longest idle first."""
 
     def __len__(self) -> int:
         return len(self._known)
 
     @property
     def known(self) -> list[Session]:
+        """Every session, the oldest first."""
         return list(self._known.values())
 
     def check(self, name: str) -> None:
-        """Raises RequestError if no turn of that session can be taken now."""
-        if self.tree is None or not self.most:
+        """Raise RequestError if a turn of this session cannot begin now."""
+        if self.tree is None or not self.max_sessions:
             raise RequestError(
                 ErrorCode.SESSIONS_OFF,
-                "session_id needs the prefix cache, and room for sessions: start the engine with --prefix-cache on and "
+                "session_id needs the prefix cache and room for sessions: start the engine with --prefix-cache on and "
                 "--max-sessions above 0, or leave session_id out",
             )
         session = self._known.get(name)
@@ -55,51 +61,56 @@ class Sessions:
             raise RequestError(
                 ErrorCode.SESSION_BUSY, f"session {name!r} has a turn in progress; wait for its end, or abort it"
             )
-        if session is None and len(self._known) >= self.most and not self._idle:
+        if session is None and len(self._known) >= self.max_sessions and not self._idle:
             raise RequestError(
                 ErrorCode.OVERLOADED,
-                f"all {self.most} sessions have a turn in progress; retry later or raise --max-sessions",
+                f"all {self.max_sessions} sessions have a turn in progress; retry later or raise --max-sessions",
             )
 
-    def begin(self, name: str, seq_id: int) -> None:
-        """Starts a turn, for which `check` was passed."""
+    def begin_turn(self, name: str, seq_id: int) -> None:
+        """Begin a turn that `check` has accepted."""
         session = self._known.get(name)
         if session is None:
-            if len(self._known) >= self.most:
+            if len(self._known) >= self.max_sessions:
                 self._evict(next(iter(self._idle.values())))
             session = self._known[name] = Session(name)
         self._idle.pop(name, None)
         session.turn = seq_id
 
-    def follow(self, name: str, seq_id: int, path: list[int]) -> None:
-        """The turn starts from these pages: those of the session that are not among them hold what was never said.
-        Nothing if the session has ended meanwhile."""
+    def resume(self, name: str, seq_id: int, path: list[int]) -> None:
+        """Unpin the nodes of a session that are not on the path from which its turn starts.
+
+        They hold tokens that the conversation no longer has. Does nothing if the session has ended meanwhile.
+        """
         session = self._known.get(name)
         if session is None or session.turn != seq_id:
             return
         common = 0
-        for mine, matched in zip(session.pages, path, strict=False):
+        for mine, matched in zip(session.nodes, path, strict=False):
             if mine != matched:
                 break
             common += 1
-        self._hold(session, session.pages[:common])
+        self._keep(session, session.nodes[:common])
 
-    def leave(self, name: str, seq_id: int, now: float, path: list[int] | None) -> None:
-        """Ends a turn, after which the session keeps these pages, all in the tree. None: it did not run, so they are
-        what they were, and a session without any ends. Nothing if it has ended meanwhile."""
+    def end_turn(self, name: str, seq_id: int, now: float, path: list[int] | None) -> None:
+        """End a turn; the session keeps the nodes of this path.
+
+        path None: the turn did not run, so the session keeps what it had, and ends if that is nothing. Does nothing
+        if the session has ended meanwhile.
+        """
         session = self._known.get(name)
         if session is None or session.turn != seq_id:
             return
         if path is not None:
-            self._hold(session, path)
+            self._keep(session, path)
         session.turn = None
         session.idle_since = now
         self._idle[name] = session
-        if session.ending or (path is None and not session.pages):
+        if session.ending or (path is None and not session.nodes):
             self._drop(session)
 
     def end(self, name: str) -> bool:
-        """Ends a session, now or with its turn; whether there was one."""
+        """End a session, now or with its turn; return whether there was one."""
         session = self._known.get(name)
         if session is None:
             return False
@@ -109,41 +120,37 @@ class Sessions:
         return True
 
     def expire(self, now: float) -> None:
-        """Ends those that have been idle for too long."""
+        """End the sessions that have been idle for `ttl` seconds."""
         while self._idle:
             session = next(iter(self._idle.values()))
             if now - session.idle_since < self.ttl:
                 return
             self._drop(session)
 
-    def relieve(self) -> bool:
-        """Gives up the pages of one session, an idle one if any of those has pages; False if none has."""
+    def release_one(self) -> bool:
+        """Unpin the nodes of one session, an idle one if any of those has nodes; return False if none has."""
         for session in self._idle.values():
-            if session.pages:
+            if session.nodes:
                 self._evict(session)
                 return True
         for session in self._known.values():
-            if session.pages:
-                self._hold(session, [])
+            if session.nodes:
+                self._keep(session, [])
                 return True
         return False
 
-    def clear(self) -> None:
-        """Forgets all of them; turns in progress go on."""
-        for session in self.known:
-            self._drop(session)
-
     def _evict(self, session: Session) -> None:
         self._drop(session)
-        self.evicted += 1
+        self.num_evicted += 1
 
     def _drop(self, session: Session) -> None:
-        self._hold(session, [])
+        self._keep(session, [])
         del self._known[session.name]
         self._idle.pop(session.name, None)
 
-    def _hold(self, session: Session, pages: list[int]) -> None:
+    def _keep(self, session: Session, nodes: list[int]) -> None:
+        """Replace the nodes that a session pins."""
         assert self.tree is not None, f"session {session.name!r} without a prefix cache"
-        self.tree.pin(pages)
-        self.tree.unpin(session.pages)
-        session.pages = list(pages)
+        self.tree.pin(nodes)
+        self.tree.unpin(session.nodes)
+        session.nodes = list(nodes)

@@ -77,8 +77,7 @@ class PageGate:
 
     def _reserve(self) -> int:
         """Return the pages to keep free: 0 if no holder can grow, so that any sequence gets its turn."""
-        needed = self.memory.needed
-        growing = sum([needed(seq.kv_len) > len(seq.pages) for seq in self._holders.values()])
+        growing = sum([self.memory.lacks_pages(seq, seq.kv_len) for seq in self._holders.values()])
         return min(growing, ceil_div(self.memory.pages.total, MAX_RESERVE_FRACTION))
 
 

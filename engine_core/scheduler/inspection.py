@@ -1,5 +1,8 @@
 """Snapshots of the scheduler for people."""
 
+from collections.abc import Iterable
+
+from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.events import InspectedSequence, InspectedSession, Inspection, SequenceState
@@ -21,20 +24,22 @@ def inspect(scheduler: Scheduler, call: int, stats: EngineStats, now: float) -> 
     sequences = [_sequence(seq, _state(seq), now) for seq in running]
     sequences += [_sequence(seq, "leaving" if seq.outcome is None else "zombie", now) for seq in others]
     for seq in waiting[:MAX_LISTED]:
-        state: SequenceState = "compiling" if seq.compiling else "following" if memory.follows(seq) else "waiting"
+        state: SequenceState = (
+            "compiling" if seq.compiling else "following" if memory.pending.blocks(seq) else "waiting"
+        )
         sequences.append(_sequence(seq, state, now, now - seq.queued_at))
     return Inspection(
         call,
         scheduler.policy,
         stats,
         memory.pages.free,
-        memory.settling,
+        _releasing(memory, others),
         sequences,
         [
             InspectedSession(
                 session.name,
                 session.turn is not None,
-                len(session.pages),
+                len(session.nodes),
                 now - session.idle_since if session.turn is None else 0.0,
             )
             for session in memory.sessions.known
@@ -47,6 +52,16 @@ def oldest_wait(scheduler: Scheduler, now: float) -> float:
     """Return the longest wait in the queue, in seconds, including sequences being compiled; 0 if none waits."""
     firsts = (scheduler.waiting.longest_waiting, next(iter(scheduler.compiling.values()), None))
     return max([0.0, *(now - seq.queued_at for seq in firsts if seq is not None)])
+
+
+def _releasing(memory: KVManager, leaving: Iterable[Sequence]) -> int:
+    """Return how many pages come back once no step in flight holds these sequences."""
+    count, readers = 0, dict[int, int]()
+    for seq in leaving:
+        count += memory.num_released(seq, readers)
+        for node in seq.cache.nodes:
+            readers[node] = readers.get(node, 0) + 1
+    return count
 
 
 def _state(seq: Sequence) -> SequenceState:
@@ -68,8 +83,8 @@ def _sequence(seq: Sequence, state: SequenceState, now: float, wait: float = 0.0
         seq.generated,
         seq.num_scheduled_tokens,
         len(seq.pages),
-        seq.num_shared_pages,
-        seq.num_cached_tokens,
+        len(seq.cache.nodes),
+        seq.cache.num_cached_tokens,
         seq.priority,
         seq.preemptions,
         now - seq.arrival,

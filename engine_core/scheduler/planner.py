@@ -5,7 +5,6 @@ from collections.abc import Sequence as Items
 
 from msgspec import Struct
 
-from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.policy import POLICIES, Budget, RowDemand, choose_rows
@@ -32,7 +31,7 @@ class SchedulerLimits(Struct, frozen=True):
     """Static batching: a batch runs to its end before the next is admitted."""
 
 
-def build_row(seq: Sequence, length: int, page_size: int) -> ScheduledSequence:
+def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequence:
     """Return the next `length` positions of a sequence, with everything that the device needs and lacks for them."""
     start = seq.num_scheduled_tokens
     end = start + length
@@ -47,19 +46,18 @@ def build_row(seq: Sequence, length: int, page_size: int) -> ScheduledSequence:
         suppress_ends=end - seq.prompt_len < seq.min_tokens,
         constrained=seq.constraint is not None,
         tokens=seq.tokens[first : min(end, seq.upload_end)].tobytes() if first < seq.upload_end else b"",
-        new_pages=tuple(seq.pages[seq.num_mapped_pages : ceil_div(end, page_size)]),
+        new_pages=memory.unmapped_pages(seq, end),
         first_page=seq.num_mapped_pages,
         skipped=start - first,
         targets=seq.tokens[start + 1 : min(end + 1, seq.prompt_len)].tobytes() if scored else b"",
     )
 
 
-def build_paged_row(seq: Sequence, page_size: int) -> ScheduledSequence:
+def build_paged_row(seq: Sequence, memory: KVManager) -> ScheduledSequence:
     """Return the next row of a sequence in steady decode where it begins with a new page."""
-    start, mapped = seq.num_scheduled_tokens, seq.num_mapped_pages
-    pages = tuple(seq.pages[mapped : start // page_size + 1])
-    constrained = seq.constraint is not None
-    return ScheduledSequence(seq.id, seq.row, start, constrained=constrained, new_pages=pages, first_page=mapped)
+    start, constrained = seq.num_scheduled_tokens, seq.constraint is not None
+    pages, first = memory.unmapped_pages(seq, start + 1), seq.num_mapped_pages
+    return ScheduledSequence(seq.id, seq.row, start, constrained=constrained, new_pages=pages, first_page=first)
 
 
 def build_steady_rows(running: Items[Sequence]) -> list[ScheduledSequence]:
@@ -132,12 +130,8 @@ class Planner:
         step_id: int,
         running: RunningSequences,
         held: Collection[Sequence],
-        newest_step: int,
     ) -> StepPlan | None:
-        """Return the next step, or None if no row can compute anything.
-
-        held: all sequences that have pages; newest_step: id of the step launched last.
-        """
+        """Return the next step, or None if no row can compute anything. held: all sequences that have pages."""
         members, constrained = running.members, bool(running.constrained)
         if not running.unsteady and len(members) <= self.limits.max_step_tokens:
             rows, updated_rows = self._steady_rows(members, constrained)
@@ -151,14 +145,13 @@ class Planner:
         for seq_id in running.unsteady:
             seq = members[seq_id]
             if seq.num_scheduled_tokens < seq.upload_end:
-                self.memory.extend(seq, newest_step)
+                self.memory.rematch(seq)
         candidates, lengths = self._choose(members, held)
-        page_size = self.memory.page_size
         rows = tuple(
             [
                 ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens, constrained=seq.constraint is not None)
                 if seq.in_steady_decode and seq.num_scheduled_tokens < seq.next_page_boundary
-                else build_row(seq, length, page_size)
+                else build_row(seq, length, self.memory)
                 for seq, length in zip(candidates, lengths, strict=True)
                 if length
             ]
@@ -207,7 +200,6 @@ class Planner:
             ]
             if not self.memory.grow_each(at_boundary):
                 return (), None
-            page_size = self.memory.page_size
-            updated_rows = tuple([build_paged_row(seq, page_size) for seq in at_boundary])
+            updated_rows = tuple([build_paged_row(seq, self.memory) for seq in at_boundary])
         self._reserver.out_of_pages = False
         return (*rows, *updated_rows), updated_rows

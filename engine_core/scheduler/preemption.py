@@ -33,11 +33,13 @@ class PageReserver:
         lengths: positions of each candidate, lowered here, to 0 at worst, where pages are missing. A row without pages
         waits for those that steps in flight give back; if these are not enough, junior sequences are preempted.
         """
-        size = self.memory.page_size
+        lacks_pages = self.memory.lacks_pages
         short = [
             index
             for index, (seq, length) in enumerate(zip(candidates, lengths, strict=True))
-            if length and seq.num_scheduled_tokens + length > len(seq.pages) * size
+            # The first test spares decoding rows within their page the call.
+            if (length > 1 or (length and seq.num_scheduled_tokens >= seq.next_page_boundary))
+            and lacks_pages(seq, seq.num_scheduled_tokens + length)
         ]
         short.sort(key=lambda index: seniority(candidates[index]))
         pressure: Reclaim | None = None
@@ -66,13 +68,8 @@ class PageReserver:
 
     def _grow(self, seq: Sequence, length: int) -> int:
         """Reserve pages for the next `length` positions, or for as many as possible; return their number."""
-        if self.memory.grow(seq, seq.num_scheduled_tokens + length):
-            return length
-        pages = len(seq.pages) + self.memory.available
-        end = pages * self.memory.page_size
-        if end <= seq.num_scheduled_tokens or not self.memory.grow(seq, end):
-            return 0
-        return end - seq.num_scheduled_tokens
+        start = seq.num_scheduled_tokens
+        return max(0, self.memory.grow(seq, start + length) - start)
 
 
 class Reclaim:
@@ -81,12 +78,12 @@ class Reclaim:
     def __init__(self, memory: KVManager, running: dict[int, Sequence], held: Iterable[Sequence]) -> None:
         self.memory = memory
         self.running = running
-        self.reclaimable = memory.settling
+        self.reclaimable = 0
         """Pages that steps in flight will give back, of sequences that have ended, are ending or were preempted."""
         self.promised = 0
         """Number of rows that wait for those pages."""
-        self._ending: dict[int, int] = {}
-        """Shared pages of those sequences, with the number of readers that leave."""
+        self._leaving: dict[int, int] = {}
+        """Nodes of the prefix cache that those sequences read, with the number of readers that leave."""
         self._juniors = sorted(running.values(), key=seniority, reverse=True)
         for seq in held:
             if seq.id not in running or seq.finishing:
@@ -94,10 +91,9 @@ class Reclaim:
 
     def add(self, seq: Sequence) -> None:
         """Count the pages of a sequence that leaves: its own come back, a shared one if this was its last reader."""
-        self.reclaimable += len(seq.pages) - seq.num_shared_pages
-        for page in seq.pages[: seq.num_shared_pages]:
-            going = self._ending[page] = self._ending.get(page, 0) + 1
-            self.reclaimable += going == self.memory.readers(page)
+        self.reclaimable += self.memory.num_released(seq, self._leaving)
+        for node in seq.cache.nodes:
+            self._leaving[node] = self._leaving.get(node, 0) + 1
 
     def victim(self, seq: Sequence) -> Sequence | None:
         """Return the sequence to preempt for this one, or None if more pages come back than others wait for.
@@ -113,7 +109,7 @@ class Reclaim:
                 break
             if other.id not in self.running or other.finishing:
                 continue
-            if self.memory.holds_alone(other):
+            if self.memory.num_released(other, {}):
                 return other
             last = last or other
         return last

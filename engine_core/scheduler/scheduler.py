@@ -53,9 +53,8 @@ class Scheduler:
         self._preempting: list[Sequence] = []
         """Preempted sequences that a step in flight still holds."""
         self._declined = (-1, -1)
-        """Id of the sequence that the gates declined last, and `KVManager.moves` then: until that changes they would
+        """Id of the sequence that the gates declined last, and `KVManager.epoch` then: until that changes they would
         decline it again."""
-        self._newest_step = 0
         self._now = 0.0
 
     @property
@@ -84,13 +83,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Accept a sequence. Raises RequestError, with the numbers, if it can never fit or the queue is full."""
-        needed, total = self.memory.needed(seq.kv_len), self.memory.pages.total
-        if needed > total:
-            raise RequestError(
-                ErrorCode.KV_CAPACITY,
-                f"{seq.prompt_len} prompt tokens and max_tokens {seq.params.max_tokens} need {needed} KV pages of "
-                f"{self.memory.page_size} tokens, the pool has {total}; lower max_tokens or raise --kv-tokens",
-            )
+        self.memory.check_fits(seq)
         waiting = len(self.waiting) + len(self.compiling)
         if waiting >= self.limits.max_waiting + self.rows.free:
             raise RequestError(
@@ -100,7 +93,7 @@ class Scheduler:
             )
         if seq.session:
             self.memory.sessions.check(seq.session)
-            self.memory.sessions.begin(seq.session, seq.id)
+            self.memory.sessions.begin_turn(seq.session, seq.id)
         self._open[seq.client, seq.request_id] = seq
         if seq.compiling:
             self.compiling[seq.id] = seq
@@ -131,15 +124,15 @@ class Scheduler:
         moved: list[Sequence] = []
         num_bypassed = 0
         for seq in self.waiting:
-            if self.memory.awaits(seq):
+            if self.memory.waits_for_prefix(seq):
                 num_bypassed += 1
                 if num_bypassed > MAX_BYPASSED:
                     break
                 continue
-            if self._declined == (seq.id, self.memory.moves):
+            if self._declined == (seq.id, self.memory.epoch):
                 break
             if not admit(seq, self._gates):
-                self._declined = (seq.id, self.memory.moves)
+                self._declined = (seq.id, self.memory.epoch)
                 break
             self.waiting.remove(seq)
             self._held[seq.id] = seq
@@ -159,8 +152,8 @@ class Scheduler:
 
     def _report_start(self, seq: Sequence) -> None:
         """Add a sequence whose first token is on its way to the starts, unless that was done or nothing was cached."""
-        if seq.num_cached_tokens and not seq.start_reported:
-            self.updates.started.append((seq.client, Started(seq.request_id, seq.num_cached_tokens)))
+        if seq.cache.num_cached_tokens and not seq.start_reported:
+            self.updates.started.append((seq.client, Started(seq.request_id, seq.cache.num_cached_tokens)))
         seq.start_reported = True
 
     def plan_step(self, step_id: int) -> StepPlan | None:
@@ -168,11 +161,11 @@ class Scheduler:
 
         Counters change at launch and commit only; planning allocates pages, so planning again gives the same plan.
         """
-        return self.planner.plan(step_id, self._running, self._held.values(), self._newest_step)
+        return self.planner.plan(step_id, self._running, self._held.values())
 
     def on_launch(self, plan: StepPlan) -> None:
         """Advance the counters of the sequences in a plan that has been launched."""
-        held, self._newest_step = self._held, plan.step_id
+        held = self._held
         if plan.is_decode_only:
             for row in plan.rows:
                 seq = held[row.seq_id]
@@ -187,7 +180,7 @@ class Scheduler:
                 if row.samples:
                     seq.num_inflight_samples += 1
         for row in plan.updated_rows:
-            held[row.seq_id].map(row.first_page + len(row.new_pages), self.memory.page_size)
+            self.memory.on_launch(held[row.seq_id], row)
         if self._running.unsteady:
             self._update_unsteady({row.seq_id: row for row in plan.rows})
 
@@ -200,8 +193,6 @@ class Scheduler:
         for seq_id in [seq_id for seq_id in unsteady if seq_id in rows]:
             seq, row = self.running[seq_id], rows[seq_id]
             seq.on_launch()
-            if row.tokens:
-                self.memory.publish(seq, self._newest_step)
             if row.samples:
                 self._report_start(seq)
             if seq.in_steady_decode:
@@ -225,7 +216,6 @@ class Scheduler:
             add_logprobs(plan.rows, live, result, self.updates.deltas)
         if self._preempting:
             self._requeue()
-        self.memory.settle(plan.step_id)
         return self.take_updates()
 
     def _commit_runs(self, plan: StepPlan, result: StepResult) -> None:
@@ -324,7 +314,6 @@ class Scheduler:
         for seq in list(self._held.values()):
             seq.inflight = seq.num_inflight_samples = 0
             self._release(seq)
-        self.memory.abandon()
 
     def end(self, seq: Sequence, outcome: Finished | Failure) -> None:
         """Give a sequence its one outcome; its leases stay open while a step in flight holds it (I4)."""
@@ -334,7 +323,7 @@ class Scheduler:
         self.updates.ended.append(seq)
         self._running.remove(seq)
         if seq.session:
-            self.memory.end_turn(seq, self._newest_step, self._now)
+            self.memory.end_turn(seq, self._now)
         if self.compiling.pop(seq.id, None) is not None:
             return
         if seq.id not in self._held:

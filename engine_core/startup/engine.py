@@ -20,6 +20,7 @@ from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.contracts import Mailbox
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
@@ -74,7 +75,8 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
     log = StartLog(time.monotonic, device.held_bytes)
     constraints = _start_constraints(source, mailbox, status.stats)
     runtime, config = build_runtime(options, source, device, constraints.mask_builder, status, log)
-    engine = _build_loop(config, runtime, mailbox, constraints, status, _facts(config, model_config, directory))
+    facts = _facts(config, model_config, directory)
+    engine = _build_loop(config, _kv_groups(model_config), runtime, mailbox, constraints, status, facts)
     _log_settings(config, source)
     if options.page_size == "max" and config.page_size > config.max_len:
         text = "--page-size max: %d positions a sequence, --max-len %d rounded up to a power of two"
@@ -128,6 +130,7 @@ def _executor() -> LLExecutor | None:
 
 def _build_loop(
     config: EngineConfig,
+    kv_groups: tuple[KVGroup, ...],
     runtime: TorchRuntime,
     mailbox: Mailbox,
     constraints: Constraints,
@@ -144,7 +147,8 @@ def _build_loop(
         config.max_uploads,
         config.static_batching,
     )
-    scheduler = Scheduler(RowGate(config.max_rows), _kv_memory(config), limits, config.policy)
+    memory = _kv_manager(config, kv_groups)
+    scheduler = Scheduler(RowGate(config.max_rows), memory, limits, config.policy)
     wire_limits = Limits(
         config.max_rows, config.kv_tokens, config.page_size, config.max_step_tokens, config.max_waiting
     )
@@ -163,8 +167,13 @@ def _build_loop(
     )
 
 
-def _kv_memory(config: EngineConfig) -> KVManager:
-    tree = RadixTree(config.pages, config.page_size) if config.prefix_cache else None
+def _kv_groups(model: ModelConfig) -> tuple[KVGroup, ...]:
+    """Return the groups of layers that share pages: all of them, since all attend to every position before."""
+    return (KVGroup(tuple(range(model.layers))),)
+
+
+def _kv_manager(config: EngineConfig, groups: tuple[KVGroup, ...]) -> KVManager:
+    tree = RadixTree(config.page_size, len(groups)) if config.prefix_cache else None
     sessions = Sessions(tree, config.max_sessions, config.session_ttl)
     return KVManager(PageAllocator(config.pages), config.page_size, tree, sessions)
 

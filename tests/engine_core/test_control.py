@@ -90,7 +90,7 @@ class TestScheduling:
         asked = Submit(9, PROMPT, SamplingParams(4), priority=3, session="talk", cache_salt="pepper")
         assert control.apply(b"a", asked) is None
         (seq,) = control.scheduler.waiting
-        assert (seq.priority, seq.session, seq.namespace) == (3, "talk", b"pepper")
+        assert (seq.priority, seq.session, seq.cache.namespace) == (3, "talk", b"pepper")
 
     @pytest.mark.parametrize(
         ("field", "value", "text"),

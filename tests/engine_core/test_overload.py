@@ -110,21 +110,21 @@ def test_overload_leaves_nothing_behind() -> None:
     overload.run(SECONDS * 2 / 3)
     grown, more = settled_bytes() - before, len(gc.get_objects()) - objects
     scheduler, stats = overload.driven.scheduler, overload.driven.engine.stats
+    memory = scheduler.memory
     print(
         f"\n{SECONDS:.0f} s, {stats.steps_committed} steps, {overload.asked} requests: {dict(overload.ends)}; "
-        f"{stats.preemptions} preemptions, {scheduler.memory.evicted} pages evicted, {scheduler.memory.hit} of "
-        f"{scheduler.memory.queried} prompt tokens cached, {scheduler.memory.sessions.evicted} sessions evicted; "
+        f"{stats.preemptions} preemptions, {memory.usage.num_evicted} pages evicted, {memory.num_hit_tokens} of "
+        f"{memory.num_queried_tokens} prompt tokens cached, {memory.sessions.num_evicted} sessions evicted; "
         f"{overload.compared.close} of {overload.compared.tokens} tokens too close to call; {grown} bytes and {more} "
         "objects more than after the first third"
     )
     assert scheduler.audit() == []
     assert (scheduler.num_open, len(scheduler.waiting), list(scheduler.held)) == (0, 0, [])
-    assert scheduler.memory.settling == 0
     assert scheduler.rows.free == scheduler.rows.total
     assert stats.steps_launched == stats.steps_committed
     assert {FinishReason.LENGTH, FinishReason.ABORT, ErrorCode.OVERLOADED, ErrorCode.SESSION_BUSY} <= set(overload.ends)
     assert stats.preemptions > 0
-    assert scheduler.memory.evicted > 0
+    assert scheduler.memory.usage.num_evicted > 0
     assert overload.compared.close <= overload.compared.tokens / 20
     assert more < 2000
     assert grown < 16 * 2**20

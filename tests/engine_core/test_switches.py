@@ -72,9 +72,9 @@ def test_same_tokens_as_a_dense_model(model: LlamaModel, checked: dict[tuple[int
     assert compared.close <= compared.tokens / 50, f"{compared.close} of {compared.tokens} were too close to call"
     scheduler = engine.scheduler
     assert scheduler.audit() == []
-    assert bool(scheduler.memory.hit) == SHAPES[name].cache
+    assert bool(scheduler.memory.num_hit_tokens) == SHAPES[name].cache
     assert (scheduler.preemptions > 0) == ("short" in name)
-    assert scheduler.memory.in_use == 0
+    assert scheduler.memory.usage.in_use == 0
 
 
 def test_sampled_tokens_are_the_same_after_a_preemption(model: LlamaModel) -> None:

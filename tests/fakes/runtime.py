@@ -33,8 +33,9 @@ class FakeRuntime:
         self.results: dict[int, StepResult] = {}
         self.scored: dict[int, list[bytes]] = {}
         """Log-probability records of the scored positions of launched steps, by slot."""
-        self.pages_in_flight: dict[int, set[int]] = {}
-        """By slot: the pages that its step reads or writes, until it is collected."""
+        self.states: dict[int, list[int]] = {}
+        """Folded state at the last position of each row of launched steps, by slot: computed by the forward, as logits
+        are, since the pages may serve another sequence by the time that the step is sampled."""
         self.is_shared: Callable[[int], bool] = lambda _: False
         """Whether a page lies in the prefix cache: nobody may write it."""
         self.uploads = 0
@@ -50,12 +51,11 @@ class FakeRuntime:
             self.page_table[admission.row] = []
         scored = self.scored[slot] = []
         self.uploads = 0
-        touched = self.pages_in_flight[slot] = set()
+        states = self.states[slot] = []
         for row in plan.rows:
             assert plan.logprobs >= 0 or not row.targets, f"{row} is scored in a step that wants no log-probabilities"
-            self._forward(row)
+            states.append(self._forward(row))
             scored += self._scored(row, plan.logprobs)
-            touched.update(self.page_table[row.row][: -(-row.end // self.page_size)])
         self.launched[slot] = plan
 
     def sample(self, slot: int, masks: Masks | None) -> None:
@@ -64,16 +64,15 @@ class FakeRuntime:
         wanted = dict(masks or [])
         masked = {row.row for row in plan.rows if row.constrained and row.samples}
         assert len(wanted) == len(masks or []) and wanted.keys() <= masked, f"masks for {wanted.keys()} of {masked}"
-        sampled = [row for row in plan.rows if row.samples]
-        tokens = [self._sample(row, wanted.get(row.row)) for row in sampled]
+        sampled = [(row, state) for row, state in zip(plan.rows, self.states.pop(slot), strict=True) if row.samples]
+        tokens = [self._sample(row, state, wanted.get(row.row)) for row, state in sampled]
         records, logprobs = self.scored.pop(slot), None
         if plan.logprobs >= 0:
-            records[:0] = [self._record(row, row.end, plan.logprobs) for row in sampled]
+            records[:0] = [logprob_line(state, self.tokens[row.row][row.end], plan.logprobs) for row, state in sampled]
             logprobs = StepLogprobs(plan.logprobs, b"".join(records))
         self.results[slot] = StepResult([int(row.samples) for row in plan.rows], tokens, logprobs)
 
     def collect(self, slot: int) -> StepResult:
-        del self.pages_in_flight[slot]
         return self.results.pop(slot)
 
     def synchronize(self) -> None:
@@ -92,7 +91,8 @@ class FakeRuntime:
         assert page != PADDING_PAGE, f"{row} uses the reserved page"
         return page * self.page_size + position % self.page_size
 
-    def _forward(self, row: ScheduledSequence) -> None:
+    def _forward(self, row: ScheduledSequence) -> int:
+        """Compute the positions of a row; return the state at the last one."""
         assert row.row != PADDING_ROW, f"{row} uses the reserved row"
         table, known = self.page_table[row.row], self.tokens[row.row]
         assert not row.new_pages or row.first_page <= len(table), f"{row} leaves a hole in the page table"
@@ -118,6 +118,7 @@ class FakeRuntime:
             place = self._place(row, position)
             assert not self.is_shared(place // self.page_size), f"{row} writes position {position} into a shared page"
             self.pool[place] = (position, state)
+        return state
 
     def _scored(self, row: ScheduledSequence, top: int) -> list[bytes]:
         """Return the records of a row's scored positions; their targets must be the prompt's tokens."""
@@ -126,19 +127,14 @@ class FakeRuntime:
         assert targets[: len(later)] == later[: len(targets)], f"{row} is scored at tokens that are not its prompt's"
         return [logprob_line(self._state(row, row.start + index), token, top) for index, token in enumerate(targets)]
 
-    def _record(self, row: ScheduledSequence, position: int, top: int) -> bytes:
-        return logprob_line(self._state(row, position - 1), self.tokens[row.row][position], top)
-
     def _state(self, row: ScheduledSequence, position: int) -> int:
         held = self.pool[self._place(row, position)]
         assert held is not None and held[0] == position, f"{row} reads {held} at {position}"
         return held[1]
 
-    def _sample(self, row: ScheduledSequence, constraint: Constraint | None) -> int:
-        held = self.pool[self._place(row, row.end - 1)]
-        assert held is not None and held[0] == row.end - 1, f"{row} samples from {held}"
+    def _sample(self, row: ScheduledSequence, state: int, constraint: Constraint | None) -> int:
         forbidden = frozenset(self.admissions[row.seq_id].end_ids) if row.suppress_ends else frozenset()
-        token = choose(held[1], forbidden, own(constraint).allows if constraint else lambda _: True)
+        token = choose(state, forbidden, own(constraint).allows if constraint else lambda _: True)
         assert row.end not in self.tokens[row.row], f"{row} samples a position that has a token"
         self.tokens[row.row][row.end] = token
         return token

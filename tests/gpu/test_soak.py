@@ -129,6 +129,6 @@ def test_random_traffic_leaks_nothing() -> None:
     assert {FinishReason.LENGTH, FinishReason.STOP, FinishReason.ABORT} <= set(ways)
     assert engine.stats.steps_launched == engine.stats.steps_committed
     assert (scheduler.num_open, len(scheduler.waiting), len(scheduler.running), list(scheduler.held)) == (0, 0, 0, [])
-    assert (scheduler.rows.free, scheduler.memory.in_use) == (scheduler.rows.total, 0)
+    assert (scheduler.rows.free, scheduler.memory.usage.in_use) == (scheduler.rows.total, 0)
     assert scheduler.audit() == []
     assert torch.cuda.memory_allocated() == allocated

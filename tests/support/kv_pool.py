@@ -1,12 +1,45 @@
-"""A KV pool of the real parts, in one line."""
+"""A KV pool of the real parts, and what tests do to one from outside."""
 
-from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.kv_cache.manager import CACHE, KVManager
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
 
+STRANGER = 10_000
+"""Owner of pages that no sequence of a test has."""
+
 
 def kv_memory(pages: int, page_size: int = 4, cache: bool = True, sessions: int = 4, ttl: float = 60.0) -> KVManager:
-    """pages: the reserved page 0 among them."""
-    tree = RadixTree(pages, page_size) if cache else None
+    """Build a pool. pages: the reserved page 0 included."""
+    tree = RadixTree(page_size) if cache else None
     return KVManager(PageAllocator(pages), page_size, tree, Sessions(tree, sessions, ttl))
+
+
+def occupy(memory: KVManager, count: int) -> list[int]:
+    """Give pages to the stranger, evicting what must go."""
+    pages = memory._allocate(STRANGER, count)
+    assert pages is not None, f"{count} pages are not available: {memory.usage}"
+    return pages
+
+
+def vacate(memory: KVManager, pages: list[int] | None = None) -> None:
+    """Free these pages of the stranger, all of them by default."""
+    memory.pages.release(STRANGER, memory.pages.owned()[STRANGER] if pages is None else pages)
+
+
+def evict_unused(memory: KVManager) -> None:
+    """Evict everything from the prefix cache that neither a sequence nor a session holds."""
+    assert memory.tree is not None
+    memory.pages.release(CACHE, memory.tree.evict(memory.pages.total))
+
+
+def drop_page(memory: KVManager, node: int) -> None:
+    """Take the page of a node that stays in the tree."""
+    assert memory.tree is not None
+    memory.pages.release(CACHE, [memory.tree.drop(node)])
+
+
+def end_sessions(memory: KVManager) -> None:
+    """End every session, which frees its pages unless its turn is in progress."""
+    for session in memory.sessions.known:
+        memory.sessions.end(session.name)

@@ -103,4 +103,4 @@ class Bench:
         return outcome
 
     def at_rest(self) -> bool:
-        return not self.scheduler.num_open and not list(self.scheduler.held) and self.memory.in_use == 0
+        return not self.scheduler.num_open and not list(self.scheduler.held) and self.memory.usage.in_use == 0

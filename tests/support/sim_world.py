@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 
 from tandem.engine_core.contracts import Masks, StepResult
 from tandem.engine_core.engine import Engine
-from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.kv_cache.manager import CACHE, KVManager
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
@@ -26,6 +26,7 @@ from tests.fakes.constraint import FakeCompiler
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.model import END, VOCAB
 from tests.fakes.runtime import FakeRuntime
+from tests.support.kv_pool import end_sessions, occupy
 from tests.support.sim_traffic import CLIENTS, LONGEST, Shape, Traffic
 
 EPOCH = 77
@@ -59,13 +60,17 @@ class FaultyRuntime(FakeRuntime):
 
 
 class PoisoningAllocator(PageAllocator):
-    """Erases on the device what is freed here."""
+    """Erases on the device what is freed here: in stream order, since the device has run whatever was launched."""
 
     erase: Callable[[list[int]], None]
 
     def release(self, owner: int, pages: Items[int]) -> None:
         super().release(owner, pages)
         self.erase(list(pages))
+
+    def is_shared(self, page: int) -> bool:
+        """Return whether a page belongs to the prefix cache."""
+        return self._owner[page] == CACHE
 
 
 class World:
@@ -96,14 +101,13 @@ class World:
         step_tokens = rng.randint(max_rows, 40) + whole * LONGEST
         cache = rng.random() < 0.8 if shape.cache is None else shape.cache
         self.allocator = PoisoningAllocator(pages)
-        tree = RadixTree(pages, page_size) if cache and not shape.static else None
+        tree = RadixTree(page_size) if cache and not shape.static else None
         self.memory = KVManager(
             self.allocator, page_size, tree, Sessions(tree, rng.randint(0, 3), rng.choice([5, 1e9]))
         )
         self.runtime = FaultyRuntime(max_rows, pages, page_size, fault=shape.faults, rng=rng)
         self.allocator.erase = self.runtime.free
-        if tree is not None:
-            self.runtime.is_shared = tree.__contains__
+        self.runtime.is_shared = self.allocator.is_shared
         limits = SchedulerLimits(
             step_tokens,
             0 if whole else rng.randint(1, step_tokens),
@@ -185,13 +189,13 @@ class World:
         busy = [o for o in outcomes if isinstance(o, Failure) and o.code is ErrorCode.SESSION_BUSY]
         talks = {request.key for request in self.requests if request.session}
         return {
-            "hit": self.memory.hit,
-            "evicted": self.memory.evicted,
+            "hit": self.memory.num_hit_tokens,
+            "evicted": self.memory.usage.num_evicted,
             "cached told": len(self.mailbox.cached),
             "preemptions": self.scheduler.preemptions,
             "for lack of pages": self.scheduler.preemptions - self.forced,
             "session busy": len(busy),
-            "sessions evicted": self.memory.sessions.evicted,
+            "sessions evicted": self.memory.sessions.num_evicted,
             "session hits": len(talks & self.mailbox.cached.keys()),
         }
 
@@ -214,16 +218,11 @@ class World:
             assert 0 <= seq.inflight <= self.pipeline.depth, seq
             assert 0 <= seq.num_inflight_samples <= seq.inflight, seq
             for page in seq.pages:
-                assert readers.setdefault(page, seq.cache_namespace) == seq.cache_namespace, (
+                assert readers.setdefault(page, seq.cache.namespace) == seq.cache.namespace, (
                     f"page {page} is read under two namespaces"
                 )
         assert not holders, f"steps hold sequences whose leases are closed: {holders}"
         assert self.scheduler.audit() == []
-        assert self.pipeline.steps or not self.memory.settling
-        owned = {page for pages in self.allocator.owned().values() for page in pages}
-        for step in self.pipeline.steps:
-            free = self.runtime.pages_in_flight.get(step.slot, set()) - owned
-            assert not free, f"pages {free} are free while {step} uses them"
 
     def check_at_rest(self) -> None:
         """After the last tick: everything came back, and everybody was told exactly once."""
@@ -231,18 +230,17 @@ class World:
         assert not self.scheduler.compiling
         assert not self.compiler.jobs, "grammars are compiled for nobody"
         assert not list(self.scheduler.held)
-        assert self.memory.settling == 0
         assert self.scheduler.audit() == []
         assert self.rows.free == self.rows.total
         assert all(session.turn is None for session in self.memory.sessions.known)
-        assert self.memory.available == self.allocator.total
+        assert self.memory.usage.available == self.allocator.total
         for key, outcomes in self.mailbox.outcomes.items():
             assert len(outcomes) == 1, f"{key} ended {len(outcomes)} times: {outcomes}"
 
     def check_after_the_end(self) -> None:
         """Nothing is kept that could not be had, for the cache or for a session."""
         self.check_at_rest()
-        self.memory.sessions.clear()
-        assert self.memory.in_use == 0
-        assert self.memory.take(10_000, self.allocator.total) is not None
-        assert self.memory.cached == 0
+        end_sessions(self.memory)
+        assert self.memory.usage.in_use == 0
+        occupy(self.memory, self.allocator.total)
+        assert self.memory.usage.cached == 0

@@ -4,11 +4,13 @@ from array import array
 
 import pytest
 
+from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import FinishReason
 from tandem.protocol.events import Finished, Started
 from tandem.protocol.params import SamplingParams
+from tests.support.kv_pool import drop_page, occupy, vacate
 from tests.support.scheduling import added, commit, launched, new, run, sequence
 
 
@@ -22,19 +24,25 @@ SYSTEM = tuple(range(100, 112))
 """Three pages of four."""
 
 
+def nodes_of(memory: KVManager, tokens: tuple[int, ...]) -> list[int]:
+    """Return the complete nodes that hold the full pages of these tokens."""
+    assert memory.tree is not None
+    return memory.tree.match(b"", array("i", tokens), len(tokens) // 4)
+
+
 def test_a_second_prompt_begins_behind_what_is_cached() -> None:
     scheduler = new()
     run(scheduler, with_prompt(1, *SYSTEM, 1))
     second = with_prompt(2, *SYSTEM, 2, 3)
     added(scheduler, second)
-    assert (second.num_scheduled_tokens, second.num_shared_pages, second.num_cached_tokens) == (12, 3, 12)
+    assert (second.num_scheduled_tokens, len(second.cache.nodes), second.cache.num_cached_tokens) == (12, 3, 12)
     (row,) = launched(scheduler, 50).rows
     assert (row.start, row.length, row.samples, row.skipped) == (12, 2, True, 12)
     assert array("i", row.tokens).tolist() == [*SYSTEM, 2, 3], "the device has to know cached tokens, too"
     assert (row.new_pages, row.first_page) == (tuple(second.pages), 0)
     assert scheduler.take_updates().started == [(b"c", Started(2, 12))]
-    assert scheduler.memory.queried == 13 + 14
-    assert scheduler.memory.hit == 12
+    assert scheduler.memory.num_queried_tokens == 13 + 14
+    assert scheduler.memory.num_hit_tokens == 12
 
 
 def test_the_last_token_is_always_computed() -> None:
@@ -66,7 +74,7 @@ def test_zombies_add_nothing_that_nobody_said(reason: FinishReason) -> None:
     scheduler.end(seq, Finished(1, reason))
     for plan in plans[1:]:
         commit(scheduler, plan, [33])
-    assert scheduler.memory.cached == 0, "three tokens are known and four were computed: no page is full"
+    assert scheduler.memory.usage.cached == 0, "three tokens are known and four were computed: no page is full"
     assert scheduler.audit() == []
 
 
@@ -77,7 +85,7 @@ def test_prompts_that_arrive_together_share() -> None:
     assert list(scheduler.running) == [1, 3], "the second waits for pages that the first computes, the third does not"
     launched(scheduler, 1)
     scheduler.admit_waiting()
-    assert (second.num_scheduled_tokens, scheduler.memory.in_use) == (12, 3 + 1 + 1 + 2)
+    assert (second.num_scheduled_tokens, scheduler.memory.usage.in_use) == (12, 3 + 1 + 1 + 2)
     launched(scheduler, 2)
     assert scheduler.audit() == []
 
@@ -98,7 +106,7 @@ def test_choices_share_their_prompt() -> None:
     launched(scheduler, 1)
     scheduler.admit_waiting()
     assert [seq.num_scheduled_tokens for seq in choices] == [13, 12, 12, 12]
-    assert scheduler.memory.in_use == 3 + 4
+    assert scheduler.memory.usage.in_use == 3 + 4
 
 
 def test_who_computed_what_all_wait_for_may_vanish() -> None:
@@ -123,13 +131,65 @@ def test_salts_share_nothing() -> None:
     assert (other.num_scheduled_tokens, same.num_scheduled_tokens) == (0, 12)
 
 
-def test_new_weights_find_nothing_old() -> None:
+def test_prefix_match_ends_before_a_node_without_its_page() -> None:
     scheduler = new()
-    run(scheduler, with_prompt(1, *SYSTEM, 1))
-    scheduler.memory.new_weights()
+    first = with_prompt(1, *SYSTEM, 1)
+    run(scheduler, first)
+    memory = scheduler.memory
+    second = nodes_of(memory, SYSTEM)[1]
+    drop_page(memory, second)
+    assert (memory.usage.cached, memory.usage.evictable, memory.usage.num_evicted) == (2, 2, 1)
     seq = with_prompt(2, *SYSTEM, 1)
     added(scheduler, seq)
-    assert seq.num_scheduled_tokens == 0
+    assert (seq.num_scheduled_tokens, len(seq.cache.nodes)) == (4, 1)
+    assert scheduler.audit() == []
+    run(scheduler, first_step=20)
+    assert nodes_of(memory, SYSTEM)[1] == second, "the node has a page again, that of who computed its tokens"
+    assert (memory.usage.cached, memory.usage.in_use) == (3, 0)
+    assert scheduler.audit() == []
+
+
+def test_pages_behind_a_node_without_its_page_are_kept_once() -> None:
+    """The node after the gap is still there: whoever fills the gap reads its page instead of its own."""
+    scheduler = new(step=64, chunk=64)
+    run(scheduler, with_prompt(1, *SYSTEM, 1))
+    memory = scheduler.memory
+    nodes = nodes_of(memory, SYSTEM)
+    assert memory.tree is not None
+    kept = memory.tree.pages(nodes)
+    drop_page(memory, nodes[1])
+    seq = with_prompt(2, *SYSTEM, 2, max_tokens=9)
+    added(scheduler, seq)
+    own = list(seq.pages)
+    plan = launched(scheduler, 50)
+    assert seq.cache.nodes == nodes
+    assert seq.pages[:3] == [kept[0], own[1], kept[2]]
+    assert memory.usage.in_use == 4, "the third page that it computed is free again"
+    commit(scheduler, plan, [20])
+    assert scheduler.audit() == []
+
+
+def test_nodes_that_are_read_or_kept_lose_no_page() -> None:
+    scheduler = new()
+    seq = with_prompt(1, *SYSTEM, 1)
+    added(scheduler, seq)
+    launched(scheduler, 1)
+    with pytest.raises(AssertionError, match="loses a page while in use"):
+        drop_page(scheduler.memory, seq.cache.nodes[0])
+    assert scheduler.audit() == []
+
+
+def test_pages_of_leaves_without_a_page_are_not_evicted_twice() -> None:
+    scheduler = new(pages=1 + 8)
+    run(scheduler, with_prompt(1, *SYSTEM, 1))
+    memory = scheduler.memory
+    drop_page(memory, nodes_of(memory, SYSTEM)[2])
+    occupy(memory, 7)
+    assert (memory.usage.cached, memory.usage.free) == (1, 0)
+    assert memory.tree is not None
+    assert memory.tree.num_nodes == 1, "the leaf without a page went first and gave none"
+    vacate(memory)
+    assert scheduler.audit() == []
 
 
 def test_a_scored_prompt_is_computed_whole_and_found_by_others() -> None:
@@ -137,10 +197,10 @@ def test_a_scored_prompt_is_computed_whole_and_found_by_others() -> None:
     run(scheduler, with_prompt(1, *SYSTEM, 1))
     scored = with_prompt(2, *SYSTEM, 1)
     scored.prompt_logprobs = 0
-    queried = scheduler.memory.queried
+    queried = scheduler.memory.num_queried_tokens
     run(scheduler, scored, first_step=40)
-    assert (scored.num_cached_tokens, scheduler.memory.queried) == (0, queried)
-    assert scheduler.memory.cached == 3, "its pages were there already"
+    assert (scored.cache.num_cached_tokens, scheduler.memory.num_queried_tokens) == (0, queried)
+    assert scheduler.memory.usage.cached == 3, "its pages were there already"
     assert scheduler.audit() == []
 
 
@@ -151,10 +211,9 @@ def test_what_two_computed_is_kept_once() -> None:
     added(scheduler, first, second)
     plan = launched(scheduler, 1)
     assert second.pages[:3] == first.pages[:3]
-    assert scheduler.memory.settling == 3, "its own pages are written by the step in flight"
-    assert scheduler.memory.in_use == 3 + 1 + 1 + 3
+    assert scheduler.memory.usage.in_use == 3 + 1 + 1, "its own pages are free, though the step in flight writes them"
     commit(scheduler, plan, [20, 21])
-    assert (scheduler.memory.settling, scheduler.memory.in_use) == (0, 5)
+    assert scheduler.memory.usage.in_use == 5
     rows = {row.seq_id: row for row in launched(scheduler, 2).rows}
     assert (rows[2].new_pages, rows[2].first_page) == (tuple(second.pages), 0), "the device hears of the change"
     assert rows[1].new_pages == ()
@@ -183,22 +242,22 @@ def test_a_prompt_goes_on_behind_what_another_has_computed_meanwhile() -> None:
     assert array("i", rows[1].tokens).tolist() == [*SYSTEM[4:], 1]
     assert (rows[1].new_pages, rows[1].first_page) == (tuple(behind.pages[1:]), 1)
     assert behind.pages[:3] == ahead.pages[:3]
-    assert behind.num_cached_tokens == 8
+    assert behind.cache.num_cached_tokens == 8
     assert scheduler.audit() == []
 
 
-def test_a_page_half_written_is_given_back_when_its_step_has_committed() -> None:
+def test_half_written_page_may_serve_another_in_the_next_step() -> None:
     scheduler, behind, ahead = overtaken(2)
     (mine,) = behind.pages
     plans = [launched(scheduler, step) for step in (2, 3)]
     scheduler.plan_step(4)
     assert behind.num_scheduled_tokens == 4
     assert behind.pages[0] == ahead.pages[0] != mine
-    assert scheduler.memory.settling == 1
+    assert scheduler.memory.pages.owned()[ahead.id] == [mine], "steps run in order, so the writes of step 1 come first"
     assert scheduler.audit() == []
     for plan in plans:
         commit(scheduler, plan, [-1] * len(plan.rows))
-    assert scheduler.memory.settling == 0
+    assert scheduler.audit() == []
 
 
 def test_without_the_cache_nothing_is_kept() -> None:
@@ -206,7 +265,7 @@ def test_without_the_cache_nothing_is_kept() -> None:
     run(scheduler, with_prompt(1, *SYSTEM, 1))
     seq = with_prompt(2, *SYSTEM, 1)
     added(scheduler, seq)
-    assert (seq.num_scheduled_tokens, scheduler.memory.cached, scheduler.memory.queried) == (0, 0, 0)
+    assert (seq.num_scheduled_tokens, scheduler.memory.usage.cached, scheduler.memory.num_queried_tokens) == (0, 0, 0)
     run(scheduler, first_step=20)
     assert scheduler.memory.pages.used == 0
 
@@ -254,7 +313,7 @@ def test_the_refused_are_looked_at_again_when_more_is_shared() -> None:
     assert list(scheduler.running) == [1]
     plan = launched(scheduler, 1)
     assert scheduler.admit_waiting() == [urgent]
-    assert urgent.num_cached_tokens == 12
+    assert urgent.cache.num_cached_tokens == 12
     commit(scheduler, plan, [20])
 
 
@@ -268,33 +327,32 @@ def test_one_less_urgent_does_not_keep_the_others_from_sharing() -> None:
     assert list(scheduler.running) == [1, 2], "one of them computes it for all"
 
 
-def test_what_was_found_is_given_up_with_what_the_cache_loses() -> None:
+def test_matched_path_ends_where_the_cache_has_evicted() -> None:
     scheduler = new(pages=1 + 8)
     run(scheduler, with_prompt(1, *SYSTEM, 1))
     memory, seq = scheduler.memory, with_prompt(2, *SYSTEM, 2)
     seq.tokens.extend(range(300, 300 + 12))
-    stranger = 10_000
-    pages = memory.take(stranger, 4)
-    assert pages is not None
+    occupy(memory, 4)
     scheduler.add(seq)
-    assert scheduler.memory.admit(seq, 99, 5) is False, "it looks, and is refused"
-    assert len(seq.cached_path) == 3
-    more = memory.take(stranger, 2)
-    assert more is not None
-    assert memory.evicted == 1
-    memory.pages.release(stranger, [*pages, *more])
+    assert scheduler.memory.admit(seq, 99, 5) is False, "it looks, and is declined"
+    assert len(seq.cache.matched) == 3
+    occupy(memory, 2)
+    assert memory.usage.num_evicted == 1
+    vacate(memory)
     assert scheduler.admit_waiting() == [seq]
-    assert (seq.num_shared_pages, seq.num_scheduled_tokens) == (2, 8)
+    assert (len(seq.cache.nodes), seq.num_scheduled_tokens) == (2, 8)
     assert scheduler.audit() == []
 
 
-def test_what_was_found_of_other_weights_is_given_up() -> None:
+def test_matched_path_ends_where_a_node_has_lost_its_page() -> None:
+    """Not only its last node: pages of the others may go as well while the nodes stay."""
     scheduler = new(rows=1)
     run(scheduler, with_prompt(1, *SYSTEM, 1))
     seq = with_prompt(2, *SYSTEM, 2)
     scheduler.add(seq)
     assert scheduler.memory.admit(seq, 99, 99) is False
-    assert len(seq.cached_path) == 3
-    scheduler.memory.new_weights()
+    assert len(seq.cache.matched) == 3
+    drop_page(scheduler.memory, seq.cache.matched[0])
     assert scheduler.admit_waiting() == [seq]
-    assert seq.num_shared_pages == 0
+    assert seq.cache.nodes == []
+    assert scheduler.audit() == []

@@ -11,6 +11,7 @@ from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Finished
 from tandem.protocol.params import SamplingParams
+from tests.support.kv_pool import evict_unused, occupy, vacate
 from tests.support.scheduling import added, commit, launched, new, run, sequence
 
 
@@ -27,7 +28,7 @@ def after_one_turn(pages: int = 40) -> tuple[Scheduler, tuple[int, ...]]:
     scheduler = new(pages=pages)
     first = turn(1, *FIRST)
     run(scheduler, first)
-    assert scheduler.memory.in_use == scheduler.memory.tree.pinned == 3  # type: ignore[union-attr]
+    assert scheduler.memory.usage.in_use == scheduler.memory.tree.num_pinned == 3  # type: ignore[union-attr]
     return scheduler, tuple(first.tokens)
 
 
@@ -37,7 +38,7 @@ def test_a_turn_goes_on_where_the_last_one_ended() -> None:
     added(scheduler, again)
     assert again.num_scheduled_tokens == 12
     run(scheduler, first_step=30)
-    assert scheduler.memory.in_use == 4, "18 tokens by now"
+    assert scheduler.memory.usage.in_use == 4, "18 tokens by now"
     assert scheduler.audit() == []
 
 
@@ -47,8 +48,8 @@ def test_what_no_longer_matches_is_let_go() -> None:
     added(scheduler, edited)
     assert edited.num_scheduled_tokens == 4
     (session,) = scheduler.memory.sessions.known
-    assert session.pages == edited.pages[:1]
-    assert scheduler.memory.evictable == 2
+    assert session.nodes == edited.cache.nodes[:1]
+    assert scheduler.memory.usage.evictable == 2
     run(scheduler, first_step=30)
     assert scheduler.audit() == []
 
@@ -57,7 +58,7 @@ def test_a_session_outlives_the_rest_of_the_cache() -> None:
     scheduler, said = after_one_turn(pages=1 + 12)
     for number in range(2, 8):
         run(scheduler, sequence(number, prompt=20, max_tokens=4, first=100 * number), first_step=100 * number)
-    assert scheduler.memory.evicted > 0
+    assert scheduler.memory.usage.num_evicted > 0
     again = turn(9, *said, 40)
     added(scheduler, again)
     assert again.num_scheduled_tokens == 12
@@ -72,7 +73,7 @@ def test_under_pressure_the_oldest_idle_one_goes_and_its_next_turn_still_works()
         talks[name] = tuple(seq.tokens)
     run(scheduler, sequence(3, prompt=25, max_tokens=4, first=900), first_step=300)
     assert [session.name for session in scheduler.memory.sessions.known] == ["young"]
-    assert scheduler.memory.sessions.evicted == 1
+    assert scheduler.memory.sessions.num_evicted == 1
     for number, (name, found) in enumerate((("young", 12), ("old", 0)), 4):
         seq = turn(number, *talks[name], 7, session=name)
         added(scheduler, seq)
@@ -111,7 +112,7 @@ def test_the_next_turn_may_come_while_a_zombie_of_the_last_is_in_flight() -> Non
     assert scheduler.audit() == []
     run(scheduler, first_step=3)
     assert scheduler.audit() == []
-    assert scheduler.memory.in_use == 3
+    assert scheduler.memory.usage.in_use == 3
 
 
 def test_a_turn_that_never_ran_changes_nothing() -> None:
@@ -131,7 +132,7 @@ def test_idle_for_too_long() -> None:
     assert len(scheduler.memory.sessions) == 1
     scheduler.advance(160.0)
     assert len(scheduler.memory.sessions) == 0
-    assert (scheduler.memory.in_use, scheduler.memory.cached) == (0, 3), "still cached, no longer kept"
+    assert (scheduler.memory.usage.in_use, scheduler.memory.usage.cached) == (0, 3), "still cached, no longer kept"
 
 
 def test_a_turn_in_progress_does_not_expire() -> None:
@@ -158,7 +159,7 @@ def test_ending_a_session() -> None:
     scheduler, said = after_one_turn()
     assert not scheduler.memory.sessions.end("nobody")
     assert scheduler.memory.sessions.end("talk")
-    assert scheduler.memory.in_use == 0
+    assert scheduler.memory.usage.in_use == 0
     busy = turn(2, *said, 40)
     added(scheduler, busy)
     assert scheduler.memory.sessions.end("talk")
@@ -166,7 +167,7 @@ def test_ending_a_session() -> None:
     run(scheduler, first_step=30)
     assert busy.outcome == Finished(2, FinishReason.LENGTH)
     assert len(scheduler.memory.sessions) == 0
-    assert scheduler.memory.in_use == 0
+    assert scheduler.memory.usage.in_use == 0
 
 
 def test_a_waiting_turn_does_not_hold_the_pool() -> None:
@@ -174,7 +175,7 @@ def test_a_waiting_turn_does_not_hold_the_pool() -> None:
     scheduler = new(rows=1, pages=1 + 6)
     for number, name in enumerate("ab", 1):
         run(scheduler, turn(number, *[token + 100 * number for token in FIRST], session=name))
-    assert scheduler.memory.in_use == 6
+    assert scheduler.memory.usage.in_use == 6
     scheduler.add(turn(3, *range(500, 509), session="a"))
     scheduler.add(turn(4, *range(600, 609), session="b"))
     run(scheduler, first_step=100)
@@ -188,7 +189,7 @@ def test_turns_that_never_ran_leave_nothing_and_push_nobody_out() -> None:
         scheduler.add(turn(number, 7, session=f"given up {number}"))
         scheduler.abort(b"c", number)
     assert [session.name for session in scheduler.memory.sessions.known] == ["talk"]
-    assert scheduler.memory.sessions.evicted == 0
+    assert scheduler.memory.sessions.num_evicted == 0
     again = turn(10, *said, 40)
     added(scheduler, again)
     assert again.num_scheduled_tokens == 12
@@ -198,10 +199,10 @@ def test_a_turn_that_never_ran_after_its_pages_went_leaves_nothing() -> None:
     """Its session was no idle one any more when memory was short, so it counts as ended by nobody."""
     scheduler, _ = after_one_turn(pages=1 + 6)
     scheduler.add(turn(2, *FIRST, 40))
-    assert scheduler.memory.take(99, 6) is not None
-    scheduler.memory.pages.release(99, scheduler.memory.pages.owned()[99])
+    occupy(scheduler.memory, 6)
+    vacate(scheduler.memory)
     scheduler.abort(b"c", 2)
-    assert (len(scheduler.memory.sessions), scheduler.memory.sessions.evicted) == (0, 0)
+    assert (len(scheduler.memory.sessions), scheduler.memory.sessions.num_evicted) == (0, 0)
     assert not scheduler.memory.sessions.end("talk")
     assert scheduler.audit() == []
 
@@ -211,11 +212,11 @@ def test_a_conversation_of_less_than_a_page_is_no_use_to_memory() -> None:
     scheduler = new(pages=1 + 6)
     run(scheduler, turn(1, 5, max_tokens=2, session="short"))
     run(scheduler, turn(2, *FIRST, session="long"), first_step=9)
-    pages = [(session.name, len(session.pages)) for session in scheduler.memory.sessions.known]
+    pages = [(session.name, len(session.nodes)) for session in scheduler.memory.sessions.known]
     assert pages == [("short", 0), ("long", 3)]
-    assert scheduler.memory.take(99, 6) is not None
+    occupy(scheduler.memory, 6)
     assert [session.name for session in scheduler.memory.sessions.known] == ["short"]
-    assert scheduler.memory.sessions.evicted == 1
+    assert scheduler.memory.sessions.num_evicted == 1
     assert scheduler.memory.sessions.end("short")
 
 
@@ -223,9 +224,9 @@ def test_what_a_zombie_has_computed_is_kept() -> None:
     scheduler = new()
     first, plan = with_a_zombie(scheduler)
     (session,) = scheduler.memory.sessions.known
-    assert (session.turn, session.pages) == (None, first.pages[:2])
+    assert (session.turn, session.nodes) == (None, first.cache.nodes[:2])
     commit(scheduler, plan, [21])
-    assert scheduler.memory.in_use == 2
+    assert scheduler.memory.usage.in_use == 2
     assert scheduler.audit() == []
 
 
@@ -237,31 +238,33 @@ def test_a_zombie_of_an_ended_session_leaves_its_successor_alone() -> None:
     scheduler.abort(b"c", 1)
     scheduler.add(turn(2, 90, 91, 92))
     commit(scheduler, plan, [20])
-    assert [(session.turn, session.pages) for session in scheduler.memory.sessions.known] == [(2, [])]
-    assert (scheduler.memory.in_use, scheduler.audit()) == (0, [])
+    assert [(session.turn, session.nodes) for session in scheduler.memory.sessions.known] == [(2, [])]
+    assert (scheduler.memory.usage.in_use, scheduler.audit()) == (0, [])
 
 
 @pytest.mark.parametrize("admitted", [False, True])
-def test_new_weights_while_a_turn_is_in_progress(admitted: bool) -> None:
-    """It goes on without its session; one of the same name is another."""
+def test_session_that_loses_its_nodes_goes_on_with_its_turn(admitted: bool) -> None:
+    """Its turn computes again what was evicted if it had not begun, and the session keeps all of it afterwards."""
     scheduler, said = after_one_turn()
-    old, successor = turn(2, *said, 40), turn(3, *said, 40)
-    scheduler.add(old)
+    seq = turn(2, *said, 40)
+    scheduler.add(seq)
     if admitted:
         scheduler.admit_waiting()
-    scheduler.memory.new_weights()
-    added(scheduler, successor)
+    assert scheduler.memory.sessions.release_one()
+    evict_unused(scheduler.memory)
     run(scheduler, first_step=30)
-    assert (old.outcome, successor.outcome) == (Finished(2, FinishReason.LENGTH), Finished(3, FinishReason.LENGTH))
-    assert successor.num_cached_tokens == 0 or not admitted
-    assert [(session.turn, len(session.pages)) for session in scheduler.memory.sessions.known] == [(None, 4)]
+    assert seq.outcome == Finished(2, FinishReason.LENGTH)
+    assert seq.cache.num_cached_tokens == (12 if admitted else 0)
+    assert [(session.turn, len(session.nodes)) for session in scheduler.memory.sessions.known] == [(None, 4)]
+    assert scheduler.memory.sessions.num_evicted == 0
     assert scheduler.audit() == []
 
 
-def test_new_weights_end_sessions() -> None:
+def test_turn_after_its_session_was_evicted_computes_its_prompt_again() -> None:
     scheduler, said = after_one_turn()
-    scheduler.memory.new_weights()
-    assert (len(scheduler.memory.sessions), scheduler.memory.in_use) == (0, 0)
+    assert scheduler.memory.sessions.release_one()
+    evict_unused(scheduler.memory)
+    assert (len(scheduler.memory.sessions), scheduler.memory.usage.in_use, scheduler.memory.usage.cached) == (0, 0, 0)
     again = turn(2, *said, 40)
     added(scheduler, again)
     assert again.num_scheduled_tokens == 0
@@ -271,7 +274,7 @@ def test_new_weights_end_sessions() -> None:
 def test_where_sessions_are_off(cache: bool) -> None:
     scheduler = new(cache=cache)
     if cache:
-        scheduler.memory.sessions.most = 0
+        scheduler.memory.sessions.max_sessions = 0
     with pytest.raises(
         RequestError, match="start the engine with --prefix-cache on and --max-sessions above 0"
     ) as caught:

@@ -67,7 +67,7 @@ def test_same_tokens_as_a_dense_model(
     asked = prompts(len(EVERYTHING), seed=page_size)
     got = engine.generate(asked, EVERYTHING, CONSTRAINED)
     assert check(model, asked, got, EVERYTHING, CONSTRAINED).tokens > 80
-    assert engine.scheduler.memory.in_use == 0
+    assert engine.scheduler.memory.usage.in_use == 0
     assert engine.scheduler.audit() == []
 
 

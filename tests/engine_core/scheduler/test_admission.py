@@ -25,7 +25,7 @@ def test_a_gate_that_declines_gives_back_what_others_gave() -> None:
     rows, memory = RowGate(2), kv_memory(10)
     seq = new(1)
     assert not admit(seq, (rows, PageGate(memory, 8), Closed()))
-    assert (rows.free, memory.available, seq.row, seq.pages) == (2, 9, -1, [])
+    assert (rows.free, memory.usage.available, seq.row, seq.pages) == (2, 9, -1, [])
     assert memory.audit([]) == []
 
 
@@ -35,11 +35,11 @@ def test_leases_give_everything_back_once() -> None:
     seq = new(1)
     assert admit(seq, gates)
     assert seq.row != PADDING_ROW
-    assert (rows.free, memory.available, len(seq.pages)) == (1, 7, 2)
+    assert (rows.free, memory.usage.available, len(seq.pages)) == (1, 7, 2)
     seq.leases.close()
-    assert (rows.free, memory.available, seq.row, seq.pages) == (2, 9, -1, [])
+    assert (rows.free, memory.usage.available, seq.row, seq.pages) == (2, 9, -1, [])
     seq.leases.close()
-    assert (rows.free, memory.available) == (2, 9)
+    assert (rows.free, memory.usage.available) == (2, 9)
 
 
 def test_rows_run_out() -> None:
@@ -80,7 +80,9 @@ def test_an_admission_leaves_a_page_for_each_that_may_grow() -> None:
     grown, growing, more = new(1, 110, 2), new(2, 110, 30), new(3, 9, 30)
     assert gate.acquire(grown) is not None
     assert gate.acquire(growing) is not None
-    assert (memory.available, len(growing.pages), memory.needed(growing.total_len)) == (8, 28, 35)
+    assert (memory.usage.available, len(growing.pages)) == (8, 28)
+    assert not memory.lacks_pages(growing, 4 * 28)
+    assert memory.lacks_pages(growing, 4 * 28 + 1)
     assert gate.acquire(new(4, 29, 1)) is None, "8 are free and wanted, one of them may be needed by the second"
     assert gate.acquire(new(5, 28, 1)) is not None, "the first will not grow"
     memory = kv_memory(1 + 16)

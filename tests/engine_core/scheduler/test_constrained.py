@@ -195,7 +195,7 @@ class TestJumps:
         scheduler, forced = began(seq := sequence(1, "runs 9", max_tokens=4))
         assert len(forced) == 4
         assert seq.outcome == Finished(1, FinishReason.LENGTH)
-        assert scheduler.memory.in_use == 0
+        assert scheduler.memory.usage.in_use == 0
         assert scheduler.plan_step(1) is None
 
     def test_a_preempted_one_uploads_them_again_and_goes_on(self) -> None:

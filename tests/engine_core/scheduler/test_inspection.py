@@ -6,6 +6,7 @@ from tandem.engine_core.stats import new_stats
 from tandem.protocol.codec import decode_event, encode
 from tandem.protocol.events import SEQUENCE_STATES, InspectedSequence
 from tests.fakes.constraint import FakeConstraint
+from tests.support.kv_pool import evict_unused
 from tests.support.scheduling import END, added, commit, launched, new, run, sequence
 
 
@@ -53,7 +54,7 @@ def test_looking_changes_nothing() -> None:
     scheduler.add(late)
     before = [repr(seq) for seq in scheduler.held]
     assert facts_of(scheduler)[3].state == "waiting", "nobody has looked for its pages"
-    assert (late.awaited_key, late.cached_path) == (b"", [])
+    assert (late.cache.awaited_key, late.cache.matched) == (b"", [])
     assert [repr(seq) for seq in scheduler.held] == before
     assert scheduler.audit() == []
     scheduler.admit_waiting()
@@ -84,7 +85,7 @@ def test_what_a_preemption_took_is_a_prompt_again() -> None:
         commit(scheduler, launched(scheduler, step), [20])
     assert facts_of(scheduler)[1].state == "decode"
     scheduler.preempt(seq)
-    scheduler.memory.new_weights()
+    evict_unused(scheduler.memory)
     scheduler.admit_waiting()
     states = []
     for step in range(7, 11):

@@ -12,6 +12,7 @@ from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import POLICIES, Policy
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished
+from tests.support.kv_pool import occupy, vacate
 from tests.support.scheduling import END, added, commit, launched, new, run, sequence
 
 
@@ -33,13 +34,10 @@ def test_pages_come_as_rows_grow() -> None:
 def test_decode_evicts_before_it_waits() -> None:
     scheduler = new(pages=1 + 4)
     run(scheduler, sequence(1, prompt=9, max_tokens=1))
-    assert scheduler.memory.cached == 2
+    assert scheduler.memory.usage.cached == 2
     run(scheduler, sequence(2, prompt=3, max_tokens=12, first=60), first_step=20)
     assert scheduler.preemptions == 0
-    assert scheduler.memory.evicted == 2
-
-
-STRANGER = 10_000
+    assert scheduler.memory.usage.num_evicted == 2
 
 
 def crowded(newer_priority: int = 0) -> tuple[Scheduler, Sequence, Sequence]:
@@ -48,13 +46,13 @@ def crowded(newer_priority: int = 0) -> tuple[Scheduler, Sequence, Sequence]:
     older = sequence(1, prompt=7, max_tokens=8)
     newer = sequence(2, prompt=6, max_tokens=8, first=60, priority=newer_priority)
     added(scheduler, older, newer)
-    assert scheduler.memory.take(STRANGER, 1) is not None
+    occupy(scheduler.memory, 1)
     return scheduler, older, newer
 
 
 def alone(scheduler: Scheduler) -> None:
     """The stranger goes, and nothing is wrong with what is left."""
-    scheduler.memory.pages.release(STRANGER, scheduler.memory.pages.owned()[STRANGER])
+    vacate(scheduler.memory)
     assert scheduler.audit() == []
 
 
@@ -66,7 +64,7 @@ def test_the_newest_gives_way() -> None:
     assert [row.seq_id for row in plan.rows] == [1]
     assert (newer.preemptions, newer.row, newer.pages, newer.inflight) == (1, -1, [], 0)
     assert list(scheduler.waiting) == [newer]
-    assert scheduler.memory.cached == 1 + 1, "the first page of each: that of the newer is there until it is needed"
+    assert scheduler.memory.usage.cached == 1 + 1, "the first page of each: the newer's stays until it is needed"
     assert scheduler.admit_waiting() == [], "two pages and a reserve of one are not to be had"
     alone(scheduler)
     commit(scheduler, plan, [20])
@@ -155,12 +153,12 @@ def test_a_prompt_takes_what_pages_there_are() -> None:
     prompt = sequence(1, prompt=24, max_tokens=2)
     added(scheduler, prompt)
     assert launched(scheduler, 1).rows[0].length == 12
-    (page, *rest) = scheduler.memory.take(STRANGER, 4) or []
+    (page, *rest) = occupy(scheduler.memory, 4)
     assert scheduler.plan_step(2) is None
-    scheduler.memory.pages.release(STRANGER, [page])
+    vacate(scheduler.memory, [page])
     (row,) = launched(scheduler, 2).rows
     assert (row.start, row.length, row.samples) == (12, 4, False)
-    scheduler.memory.pages.release(STRANGER, rest)
+    vacate(scheduler.memory, rest)
     assert launched(scheduler, 3).rows[0].length == 8
 
 

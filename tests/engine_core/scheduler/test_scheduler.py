@@ -52,11 +52,11 @@ def test_a_zombie_keeps_its_pages_until_its_last_step() -> None:
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
     assert commit(scheduler, plans[0], [END]).num_zombies == 0
     assert seq.outcome == Finished(1, FinishReason.STOP, END)
-    assert scheduler.memory.in_use == 2
+    assert scheduler.memory.usage.in_use == 2
     assert scheduler.num_open == 0
     updates = commit(scheduler, plans[1], [33])
     assert (updates.num_zombies, updates.num_tokens, updates.deltas) == (1, 0, {})
-    assert scheduler.memory.in_use == 0
+    assert scheduler.memory.usage.in_use == 0
     assert scheduler.audit() == []
     assert seq.tokens[-1] == END, "what a zombie computed is nobody's"
 
@@ -197,7 +197,7 @@ def test_tokens_behind_the_end_of_a_run_are_dropped(run: list[int], kept: list[i
     assert [(ended.id, ended.outcome.reason) for ended in updates.ended if isinstance(ended.outcome, Finished)] == [
         (1, reason)
     ]
-    assert scheduler.memory.in_use == 0
+    assert scheduler.memory.usage.in_use == 0
 
 
 def test_run_behind_a_later_step_is_a_bug() -> None:

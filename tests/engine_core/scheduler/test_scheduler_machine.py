@@ -17,7 +17,7 @@ from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure
 from tandem.protocol.params import SamplingParams
 from tests.support.effort import machine
-from tests.support.kv_pool import kv_memory
+from tests.support.kv_pool import end_sessions, kv_memory
 from tests.support.scheduling import commit
 
 END = 1
@@ -162,7 +162,6 @@ class Traffic(RuleBasedStateMachine):
             assert seq.generated <= seq.params.max_tokens
         rows = [seq.row for seq in scheduler.held]
         assert len(set(rows)) == len(rows)
-        assert self.in_flight or not scheduler.memory.settling
 
     @invariant()
     def each_ends_once(self) -> None:
@@ -180,9 +179,9 @@ class Traffic(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "scheduler"):
             self.scheduler.fail_all(ErrorCode.SHUTTING_DOWN, "x")
-            self.scheduler.memory.sessions.clear()
+            end_sessions(self.scheduler.memory)
             assert self.scheduler.audit() == []
-            assert self.scheduler.memory.in_use == 0
+            assert self.scheduler.memory.usage.in_use == 0
             assert self.scheduler.rows.free == self.scheduler.rows.total
             assert not self.scheduler.num_open
             assert all(seq.outcome is not None for seq in self.sequences.values())
