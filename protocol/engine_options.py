@@ -49,7 +49,7 @@ def _byte_count(text: str) -> int:
         raise argparse.ArgumentTypeError(message) from None
 
 
-class Flag(Struct, frozen=True):
+class EngineFlag(Struct, frozen=True):
     """The command-line flag of one attribute of `EngineOptions`, its annotation there."""
 
     help: str
@@ -66,39 +66,41 @@ class EngineOptions(Struct, frozen=True):
 
     model: Annotated[
         str | None,
-        Flag(
+        EngineFlag(
             "Hugging Face directory with config.json, safetensors and tokenizer.json (default: the model shipped "
             "with Tandem)"
         ),
     ] = None
     served_model_name: Annotated[
-        str | None, Flag("name by which clients select the model (default: the directory's name)")
+        str | None, EngineFlag("name by which clients select the model (default: the directory's name)")
     ] = None
-    device: Annotated[Device, Flag("device that runs the model; auto is cuda if available")] = "auto"
+    device: Annotated[Device, EngineFlag("device that runs the model; auto is cuda if available")] = "auto"
     dtype: Annotated[
-        Dtype, Flag("data type of weights and KV; auto is float32 on a CPU and the checkpoint's own on cuda")
+        Dtype, EngineFlag("data type of weights and KV; auto is float32 on a CPU and the checkpoint's own on cuda")
     ] = "auto"
     pipeline: Annotated[
         Switch | None,
-        Flag("keep two steps in flight (on) or one (off) (default: on for cuda, off for cpu, where forwards block)"),
+        EngineFlag(
+            "keep two steps in flight (on) or one (off) (default: on for cuda, off for cpu, where forwards block)"
+        ),
     ] = None
     max_rows: Annotated[
-        int | None, Flag("maximum number of sequences decoded at once (default: 256 on cuda, 32 on cpu)")
+        int | None, EngineFlag("maximum number of sequences decoded at once (default: 256 on cuda, 32 on cpu)")
     ] = None
     max_len: Annotated[
         int | None,
-        Flag("maximum number of positions of one sequence, prompt and output (default: what the model allows)"),
+        EngineFlag("maximum number of positions of one sequence, prompt and output (default: what the model allows)"),
     ] = None
     max_step_tokens: Annotated[
         int | None,
-        Flag(
+        EngineFlag(
             "maximum number of positions computed in one step (default: 2048 on cuda, 128 on cpu, or what "
             "--prefill-chunk needs)"
         ),
     ] = None
     prefill_chunk: Annotated[
         PrefillChunk | None,
-        Flag(
+        EngineFlag(
             "maximum number of prompt positions of one sequence in a step in which others decode; off computes "
             "prompts whole (default: 256 or --max-step-tokens, whichever is less; off under --batching static)",
             _prefill_chunk,
@@ -106,71 +108,80 @@ class EngineOptions(Struct, frozen=True):
     ] = None
     max_prefill_chunks_per_step: Annotated[
         int | None,
-        Flag(
+        EngineFlag(
             "maximum number of prompts that one step computes a part of; with --prefill-chunk it bounds the whole"
             " step (default: as many as fit)"
         ),
     ] = None
     policy: Annotated[
-        Policy, Flag("order in which sequences are scheduled in a step; under priority also the order of admission")
+        Policy,
+        EngineFlag("order in which sequences are scheduled in a step; under priority also the order of admission"),
     ] = "fcfs"
     batching: Annotated[
-        Batching, Flag("continuous admits requests whenever there is room; static runs each batch to its end first")
+        Batching,
+        EngineFlag("continuous admits requests whenever there is room; static runs each batch to its end first"),
     ] = "continuous"
     prefix_cache: Annotated[
         Switch | None,
-        Flag("share the KV of equal prompt prefixes (default: on, unless --page-size is max or --batching is static)"),
+        EngineFlag(
+            "share the KV of equal prompt prefixes (default: on, unless --page-size is max or --batching is static)"
+        ),
     ] = None
-    session_ttl: Annotated[float | None, Flag("seconds for which an idle session keeps its KV (default: 600)")] = None
+    session_ttl: Annotated[
+        float | None, EngineFlag("seconds for which an idle session keeps its KV (default: 600)")
+    ] = None
     max_sessions: Annotated[
-        int | None, Flag("maximum number of sessions (default: 256, or 0 without the prefix cache)")
+        int | None, EngineFlag("maximum number of sessions (default: 256, or 0 without the prefix cache)")
     ] = None
     page_size: Annotated[
         PageSize | None,
-        Flag(
+        EngineFlag(
             "positions of one KV page, a power of two; max gives each sequence one contiguous region of --max-len"
             " positions, rounded up to a power of two (default: 16)",
             _page_size,
         ),
     ] = None
     kv_tokens: Annotated[
-        int | None, Flag("number of positions in the KV pool (default: as many as the memory allows)")
+        int | None, EngineFlag("number of positions in the KV pool (default: as many as the memory allows)")
     ] = None
     kv_memory: Annotated[
-        int | None, Flag("memory of the KV pool, in bytes or like 4GiB or 512MiB, instead of --kv-tokens", _byte_count)
+        int | None,
+        EngineFlag("memory of the KV pool, in bytes or like 4GiB or 512MiB, instead of --kv-tokens", _byte_count),
     ] = None
     gpu_memory: Annotated[
         float | None,
-        Flag(
+        EngineFlag(
             "cuda: share of the device's memory that this engine uses in total, including weights; the KV pool "
             "gets what a full step and the graphs leave of it (default: 0.9)"
         ),
     ] = None
     kv_dtype: Annotated[
         KVDtype,
-        Flag(
+        EngineFlag(
             "data type of keys and values; auto is the model's, fp8 (e4m3) halves a 16-bit pool at some loss of "
             "accuracy"
         ),
     ] = "auto"
     max_waiting: Annotated[
-        int, Flag("maximum number of requests that wait in the engine; further requests get a 503")
+        int, EngineFlag("maximum number of requests that wait in the engine; further requests get a 503")
     ] = 1024
-    threads: Annotated[int | None, Flag("number of torch threads on a cpu (default: cores - 1)")] = None
+    threads: Annotated[int | None, EngineFlag("number of torch threads on a cpu (default: cores - 1)")] = None
     load_format: Annotated[
         LoadFormat,
-        Flag("auto reads the directory's safetensors; dummy generates random weights of the shapes in its config.json"),
+        EngineFlag(
+            "auto reads the directory's safetensors; dummy generates random weights of the shapes in its config.json"
+        ),
     ] = "auto"
     graph_rows: Annotated[
         str | None,
-        Flag(
+        EngineFlag(
             "cuda: row counts of decode steps that are captured in CUDA graphs, a list like 1,2,4,8, or 'off' "
             "(default: up to 256)"
         ),
     ] = None
     graph_tokens: Annotated[
         str | None,
-        Flag(
+        EngineFlag(
             "cuda: prompt positions of mixed steps that are captured in CUDA graphs, a list like 128,512,2048, or"
             " 'off' (default: up to 8192)"
         ),
