@@ -1,4 +1,4 @@
-"""Questions to the engine that have one answer each."""
+"""Calls to the engine: commands with exactly one reply each."""
 
 import asyncio
 import itertools
@@ -9,61 +9,62 @@ from tandem.protocol.commands import EndSession, Inspect, SetPolicy
 from tandem.protocol.events import Answer, Inspection
 
 CALL_SECONDS = 10.0
-"""After which an answer is no longer waited for: the engine answers between two steps."""
+"""Seconds after which a call fails; the engine replies between two steps."""
 
-Call = EndSession | SetPolicy | Inspect
-Reply = Answer | Inspection
+EngineCall = EndSession | SetPolicy | Inspect
+EngineReply = Answer | Inspection
 
 
 class EngineCalls:
-    """Matches replies with calls by their number, which is never used again: late replies find nobody waiting.
+    """Matches replies with open calls by their number. Numbers are never reused, so late replies are ignored.
 
-    `send` takes a call to the engine or raises ApiError 503; so does every method where no reply comes.
+    `send` sends a call or raises ApiError 503. Every method raises ApiError 503 if no reply arrives.
     """
 
-    def __init__(self, send: Callable[[Call], None], timeout: float = CALL_SECONDS) -> None:
+    def __init__(self, send: Callable[[EngineCall], None], timeout: float = CALL_SECONDS) -> None:
         self._send = send
         self._timeout = timeout
         self._numbers = itertools.count(1)
-        self._open: dict[int, asyncio.Future[Reply]] = {}
+        self._open: dict[int, asyncio.Future[EngineReply]] = {}
 
     @property
     def num_open(self) -> int:
-        """Calls without a reply yet."""
+        """Number of calls without a reply yet."""
         return len(self._open)
 
     async def end_session(self, session: str) -> bool:
-        """Forgets a session; whether there was one."""
+        """End a session; return False if there was none."""
         return (await self._answer(lambda call: EndSession(call, session))).ok
 
     async def set_policy(self, policy: str) -> str:
-        """Has the engine schedule by another policy; why it will not, or ""."""
+        """Change the scheduling policy; return the reason if the engine refuses it, otherwise ""."""
         answer = await self._answer(lambda call: SetPolicy(call, policy))
         return "" if answer.ok else answer.message
 
     async def inspect(self) -> Inspection:
-        """What the scheduler holds at this moment."""
+        """Return a snapshot of the scheduler."""
         reply = await self._ask(Inspect)
         assert isinstance(reply, Inspection), reply
         return reply
 
-    def answer(self, reply: Reply) -> None:
+    def answer(self, reply: EngineReply) -> None:
+        """Complete the call that this reply belongs to, if it is still open."""
         future = self._open.get(reply.call)
         if future is not None and not future.done():
             future.set_result(reply)
 
     def fail_all(self, error: ApiError) -> None:
-        """Ends every open call: the engine that was asked is gone."""
+        """Fail every open call, because the engine that received it is gone."""
         for future in self._open.values():
             if not future.done():
                 future.set_exception(error)
 
-    async def _answer(self, make: Callable[[int], Call]) -> Answer:
+    async def _answer(self, make: Callable[[int], EngineCall]) -> Answer:
         reply = await self._ask(make)
         assert isinstance(reply, Answer), reply
         return reply
 
-    async def _ask(self, make: Callable[[int], Call]) -> Reply:
+    async def _ask(self, make: Callable[[int], EngineCall]) -> EngineReply:
         number = next(self._numbers)
         future = self._open[number] = asyncio.get_running_loop().create_future()
         try:

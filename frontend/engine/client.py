@@ -10,17 +10,16 @@ from collections.abc import Callable, Iterable
 import zmq
 import zmq.asyncio
 
-from tandem.frontend.engine.calls import Call, EngineCalls
+from tandem.frontend.engine.calls import EngineCall, EngineCalls
 from tandem.frontend.engine.health import EngineHealth, EngineWatch
 from tandem.frontend.engine.link import EngineLink
 from tandem.frontend.engine.monitor import EngineMonitor
-from tandem.frontend.engine.streams import ReadySet, Terminal, TokenStream
+from tandem.frontend.engine.streams import OpenStreams, ReadySet, TokenStream
 from tandem.frontend.errors import unavailable
 from tandem.frontend.metrics import FrontendMetrics
-from tandem.protocol.codec import runs
 from tandem.protocol.commands import Abort, Submit
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import Answer, AnyEvent, Failure, Heartbeat, Inspection, Phase, Ready, Refused, StepOutput
+from tandem.protocol.events import Answer, AnyEvent, Heartbeat, Inspection, Phase, Ready, Refused, StepOutput
 from tandem.protocol.sockets import Transport, connect_heartbeat, heartbeat_endpoint
 from tandem.protocol.version import PROTOCOL_VERSION
 
@@ -63,7 +62,7 @@ class EngineClient:
         self._refusal: tuple[int, str] | None = None
         self._broken: tuple[int, float, str] | None = None
         """Epoch, time and reason of the last broken connection, until there is a new one."""
-        self._streams: dict[int, TokenStream] = {}
+        self._streams = OpenStreams()
         self._ids = itertools.count(1)
         self.calls = EngineCalls(self._send_call)
         self._monitor = EngineMonitor(watch, self._on_heartbeat, self._check_silence)
@@ -95,7 +94,7 @@ class EngineClient:
     @property
     def queued_tokens(self) -> int:
         """Number of prompt tokens of streams that wait for their first output."""
-        return sum([stream.queued_tokens for stream in self._streams.values()])
+        return self._streams.queued_tokens
 
     def health(self) -> EngineHealth:
         """Judge whether a request would be accepted now; a health that is not ready has the reason."""
@@ -128,36 +127,27 @@ class EngineClient:
         """Send a request; its output arrives in the stream returned. Raises ApiError 503 while not ready."""
         self.ready()
         assert self._link is not None
-        stream = TokenStream(command.request_id, choice, ready_set, len(command.prompt_ids) // _ID_BYTES)
-        self._streams[command.request_id] = stream
+        prompt_len = len(command.prompt_ids) // _ID_BYTES
+        stream = self._streams.open(command.request_id, choice, ready_set, prompt_len)
         self._link.send(command)
         return stream
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Abort requests in the engine, then forget their streams. Ids of ended requests are ignored."""
-        open_ids = [request_id for request_id in request_ids if request_id in self._streams]
-        if not open_ids:
-            return
-        if self._link is not None:
+        """Abort requests in the engine and forget their streams. Ids of ended requests are ignored."""
+        open_ids = self._streams.forget(request_ids)
+        if open_ids and self._link is not None:
             self._link.send(Abort(open_ids))
-        for request_id in open_ids:
-            self._streams.pop(request_id, None)
 
-    def _send_call(self, call: Call) -> None:
+    def _send_call(self, call: EngineCall) -> None:
         self.ready()
         assert self._link is not None
         self._link.send(call)
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
-        """End every open stream with this error, and abort their requests in the engine."""
-        if self._link is not None and self._streams:
-            self._link.send(Abort(list(self._streams)))
-        self._end_streams(code, message)
-
-    def _end_streams(self, code: ErrorCode, message: str) -> None:
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.end(Failure(stream.request_id, code, message))
+        """End every open stream and call with this error, and abort the requests in the engine."""
+        open_ids = self._streams.fail_all(code, message)
+        if open_ids and self._link is not None:
+            self._link.send(Abort(open_ids))
         self.calls.fail_all(unavailable(message, code))
 
     def _check_silence(self) -> None:
@@ -183,7 +173,7 @@ class EngineClient:
 
     def _connect(self, epoch: int, now: float) -> None:
         assert self._context is not None
-        link = EngineLink(self._context, epoch, self._on_event, self._on_break)
+        link = EngineLink(self._context, epoch, self._streams, self._on_event, self._on_break)
         self._link = link
         self._broken = None
         link.open(self._endpoint, self._transport, f"frontend-{os.getpid()}", now)
@@ -201,36 +191,18 @@ class EngineClient:
         link.close()
         self._metrics.engine_connected.set(0)
         logger.warning("lost the engine of epoch %d with %d streams open: %s", link.epoch, len(self._streams), reason)
-        self._end_streams(code, reason)
+        self.fail_all(code, reason)
 
     def _on_event(self, event: AnyEvent) -> None:
         match event:
-            case StepOutput():
-                self._on_step(event)
             case Ready():
                 self._on_ready(event)
             case Answer() | Inspection():
                 self.calls.answer(event)
             case Refused(message):
                 self._refuse(f"the engine refused this frontend: {message}")
-            case Heartbeat():
+            case StepOutput() | Heartbeat():
                 pass
-
-    def _on_step(self, output: StepOutput) -> None:
-        streams = self._streams
-        for started in output.started:
-            if (stream := streams.get(started.request_id)) is not None:
-                stream.cached_tokens = started.cached_tokens
-        for request_id, tokens in runs(output):
-            if (stream := streams.get(request_id)) is not None:
-                stream.put(tokens)
-        for logprobs in output.logprobs:
-            if (stream := streams.get(logprobs.request_id)) is not None:
-                stream.put_logprobs(logprobs)
-        terminals: list[Terminal] = [*output.finished, *output.failures]
-        for terminal in terminals:
-            if (stream := streams.pop(terminal.request_id, None)) is not None:
-                stream.end(terminal)
 
     def _on_ready(self, ready: Ready) -> None:
         link = self._link

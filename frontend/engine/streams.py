@@ -1,22 +1,13 @@
-"""Streams of tokens from the engine's messages to the coroutine that answers a request."""
+"""Token streams from the engine's step outputs to the coroutine that answers a request."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from msgspec import Struct
-
-from tandem.protocol.events import Failure, Finished, TokenLogprobs
+from tandem.protocol.codec import runs
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.events import Failure, Finished, StepOutput, TokenLogprobs
 
 Terminal = Finished | Failure
-
-
-class StreamUpdate(Struct, frozen=True):
-    """Tokens that one stream gained since the last `take`, and its terminal event once it has ended."""
-
-    tokens: list[int]
-    terminal: Terminal | None
-    logprobs: list[TokenLogprobs] = []
-    """Log-probabilities of these tokens, and of the prompt ahead of the first, where they were requested."""
 
 
 class ReadySet:
@@ -49,8 +40,8 @@ class ReadySet:
 class TokenStream:
     """The output of one request.
 
-    While the consumer lags, tokens collect in one pending update, so memory is bounded by the length of the output
-    and one `take` gets everything. Whatever follows the one terminal event is ignored.
+    While the consumer lags, tokens collect in the stream, so memory is bounded by the length of the output and one
+    `take` gets everything. Whatever follows the one terminal event is ignored.
     """
 
     __slots__ = (
@@ -90,14 +81,68 @@ class TokenStream:
             self._terminal = terminal
             self._mark_ready()
 
-    def take(self) -> StreamUpdate:
-        """Remove and return everything that arrived since the last call."""
+    def take(self) -> tuple[list[int], Terminal | None, list[TokenLogprobs]]:
+        """Remove and return the tokens and log-probabilities since the last call, with the terminal event if ended.
+
+        The log-probabilities are those of these tokens, and of the prompt ahead of the first, where requested.
+        """
         tokens, self._pending = self._pending, []
         logprobs, self._logprobs = self._logprobs, []
         self._is_ready = False
-        return StreamUpdate(tokens, self._terminal, logprobs)
+        return tokens, self._terminal, logprobs
 
     def _mark_ready(self) -> None:
         if not self._is_ready:
             self._is_ready = True
             self._ready_set.add(self)
+
+
+class OpenStreams:
+    """The streams of one frontend without a terminal event, by request id."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, TokenStream] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Number of prompt tokens of streams that wait for their first output."""
+        return sum([stream.queued_tokens for stream in self._streams.values()])
+
+    def open(self, request_id: int, choice: int, ready_set: ReadySet, prompt_len: int) -> TokenStream:
+        """Create the stream of a request."""
+        stream = self._streams[request_id] = TokenStream(request_id, choice, ready_set, prompt_len)
+        return stream
+
+    def forget(self, request_ids: Iterable[int]) -> list[int]:
+        """Remove streams without a terminal event; return the ids of those that were open."""
+        return [request_id for request_id in request_ids if self._streams.pop(request_id, None) is not None]
+
+    def deliver(self, output: StepOutput) -> None:
+        """Route a step output to its streams, ignoring requests that are not open.
+
+        Raises ProtocolError if the columns of the output disagree.
+        """
+        streams = self._streams
+        for started in output.started:
+            if (stream := streams.get(started.request_id)) is not None:
+                stream.cached_tokens = started.cached_tokens
+        for request_id, tokens in runs(output):
+            if (stream := streams.get(request_id)) is not None:
+                stream.put(tokens)
+        for logprobs in output.logprobs:
+            if (stream := streams.get(logprobs.request_id)) is not None:
+                stream.put_logprobs(logprobs)
+        terminals: list[Terminal] = [*output.finished, *output.failures]
+        for terminal in terminals:
+            if (stream := streams.pop(terminal.request_id, None)) is not None:
+                stream.end(terminal)
+
+    def fail_all(self, code: ErrorCode, message: str) -> list[int]:
+        """End every stream with this error; return the ids of those that were open."""
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.end(Failure(stream.request_id, code, message))
+        return list(streams)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from msgspec import Struct, structs
 
 from tandem.frontend.engine.client import EngineClient
-from tandem.frontend.engine.streams import ReadySet, StreamUpdate, TokenStream
+from tandem.frontend.engine.streams import ReadySet, Terminal, TokenStream
 from tandem.frontend.errors import ApiError, from_failure
 from tandem.frontend.generation.admission import Admitted, AdmittedPrompt, check_overload, check_queue
 from tandem.frontend.generation.choice import Choice, ChoiceDelta
@@ -173,22 +173,23 @@ class Generation:
 
     def _advance(self, stream: TokenStream) -> list[ChoiceDelta]:
         """Turn a stream's new tokens into one delta, or into one delta per token for a stream of events."""
-        update = stream.take()
+        tokens, terminal, logprobs = stream.take()
         choice = self._choices[stream.choice]
         before = choice.num_tokens
-        tokens = update.tokens if self.admitted.options.max_tokens else []
+        if not self.admitted.options.max_tokens:
+            tokens = []
         if self.admitted.options.stream_events:
-            deltas = choice.advance_singly(tokens, update.terminal)
+            deltas = choice.advance_singly(tokens, terminal)
         else:
-            deltas = [choice.advance(tokens, update.terminal, update.logprobs)]
+            deltas = [choice.advance(tokens, terminal, logprobs)]
         delta = deltas[-1]
         self._measure(stream.request_id, before, choice.num_tokens)
-        if update.terminal is not None:
+        if terminal is not None:
             self._forget(stream.request_id)
         elif delta.finish_reason is not None:
             self._abort([stream.request_id], "stop_string")
         if delta.finish_reason is None and self._error is None:
-            self._error = _failure(update)
+            self._error = _failure(terminal)
         return deltas
 
     def _measure(self, request_id: int, before: int, after: int) -> None:
@@ -215,10 +216,10 @@ class Generation:
             self._metrics.running.dec()
 
 
-def _failure(update: StreamUpdate) -> ApiError | None:
+def _failure(terminal: Terminal | None) -> ApiError | None:
     """Return the error of a sequence that ended without a finish reason; None while it is open."""
-    if update.terminal is None:
+    if terminal is None:
         return None
-    if isinstance(update.terminal, Failure):
-        return from_failure(update.terminal)
+    if isinstance(terminal, Failure):
+        return from_failure(terminal)
     return ApiError(500, "the engine aborted the request", None, ErrorCode.ENGINE_FAILED.value)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tandem.frontend.engine.calls import Call, EngineCalls
+from tandem.frontend.engine.calls import EngineCall, EngineCalls
 from tandem.frontend.errors import ApiError, unavailable
 from tandem.protocol.commands import EndSession, SetPolicy
 from tandem.protocol.errors import ErrorCode
@@ -14,7 +14,7 @@ from tandem.protocol.stats import EngineStats
 
 def test_each_call_gets_its_own_reply() -> None:
     async def ask() -> None:
-        sent: list[Call] = []
+        sent: list[EngineCall] = []
         calls = EngineCalls(sent.append)
         ended = asyncio.create_task(calls.end_session("talk"))
         refused = asyncio.create_task(calls.set_policy("lottery"))
@@ -37,7 +37,7 @@ def test_each_call_gets_its_own_reply() -> None:
 
 def test_a_call_without_a_reply_is_503() -> None:
     async def wait_in_vain() -> None:
-        sent: list[Call] = []
+        sent: list[EngineCall] = []
         calls = EngineCalls(sent.append, timeout=0.01)
         with pytest.raises(ApiError, match=r"did not answer within 0\.01 s") as caught:
             await calls.inspect()
@@ -49,7 +49,7 @@ def test_a_call_without_a_reply_is_503() -> None:
 
 
 def test_a_call_that_cannot_be_sent_is_forgotten() -> None:
-    def broken(_: Call) -> None:
+    def broken(_: EngineCall) -> None:
         raise unavailable("there is no engine")
 
     async def fail() -> None:
@@ -63,7 +63,7 @@ def test_a_call_that_cannot_be_sent_is_forgotten() -> None:
 
 def test_engine_loss_fails_every_open_call() -> None:
     async def lose() -> None:
-        sent: list[Call] = []
+        sent: list[EngineCall] = []
         calls = EngineCalls(sent.append)
         asked = [asyncio.create_task(calls.end_session(name)) for name in "ab"]
         while len(sent) < 2:

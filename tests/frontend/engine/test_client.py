@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 from tandem.frontend.engine import client as engine_client
 from tandem.frontend.engine.client import STALE_SECONDS, EngineClient
 from tandem.frontend.engine.health import EngineWatch
-from tandem.frontend.engine.streams import ReadySet, TokenStream
+from tandem.frontend.engine.streams import ReadySet
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.protocol.codec import step_output
 from tandem.protocol.errors import ErrorCode
@@ -78,25 +78,24 @@ def test_heartbeats_long_after_a_broken_connection_open_a_new_link(opened: list[
 
 def test_cached_tokens_are_known_with_the_first_token() -> None:
     frontend = client(FakeClock())
-    stream = TokenStream(7, 0, ReadySet())
-    frontend._streams[7] = stream
+    stream = frontend._streams.open(7, 0, ReadySet(), 70)
     output = step_output(1, [7], [42])
     output.started.extend((Started(7, 64), Started(8, 32)))
-    frontend._on_step(output)
-    assert (stream.cached_tokens, stream.take().tokens) == (64, [42])
+    frontend._streams.deliver(output)
+    assert (stream.cached_tokens, stream.take()) == (64, ([42], None, []))
 
 
 def test_queued_tokens_count_each_stream_until_its_first_event() -> None:
     frontend = client(FakeClock())
     for request_id, prompt_len in ((1, 10), (2, 5), (3, 7)):
-        frontend._streams[request_id] = TokenStream(request_id, 0, ReadySet(), prompt_len)
+        frontend._streams.open(request_id, 0, ReadySet(), prompt_len)
     assert frontend.queued_tokens == 22
-    frontend._on_step(step_output(1, [1], [42]))
-    frontend._on_step(step_output(2, [1], [43]))
+    frontend._streams.deliver(step_output(1, [1], [42]))
+    frontend._streams.deliver(step_output(2, [1], [43]))
     assert frontend.queued_tokens == 12
     failed = step_output(3, [], [])
     failed.failures.append(Failure(2, ErrorCode.OVERLOADED, "full"))
-    frontend._on_step(failed)
+    frontend._streams.deliver(failed)
     assert frontend.queued_tokens == 7
     frontend.abort([2, 3, 3])
     assert frontend.queued_tokens == 0

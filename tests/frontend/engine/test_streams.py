@@ -2,9 +2,11 @@
 
 import asyncio
 
-from tandem.frontend.engine.streams import ReadySet, StreamUpdate, TokenStream
+from tandem.frontend.engine.streams import ReadySet, Terminal, TokenStream
 from tandem.protocol.errors import ErrorCode, FinishReason
-from tandem.protocol.events import Failure, Finished
+from tandem.protocol.events import Failure, Finished, TokenLogprobs
+
+Update = tuple[list[int], Terminal | None, list[TokenLogprobs]]
 
 END = Finished(1, FinishReason.LENGTH)
 
@@ -13,16 +15,16 @@ def stream_of(ready_set: ReadySet) -> TokenStream:
     return TokenStream(1, 0, ready_set)
 
 
-async def collect(ready_set: ReadySet) -> list[StreamUpdate]:
+async def collect(ready_set: ReadySet) -> list[Update]:
     """Take the updates of one stream until its end."""
-    seen: list[StreamUpdate] = []
-    while not seen or seen[-1].terminal is None:
+    seen: list[Update] = []
+    while not seen or seen[-1][1] is None:
         seen += [stream.take() for stream in await ready_set.wait()]
     return seen
 
 
 def test_a_lagging_consumer_gets_one_update() -> None:
-    async def run() -> list[StreamUpdate]:
+    async def run() -> list[Update]:
         ready_set = ReadySet()
         stream = stream_of(ready_set)
         for token in range(1000):
@@ -30,13 +32,13 @@ def test_a_lagging_consumer_gets_one_update() -> None:
         stream.end(END)
         return await collect(ready_set)
 
-    (update,) = asyncio.run(run())
-    assert update.tokens == list(range(1000))
-    assert update.terminal is END
+    ((tokens, terminal, _),) = asyncio.run(run())
+    assert tokens == list(range(1000))
+    assert terminal is END
 
 
 def test_a_waiting_consumer_is_woken_once_per_turn() -> None:
-    async def run() -> list[StreamUpdate]:
+    async def run() -> list[Update]:
         ready_set = ReadySet()
         stream = stream_of(ready_set)
         reading = asyncio.create_task(collect(ready_set))
@@ -50,12 +52,12 @@ def test_a_waiting_consumer_is_woken_once_per_turn() -> None:
         return await reading
 
     updates = asyncio.run(run())
-    assert [update.tokens for update in updates] == [[0, 10], [1, 11], [2, 12], []]
-    assert [update.terminal for update in updates] == [None, None, None, END]
+    assert [tokens for tokens, _, _ in updates] == [[0, 10], [1, 11], [2, 12], []]
+    assert [terminal for _, terminal, _ in updates] == [None, None, None, END]
 
 
 def test_a_stream_ignores_what_follows_its_end() -> None:
-    async def run() -> list[StreamUpdate]:
+    async def run() -> list[Update]:
         ready_set = ReadySet()
         stream = stream_of(ready_set)
         stream.end(Failure(1, ErrorCode.ENGINE_FAILED, "first"))
@@ -63,9 +65,9 @@ def test_a_stream_ignores_what_follows_its_end() -> None:
         stream.put([1])
         return await collect(ready_set)
 
-    (update,) = asyncio.run(run())
-    assert isinstance(update.terminal, Failure)
-    assert (update.terminal.message, update.tokens) == ("first", [])
+    ((tokens, terminal, _),) = asyncio.run(run())
+    assert isinstance(terminal, Failure)
+    assert (terminal.message, tokens) == ("first", [])
 
 
 def test_an_empty_put_does_not_wake_the_consumer() -> None:
@@ -84,7 +86,7 @@ def test_a_ready_set_returns_all_ready_streams_at_once() -> None:
         for stream in streams[1:4]:
             stream.put([stream.request_id])
             stream.put([9])
-        return [stream.take().tokens for stream in await waiting]
+        return [stream.take()[0] for stream in await waiting]
 
     assert asyncio.run(run()) == [[1, 9], [2, 9], [3, 9]]
 
