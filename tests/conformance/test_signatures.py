@@ -45,7 +45,7 @@ def shape(owner: type, name: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "port", "name"), CASES, ids=[f"{k.__name__}.{n}" for k, _, n in CASES])
-def test_same_signature(kind: type, port: type, name: str) -> None:
+def test_member_has_the_signature_of_its_port(kind: type, port: type, name: str) -> None:
     assert hasattr(kind, name), f"{kind.__name__} lacks {name}"
     assert shape(kind, name) == shape(port, name)
 
@@ -55,7 +55,7 @@ def test_every_port_has_a_fake() -> None:
     assert {port for port in ports if port.__module__ == contracts.__name__} == {port for _, port in PAIRS}
 
 
-def test_a_difference_is_found() -> None:
+def test_renamed_parameter_is_a_difference() -> None:
     class Renamed:
         def launch(self, slot: int, step: object) -> None: ...
 

@@ -52,11 +52,11 @@ def wants(**logprobs: int) -> Submit:
 
 
 class TestHello:
-    def test_is_answered_with_the_facts(self) -> None:
+    def test_hello_is_answered_with_the_models_facts(self) -> None:
         assert new().apply(b"a", Hello(PROTOCOL_VERSION, EPOCH, "x")) == Ready(PROTOCOL_VERSION, EPOCH, FACTS, LIMITS)
 
     @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1, -1, 2**63])
-    def test_of_another_version_is_refused_with_both(self, version: int) -> None:
+    def test_hello_of_another_version_is_refused_with_both_versions(self, version: int) -> None:
         control = new()
         answer = control.apply(b"a", Hello(version, EPOCH, "front"))
         assert isinstance(answer, Refused)
@@ -65,19 +65,19 @@ class TestHello:
         assert control.apply(b"a", submit()) is None
         assert control.scheduler.num_open == 0
 
-    def test_for_another_engine_is_ignored(self) -> None:
+    def test_hello_for_another_engine_is_ignored(self) -> None:
         control = new()
         assert control.apply(b"a", Hello(PROTOCOL_VERSION, EPOCH + 1, "x")) is None
         assert not control.clients
 
-    def test_comes_first(self) -> None:
+    def test_commands_before_hello_are_ignored(self) -> None:
         control = greeted(b"a")
         for command in (submit(), Abort([9]), Goodbye()):
             assert control.apply(b"b", command) is None
         assert control.scheduler.num_open == 0
         assert control.stats.requests_accepted == 0
 
-    def test_again_is_answered_again_and_keeps_what_is_open(self) -> None:
+    def test_second_hello_is_answered_and_keeps_open_requests(self) -> None:
         control = greeted()
         control.apply(b"a", submit())
         assert isinstance(control.apply(b"a", Hello(PROTOCOL_VERSION, EPOCH, "x")), Ready)
@@ -85,7 +85,7 @@ class TestHello:
 
 
 class TestScheduling:
-    def test_what_a_request_says_of_itself(self) -> None:
+    def test_submit_sets_priority_session_and_namespace(self) -> None:
         control = greeted()
         asked = Submit(9, PROMPT, SamplingParams(4), priority=3, session="talk", cache_salt="pepper")
         assert control.apply(b"a", asked) is None
@@ -101,7 +101,7 @@ class TestScheduling:
             ("cache_salt", "x" * 257, "cache_salt has 257 bytes"),
         ],
     )
-    def test_out_of_range(self, field: str, value: Any, text: str) -> None:
+    def test_scheduling_fields_out_of_range_are_rejected(self, field: str, value: Any, text: str) -> None:
         control = greeted()
         refusal = control.apply(b"a", structs.replace(submit(), **{field: value}))
         assert isinstance(refusal, Failure)
@@ -109,7 +109,7 @@ class TestScheduling:
         assert text in refusal.message
         assert control.scheduler.num_open == 0
 
-    def test_a_busy_session(self) -> None:
+    def test_busy_session_is_rejected(self) -> None:
         control = greeted(b"a", b"b")
         assert control.apply(b"a", structs.replace(submit(), session="talk")) is None
         refusal = control.apply(b"b", structs.replace(submit(), session="talk"))
@@ -117,7 +117,7 @@ class TestScheduling:
         assert refusal.code is ErrorCode.SESSION_BUSY
         assert control.stats.requests_failed == {"session_busy": 1}
 
-    def test_ending_a_session(self) -> None:
+    def test_end_session_answers_whether_it_existed(self) -> None:
         control = greeted()
         assert control.apply(b"a", EndSession(5, "talk")) == Answer(5, False, "there is no session 'talk'")
         control.apply(b"a", structs.replace(submit(), session="talk"))
@@ -126,7 +126,7 @@ class TestScheduling:
         assert control.apply(b"a", EndSession(7, "talk")) == Answer(7, False, "there is no session 'talk'")
         assert control.apply(b"a", EndSession(7, "talk")) == Answer(7, False, "there is no session 'talk'")
 
-    def test_another_policy(self) -> None:
+    def test_set_policy_changes_the_policy(self) -> None:
         control = greeted()
         assert control.apply(b"a", SetPolicy(1, "priority")) == Answer(1, True)
         assert control.scheduler.policy == "priority"
@@ -138,7 +138,7 @@ class TestScheduling:
         )
         assert control.scheduler.policy == "priority"
 
-    def test_static_batches_have_one_policy(self) -> None:
+    def test_static_batching_rejects_other_policies(self) -> None:
         control = greeted()
         control.scheduler.limits = SchedulerLimits(16, 0, 3, static=True)
         answer = control.apply(b"a", SetPolicy(1, "decode_first"))
@@ -146,7 +146,7 @@ class TestScheduling:
         assert "policy decode_first needs --batching continuous" in answer.message
         assert control.apply(b"a", SetPolicy(2, "fcfs")) == Answer(2, True)
 
-    def test_an_inspection(self) -> None:
+    def test_inspect_is_answered_with_a_snapshot(self) -> None:
         control = greeted()
         control.apply(b"a", submit())
         seen = control.apply(b"a", Inspect(4))
@@ -156,7 +156,7 @@ class TestScheduling:
 
 
 class TestSubmit:
-    def test_makes_a_sequence(self) -> None:
+    def test_submit_makes_a_sequence(self) -> None:
         control = greeted()
         control.clock.advance(5)  # type: ignore[attr-defined]
         assert control.apply(b"a", submit(stop_token_ids=pack_ids([8]))) is None
@@ -166,29 +166,29 @@ class TestSubmit:
         assert seq.end_ids == {8, END, 2}
         assert control.stats.requests_accepted == 1
 
-    def test_ignoring_the_models_ends_keeps_its_own(self) -> None:
+    def test_ignore_eos_keeps_the_requests_stop_ids(self) -> None:
         control = greeted()
         control.apply(b"a", submit(stop_token_ids=pack_ids([8]), ignore_eos=True))
         assert next(iter(control.scheduler.waiting)).end_ids == {8}
 
-    def test_an_open_id_is_not_taken_twice(self) -> None:
+    def test_open_request_id_is_not_reused(self) -> None:
         control = greeted()
         assert control.apply(b"a", submit()) is None
         assert control.apply(b"a", submit(pack_ids([1]))) is None
         assert control.scheduler.num_open == control.stats.requests_accepted == 1
         assert list(next(iter(control.scheduler.waiting)).tokens) == [5, 6, 7]
 
-    def test_the_same_id_of_two_frontends_is_two_requests(self) -> None:
+    def test_same_id_from_two_frontends_is_two_requests(self) -> None:
         control = greeted(b"a", b"b")
         control.apply(b"a", submit())
         control.apply(b"b", submit())
         assert control.scheduler.num_open == 2
 
-    def test_the_largest_that_fits(self) -> None:
+    def test_largest_request_that_fits_is_accepted(self) -> None:
         control = greeted()
         assert control.apply(b"a", submit(pack_ids([0, VOCAB - 1]), max_tokens=MAX_LEN - 2)) is None
 
-    def test_ids_of_sequences_differ(self) -> None:
+    def test_sequence_ids_are_unique(self) -> None:
         control = greeted()
         for request_id in range(3):
             control.apply(b"a", submit(request_id=request_id))
@@ -253,7 +253,7 @@ REFUSED: list[tuple[Submit, ErrorCode, str]] = [
 
 
 @pytest.mark.parametrize(("command", "code", "text"), REFUSED, ids=[f"{i}-{row[2]}" for i, row in enumerate(REFUSED)])
-def test_refused_with_code_and_numbers(command: Submit, code: ErrorCode, text: str) -> None:
+def test_invalid_submit_is_rejected_with_code_and_numbers(command: Submit, code: ErrorCode, text: str) -> None:
     control = greeted()
     answer = control.apply(b"a", command)
     assert isinstance(answer, Failure)
@@ -265,14 +265,14 @@ def test_refused_with_code_and_numbers(command: Submit, code: ErrorCode, text: s
     assert control.scheduler.num_open == 1
 
 
-def test_more_than_the_pool_can_ever_hold() -> None:
+def test_request_larger_than_the_pool_is_rejected() -> None:
     answer = greeted(pages=3).apply(b"a", submit(max_tokens=10))
     assert isinstance(answer, Failure)
     assert answer.code is ErrorCode.KV_CAPACITY
     assert "3 prompt tokens and max_tokens 10 need 3 KV pages of 4 tokens, the pool has 2" in answer.message
 
 
-def test_a_full_queue() -> None:
+def test_full_queue_is_overloaded() -> None:
     control = greeted(max_waiting=2)
     room = 2 + control.scheduler.rows.free
     answers = [control.apply(b"a", submit(request_id=number)) for number in range(room + 1)]
@@ -283,7 +283,7 @@ def test_a_full_queue() -> None:
 
 
 @pytest.mark.parametrize("request_id", [-1, -(2**63)])
-def test_a_request_id_that_no_column_can_hold(request_id: int) -> None:
+def test_request_id_beyond_uint64_is_ignored(request_id: int) -> None:
     """Request ids go back in a column of uint64: one outside it would fail the send, fatal for everybody."""
     control = greeted()
     control.apply(b"a", submit(request_id=request_id))
@@ -291,7 +291,7 @@ def test_a_request_id_that_no_column_can_hold(request_id: int) -> None:
 
 
 class TestLeaving:
-    def test_abort_is_idempotent_and_knows_no_strangers(self) -> None:
+    def test_abort_is_idempotent_and_ignores_unknown_ids(self) -> None:
         control = greeted(b"a", b"b")
         control.apply(b"a", submit())
         control.apply(b"b", Abort([9, 10]))
@@ -301,7 +301,7 @@ class TestLeaving:
         (seq,) = control.scheduler.take_updates().ended
         assert seq.outcome == Finished(9, FinishReason.ABORT)
 
-    def test_goodbye_ends_its_own_alone(self) -> None:
+    def test_goodbye_ends_only_its_own_requests(self) -> None:
         control = greeted(b"a", b"b")
         for client in (b"a", b"b"):
             control.apply(client, submit())
@@ -311,7 +311,7 @@ class TestLeaving:
         assert control.apply(b"a", submit(request_id=10)) is None
         assert control.scheduler.num_open == 1, "after a Goodbye comes a Hello, or nothing"
 
-    def test_forgetting_a_stranger(self) -> None:
+    def test_forgetting_an_unknown_frontend_changes_nothing(self) -> None:
         control = greeted()
         control.forget(b"nobody")
         assert set(control.clients) == {b"a"}
@@ -344,7 +344,7 @@ REASONABLE = st.builds(
 
 @settings(deadline=None, print_blob=True)
 @given(REASONABLE, st.lists(st.integers(-1, VOCAB), max_size=50))
-def test_what_is_accepted_keeps_every_rule(params: SamplingParams, prompt: list[int]) -> None:
+def test_accepted_submit_satisfies_every_rule(params: SamplingParams, prompt: list[int]) -> None:
     control = greeted()
     answer = control.apply(b"a", Submit(1, pack_ids(prompt), params))
     if answer is None:

@@ -18,7 +18,7 @@ from tests.support.recorded_engine import CLIENT, EPOCH, Bench
 
 
 class TestOrder:
-    def test_one_step_in_flight(self) -> None:
+    def test_depth_one_keeps_one_step_in_flight(self) -> None:
         bench = Bench(1)
         bench.submit(1, 3)
         assert [bench.tick_calls() for _ in range(5)] == [
@@ -29,7 +29,7 @@ class TestOrder:
             [],
         ]
 
-    def test_two_steps_in_flight(self) -> None:
+    def test_depth_two_keeps_two_steps_in_flight(self) -> None:
         """In steady decode a step is launched while another one runs, and the one before that is collected first."""
         bench = Bench(2)
         bench.submit(1, 5)
@@ -43,7 +43,7 @@ class TestOrder:
             [],
         ]
 
-    def test_masks_at_depth_two(self) -> None:
+    def test_depth_two_samples_constrained_steps_one_tick_later(self) -> None:
         """The mask needs the tokens of the step before: sampling waits for its commit, the launch does not."""
         bench = Bench(2)
         bench.submit(1, 4, "parity")
@@ -56,7 +56,7 @@ class TestOrder:
             [],
         ]
 
-    def test_masks_at_depth_one(self) -> None:
+    def test_depth_one_samples_constrained_steps_one_tick_later(self) -> None:
         bench = Bench(1)
         bench.submit(1, 2, "parity")
         assert [bench.tick_calls() for _ in range(4)] == [
@@ -66,7 +66,7 @@ class TestOrder:
             [],
         ]
 
-    def test_a_constrained_row_among_others_holds_its_steps_only(self) -> None:
+    def test_constrained_row_delays_only_its_own_steps(self) -> None:
         bench = Bench(2)
         bench.submit(1, 8)
         bench.submit(2, 1, "parity")
@@ -75,13 +75,13 @@ class TestOrder:
         assert bench.tick_calls() == ["collect 1", "launch 3", "sample 3"]
 
     @pytest.mark.parametrize("depth", [1, 2])
-    def test_an_idle_engine_touches_nothing(self, depth: int) -> None:
+    def test_idle_engine_does_not_touch_the_device(self, depth: int) -> None:
         bench = Bench(depth)
         assert not bench.engine.tick()
         assert bench.runtime.calls == []
 
     @pytest.mark.parametrize("depth", [1, 2])
-    def test_it_never_sleeps_on_work_that_just_became_possible(self, depth: int) -> None:
+    def test_loop_does_not_sleep_on_work_that_became_possible(self, depth: int) -> None:
         """The commit that empties the pipeline may free the row that the next request waits for."""
         bench = Bench(depth, rows=1)
         bench.submit(1, 3)
@@ -104,7 +104,7 @@ class TestRun:
         bench.engine.run()
 
     @pytest.mark.parametrize("depth", [1, 2])
-    def test_a_stop_ends_what_is_open_once(self, depth: int) -> None:
+    def test_stopping_ends_every_open_request_once(self, depth: int) -> None:
         bench = Bench(depth, rows=1)
         for request_id in (1, 2):
             bench.submit(request_id, 30)
@@ -120,7 +120,7 @@ class TestRun:
 
     @pytest.mark.parametrize("place", ["launch 2", "sample 2", "collect 1"])
     @pytest.mark.parametrize("depth", [1, 2])
-    def test_a_device_error_is_fatal_and_told_once(self, place: str, depth: int) -> None:
+    def test_device_error_is_fatal_and_reported_once(self, place: str, depth: int) -> None:
         bench = Bench(depth, rows=1)
         for request_id in (1, 2):
             bench.submit(request_id, 30)
@@ -138,7 +138,7 @@ class TestRun:
         assert bench.at_rest()
         assert calls == len(bench.runtime.calls)
 
-    def test_output_that_cannot_go_is_tried_again_then_given_up(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_unsendable_output_is_retried_then_given_up(self, caplog: pytest.LogCaptureFixture) -> None:
         bench = Bench(2)
         bench.mailbox.stuck = True
         waits: list[float] = []
@@ -148,7 +148,7 @@ class TestRun:
         assert len(waits) == MAX_FINAL_FLUSHES
         assert "did not read" in caplog.text
 
-    def test_an_idle_loop_with_a_backlog_sleeps_briefly(self) -> None:
+    def test_idle_loop_with_a_backlog_sleeps_briefly(self) -> None:
         bench = Bench(2)
         waits: list[float] = []
         bench.mailbox.wait = waits.append  # type: ignore[method-assign]
@@ -174,7 +174,7 @@ class TestFrontends:
         assert isinstance(bench.outcome(5), Failure)
 
     @pytest.mark.parametrize("depth", [1, 2])
-    def test_a_vanished_frontend(self, depth: int) -> None:
+    def test_vanished_frontend_has_its_requests_aborted(self, depth: int) -> None:
         bench = Bench(depth)
         bench.say(Hello(PROTOCOL_VERSION, EPOCH, "other"), client=b"other")
         bench.submit(1, 30)
@@ -190,7 +190,7 @@ class TestFrontends:
         assert bench.at_rest()
 
     @pytest.mark.parametrize("command", [Abort([1]), Goodbye()], ids=["abort", "goodbye"])
-    def test_leaving_in_flight_makes_zombies(self, command: Any) -> None:
+    def test_abort_or_goodbye_in_flight_makes_zombies(self, command: Any) -> None:
         bench = Bench(2)
         bench.submit(1, 30)
         for _ in range(2):
@@ -204,7 +204,7 @@ class TestFrontends:
 
 class TestGrammars:
     @pytest.mark.parametrize("depth", [1, 2])
-    def test_others_run_while_one_compiles(self, depth: int) -> None:
+    def test_other_requests_run_while_a_grammar_compiles(self, depth: int) -> None:
         bench = Bench(depth, rows=1)
         bench.compiler.delay = lambda: 12
         bench.submit(1, 3, "parity")
@@ -215,12 +215,12 @@ class TestGrammars:
         assert bench.mailbox.received[CLIENT, 1] == reference([3, 4, 5], 3, frozenset(), 0, FakeConstraint("parity"))
         assert bench.stats.requests_constrained == 1
 
-    def test_a_grammar_that_is_ready_runs_in_the_same_tick(self) -> None:
+    def test_compiled_grammar_runs_in_the_same_tick(self) -> None:
         bench = Bench(2)
         bench.submit(1, 3, "parity")
         assert bench.tick_calls() == ["launch 1"]
 
-    def test_a_grammar_that_does_not_compile_is_answered_at_once(self) -> None:
+    def test_failed_compilation_is_reported_at_once(self) -> None:
         bench = Bench(2)
         bench.submit(1, 3, "bad")
         assert not bench.engine.tick()
@@ -228,7 +228,7 @@ class TestGrammars:
         assert bench.stats.requests_failed == {"invalid_grammar": 1}
 
     @pytest.mark.parametrize("leave", ["abort", "goodbye", "vanish", "stop"])
-    def test_leaving_while_it_compiles(self, leave: str) -> None:
+    def test_leaving_during_compilation_cancels_it(self, leave: str) -> None:
         bench = Bench(2)
         bench.compiler.delay = lambda: 1000
         for request_id in (1, 2):
@@ -255,7 +255,7 @@ class TestGrammars:
         assert len(bench.mailbox.outcomes) == 3
 
     @pytest.mark.parametrize("depth", [1, 2])
-    def test_what_needs_no_step_gives_its_row_to_the_next_at_once(self, depth: int) -> None:
+    def test_request_without_a_step_frees_its_row_in_the_same_tick(self, depth: int) -> None:
         """All that they may say is forced, so they end when they are admitted."""
         bench = Bench(depth, rows=1)
         for request_id in range(1, 5):
@@ -268,7 +268,7 @@ class TestGrammars:
         assert bench.stats.generation_tokens == 8
 
     @pytest.mark.parametrize("depth", [1, 2])
-    def test_forced_tokens_take_fewer_steps(self, depth: int) -> None:
+    def test_jump_forward_takes_fewer_steps(self, depth: int) -> None:
         bench = Bench(depth)
         bench.submit(1, 12, "runs 8")
         bench.finish()
@@ -277,7 +277,7 @@ class TestGrammars:
         assert bench.stats.steps_launched <= 4
 
     @pytest.mark.parametrize("depth", [1, 2])
-    def test_a_grammar_that_cannot_go_on_harms_nobody(self, depth: int) -> None:
+    def test_grammar_error_leaves_other_requests_unharmed(self, depth: int) -> None:
         bench = Bench(depth)
         bench.submit(1, 9, "dies 4")
         bench.submit(2, 9, "parity")
@@ -293,7 +293,7 @@ class TestGrammars:
         assert bench.at_rest()
 
 
-def test_counting() -> None:
+def test_stats_count_requests_tokens_and_steps() -> None:
     bench = Bench(2, rows=2)
     for request_id, max_tokens in ((1, 4), (2, 2), (3, 3)):
         bench.submit(request_id, max_tokens)
@@ -318,7 +318,7 @@ def test_counting() -> None:
     assert stats.step_rows.total == 9.0
 
 
-def test_what_was_cached_is_told_before_the_first_token() -> None:
+def test_cached_tokens_are_reported_before_the_first_token() -> None:
     bench = Bench(2)
     prompt = pack_ids(range(10, 20))
     for request_id in (1, 2):
@@ -329,7 +329,7 @@ def test_what_was_cached_is_told_before_the_first_token() -> None:
     assert (bench.stats.prefix_queries, bench.stats.prefix_hits, bench.stats.pages_cached) == (20, 8, 3)
 
 
-def test_a_preempted_request_is_counted_once() -> None:
+def test_preempted_request_is_counted_once() -> None:
     bench = Bench(1)
     bench.say(Submit(1, pack_ids(range(10, 20)), SamplingParams(6, ignore_eos=True)))
     for _ in range(3):
@@ -345,7 +345,7 @@ def test_a_preempted_request_is_counted_once() -> None:
     assert bench.mailbox.cached == {}
 
 
-def test_questions_are_answered_while_nothing_runs() -> None:
+def test_commands_are_answered_while_nothing_runs() -> None:
     bench = Bench(2)
     bench.say(SetPolicy(1, "decode_first"), Inspect(2), EndSession(3, "x"))
     bench.engine.tick()

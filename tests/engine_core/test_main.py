@@ -54,7 +54,7 @@ def beat(listener: Any, wanted: Callable[[Heartbeat], bool]) -> Heartbeat:
             return found
 
 
-def test_a_life(run_dir: Path, context: Any) -> None:
+def test_process_serves_from_start_to_signal(run_dir: Path, context: Any) -> None:
     """Beats, greets, serves, and on SIGTERM ends what is open and exits with 0."""
     write_model(run_dir)
     endpoint = f"ipc://{run_dir}/wire/engine"
@@ -97,26 +97,30 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
 
 
 class TestExitCodes:
-    def test_a_model_that_is_not_there(self, run_dir: Path, monkeypatch: Any, capsys: Any) -> None:
+    def test_missing_model_exits_with_config(self, run_dir: Path, monkeypatch: Any, capsys: Any) -> None:
         code = run_main(monkeypatch, "--endpoint", f"ipc://{run_dir}/engine", "--model", str(run_dir / "none"))
         assert code == ExitCode.CONFIG
         assert "has no config.json" in capsys.readouterr().err
 
-    def test_an_endpoint_in_use(self, run_dir: Path, context: Any, monkeypatch: Any, capsys: Any) -> None:
+    def test_endpoint_in_use_exits_with_config(
+        self, run_dir: Path, context: Any, monkeypatch: Any, capsys: Any
+    ) -> None:
         endpoint = f"ipc://{run_dir}/engine"
         bind_router(context, endpoint)
         assert run_main(monkeypatch, "--endpoint", endpoint) == ExitCode.CONFIG
         assert "already listens" in capsys.readouterr().err
 
     @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5599", "nonsense", "ipc://{dir}/file/engine"])
-    def test_an_endpoint_that_cannot_be(self, run_dir: Path, endpoint: str, monkeypatch: Any, capsys: Any) -> None:
+    def test_impossible_endpoint_exits_with_config(
+        self, run_dir: Path, endpoint: str, monkeypatch: Any, capsys: Any
+    ) -> None:
         """The supervisor restarts an engine that ended with FATAL, which would not help here."""
         (run_dir / "file").write_text("")
         code = run_main(monkeypatch, "--endpoint", endpoint.format(dir=run_dir))
         assert code == ExitCode.CONFIG
         assert "endpoint" in capsys.readouterr().err
 
-    def test_no_endpoint(self, monkeypatch: Any, capsys: Any) -> None:
+    def test_missing_endpoint_is_a_usage_error(self, monkeypatch: Any, capsys: Any) -> None:
         with pytest.raises(SystemExit) as caught:
             run_main(monkeypatch)
         assert caught.value.code == 2
@@ -125,7 +129,7 @@ class TestExitCodes:
     @pytest.mark.parametrize(
         ("error", "code"), [(RuntimeError("device lost"), ExitCode.FATAL), (ConfigError("too small"), ExitCode.CONFIG)]
     )
-    def test_a_start_that_fails_is_told_and_closed(
+    def test_failed_start_is_published_and_closed(
         self, run_dir: Path, context: Any, monkeypatch: Any, error: Exception, code: ExitCode
     ) -> None:
         endpoint = f"ipc://{run_dir}/engine"
@@ -143,7 +147,7 @@ class TestExitCodes:
         assert found.detail == str(error)
 
 
-def test_an_open_request_hears_of_the_end(run_dir: Path, context: Any) -> None:
+def test_open_request_gets_a_terminal_event_at_shutdown(run_dir: Path, context: Any) -> None:
     """A stop while a request runs: its frontend reads SHUTTING_DOWN before the socket closes."""
     write_model(run_dir)
     endpoint = f"ipc://{run_dir}/wire/engine"

@@ -57,7 +57,7 @@ def play(pipeline: PipelineState, move: str, step_id: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_every_run_of_seven_moves(depth: int) -> None:
+def test_every_sequence_of_seven_moves_keeps_the_invariants(depth: int) -> None:
     legal_moves = illegal_moves = 0
     for moves in product(MOVES, repeat=7):
         pipeline, model = PipelineState(depth), Model(depth)
@@ -103,14 +103,14 @@ def test_slots_alternate_and_are_free_only_after_commit() -> None:
     assert pipeline.free_slot() == first.slot
 
 
-def test_step_ids_only_grow() -> None:
+def test_step_ids_must_increase() -> None:
     pipeline = PipelineState()
     pipeline.mark_sampled(pipeline.launch(StepPlan.of(5, ())))
     with pytest.raises(AssertionError, match="out of order"):
         pipeline.launch(StepPlan.of(5, ()))
 
 
-def test_an_abandoned_pipeline_takes_nothing_more() -> None:
+def test_abandoned_pipeline_takes_no_step() -> None:
     pipeline = PipelineState()
     pipeline.launch(StepPlan.of(1, ()))
     pipeline.abandon()
@@ -120,6 +120,6 @@ def test_an_abandoned_pipeline_takes_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 3])
-def test_depth_is_one_or_two(depth: int) -> None:
+def test_depth_must_be_one_or_two(depth: int) -> None:
     with pytest.raises(AssertionError, match="one slot or two"):
         PipelineState(depth)

@@ -15,12 +15,12 @@ def plan(*rows: ScheduledSequence) -> StepPlan:
     return StepPlan.of(1, rows)
 
 
-def test_a_row_ends_where_its_sample_goes() -> None:
+def test_row_ends_where_its_sample_goes() -> None:
     assert row(length=3, start=4).end == 7
 
 
 @pytest.mark.parametrize(("lengths", "total"), [([], 0), ([1], 1), ([1, 1, 1], 3), ([1, 7, 20], 28)])
-def test_total_tokens(lengths: list[int], total: int) -> None:
+def test_total_tokens_sums_the_rows(lengths: list[int], total: int) -> None:
     assert plan(*[row(length) for length in lengths]).total_tokens == total
 
 
@@ -35,11 +35,11 @@ def test_total_tokens(lengths: list[int], total: int) -> None:
         ((row(constrained=True, samples=False), row()), False),
     ],
 )
-def test_a_mask_is_needed_where_a_constrained_row_samples(rows: tuple[ScheduledSequence, ...], needed: bool) -> None:
+def test_plan_needs_a_mask_where_a_constrained_row_samples(rows: tuple[ScheduledSequence, ...], needed: bool) -> None:
     assert plan(*rows).needs_mask is needed
 
 
-def test_plans_do_not_change() -> None:
+def test_plans_are_immutable() -> None:
     frozen = plan(row())
     for thing, name in ((frozen, "step_id"), (frozen.rows[0], "length")):
         with pytest.raises(AttributeError):
@@ -56,11 +56,11 @@ def test_plans_do_not_change() -> None:
         ({"suppress_ends": True}, False),
     ],
 )
-def test_steady_decode_is_plain(news: dict[str, Any], plain: bool) -> None:
+def test_unconstrained_decode_has_no_tokens_constraint_or_suppressed_end(news: dict[str, Any], plain: bool) -> None:
     assert plan(row(), ScheduledSequence(2, 2, 5, 1, True, **news)).is_unconstrained_decode is plain
 
 
-def test_the_news_of_a_plan() -> None:
+def test_updated_rows_bring_tokens_or_pages() -> None:
     quiet, tokens, pages = (
         row(),
         ScheduledSequence(2, 2, 5, 1, True, tokens=b"\1\0\0\0"),

@@ -17,19 +17,19 @@ def decide(**options: Any) -> StepConfig:
     return resolve(EngineOptions(**options), MODEL, "cpu", "float32")
 
 
-def test_scheduling_defaults() -> None:
+def test_scheduling_defaults_are_resolved() -> None:
     config = decide()
     assert (config.policy, config.static_batching, config.max_prefill_chunks_per_step) == ("fcfs", False, 0)
     assert (config.prefix_cache, config.max_sessions, config.session_ttl) == (True, MAX_SESSIONS, 600.0)
 
 
 @pytest.mark.parametrize("options", [{"page_size": "max"}, {"batching": "static"}, {"prefix_cache": "off"}])
-def test_without_the_prefix_cache_there_are_no_sessions(options: dict[str, Any]) -> None:
+def test_sessions_need_the_prefix_cache(options: dict[str, Any]) -> None:
     config = decide(**options)
     assert (config.prefix_cache, config.max_sessions) == (False, 0)
 
 
-def test_whole_prompts_need_a_step_that_holds_the_longest() -> None:
+def test_unchunked_prefill_needs_a_step_for_the_longest_prompt() -> None:
     assert (decide(prefill_chunk="off").prefill_chunk, decide(prefill_chunk="off").max_step_tokens) == (0, 2048 + 32)
     assert (decide(batching="static").prefill_chunk, decide(batching="static").max_step_tokens) == (0, 2048 + 32)
     assert decide(prefill_chunk="off", max_step_tokens=5000).max_step_tokens == 5000
@@ -79,7 +79,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("options", "parts"), WRONG, ids=[parts[0] for _, parts in WRONG])
-def test_contradicting_switches_are_both_named(options: dict[str, Any], parts: list[str]) -> None:
+def test_contradicting_flags_are_both_named(options: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         decide(**options)
     for part in parts:

@@ -13,7 +13,7 @@ from tests.fakes.clock import FakeClock
 
 
 @pytest.mark.parametrize(("value", "place"), [(0.0, 0), (1.0, 0), (1.5, 1), (2.0, 1), (3.9, 2), (4.1, 3), (9e9, 3)])
-def test_an_observation_falls_under_the_first_bound_that_holds_it(value: float, place: int) -> None:
+def test_observation_counts_under_the_first_bound_that_holds_it(value: float, place: int) -> None:
     histogram = Histogram([1.0, 2.0, 4.0], [0] * 4)
     histogram.observe(value)
     assert histogram.counts == [int(index == place) for index in range(4)]
@@ -22,7 +22,7 @@ def test_an_observation_falls_under_the_first_bound_that_holds_it(value: float, 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 100), max_size=30))
-def test_no_observation_is_lost(values: list[float]) -> None:
+def test_histogram_loses_no_observation(values: list[float]) -> None:
     histogram = Histogram(QUEUE_SECONDS, [0] * (len(QUEUE_SECONDS) + 1))
     for value in values:
         histogram.observe(value)
@@ -32,7 +32,7 @@ def test_no_observation_is_lost(values: list[float]) -> None:
         assert sum(histogram.counts[: index + 1]) == sum(value <= bound for value in values)
 
 
-def test_every_label_is_there_from_the_start() -> None:
+def test_new_stats_have_every_label() -> None:
     stats = new_stats()
     assert set(stats.requests_finished) == {reason.value for reason in FinishReason}
     assert set(stats.stage_seconds) == set(STAGES)
@@ -41,7 +41,7 @@ def test_every_label_is_there_from_the_start() -> None:
     assert new_stats().stage_seconds is not stats.stage_seconds
 
 
-def test_bounds_grow() -> None:
+def test_bucket_bounds_increase() -> None:
     for bounds in (QUEUE_SECONDS, STEP_ROWS):
         assert bounds == sorted(set(bounds))
 

@@ -77,7 +77,7 @@ def test_same_tokens_as_a_dense_model(model: LlamaModel, checked: dict[tuple[int
     assert scheduler.memory.usage.in_use == 0
 
 
-def test_sampled_tokens_are_the_same_after_a_preemption(model: LlamaModel) -> None:
+def test_sampled_tokens_do_not_change_with_a_preemption(model: LlamaModel) -> None:
     """Random numbers go by position, so computing a sequence again changes nothing that was or will be drawn."""
     asked = prompts()
     params = [
@@ -123,7 +123,7 @@ def gaps_of(driven: DrivenEngine) -> dict[tuple[int, int], float]:
     return gaps
 
 
-def test_the_default_model_says_the_same_under_every_switch() -> None:
+def test_default_model_says_the_same_under_every_switch() -> None:
     """Where two answers part, the two likeliest tokens are closer than batching may decide; the rest is left out."""
     threads = torch.get_num_threads()
     tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))

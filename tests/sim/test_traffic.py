@@ -85,7 +85,7 @@ def check_logprobs(world: World, request: Request, tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("batch", range(2))
 @pytest.mark.parametrize("name", SHAPES)
-def test_same_tokens_as_one_by_one(name: str, batch: int) -> None:
+def test_random_traffic_equals_the_sequential_reference(name: str, batch: int) -> None:
     launches = overlaps = jumped = 0
     happened: Counter[str] = Counter()
     for seed in range(batch * SEEDS_A_BATCH, (batch + 1) * SEEDS_A_BATCH):
@@ -111,7 +111,7 @@ def test_same_tokens_as_one_by_one(name: str, batch: int) -> None:
 
 @pytest.mark.parametrize("place", ["launch", "sample", "collect"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_device_error_ends_every_stream_once(place: str, depth: int) -> None:
+def test_device_error_ends_every_stream_once(place: str, depth: int) -> None:
     fatal = 0
     for seed in range(120 * EFFORT):
         world = World(seed, Shape(depth, constrained=0.2, faults=place))

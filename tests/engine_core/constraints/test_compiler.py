@@ -63,7 +63,7 @@ def shop(compiled_grammar: CompiledGrammar) -> Iterator[Workshop]:
     shop.pool.shutdown()
 
 
-def test_a_grammar_is_ready_after_the_loop_was_woken(shop: Workshop) -> None:
+def test_grammar_is_ready_after_the_loop_was_woken(shop: Workshop) -> None:
     shop.start(7, "x")
     ready = shop.after_news()
     assert isinstance(ready[7], GrammarConstraint)
@@ -72,7 +72,7 @@ def test_a_grammar_is_ready_after_the_loop_was_woken(shop: Workshop) -> None:
     assert sum(shop.compiler.stats.compile_time.counts) == 1
 
 
-def test_one_compilation_serves_all_who_wait_and_all_who_come_later(shop: Workshop) -> None:
+def test_one_compilation_serves_waiting_and_later_sequences(shop: Workshop) -> None:
     for seq_id in (1, 2, 3):
         shop.start(seq_id, "slow")
     assert shop.compiler.take_finished() == []
@@ -87,7 +87,7 @@ def test_one_compilation_serves_all_who_wait_and_all_who_come_later(shop: Worksh
     assert shop.compiled == ["slow"]
 
 
-def test_a_slow_grammar_holds_up_no_other(shop: Workshop) -> None:
+def test_slow_grammar_delays_no_other(shop: Workshop) -> None:
     shop.start(1, "slow")
     shop.start(2, "quick")
     assert list(shop.after_news()) == [2]
@@ -96,7 +96,7 @@ def test_a_slow_grammar_holds_up_no_other(shop: Workshop) -> None:
 
 
 @pytest.mark.parametrize(("grammar", "message"), [("bad", "it is bad"), ("bug", "does not compile: a panic")])
-def test_a_grammar_that_fails_is_tried_again_for_the_next(shop: Workshop, grammar: str, message: str) -> None:
+def test_failed_grammar_is_compiled_again_for_the_next_request(shop: Workshop, grammar: str, message: str) -> None:
     for seq_id in (1, 2):
         shop.start(seq_id, grammar)
         error = shop.after_news()[seq_id]
@@ -106,7 +106,7 @@ def test_a_grammar_that_fails_is_tried_again_for_the_next(shop: Workshop, gramma
     assert shop.compiled == [grammar, grammar]
 
 
-def test_past_its_time_a_request_is_given_up_and_the_next_one_profits(shop: Workshop) -> None:
+def test_overdue_request_fails_and_the_next_finds_the_result(shop: Workshop) -> None:
     shop.start(1, "slow")
     shop.clock.advance(6)
     shop.start(2, "slow")
@@ -122,7 +122,7 @@ def test_past_its_time_a_request_is_given_up_and_the_next_one_profits(shop: Work
     assert [seq_id for seq_id, _ in shop.compiler.take_finished()] == [3]
 
 
-def test_who_is_forgotten_gets_nothing(shop: Workshop) -> None:
+def test_cancelled_sequence_gets_no_result(shop: Workshop) -> None:
     shop.start(1, "slow")
     shop.start(2, "slow")
     shop.compiler.cancel(1)
@@ -132,7 +132,7 @@ def test_who_is_forgotten_gets_nothing(shop: Workshop) -> None:
     assert list(shop.after_news()) == [2]
 
 
-def test_who_is_forgotten_when_it_is_ready_gets_nothing_either(shop: Workshop) -> None:
+def test_sequence_cancelled_when_ready_gets_no_result(shop: Workshop) -> None:
     shop.start(1, "x")
     shop.after_news()
     for seq_id in (2, 3):
@@ -141,7 +141,7 @@ def test_who_is_forgotten_when_it_is_ready_gets_nothing_either(shop: Workshop) -
     assert [seq_id for seq_id, _ in shop.compiler.take_finished()] == [3]
 
 
-def test_what_nobody_waits_for_is_not_begun(compiled_grammar: CompiledGrammar) -> None:
+def test_compilation_that_no_sequence_wants_is_not_started(compiled_grammar: CompiledGrammar) -> None:
     shop = Workshop(compiled_grammar, threads=1)
     shop.start(1, "slow")
     shop.start(2, "never")
@@ -154,7 +154,7 @@ def test_what_nobody_waits_for_is_not_begun(compiled_grammar: CompiledGrammar) -
     shop.compiler.close()
 
 
-def test_a_grammar_given_up_by_all_while_it_compiles_may_be_joined_again(shop: Workshop) -> None:
+def test_running_compilation_without_waiters_may_be_joined_again(shop: Workshop) -> None:
     shop.start(1, "slow")
     while not shop.compiled:
         assert not shop.gate.wait(0.001)
@@ -165,7 +165,7 @@ def test_a_grammar_given_up_by_all_while_it_compiles_may_be_joined_again(shop: W
     assert shop.compiled == ["slow"]
 
 
-def test_the_least_recently_used_is_dropped(compiled_grammar: CompiledGrammar) -> None:
+def test_cache_drops_the_least_recently_used_grammar(compiled_grammar: CompiledGrammar) -> None:
     shop = Workshop(compiled_grammar, cached=2)
     for seq_id, grammar in enumerate(["a", "b"]):
         shop.start(seq_id, grammar)
@@ -182,7 +182,7 @@ def test_the_least_recently_used_is_dropped(compiled_grammar: CompiledGrammar) -
     shop.compiler.close()
 
 
-def test_closing_drops_what_has_not_begun(compiled_grammar: CompiledGrammar) -> None:
+def test_close_drops_compilations_not_yet_started(compiled_grammar: CompiledGrammar) -> None:
     shop = Workshop(compiled_grammar, threads=1)
     shop.start(1, "slow")
     shop.start(2, "never")

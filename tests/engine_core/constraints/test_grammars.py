@@ -21,18 +21,18 @@ def ids(grammars: Grammars, text: str) -> list[int]:
     return grammars.prepare().tokenize_str(text)
 
 
-def test_the_tokenizer_is_built_once_and_has_the_models_vocabulary(grammars: Grammars) -> None:
+def test_tokenizer_is_built_once_with_the_models_vocabulary(grammars: Grammars) -> None:
     tokenizer = grammars.prepare()
     assert grammars.prepare() is tokenizer
     assert (tokenizer.vocab_size, tokenizer.eos_tokens) == (VOCAB, list(ENDS))
 
 
-def test_a_model_without_end_ids_has_its_tokenizers(grammars: Grammars) -> None:
+def test_model_without_end_ids_uses_its_tokenizers(grammars: Grammars) -> None:
     tokenizer = Grammars(grammars.tokenizer_file, VOCAB, ()).prepare()
     assert tokenizer.is_special_token(tokenizer.eos_token)
 
 
-def test_a_grammar_from_its_start_to_its_end(grammars: Grammars) -> None:
+def test_constraint_follows_a_grammar_from_start_to_end(grammars: Grammars) -> None:
     constraint = grammars.compile(REGEX("ab(cd)?")).constraint(ignore_ends=False)
     for token in ids(grammars, "ab"):
         assert not constraint.is_complete
@@ -45,7 +45,7 @@ def test_a_grammar_from_its_start_to_its_end(grammars: Grammars) -> None:
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_every_end_id_ends_a_grammar_that_may_end(grammars: Grammars, end: int) -> None:
+def test_every_end_id_ends_a_grammar_that_may_end_there(grammars: Grammars, end: int) -> None:
     constraint = grammars.compile(REGEX("a*")).constraint(ignore_ends=False)
     assert constraint.is_end(end)
     assert not constraint.is_end(ids(grammars, "a")[0])
@@ -53,7 +53,7 @@ def test_every_end_id_ends_a_grammar_that_may_end(grammars: Grammars, end: int) 
     assert constraint.is_complete
 
 
-def test_forced_tokens_leave_the_state(grammars: Grammars) -> None:
+def test_fast_forward_tokens_do_not_change_the_state(grammars: Grammars) -> None:
     constraint = grammars.compile(REGEX("exactly this text")).constraint(ignore_ends=False)
     assert constraint.fast_forward_tokens() == constraint.fast_forward_tokens() == ids(grammars, "exactly this text")
     assert constraint.matcher.consume_tokens(constraint.fast_forward_tokens())
@@ -61,14 +61,14 @@ def test_forced_tokens_leave_the_state(grammars: Grammars) -> None:
     assert constraint.fast_forward_tokens() == []
 
 
-def test_copies_of_a_compiled_grammar_do_not_know_each_other(grammars: Grammars) -> None:
+def test_constraints_of_one_compiled_grammar_are_independent(grammars: Grammars) -> None:
     compiled_grammar = grammars.compile(REGEX("[ab]c"))
     one, other = compiled_grammar.constraint(False), compiled_grammar.constraint(False)
     assert one.matcher.consume_tokens(ids(grammars, "a") + ids(grammars, "c"))
     assert (one.is_complete, other.is_complete) == (True, False)
 
 
-def test_a_refused_token_is_a_problem_in_one_line(grammars: Grammars) -> None:
+def test_rejected_token_gives_a_problem_of_one_line(grammars: Grammars) -> None:
     constraint = grammars.compile(REGEX("[0-9]+")).constraint(ignore_ends=False)
     assert not constraint.matcher.consume_token(ids(grammars, "z")[0])
     assert "doesn't satisfy the grammar" in constraint.problem
@@ -87,20 +87,20 @@ def test_a_refused_token_is_a_problem_in_one_line(grammars: Grammars) -> None:
         ("", "Empty grammar"),
     ],
 )
-def test_what_does_not_compile(grammars: Grammars, grammar: str, named: str) -> None:
+def test_invalid_grammar_raises_with_its_reason(grammars: Grammars, grammar: str, named: str) -> None:
     with pytest.raises(RequestError, match=r"^the grammar does not compile: .") as caught:
         grammars.compile(grammar)
     assert caught.value.code is ErrorCode.INVALID_GRAMMAR
     assert named in caught.value.message
 
 
-def test_a_grammar_too_large_is_refused(grammars: Grammars) -> None:
+def test_oversized_grammar_is_rejected(grammars: Grammars) -> None:
     words = " | ".join(f'"{number}" next' for number in range(MAX_GRAMMAR_SYMBOLS))
     with pytest.raises(RequestError, match=f"too big .*{MAX_GRAMMAR_SYMBOLS}"):
         grammars.compile(f'start: {words}\nnext: "q" | start')
 
 
-def test_a_lexer_that_would_grow_without_bound_is_refused(grammars: Grammars) -> None:
+def test_lexer_that_would_grow_without_bound_is_rejected(grammars: Grammars) -> None:
     """Three hundred terminals that differ in what comes before and after one letter: states multiply."""
     rng = Random(0)
     terms = [f"T{i}: /[a-z ]*{rng.choice('abcdefghij')}[a-z ]{{{rng.randrange(20)}}}/" for i in range(300)]
@@ -110,12 +110,12 @@ def test_a_lexer_that_would_grow_without_bound_is_refused(grammars: Grammars) ->
     assert caught.value.code is ErrorCode.INVALID_GRAMMAR
 
 
-def test_no_tokenizer(tmp_path: Path) -> None:
+def test_missing_tokenizer_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"the model's folder has no tokenizer\.json"):
         Grammars(tmp_path / "tokenizer.json", VOCAB, ENDS).compile(REGEX("a"))
 
 
-def test_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:
+def test_unusable_tokenizer_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_text("{}")
     with pytest.raises(RequestError, match="cannot be used") as caught:

@@ -32,7 +32,7 @@ def masks(rows: int) -> np.ndarray:
     return np.full((rows, WORDS), UNTOUCHED, dtype=np.int32)
 
 
-def test_each_mask_in_its_place_and_nothing_elsewhere(grammars: Grammars, mask_builder: MaskBuilder) -> None:
+def test_fill_writes_each_mask_into_its_row_only(grammars: Grammars, mask_builder: MaskBuilder) -> None:
     tokenizer, out = grammars.prepare(), masks(40)
     wanted = [(constraint(grammars, letter), 39 - 3 * index) for index, letter in enumerate("abcdefghijkl")]
     mask_builder.fill(wanted, out)
@@ -43,7 +43,7 @@ def test_each_mask_in_its_place_and_nothing_elsewhere(grammars: Grammars, mask_b
     assert mask_builder.stats.mask_rows == 12
 
 
-def test_the_time_is_counted(grammars: Grammars) -> None:
+def test_fill_counts_its_time(grammars: Grammars) -> None:
     ticks = iter([1.0, 3.5])
     mask_builder = MaskBuilder(None, ENDS, new_stats(), lambda: next(ticks))
     mask_builder.fill([(constraint(grammars, "a"), 0)], masks(1))
@@ -58,7 +58,7 @@ def test_ids_beyond_the_tokenizer_are_never_allowed(grammars: Grammars, mask_bui
     assert max(ids) < 4096
 
 
-def test_where_a_grammar_may_end_every_end_id_is_allowed(grammars: Grammars, mask_builder: MaskBuilder) -> None:
+def test_every_end_id_is_allowed_where_a_grammar_may_end(grammars: Grammars, mask_builder: MaskBuilder) -> None:
     out = masks(2)
     mask_builder.fill([(constraint(grammars, "a*"), 0), (constraint(grammars, "a+"), 1)], out)
     assert set(ENDS) <= set(allowed(out[0]))
@@ -75,7 +75,7 @@ def test_ignored_ends_are_allowed_only_where_nothing_else_is(grammars: Grammars,
     assert (out[1] == UNTOUCHED).all()
 
 
-def test_end_ids_in_the_sign_bit_and_in_one_word(grammars: Grammars) -> None:
+def test_end_ids_may_share_a_word_and_take_its_sign_bit(grammars: Grammars) -> None:
     ends = (31, 63, 62)
     file, clock = grammars.tokenizer_file, FakeClock()
     other, mask_builder = Grammars(file, VOCAB, ends), MaskBuilder(None, ends, new_stats(), clock)
@@ -101,7 +101,7 @@ def test_token_outside_the_vocabulary_is_rejected(grammars: Grammars, token: int
     assert "out of range" in each.problem
 
 
-def test_a_failed_matcher_allows_ends_alone_and_takes_none(grammars: Grammars, mask_builder: MaskBuilder) -> None:
+def test_failed_matcher_allows_only_end_ids_and_accepts_none(grammars: Grammars, mask_builder: MaskBuilder) -> None:
     each, out = constraint(grammars, "a"), masks(1)
     assert not each.accept(300)
     mask_builder.fill([(each, 0)], out)
@@ -109,7 +109,7 @@ def test_a_failed_matcher_allows_ends_alone_and_takes_none(grammars: Grammars, m
     assert not each.accept(ENDS[0])
 
 
-def test_memory_of_another_shape_is_a_bug(grammars: Grammars, mask_builder: MaskBuilder) -> None:
+def test_fill_asserts_shape_and_dtype_of_its_output(grammars: Grammars, mask_builder: MaskBuilder) -> None:
     each = [(constraint(grammars, "a"), 0)]
     with pytest.raises(AssertionError, match="for masks"):
         mask_builder.fill(each, masks(2)[:, ::2])

@@ -78,7 +78,7 @@ def model_grammars() -> Grammars:
 
 
 @pytest.mark.parametrize("name", [*SCHEMAS, *REGEXES])
-def test_every_output_is_valid(outputs: Outputs, model_grammars: Grammars, name: str) -> None:
+def test_every_constrained_output_is_valid(outputs: Outputs, model_grammars: Grammars, name: str) -> None:
     finished = 0
     for seed in range(SEEDS + 1):
         tokens, outcome = outputs.of(name, seed)
@@ -93,7 +93,7 @@ def test_every_output_is_valid(outputs: Outputs, model_grammars: Grammars, name:
     assert finished or name == "recursion"
 
 
-def test_forced_tokens_save_steps(outputs: Outputs) -> None:
+def test_jump_forward_saves_steps(outputs: Outputs) -> None:
     """The text that has only one way to be said takes no step at all."""
     stats = outputs.driven.engine.stats
     assert stats.mask_rows < stats.generation_tokens

@@ -21,7 +21,7 @@ class Closed:
         return None
 
 
-def test_a_gate_that_declines_gives_back_what_others_gave() -> None:
+def test_declining_gate_returns_what_earlier_gates_gave() -> None:
     rows, memory = RowGate(2), kv_memory(10)
     seq = new(1)
     assert not admit(seq, (rows, PageGate(memory, 8), Closed()))
@@ -29,7 +29,7 @@ def test_a_gate_that_declines_gives_back_what_others_gave() -> None:
     assert memory.audit([]) == []
 
 
-def test_leases_give_everything_back_once() -> None:
+def test_closing_leases_returns_everything_once() -> None:
     rows, memory = RowGate(2), kv_memory(10)
     gates = rows, PageGate(memory, 8)
     seq = new(1)
@@ -42,7 +42,7 @@ def test_leases_give_everything_back_once() -> None:
     assert (rows.free, memory.usage.available) == (2, 9)
 
 
-def test_rows_run_out() -> None:
+def test_row_gate_declines_when_no_row_is_free() -> None:
     rows = RowGate(2)
     first, second, third = new(1), new(2), new(3)
     assert admit(first, (rows,))
@@ -53,7 +53,7 @@ def test_rows_run_out() -> None:
     assert admit(third, (rows,))
 
 
-def test_a_row_freed_twice_is_found() -> None:
+def test_freeing_a_row_twice_is_an_assertion() -> None:
     rows = RowGate(1)
     seq = new(1)
     release = rows.acquire(seq)
@@ -67,14 +67,14 @@ def test_a_row_freed_twice_is_found() -> None:
 @pytest.mark.parametrize(
     ("prompt", "chunk", "pages"), [(1, 8, 1), (4, 8, 1), (5, 8, 2), (30, 8, 2), (30, 9, 3), (30, 0, 8), (30, 1, 1)]
 )
-def test_pages_cover_what_is_computed_first(prompt: int, chunk: int, pages: int) -> None:
+def test_admission_takes_pages_for_the_first_chunk(prompt: int, chunk: int, pages: int) -> None:
     gate = PageGate(kv_memory(20), chunk)
     seq = new(1, prompt, 40)
     assert gate.acquire(seq) is not None
     assert len(seq.pages) == pages
 
 
-def test_an_admission_leaves_a_page_for_each_that_may_grow() -> None:
+def test_admission_leaves_a_page_for_each_sequence_that_may_grow() -> None:
     memory = kv_memory(1 + 64)
     gate = PageGate(memory, 0)
     grown, growing, more = new(1, 110, 2), new(2, 110, 30), new(3, 9, 30)
@@ -92,7 +92,7 @@ def test_an_admission_leaves_a_page_for_each_that_may_grow() -> None:
     assert gate.acquire(more) is not None, "of a small pool, one page is reserve enough"
 
 
-def test_who_was_preempted_asks_for_all_it_has_and_more_each_time() -> None:
+def test_preempted_sequence_asks_for_all_its_pages_and_a_larger_reserve() -> None:
     memory = kv_memory(1 + 160)
     gate = PageGate(memory, 4)
     for number in range(1, 11):

@@ -60,7 +60,7 @@ def step(scheduler: Scheduler, step_id: int, *tokens: int) -> list[int]:
 
 
 class TestCompiling:
-    def test_it_holds_up_nobody_and_keeps_its_place(self) -> None:
+    def test_compiling_sequence_blocks_no_other_and_keeps_its_place(self) -> None:
         scheduler = new(rows=1)
         for number, grammar in enumerate([None, None, "later", None]):
             scheduler.add(sequence(number, grammar))
@@ -72,7 +72,7 @@ class TestCompiling:
         assert list(scheduler.waiting)[1].constraint is constraint
         assert not scheduler.compiling
 
-    def test_a_grammar_that_fails_ends_its_request_alone(self) -> None:
+    def test_failed_compilation_ends_only_its_request(self) -> None:
         scheduler = new()
         scheduler.add(sequence(1, "later"))
         scheduler.add(sequence(2))
@@ -81,7 +81,7 @@ class TestCompiling:
         assert scheduler.num_open == 1
         assert not scheduler.compiling
 
-    def test_an_abort_meanwhile_and_a_result_for_nobody(self) -> None:
+    def test_result_for_an_aborted_sequence_is_ignored(self) -> None:
         scheduler = new()
         scheduler.add(sequence(1, "later"))
         scheduler.abort(b"c", 1)
@@ -92,14 +92,14 @@ class TestCompiling:
         assert not scheduler.waiting
         assert scheduler.take_updates().ended == []
 
-    def test_a_shutdown_meanwhile(self) -> None:
+    def test_shutdown_ends_compiling_sequences(self) -> None:
         scheduler = new()
         scheduler.add(sequence(1, "later"))
         scheduler.fail_all(ErrorCode.SHUTTING_DOWN, "bye")
         assert [seq.outcome for seq in scheduler.take_updates().ended] == [Failure(1, ErrorCode.SHUTTING_DOWN, "bye")]
         assert not scheduler.compiling
 
-    def test_they_count_as_waiting(self) -> None:
+    def test_compiling_sequences_count_as_waiting(self) -> None:
         scheduler = new(rows=1, waiting=2)
         for number in range(3):
             scheduler.add(sequence(number, "later"))
@@ -108,7 +108,7 @@ class TestCompiling:
 
 
 class TestVerdicts:
-    def test_a_refused_token_ends_its_request_alone_and_goes_to_nobody(self) -> None:
+    def test_rejected_token_ends_only_its_request_and_is_not_sent(self) -> None:
         scheduler, _ = began(one := sequence(1, "breaks 1"))
         began(other := sequence(2, "parity"), scheduler)
         assert step(scheduler, 1, 20, 30) == [20, 30]
@@ -117,29 +117,29 @@ class TestVerdicts:
         assert one.outcome == Failure(1, ErrorCode.GRAMMAR_FAILED, message)
         assert other.outcome is None
 
-    def test_a_complete_grammar_stops_whatever_min_tokens_says(self) -> None:
+    def test_complete_grammar_stops_despite_min_tokens(self) -> None:
         scheduler, _ = began(seq := sequence(1, "stops 2", min_tokens=9))
         step(scheduler, 1, 20)
         assert seq.outcome is None
         assert step(scheduler, 2, 21) == [21]
         assert seq.outcome == Finished(1, FinishReason.STOP)
 
-    def test_complete_at_the_last_token_is_a_stop(self) -> None:
+    def test_grammar_complete_at_the_length_limit_is_a_stop(self) -> None:
         scheduler, _ = began(seq := sequence(1, "stops 1", max_tokens=1))
         step(scheduler, 1, 20)
         assert seq.outcome == Finished(1, FinishReason.STOP)
 
-    def test_an_end_id_that_the_grammar_allows_stops(self) -> None:
+    def test_end_id_allowed_by_the_grammar_stops(self) -> None:
         scheduler, _ = began(seq := sequence(1, "parity"))
         assert step(scheduler, 1, END) == [END]
         assert seq.outcome == Finished(1, FinishReason.STOP, END)
 
-    def test_cut_at_its_length(self) -> None:
+    def test_constrained_sequence_ends_at_its_length_limit(self) -> None:
         scheduler, _ = began(seq := sequence(1, "parity", max_tokens=1))
         step(scheduler, 1, 20)
         assert seq.outcome == Finished(1, FinishReason.LENGTH)
 
-    def test_a_zombie_is_asked_for_nothing(self) -> None:
+    def test_zombie_needs_no_mask_and_advances_no_constraint(self) -> None:
         scheduler, _ = began(seq := sequence(1, "parity"))
         plan = scheduler.plan_step(1)
         assert plan is not None
@@ -154,7 +154,7 @@ class TestVerdicts:
 class TestJumps:
     """ "runs": 3 is followed by 5 8 11 14 (3 * 1 to 4, and 2), 12 by 14, 21 by 23 6 and the end."""
 
-    def test_forced_tokens_follow_their_cause_and_become_one_row(self) -> None:
+    def test_forced_tokens_follow_the_sampled_one_and_form_one_row(self) -> None:
         scheduler, _ = began(seq := sequence(1, "runs"))
         assert step(scheduler, 1, 3) == [3, 5, 8, 11, 14]
         plan = scheduler.plan_step(2)
@@ -169,7 +169,7 @@ class TestJumps:
         assert (plan.rows[0].start, plan.rows[0].length, plan.rows[0].tokens) == (8, 1, b"")
         assert list(seq.tokens) == [*PROMPT, 3, 5, 8, 11, 14, 20]
 
-    def test_a_long_jump_is_computed_in_chunks(self) -> None:
+    def test_long_jump_is_computed_in_chunks(self) -> None:
         scheduler, _ = began(sequence(1, "runs"), new(step=3))
         assert step(scheduler, 1, 3) == [3, 5, 8, 11, 14]
         lengths = []
@@ -181,7 +181,7 @@ class TestJumps:
             assert commit(scheduler, plan, [20]).num_tokens == int(plan.rows[0].samples)
         assert lengths == [[(3, [3, 5, 8], False)], [(6, [11, 14], True)]]
 
-    def test_the_beginning_rides_with_the_prompt(self) -> None:
+    def test_tokens_forced_at_the_beginning_are_computed_with_the_prompt(self) -> None:
         scheduler, forced = began(seq := sequence(1, "runs 2"))
         assert forced == [2, 9]
         plan = scheduler.plan_step(1)
@@ -191,14 +191,14 @@ class TestJumps:
         assert [admission.prompt_len for admission in plan.admitted] == [3]
         assert seq.generated == 2
 
-    def test_they_count_against_the_length(self) -> None:
+    def test_forced_tokens_count_against_the_length_limit(self) -> None:
         scheduler, forced = began(seq := sequence(1, "runs 9", max_tokens=4))
         assert len(forced) == 4
         assert seq.outcome == Finished(1, FinishReason.LENGTH)
         assert scheduler.memory.usage.in_use == 0
         assert scheduler.plan_step(1) is None
 
-    def test_a_preempted_one_uploads_them_again_and_goes_on(self) -> None:
+    def test_preempted_sequence_uploads_forced_tokens_again(self) -> None:
         scheduler, forced = began(seq := sequence(1, "runs 2"))
         assert step(scheduler, 1, 4) == [4]
         scheduler.preempt(seq)
@@ -211,7 +211,7 @@ class TestJumps:
         assert (row.start, row.length, row.skipped) == (4, 2, 4), "the first page stayed in the cache"
         assert array("i", row.tokens).tolist() == [*PROMPT, *forced, 4]
 
-    def test_what_was_cached_is_told_before_them(self) -> None:
+    def test_start_is_reported_with_the_first_forced_tokens(self) -> None:
         prompt, params, ends = array("i", [*PROMPT, 13, 14]), SamplingParams(9), frozenset({END})
         scheduler = new()
         scheduler.add(Sequence(1, b"c", 1, prompt[:], params, ends))
@@ -228,19 +228,19 @@ class TestJumps:
         updates = commit(scheduler, plan, [4])
         assert (updates.started, sent(updates)) == ([], [4])
 
-    def test_a_forced_end_ends(self) -> None:
+    def test_forced_end_id_ends_the_sequence(self) -> None:
         scheduler, _ = began(seq := sequence(1, "runs"))
         assert step(scheduler, 1, 21) == [21, 23, 6, END]
         assert seq.outcome == Finished(1, FinishReason.STOP, END)
 
-    def test_no_end_is_forced_before_min_tokens(self) -> None:
+    def test_end_id_is_not_forced_before_min_tokens(self) -> None:
         scheduler, _ = began(seq := sequence(1, "runs", min_tokens=5))
         assert step(scheduler, 1, 21) == [21, 23, 6]
         assert seq.outcome is None
         assert step(scheduler, 2, 0) == []
         assert isinstance(seq.outcome, Failure), "nothing was left to sample"
 
-    def test_not_while_a_sample_is_in_flight(self) -> None:
+    def test_no_jump_while_a_sample_is_in_flight(self) -> None:
         scheduler, _ = began(seq := sequence(1, "runs"))
         plans = []
         for step_id in (1, 2):
@@ -253,12 +253,12 @@ class TestJumps:
         assert seq.constraint.fast_forward_tokens() == [14]
         assert commit(scheduler, plans[1], [14]).deltas[b"c"].tokens == [14]
 
-    def test_not_where_log_probabilities_are_wanted(self) -> None:
+    def test_no_jump_where_log_probabilities_are_wanted(self) -> None:
         scheduler, forced = began(sequence(1, "runs 2", logprobs=0))
         assert forced == []
         assert step(scheduler, 1, 2) == [2]
 
-    def test_a_forced_token_that_is_refused_ends_the_request(self) -> None:
+    def test_rejected_forced_token_ends_the_request(self) -> None:
         class Liar(FakeConstraint):
             def fast_forward_tokens(self) -> list[int]:
                 return [4, 5]

@@ -14,7 +14,7 @@ def facts_of(scheduler: Scheduler, now: float = 0.0) -> dict[int, InspectedSeque
     return {seq.request_id: seq for seq in inspect(scheduler, 1, new_stats(), now).sequences}
 
 
-def test_everybody_is_there_with_what_they_are_doing() -> None:
+def test_inspection_lists_every_sequence_with_its_state() -> None:
     scheduler = new(rows=5, chunk=8, step=8 + 4 + 3 + 3)
     run(scheduler, sequence(1, session="talk"))
     long, short, zombie = sequence(2, 20, first=100), sequence(3, 4, 9, first=200), sequence(4, 3, 9, first=300)
@@ -47,7 +47,7 @@ def test_everybody_is_there_with_what_they_are_doing() -> None:
     assert decode_event(encode(seen)) == seen
 
 
-def test_looking_changes_nothing() -> None:
+def test_inspection_changes_nothing() -> None:
     scheduler = new()
     added(scheduler, sequence(1, 20), sequence(2))
     late = sequence(3, 24)
@@ -61,7 +61,7 @@ def test_looking_changes_nothing() -> None:
     assert facts_of(scheduler)[3].state == "following"
 
 
-def test_what_a_grammar_forces_comes_with_decoding() -> None:
+def test_forced_tokens_count_as_decoding() -> None:
     scheduler = new()
     seq = sequence(1, 5, 9)
     seq.constraint = FakeConstraint("runs 3")
@@ -77,7 +77,7 @@ def test_what_a_grammar_forces_comes_with_decoding() -> None:
     assert facts_of(scheduler)[2].state == "decode"
 
 
-def test_what_a_preemption_took_is_a_prompt_again() -> None:
+def test_preempted_sequence_counts_as_prefill_again() -> None:
     scheduler = new(step=4)
     seq = sequence(1, 4, 12)
     added(scheduler, seq)
@@ -94,7 +94,7 @@ def test_what_a_preemption_took_is_a_prompt_again() -> None:
     assert states == ["prefill", "prefill", "prefill", "decode"], "4 of 10 tokens a step"
 
 
-def test_the_longest_wait() -> None:
+def test_oldest_wait_covers_queued_and_compiling_sequences() -> None:
     """A stay in the queue begins with the arrival, or with the return after a preemption, and holds compilation."""
     scheduler = new(rows=1)
     assert oldest_wait(scheduler, 50.0) == 0.0
@@ -119,7 +119,7 @@ def test_the_longest_wait() -> None:
     assert oldest_wait(scheduler, 50.0) == 0.0
 
 
-def test_a_long_queue_is_cut() -> None:
+def test_inspection_truncates_a_long_queue() -> None:
     scheduler = new(rows=1, waiting=1000)
     added(scheduler, *[sequence(number, first=number) for number in range(MAX_LISTED + 9)])
     seen = inspect(scheduler, 1, new_stats(), 0.0)

@@ -1,4 +1,4 @@
-"""Who takes how much, by table and by property, and that nobody starves."""
+"""Who lengths how much, by table and by property, and that nobody starves."""
 
 from itertools import pairwise
 
@@ -15,11 +15,11 @@ def choose(
     policy: Policy,
     pending: list[int],
     budget: Budget,
-    passed: list[int] | None = None,
+    skipped: list[int] | None = None,
     priority: list[int] | None = None,
 ) -> list[int]:
     zeros = [0] * len(pending)
-    return choose_rows(POLICIES[policy], RowDemand(pending, passed or zeros, priority or zeros), budget)
+    return choose_rows(POLICIES[policy], RowDemand(pending, skipped or zeros, priority or zeros), budget)
 
 
 FCFS = [
@@ -45,41 +45,41 @@ FCFS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "pending", "budget", "takes"), FCFS, ids=[row[0] for row in FCFS])
-def test_fcfs(name: str, pending: list[int], budget: Budget, takes: list[int]) -> None:
-    assert choose("fcfs", pending, budget) == takes, name
+@pytest.mark.parametrize(("name", "pending", "budget", "lengths"), FCFS, ids=[row[0] for row in FCFS])
+def test_fcfs_serves_decoding_rows_first(name: str, pending: list[int], budget: Budget, lengths: list[int]) -> None:
+    assert choose("fcfs", pending, budget) == lengths, name
 
 
-def test_prefill_first() -> None:
+def test_prefill_first_serves_prompts_before_decoding_rows() -> None:
     assert choose("prefill_first", [1, 6, 1, 6], Budget(9, 9)) == [0, 6, 0, 3]
     assert choose("prefill_first", [1, 6, 1], Budget(9, 9)) == [1, 6, 1]
-    assert choose("prefill_first", [1, 6, 1], Budget(9, 9), passed=[PATIENCE - 1, 0, 0]) == [1, 6, 1]
-    assert choose("prefill_first", [1, 20, 1], Budget(9, 9), passed=[PATIENCE - 1, 0, 0]) == [1, 8, 0]
+    assert choose("prefill_first", [1, 6, 1], Budget(9, 9), skipped=[PATIENCE - 1, 0, 0]) == [1, 6, 1]
+    assert choose("prefill_first", [1, 20, 1], Budget(9, 9), skipped=[PATIENCE - 1, 0, 0]) == [1, 8, 0]
 
 
-def test_decode_first() -> None:
+def test_decode_first_runs_prompts_together_and_rarely() -> None:
     assert choose("decode_first", [1, 6, 6, 1], Budget(20, 9)) == [1, 0, 0, 1], "a step without prompts"
     assert choose("decode_first", [6, 6], Budget(20, 9)) == [6, 6], "nothing decodes"
-    assert choose("decode_first", [1, 6, 6], Budget(20, 9), passed=[0, 0, DECODE_RUN]) == [1, 6, 6], "all together"
+    assert choose("decode_first", [1, 6, 6], Budget(20, 9), skipped=[0, 0, DECODE_RUN]) == [1, 6, 6], "all together"
 
 
-def test_decode_round_robin() -> None:
+def test_decode_round_robin_shares_the_step_in_halves() -> None:
     assert choose("decode_round_robin", [1, 1, 9], Budget(20, 9)) == [1, 1, 9]
-    takes = choose("decode_round_robin", [1, 1, 1, 1, 9], Budget(4, 9), passed=[0, 1, 0, 1, 0])
-    assert takes == [0, 1, 0, 1, 2], "half to the prompt, turns in the other half"
+    lengths = choose("decode_round_robin", [1, 1, 1, 1, 9], Budget(4, 9), skipped=[0, 1, 0, 1, 0])
+    assert lengths == [0, 1, 0, 1, 2], "half to the prompt, turns in the other half"
     assert choose("decode_round_robin", [9], Budget(4, 9)) == [4], "nothing decodes"
 
 
-def test_priority() -> None:
+def test_priority_serves_the_highest_first() -> None:
     assert choose("priority", [1, 9, 1], Budget(9, 9), priority=[0, 3, 5]) == [0, 8, 1]
     assert choose("priority", [9, 1, 1], Budget(9, 9)) == [7, 1, 1], "among equals as in fcfs"
 
 
 def test_overdue_prompts_share_the_step() -> None:
     late = PATIENCE - 1
-    assert choose("fcfs", [50, 50, 50], Budget(20, 20), passed=[0, late, late]) == [0, 10, 10]
-    assert choose("fcfs", [50, 2, 50], Budget(20, 20), passed=[0, late, late]) == [8, 2, 10]
-    assert choose("fcfs", [50, 50, 50], Budget(20, 20, prompts=1), passed=[0, late, late + 1]) == [0, 0, 20]
+    assert choose("fcfs", [50, 50, 50], Budget(20, 20), skipped=[0, late, late]) == [0, 10, 10]
+    assert choose("fcfs", [50, 2, 50], Budget(20, 20), skipped=[0, late, late]) == [8, 2, 10]
+    assert choose("fcfs", [50, 50, 50], Budget(20, 20, prompts=1), skipped=[0, late, late + 1]) == [0, 0, 20]
 
 
 WANTS = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 40), st.integers(-3, 3)), min_size=1, max_size=16)
@@ -87,31 +87,34 @@ NAME = st.sampled_from(NAMES)
 
 
 @given(NAME, WANTS, st.integers(0, 40), st.integers(0, 60), st.integers(0, 3))
-def test_every_policy_keeps_to_the_budget(
+def test_every_policy_stays_within_the_budget(
     policy: Policy, wants: list[tuple[int, int, int]], more: int, chunk: int, prompts: int
 ) -> None:
-    pending, passed, priority = (list(column) for column in zip(*wants, strict=True))
+    pending, skipped, priority = (list(column) for column in zip(*wants, strict=True))
     budget = Budget(len(pending) + more + (0 if chunk else 50), chunk, prompts)
-    takes = choose(policy, pending, budget, passed, priority)
-    assert len(takes) == len(pending)
-    assert 0 < sum(takes) <= budget.tokens, "whatever can run makes progress"
-    for take, wanted in zip(takes, pending, strict=True):
-        assert 0 <= take <= wanted
-        assert not chunk or 1 not in pending or take <= max(1, chunk)
-        assert chunk or take in (0, wanted), "whole or not at all"
-    assert not prompts or sum(take > 0 and wanted > 1 for take, wanted in zip(takes, pending, strict=True)) <= prompts
-    for take, waited, wanted in zip(takes, passed, pending, strict=True):
+    lengths = choose(policy, pending, budget, skipped, priority)
+    assert len(lengths) == len(pending)
+    assert 0 < sum(lengths) <= budget.tokens, "whatever can run makes progress"
+    for length, wanted in zip(lengths, pending, strict=True):
+        assert 0 <= length <= wanted
+        assert not chunk or 1 not in pending or length <= max(1, chunk)
+        assert chunk or length in (0, wanted), "whole or not at all"
+    assert (
+        not prompts
+        or sum(length > 0 and wanted > 1 for length, wanted in zip(lengths, pending, strict=True)) <= prompts
+    )
+    for length, waited, wanted in zip(lengths, skipped, pending, strict=True):
         if waited >= PATIENCE - 1 and wanted == 1:
-            assert take == 1, "an overdue stream is served"
+            assert length == 1, "an overdue stream is served"
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 60), st.integers(1, 60))
-def test_under_fcfs_no_stream_waits_behind_a_prompt(pending: list[int], tokens: int, chunk: int) -> None:
-    takes = choose("fcfs", pending, Budget(tokens, chunk))
+def test_fcfs_never_delays_a_stream_for_a_prompt(pending: list[int], tokens: int, chunk: int) -> None:
+    lengths = choose("fcfs", pending, Budget(tokens, chunk))
     decoding = sum(wanted == 1 for wanted in pending)
-    served = sum(take for take, wanted in zip(takes, pending, strict=True) if wanted == 1)
+    served = sum(length for length, wanted in zip(lengths, pending, strict=True) if wanted == 1)
     assert served == min(decoding, tokens), "a decoding row waits only for other decoding rows"
-    prompts = [(take, wanted) for take, wanted in zip(takes, pending, strict=True) if wanted > 1]
+    prompts = [(length, wanted) for length, wanted in zip(lengths, pending, strict=True) if wanted > 1]
     if not decoding:
         prompts.sort(key=lambda prompt: prompt[1] > chunk)
     for (first, wanted), (later, _) in pairwise(prompts):
@@ -126,22 +129,22 @@ def test_under_fcfs_no_stream_waits_behind_a_prompt(pending: list[int], tokens: 
     st.integers(0, 20),
     st.integers(0, 2),
 )
-def test_every_row_is_served_in_time(
+def test_every_policy_serves_every_row_within_patience(
     policy: Policy, rows: list[tuple[int, int]], more: int, chunk: int, prompts: int
 ) -> None:
     """The bound of the module's head, over a long run in which prompts never end."""
     count = len(rows)
     priority = [value for _, value in rows]
     budget = Budget(count + more + (0 if chunk else 400), chunk, prompts)
-    passed, worst = [0] * count, 0
+    skipped, worst = [0] * count, 0
     for _ in range(4 * PATIENCE + 2 * count):
-        takes = choose(policy, [wanted for wanted, _ in rows], budget, passed, priority)
-        passed = [0 if take else waited + 1 for take, waited in zip(takes, passed, strict=True)]
-        worst = max(worst, *passed)
+        lengths = choose(policy, [wanted for wanted, _ in rows], budget, skipped, priority)
+        skipped = [0 if length else waited + 1 for length, waited in zip(lengths, skipped, strict=True)]
+        worst = max(worst, *skipped)
     late = count if prompts or not chunk else 0
     assert worst < PATIENCE + late
 
 
 @pytest.mark.parametrize("policy", NAMES)
-def test_pure_decode_is_the_same_for_all(policy: Policy) -> None:
-    assert choose(policy, [1] * 5, Budget(5, 5), passed=[3, 0, 9, 1, 2]) == [1] * 5
+def test_every_policy_serves_all_rows_of_pure_decode(policy: Policy) -> None:
+    assert choose(policy, [1] * 5, Budget(5, 5), skipped=[3, 0, 9, 1, 2]) == [1] * 5

@@ -16,7 +16,7 @@ from tests.support.kv_pool import occupy, vacate
 from tests.support.scheduling import END, added, commit, launched, new, run, sequence
 
 
-def test_pages_come_as_rows_grow() -> None:
+def test_pages_are_allocated_as_rows_grow() -> None:
     scheduler, seq = new(), sequence(1, prompt=3, max_tokens=8)
     added(scheduler, seq)
     pages = []
@@ -31,7 +31,7 @@ def test_pages_come_as_rows_grow() -> None:
     assert scheduler.audit() == []
 
 
-def test_decode_evicts_before_it_waits() -> None:
+def test_decode_evicts_cached_pages_before_it_waits() -> None:
     scheduler = new(pages=1 + 4)
     run(scheduler, sequence(1, prompt=9, max_tokens=1))
     assert scheduler.memory.usage.cached == 2
@@ -56,7 +56,7 @@ def alone(scheduler: Scheduler) -> None:
     assert scheduler.audit() == []
 
 
-def test_the_newest_gives_way() -> None:
+def test_preemption_picks_the_newest_sequence() -> None:
     scheduler, older, newer = crowded()
     for step in (1, 2):
         commit(scheduler, launched(scheduler, step), [20, 21])
@@ -75,7 +75,7 @@ def test_the_newest_gives_way() -> None:
     assert scheduler.audit() == []
 
 
-def test_the_lowest_priority_gives_way_first() -> None:
+def test_preemption_picks_the_lowest_priority_first() -> None:
     scheduler, older, newer = crowded(newer_priority=1)
     commit(scheduler, launched(scheduler, 1), [20, 21])
     commit(scheduler, launched(scheduler, 2), [20, 21])
@@ -87,7 +87,7 @@ def test_the_lowest_priority_gives_way_first() -> None:
     alone(scheduler)
 
 
-def test_what_is_in_flight_still_commits() -> None:
+def test_preempted_sequence_commits_what_is_in_flight() -> None:
     scheduler, _, newer = crowded()
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
     commit(scheduler, plans[0], [20, 21])
@@ -104,7 +104,7 @@ def test_what_is_in_flight_still_commits() -> None:
 
 
 @pytest.mark.parametrize("ending", ["token", "abort", "fail_all"])
-def test_a_preempted_one_may_end_before_it_is_back(ending: str) -> None:
+def test_preempted_sequence_may_end_before_it_is_queued_again(ending: str) -> None:
     scheduler, _, newer = crowded()
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
     commit(scheduler, plans[0], [20, 21])
@@ -122,7 +122,7 @@ def test_a_preempted_one_may_end_before_it_is_back(ending: str) -> None:
     alone(scheduler)
 
 
-def test_an_abort_reaches_one_that_waits_again() -> None:
+def test_abort_reaches_a_preempted_sequence_in_the_queue() -> None:
     scheduler, _, newer = crowded()
     for step in (1, 2):
         commit(scheduler, launched(scheduler, step), [20, 21])
@@ -133,7 +133,7 @@ def test_an_abort_reaches_one_that_waits_again() -> None:
     assert [seq.id for seq in scheduler.take_updates().ended] == [2]
 
 
-def test_a_row_waits_for_pages_that_are_on_their_way() -> None:
+def test_row_waits_for_pages_that_steps_in_flight_give_back() -> None:
     """A zombie's pages come back with its step: nobody is preempted for them, and nobody else gets them."""
     scheduler, _, _ = crowded()
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
@@ -148,7 +148,7 @@ def test_a_row_waits_for_pages_that_are_on_their_way() -> None:
     assert [seq.id for seq in scheduler.admit_waiting()] == [3]
 
 
-def test_a_prompt_takes_what_pages_there_are() -> None:
+def test_prompt_chunk_shrinks_to_the_available_pages() -> None:
     scheduler = new(pages=1 + 7, step=12, chunk=12)
     prompt = sequence(1, prompt=24, max_tokens=2)
     added(scheduler, prompt)
@@ -164,7 +164,7 @@ def test_a_prompt_takes_what_pages_there_are() -> None:
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_overload_makes_progress_and_does_not_thrash(depth: int, cache: bool) -> None:
+def test_overload_makes_progress_without_thrashing(depth: int, cache: bool) -> None:
     """Far more than fits arrives at once; each one needs half of the pool. They end about in order, and what is
     computed in vain stays within what is asked for."""
     scheduler = new(rows=8, pages=1 + 24, step=32, chunk=16, waiting=99, cache=cache)
@@ -208,7 +208,7 @@ LOADS = st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(-1, 1), st
     st.sampled_from([0, 1]),
     st.sampled_from([8, 16]),
 )
-def test_every_load_that_fits_one_by_one_ends(
+def test_every_load_whose_sequences_fit_alone_ends(
     loads: list[tuple[int, int, int, int]],
     pages: int,
     depth: int,
@@ -228,20 +228,20 @@ def test_every_load_that_fits_one_by_one_ends(
 
 
 @pytest.mark.parametrize("policy", ["prefill_first", "decode_first"])
-def test_who_has_pages_goes_on_though_the_policy_prefers_who_has_none(policy: Policy) -> None:
+def test_sequence_with_pages_runs_though_the_policy_prefers_one_without(policy: Policy) -> None:
     scheduler = new(pages=1 + 12, step=8, chunk=8, policy=policy)
     older, newer = sequence(1, 20, 12), sequence(2, 24, 20, first=60)
     run(scheduler, older, newer)
     assert older.preemptions == 0
 
 
-def test_a_prompt_without_pages_does_not_keep_the_only_place_of_prompts() -> None:
+def test_prompt_without_pages_does_not_block_the_only_prompt_slot() -> None:
     scheduler = new(pages=1 + 12, step=16, chunk=4, prompts=1, policy="priority")
     run(scheduler, sequence(1, 30, 8), sequence(2, 28, 8, first=60, priority=1), sequence(3, 30, 6, first=100))
     assert scheduler.audit() == []
 
 
-def test_juniors_that_share_all_they_have_give_way_together() -> None:
+def test_juniors_that_share_all_pages_are_preempted_together() -> None:
     scheduler = new(pages=1 + 7, step=32, chunk=16)
     long, *twins = sequence(1, 21, 7), sequence(2, 4, 4, first=60), sequence(3, 4, 4, first=60)
     run(scheduler, long, *twins)
@@ -249,7 +249,7 @@ def test_juniors_that_share_all_they_have_give_way_together() -> None:
     assert all(seq.outcome == Finished(seq.id, FinishReason.LENGTH) for seq in twins)
 
 
-def test_a_low_priority_is_overtaken_by_so_many_arrivals_only() -> None:
+def test_low_priority_is_overtaken_by_a_bounded_number_of_arrivals() -> None:
     """Others of a higher priority never cease to come, and the pool holds the low one and little beside."""
     scheduler, low = new(rows=16, pages=1 + 64, step=64), sequence(1, 188, 31, priority=-1)
     scheduler.add(low)

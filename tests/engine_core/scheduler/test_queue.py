@@ -26,12 +26,12 @@ def filled(by_priority: bool, *priorities: int) -> WaitingQueue:
     return queue
 
 
-def test_arrival_orders_where_priority_does_not() -> None:
+def test_queue_is_ordered_by_arrival_without_priorities() -> None:
     assert order(filled(False, 0, 5, -5)) == [0, 1, 2]
     assert order(filled(True, 0, 5, -5)) == [1, 0, 2]
 
 
-def test_the_order_changes_at_run_time() -> None:
+def test_reorder_changes_the_order_at_run_time() -> None:
     queue = filled(False, 0, 5, -5)
     queue.reorder(True)
     assert order(queue) == [1, 0, 2]
@@ -39,7 +39,7 @@ def test_the_order_changes_at_run_time() -> None:
     assert order(queue) == [0, 1, 2]
 
 
-def test_who_comes_back_takes_the_old_place() -> None:
+def test_returning_sequence_takes_its_old_place() -> None:
     queue = filled(False, 0, 0, 0)
     first = next(iter(queue))
     queue.remove(first)
@@ -47,7 +47,7 @@ def test_who_comes_back_takes_the_old_place() -> None:
     assert order(queue) == [0, 1, 2]
 
 
-def test_who_was_driven_out_by_a_higher_priority_does_not_come_back_to_the_head() -> None:
+def test_sequence_preempted_for_priority_does_not_return_to_the_head() -> None:
     queue, low = filled(False, 0, 0, 0), new(-1, -1)
     queue.push(low)
     assert order(queue)[0] == -1
@@ -59,7 +59,7 @@ def test_who_was_driven_out_by_a_higher_priority_does_not_come_back_to_the_head(
     assert order(queue) == [0, 1, 2]
 
 
-def test_who_has_waited_longest() -> None:
+def test_longest_waiting_ignores_the_order() -> None:
     """By the beginning of the stay, not by arrival, nor by who came to the queue first."""
     queue = WaitingQueue(by_priority=True)
     sequences = [new(number, number) for number in range(4)]
@@ -73,12 +73,12 @@ def test_who_has_waited_longest() -> None:
     assert seen == [3, 1, 2, 0]
 
 
-def test_who_does_not_wait_cannot_leave() -> None:
+def test_removing_an_absent_sequence_raises() -> None:
     with pytest.raises(KeyError):
         filled(False, 0).remove(new(9))
 
 
-def test_the_queue_may_change_while_it_is_walked() -> None:
+def test_queue_may_change_during_iteration() -> None:
     queue = filled(True, 1, 2, 3)
     for seq in queue:
         queue.remove(seq)
@@ -87,7 +87,7 @@ def test_the_queue_may_change_while_it_is_walked() -> None:
 
 
 @given(st.integers(-3, 3), st.integers(1, 3))
-def test_nobody_is_overtaken_for_ever(low: int, above: int) -> None:
+def test_no_sequence_is_overtaken_indefinitely(low: int, above: int) -> None:
     """However many of a higher priority keep coming: the bound is as stated."""
     queue = WaitingQueue(by_priority=True)
     patient = new(0, low)
@@ -104,7 +104,7 @@ def test_nobody_is_overtaken_for_ever(low: int, above: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-9, 9), st.booleans()), max_size=40))
-def test_a_queue_is_a_sorted_list(arrivals: list[tuple[int, bool]]) -> None:
+def test_queue_equals_a_sorted_list(arrivals: list[tuple[int, bool]]) -> None:
     queue = WaitingQueue(by_priority=True)
     kept = []
     for number, (priority, goes) in enumerate(arrivals):

@@ -14,7 +14,7 @@ from tests.fakes.constraint import FakeConstraint
 from tests.support.scheduling import END, added, commit, launched, new, sequence
 
 
-def test_the_rows_of_a_life() -> None:
+def test_rows_of_a_sequence_from_prompt_to_last_token() -> None:
     scheduler, seq = new(rows=3, step=3), sequence(7, min_tokens=2)
     added(scheduler, seq)
     first, second = launched(scheduler, 1), launched(scheduler, 2)
@@ -46,7 +46,7 @@ def test_the_rows_of_a_life() -> None:
     assert ended.outcome == Finished(7, FinishReason.LENGTH)
 
 
-def test_a_zombie_keeps_its_pages_until_its_last_step() -> None:
+def test_zombie_keeps_its_pages_until_its_last_step() -> None:
     scheduler, seq = new(), sequence(1, max_tokens=9)
     added(scheduler, seq)
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
@@ -72,14 +72,14 @@ def test_tokens_go_to_their_frontends_in_columns() -> None:
     assert updates.num_tokens == 3
 
 
-def test_the_first_in_the_queue_is_not_overtaken() -> None:
+def test_head_of_the_queue_is_not_overtaken() -> None:
     scheduler = new(pages=5)
     added(scheduler, sequence(1, 5, 3), sequence(2, 13, 3, first=40), sequence(3, 1, 1, first=70))
     assert list(scheduler.running) == [1]
     assert [seq.id for seq in scheduler.waiting] == [2, 3], "the small one waits behind the large one"
 
 
-def test_refusals() -> None:
+def test_add_rejects_what_cannot_fit_or_be_queued() -> None:
     scheduler = new(pages=5, waiting=1)
     with pytest.raises(RequestError, match="need 5 KV pages of 4 tokens, the pool has 4") as caught:
         scheduler.add(sequence(1, 10, 8))
@@ -93,7 +93,7 @@ def test_refusals() -> None:
     assert scheduler.num_open == room
 
 
-def test_masks_for_live_constrained_rows_alone() -> None:
+def test_masks_cover_only_live_constrained_rows() -> None:
     scheduler = new()
     plain, constrained, ended = sequence(1), sequence(2, first=40), sequence(3, first=70)
     constrained.constraint, ended.constraint = FakeConstraint("parity"), FakeConstraint("parity")
@@ -104,7 +104,7 @@ def test_masks_for_live_constrained_rows_alone() -> None:
     assert scheduler.masks(plan) == [(constrained.row, constrained.constraint)]
 
 
-def test_two_outcomes_are_a_bug() -> None:
+def test_second_outcome_is_an_assertion() -> None:
     scheduler, seq = new(), sequence(1)
     added(scheduler, seq)
     scheduler.abort(b"c", 1)
@@ -114,7 +114,7 @@ def test_two_outcomes_are_a_bug() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("prompts", [0, 1])
-def test_every_admitted_row_is_served_in_time(policy: Policy, prompts: int) -> None:
+def test_every_admitted_row_is_served_within_patience(policy: Policy, prompts: int) -> None:
     """Twelve rows with more to do than a step holds, for as long as it takes: the bound that `policy` states."""
     scheduler = new(rows=12, pages=400, step=12, chunk=8, policy=policy, prompts=prompts)
     for number in range(1, 40):
@@ -134,7 +134,7 @@ def test_every_admitted_row_is_served_in_time(policy: Policy, prompts: int) -> N
     assert scheduler.audit() == []
 
 
-def test_static_batches_run_to_their_end() -> None:
+def test_static_batch_runs_to_its_end_before_the_next() -> None:
     scheduler = new(rows=3, step=80, chunk=0, static=True, cache=False)
     for number, tokens in ((1, 2), (2, 5), (3, 3), (4, 2), (5, 9)):
         scheduler.add(sequence(number, max_tokens=tokens, first=40 * number))
@@ -149,7 +149,7 @@ def test_static_batches_run_to_their_end() -> None:
     assert step == 5 + 9
 
 
-def test_the_policy_changes_at_run_time() -> None:
+def test_policy_changes_at_run_time() -> None:
     scheduler = new(rows=1)
     for number in range(1, 4):
         scheduler.add(sequence(number, priority=number))
@@ -200,7 +200,7 @@ def test_tokens_behind_the_end_of_a_run_are_dropped(run: list[int], kept: list[i
     assert scheduler.memory.usage.in_use == 0
 
 
-def test_run_behind_a_later_step_is_a_bug() -> None:
+def test_run_of_a_sequence_in_a_later_step_is_an_assertion() -> None:
     scheduler = new()
     added(scheduler, sequence(1, max_tokens=9))
     plans = [launched(scheduler, 1), launched(scheduler, 2)]

@@ -39,7 +39,7 @@ def next_beat(listener: Any) -> Heartbeat:
     return beat
 
 
-def test_status_says_what_was_entered() -> None:
+def test_status_reports_the_phase_entered() -> None:
     status = Status(7, new_stats())
     assert (status.heartbeat().phase, status.heartbeat().percent, status.heartbeat().detail) == (Phase.STARTING, 0, "")
     status.enter(Phase.LOADING, 40, "weights")
@@ -49,13 +49,13 @@ def test_status_says_what_was_entered() -> None:
     assert (status.heartbeat().percent, status.heartbeat().detail) == (0, ""), "nothing of the phase before is left"
 
 
-def test_pending_is_what_runs_and_what_waits() -> None:
+def test_pending_counts_running_and_waiting_requests() -> None:
     status = Status(7, new_stats())
     status.stats.running, status.stats.waiting = 3, 4
     assert status.heartbeat().pending == 7
 
 
-def test_beats_while_the_main_thread_is_busy_and_once_more_at_the_end(endpoint: str, context: Any) -> None:
+def test_publisher_beats_while_the_main_thread_is_busy_and_once_at_the_end(endpoint: str, context: Any) -> None:
     status = Status(7, new_stats())
     heartbeat = HeartbeatPublisher(context, endpoint, Transport(), status)
     heartbeat.start()
@@ -77,7 +77,7 @@ def test_beats_while_the_main_thread_is_busy_and_once_more_at_the_end(endpoint: 
     assert (last.detail, last.stats.steps_committed) == ("the device is lost", 41)
 
 
-def test_stop_frees_the_endpoint_and_may_come_twice(endpoint: str, context: Any) -> None:
+def test_stop_frees_the_endpoint_and_is_idempotent(endpoint: str, context: Any) -> None:
     for epoch in (1, 2):
         heartbeat = HeartbeatPublisher(context, endpoint, Transport(), Status(epoch, new_stats()))
         start_when_free(heartbeat)
@@ -103,7 +103,7 @@ def test_stop_before_start_does_nothing(endpoint: str, context: Any) -> None:
     assert not Path(endpoint.removeprefix("ipc://")).exists()
 
 
-def test_an_endpoint_in_use_is_refused(endpoint: str, context: Any) -> None:
+def test_start_raises_for_an_endpoint_in_use(endpoint: str, context: Any) -> None:
     first = HeartbeatPublisher(context, endpoint, Transport(), Status(1, new_stats()))
     first.start()
     try:

@@ -78,10 +78,10 @@ def send_all(dealer: Any, bodies: list[bytes | list[bytes]]) -> None:
 
 
 class TestDrain:
-    def test_nothing_there(self, wire: Wire) -> None:
+    def test_drain_of_an_empty_mailbox_returns_nothing(self, wire: Wire) -> None:
         assert wire.mailbox.drain() == []
 
-    def test_commands_in_order_with_their_sender(self, wire: Wire) -> None:
+    def test_drain_returns_commands_in_order_with_their_senders(self, wire: Wire) -> None:
         first, second = wire.dealer(), wire.dealer()
         sent = [Hello(1, 2, "x"), Abort([1, 2]), Goodbye()]
         for dealer in (first, second):
@@ -90,7 +90,7 @@ class TestDrain:
         for dealer in (first, second):
             assert [command for client, command in received if client == dealer.identity] == sent
 
-    def test_a_flood_is_taken_in_parts(self, wire: Wire) -> None:
+    def test_drain_takes_a_flood_in_parts(self, wire: Wire) -> None:
         dealer = wire.dealer()
         send_all(dealer, [encode(Abort([number])) for number in range(2 * MAX_DRAINED_MESSAGES + 10)])
         received: list[AnyCommand] = []
@@ -101,7 +101,7 @@ class TestDrain:
             received += [command for _, command in part]
         assert received == [Abort([number]) for number in range(2 * MAX_DRAINED_MESSAGES + 10)]
 
-    def test_junk_is_ignored_and_what_follows_is_not(self, wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
+    def test_malformed_messages_are_ignored(self, wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
         dealer = wire.dealer()
         junk: list[bytes | list[bytes]] = [b"", b"\xff" * 9, [b"a", b"b"], [b"", encode(Goodbye())], b"\x91" * 5000]
         send_all(dealer, [*junk, encode(Abort([5]))])
@@ -109,7 +109,7 @@ class TestDrain:
         assert len(caplog.records) == len(junk)
         assert dealer.identity.hex() in caplog.text
 
-    def test_a_flood_of_junk_does_not_hold_the_loop(self) -> None:
+    def test_flood_of_malformed_messages_does_not_block_the_loop(self) -> None:
         """What is ignored counts too: one drain takes no more than its limit of messages, whatever they are."""
         calls = []
 
@@ -126,32 +126,32 @@ class TestDrain:
         assert len(calls) <= MAX_DRAINED_MESSAGES + 1
         wakeup.close()
 
-    def test_wait_ends_when_something_arrives(self, wire: Wire) -> None:
+    def test_wait_ends_when_a_command_arrives(self, wire: Wire) -> None:
         wire.dealer().send(encode(Goodbye()))
         wire.mailbox.wait(WAIT_MS / 1000)
         assert [command for _, command in wire.mailbox.drain()] == [Goodbye()]
 
-    def test_another_thread_ends_the_wait(self, wire: Wire) -> None:
+    def test_wake_from_another_thread_ends_the_wait(self, wire: Wire) -> None:
         thread = threading.Thread(target=wire.mailbox.wake)
         thread.start()
         wire.mailbox.wait(WAIT_MS / 1000)
         thread.join()
         assert wire.mailbox.drain() == []
 
-    def test_a_wake_before_the_wait_ends_it_too_and_only_it(self, wire: Wire) -> None:
+    def test_wake_before_the_wait_ends_that_wait_only(self, wire: Wire) -> None:
         for _ in range(200_000):
             wire.mailbox.wake()
         wire.mailbox.wait(WAIT_MS / 1000)
         assert not select.select([wire.wakeup.reader], [], [], 0)[0], "the next wait would end at once"
 
-    def test_nobody_is_left_to_wake(self, wire: Wire) -> None:
+    def test_wake_after_close_does_nothing(self, wire: Wire) -> None:
         wire.wakeup.close()
         wire.mailbox.wake()
         assert wire.wakeup.reader.fileno() == -1
 
 
 class TestFlush:
-    def test_one_message_a_flush_and_frontend(self, wire: Wire) -> None:
+    def test_flush_sends_one_message_to_each_frontend(self, wire: Wire) -> None:
         peers = [wire.greeted() for _ in range(2)]
         for _, client in peers:
             wire.mailbox.add_tokens(client, TokenDelta([1, 2], [10, 20]))
@@ -174,7 +174,7 @@ class TestFlush:
         assert receive(peers[0][0]).step_id == 8, "nothing came between, and nothing twice"
         assert not peers[1][0].poll(0)
 
-    def test_a_frontend_that_does_not_read_gets_everything_later(self, wire: Wire) -> None:
+    def test_slow_frontend_gets_everything_later(self, wire: Wire) -> None:
         slow, slow_client = wire.greeted(keeps=1)
         other, other_client = wire.greeted()
         steps = 0
@@ -202,7 +202,7 @@ class TestFlush:
         assert messages < steps, "some steps were merged"
         assert not wire.mailbox.has_backlog
 
-    def test_a_frontend_that_is_gone_is_named_and_forgotten(self, wire: Wire) -> None:
+    def test_flush_returns_and_forgets_a_frontend_that_is_gone(self, wire: Wire) -> None:
         gone, gone_client = wire.greeted()
         other, other_client = wire.greeted()
         gone.close()
@@ -216,11 +216,11 @@ class TestFlush:
         assert not wire.mailbox.has_backlog
         assert wire.mailbox.flush(2) == []
 
-    def test_a_stranger_is_gone_too(self, wire: Wire) -> None:
+    def test_flush_returns_an_unknown_frontend_as_gone(self, wire: Wire) -> None:
         wire.mailbox.add_outcome(b"nobody", Finished(1, FinishReason.ABORT))
         assert wire.mailbox.flush(1) == [b"nobody"]
 
-    def test_nothing_kept_is_no_backlog(self, wire: Wire) -> None:
+    def test_output_before_its_first_flush_is_no_backlog(self, wire: Wire) -> None:
         """As `contracts.Mailbox` says: whether a flush kept something, not whether something waits for a flush."""
         _, client = wire.greeted()
         wire.mailbox.add_tokens(client, TokenDelta([1], [5]))
@@ -228,13 +228,13 @@ class TestFlush:
 
 
 class TestReply:
-    def test_arrives_at_once(self, wire: Wire) -> None:
+    def test_reply_arrives_at_once(self, wire: Wire) -> None:
         dealer, client = wire.greeted()
         wire.mailbox.reply(client, Refused("no"))
         assert dealer.poll(WAIT_MS)
         assert decode_event(dealer.recv()) == Refused("no")
 
-    def test_to_a_stranger_is_dropped(self, wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
+    def test_reply_to_an_unknown_frontend_is_dropped(self, wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
         wire.mailbox.reply(b"nobody", Refused("no"))
         assert "dropped a Refused" in caplog.text
         assert not wire.mailbox.has_backlog

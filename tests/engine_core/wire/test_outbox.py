@@ -15,13 +15,13 @@ def message(box: Outbox, step_id: int = 1) -> StepOutput:
     return output
 
 
-def test_a_new_one_is_empty() -> None:
+def test_new_outbox_is_empty() -> None:
     box = Outbox()
     assert not box.has_new
     assert message(box, 3) == StepOutput(3, b"", b"", b"")
 
 
-def test_events_alone_make_a_message() -> None:
+def test_events_without_tokens_make_a_message() -> None:
     for name, outcome in (
         ("finished", Finished(1, FinishReason.STOP, 5)),
         ("failures", Failure(1, ErrorCode.OVERLOADED, "x")),
@@ -35,7 +35,7 @@ def test_events_alone_make_a_message() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1000)), max_size=60))
-def test_tokens_of_many_steps_in_one_message(told: list[tuple[int, int]]) -> None:
+def test_tokens_of_many_steps_share_one_message(told: list[tuple[int, int]]) -> None:
     box = Outbox()
     for request_id, token in told:
         box.request_ids.append(request_id)
@@ -45,7 +45,7 @@ def test_tokens_of_many_steps_in_one_message(told: list[tuple[int, int]]) -> Non
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.binary(max_size=8)), max_size=40))
-def test_log_probabilities_of_many_steps_in_one_message(told: list[tuple[int, int, bytes]]) -> None:
+def test_log_probabilities_of_many_steps_share_one_message(told: list[tuple[int, int, bytes]]) -> None:
     box = Outbox()
     for start, (request_id, top, lines) in enumerate(told):
         box.logprobs.append(TokenLogprobs(request_id, start, top, lines))
@@ -55,7 +55,7 @@ def test_log_probabilities_of_many_steps_in_one_message(told: list[tuple[int, in
     assert not box.has_new
 
 
-def test_more_tokens_than_one_count_can_hold() -> None:
+def test_more_tokens_than_one_count_can_hold_are_split() -> None:
     box = Outbox()
     box.request_ids = [7] * 70_000
     box.tokens = list(range(70_000))
