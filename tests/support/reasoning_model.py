@@ -17,17 +17,17 @@ def encode(text: str) -> list[int]:
     return ids
 
 
-def say(text: str) -> Any:
+def answer_with(text: str) -> Any:
     """Make an engine script that answers every prompt with this text."""
     return lambda submit: encode(text)[: submit.sampling.max_tokens]
 
 
-def write_thinking_model(folder: Path, template: str) -> Path:
+def write_reasoning_model(folder: Path, template: str) -> Path:
     RAW.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(template)
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
     return folder
 
 
-def that_thinks(config: FrontendConfig) -> FrontendConfig:
+def with_reasoning(config: FrontendConfig) -> FrontendConfig:
     return structs.replace(config, chat=structs.replace(config.chat, reasoning_parser="think"))

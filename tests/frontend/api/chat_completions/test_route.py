@@ -16,7 +16,7 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.tokenizer import write_tokenizer
 from tests.frontend.conftest import RunningServer
 from tests.frontend.conftest import post as send
-from tests.support.reasoning_model import RAW, encode, say, that_thinks, write_thinking_model
+from tests.support.reasoning_model import RAW, answer_with, encode, with_reasoning, write_reasoning_model
 
 TEMPLATE = (
     "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools | length if tools else '' }}"
@@ -30,12 +30,12 @@ ARGUMENTS = '{"at": "köln"}'
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_thinking_model(tmp_path_factory.mktemp("model"), TEMPLATE)
+    return write_reasoning_model(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
 @pytest.fixture
 def config(config: FrontendConfig) -> FrontendConfig:
-    return that_thinks(config)
+    return with_reasoning(config)
 
 
 def post(server: RunningServer, **fields: Any) -> httpx.Response:
@@ -60,7 +60,7 @@ def deltas(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_a_whole_reply_has_every_field(server: RunningServer, engine: FakeEngine) -> None:
-    engine.script = say("use os.path.join")
+    engine.script = answer_with("use os.path.join")
     response = post(server)
     assert response.status_code == 200
     reply = response.json()
@@ -98,7 +98,7 @@ def test_a_whole_reply_has_every_field(server: RunningServer, engine: FakeEngine
 
 
 def test_a_stream_is_the_whole_reply_in_chunks(server: RunningServer, engine: FakeEngine) -> None:
-    engine.script = say("use os.path.join")
+    engine.script = answer_with("use os.path.join")
     response = post(server, stream=True, stream_options={"include_usage": True, "include_obfuscation": False})
     assert "".join(delta["content"] for delta in deltas(response)) == "use os.path.join"
     *chunks, last = events(response)
@@ -112,7 +112,7 @@ def test_a_stream_is_the_whole_reply_in_chunks(server: RunningServer, engine: Fa
 def test_without_a_length_it_is_the_default_or_the_rest_of_the_context(
     server: RunningServer, engine: FakeEngine
 ) -> None:
-    engine.script = say("x")
+    engine.script = answer_with("x")
     post(server)
     post(server, max_completion_tokens=7)
     long = {"role": "user", "content": "x" * 1500}
@@ -137,7 +137,7 @@ def test_n_choices(server: RunningServer, stream: bool) -> None:
 
 @pytest.mark.parametrize("per_step", [1, 3, 100])
 def test_a_call_streams_its_name_then_its_arguments(server: RunningServer, engine: FakeEngine, per_step: int) -> None:
-    engine.script = say(f"I look.\n<tool_call>\n{CALL}\n</tool_call>")
+    engine.script = answer_with(f"I look.\n<tool_call>\n{CALL}\n</tool_call>")
     engine.tokens_per_step = per_step
     response = post(server, tools=[TOOL], stream=True)
     found = deltas(response)
@@ -152,7 +152,7 @@ def test_a_call_streams_its_name_then_its_arguments(server: RunningServer, engin
 
 
 def test_a_whole_call(server: RunningServer, engine: FakeEngine) -> None:
-    engine.script = say(f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>")
+    engine.script = answer_with(f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>")
     choice = post(server, tools=[TOOL]).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] is None
@@ -165,7 +165,7 @@ def test_a_whole_call(server: RunningServer, engine: FakeEngine) -> None:
 
 def test_without_tools_or_with_none_a_call_is_text(server: RunningServer, engine: FakeEngine) -> None:
     text = f"<tool_call>\n{CALL}\n</tool_call>"
-    engine.script = say(text)
+    engine.script = answer_with(text)
     for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
         choice = post(server, **fields).json()["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
@@ -174,7 +174,7 @@ def test_without_tools_or_with_none_a_call_is_text(server: RunningServer, engine
 
 
 def test_a_required_call_is_held_to_a_grammar(server: RunningServer, engine: FakeEngine) -> None:
-    engine.script = say(f"<tool_call>\n{CALL}\n</tool_call>")
+    engine.script = answer_with(f"<tool_call>\n{CALL}\n</tool_call>")
     for choice in ("required", {"type": "function", "function": {"name": "look"}}):
         reply = post(server, tools=[TOOL], tool_choice=choice).json()
         assert reply["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "look"
@@ -208,7 +208,7 @@ def test_a_required_call_that_is_cut_shows_no_syntax(server: RunningServer, engi
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_are_apart_from_the_answer(server: RunningServer, engine: FakeEngine, stream: bool) -> None:
-    engine.script = say("<think>\nhow do I\n</think>\n\nuse a path")
+    engine.script = answer_with("<think>\nhow do I\n</think>\n\nuse a path")
     response = post(server, stream=stream)
     if stream:
         found = deltas(response)
@@ -224,13 +224,13 @@ def test_thoughts_are_apart_from_the_answer(server: RunningServer, engine: FakeE
 
 
 def test_thoughts_that_the_prompt_has_opened(server: RunningServer, engine: FakeEngine) -> None:
-    engine.script = say("how do I</think>use a path")
+    engine.script = answer_with("how do I</think>use a path")
     message = post(server, chat_template_kwargs={"opening": "<think>\n"}).json()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("how do I", "use a path")
 
 
 def test_what_ended_the_text_is_shown_where_asked_for(server: RunningServer, engine: FakeEngine) -> None:
-    engine.script = say("one two three")
+    engine.script = answer_with("one two three")
     for fields, text in (
         ({"stop": ["two"]}, "one "),
         ({"stop": ["two"], "include_stop_str_in_output": True}, "one two"),
@@ -241,7 +241,7 @@ def test_what_ended_the_text_is_shown_where_asked_for(server: RunningServer, eng
 
 
 def test_special_tokens_are_shown_where_asked_for(server: RunningServer, engine: FakeEngine) -> None:
-    engine.script = say("one<|begin|> two")
+    engine.script = answer_with("one<|begin|> two")
     assert post(server).json()["choices"][0]["message"]["content"] == "one two"
     shown = post(server, skip_special_tokens=False).json()["choices"][0]["message"]["content"]
     assert shown == "one<|begin|> two"
@@ -284,7 +284,7 @@ def test_a_model_without_a_template_cannot_chat_but_complete(without_template: R
 
 
 def test_the_openai_client_parses_everything(server: RunningServer, engine: FakeEngine) -> None:
-    engine.script = say(f"<think>hm</think>I look.\n<tool_call>\n{CALL}\n</tool_call>")
+    engine.script = answer_with(f"<think>hm</think>I look.\n<tool_call>\n{CALL}\n</tool_call>")
     create: dict[str, Any] = {"model": "fake-model", "messages": [QUESTION], "tools": [TOOL]}
     with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
         whole = client.chat.completions.create(**create)

@@ -14,7 +14,7 @@ from tests.fakes.engine import FakeEngine
 from tests.frontend.api.responses.test_response import anonymous, events_of, replay
 from tests.frontend.conftest import RunningServer
 from tests.frontend.conftest import post as send
-from tests.support.reasoning_model import RAW, say, that_thinks, write_thinking_model
+from tests.support.reasoning_model import RAW, answer_with, with_reasoning, write_reasoning_model
 
 TEMPLATE = (
     "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
@@ -27,12 +27,12 @@ SAID = '<think>hm</think>I look.\n<tool_call>\n{"name": "look", "arguments": {"a
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_thinking_model(tmp_path_factory.mktemp("model"), TEMPLATE)
+    return write_reasoning_model(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
 @pytest.fixture
 def config(config: FrontendConfig) -> FrontendConfig:
-    return that_thinks(config)
+    return with_reasoning(config)
 
 
 def post(server: RunningServer, **fields: Any) -> httpx.Response:
@@ -40,7 +40,7 @@ def post(server: RunningServer, **fields: Any) -> httpx.Response:
 
 
 def test_whole_and_streamed_over_the_wire(server: RunningServer, engine: FakeEngine) -> None:
-    engine.script = say(SAID)
+    engine.script = answer_with(SAID)
     reply = post(server, tools=[LOOK], instructions="Be short.").json()
     thoughts, message, call = reply["output"]
     assert thoughts["content"] == [{"type": "reasoning_text", "text": "hm"}]
@@ -51,7 +51,7 @@ def test_whole_and_streamed_over_the_wire(server: RunningServer, engine: FakeEng
     assert RAW.decode(prompt, skip_special_tokens=False) == shown
     assert (reply["status"], reply["usage"]["input_tokens"]) == ("completed", len(prompt))
     assert reply["usage"]["output_tokens_details"]["reasoning_tokens"] == len(
-        say("<think>hm</think>")(engine.submits[0])
+        answer_with("<think>hm</think>")(engine.submits[0])
     )
     engine.tokens_per_step = 3
     events = events_of(post(server, tools=[LOOK], instructions="Be short.", stream=True).content)
@@ -62,7 +62,7 @@ def test_whole_and_streamed_over_the_wire(server: RunningServer, engine: FakeEng
 
 
 def test_the_output_is_taken_back_as_input(server: RunningServer, engine: FakeEngine) -> None:
-    engine.script = say(SAID)
+    engine.script = answer_with(SAID)
     output = post(server, tools=[LOOK]).json()["output"]
     items = [{"role": "user", "content": QUESTION}, *output]
     items.append({"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "rain"})
@@ -92,7 +92,7 @@ def test_errors_name_the_fields_of_this_route(server: RunningServer) -> None:
 
 
 def test_a_schema_becomes_a_constraint(server: RunningServer, engine: FakeEngine) -> None:
-    engine.script = say("{}")
+    engine.script = answer_with("{}")
     schema = {"type": "json_schema", "name": "x", "schema": {"type": "object", "properties": {}}}
     assert post(server, text={"format": schema}).status_code == 200
     assert engine.submits[-1].constraint is not None
@@ -104,7 +104,7 @@ def test_the_engine_fails_before_and_within_a_stream(server: RunningServer, engi
     engine.refusal = ErrorCode.OVERLOADED
     assert post(server, stream=True).status_code == 503
     engine.refusal, engine.break_after = None, 3
-    engine.script = say("one two three four five")
+    engine.script = answer_with("one two three four five")
     *_, error, last = events_of(post(server, stream=True).content)
     assert (error["type"], error["code"]) == ("error", "engine_failed")
     assert (last["type"], last["response"]["error"]["code"]) == ("response.failed", "server_error")
@@ -112,7 +112,7 @@ def test_the_engine_fails_before_and_within_a_stream(server: RunningServer, engi
 
 
 def test_the_openai_client_parses_everything(server: RunningServer, engine: FakeEngine) -> None:
-    engine.script = say(SAID)
+    engine.script = answer_with(SAID)
     create: dict[str, Any] = {"model": "fake-model", "input": QUESTION, "tools": [LOOK]}
     with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
         whole = client.responses.create(**create)

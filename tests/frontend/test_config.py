@@ -1,0 +1,54 @@
+"""The table of HTTP flags, and the settings that it fills."""
+
+from pathlib import Path
+
+import pytest
+from msgspec import Struct
+
+from tandem.frontend.cli.main import build_parser
+from tandem.frontend.config import (
+    FRONTEND_FLAGS,
+    ChatOptions,
+    Flag,
+    FrontendConfig,
+    check_bounds,
+    frontend_config,
+    http_argv,
+)
+from tandem.frontend.request.limits import RequestLimits
+from tandem.protocol.engine_options import flag_name
+
+ARGV = ["frontend", "--model-dir", "m", "--endpoint", "ipc:///x"]
+OTHERWISE_FILLED = {"endpoint", "model_dir", "transport", "fd", "limits", "chat", "api_keys"}
+BOUNDED = [flag for flag in FRONTEND_FLAGS if flag.bounds is not None]
+
+
+@pytest.mark.parametrize("struct", [FrontendConfig, ChatOptions, RequestLimits])
+def test_every_setting_is_filled_by_one_flag(struct: type[Struct]) -> None:
+    filled = [flag.field_name for flag in FRONTEND_FLAGS if flag.struct is struct]
+    assert sorted(filled) == sorted(set(struct.__struct_fields__) - OTHERWISE_FILLED)
+
+
+def test_default_arguments_give_the_default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TANDEM_API_KEY", raising=False)
+    assert frontend_config(build_parser().parse_args(ARGV)) == FrontendConfig("ipc:///x", Path("m"))
+
+
+@pytest.mark.parametrize("flag", BOUNDED, ids=lambda flag: flag.name)
+def test_number_outside_the_bounds_of_its_flag_is_rejected(flag: Flag) -> None:
+    assert flag.bounds is not None
+    low, high = flag.bounds
+    for value in (low - 1, high + 1):
+        arguments = build_parser().parse_args([*ARGV, f"{flag_name(flag.name)}={flag.parse(str(int(value)))}"])
+        with pytest.raises(ValueError, match=f"{flag_name(flag.name)} must be between"):
+            check_bounds(arguments, FRONTEND_FLAGS)
+
+
+def test_forwarded_flags_give_the_same_settings_except_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TANDEM_API_KEY", raising=False)
+    changed = ["--port", "1", "--max-body", "3", "--cors-origin", "*", "--tool-parser", "json", "--log-level", "error"]
+    arguments = build_parser().parse_args([*ARGV, *changed])
+    forwarded = build_parser().parse_args([*ARGV, *http_argv(arguments)])
+    assert forwarded.port == 8000
+    forwarded.port = 1
+    assert frontend_config(forwarded) == frontend_config(arguments)
