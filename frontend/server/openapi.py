@@ -1,4 +1,4 @@
-"""`/openapi.json`: what the routes say of themselves, and what is true of all of them."""
+"""The document `/openapi.json`: the descriptions of the routes, and what applies to all of them."""
 
 from collections.abc import Iterable
 from copy import deepcopy
@@ -13,23 +13,25 @@ from tandem.frontend.request.schema import Schema
 from tandem.protocol.events import ModelFacts
 
 _EVERYWHERE = {
-    "405": "This path is not for that method.",
-    "500": "A fault of the server; its log has the request id.",
+    "405": "The path does not support this method.",
+    "500": "An error of the server; its log has the request id.",
 }
 _KEYLESS = ("/health/",)
 _REQUEST_ID: Schema = {
     "X-Request-Id": {
-        "description": "The request's id: the one that it brought in this header, or a fresh one.",
+        "description": "The id of the request: the one that it sent in this header, or a new one.",
         "schema": {"type": "string"},
     }
 }
 
 
 def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, served: ModelFacts | None) -> dict[str, Any]:
-    """The description of an app made of these routers; `guarded` says that it takes no request without an API key,
-    `served` is the model, as far as it is known."""
+    """Build the OpenAPI document of an app made of these routers.
+
+    `guarded` says that requests need an API key; `served` is the model, or None before the engine is ready.
+    """
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    # As the routes have them: on its way through the framework an integer bound becomes a float, and another number.
+    # As the routes have them: the framework converts integer bounds to floats, which changes large ones.
     bodies = {
         (route.path_format, method.lower()): route.openapi_extra["requestBody"]
         for router in routers
@@ -41,14 +43,14 @@ def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, served: 
         keyless = path.startswith(_KEYLESS)
         for method, operation in operations.items():
             responses = operation["responses"]
-            # The framework's own idea of a refused parameter; nothing here is refused so.
+            # The framework's own error for invalid parameters, which no route here returns.
             if "HTTPValidationError" in str(responses.get("422")):
                 del responses["422"]
             for status, description in _EVERYWHERE.items():
                 responses.setdefault(status, error_response(description))
             if guarded and not keyless:
                 operation["security"] = [{"apiKey": []}]
-                responses["401"] = error_response("There is no API key, or not a known one.")
+                responses["401"] = error_response("The API key is missing or unknown.")
             body = bodies.get((path, method))
             if body is not None:
                 operation["requestBody"] = body if served is None else _about(served, body)
@@ -63,7 +65,7 @@ def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, served: 
 
 
 def _about(served: ModelFacts, body: Schema) -> Schema:
-    """A body's description with the one model's name, wherever it has a field for it."""
+    """Add the name of the served model to the description of a body, wherever it has a field for it."""
     body = deepcopy(body)
     schema = body["content"]["application/json"]["schema"]
     for shape in (schema, *schema.get("anyOf", ())):

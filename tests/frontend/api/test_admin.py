@@ -27,7 +27,7 @@ PATH = "/admin/scheduler"
 LIMITS = Limits(max_rows=8, kv_tokens=64, page_size=16, max_step_tokens=64, max_waiting=9)
 
 
-def test_an_inspection_as_json() -> None:
+def test_inspection_is_converted_to_json() -> None:
     stats = EngineStats(
         running=1, waiting=3, pages_used=5, pages_total=9, oldest_wait=1.23456, pages_cached=4, prefix_queries=300,
         prefix_hits=100, pages_evicted=6, preemptions=2, sessions=1, sessions_evicted=7,
@@ -69,12 +69,12 @@ def test_an_inspection_as_json() -> None:
 
 
 @pytest.mark.parametrize("state", SEQUENCE_STATES)
-def test_every_state_of_a_sequence_is_described(state: SequenceState) -> None:
+def test_inspection_schema_describes_every_sequence_state(state: SequenceState) -> None:
     sequence = InspectedSequence("ab", 6, state, -1, 40, 0, 0, 0, 0, 0, 0, 0, 1.0)
     jsonschema.validate(inspection_body(Inspection(1, "fcfs", EngineStats(), 4, 1, [sequence], []), LIMITS), INSPECTION)
 
 
-def test_a_turn_in_progress_is_seen(server: RunningServer, engine: FakeEngine) -> None:
+def test_inspection_shows_a_turn_in_progress(server: RunningServer, engine: FakeEngine) -> None:
     body = {"model": "fake-model", "prompt": "one", "max_tokens": 1000, "stream": True, "session_id": "talk"}
     with open_stream("POST", server.url + "/v1/completions", json={**body, "priority": 4}):
         engine.hold = True
@@ -87,7 +87,7 @@ def test_a_turn_in_progress_is_seen(server: RunningServer, engine: FakeEngine) -
     assert found["rows"]["total"] == 64
 
 
-def test_the_policy_is_switched(server: RunningServer, engine: FakeEngine) -> None:
+def test_policy_is_changed_in_the_engine(server: RunningServer, engine: FakeEngine) -> None:
     document = described(server)
     for policy in POLICIES:
         response = post(server.url + PATH, json={"policy": policy})
@@ -104,7 +104,7 @@ def test_the_policy_is_switched(server: RunningServer, engine: FakeEngine) -> No
         ({}, 400, "policy"), ({"policy": "fcfs", "more": 1}, 422, "more"), ([], 400, None),
     ],
 )  # fmt: skip
-def test_what_is_no_policy_is_refused(
+def test_unknown_policy_is_rejected(
     server: RunningServer, engine: FakeEngine, body: Any, status: int, param: str | None
 ) -> None:
     response = post(server.url + PATH, json=body)
@@ -113,7 +113,7 @@ def test_what_is_no_policy_is_refused(
     assert engine.policy == "fcfs"
 
 
-def test_both_need_the_key(engine: FakeEngine, config: FrontendConfig) -> None:
+def test_scheduler_routes_need_the_api_key(engine: FakeEngine, config: FrontendConfig) -> None:
     engine.start()
     running = RunningServer(structs.replace(config, api_keys=("key",))).start().ready()
     try:
@@ -125,12 +125,12 @@ def test_both_need_the_key(engine: FakeEngine, config: FrontendConfig) -> None:
         running.stop()
 
 
-def test_the_two_methods_are_described_apart(server: RunningServer) -> None:
+def test_openapi_describes_both_scheduler_methods(server: RunningServer) -> None:
     operations = described(server)["paths"][PATH]
     assert ("requestBody" in operations["get"], "requestBody" in operations["post"]) == (False, True)
 
 
-def test_without_an_engine_it_is_503(config: FrontendConfig) -> None:
+def test_scheduler_routes_are_503_without_an_engine(config: FrontendConfig) -> None:
     running = RunningServer(config).start()
     try:
         for response in (get(running.url + PATH), post(running.url + PATH, json={"policy": "fcfs"})):

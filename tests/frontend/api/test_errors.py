@@ -1,4 +1,4 @@
-"""Every error status has the OpenAI body."""
+"""Error responses: every status has the body of the OpenAI API."""
 
 import gzip
 import http.client
@@ -43,21 +43,21 @@ def post(server: RunningServer, content: bytes = b"", **fields: Any) -> httpx.Re
 
 @pytest.fixture
 def small(engine: FakeEngine, config: FrontendConfig) -> Iterator[RunningServer]:
-    """A server that takes few sequences and small bodies."""
+    """Run a server that accepts few sequences and small bodies."""
     engine.start()
     running = RunningServer(structs.replace(config, max_concurrent=2, max_body=5000)).start().ready()
     yield running
     running.stop()
 
 
-def test_every_code_of_the_protocol_has_a_status() -> None:
+def test_every_protocol_error_code_has_a_status() -> None:
     assert set(_STATUS) == set(ErrorCode)
     for code in ErrorCode:
         error = from_failure(Failure(1, code, "text"))
         assert (error.message, error.code) == ("text", code.value)
 
 
-def test_400_for_what_is_no_json_object(server: RunningServer) -> None:
+def test_body_that_is_not_a_json_object_is_400(server: RunningServer) -> None:
     for content in (
         b"{",
         b"[]",
@@ -73,7 +73,7 @@ def test_400_for_what_is_no_json_object(server: RunningServer) -> None:
         assert error_of(response)["type"] == "invalid_request_error"
 
 
-def test_400_for_a_context_too_long_has_the_numbers(server: RunningServer) -> None:
+def test_prompt_beyond_the_context_is_400_with_the_numbers(server: RunningServer) -> None:
     response = post(server, prompt=[5] * 2040, max_tokens=16)
     assert response.status_code == 400
     error = error_of(response)
@@ -87,14 +87,14 @@ def test_400_for_a_context_too_long_has_the_numbers(server: RunningServer) -> No
         assert error_of(response)["code"] == "context_length_exceeded"
 
 
-def test_400_for_an_empty_prompt_says_what_to_do(server: RunningServer) -> None:
+def test_empty_prompt_is_400_with_a_remedy(server: RunningServer) -> None:
     for prompt in ("", [], [[]], ["one", ""]):
         response = post(server, prompt=prompt)
         assert response.status_code == 400
         assert error_of(response)["param"] == "prompt"
 
 
-def test_422_for_ids_outside_the_vocabulary(server: RunningServer) -> None:
+def test_token_ids_outside_the_vocabulary_are_422(server: RunningServer) -> None:
     for fields, param in (
         ({"prompt": [5, 420]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
@@ -109,7 +109,7 @@ def test_422_for_ids_outside_the_vocabulary(server: RunningServer) -> None:
         assert "419" in error["message"]
 
 
-def test_404_for_a_model_or_a_path(server: RunningServer) -> None:
+def test_unknown_model_or_path_is_404(server: RunningServer) -> None:
     response = post(server, model="other")
     assert response.status_code == 404
     error = error_of(response)
@@ -121,7 +121,7 @@ def test_404_for_a_model_or_a_path(server: RunningServer) -> None:
         error_of(response)
 
 
-def test_405_for_a_method(server: RunningServer) -> None:
+def test_unsupported_method_is_405(server: RunningServer) -> None:
     response = get(server.url + "/v1/completions")
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
@@ -129,7 +129,7 @@ def test_405_for_a_method(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_413_for_a_body_too_large(small: RunningServer, announced: bool) -> None:
+def test_oversized_body_is_413(small: RunningServer, announced: bool) -> None:
     parts = [b" " * 1000] * 8
     content: Any = b"".join(parts) if announced else iter(parts)
     response = send(small.url + "/v1/completions", content=content)
@@ -137,7 +137,7 @@ def test_413_for_a_body_too_large(small: RunningServer, announced: bool) -> None
     assert "5000 bytes" in error_of(response)["message"]
 
 
-def test_413_reaches_a_client_that_sends_all_of_its_body_first(small: RunningServer) -> None:
+def test_oversized_body_error_reaches_a_client_that_sends_all_first(small: RunningServer) -> None:
     request = urllib.request.Request(small.url + "/v1/completions", b" " * 16_000_000)
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request, timeout=DEADLINE)
@@ -146,7 +146,7 @@ def test_413_reaches_a_client_that_sends_all_of_its_body_first(small: RunningSer
         assert json.load(refusal)["error"]["code"] == "request_too_large"
 
 
-def test_415_for_a_compressed_body(server: RunningServer) -> None:
+def test_compressed_body_is_415(server: RunningServer) -> None:
     url, body = server.url + "/v1/completions", b'{"model": "fake-model", "prompt": "one"}'
     response = send(url, content=gzip.compress(body), headers={"content-encoding": "gzip"})
     assert response.status_code == 415
@@ -154,7 +154,7 @@ def test_415_for_a_compressed_body(server: RunningServer) -> None:
     assert send(url, content=body, headers={"content-encoding": "identity"}).status_code == 200
 
 
-def test_400_for_what_is_no_http_has_the_same_body(server: RunningServer) -> None:
+def test_invalid_http_is_400_with_an_error_body(server: RunningServer) -> None:
     with socket.create_connection(server.sock.getsockname(), timeout=DEADLINE) as client:
         client.sendall(b"no http at all\r\n\r\n")
         reply = http.client.HTTPResponse(client)
@@ -164,7 +164,7 @@ def test_400_for_what_is_no_http_has_the_same_body(server: RunningServer) -> Non
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
 
 
-def test_422_for_more_sequences_than_there_can_ever_be(small: RunningServer, engine: FakeEngine) -> None:
+def test_more_sequences_than_the_server_holds_are_422(small: RunningServer, engine: FakeEngine) -> None:
     for fields, param, numbers in (
         ({"n": 3}, "n", "3 (3 times 1)"),
         ({"prompt": ["one"] * 4}, "prompt", "4 (1 times 4)"),
@@ -177,7 +177,7 @@ def test_422_for_more_sequences_than_there_can_ever_be(small: RunningServer, eng
     assert engine.submits == []
 
 
-def test_503_when_too_many_are_open(small: RunningServer, engine: FakeEngine) -> None:
+def test_too_many_open_sequences_are_503(small: RunningServer, engine: FakeEngine) -> None:
     engine.hold = True
     body = {"model": "fake-model", "prompt": "one"}
     with ThreadPoolExecutor(1) as pool:
@@ -195,7 +195,7 @@ def test_503_when_too_many_are_open(small: RunningServer, engine: FakeEngine) ->
     assert engine.aborts == []
 
 
-def test_503_with_the_phase_until_the_engine_is_ready(engine: FakeEngine, config: FrontendConfig) -> None:
+def test_requests_are_503_with_the_phase_until_the_engine_is_ready(engine: FakeEngine, config: FrontendConfig) -> None:
     running = RunningServer(config).start()
     try:
         response = post(running)
@@ -221,7 +221,7 @@ def test_503_with_the_phase_until_the_engine_is_ready(engine: FakeEngine, config
         running.stop()
 
 
-def test_500_tells_nothing_of_the_inside(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_is_500_without_details(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("secret detail")
 

@@ -1,4 +1,4 @@
-"""Liveness, readiness, models, version and metrics over HTTP."""
+"""The routes of liveness, readiness, models, version and metrics over HTTP."""
 
 import re
 import time
@@ -15,7 +15,7 @@ from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer, get, head, post, until
 
 
-def test_ready_names_what_is_served(server: RunningServer) -> None:
+def test_readiness_describes_the_served_model(server: RunningServer) -> None:
     assert get(server.url + "/health/ready").json() == {
         "status": "ready",
         "model": "fake-model",
@@ -27,7 +27,7 @@ def test_ready_names_what_is_served(server: RunningServer) -> None:
     assert get(server.url + "/health/live").json() == {"status": "live"}
 
 
-def test_health_answers_head(server: RunningServer, engine: FakeEngine) -> None:
+def test_health_routes_answer_head_requests(server: RunningServer, engine: FakeEngine) -> None:
     for path in ("/health/live", "/health/ready"):
         response = head(server.url + path)
         assert (response.status_code, response.content) == (200, b"")
@@ -35,7 +35,7 @@ def test_health_answers_head(server: RunningServer, engine: FakeEngine) -> None:
     until(lambda: head(server.url + "/health/ready").status_code == 503)
 
 
-def test_latencies_begin_before_the_body_is_read(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latency_metrics_start_before_the_body_is_read(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     earlier = [1000.0]
 
     async def read(*arguments: Any) -> bytes:
@@ -52,7 +52,7 @@ def test_latencies_begin_before_the_body_is_read(server: RunningServer, monkeypa
         assert float(match[1]) >= 1000
 
 
-def test_models(server: RunningServer) -> None:
+def test_models_route_lists_and_describes_the_served_model(server: RunningServer) -> None:
     listed = get(server.url + "/v1/models").json()
     assert listed["object"] == "list"
     (card,) = listed["data"]
@@ -62,14 +62,14 @@ def test_models(server: RunningServer) -> None:
     assert get(server.url + "/v1/models/fake-model").json() == card
 
 
-def test_version(server: RunningServer) -> None:
+def test_version_route_reports_distribution_and_protocol(server: RunningServer) -> None:
     assert get(server.url + "/version").json() == {
         "version": distribution_version(),
         "protocol": PROTOCOL_VERSION,
     }
 
 
-def test_metrics_count_what_was_answered(server: RunningServer) -> None:
+def test_metrics_count_answered_requests(server: RunningServer) -> None:
     body = {"model": "fake-model", "prompt": [5, 6, 7], "max_tokens": 4, "n": 2}
     assert post(server.url + "/v1/completions", json=body).status_code == 200
     assert post(server.url + "/v1/completions", json={**body, "n": 0}).status_code == 422
@@ -89,7 +89,7 @@ def test_metrics_count_what_was_answered(server: RunningServer) -> None:
         assert line in lines, line
 
 
-def test_the_schema_lists_the_routes(server: RunningServer) -> None:
+def test_openapi_document_lists_the_routes(server: RunningServer) -> None:
     paths = get(server.url + "/openapi.json").json()["paths"]
     assert "/v1/completions" in paths
     assert "/health/ready" in paths

@@ -1,4 +1,4 @@
-"""The shapes that clients read: completions and chat, and which choices `best_of` keeps."""
+"""Log-probabilities in the formats of completions and chats, and the choices that `best_of` keeps."""
 
 import json
 
@@ -19,7 +19,7 @@ TOKENS = [
 ]
 
 
-def test_completions() -> None:
+def test_completion_logprobs_are_parallel_lists() -> None:
     assert completion_logprobs(TOKENS) == {
         "tokens": ["<s>", "a", "bytes:\\xf0\\x9f", "bytes:\\x99\\x82"],
         "token_logprobs": [None, -0.5, -3.0, -0.125],
@@ -33,12 +33,12 @@ def test_completions() -> None:
     }
 
 
-def test_tokens_that_are_written_alike_share_an_entry() -> None:
+def test_completion_logprobs_merge_tokens_of_the_same_text() -> None:
     token = ScoredToken(b"a", -4.0, [(b"a", -1.0), (b"a", -2.0)], 0)
     assert completion_logprobs([token])["top_logprobs"] == [{"a": -1.0}]
 
 
-def test_chat() -> None:
+def test_chat_logprobs_are_objects_with_bytes() -> None:
     assert chat_logprobs(TOKENS[1:3]) == {
         "content": [
             {
@@ -64,7 +64,7 @@ def test_chat() -> None:
     }
 
 
-def test_the_official_types_take_them() -> None:
+def test_logprobs_match_the_official_types() -> None:
     completion = Logprobs.model_validate(json.loads(msgspec.json.encode(completion_logprobs(TOKENS[1:]))))
     assert completion.text_offset == [0, 1, 1]
     chat = ChoiceLogprobs.model_validate(json.loads(msgspec.json.encode(chat_logprobs(TOKENS[1:]))))
@@ -72,7 +72,7 @@ def test_the_official_types_take_them() -> None:
     assert bytes(chat.content[1].bytes or ()) == HALF
 
 
-def test_the_best_of_each_prompt_come_first() -> None:
+def test_keep_best_ranks_the_choices_of_each_prompt() -> None:
     means = [-3.0, -1.0, -2.0, -9.0, None, -8.0]
     choices = [ChoiceDelta(index, str(index), [], "stop", mean_logprob=mean) for index, mean in enumerate(means)]
     assert [piece.index for piece in keep_best(choices, 3, 2)] == [1, 2, 4, 5]

@@ -1,4 +1,4 @@
-"""Some hundred malformed bodies: each gets its 4xx in OpenAI's shape, and nothing is left behind by any of them."""
+"""Hundreds of malformed bodies: each gets its 4xx in OpenAI's format, and none leaves anything open."""
 
 import gzip
 import itertools
@@ -39,7 +39,7 @@ SCHEMAS = {
     "/detokenize": DETOKENIZE,
 }
 ANYTHING = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-"""Fields that are checked to be JSON alone."""
+"""Fields that accept any JSON value."""
 SAMPLES: dict[str, list[Any]] = {
     "string": ["text"],
     "integer": [3, -7, 10**30],
@@ -52,7 +52,7 @@ DEEP = 5000
 
 
 class Case(Struct, frozen=True):
-    """A body, and which statuses are right for it; `field` is the one at fault, where it is one."""
+    """One body with its allowed statuses, and the field at fault if there is one."""
 
     name: str
     path: str
@@ -63,7 +63,7 @@ class Case(Struct, frozen=True):
 
 
 def kinds(schema: dict[str, Any]) -> set[str]:
-    """JSON types that a schema may be satisfied by; all, where it does not say."""
+    """Return the JSON types that a schema accepts; all of them if it does not say."""
     if "type" in schema:
         given = schema["type"]
         return set(given) if isinstance(given, list) else {given}
@@ -81,7 +81,7 @@ def body(path: str, **fields: Any) -> bytes:
 
 
 def wrong_types(path: str) -> Iterator[Case]:
-    """Every field with a value of every type that it does not take."""
+    """Yield every field with a value of every type that it does not accept."""
     for field, schema in SCHEMAS[path]["properties"].items():
         if field in ANYTHING:
             continue
@@ -94,7 +94,7 @@ def wrong_types(path: str) -> Iterator[Case]:
 
 
 def out_of_range(path: str) -> Iterator[Case]:
-    """Numbers beyond their bounds, lists and texts that are too long, values that are not among those allowed."""
+    """Yield numbers out of bounds, lists and texts that are too long, and values that are not allowed."""
     for field, schema in SCHEMAS[path]["properties"].items():
         values: list[Any] = []
         if "minimum" in schema:
@@ -115,7 +115,7 @@ def out_of_range(path: str) -> Iterator[Case]:
 
 
 def broken_json(path: str, rng: random.Random) -> Iterator[Case]:
-    """Bodies that are cut, damaged, of another encoding, or no object."""
+    """Yield bodies that are truncated, damaged, in another encoding, or not an object."""
     good = body(path)
     for cut in sorted(rng.sample(range(1, len(good)), 8)):
         yield Case(f"cut at {cut}", path, good[:cut])
@@ -151,7 +151,7 @@ def broken_json(path: str, rng: random.Random) -> Iterator[Case]:
 
 
 def wrong_requests(path: str) -> Iterator[Case]:
-    """Bodies that are fine and said to be something else."""
+    """Yield valid bodies with wrong headers, or without a required field."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/xml", "json"):
         yield Case(kind, path, body(path), (415,), headers={"content-type": kind})
     charset = {"content-type": "application/json; charset=iso-8859-1"}
@@ -166,7 +166,7 @@ def wrong_requests(path: str) -> Iterator[Case]:
 
 
 def contradictions() -> Iterator[Case]:
-    """Fields that are fine alone."""
+    """Yield fields that are valid alone but not together or not with this model."""
     path = "/v1/completions"
     for fields, field in (
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -235,7 +235,7 @@ def cases() -> list[Case]:
 
 @pytest.fixture
 def chatting(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> Iterator[RunningServer]:
-    """A server of small bodies whose model can chat."""
+    """Run a server that accepts small bodies and whose model can chat."""
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
     engine.start()
@@ -252,7 +252,7 @@ def value_of(metrics: str, name: str) -> float:
 
 
 def check_alive(server: RunningServer, engine: FakeEngine, client: httpx.Client) -> None:
-    """A good request of each kind is answered, and then nothing is open anywhere."""
+    """Check that a valid request of each kind is answered, and that nothing stays open."""
     for path, fields in GOOD.items():
         assert client.post(server.url + path, json=fields).status_code == 200, path
     service = server.server._service
@@ -261,7 +261,7 @@ def check_alive(server: RunningServer, engine: FakeEngine, client: httpx.Client)
     assert value_of(get(server.url + "/metrics").text, "tandem_frontend_num_requests_running") == 0
 
 
-def test_every_malformed_body_gets_its_4xx(chatting: RunningServer, engine: FakeEngine) -> None:
+def test_every_malformed_body_is_rejected_with_4xx(chatting: RunningServer, engine: FakeEngine) -> None:
     found = cases()
     assert len(found) > 500, len(found)
     wrong: list[str] = []
@@ -280,6 +280,6 @@ def test_every_malformed_body_gets_its_4xx(chatting: RunningServer, engine: Fake
         check_alive(chatting, engine, client)
 
 
-def test_the_names_of_cases_are_of_their_own_kind() -> None:
+def test_malformed_cases_are_almost_all_distinct() -> None:
     keys = [(case.path, case.content, *itertools.chain(*case.headers.items())) for case in cases()]
     assert len(set(keys)) > 0.95 * len(keys)

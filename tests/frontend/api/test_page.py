@@ -1,4 +1,4 @@
-"""The files of the page, and what a browser is told of them."""
+"""The files of the playground page and their headers."""
 
 import re
 from html.parser import HTMLParser
@@ -17,7 +17,7 @@ FOLDER = Path(frontend.__path__[0]) / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
-def test_every_file_is_served_with_its_type_and_a_strict_policy(server: RunningServer) -> None:
+def test_page_files_have_their_type_and_a_strict_policy(server: RunningServer) -> None:
     paths = page_paths()
     assert sorted(file.name for file in paths.values()) == sorted(file.name for file in FOLDER.iterdir())
     for path, file in paths.items():
@@ -33,11 +33,11 @@ def test_every_file_is_served_with_its_type_and_a_strict_policy(server: RunningS
 
 
 @pytest.mark.parametrize("path", ["/page", "/page/", "/page/none.js", "/page/../routes/page.py", "/page/%2e%2e/app.py"])
-def test_nothing_else_is_served(path: str, server: RunningServer) -> None:
+def test_page_serves_no_other_file(path: str, server: RunningServer) -> None:
     assert get(server.url + path).status_code == 404
 
 
-def test_the_page_needs_no_key_and_what_it_asks_does(engine: FakeEngine, config: FrontendConfig) -> None:
+def test_page_needs_no_key_but_its_requests_do(engine: FakeEngine, config: FrontendConfig) -> None:
     engine.start()
     running = RunningServer(msgspec.structs.replace(config, api_keys=("secret",))).start().ready()
     try:
@@ -49,7 +49,7 @@ def test_the_page_needs_no_key_and_what_it_asks_does(engine: FakeEngine, config:
 
 
 class Reader(HTMLParser):
-    """Collects what a strict policy would block, and every id."""
+    """Collect everything that a strict policy would block, and every id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Reader(HTMLParser):
         self.sources += [value for name, value in attrs if name in ("src", "href") and value]
 
 
-def test_the_page_has_nothing_inline_and_nothing_from_elsewhere() -> None:
+def test_page_has_no_inline_or_external_resources() -> None:
     reader = Reader()
     reader.feed((FOLDER / "index.html").read_text())
     assert reader.inline == []

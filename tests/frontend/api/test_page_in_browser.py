@@ -44,7 +44,7 @@ def browser() -> "Iterator[Browser]":
 
 @pytest.fixture
 def page(browser: "Browser", server: RunningServer) -> "Iterator[Page]":
-    """The page, ready to ask. Whatever its policy blocks, and whatever its scripts throw, fails the test."""
+    """Yield the loaded page; fail the test for anything its policy blocks or its scripts throw."""
     context = browser.new_context()
     opened = open_page(context, server)
     yield opened
@@ -72,7 +72,7 @@ def ask(page: "Page", text: str) -> None:
 
 
 def ended(page: "Page", count: int) -> None:
-    """Waits until so many answers have ended."""
+    """Wait until this number of answers has ended."""
     page.locator(".measures").nth(count - 1).wait_for()
 
 
@@ -80,7 +80,7 @@ def answers(page: "Page") -> list[str]:
     return page.locator(".answer").all_text_contents()
 
 
-def test_a_conversation_by_keyboard(page: "Page", engine: FakeEngine) -> None:
+def test_page_holds_a_conversation_by_keyboard(page: "Page", engine: FakeEngine) -> None:
     page.locator("#status", has_text="fake-model").wait_for()
     page.get_by_label("System prompt").fill("be brief")
     say(engine, "<b>one</b> <script>alert(1)</script>")
@@ -105,7 +105,7 @@ def test_a_conversation_by_keyboard(page: "Page", engine: FakeEngine) -> None:
     assert prompts(engine)[2] == "system: be brief\nuser: third\nassistant:"
 
 
-def test_tokens_stream_and_stop(page: "Page", engine: FakeEngine) -> None:
+def test_page_streams_tokens_and_stops_on_request(page: "Page", engine: FakeEngine) -> None:
     engine.script = lambda _: RAW.encode("one two three four five six " * 200).ids
     engine.step_seconds = 0.02
     page.get_by_label("Completion", exact=True).check()
@@ -128,7 +128,7 @@ def test_tokens_stream_and_stop(page: "Page", engine: FakeEngine) -> None:
     until(lambda: engine.num_running == 0, "the engine is told")
 
 
-def test_parameters_become_fields(page: "Page", engine: FakeEngine) -> None:
+def test_page_parameters_become_request_fields(page: "Page", engine: FakeEngine) -> None:
     page.get_by_label("Completion", exact=True).check()
     for label, value in (
         ("Temperature", "0.5"),
@@ -145,7 +145,7 @@ def test_parameters_become_fields(page: "Page", engine: FakeEngine) -> None:
     assert prompts(engine) == ["the fox"]
 
 
-def test_a_schema_constrains_and_a_bad_one_is_shown(page: "Page", engine: FakeEngine) -> None:
+def test_page_schema_constrains_and_an_invalid_one_is_reported(page: "Page", engine: FakeEngine) -> None:
     box = page.get_by_label("JSON schema")
     box.fill('{"type": "object",}')
     ask(page, "first")
@@ -166,7 +166,7 @@ def test_a_schema_constrains_and_a_bad_one_is_shown(page: "Page", engine: FakeEn
     assert engine.submits[0].constraint is not None
 
 
-def test_errors_are_shown_in_full(page: "Page", engine: FakeEngine) -> None:
+def test_page_shows_errors_in_full(page: "Page", engine: FakeEngine) -> None:
     page.get_by_label("Temperature").fill("3")
     ask(page, "hot")
     page.locator(".error").wait_for()
@@ -186,7 +186,7 @@ def test_errors_are_shown_in_full(page: "Page", engine: FakeEngine) -> None:
 
 @pytest.fixture
 def other_server(engine: FakeEngine) -> Iterator[Callable[[FrontendConfig], RunningServer]]:
-    """Starts a server with a configuration of one's own."""
+    """Start a server with a changed configuration."""
     running: list[RunningServer] = []
 
     def start(config: FrontendConfig) -> RunningServer:
@@ -198,7 +198,7 @@ def other_server(engine: FakeEngine) -> Iterator[Callable[[FrontendConfig], Runn
     running[0].stop()
 
 
-def test_a_key_is_asked_for_and_sent(
+def test_page_asks_for_an_api_key_and_sends_it(
     browser: "Browser",
     engine: FakeEngine,
     config: FrontendConfig,
@@ -216,7 +216,7 @@ def test_a_key_is_asked_for_and_sent(
         assert page.complaints == []
 
 
-def test_thoughts_are_set_apart_and_not_sent_back(
+def test_page_separates_reasoning_and_does_not_send_it_back(
     browser: "Browser",
     engine: FakeEngine,
     config: FrontendConfig,

@@ -1,4 +1,4 @@
-"""Bodies of every size: where they are parsed, and how much of them there may be at once."""
+"""Request bodies of every size: where they are parsed, and how many bytes are buffered at once."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ CHUNK = b" " * 50_000
 
 
 def request(*chunks: bytes) -> Request:
-    """One whose body ends with the last chunk; to ask for more would wait for ever."""
+    """Build a request of these chunks; reading beyond the last one fails the test."""
     parts = list(chunks)
 
     async def receive() -> dict[str, Any]:
@@ -33,7 +33,7 @@ def read(budget: BodyBudget, *chunks: bytes, limit: int = 10**9) -> bytes:
         return asyncio.run(read_body(request(*chunks), limit, reservation))
 
 
-def test_large_bodies_are_counted_while_they_are_held() -> None:
+def test_body_budget_counts_large_bodies_while_they_are_held() -> None:
     budget = BodyBudget(200_000)
     with budget.reservation() as reservation:
         assert asyncio.run(read_body(request(CHUNK, CHUNK), 10**9, reservation)) == CHUNK * 2
@@ -47,7 +47,7 @@ def test_large_bodies_are_counted_while_they_are_held() -> None:
     assert budget.used == 0
 
 
-def test_a_body_too_large_is_read_to_its_end_and_no_further() -> None:
+def test_oversized_body_is_drained_to_its_end() -> None:
     budget = BodyBudget()
     for chunks in ((CHUNK,), (CHUNK, CHUNK, CHUNK)):
         with pytest.raises(ApiError) as caught:
@@ -56,8 +56,8 @@ def test_a_body_too_large_is_read_to_its_end_and_no_further() -> None:
     assert budget.used == 0
 
 
-def test_large_bodies_are_parsed_beside_the_event_loop(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one is parsed the process answers others."""
+def test_large_bodies_are_parsed_outside_the_event_loop(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the process answers other requests while it parses a large body."""
     entered, leave = threading.Event(), threading.Event()
     threads: list[str] = []
 
@@ -87,7 +87,7 @@ def test_large_bodies_are_parsed_beside_the_event_loop(server: RunningServer, mo
     assert threads[1] == "server"
 
 
-def test_many_ids_are_checked_and_packed_beside_the_event_loop(server: RunningServer) -> None:
+def test_many_token_ids_are_packed_outside_the_event_loop(server: RunningServer) -> None:
     service = server.server._service
     ran: list[str] = []
     run = service.parser.run

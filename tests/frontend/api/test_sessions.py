@@ -1,4 +1,4 @@
-"""What becomes of `session_id`, `cache_salt` and `priority`, and what a reply says of the cache."""
+"""The fields `session_id`, `cache_salt` and `priority`, and the usage of the prefix cache."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", GENERATING)
-def test_the_engine_gets_what_was_asked(chatting: RunningServer, engine: FakeEngine, path: str) -> None:
+def test_session_fields_reach_the_engine(chatting: RunningServer, engine: FakeEngine, path: str) -> None:
     ask(chatting, path, priority=-3, session_id="talk", cache_salt="pepper")
     submit = engine.submits[-1]
     assert (submit.priority, submit.session, submit.cache_salt) == (-3, "talk", "pepper")
@@ -44,7 +44,7 @@ def test_the_engine_gets_what_was_asked(chatting: RunningServer, engine: FakeEng
     assert (submit.priority, submit.session, submit.cache_salt) == (0, "", "")
 
 
-def test_a_prompt_that_is_scored_alone_has_them_too(server: RunningServer, engine: FakeEngine) -> None:
+def test_session_fields_reach_the_engine_when_only_scoring(server: RunningServer, engine: FakeEngine) -> None:
     fields = {"priority": 3, "session_id": "talk", "cache_salt": "pepper"}
     ask(server, "/v1/completions", echo=True, max_tokens=0, logprobs=1, **fields)
     submit = engine.submits[-1]
@@ -60,7 +60,7 @@ def test_a_prompt_that_is_scored_alone_has_them_too(server: RunningServer, engin
         ("/v1/responses", "input_tokens_details"),
     ],
 )
-def test_usage_tells_what_was_cached(chatting: RunningServer, engine: FakeEngine, path: str, details: str) -> None:
+def test_usage_reports_cached_tokens(chatting: RunningServer, engine: FakeEngine, path: str, details: str) -> None:
     engine.cached = lambda _: 48
     assert ask(chatting, path)["usage"][details]["cached_tokens"] == 48
     more = {} if path == "/v1/responses" else {"stream_options": {"include_usage": True}}
@@ -69,21 +69,21 @@ def test_usage_tells_what_was_cached(chatting: RunningServer, engine: FakeEngine
     assert usage[details]["cached_tokens"] == 48
 
 
-def test_a_stream_of_events_tells_it_too(server: RunningServer, engine: FakeEngine) -> None:
+def test_event_stream_reports_cached_tokens(server: RunningServer, engine: FakeEngine) -> None:
     engine.cached = lambda _: 16
     body = {**GOOD["/v1/completions"], "stream": True, "stream_format": "events"}
     done = events(post(server.url + "/v1/completions", json=body))[-1]
     assert done["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
 
 
-def test_of_several_choices_the_first_of_each_prompt_counts(server: RunningServer, engine: FakeEngine) -> None:
+def test_cached_tokens_count_the_first_choice_of_each_prompt(server: RunningServer, engine: FakeEngine) -> None:
     engine.cached = lambda submit: 100 if submit.sampling.choice else len(submit.prompt_ids) // 4
     reply = ask(server, "/v1/completions", prompt=["one", "one two three"], n=3)
     usage = reply["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"]
 
 
-def test_the_official_client_reads_it(chatting: RunningServer, engine: FakeEngine) -> None:
+def test_openai_client_reads_cached_tokens(chatting: RunningServer, engine: FakeEngine) -> None:
     engine.cached = lambda _: 7
     with openai.OpenAI(base_url=chatting.url + "/v1", api_key="none", max_retries=0) as client:
         chat = client.chat.completions.create(model="fake-model", messages=[{"role": "user", "content": "one"}])
@@ -100,7 +100,7 @@ def test_the_official_client_reads_it(chatting: RunningServer, engine: FakeEngin
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_busy_session_is_409(server: RunningServer, engine: FakeEngine, stream: bool) -> None:
+def test_busy_session_is_rejected_with_409(server: RunningServer, engine: FakeEngine, stream: bool) -> None:
     body = {**GOOD["/v1/completions"], "max_tokens": 1000, "session_id": "talk", "stream": True}
     with open_stream("POST", server.url + "/v1/completions", json=body) as turn:
         assert turn.status_code == 200
@@ -118,7 +118,9 @@ def test_a_busy_session_is_409(server: RunningServer, engine: FakeEngine, stream
 
 
 @pytest.mark.parametrize("path", GENERATING)
-def test_an_engine_without_sessions_names_the_field(chatting: RunningServer, engine: FakeEngine, path: str) -> None:
+def test_session_id_is_rejected_by_an_engine_without_sessions(
+    chatting: RunningServer, engine: FakeEngine, path: str
+) -> None:
     engine.refusal = ErrorCode.SESSIONS_OFF
     response = post(chatting.url + path, json={**GOOD[path], "session_id": "talk"})
     error = error_of(response)
@@ -126,7 +128,7 @@ def test_an_engine_without_sessions_names_the_field(chatting: RunningServer, eng
     assert "retry-after" not in response.headers
 
 
-def test_nothing_is_kept_where_nothing_is_computed(server: RunningServer, engine: FakeEngine) -> None:
+def test_session_is_rejected_when_nothing_is_computed(server: RunningServer, engine: FakeEngine) -> None:
     fields = {"echo": True, "max_tokens": 0, "session_id": "talk"}
     response = post(server.url + "/v1/completions", json={**GOOD["/v1/completions"], **fields})
     assert (response.status_code, error_of(response)["param"]) == (422, "session_id")
@@ -145,7 +147,7 @@ def test_nothing_is_kept_where_nothing_is_computed(server: RunningServer, engine
         ("POST", "/v1/completions/", 404, "unknown_url"),
     ],
 )
-def test_a_path_without_a_name_is_an_error_and_no_redirect(
+def test_session_route_without_a_name_is_404_without_redirect(
     server: RunningServer, method: str, path: str, status: int, code: str
 ) -> None:
     response = httpx.request(method, server.url + path, timeout=30)
@@ -155,7 +157,7 @@ def test_a_path_without_a_name_is_an_error_and_no_redirect(
 
 
 @pytest.mark.parametrize(("name", "quoted"), [("talk", "talk"), ("a/b c?é", "a%2Fb%20c%3F%C3%A9")])
-def test_a_session_is_deleted_once(server: RunningServer, engine: FakeEngine, name: str, quoted: str) -> None:
+def test_session_is_deleted_once(server: RunningServer, engine: FakeEngine, name: str, quoted: str) -> None:
     ask(server, "/v1/completions", session_id=name)
     first, second = delete(server, quoted), delete(server, quoted)
     assert (first.status_code, first.json()) == (200, {"id": name, "object": "session", "deleted": True})
@@ -165,15 +167,15 @@ def test_a_session_is_deleted_once(server: RunningServer, engine: FakeEngine, na
     assert engine.sessions == set()
 
 
-def test_without_an_engine_a_session_cannot_be_deleted(server: RunningServer, engine: FakeEngine) -> None:
+def test_session_deletion_is_503_without_an_engine(server: RunningServer, engine: FakeEngine) -> None:
     engine.die()
     until(lambda: delete(server, "talk").status_code == 503)
     error = error_of(delete(server, "talk"))
     assert (error["type"], error["code"]) == ("overloaded_error", "engine_unavailable")
 
 
-def test_an_engine_that_dies_owes_no_answer(server: RunningServer, engine: FakeEngine) -> None:
-    """The call ends with the link, well before its own time is up."""
+def test_session_deletion_fails_when_the_engine_dies(server: RunningServer, engine: FakeEngine) -> None:
+    """Check that the call ends with the link, well before its own timeout."""
     engine.mute = True
     calls = server.server._service.client.calls
     asyncio.run(_die_while_asked(server, engine, calls))

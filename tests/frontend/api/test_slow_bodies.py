@@ -1,4 +1,4 @@
-"""Requests that are not through when the server ends."""
+"""Requests that are not admitted yet when the server shuts down."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ def pending_requests(budget: BodyBudget) -> PendingRequests:
     return PendingRequests(10**9, Workers(1, "parse"), budget)
 
 
-def test_one_that_waits_is_ended_and_gives_back_what_it_holds() -> None:
+def test_shutdown_ends_a_pending_request_and_returns_its_bytes() -> None:
     async def run() -> None:
         budget = BodyBudget()
         pending = pending_requests(budget)
@@ -68,7 +68,7 @@ def test_one_that_waits_is_ended_and_gives_back_what_it_holds() -> None:
     asyncio.run(run())
 
 
-def test_a_time_limit_of_what_it_waits_for_is_not_a_shutdown() -> None:
+def test_timeout_within_a_pending_request_is_not_a_shutdown() -> None:
     async def run() -> None:
         async with pending_requests(BodyBudget()).hold(), asyncio.timeout(0):
             await asyncio.Event().wait()
@@ -78,7 +78,7 @@ def test_a_time_limit_of_what_it_waits_for_is_not_a_shutdown() -> None:
 
 
 class Waiting:
-    """A request that waits for its grammar, sent in a thread."""
+    """A request that is sent in a thread and waits for its grammar."""
 
     def __init__(self, server: RunningServer, path: str, fields: dict[str, Any]) -> None:
         self._url = server.url + path
@@ -100,7 +100,7 @@ class Waiting:
 
 @pytest.fixture
 def chatting(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> Iterator[RunningServer]:
-    """A server with a chat template."""
+    """Run a server with a chat template."""
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     engine.start()
@@ -111,7 +111,7 @@ def chatting(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> Iter
 
 @pytest.fixture
 def checker(chatting: RunningServer) -> int:
-    """The process that compiles grammars, stopped."""
+    """Stop the process that compiles grammars, and return its id."""
     body = {"model": "fake-model", "prompt": "a", "max_tokens": 1, "regex": "b"}
     assert post(chatting.url + "/v1/completions", json=body).status_code == 200
     (pid,) = [process.pid for process in chatting.server._service.grammars._idle if process.pid is not None]
@@ -131,7 +131,7 @@ JSON = {"type": "json_object"}
         ("/v1/responses", {"input": "a", "text": {"format": JSON}}),
     ],
 )
-def test_one_that_waits_for_its_grammar_learns_of_the_shutdown(
+def test_request_waiting_for_its_grammar_is_503_at_shutdown(
     chatting: RunningServer, engine: FakeEngine, path: str, fields: dict[str, Any]
 ) -> None:
     waiting = Waiting(chatting, path, fields)
@@ -141,7 +141,9 @@ def test_one_that_waits_for_its_grammar_learns_of_the_shutdown(
     assert len(engine.submits) == 1
 
 
-def test_one_that_is_through_in_time_is_answered(chatting: RunningServer, config: FrontendConfig, checker: int) -> None:
+def test_request_admitted_before_the_drain_timeout_is_answered(
+    chatting: RunningServer, config: FrontendConfig, checker: int
+) -> None:
     service = chatting.server._service
     service.config = structs.replace(config, drain_timeout=DEADLINE)
     waiting = Waiting(chatting, "/v1/completions", {"prompt": "a", "max_tokens": 1, "regex": "c"})
@@ -152,7 +154,7 @@ def test_one_that_is_through_in_time_is_answered(chatting: RunningServer, config
     ended(chatting)
 
 
-def test_one_whose_body_is_not_complete_learns_of_the_shutdown(server: RunningServer) -> None:
+def test_request_with_an_incomplete_body_is_503_at_shutdown(server: RunningServer) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
     with socket.create_connection(server.sock.getsockname(), timeout=DEADLINE) as client:
         client.sendall(head)

@@ -1,4 +1,4 @@
-"""`"stream_format": "events"` on both routes: an event for each token, then one end."""
+"""Streams with `"stream_format": "events"` on both routes: an event for each token, then one end."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def events(response: httpx.Response) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("path", list(PROMPTS))
 @pytest.mark.parametrize("tokens_per_step", [1, 5])
-def test_an_event_for_each_token_and_one_end(
+def test_event_stream_has_one_event_per_token_and_one_end(
     server: RunningServer, engine: FakeEngine, path: str, tokens_per_step: int
 ) -> None:
     engine.script = lambda _: encode(TEXT)
@@ -71,7 +71,9 @@ def test_an_event_for_each_token_and_one_end(
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 20])
-def test_a_stop_string_ends_it_at_its_token(server: RunningServer, engine: FakeEngine, tokens_per_step: int) -> None:
+def test_event_stream_ends_at_the_token_of_a_stop_string(
+    server: RunningServer, engine: FakeEngine, tokens_per_step: int
+) -> None:
     engine.script = lambda _: encode(TEXT)
     engine.tokens_per_step = tokens_per_step
     *tokens, (last, done) = events(ask(server, "/v1/completions", stop=["two"]))
@@ -79,7 +81,7 @@ def test_a_stop_string_ends_it_at_its_token(server: RunningServer, engine: FakeE
     assert (last, done["finish_reason"], done["usage"]["completion_tokens"]) == ("done", "stop", len(tokens))
 
 
-def test_half_a_character_at_the_end_comes_with_the_last_token(server: RunningServer, engine: FakeEngine) -> None:
+def test_event_stream_sends_half_a_character_with_the_last_token(server: RunningServer, engine: FakeEngine) -> None:
     half = RAW.encode("ö").ids[:1]
     engine.script = lambda _: [*encode("k"), *half]
     *tokens, (_, done) = events(ask(server, "/v1/completions", max_tokens=2, ignore_eos=True))
@@ -87,7 +89,7 @@ def test_half_a_character_at_the_end_comes_with_the_last_token(server: RunningSe
     assert done["finish_reason"] == "length"
 
 
-def test_a_failure_is_one_error(server: RunningServer, engine: FakeEngine) -> None:
+def test_event_stream_reports_a_failure_as_one_error(server: RunningServer, engine: FakeEngine) -> None:
     engine.break_after = 3
     *tokens, (last, error) = events(ask(server, "/v1/completions"))
     assert [name for name, _ in tokens] == ["token"] * len(tokens)
@@ -107,7 +109,7 @@ def test_a_failure_is_one_error(server: RunningServer, engine: FakeEngine) -> No
         ("/v1/chat/completions", {"logprobs": True}, "logprobs"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_with_events_is_refused(
+def test_event_stream_rejects_fields_that_it_cannot_hold(
     server: RunningServer, path: str, fields: dict[str, Any], param: str
 ) -> None:
     response = ask(server, path, **fields)
@@ -115,6 +117,6 @@ def test_what_does_not_go_with_events_is_refused(
     assert response.json()["error"]["param"] == param
 
 
-def test_tools_that_may_not_be_called_go_with_events(server: RunningServer, engine: FakeEngine) -> None:
+def test_event_stream_accepts_tools_that_may_not_be_called(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = lambda _: encode("x")
     assert ask(server, "/v1/chat/completions", tools=[TOOL], tool_choice="none").status_code == 200

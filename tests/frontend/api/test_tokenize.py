@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`."""
+"""The routes `/tokenize` and `/detokenize` over HTTP."""
 
 import threading
 from collections.abc import Sequence
@@ -26,20 +26,22 @@ def detokenize(server: RunningServer, **fields: Any) -> httpx.Response:
 
 
 @pytest.mark.parametrize("text", ["", TEXT, TEXT * 100])
-def test_a_text_there_and_back(server: RunningServer, text: str) -> None:
+def test_tokenize_and_detokenize_round_trip_a_text(server: RunningServer, text: str) -> None:
     ids = TOKENIZER.encode(text).ids
     answer = tokenize(server, model="fake-model", prompt=text).json()
     assert answer == {"count": len(ids), "max_model_len": 2048, "tokens": ids}
     assert detokenize(server, tokens=ids).json() == {"prompt": text}
 
 
-def test_names_of_tokens(server: RunningServer) -> None:
+def test_tokenize_returns_token_strings_on_request(server: RunningServer) -> None:
     answer = tokenize(server, prompt="the fox", return_token_strs=True).json()
     assert answer["token_strs"] == TOKENIZER.encode("the fox").tokens
     assert "".join(answer["token_strs"]) == "theĠfox"
 
 
-def test_many_names_are_looked_up_beside_the_event_loop(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_token_strings_are_looked_up_outside_the_event_loop(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names, threads = Tokenizer.names, []
 
     def spy(self: Tokenizer, ids: Sequence[int]) -> list[str]:
@@ -54,7 +56,7 @@ def test_many_names_are_looked_up_beside_the_event_loop(server: RunningServer, m
     assert threads[1].startswith("parse")
 
 
-def test_special_tokens_are_shown_unless_skipped(server: RunningServer) -> None:
+def test_detokenize_keeps_special_tokens_unless_skipped(server: RunningServer) -> None:
     ids = [0, *TOKENIZER.encode("fox").ids, 1]
     assert detokenize(server, tokens=ids).json() == {"prompt": "<|begin|>fox<|end|>"}
     assert detokenize(server, tokens=ids, skip_special_tokens=True).json() == {"prompt": "fox"}
@@ -84,6 +86,8 @@ def test_special_tokens_are_shown_unless_skipped(server: RunningServer) -> None:
         ("/detokenize", {"tokens": [1], "prompt": "a"}, 422, "prompt"),
     ],
 )
-def test_what_is_refused(server: RunningServer, path: str, fields: dict[str, Any], status: int, param: str) -> None:
+def test_tokenize_and_detokenize_reject_invalid_fields_by_name(
+    server: RunningServer, path: str, fields: dict[str, Any], status: int, param: str
+) -> None:
     response = post(server.url + path, json=fields)
     assert (response.status_code, error_of(response)["param"]) == (status, param)

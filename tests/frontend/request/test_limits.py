@@ -1,4 +1,4 @@
-"""Limits that a server's flags set, prompt tokens that wait, and room in the KV pool."""
+"""Limits that the flags of a server set, queued prompt tokens, and the room of the KV pool."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 
 from tandem.frontend.config import FrontendConfig
+from tandem.frontend.engine.streams import ReadySet, TokenStream
 from tandem.frontend.request.limits import RequestLimits
 from tests.fakes.engine import FakeEngine
 from tests.frontend.api.test_errors import error_of
@@ -40,7 +41,7 @@ def complete(server: RunningServer, timeout_s: float = DEADLINE, **fields: Any) 
         ({"prompt": "x" * 4000}, 400, "prompt", "has at least "),
     ],
 )
-def test_more_than_a_flag_allows_is_refused(
+def test_request_beyond_a_limit_is_rejected_with_the_flag(
     limited: RunningServer, fields: dict[str, Any], status: int, param: str, text: str
 ) -> None:
     response = complete(limited, **fields)
@@ -49,11 +50,11 @@ def test_more_than_a_flag_allows_is_refused(
     assert text in error["message"]
 
 
-def test_what_a_flag_allows_is_taken(limited: RunningServer) -> None:
+def test_request_within_the_limits_is_accepted(limited: RunningServer) -> None:
     assert complete(limited, n=2, stop=["zzz"], prompt=[5] * 15).status_code == 200
 
 
-def test_prompt_tokens_that_wait_are_bounded(limited: RunningServer, engine: FakeEngine) -> None:
+def test_queued_prompt_tokens_are_bounded(limited: RunningServer, engine: FakeEngine) -> None:
     client = limited.server._service.client
     engine.hold = True
     with ThreadPoolExecutor(1) as pool:
@@ -72,7 +73,7 @@ def test_prompt_tokens_that_wait_are_bounded(limited: RunningServer, engine: Fak
 
 
 @pytest.mark.parametrize("how", ["failure", "disconnect", "engine loss"])
-def test_a_sequence_that_ends_early_waits_no_longer(limited: RunningServer, engine: FakeEngine, how: str) -> None:
+def test_sequence_that_ends_early_leaves_the_queue(limited: RunningServer, engine: FakeEngine, how: str) -> None:
     client = limited.server._service.client
     engine.hold = True
     with ThreadPoolExecutor(1) as pool:
@@ -90,9 +91,24 @@ def test_a_sequence_that_ends_early_waits_no_longer(limited: RunningServer, engi
             assert asked.result().status_code >= 500
 
 
+def test_a_prompt_is_queued_until_the_first_output_of_its_sequence() -> None:
+    ready = ReadySet()
+    streams = [TokenStream(1, 0, ready, 10), TokenStream(2, 0, ready, 5)]
+
+    def queued() -> int:
+        return sum(stream.queued_tokens for stream in streams)
+
+    assert queued() == 15
+    streams[0].put([7])
+    streams[0].put([7])
+    assert queued() == 5
+    streams[1].put([7])
+    assert queued() == 0
+
+
 @pytest.fixture
 def small_pool(engine: FakeEngine, config: FrontendConfig) -> Iterator[RunningServer]:
-    """A server whose KV pool holds less than the model's context."""
+    """Run a server whose KV pool holds less than the model's context."""
     engine.kv_tokens = 512
     engine.start()
     running = RunningServer(config).start().ready()
@@ -100,8 +116,8 @@ def small_pool(engine: FakeEngine, config: FrontendConfig) -> Iterator[RunningSe
     running.stop()
 
 
-def test_the_default_length_is_clamped_to_the_kv_pool(small_pool: RunningServer, engine: FakeEngine) -> None:
-    """The KV of an answer's last token is never computed."""
+def test_default_max_tokens_is_lowered_to_the_kv_pool(small_pool: RunningServer, engine: FakeEngine) -> None:
+    """Check the limit; the KV of an output's last token is never computed."""
     complete(small_pool, prompt=[[5] * 496, [5] * 497, [5] * 498, [5] * 512])
     assert [submit.sampling.max_tokens for submit in engine.submits] == [16, 16, 15, 1]
     engine.submits.clear()
@@ -111,7 +127,7 @@ def test_the_default_length_is_clamped_to_the_kv_pool(small_pool: RunningServer,
 
 
 @pytest.mark.parametrize(("prompt", "length"), [([5] * 513, "513"), ("x" * 600, "600"), ("x" * 20_000, "at least ")])
-def test_a_prompt_longer_than_the_kv_pool(
+def test_prompt_longer_than_the_kv_pool_is_rejected(
     small_pool: RunningServer, engine: FakeEngine, prompt: str | list[int], length: str
 ) -> None:
     response = complete(small_pool, prompt=prompt)

@@ -1,4 +1,4 @@
-"""`/openapi.json` is true: what the routes take and answer fits what it says of them."""
+"""The document `/openapi.json`: requests and responses of the routes match their schemas."""
 
 import json
 import random
@@ -56,7 +56,7 @@ def answer_schema(document: dict[str, Any], path: str, method: str, status: int)
     return schema
 
 
-def test_every_schema_is_one(server: RunningServer) -> None:
+def test_every_schema_is_a_valid_json_schema(server: RunningServer) -> None:
     for method, path, operation in operations(described(server)):
         if "requestBody" in operation:
             jsonschema.Draft202012Validator.check_schema(body_schema(described(server), path))
@@ -66,14 +66,14 @@ def test_every_schema_is_one(server: RunningServer) -> None:
             assert "X-Request-Id" in response["headers"], (method, path, status)
 
 
-def test_the_model_that_is_served_is_named(server: RunningServer) -> None:
+def test_document_names_the_served_model(server: RunningServer) -> None:
     document = described(server)
     assert body_schema(document, "/v1/completions")["properties"]["model"]["enum"] == ["fake-model"]
     assert body_schema(document, "/detokenize")["properties"]["model"]["enum"] == ["fake-model", None]
     assert "enum" not in body_schema(document, "/v1/completions")["properties"]["prompt"]["anyOf"][0]
 
 
-def test_good_requests_and_answers_fit(chatting: RunningServer) -> None:
+def test_good_requests_and_responses_match_their_schemas(chatting: RunningServer) -> None:
     document = described(chatting)
     for path, fields in GOOD.items():
         jsonschema.validate(fields, body_schema(document, path))
@@ -87,15 +87,15 @@ def test_good_requests_and_answers_fit(chatting: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_refused_values_do_not_fit(server: RunningServer, path: str) -> None:
-    """The description says what the types and bounds are, so that a client may check for itself."""
+def test_rejected_values_do_not_match_the_schema(server: RunningServer, path: str) -> None:
+    """Check that the document has types and bounds, with which a client can validate its requests."""
     validator = jsonschema.Draft202012Validator(body_schema(described(server), path))
     for case in (*wrong_types(path), *out_of_range(path)):
         assert not validator.is_valid(json.loads(case.content)), case.name
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_refusals_fit(chatting: RunningServer, path: str) -> None:
+def test_error_responses_match_their_schema(chatting: RunningServer, path: str) -> None:
     document = described(chatting)
     for case in (*broken_json(path, random.Random(1)), *wrong_requests(path)):
         headers = {"content-type": "application/json", **case.headers}
@@ -104,7 +104,7 @@ def test_refusals_fit(chatting: RunningServer, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", GENERATING)
-def test_every_failure_of_the_engine_is_described(chatting: RunningServer, engine: FakeEngine, path: str) -> None:
+def test_every_engine_failure_is_described(chatting: RunningServer, engine: FakeEngine, path: str) -> None:
     document = described(chatting)
     for code in ErrorCode:
         engine.refusal = code
@@ -113,13 +113,13 @@ def test_every_failure_of_the_engine_is_described(chatting: RunningServer, engin
         jsonschema.validate(response.json(), answer_schema(document, path, "post", response.status_code))
 
 
-def test_without_keys_none_is_asked_for(server: RunningServer) -> None:
+def test_document_asks_for_no_key_without_keys(server: RunningServer) -> None:
     for _, path, operation in operations(described(server)):
         assert "security" not in operation, path
         assert "401" not in operation["responses"], path
 
 
-def test_keys_are_described_where_they_are_needed(guarded: RunningServer) -> None:
+def test_document_describes_keys_where_they_are_needed(guarded: RunningServer) -> None:
     with_keys = described(guarded, headers={"authorization": "Bearer key"})
     for _, path, operation in operations(with_keys):
         needed = not path.startswith("/health/")

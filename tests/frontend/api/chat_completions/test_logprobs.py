@@ -38,7 +38,7 @@ def chat(client: openai.OpenAI, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("top", [None, 0, 3])
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_token_with_its_bytes(client: openai.OpenAI, stream: bool, top: int | None) -> None:
+def test_chat_has_logprobs_and_bytes_of_each_token(client: openai.OpenAI, stream: bool, top: int | None) -> None:
     wanted = {} if top is None else {"top_logprobs": top}
     reply = chat(client, logprobs=True, stream=stream, **wanted)
     choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
@@ -58,13 +58,13 @@ def test_each_token_with_its_bytes(client: openai.OpenAI, stream: bool, top: int
         assert text == TEXT
 
 
-def test_none_unless_asked_for(client: openai.OpenAI, engine: FakeEngine) -> None:
+def test_chat_has_no_logprobs_unless_requested(client: openai.OpenAI, engine: FakeEngine) -> None:
     assert chat(client).choices[0].logprobs is None
     assert engine.submits[0].logprobs is None
 
 
 @pytest.mark.parametrize("fields", [{"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}])
-def test_refused_by_name(client: openai.OpenAI, fields: dict[str, Any]) -> None:
+def test_invalid_top_logprobs_are_rejected_by_name(client: openai.OpenAI, fields: dict[str, Any]) -> None:
     with pytest.raises(openai.UnprocessableEntityError) as caught:
         chat(client, **fields)
     assert caught.value.param == "top_logprobs"

@@ -1,4 +1,4 @@
-"""What the body of a chat may hold, field by field, and that `/openapi.json` says the same."""
+"""Parsing of the body of a chat, field by field, and its description in `/openapi.json`."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def refused(**fields: Any) -> ApiError:
 
 
 def described(**fields: Any) -> bool:
-    """Whether the schema allows this body."""
+    """Return true if the schema accepts this body."""
     return bool(VALIDATOR.is_valid({**BASE, **fields}))
 
 
@@ -54,7 +54,7 @@ def described(**fields: Any) -> bool:
         ("session_id", None), ("cache_salt", None),
     ],
 )  # fmt: skip
-def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
+def test_chat_accepts_values_that_change_nothing(name: str, value: Any) -> None:
     assert parse(**{name: value}) == parse()
     assert described(**{name: value})
 
@@ -73,7 +73,7 @@ def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
         ("tools", [LOOK] * (MAX_TOOLS + 1)), ("prompt_logprobs", 1), ("use_beam_search", True),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_or_out_of_range_is_422_and_named(name: str, value: Any) -> None:
+def test_chat_rejects_unsupported_values_with_422_by_name(name: str, value: Any) -> None:
     error = refused(**{name: value})
     assert (error.status, error.param) == (422, name)
     assert name in error.message
@@ -91,7 +91,7 @@ def test_what_is_not_supported_or_out_of_range_is_422_and_named(name: str, value
         ("grammar", []), ("choice", 1), ("skip_special_tokens", 0), ("include_stop_str_in_output", "no"),
     ],
 )  # fmt: skip
-def test_a_wrong_type_is_400_and_named(name: str, value: Any) -> None:
+def test_chat_rejects_wrong_types_with_400_by_name(name: str, value: Any) -> None:
     error = refused(**{name: value})
     assert (error.status, error.param) == (400, name)
     assert not described(**{name: value})
@@ -120,7 +120,7 @@ def test_a_wrong_type_is_400_and_named(name: str, value: Any) -> None:
         ({"role": "function", "name": "f", "content": None}, {"role": "function", "name": "f"}),
     ],
 )  # fmt: skip
-def test_messages_as_templates_take_them(message: dict[str, Any], plain: dict[str, Any]) -> None:
+def test_messages_are_converted_for_templates(message: dict[str, Any], plain: dict[str, Any]) -> None:
     assert parse(messages=[USER, message]).conversation.messages == [USER, plain]
     assert described(
         messages=[USER, {name: value for name, value in message.items() if name not in ("audio", "annotations")}]
@@ -130,7 +130,7 @@ def test_messages_as_templates_take_them(message: dict[str, Any], plain: dict[st
 @pytest.mark.parametrize(
     "arguments", ["", " ", "{}", '{"a": {"b": [1, "ü"]}}', "not json", "[1]", '"text"', '{"a": 1e999}']
 )
-def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
+def test_tool_call_arguments_stay_text_unless_an_object(arguments: str) -> None:
     call = {**CALL, "function": {"name": "look", "arguments": arguments}}
     (message,) = parse(messages=[{"role": "assistant", "tool_calls": [call]}]).conversation.messages
     shown = message["tool_calls"][0]["function"]["arguments"]
@@ -170,7 +170,7 @@ def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
         ("hi", 400, "messages[1]"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_message_has_its_place(message: Any, status: int, param: str) -> None:
+def test_invalid_message_is_rejected_with_its_path(message: Any, status: int, param: str) -> None:
     error = refused(messages=[USER, message])
     assert (error.status, error.param) == (status, param)
     assert param in error.message
@@ -178,19 +178,19 @@ def test_what_is_wrong_with_a_message_has_its_place(message: Any, status: int, p
     assert param == "messages[1].content" or not described(messages=[USER, message])
 
 
-def test_media_are_refused_in_plain_words() -> None:
+def test_media_content_is_rejected_with_a_hint() -> None:
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     assert "'image_url' is not supported; this server accepts only text" in refused(messages=[image]).message
 
 
-def test_the_number_of_parts_is_bounded_before_they_are_built() -> None:
+def test_number_of_parts_is_bounded_before_decoding() -> None:
     parts = [{"type": "text", "text": ""}] * (MAX_PARTS + 1)
     assert "16384" in refused(messages=[{"role": "user", "content": parts}]).message
     text = '{"role": "user", "type": "text"}' * 20_000
     assert parse(messages=[{"role": "user", "content": text}]).conversation.messages[0]["content"] == text
 
 
-def test_tools() -> None:
+def test_tools_are_parsed_for_template_and_grammar() -> None:
     request = parse(tools=[LOOK, ADD])
     shown = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     assert request.tool_use.tools == (Tool("look", {"type": "object"}, True, shown), Tool("add", None, False, ADD))
@@ -200,7 +200,7 @@ def test_tools() -> None:
     assert described(tools=[LOOK, ADD])
 
 
-def test_tool_choices() -> None:
+def test_tool_choice_selects_mode_and_tools() -> None:
     def choose(choice: Any) -> ToolChoice:
         assert described(tools=[LOOK, ADD], tool_choice=choice)
         return parse(tools=[LOOK, ADD], tool_choice=choice).tool_use.choice
@@ -236,12 +236,12 @@ def test_tool_choices() -> None:
         ([LOOK], {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, 400, "tool_choice"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_tools_has_its_place(tools: Any, choice: Any, status: int, param: str) -> None:
+def test_invalid_tools_are_rejected_with_their_path(tools: Any, choice: Any, status: int, param: str) -> None:
     error = refused(tools=tools, tool_choice=choice)
     assert (error.status, error.param) == (status, param)
 
 
-def test_lengths() -> None:
+def test_max_tokens_has_an_old_and_a_new_name() -> None:
     assert (parse().options.max_tokens, parse().options.max_tokens_by_default) == (1024, True)
     for fields in ({"max_tokens": 7}, {"max_completion_tokens": 7}, {"max_tokens": 7, "max_completion_tokens": 7}):
         options = parse(**fields).options
@@ -250,14 +250,14 @@ def test_lengths() -> None:
     assert refused(max_tokens=7, min_tokens=8).param == "min_tokens"
 
 
-def test_logprobs() -> None:
+def test_top_logprobs_need_logprobs() -> None:
     assert parse().options.logprobs is None
     assert parse(logprobs=True).options.logprobs == 0
     assert parse(logprobs=True, top_logprobs=20).options.logprobs == 20
     assert refused(top_logprobs=1).param == "top_logprobs"
 
 
-def test_the_extensions_about_templates() -> None:
+def test_template_extensions_reach_the_conversation() -> None:
     conversation = parse(
         continue_final_message=True, chat_template_kwargs={"a": 1}, reasoning_effort="low"
     ).conversation
@@ -268,14 +268,14 @@ def test_the_extensions_about_templates() -> None:
     assert refused(chat_template_kwargs={"messages": []}).status == 422
 
 
-def test_the_description_is_a_schema() -> None:
+def test_body_descriptions_are_valid_json_schemas() -> None:
     for schema in (BODY.schema(), completions.BODY.schema()):
         jsonschema.Draft202012Validator.check_schema(schema)
     assert {"model", "prompt", "echo", "n"} < set(completions.BODY.schema()["properties"])
 
 
-def test_every_field_of_the_official_client_is_known() -> None:
-    """Taken, accepted with neutral values, or refused with a word on what is accepted: never as unheard of."""
+def test_every_chat_field_of_the_official_client_is_known() -> None:
+    """Check that each field is honoured, accepted with neutral values, or rejected as known."""
     ignored = {"user", "metadata", "safety_identifier"}
     ignored |= {name for name in CompletionCreateParamsBase.__annotations__ if name.startswith("prompt_cache")}
     for name in set(CompletionCreateParamsBase.__annotations__) - {"messages", "model", *ignored}:
@@ -297,11 +297,11 @@ names = st.sampled_from([*(field.name for field in FIELDS), "max_completion_toke
 
 
 @given(st.dictionaries(names, json_values, max_size=4))
-def test_any_json_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
+def test_chat_accepts_or_rejects_any_json_by_name(fields: dict[str, Any]) -> None:
     check_taken_or_refused_by_name(parse, fields)
 
 
-def test_scheduling_fields() -> None:
+def test_chat_reads_scheduling_fields() -> None:
     fields = {"priority": 7, "session_id": "talk/1", "cache_salt": "pepper"}
     options = parse(**fields).options
     assert (options.priority, options.session_id, options.cache_salt) == (7, "talk/1", "pepper")

@@ -1,4 +1,4 @@
-"""Pieces of a chat as bytes, streamed and whole: the same message either way."""
+"""Formatting of chat responses: streamed and whole, the message is the same."""
 
 import json
 from typing import Any
@@ -73,7 +73,7 @@ def whole(shape: MessageShape, pieces: list[ChoiceDelta], **fields: Any) -> dict
 
 @pytest.mark.parametrize("ids", [False, True])
 @pytest.mark.parametrize("shape", [PLAIN, RICH])
-def test_a_stream_adds_up_to_the_whole(shape: MessageShape, ids: bool) -> None:
+def test_chat_stream_adds_up_to_the_whole_message(shape: MessageShape, ids: bool) -> None:
     fields = {"return_token_ids": ids}
     found = [chunk["choices"][0] for chunk in streamed(shape, PIECES, **fields)]
     choice = whole(shape, PIECES, **fields)["choices"][0]
@@ -96,14 +96,14 @@ def test_a_stream_adds_up_to_the_whole(shape: MessageShape, ids: bool) -> None:
         assert not any("token_ids" in part or "prompt_token_ids" in part for part in (*found, choice))
 
 
-def test_the_first_chunk_says_who_speaks_and_the_last_why_it_ended() -> None:
+def test_first_chunk_has_the_role_and_last_the_finish_reason() -> None:
     first, *_, last = [chunk["choices"][0] for chunk in streamed(PLAIN, PIECES)]
     assert first["delta"] == {"role": "assistant", "content": "", "refusal": None}
     assert (last["delta"], last["finish_reason"]) == ({}, "stop")
     assert streamed(RICH, PIECES)[0]["choices"][0]["delta"]["content"] is None
 
 
-def test_logprobs_go_with_the_first_delta_of_their_piece() -> None:
+def test_logprobs_come_with_the_first_delta_of_their_piece() -> None:
     pieces = [
         ChoiceDelta(0, "a", [5], None, [SCORED]),
         ChoiceDelta(0, "", [6], None, [SCORED]),
@@ -115,7 +115,7 @@ def test_logprobs_go_with_the_first_delta_of_their_piece() -> None:
     assert [token["token"] for token in choice["logprobs"]["content"]] == ["a", "a"]
 
 
-def test_usage_is_the_chunk_behind_the_last() -> None:
+def test_usage_chunk_follows_the_last_choice() -> None:
     *found, last = streamed(PLAIN, PIECES, stream_options={"include_usage": True})
     assert all(chunk["usage"] is None for chunk in found)
     expected = {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
@@ -124,7 +124,7 @@ def test_usage_is_the_chunk_behind_the_last() -> None:
     assert "usage" not in streamed(PLAIN, PIECES)[-1]
 
 
-def test_calls_without_content_have_null() -> None:
+def test_message_of_only_tool_calls_has_null_content() -> None:
     message = whole(RICH, [ChoiceDelta(0, CALL, [5], "stop")])["choices"][0]["message"]
     assert message["content"] is None
     message = whole(RICH, [ChoiceDelta(0, "<think>hm</think>", [5], "length")])["choices"][0]["message"]
@@ -133,7 +133,7 @@ def test_calls_without_content_have_null() -> None:
 
 
 @pytest.mark.parametrize("kind", [ChatFormatter, CompletionFormatter])
-def test_an_error_ends_a_stream(kind: Any) -> None:
+def test_error_event_ends_a_stream(kind: Any) -> None:
     formatter: Formatter = (
         kind(admitted(stream=True), PLAIN) if kind is ChatFormatter else kind(admitted(stream=True), False)
     )

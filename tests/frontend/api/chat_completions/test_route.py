@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions` over a real socket, in front of a fake engine that says what the test wants."""
+"""`POST /v1/chat/completions` over a real socket, in front of a scripted fake engine."""
 
 import json
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 def deltas(response: httpx.Response) -> list[dict[str, Any]]:
-    """What the chunks of choice 0 add, without the first and the last."""
+    """Collect the deltas of choice 0, without the first and the last chunk."""
     first, *between, last = [chunk["choices"][0] for chunk in events(response) if chunk["choices"]]
     assert first["delta"] == {"role": "assistant", "content": None, "refusal": None}
     assert last["delta"] == {}
@@ -59,7 +59,7 @@ def deltas(response: httpx.Response) -> list[dict[str, Any]]:
     return [choice["delta"] for choice in between]
 
 
-def test_a_whole_reply_has_every_field(server: RunningServer, engine: FakeEngine) -> None:
+def test_chat_completion_has_every_field_of_the_api(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = answer_with("use os.path.join")
     response = post(server)
     assert response.status_code == 200
@@ -97,7 +97,7 @@ def test_a_whole_reply_has_every_field(server: RunningServer, engine: FakeEngine
     }
 
 
-def test_a_stream_is_the_whole_reply_in_chunks(server: RunningServer, engine: FakeEngine) -> None:
+def test_chat_stream_chunks_add_up_to_the_whole_message(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = answer_with("use os.path.join")
     response = post(server, stream=True, stream_options={"include_usage": True, "include_obfuscation": False})
     assert "".join(delta["content"] for delta in deltas(response)) == "use os.path.join"
@@ -109,9 +109,7 @@ def test_a_stream_is_the_whole_reply_in_chunks(server: RunningServer, engine: Fa
     assert last["usage"]["completion_tokens"] == len(encode("use os.path.join")) + 1
 
 
-def test_without_a_length_it_is_the_default_or_the_rest_of_the_context(
-    server: RunningServer, engine: FakeEngine
-) -> None:
+def test_default_max_tokens_of_a_chat_fits_the_context(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = answer_with("x")
     post(server)
     post(server, max_completion_tokens=7)
@@ -124,7 +122,7 @@ def test_without_a_length_it_is_the_default_or_the_rest_of_the_context(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_n_choices(server: RunningServer, stream: bool) -> None:
+def test_chat_returns_n_choices(server: RunningServer, stream: bool) -> None:
     response = post(server, n=3, max_tokens=4, stream=stream, seed=1, return_token_ids=True)
     choices = [chunk["choices"][0] for chunk in events(response)] if stream else response.json()["choices"]
     assert {choice["index"] for choice in choices} == {0, 1, 2}
@@ -136,7 +134,9 @@ def test_n_choices(server: RunningServer, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("per_step", [1, 3, 100])
-def test_a_call_streams_its_name_then_its_arguments(server: RunningServer, engine: FakeEngine, per_step: int) -> None:
+def test_tool_call_streams_its_name_before_its_arguments(
+    server: RunningServer, engine: FakeEngine, per_step: int
+) -> None:
     engine.script = answer_with(f"I look.\n<tool_call>\n{CALL}\n</tool_call>")
     engine.tokens_per_step = per_step
     response = post(server, tools=[TOOL], stream=True)
@@ -151,7 +151,7 @@ def test_a_call_streams_its_name_then_its_arguments(server: RunningServer, engin
     assert events(response)[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_a_whole_call(server: RunningServer, engine: FakeEngine) -> None:
+def test_tool_call_is_returned_whole(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = answer_with(f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>")
     choice = post(server, tools=[TOOL]).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
@@ -163,7 +163,7 @@ def test_a_whole_call(server: RunningServer, engine: FakeEngine) -> None:
     assert len(single["message"]["tool_calls"]) == 1
 
 
-def test_without_tools_or_with_none_a_call_is_text(server: RunningServer, engine: FakeEngine) -> None:
+def test_tool_call_stays_text_without_usable_tools(server: RunningServer, engine: FakeEngine) -> None:
     text = f"<tool_call>\n{CALL}\n</tool_call>"
     engine.script = answer_with(text)
     for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
@@ -173,7 +173,7 @@ def test_without_tools_or_with_none_a_call_is_text(server: RunningServer, engine
     assert shown[0] == shown[1]
 
 
-def test_a_required_call_is_held_to_a_grammar(server: RunningServer, engine: FakeEngine) -> None:
+def test_required_tool_call_is_constrained_by_a_grammar(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = answer_with(f"<tool_call>\n{CALL}\n</tool_call>")
     for choice in ("required", {"type": "function", "function": {"name": "look"}}):
         reply = post(server, tools=[TOOL], tool_choice=choice).json()
@@ -184,7 +184,7 @@ def test_a_required_call_is_held_to_a_grammar(server: RunningServer, engine: Fak
     assert engine.submits[-1].constraint is None
 
 
-def test_a_required_call_that_is_cut_shows_no_syntax(server: RunningServer, engine: FakeEngine) -> None:
+def test_truncated_required_call_shows_no_syntax(server: RunningServer, engine: FakeEngine) -> None:
     ids = encode(f"<tool_call>\n{CALL}\n</tool_call>")
     engine.script = lambda submit: ids[: submit.sampling.max_tokens]
     seen: list[str | None] = []
@@ -207,7 +207,7 @@ def test_a_required_call_that_is_cut_shows_no_syntax(server: RunningServer, engi
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_thoughts_are_apart_from_the_answer(server: RunningServer, engine: FakeEngine, stream: bool) -> None:
+def test_reasoning_is_separated_from_content(server: RunningServer, engine: FakeEngine, stream: bool) -> None:
     engine.script = answer_with("<think>\nhow do I\n</think>\n\nuse a path")
     response = post(server, stream=stream)
     if stream:
@@ -223,13 +223,13 @@ def test_thoughts_are_apart_from_the_answer(server: RunningServer, engine: FakeE
     assert (thoughts, answer) == ("how do I", "use a path")
 
 
-def test_thoughts_that_the_prompt_has_opened(server: RunningServer, engine: FakeEngine) -> None:
+def test_reasoning_opened_by_the_prompt_is_recognized(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = answer_with("how do I</think>use a path")
     message = post(server, chat_template_kwargs={"opening": "<think>\n"}).json()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("how do I", "use a path")
 
 
-def test_what_ended_the_text_is_shown_where_asked_for(server: RunningServer, engine: FakeEngine) -> None:
+def test_stop_string_is_included_on_request(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = answer_with("one two three")
     for fields, text in (
         ({"stop": ["two"]}, "one "),
@@ -240,14 +240,14 @@ def test_what_ended_the_text_is_shown_where_asked_for(server: RunningServer, eng
         assert post(server, **fields).json()["choices"][0]["message"]["content"] == text
 
 
-def test_special_tokens_are_shown_where_asked_for(server: RunningServer, engine: FakeEngine) -> None:
+def test_special_tokens_are_included_on_request(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = answer_with("one<|begin|> two")
     assert post(server).json()["choices"][0]["message"]["content"] == "one two"
     shown = post(server, skip_special_tokens=False).json()["choices"][0]["message"]["content"]
     assert shown == "one<|begin|> two"
 
 
-def test_errors_have_the_openai_shape(server: RunningServer, engine: FakeEngine) -> None:
+def test_chat_errors_have_the_openai_format(server: RunningServer, engine: FakeEngine) -> None:
     for fields, status, param in (
         ({"model": "other"}, 404, "model"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 422, "messages[0].content[0].type"),
@@ -274,7 +274,7 @@ def without_template(engine: FakeEngine, config: FrontendConfig, tmp_path: Path)
     running.stop()
 
 
-def test_a_model_without_a_template_cannot_chat_but_complete(without_template: RunningServer) -> None:
+def test_model_without_a_template_completes_but_cannot_chat(without_template: RunningServer) -> None:
     response = post(without_template)
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, "no_chat_template")
@@ -283,7 +283,7 @@ def test_a_model_without_a_template_cannot_chat_but_complete(without_template: R
     assert send(without_template.url + "/v1/completions", json=body).status_code == 200
 
 
-def test_the_openai_client_parses_everything(server: RunningServer, engine: FakeEngine) -> None:
+def test_openai_client_parses_chat_completions(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = answer_with(f"<think>hm</think>I look.\n<tool_call>\n{CALL}\n</tool_call>")
     create: dict[str, Any] = {"model": "fake-model", "messages": [QUESTION], "tools": [TOOL]}
     with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:

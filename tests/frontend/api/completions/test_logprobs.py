@@ -43,7 +43,7 @@ def complete(client: openai.OpenAI, **fields: Any) -> Any:
     return client.completions.create(**asked)
 
 
-def test_a_whole_completion(client: openai.OpenAI, engine: FakeEngine) -> None:
+def test_completion_has_logprobs_of_every_token(client: openai.OpenAI, engine: FakeEngine) -> None:
     (choice,) = complete(client, logprobs=2).choices
     found = choice.logprobs
     assert choice.text == TEXT
@@ -56,7 +56,7 @@ def test_a_whole_completion(client: openai.OpenAI, engine: FakeEngine) -> None:
     assert (submit.logprobs, submit.prompt_logprobs) == (2, None)
 
 
-def test_none_unless_asked_for(client: openai.OpenAI, engine: FakeEngine) -> None:
+def test_completion_has_no_logprobs_unless_requested(client: openai.OpenAI, engine: FakeEngine) -> None:
     assert complete(client).choices[0].logprobs is None
     (submit,) = engine.submits
     assert (submit.logprobs, submit.prompt_logprobs) == (None, None)
@@ -64,7 +64,7 @@ def test_none_unless_asked_for(client: openai.OpenAI, engine: FakeEngine) -> Non
 
 @pytest.mark.parametrize("prompt", [PROMPT, encode(PROMPT)])
 @pytest.mark.parametrize("stream", [False, True])
-def test_with_the_prompt(client: openai.OpenAI, prompt: Any, stream: bool) -> None:
+def test_echoed_prompt_has_logprobs(client: openai.OpenAI, prompt: Any, stream: bool) -> None:
     reply = complete(client, prompt=prompt, logprobs=1, echo=True, n=2, stream=stream)
     for index in range(2):
         parts = [choice for chunk in reply if (choice := chunk.choices[0]).index == index] if stream else []
@@ -81,7 +81,7 @@ def test_with_the_prompt(client: openai.OpenAI, prompt: Any, stream: bool) -> No
             break
 
 
-def test_a_stream_keeps_text_and_log_probabilities_together(client: openai.OpenAI, engine: FakeEngine) -> None:
+def test_stream_sends_logprobs_with_their_text(client: openai.OpenAI, engine: FakeEngine) -> None:
     engine.tokens_per_step = 2
     offset = len(PROMPT)
     values = []
@@ -97,7 +97,7 @@ def test_a_stream_keeps_text_and_log_probabilities_together(client: openai.OpenA
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_stop_string_cut_off_is_not_reported(client: openai.OpenAI, stream: bool) -> None:
+def test_logprobs_exclude_tokens_cut_off_by_a_stop_string(client: openai.OpenAI, stream: bool) -> None:
     reply = complete(client, logprobs=0, stop=["好"], stream=stream)
     choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
     tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
@@ -115,7 +115,7 @@ def _bytes(token: str) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_alone_is_scored(client: openai.OpenAI, engine: FakeEngine, stream: bool) -> None:
+def test_echo_without_output_scores_the_prompt(client: openai.OpenAI, engine: FakeEngine, stream: bool) -> None:
     reply = complete(client, logprobs=3, echo=True, max_tokens=0, stop="x", stream=stream)
     choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
     assert "".join(choice.text for choice in choices) == PROMPT
@@ -130,12 +130,17 @@ def test_a_prompt_alone_is_scored(client: openai.OpenAI, engine: FakeEngine, str
 
 
 def by_choice(submit: Submit) -> list[int]:
-    """A longer text for a later choice; the fake engine's numbers go down with the position up to a multiple of 5."""
+    """Script a longer text for a later choice.
+
+    The fake engine's log-probabilities fall with the position up to a multiple of 5.
+    """
     return encode("abcdefgh")[: submit.sampling.choice + 1]
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
-def test_best_of(client: openai.OpenAI, engine: FakeEngine, logprobs: int | None) -> None:
+def test_best_of_returns_the_choices_with_the_highest_mean_logprob(
+    client: openai.OpenAI, engine: FakeEngine, logprobs: int | None
+) -> None:
     engine.script = by_choice
     reply = complete(client, prompt=[PROMPT, "x"], n=2, best_of=4, logprobs=logprobs, max_tokens=8)
     assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
@@ -167,13 +172,15 @@ def test_best_of(client: openai.OpenAI, engine: FakeEngine, logprobs: int | None
         ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
     ],
 )
-def test_refused_by_name(server: RunningServer, fields: dict[str, Any], param: str) -> None:
+def test_invalid_logprobs_and_best_of_are_rejected_by_name(
+    server: RunningServer, fields: dict[str, Any], param: str
+) -> None:
     response = post(server.url + "/v1/completions", json={"model": "fake-model", "prompt": PROMPT, **fields})
     assert response.status_code == 422
     assert response.json()["error"]["param"] == param
 
 
-def test_no_infinity_reaches_the_json(server: RunningServer, engine: FakeEngine) -> None:
+def test_infinite_logprobs_are_clamped_in_json(server: RunningServer, engine: FakeEngine) -> None:
     body = {"model": "fake-model", "prompt": PROMPT, "max_tokens": 3, "logprobs": 5, "echo": True}
     text = post(server.url + "/v1/completions", json=body).text
     assert str(LOWEST) in text
@@ -185,7 +192,7 @@ def test_no_infinity_reaches_the_json(server: RunningServer, engine: FakeEngine)
     assert [unpack_ids(submit.prompt_ids) for submit in engine.submits] == [encode(PROMPT)]
 
 
-def test_too_many_for_one_reply_are_refused_with_the_numbers(server: RunningServer, engine: FakeEngine) -> None:
+def test_too_many_prompt_logprobs_are_rejected_with_the_numbers(server: RunningServer, engine: FakeEngine) -> None:
     prompt = [5] * 400
     body = {"model": "fake-model", "prompt": prompt, "max_tokens": 1, "logprobs": 20, "echo": True, "n": 128}
     response = post(server.url + "/v1/completions", json=body)
@@ -196,6 +203,6 @@ def test_too_many_for_one_reply_are_refused_with_the_numbers(server: RunningServ
     assert not engine.submits
 
 
-def test_a_long_prompt_is_encoded_away_from_the_loop(client: openai.OpenAI) -> None:
+def test_logprobs_of_a_long_prompt_are_encoded_outside_the_event_loop(client: openai.OpenAI) -> None:
     (choice,) = complete(client, prompt=[5] * 2000, logprobs=0, echo=True, max_tokens=COUNT, n=1, best_of=2).choices
     assert len(choice.logprobs.tokens) == 2000 + COUNT

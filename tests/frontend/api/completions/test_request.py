@@ -1,4 +1,4 @@
-"""What a completion's body may hold, field by field."""
+"""Parsing of the body of a completion, field by field."""
 
 import json
 from typing import Any
@@ -39,7 +39,7 @@ def refused(**fields: Any) -> ApiError:
         ("priority", 0), ("priority", None), ("session_id", None), ("cache_salt", None),
     ],
 )  # fmt: skip
-def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
+def test_completion_accepts_values_that_change_nothing(name: str, value: Any) -> None:
     assert parse(**{name: value}) == parse()
 
 
@@ -60,7 +60,7 @@ def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
         ("stream_options", {"include_usage": True}), ("length_penalty", 2),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_or_out_of_range_is_422_and_named(name: str, value: Any) -> None:
+def test_completion_rejects_unsupported_values_with_422_by_name(name: str, value: Any) -> None:
     error = refused(**{name: value})
     assert error.status == 422
     assert error.param == name
@@ -80,31 +80,31 @@ def test_what_is_not_supported_or_out_of_range_is_422_and_named(name: str, value
         ("session_id", 1),        ("cache_salt", ["x"]),
     ],
 )  # fmt: skip
-def test_a_wrong_type_is_400_and_named(name: str, value: Any) -> None:
+def test_completion_rejects_wrong_types_with_400_by_name(name: str, value: Any) -> None:
     error = refused(**{name: value})
     assert error.status == 400
     assert error.param == name
 
 
-def test_missing_fields() -> None:
+def test_completion_without_a_required_field_is_rejected() -> None:
     for body, name in ((b'{"prompt": "p"}', "model"), (b'{"model": "m"}', "prompt")):
         with pytest.raises(ApiError, match=f"'{name}' is required") as caught:
             parse_completion(body)
         assert caught.value.status == 400
 
 
-def test_bounds_are_in_the_message() -> None:
+def test_error_message_contains_the_bounds() -> None:
     assert "between 0 and 2, not 2.5" in refused(temperature=2.5).message
     assert "between 1 and 128, not 500" in refused(n=500).message
     assert "at most 256" in refused(prompt=["p"] * 100, n=3).message
 
 
-def test_an_element_of_a_wrong_type_is_named() -> None:
+def test_error_message_names_the_element_of_a_wrong_type() -> None:
     assert refused(stop=["a", None]).message.endswith("its element 1 is null")
     assert refused(stop_token_ids=[1, "2"]).message.endswith("its element 1 is a string")
 
 
-def test_large_prompts_are_what_small_ones_are() -> None:
+def test_large_prompts_parse_like_small_ones() -> None:
     ids = [*range(-7, 100_000), 2**40]
     assert parse(prompt=ids).prompts == [ids]
     assert parse(prompt=[ids, [], [1]]).prompts == [ids, [], [1]]
@@ -121,12 +121,12 @@ def test_large_prompts_are_what_small_ones_are() -> None:
         (["a"] * 100_000, 422), (["\\"] * 100_000, 422), ([[1]] * 100_000, 422), (["a" * 100_000, 1], 400),
     ],
 )  # fmt: skip
-def test_large_prompts_are_refused_as_small_ones_are(prompt: Any, status: int) -> None:
+def test_large_prompts_are_rejected_like_small_ones(prompt: Any, status: int) -> None:
     error = refused(prompt=prompt)
     assert (error.status, error.param) == (status, "prompt")
 
 
-def test_only_a_prompt_may_be_large() -> None:
+def test_only_prompt_and_ignored_fields_may_be_large() -> None:
     assert parse(metadata={"a": "b" * MAX_FIELD_BYTES}) == parse()
     error = refused(stop=["b"] * MAX_FIELD_BYTES)
     assert (error.status, error.param) == (422, "stop")
@@ -136,7 +136,7 @@ def test_only_a_prompt_may_be_large() -> None:
     assert parse_completion(body).options.stop == tuple(stops)
 
 
-def test_nothing_is_built_of_what_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignored_fields_are_never_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
     decode = kinds.decode_field
     monkeypatch.setattr(kinds, "decode_field", lambda raw, name: built.append(name) or decode(raw, name))
@@ -145,7 +145,7 @@ def test_nothing_is_built_of_what_is_ignored(monkeypatch: pytest.MonkeyPatch) ->
     assert "metadata" not in built
 
 
-def test_stream_options() -> None:
+def test_stream_options_need_a_stream_and_known_fields() -> None:
     assert parse(stream=True, stream_options={"include_usage": True}).options.include_usage
     assert not parse(stream=True, stream_options={"include_obfuscation": True}).options.include_usage
     assert refused(stream=True, stream_options={"include_obfuscation": 1}).status == 400
@@ -153,17 +153,17 @@ def test_stream_options() -> None:
     assert refused(stream=True, stream_options={"include_usage": 1}).status == 400
 
 
-def test_max_tokens_0_needs_echo() -> None:
+def test_max_tokens_of_zero_needs_echo() -> None:
     assert parse(max_tokens=0, echo=True).options.max_tokens == 0
     assert refused(max_tokens=0).status == 422
 
 
-def test_best_of_may_repeat_n() -> None:
+def test_best_of_may_equal_n_but_not_be_less() -> None:
     assert parse(n=3, best_of=3) == parse(n=3)
     assert refused(n=3, best_of=2).param == "best_of"
 
 
-def test_defaults_are_those_of_openai() -> None:
+def test_completion_defaults_match_openai() -> None:
     options = parse().options
     assert (options.max_tokens, options.n, options.sampling) == (16, 1, SamplingParams(16))
     assert (options.sampling.temperature, options.sampling.top_p) == (1.0, 1.0)
@@ -179,24 +179,24 @@ names = st.sampled_from([*(field.name for field in OPTION_FIELDS), "prompt", "ec
 
 
 @given(st.dictionaries(names, json_values, max_size=4))
-def test_any_json_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
+def test_completion_accepts_or_rejects_any_json_by_name(fields: dict[str, Any]) -> None:
     check_taken_or_refused_by_name(parse, fields)
 
 
 @given(st.binary(max_size=40))
-def test_any_bytes_are_taken_or_refused(body: bytes) -> None:
+def test_completion_rejects_any_bytes_that_are_not_a_request(body: bytes) -> None:
     with pytest.raises(ApiError):
         parse_completion(body)
 
 
-def test_scheduling_fields() -> None:
+def test_completion_reads_scheduling_fields() -> None:
     options = parse(priority=-100, session_id="é" * 128, cache_salt="pepper", n=1, best_of=1).options
     assert (options.priority, options.session_id, options.cache_salt) == (-100, "é" * 128, "pepper")
     assert parse(priority=100, cache_salt="pepper", n=2, prompt=["a", "b"]).options.priority == 100
 
 
 @pytest.mark.parametrize(("name", "value"), [("n", 2), ("best_of", 2), ("prompt", ["a", "b"])])
-def test_a_turn_of_a_session_is_one_sequence(name: str, value: Any) -> None:
+def test_session_rejects_more_than_one_sequence(name: str, value: Any) -> None:
     error = refused(session_id="talk", **{name: value})
     assert (error.status, error.param) == (422, name)
     assert "session_id" in error.message

@@ -27,7 +27,7 @@ def encode(text: str) -> list[int]:
 
 
 def say(text: str) -> Any:
-    """A script that answers with this text whatever the prompt."""
+    """Return a script that answers every prompt with this text."""
     return lambda submit: encode(text)[: submit.sampling.max_tokens]
 
 
@@ -37,14 +37,14 @@ def post(server: RunningServer, **fields: Any) -> httpx.Response:
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """The decoded chunks of a stream, whose last event is [DONE]."""
+    """Decode the chunks of a stream, whose last event is [DONE]."""
     assert response.headers["content-type"].startswith("text/event-stream"), response.text
     parts = response.text.split("\n\n")
     assert parts[-2:] == ["data: [DONE]", ""]
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
 
-def test_a_whole_reply_has_every_field(server: RunningServer) -> None:
+def test_completion_has_every_field_of_the_api(server: RunningServer) -> None:
     response = post(server, max_tokens=len(encode(TEXT)))
     assert response.status_code == 200
     reply = response.json()
@@ -65,7 +65,7 @@ def test_a_whole_reply_has_every_field(server: RunningServer) -> None:
     }
 
 
-def test_a_stream_is_the_whole_reply_in_chunks(server: RunningServer) -> None:
+def test_stream_chunks_add_up_to_the_whole_completion(server: RunningServer) -> None:
     response = post(server, stream=True, max_tokens=len(encode(TEXT)))
     chunks = events(response)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT
@@ -76,7 +76,7 @@ def test_a_stream_is_the_whole_reply_in_chunks(server: RunningServer) -> None:
     assert set(chunks[0]) == {"id", "object", "created", "model", "system_fingerprint", "choices"}
 
 
-def test_usage_comes_in_a_chunk_of_its_own(server: RunningServer) -> None:
+def test_stream_usage_comes_in_its_own_chunk(server: RunningServer) -> None:
     *chunks, last = events(post(server, stream=True, max_tokens=5, stream_options={"include_usage": True}))
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
@@ -85,7 +85,7 @@ def test_usage_comes_in_a_chunk_of_its_own(server: RunningServer) -> None:
     assert last["usage"] == {"prompt_tokens": count, "completion_tokens": 5, "total_tokens": count + 5, **details}
 
 
-def test_the_four_shapes_of_a_prompt(server: RunningServer) -> None:
+def test_prompt_accepts_texts_and_token_ids_and_arrays_of_both(server: RunningServer) -> None:
     ids, other = encode("one"), encode("two three")
     for prompt, prompts in (
         ("one", [ids]),
@@ -100,7 +100,7 @@ def test_the_four_shapes_of_a_prompt(server: RunningServer) -> None:
         assert reply["usage"]["completion_tokens"] == 16 * len(prompts)
 
 
-def test_n_choices_of_each_prompt_share_a_seed_and_differ_by_choice(server: RunningServer, engine: FakeEngine) -> None:
+def test_choices_of_a_prompt_share_a_seed_and_differ_by_index(server: RunningServer, engine: FakeEngine) -> None:
     reply = post(server, prompt=["one", "two"], n=3, seed=7, max_tokens=2).json()
     assert [choice["index"] for choice in reply["choices"]] == list(range(6))
     assert [submit.sampling.choice for submit in engine.submits] == [0, 1, 2, 0, 1, 2]
@@ -111,7 +111,7 @@ def test_n_choices_of_each_prompt_share_a_seed_and_differ_by_choice(server: Runn
     assert reply["usage"]["prompt_tokens"] == len(encode("one")) + len(encode("two"))
 
 
-def test_a_seed_is_drawn_when_none_is_given(server: RunningServer, engine: FakeEngine) -> None:
+def test_seed_is_drawn_at_random_by_default(server: RunningServer, engine: FakeEngine) -> None:
     post(server)
     post(server)
     first, second = (submit.sampling.seed for submit in engine.submits)
@@ -132,7 +132,7 @@ def test_every_sampling_field_reaches_the_engine(server: RunningServer, engine: 
     assert unpack_floats(sampling.logit_bias_values) == [1.5, -100.0]
 
 
-def test_the_id_that_ended_it_counts_but_is_not_text(server: RunningServer, engine: FakeEngine) -> None:
+def test_stop_token_counts_as_usage_but_is_not_in_the_text(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = say("the end")
     reply = post(server, max_tokens=100, return_token_ids=True).json()
     choice = reply["choices"][0]
@@ -141,7 +141,7 @@ def test_the_id_that_ended_it_counts_but_is_not_text(server: RunningServer, engi
     assert reply["usage"]["completion_tokens"] == len(encode("the end")) + 1
 
 
-def test_a_stop_token_that_is_a_plain_word_is_not_text_either(server: RunningServer, engine: FakeEngine) -> None:
+def test_stop_token_of_an_ordinary_word_is_not_in_the_text(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = say("over the ")
     engine.end_id = encode("a")[0]
     assert post(server, max_tokens=100).json()["choices"][0]["text"] == "over the "
@@ -149,7 +149,7 @@ def test_a_stop_token_that_is_a_plain_word_is_not_text_either(server: RunningSer
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("per_step", [1, 3, 100])
-def test_a_stop_string_across_tokens_never_leaks(
+def test_stop_string_across_tokens_never_leaks(
     server: RunningServer, engine: FakeEngine, stream: bool, per_step: int
 ) -> None:
     engine.script = say("one two three four five six seven eight nine ten")
@@ -170,19 +170,19 @@ def test_a_stop_string_across_tokens_never_leaks(
     assert usage["completion_tokens"] == used
 
 
-def test_a_stop_string_frees_the_row_at_once(server: RunningServer, engine: FakeEngine) -> None:
+def test_stop_string_aborts_the_sequence_at_once(server: RunningServer, engine: FakeEngine) -> None:
     response = post(server, max_tokens=1500, stop=" paths")
     assert response.json()["choices"][0]["text"] == "how do I join two"
     until(lambda: engine.aborts == [engine.submits[0].request_id], "the stop string aborts its row")
     until(lambda: engine.num_running == 0)
 
 
-def test_held_back_text_is_shown_at_the_end(server: RunningServer, engine: FakeEngine) -> None:
+def test_held_back_text_is_sent_at_the_end(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = say("one two thr")
     assert post(server, max_tokens=100, stop="three").json()["choices"][0]["text"] == "one two thr"
 
 
-def test_no_stop_string_before_min_tokens(server: RunningServer, engine: FakeEngine) -> None:
+def test_stop_string_is_ignored_before_min_tokens(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = say("stop here and stop there")
     ids = encode("stop here and stop there")
     first = next(count for count in range(len(ids)) if "stop" in RAW.decode(ids[:count]))
@@ -191,7 +191,7 @@ def test_no_stop_string_before_min_tokens(server: RunningServer, engine: FakeEng
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo(server: RunningServer, stream: bool) -> None:
+def test_echo_repeats_the_prompt_ahead_of_the_text(server: RunningServer, stream: bool) -> None:
     for prompt in ("one two", encode("one two")):
         response = post(server, prompt=prompt, echo=True, max_tokens=len(encode("one two")), stream=stream, n=2)
         if stream:
@@ -204,7 +204,7 @@ def test_echo(server: RunningServer, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_of_no_tokens_does_not_ask_the_engine(server: RunningServer, engine: FakeEngine, stream: bool) -> None:
+def test_echo_without_output_does_not_reach_the_engine(server: RunningServer, engine: FakeEngine, stream: bool) -> None:
     response = post(server, prompt="one two", echo=True, max_tokens=0, stream=stream)
     if stream:
         text = "".join(chunk["choices"][0]["text"] for chunk in events(response))
@@ -215,7 +215,7 @@ def test_echo_of_no_tokens_does_not_ask_the_engine(server: RunningServer, engine
     assert engine.submits == []
 
 
-def test_streamed_token_ids_are_all_there(server: RunningServer) -> None:
+def test_stream_returns_all_token_ids(server: RunningServer) -> None:
     chunks = events(post(server, stream=True, max_tokens=40, return_token_ids=True))
     ids = encode(TEXT)
     assert chunks[0]["choices"][0]["prompt_token_ids"] == ids
@@ -223,7 +223,7 @@ def test_streamed_token_ids_are_all_there(server: RunningServer) -> None:
     assert streamed == (ids * 40)[:40]
 
 
-def test_a_failure_before_any_token_is_a_status(server: RunningServer, engine: FakeEngine) -> None:
+def test_failure_before_the_first_token_is_an_http_status(server: RunningServer, engine: FakeEngine) -> None:
     for code, status in ((ErrorCode.OVERLOADED, 503), (ErrorCode.KV_CAPACITY, 400), (ErrorCode.ENGINE_FAILED, 500)):
         engine.refusal = code
         for stream in (False, True):
@@ -233,7 +233,7 @@ def test_a_failure_before_any_token_is_a_status(server: RunningServer, engine: F
             assert ("retry-after" in response.headers) == (status == 503)
 
 
-def test_a_failure_within_a_stream_is_an_event(server: RunningServer, engine: FakeEngine) -> None:
+def test_failure_within_a_stream_is_an_event(server: RunningServer, engine: FakeEngine) -> None:
     engine.break_after = 80
     *chunks, last = events(post(server, stream=True, max_tokens=100))
     assert chunks
@@ -241,14 +241,14 @@ def test_a_failure_within_a_stream_is_an_event(server: RunningServer, engine: Fa
     assert set(last["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_failure_of_one_choice_frees_the_others(server: RunningServer, engine: FakeEngine) -> None:
+def test_failure_of_one_choice_aborts_the_others(server: RunningServer, engine: FakeEngine) -> None:
     engine.break_after = 5
     response = post(server, n=3, max_tokens=1000)
     assert response.status_code == 500
     until(lambda: engine.num_running == 0, "the other choices are aborted")
 
 
-def test_the_default_length_is_clamped_to_the_room_that_is_left(server: RunningServer, engine: FakeEngine) -> None:
+def test_default_max_tokens_is_lowered_to_the_remaining_context(server: RunningServer, engine: FakeEngine) -> None:
     reply = post(server, prompt=[[5] * 2040, [5] * 2000, [5] * 2047]).json()
     assert [submit.sampling.max_tokens for submit in engine.submits] == [8, 16, 1]
     assert reply["usage"]["completion_tokens"] == 25
@@ -259,7 +259,7 @@ def test_the_default_length_is_clamped_to_the_room_that_is_left(server: RunningS
         assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_the_openai_client(server: RunningServer, engine: FakeEngine) -> None:
+def test_openai_client_reads_completions_and_streams(server: RunningServer, engine: FakeEngine) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
         reply = client.completions.create(model="fake-model", prompt=TEXT, max_tokens=len(encode(TEXT)))
         assert reply.choices[0].text == TEXT
@@ -284,7 +284,7 @@ def test_the_openai_client(server: RunningServer, engine: FakeEngine) -> None:
             list(client.completions.create(model="fake-model", prompt=TEXT, max_tokens=50, stream=True))
 
 
-def test_32_clients_at_once_get_each_their_own(server: RunningServer) -> None:
+def test_concurrent_clients_get_their_own_completions(server: RunningServer) -> None:
     async def one(client: openai.AsyncOpenAI, number: int) -> str:
         prompt = f"client {number} of many"
         if number % 2:
@@ -303,7 +303,7 @@ def test_32_clients_at_once_get_each_their_own(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_rows(server: RunningServer, engine: FakeEngine, stream: bool) -> None:
+def test_client_disconnect_aborts_its_sequences(server: RunningServer, engine: FakeEngine, stream: bool) -> None:
     engine.hold = not stream
     body = {"model": "fake-model", "prompt": TEXT, "max_tokens": 1500, "n": 2, "stream": stream}
     with httpx.Client() as client:

@@ -1,4 +1,4 @@
-"""What the body of a response may hold, field by field, and that `/openapi.json` says the same."""
+"""Parsing of the body of a response, field by field, and its description in `/openapi.json`."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def refused(**fields: Any) -> ApiError:
 
 
 def described(**fields: Any) -> bool:
-    """Whether the schema allows this body."""
+    """Return true if the schema accepts this body."""
     return bool(VALIDATOR.is_valid({**BASE, **fields}))
 
 
@@ -47,7 +47,7 @@ def described(**fields: Any) -> bool:
         ("chat_template_kwargs", {}), ("parallel_tool_calls", True), ("temperature", 1), ("user", None),
     ],
 )  # fmt: skip
-def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
+def test_responses_accepts_values_that_change_nothing(name: str, value: Any) -> None:
     assert parse(**{name: value}) == parse()
     assert described(**{name: value})
 
@@ -82,12 +82,12 @@ def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
         ("chat_template_kwargs", {"messages": 1}, 422, "messages"),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_refused_by_name(name: str, value: Any, status: int, param: str) -> None:
+def test_responses_rejects_unsupported_values_by_name(name: str, value: Any, status: int, param: str) -> None:
     error = refused(**{name: value})
     assert (error.status, error.param) == (status, param)
 
 
-def test_the_schema_describes_what_is_taken() -> None:
+def test_schema_of_responses_matches_the_parser() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA_OF_BODY)
     assert set(BASE) == set(SCHEMA_OF_BODY["required"])
     assert not set(NOT_HERE) & set(SCHEMA_OF_BODY["properties"])
@@ -105,13 +105,13 @@ def test_the_schema_describes_what_is_taken() -> None:
         parse(**fields)
 
 
-def test_every_field_of_the_official_client_is_known() -> None:
-    """Taken, accepted with neutral values, or refused with a word on what is accepted: never as unheard of."""
+def test_every_responses_field_of_the_official_client_is_known() -> None:
+    """Check that each field is honoured, accepted with neutral values, or rejected as known."""
     for name in set(ResponseCreateParamsBase.__annotations__) - {"prompt_cache_options", "prompt_cache_retention"}:
         assert refused(**{name: [{"unheard": "of"}]}).message != f"the field {name!r} is not supported"
 
 
-def test_the_settings_are_echoed() -> None:
+def test_response_settings_repeat_the_request() -> None:
     wanted = {"type": "json_schema", "name": "x", "schema": SCHEMA, "description": None, "strict": True}
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "look"}]}
     given = {
@@ -139,11 +139,11 @@ def test_the_settings_are_echoed() -> None:
         ({**LOOK, "parameters": None}, False), ({**LOOK, "parameters": {"not": {"type": "object"}}}, False),
     ],
 )  # fmt: skip
-def test_without_a_word_arguments_are_held_where_that_can_be_done(tool: dict[str, Any], strict: bool) -> None:
+def test_tools_are_strict_by_default_if_their_schema_is_supported(tool: dict[str, Any], strict: bool) -> None:
     assert parse(tools=[tool]).tool_use.tools[0].strict is strict
 
 
-def test_the_choice_of_tools() -> None:
+def test_responses_tool_choice_selects_mode_and_tools() -> None:
     def chosen(choice: Any) -> tuple[list[str], ToolChoice]:
         use = parse(tools=[LOOK, ADD], tool_choice=choice).tool_use
         return [tool.name for tool in use.tools], use.choice
@@ -156,7 +156,7 @@ def test_the_choice_of_tools() -> None:
     assert parse(tools=[LOOK], tool_choice="none").conversation.tools == ()
 
 
-def test_the_format_of_text() -> None:
+def test_text_format_becomes_a_response_format() -> None:
     assert parse().options.response_format is None
     assert parse(text={"format": {"type": "json_object"}}).options.response_format == {"type": "json_object"}
     schema = {"type": "json_schema", "name": "x", "schema": SCHEMA}
@@ -189,7 +189,7 @@ def calls(*made: tuple[str, Any]) -> list[dict[str, Any]]:
     return [{"id": c, "type": "function", "function": {"name": "look", "arguments": a}} for c, a in made]
 
 
-def test_items_become_messages() -> None:
+def test_input_items_become_messages() -> None:
     assert parse(input=CONVERSATION, instructions="You help.").conversation.messages == [
         {"role": "system", "content": "You help."},
         {"role": "developer", "content": "Be short."},
@@ -227,18 +227,18 @@ def test_items_become_messages() -> None:
         ([{"type": 3}], 400, "input[0].type"),
     ],
 )  # fmt: skip
-def test_input_is_refused_with_its_place(given: Any, status: int, param: str) -> None:
+def test_invalid_input_is_rejected_with_its_path(given: Any, status: int, param: str) -> None:
     error = refused(input=given)
     assert (error.status, error.param) == (status, param)
 
 
-def test_input_is_counted_before_it_is_built() -> None:
+def test_number_of_input_items_is_bounded_before_decoding() -> None:
     for items, many in (([{"role": "user", "content": "x"}], 9000), ([0], 20_000)):
         with pytest.raises(ApiError, match="takes at most"):
             parse_input(msgspec.Raw(msgspec.json.encode(items * many)))
 
 
-def test_scheduling_fields() -> None:
+def test_responses_reads_scheduling_fields() -> None:
     fields = {"priority": -7, "session_id": "talk", "cache_salt": "pepper"}
     options = parse(**fields).options
     assert (options.priority, options.session_id, options.cache_salt) == (-7, "talk", "pepper")

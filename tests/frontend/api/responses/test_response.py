@@ -1,4 +1,4 @@
-"""Pieces of an output as the events of a response; whole and streamed are the same, however the text is cut."""
+"""Formatting of responses: whole and streamed are the same, however the text is split."""
 
 import itertools
 import json
@@ -41,7 +41,7 @@ def format_of(shape: MessageShape = SHAPE) -> ResponsesFormatter:
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
-    """The events, each named like its type and numbered in turn."""
+    """Parse the events, and check that they are named like their type and numbered in order."""
     *blocks, rest = data.decode().split("\n\n")
     assert rest == ""
     events: list[dict[str, Any]] = []
@@ -65,7 +65,7 @@ def whole(text: str, finish: str = "stop") -> dict[str, Any]:
 
 
 def anonymous(response: dict[str, Any]) -> dict[str, Any]:
-    """Without ids, times and what depends on the count of tokens."""
+    """Remove ids, times and everything that depends on the number of tokens."""
     bare = {
         name: value for name, value in response.items() if name not in ("id", "created_at", "completed_at", "usage")
     }
@@ -76,7 +76,7 @@ def anonymous(response: dict[str, Any]) -> dict[str, Any]:
 
 
 def replay(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The output items as a client builds them from the events, checking their order on the way."""
+    """Rebuild the output items from the events as a client does, and check their order."""
     items: list[dict[str, Any]] = []
     for event in events:
         kind = event["type"]
@@ -106,7 +106,7 @@ def replay(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @given(st.data(), st.sampled_from(TEXTS), st.sampled_from(["stop", "length"]))
-def test_whole_and_streamed_are_the_same(data: st.DataObject, text: str, finish: str) -> None:
+def test_response_is_the_same_whole_and_streamed(data: st.DataObject, text: str, finish: str) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)) | {0, len(text)})
     events = stream([text[start:end] for start, end in itertools.pairwise(cuts)], finish)
     last = events[-1]["response"]
@@ -114,7 +114,7 @@ def test_whole_and_streamed_are_the_same(data: st.DataObject, text: str, finish:
     assert replay(events) == last["output"]
 
 
-def test_the_order_of_events() -> None:
+def test_response_events_are_ordered_and_numbered() -> None:
     text = ["response.content_part.added", "response.output_text.delta", "response.output_text.done"]
     thoughts = ["response.content_part.added", "response.reasoning_text.delta", "response.reasoning_text.done"]
     arguments = ["response.function_call_arguments.delta", "response.function_call_arguments.done"]
@@ -130,7 +130,7 @@ def test_the_order_of_events() -> None:
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
-def test_everything_is_as_the_official_client_types_it(finish: str) -> None:
+def test_response_matches_the_official_types(finish: str) -> None:
     for text in TEXTS:
         Response.model_validate({**whole(text, finish), **parse_responses(BODY, 16).settings}, strict=True)
     known = pydantic.TypeAdapter(ResponseStreamEvent)
@@ -142,7 +142,7 @@ def test_everything_is_as_the_official_client_types_it(finish: str) -> None:
             assert known.validate_python(event, strict=True).type == event["type"]
 
 
-def test_a_response_begins_empty_and_ends_in_full() -> None:
+def test_response_begins_empty_and_ends_complete() -> None:
     created, in_progress, *_, last = stream(["a", "b"], shape=MessageShape())
     for event in (created, in_progress):
         assert (event["response"]["status"], event["response"]["output"]) == ("in_progress", [])
@@ -166,7 +166,7 @@ def test_a_response_begins_empty_and_ends_in_full() -> None:
 
 
 @pytest.mark.parametrize("text", ["some", "<think>hm", CALL[:-30], ""])
-def test_an_output_that_was_cut_is_incomplete_in_its_last_item(text: str) -> None:
+def test_truncated_output_is_incomplete_in_its_last_item(text: str) -> None:
     last = stream([f"{CALL}{text}"], "length")[-1]
     response = last["response"]
     assert last["type"] == "response.incomplete"
@@ -178,7 +178,7 @@ def test_an_output_that_was_cut_is_incomplete_in_its_last_item(text: str) -> Non
 
 
 @pytest.mark.parametrize(("status", "code"), [(503, "server_error"), (500, "server_error"), (400, "invalid_prompt")])
-def test_a_failure_is_told_and_ends_the_response(status: int, code: str) -> None:
+def test_failure_is_reported_and_ends_the_response(status: int, code: str) -> None:
     form = format_of()
     begun = form.opening() + form.batch([ChoiceDelta(0, "so fa", [7], None)])
     *_, done, error, failed = events_of(begun + form.failure(ApiError(status, "no more", None, "engine_failed")))
@@ -195,7 +195,7 @@ def test_a_failure_is_told_and_ends_the_response(status: int, code: str) -> None
     assert failed["response"]["output"] == [done["item"]]
 
 
-def test_thoughts_are_counted() -> None:
+def test_reasoning_tokens_are_counted() -> None:
     form = format_of()
     pieces = [ChoiceDelta(0, "<think>a b</think>c", [7, 7, 8, 7], None), ChoiceDelta(0, "", [1], "stop")]
     usage = events_of(form.batch(pieces) + form.closing(USAGE))[-1]["response"]["usage"]

@@ -1,4 +1,4 @@
-"""`POST /v1/responses` over a real socket, in front of a fake engine that says what the test wants."""
+"""`POST /v1/responses` over a real socket, in front of a scripted fake engine."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def post(server: RunningServer, **fields: Any) -> httpx.Response:
     return send(server.url + "/v1/responses", json={"model": "fake-model", "input": QUESTION, **fields})
 
 
-def test_whole_and_streamed_over_the_wire(server: RunningServer, engine: FakeEngine) -> None:
+def test_response_over_http_is_the_same_whole_and_streamed(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = answer_with(SAID)
     reply = post(server, tools=[LOOK], instructions="Be short.").json()
     thoughts, message, call = reply["output"]
@@ -61,7 +61,7 @@ def test_whole_and_streamed_over_the_wire(server: RunningServer, engine: FakeEng
     assert replay(events) == last["output"]
 
 
-def test_the_output_is_taken_back_as_input(server: RunningServer, engine: FakeEngine) -> None:
+def test_output_items_are_accepted_as_input(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = answer_with(SAID)
     output = post(server, tools=[LOOK]).json()["output"]
     items = [{"role": "user", "content": QUESTION}, *output]
@@ -72,7 +72,7 @@ def test_the_output_is_taken_back_as_input(server: RunningServer, engine: FakeEn
     assert "tool: rain" in prompt
 
 
-def test_errors_name_the_fields_of_this_route(server: RunningServer) -> None:
+def test_errors_use_the_field_names_of_responses(server: RunningServer) -> None:
     schema = {"type": "json_schema", "name": "x", "schema": {"type": "object", "not": {}}}
     for fields, status, param in (
         ({"model": "other"}, 404, "model"),
@@ -91,7 +91,7 @@ def test_errors_name_the_fields_of_this_route(server: RunningServer) -> None:
     assert send(server.url + "/v1/responses/resp_1/cancel", json={}).status_code == 404
 
 
-def test_a_schema_becomes_a_constraint(server: RunningServer, engine: FakeEngine) -> None:
+def test_text_format_schema_becomes_a_constraint(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = answer_with("{}")
     schema = {"type": "json_schema", "name": "x", "schema": {"type": "object", "properties": {}}}
     assert post(server, text={"format": schema}).status_code == 200
@@ -100,7 +100,7 @@ def test_a_schema_becomes_a_constraint(server: RunningServer, engine: FakeEngine
     assert engine.submits[-1].constraint is None
 
 
-def test_the_engine_fails_before_and_within_a_stream(server: RunningServer, engine: FakeEngine) -> None:
+def test_engine_failure_is_reported_before_and_within_a_stream(server: RunningServer, engine: FakeEngine) -> None:
     engine.refusal = ErrorCode.OVERLOADED
     assert post(server, stream=True).status_code == 503
     engine.refusal, engine.break_after = None, 3
@@ -111,7 +111,7 @@ def test_the_engine_fails_before_and_within_a_stream(server: RunningServer, engi
     assert post(server).status_code == 500
 
 
-def test_the_openai_client_parses_everything(server: RunningServer, engine: FakeEngine) -> None:
+def test_openai_client_parses_responses(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = answer_with(SAID)
     create: dict[str, Any] = {"model": "fake-model", "input": QUESTION, "tools": [LOOK]}
     with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
