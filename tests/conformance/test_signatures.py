@@ -1,4 +1,4 @@
-"""Fakes and the real ones have the very signatures of the ports they stand behind."""
+"""Fakes and real classes have the signatures of the ports that they implement."""
 
 import inspect
 from typing import Any, get_type_hints
@@ -34,7 +34,7 @@ CASES = [(kind, port, name) for kind, port in PAIRS for name in members(port)]
 
 
 def shape(owner: type, name: str) -> Any:
-    """Kind, parameters and resolved annotations of a member."""
+    """Return kind, parameters and resolved annotations of a member."""
     member = inspect.getattr_static(owner, name)
     if isinstance(member, property):
         assert member.fget is not None

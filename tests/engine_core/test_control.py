@@ -1,4 +1,4 @@
-"""What a command may ask, each rule with its code and its numbers, and what hostile ones cannot do."""
+"""Commands: each rule with its error code and numbers, and hostile commands without effect."""
 
 import math
 from typing import Any
@@ -284,7 +284,7 @@ def test_full_queue_is_overloaded() -> None:
 
 @pytest.mark.parametrize("request_id", [-1, -(2**63)])
 def test_request_id_beyond_uint64_is_ignored(request_id: int) -> None:
-    """Request ids go back in a column of uint64: one outside it would fail the send, fatal for everybody."""
+    """Request ids go back in a column of uint64: one outside it would fail the send, fatal for every request."""
     control = greeted()
     control.apply(b"a", submit(request_id=request_id))
     assert control.scheduler.num_open == 0

@@ -1,4 +1,4 @@
-"""The loop's order of moves, and what it does when something goes wrong."""
+"""Order of the loop's calls, and its behavior when something fails."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class TestOrder:
         ]
 
     def test_depth_two_keeps_two_steps_in_flight(self) -> None:
-        """In steady decode a step is launched while another one runs, and the one before that is collected first."""
+        """In steady decode a step is launched while another runs, after the one before that was collected."""
         bench = Bench(2)
         bench.submit(1, 5)
         assert [bench.tick_calls() for _ in range(7)] == [
@@ -93,7 +93,7 @@ class TestOrder:
 
 class TestRun:
     def run(self, bench: Bench, ticks: int) -> None:
-        """Runs for so many drains, then stops."""
+        """Run the loop for this many drains, then stop it."""
         left = [ticks]
 
         def on_drain() -> None:
@@ -256,7 +256,7 @@ class TestGrammars:
 
     @pytest.mark.parametrize("depth", [1, 2])
     def test_request_without_a_step_frees_its_row_in_the_same_tick(self, depth: int) -> None:
-        """All that they may say is forced, so they end when they are admitted."""
+        """Their whole output is forced, so they end when they are admitted."""
         bench = Bench(depth, rows=1)
         for request_id in range(1, 5):
             bench.submit(request_id, 2, "runs 5")

@@ -1,4 +1,4 @@
-"""The engine core's process: how it lives, and with which code it ends."""
+"""Process of the engine core: its life and its exit codes."""
 
 import signal
 import subprocess
@@ -55,7 +55,7 @@ def beat(listener: Any, wanted: Callable[[Heartbeat], bool]) -> Heartbeat:
 
 
 def test_process_serves_from_start_to_signal(run_dir: Path, context: Any) -> None:
-    """Beats, greets, serves, and on SIGTERM ends what is open and exits with 0."""
+    """It publishes heartbeats, answers Hello, serves, and on SIGTERM ends open requests and exits with 0."""
     write_model(run_dir)
     endpoint = f"ipc://{run_dir}/wire/engine"
     listener = connect_heartbeat(context, heartbeat_endpoint(endpoint))
@@ -148,7 +148,7 @@ class TestExitCodes:
 
 
 def test_open_request_gets_a_terminal_event_at_shutdown(run_dir: Path, context: Any) -> None:
-    """A stop while a request runs: its frontend reads SHUTTING_DOWN before the socket closes."""
+    """A frontend whose request is running reads SHUTTING_DOWN before the socket closes."""
     write_model(run_dir)
     endpoint = f"ipc://{run_dir}/wire/engine"
     listener = connect_heartbeat(context, heartbeat_endpoint(endpoint))

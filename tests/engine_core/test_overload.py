@@ -28,7 +28,7 @@ MAX_WAITING = 8
 
 
 class Overload:
-    """One client that never lets the queue run dry, and forgets what it was told once it has checked it."""
+    """One client that keeps the queue full, and drops output once it has checked it."""
 
     def __init__(self, model: LlamaModel, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -47,7 +47,7 @@ class Overload:
         return tuple(self.rng.randrange(3, VOCAB) for _ in range(count))
 
     def run(self, seconds: float) -> None:
-        """Submits, aborts and ticks for so long, then until all has ended."""
+        """Submit, abort and tick for this many ticks, then until everything has ended."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self._act()
@@ -89,7 +89,7 @@ class Overload:
         self.driven.runtime.record()
 
     def _check(self, prompt: tuple[int, ...], tokens: list[int]) -> None:
-        """The longest answer to each prompt is compared with the dense model, the others with it."""
+        """Compare the longest answer to each prompt with the dense model, and the others with it."""
         known = self.answers.get(prompt, [])
         if tokens == known[: len(tokens)]:
             return

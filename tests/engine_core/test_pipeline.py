@@ -12,7 +12,7 @@ MOVES = ("launch", "sample", "begin", "finish")
 
 
 class Model:
-    """The rules, written down a second time: step ids in flight, which is unsampled, which is committing."""
+    """The rules written down a second time: steps in flight, the unsampled one, the committing one."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -42,7 +42,7 @@ class Model:
 
 
 def play(pipeline: PipelineState, move: str, step_id: int) -> None:
-    """Makes a move with the step it would be about, or with a stranger where there is none."""
+    """Make a move with the step that it concerns, or with an unknown one if there is none."""
     stranger = Step(StepPlan.of(999, ()), 0, StepState.LAUNCHED)
     steps = pipeline.steps
     if move == "launch":

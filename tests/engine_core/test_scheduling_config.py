@@ -1,4 +1,4 @@
-"""The settings of the scheduler: defaults, and switches that exclude each other."""
+"""Settings of the scheduler: defaults, and flags that exclude each other."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Counting: histograms, outcomes and the shares of the loop's time."""
+"""Counters: histograms, outcomes and the time of the loop's stages."""
 
 import pytest
 from hypothesis import given, settings

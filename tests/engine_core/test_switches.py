@@ -1,4 +1,4 @@
-"""Every switch of cache and scheduler on a real model: the same greedy tokens, wherever the model is sure of them."""
+"""Every switch of cache and scheduler on a real model: greedy tokens stay the same where the model is certain."""
 
 import random
 from typing import Any
@@ -42,7 +42,7 @@ def model() -> LlamaModel:
 
 
 def prompts() -> list[list[int]]:
-    """Chats behind two system prompts, some of them twice, and a few of their own."""
+    """Return chats behind two system prompts, some of them twice, and a few with no shared prefix."""
     rng = random.Random(5)
     systems = [[rng.randrange(3, VOCAB) for _ in range(20)] for _ in range(2)]
     chats = [systems[number % 2] + [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 12))] for number in range(8)]
@@ -104,7 +104,7 @@ DEFAULT: dict[str, dict[str, Any]] = {
 
 
 def gaps_of(driven: DrivenEngine) -> dict[tuple[int, int], float]:
-    """How far apart the two largest logits are, by sequence and the position that is sampled; filled while it runs."""
+    """Gap between the two largest logits, by sequence and sampled position; filled while the engine runs."""
     runtime = driven.engine.runtime
     assert isinstance(runtime, TorchRuntime)
     launch, gaps = runtime.launch, {}
@@ -124,7 +124,7 @@ def gaps_of(driven: DrivenEngine) -> dict[tuple[int, int], float]:
 
 
 def test_default_model_says_the_same_under_every_switch() -> None:
-    """Where two answers part, the two likeliest tokens are closer than batching may decide; the rest is left out."""
+    """Check that where two answers part, the gap is within what batching may change; the rest is not compared."""
     threads = torch.get_num_threads()
     tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))
     system = "You know the standard library of Python. Answer in one sentence. " * 2

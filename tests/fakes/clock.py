@@ -1,7 +1,9 @@
-"""A clock that moves only when it is told to."""
+"""A clock that moves only on request."""
 
 
 class FakeClock:
+    """Clock in seconds that `advance` moves."""
+
     def __init__(self) -> None:
         self.now = 1000.0
 

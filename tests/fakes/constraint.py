@@ -1,4 +1,4 @@
-"""Grammars of a few words, each a rule about ids, and the parts that compile, verify and mask with them."""
+"""Grammars of a few words, each a rule about ids, and fakes that compile them and fill their masks."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,13 +12,14 @@ from tests.fakes.model import END, VOCAB
 
 
 class FakeConstraint:
-    """What the next token may be, never 0, which is what sampling yields where nothing is allowed. By name:
+    """Constraint by one of these rules; it never allows 0, which sampling yields where nothing is allowed.
+
 
     - parity: even and odd ids take turns, the end is allowed on even turns
     - runs N: begins with N forced ids; some of the others are followed by a forced run, which may end with the end id
     - stops N: any id but the end, and complete after N
     - dies N: any id, and after N nothing is allowed
-    - breaks N: anything is allowed, but the token after N is refused
+    - breaks N: anything is allowed, but the token after N is rejected
     """
 
     def __init__(self, grammar: str) -> None:
@@ -26,7 +27,7 @@ class FakeConstraint:
         self.limit = int(number or 0)
         self.taken = 0
         self.queue = [2 + step * 7 % (VOCAB - 2) for step in range(self.limit)] if self.rule == "runs" else []
-        """Forced ids."""
+        """Ids that are forced next."""
         self.problem_text = ""
 
     @property
@@ -74,7 +75,7 @@ class FakeConstraint:
 
 
 class FakeFiller:
-    """Masks of real width; ids that the fakes do not know are never allowed."""
+    """Fills masks of real width; ids outside the fakes' vocabulary are never allowed."""
 
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
         for constraint, place in masks:
@@ -83,12 +84,12 @@ class FakeFiller:
 
 
 class FakeCompiler:
-    """Takes as many looks as it is told to; a grammar called "bad" does not compile."""
+    """Fake of `contracts.Compiler`: each grammar takes `delay()` polls; one called "bad" does not compile."""
 
     def __init__(self, delay: Callable[[], int] = lambda: 0) -> None:
         self.delay = delay
         self.jobs: dict[int, tuple[str, int]] = {}
-        """By sequence: its grammar, and after how many looks it is ready."""
+        """Grammar of each waiting sequence, and the number of polls until it is ready."""
         self.closed = False
 
     def start(self, seq_id: int, grammar: str, ignore_ends: bool) -> None:
@@ -99,8 +100,8 @@ class FakeCompiler:
         self.jobs.pop(seq_id, None)
 
     def take_finished(self) -> list[tuple[int, Constraint | RequestError]]:
-        ready = [(seq_id, _compiled(grammar)) for seq_id, (grammar, looks) in self.jobs.items() if looks == 0]
-        self.jobs = {seq_id: (grammar, looks - 1) for seq_id, (grammar, looks) in self.jobs.items() if looks}
+        ready = [(seq_id, _compiled(grammar)) for seq_id, (grammar, polls) in self.jobs.items() if polls == 0]
+        self.jobs = {seq_id: (grammar, polls - 1) for seq_id, (grammar, polls) in self.jobs.items() if polls}
         return ready
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A device whose memory is a number, and things that hold some of it for as long as they live."""
+"""A device whose memory is a number, and allocations that hold some of it while they live."""
 
 from tandem.engine_core.runtime.device import CpuDevice
 
@@ -6,7 +6,7 @@ TOTAL = 1_000_000
 
 
 class CountedDevice(CpuDevice):
-    """Its allocator keeps what was let go until it is told to give it back."""
+    """CPU device whose allocator keeps freed memory until `release_unused`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class CountedDevice(CpuDevice):
 
 
 class Held:
-    """So many bytes of a device."""
+    """Allocation of `count` bytes of a device."""
 
     def __init__(self, device: CountedDevice, count: int) -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""Masks as they were, so that a recorded step can be sampled again after its constraints have moved on."""
+"""Recorded masks, so that a step can be sampled again after its constraints have advanced."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from tests.fakes.constraint import FakeConstraint
 
 
 class FixedMask(FakeConstraint):
-    """Allows what it once allowed."""
+    """Constraint that always allows what it allowed when it was recorded."""
 
     def __init__(self, words: NDArray[np.int32]) -> None:
         super().__init__("fixed")
@@ -21,7 +21,7 @@ class FixedMask(FakeConstraint):
 
 
 class ReplayingFiller:
-    """Writes fixed masks as they are; the others are another filler's."""
+    """Writes recorded masks as they are, and has another filler write the others."""
 
     def __init__(self, inner: MaskFiller) -> None:
         self.inner = inner
@@ -35,7 +35,7 @@ class ReplayingFiller:
 
 
 def as_filled(slot: StepSlot, masks: Masks | None) -> Masks | None:
-    """The masks of a step that has just been sampled, fixed: those of rows that had ended, too, as they lay there."""
+    """Return the masks of a step that has just been sampled, as recorded masks, including those of ended rows."""
     if masks is None:
         return None
     assert slot.plan is not None

@@ -1,4 +1,4 @@
-"""The engine's end of a wire that is a list."""
+"""Mailbox over lists instead of a socket."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -9,8 +9,10 @@ from tandem.protocol.events import AnyEvent, Failure, Finished, Started, TokenLo
 
 
 class FakeMailbox:
-    """Commands come from `inbox`, or from `on_drain`, which a test may set to act before every tick. `on_wait` sees the
-    loop fall asleep."""
+    """Fake of `contracts.Mailbox`: commands come from `inbox`, events collect in dictionaries by request.
+
+    Tests may set `on_drain` to act before every tick, `on_flush` before every flush and `on_wait` when the loop sleeps.
+    """
 
     def __init__(self) -> None:
         self.inbox: deque[tuple[bytes, AnyCommand]] = deque()
@@ -24,7 +26,7 @@ class FakeMailbox:
         self.on_drain: Callable[[], None] = lambda: None
         self.on_flush: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], None] = lambda: None
-        self._told: set[bytes] = set()
+        self._pending: set[bytes] = set()
 
     @property
     def has_backlog(self) -> bool:
@@ -50,11 +52,11 @@ class FakeMailbox:
         for request_id, token in zip(delta.request_ids, delta.tokens, strict=True):
             assert (client, request_id) not in self.outcomes, f"a token for {request_id} after its terminal event"
             self.received[client, request_id].append(token)
-        for lines in delta.logprobs:
-            key = client, lines.request_id
-            assert key not in self.outcomes, f"log-probabilities for {lines.request_id} after its terminal event"
-            self.logprobs[key].append(lines)
-        self._told.add(client)
+        for part in delta.logprobs:
+            key = client, part.request_id
+            assert key not in self.outcomes, f"log-probabilities for {part.request_id} after its terminal event"
+            self.logprobs[key].append(part)
+        self._pending.add(client)
 
     def add_start(self, client: bytes, started: Started) -> None:
         assert not self.received.get((client, started.request_id)), f"{started} comes after the first token"
@@ -62,11 +64,11 @@ class FakeMailbox:
 
     def add_outcome(self, client: bytes, outcome: Finished | Failure) -> None:
         self.outcomes[client, outcome.request_id].append(outcome)
-        self._told.add(client)
+        self._pending.add(client)
 
     def flush(self, step_id: int) -> list[bytes]:
         assert step_id >= 0
         self.on_flush()
-        lost = sorted(self._told & self.gone)
-        self._told.clear()
+        lost = sorted(self._pending & self.gone)
+        self._pending.clear()
         return lost

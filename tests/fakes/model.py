@@ -18,32 +18,34 @@ def fold(state: int, token: int) -> int:
 
 
 def choose(state: int, forbidden: frozenset[int], allowed: Callable[[int], bool]) -> int:
-    """0 where nothing is left to choose from."""
+    """Return the token after a state; 0 where no token is allowed."""
     candidates = [token for token in range(1, VOCAB) if token not in forbidden and allowed(token)]
     if not candidates:
         return 0
     return candidates[(state >> 3) % len(candidates)]
 
 
-def logprob_line(state: int, token: int, top: int) -> bytes:
-    """What the fake device says of a token after a state, in the form of `TokenLogprobs.lines`: numbers that no other
-    state, token or width gives."""
+def logprob_record(state: int, token: int, top: int) -> bytes:
+    """Return the fake runtime's record of a token after a state, in the format of `TokenLogprobs`.
+
+    No other state, token or width gives the same numbers.
+    """
     values = [-float((state * 31 + token * 7 + rank) % 100_003) for rank in range(1 + top)]
     return pack_floats(values) + pack_ids([(state + rank) % VOCAB for rank in range(top)])
 
 
-def reference_lines(prompt: Sequence[int], tokens: Sequence[int], top: int) -> list[bytes]:
-    """The lines of all tokens but the first, by position from 1 on."""
+def reference_records(prompt: Sequence[int], tokens: Sequence[int], top: int) -> list[bytes]:
+    """Return the records of all tokens but the first, by position from 1 on."""
     known = [*prompt, *tokens]
-    state, lines = fold(0, known[0]), []
+    state, records = fold(0, known[0]), []
     for token in known[1:]:
-        lines.append(logprob_line(state, token, top))
+        records.append(logprob_record(state, token, top))
         state = fold(state, token)
-    return lines
+    return records
 
 
-class Follows(Protocol):
-    """What the reference needs of a constraint."""
+class ReferenceConstraint(Protocol):
+    """Part of a constraint that the reference uses."""
 
     @property
     def is_complete(self) -> bool: ...
@@ -58,10 +60,12 @@ def reference(
     max_tokens: int,
     end_ids: frozenset[int],
     min_tokens: int = 0,
-    constraint: Follows | None = None,
+    constraint: ReferenceConstraint | None = None,
 ) -> list[int]:
-    """What a sequence must yield: one token after the other, nothing batched, nothing in flight. A constraint that
-    takes no more ends it."""
+    """Return what a sequence must yield: one token after the other, nothing batched, nothing in flight.
+
+    A constraint that rejects its token ends it.
+    """
     state = 0
     for token in prompt:
         state = fold(state, token)

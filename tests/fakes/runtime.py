@@ -1,4 +1,4 @@
-"""A device made of lists, which obeys the contract of `contracts.Runtime` and complains about whoever does not."""
+"""A runtime made of lists that keeps the contract of `contracts.Runtime` and asserts that its caller does."""
 
 from array import array
 from collections.abc import Callable
@@ -6,14 +6,14 @@ from collections.abc import Callable
 from tandem.engine_core.contracts import Constraint, DeviceTimes, Masks, StepLogprobs, StepResult
 from tandem.engine_core.plan import PADDING_PAGE, PADDING_ROW, NewSequence, ScheduledSequence, StepPlan
 from tests.fakes.constraint import own
-from tests.fakes.model import choose, fold, logprob_line
+from tests.fakes.model import choose, fold, logprob_record
 
 
 class FakeRuntime:
-    """Executes in the order of enqueueing, like a stream; results leave a slot through `collect` alone.
+    """Executes in the order of enqueueing, like a stream; results leave a slot through `collect` only.
 
-    Holds a token table by row, a page table by row and a pool of positions. A place of the pool holds what the KV of
-    a position depends on: the position, and the fold of all tokens up to it. Every row checks every place that its
+    Holds a token table by row, a page table by row and a pool of positions. A slot of the pool holds what the KV of
+    a position depends on: the position, and the fold of all tokens up to it. Every row checks every slot that its
     attention reads against the tokens it has: a page that holds another prefix, was freed, or is not written to its
     end is an assertion here, not a wrong token later.
     """
@@ -23,12 +23,12 @@ class FakeRuntime:
         self.tokens: list[dict[int, int]] = [{} for _ in range(max_rows + 1)]
         self.page_table: list[list[int]] = [[] for _ in range(max_rows + 1)]
         self.pool: list[tuple[int, int] | None] = [None] * (pages * page_size)
-        """Per place: (position, folded state)."""
+        """Position and folded state in each slot of the pool."""
         self.admissions: dict[int, NewSequence] = {}
         self.resumed: set[int] = set()
-        """Sequences that were admitted more than once: what they upload may have been sampled."""
+        """Sequences admitted more than once, whose uploads may hold sampled tokens."""
         self.jumped = 0
-        """Positions of generated tokens that were uploaded, not sampled."""
+        """Number of generated tokens that were uploaded, not sampled."""
         self.launched: dict[int, StepPlan] = {}
         self.results: dict[int, StepResult] = {}
         self.scored: dict[int, list[bytes]] = {}
@@ -37,7 +37,7 @@ class FakeRuntime:
         """Folded state at the last position of each row of launched steps, by slot: computed by the forward, as logits
         are, since the pages may serve another sequence by the time that the step is sampled."""
         self.is_shared: Callable[[int], bool] = lambda _: False
-        """Whether a page lies in the prefix cache: nobody may write it."""
+        """Function that says whether a page lies in the prefix cache, where no row may write."""
         self.uploads = 0
         """Tokens uploaded by the step launched last."""
 
@@ -68,7 +68,9 @@ class FakeRuntime:
         tokens = [self._sample(row, state, wanted.get(row.row)) for row, state in sampled]
         records, logprobs = self.scored.pop(slot), None
         if plan.logprobs >= 0:
-            records[:0] = [logprob_line(state, self.tokens[row.row][row.end], plan.logprobs) for row, state in sampled]
+            records[:0] = [
+                logprob_record(state, self.tokens[row.row][row.end], plan.logprobs) for row, state in sampled
+            ]
             logprobs = StepLogprobs(plan.logprobs, b"".join(records))
         self.results[slot] = StepResult([int(row.samples) for row in plan.rows], tokens, logprobs)
 
@@ -82,11 +84,11 @@ class FakeRuntime:
         return DeviceTimes()
 
     def free(self, pages: list[int]) -> None:
-        """Nothing of these pages may be read any more."""
+        """Erase pages: reading them is an assertion from now on."""
         for page in pages:
             self.pool[page * self.page_size : (page + 1) * self.page_size] = [None] * self.page_size
 
-    def _place(self, row: ScheduledSequence, position: int) -> int:
+    def _slot(self, row: ScheduledSequence, position: int) -> int:
         page = self.page_table[row.row][position // self.page_size]
         assert page != PADDING_PAGE, f"{row} uses the reserved page"
         return page * self.page_size + position % self.page_size
@@ -111,13 +113,13 @@ class FakeRuntime:
         state = 0
         for position in range(row.start):
             state = fold(state, known[position])
-            held = self.pool[self._place(row, position)]
+            held = self.pool[self._slot(row, position)]
             assert held == (position, state), f"{row} reads {held} for position {position}, not {state}"
         for position in range(row.start, row.end):
             state = fold(state, known[position])
-            place = self._place(row, position)
-            assert not self.is_shared(place // self.page_size), f"{row} writes position {position} into a shared page"
-            self.pool[place] = (position, state)
+            slot = self._slot(row, position)
+            assert not self.is_shared(slot // self.page_size), f"{row} writes position {position} into a shared page"
+            self.pool[slot] = (position, state)
         return state
 
     def _scored(self, row: ScheduledSequence, top: int) -> list[bytes]:
@@ -125,10 +127,10 @@ class FakeRuntime:
         targets = array("i", row.targets)
         later = array("i", row.tokens)[row.skipped + 1 :]
         assert targets[: len(later)] == later[: len(targets)], f"{row} is scored at tokens that are not its prompt's"
-        return [logprob_line(self._state(row, row.start + index), token, top) for index, token in enumerate(targets)]
+        return [logprob_record(self._state(row, row.start + index), token, top) for index, token in enumerate(targets)]
 
     def _state(self, row: ScheduledSequence, position: int) -> int:
-        held = self.pool[self._place(row, position)]
+        held = self.pool[self._slot(row, position)]
         assert held is not None and held[0] == position, f"{row} reads {held} at {position}"
         return held[1]
 

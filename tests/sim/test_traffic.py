@@ -8,7 +8,7 @@ from msgspec import structs
 from tandem.engine_core.errors import FatalError
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, TokenLogprobs
-from tests.fakes.model import reference_lines
+from tests.fakes.model import reference_records
 from tests.support.effort import EFFORT
 from tests.support.sim_traffic import Request, Shape
 from tests.support.sim_world import World
@@ -30,8 +30,8 @@ SHAPES = {
 
 CUT_SHORT = {FinishReason.ABORT, *ErrorCode}
 CUT_SHORT -= {ErrorCode.INVALID_GRAMMAR, ErrorCode.GRAMMAR_FAILED}
-"""Ends that the reference does not know."""
-SHARING = ("hit", "evicted", "cached told", "preemptions")
+"""Outcomes that the reference does not predict."""
+SHARING = ("hit", "evicted", "cache hits reported", "preemptions")
 EXPECTED = {
     "mixed": SHARING,
     "short of pages": (*SHARING, "for lack of pages"),
@@ -39,11 +39,11 @@ EXPECTED = {
     "small pages and calm": (*SHARING, "for lack of pages"),
     "conversations": (*SHARING, "session busy", "sessions evicted", "session hits"),
 }
-"""What a batch of traffics has to come across."""
+"""Events that a batch of traffics must contain."""
 
 
 def check_tokens(world: World) -> int:
-    """Every request that was heard of: its tokens are the reference's, or a prefix of them where it was cut short."""
+    """Check that the tokens of every request are the reference's, or a prefix of them where it was cut short."""
     refused = 0
     for request in world.requests:
         outcomes = world.mailbox.outcomes.get(request.key, [])
@@ -63,8 +63,10 @@ def check_tokens(world: World) -> int:
 
 
 def check_logprobs(world: World, request: Request, tokens: list[int]) -> None:
-    """Each token that was told has its own log-probability where it was asked for, and each of the prompt's as well
-    once a token was told; never another's."""
+    """Check the log-probabilities of every request that asked for them.
+
+    Each token that was sent has its own, and each prompt token as well once a token was sent; never another's.
+    """
     prompt = request.prompt
     found: dict[int, TokenLogprobs] = {}
     for part in world.mailbox.logprobs[request.key]:
@@ -80,7 +82,9 @@ def check_logprobs(world: World, request: Request, tokens: list[int]) -> None:
     for position, part in found.items():
         top = request.prompt_logprobs if position < len(prompt) else request.logprobs
         assert part.top == top and first <= position < last
-        assert part.lines == reference_lines(prompt, tokens, part.top)[position - 1], f"{request}: position {position}"
+        assert part.lines == reference_records(prompt, tokens, part.top)[position - 1], (
+            f"{request}: position {position}"
+        )
 
 
 @pytest.mark.parametrize("batch", range(2))

@@ -1,4 +1,4 @@
-"""Runs a built engine in this process, without a wire: requests in, tokens out."""
+"""Engine in this process without a wire: requests in, tokens out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,13 +34,13 @@ class DrivenEngine:
         return cls(engine, mailbox)
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, **wanted: Any) -> int:
-        """Queues a request; returns its id. wanted: further fields of Submit."""
+        """Queue a request; return its id. wanted: further fields of Submit."""
         self._requests += 1
         self.mailbox.inbox.append((CLIENT, Submit(self._requests, pack_ids(prompt), params, **wanted)))
         return self._requests
 
     def run(self) -> None:
-        """Ticks until every request has ended."""
+        """Tick until every request has ended."""
         while len(self.mailbox.outcomes) < self._requests:
             self.engine.tick()
 
@@ -53,7 +53,7 @@ class DrivenEngine:
         return outcomes[0]
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[list[int]]:
-        """All requests at once; each one's tokens."""
+        """Run all requests at once; return the tokens of each."""
         ids = [self.submit(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
         self.run()
         return [self.tokens(request_id) for request_id in ids]

@@ -1,4 +1,4 @@
-"""An engine over fakes, with a runtime that writes down what it was asked to do."""
+"""An engine over fakes, with a runtime that records its calls."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ EPOCH, CLIENT = 7, b"client"
 
 
 class RecordingRuntime(FakeRuntime):
-    """Writes down every call as "launch 3", by the step's number; raises where it is told to."""
+    """Fake runtime that records every call as "launch 3", by step id, and raises the faults set for a call."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)

@@ -1,4 +1,4 @@
-"""A scheduler of real parts, and moves of the engine on it."""
+"""A scheduler of real parts, and the calls that an engine makes on it."""
 
 from array import array
 
@@ -44,7 +44,7 @@ def sequence(
     priority: int = 0,
     session: str = "",
 ) -> Sequence:
-    """Its prompt counts up from `first`."""
+    """Build a sequence whose prompt counts up from `first`."""
     params = SamplingParams(max_tokens, min_tokens=min_tokens)
     ids = array("i", range(first, first + prompt))
     return Sequence(number, client, number, ids, params, frozenset({END}), priority=priority, session=session)
@@ -70,7 +70,7 @@ def commit(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> Scheduler
 
 
 def run(scheduler: Scheduler, *sequences: Sequence, token: int = 20, depth: int = 1, first_step: int = 1) -> int:
-    """Computes sequences to their ends, `token` after `token`; the number of the next step."""
+    """Compute sequences to their ends, with `token` as every sample; return the id of the next step."""
     step, flights = first_step, []
     for seq in sequences:
         scheduler.add(seq)

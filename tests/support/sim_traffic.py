@@ -1,4 +1,4 @@
-"""What one random traffic asks for, and what each request must yield."""
+"""Requests of one random traffic, and the output that each must yield."""
 
 import random
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests.fakes.model import END, VOCAB, reference
 
 CLIENTS = (b"client-a", b"client-b", b"client-c")
 LONGEST = 64
-"""Positions of a sequence, and a page size that holds each whole."""
+"""Most positions of a sequence, which is also a page size that holds any sequence whole."""
 GRAMMARS: tuple[Callable[[random.Random], str], ...] = (
     lambda _: "parity",
     lambda _: "runs",
@@ -24,7 +24,7 @@ GRAMMARS: tuple[Callable[[random.Random], str], ...] = (
     lambda rng: f"breaks {rng.randint(0, 20)}",
     lambda rng: rng.choice(["parity", "bad"]),
 )
-"""How often each rule of `FakeConstraint` comes up."""
+"""Grammars drawn with equal probability, over the rules of `FakeConstraint`."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Request:
         )
 
     def reference(self) -> tuple[list[int], str]:
-        """Its tokens, and how it ends: a FinishReason or an ErrorCode."""
+        """Return its tokens and its end: a FinishReason or an ErrorCode."""
         if self.grammar == "bad":
             return [], ErrorCode.INVALID_GRAMMAR
         constraint = FakeConstraint(self.grammar) if self.grammar else None
@@ -77,7 +77,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a traffic is drawn from. None: drawn, too."""
+    """Parameters from which a traffic is drawn; None: drawn as well."""
 
     depth: int
     constrained: float
@@ -85,14 +85,14 @@ class Shape:
     cache: bool | None = None
     page_size: int | None = None
     pages: tuple[int, int] = (12, 90)
-    """Of the pool where a page holds one position; larger pages are fewer. A sequence may be too long for it."""
+    """Bounds of the pool's size in pages of one position; larger pages are fewer. A sequence may be too long for it."""
     policy: Policy | None = None
     static: bool = False
     sessions: float = 0.2
     """Share of the requests that are turns of a session."""
     requests: int = 14
     calm: bool = False
-    """Whether nobody aborts or intervenes, so that nothing but the scheduler itself gets out of a tight place."""
+    """Whether there are no aborts or interventions, so that the scheduler has to make progress on its own."""
     priorities: bool = False
 
 
@@ -104,7 +104,7 @@ class Traffic:
         self.shape = shape
 
     def requests(self, count: int) -> list[Request]:
-        """Prompts of chance, prompts with beginnings in common, and turns of conversations."""
+        """Draw random prompts, prompts with common beginnings, and turns of conversations."""
         rng = self.rng
         beginnings = [self._tokens(rng.randint(4, 24)) for _ in range(3)]
         talks: dict[str, tuple[int, ...]] = {}
@@ -131,7 +131,7 @@ class Traffic:
         return tuple(self.rng.randrange(1, VOCAB) for _ in range(count))
 
     def _choice(self, request: Request, index: int, base: int) -> Request:
-        """One of several choices for one prompt."""
+        """Return one of several choices for one prompt."""
         return replace(request, request_id=request.request_id + index * (base + 100), session="")
 
     def _request(self, number: int, prompt: tuple[int, ...], session: str) -> Request:

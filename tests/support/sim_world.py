@@ -1,4 +1,4 @@
-"""One random traffic: an engine over the fake runtime, its arrivals, and what must hold between any two moves."""
+"""One random traffic: an engine over the fake runtime, its arrivals, and the invariants between any two moves."""
 
 import random
 from collections import Counter
@@ -139,7 +139,7 @@ class World:
         self.pipeline = self.engine.pipeline
 
     def _before_tick(self) -> None:
-        """Whatever must hold between two ticks; then arrivals and what goes wrong."""
+        """Check the invariants between two ticks; then add arrivals and disturbances."""
         self.check()
         self.ticks += 1
         self.clock.now += 0.1
@@ -163,14 +163,14 @@ class World:
             self.engine.stopping = True
 
     def _check_sleep(self) -> None:
-        """A loop that falls asleep can do nothing for anybody: whoever is open waits for a grammar."""
+        """Check that a loop that falls asleep has nothing to do: every open request waits for a grammar."""
         assert not self.pipeline.in_flight
         assert self.scheduler.num_open == len(self.scheduler.compiling), (
             f"asleep: {list(self.scheduler.waiting)} {self.scheduler.running} {self.allocator} {self.memory.tree}"
         )
 
     def _disturb(self) -> None:
-        """Aborts, frontends that vanish, and what an operator does."""
+        """Abort requests, let frontends vanish, and send an operator's commands."""
         rng = self.rng
         if rng.random() < 0.06:
             victim = rng.choice(self.requests)
@@ -184,14 +184,14 @@ class World:
             self._manage()
 
     def happened(self) -> dict[str, int]:
-        """How often what."""
+        """Return how often each event happened."""
         outcomes = [outcome for outcomes in self.mailbox.outcomes.values() for outcome in outcomes]
         busy = [o for o in outcomes if isinstance(o, Failure) and o.code is ErrorCode.SESSION_BUSY]
         talks = {request.key for request in self.requests if request.session}
         return {
             "hit": self.memory.num_hit_tokens,
             "evicted": self.memory.usage.num_evicted,
-            "cached told": len(self.mailbox.cached),
+            "cache hits reported": len(self.mailbox.cached),
             "preemptions": self.scheduler.preemptions,
             "for lack of pages": self.scheduler.preemptions - self.forced,
             "session busy": len(busy),
@@ -200,7 +200,7 @@ class World:
         }
 
     def _manage(self) -> None:
-        """What an operator does meanwhile, and preemption for no reason."""
+        """Send an operator's command, and preempt a sequence for no reason."""
         rng = self.rng
         command = rng.choice([SetPolicy(1, rng.choice(POLICIES)), EndSession(2, rng.choice("xyz")), Inspect(3)])
         self.mailbox.inbox.append((CLIENTS[0], command))
@@ -210,7 +210,7 @@ class World:
             self.scheduler.preempt(rng.choice(victims))
 
     def check(self) -> None:
-        """The invariants, whenever the scheduler is between two moves."""
+        """Check the invariants that hold whenever the scheduler is between two moves."""
         holders = Counter(row.seq_id for step in self.pipeline.steps for row in step.plan.rows)
         readers: dict[int, bytes] = {}
         for seq in self.scheduler.held:
@@ -225,10 +225,10 @@ class World:
         assert self.scheduler.audit() == []
 
     def check_at_rest(self) -> None:
-        """After the last tick: everything came back, and everybody was told exactly once."""
+        """Check after the last tick that every resource came back and every request ended exactly once."""
         assert not self.scheduler.num_open
         assert not self.scheduler.compiling
-        assert not self.compiler.jobs, "grammars are compiled for nobody"
+        assert not self.compiler.jobs, "grammars are compiled for no request"
         assert not list(self.scheduler.held)
         assert self.scheduler.audit() == []
         assert self.rows.free == self.rows.total
@@ -238,7 +238,7 @@ class World:
             assert len(outcomes) == 1, f"{key} ended {len(outcomes)} times: {outcomes}"
 
     def check_after_the_end(self) -> None:
-        """Nothing is kept that could not be had, for the cache or for a session."""
+        """Check that everything the cache or a session keeps can be reclaimed."""
         self.check_at_rest()
         end_sessions(self.memory)
         assert self.memory.usage.in_use == 0

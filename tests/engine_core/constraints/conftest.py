@@ -8,5 +8,5 @@ VOCAB, ENDS = 4200, (2, 5)
 
 @pytest.fixture(scope="session")
 def grammars() -> Grammars:
-    """Of the default model's tokenizer, for a model with a larger vocabulary and two end ids."""
+    """Grammars over the default model's tokenizer, for a model with a larger vocabulary and two end ids."""
     return Grammars(DEFAULT_MODEL / "tokenizer.json", VOCAB, ENDS)

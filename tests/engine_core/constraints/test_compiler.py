@@ -1,4 +1,4 @@
-"""Compilation beside the loop: who gets what, and when."""
+"""Compilation outside the loop: results, deadlines, cancellation and cache."""
 
 import threading
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ WAIT = 30.0
 
 
 class Workshop:
-    """A compiler whose grammars are texts; one that begins with "slow" waits until it is let go."""
+    """A compiler whose grammars are texts; one that begins with "slow" waits for the gate."""
 
     def __init__(self, compiled_grammar: CompiledGrammar, threads: int = 2, **sizes: Any) -> None:
         self.compiled_grammar = compiled_grammar

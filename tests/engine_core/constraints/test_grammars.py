@@ -1,4 +1,4 @@
-"""What compiles, what does not, and what a constraint says of its sequence."""
+"""Grammars that compile and those that do not, and the state of a constraint."""
 
 import shutil
 from pathlib import Path
@@ -101,7 +101,7 @@ def test_oversized_grammar_is_rejected(grammars: Grammars) -> None:
 
 
 def test_lexer_that_would_grow_without_bound_is_rejected(grammars: Grammars) -> None:
-    """Three hundred terminals that differ in what comes before and after one letter: states multiply."""
+    """Return three hundred terminals that differ before and after one letter, so that lexer states multiply."""
     rng = Random(0)
     terms = [f"T{i}: /[a-z ]*{rng.choice('abcdefghij')}[a-z ]{{{rng.randrange(20)}}}/" for i in range(300)]
     starts = "|".join(f"T{i}" for i in range(300))

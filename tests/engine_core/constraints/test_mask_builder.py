@@ -1,4 +1,4 @@
-"""Masks and tokens of many constraints at once."""
+"""Masks of many constraints at once, and rejected tokens."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What the default model says at temperature 1.5 under a grammar is judged by others: `jsonschema` and `re`."""
+"""Constrained output of the default model at temperature 1.5, validated with `jsonschema` and `re`."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def grammar_of(name: str) -> str:
 
 
 class Outputs:
-    """Everything asked of one engine at once: each grammar SEEDS times to its end, and once cut short."""
+    """Run everything on one engine at once: each grammar SEEDS times to its end, and once cut short."""
 
     def __init__(self, depth: str) -> None:
         self.tokenizer = tokenizers.Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))
@@ -66,7 +66,7 @@ def judge(name: str, text: str) -> None:
 
 
 def check_prefix(grammars: Grammars, name: str, tokens: list[int]) -> None:
-    """Fresh eyes: a new matcher takes all of it, and can go on."""
+    """Check that a new matcher accepts the whole output and can go on."""
     matcher = LLMatcher(grammars.prepare(), grammar_of(name), log_level=0)
     assert matcher.consume_tokens(tokens), f"{name}: {matcher.get_error()}"
     assert any(matcher.compute_bitmask())
@@ -94,7 +94,7 @@ def test_every_constrained_output_is_valid(outputs: Outputs, model_grammars: Gra
 
 
 def test_jump_forward_saves_steps(outputs: Outputs) -> None:
-    """The text that has only one way to be said takes no step at all."""
+    """A text with only one possible continuation takes no step at all."""
     stats = outputs.driven.engine.stats
     assert stats.mask_rows < stats.generation_tokens
     assert sum(stats.compile_time.counts) == len(SCHEMAS) + len(REGEXES), "one compilation each"

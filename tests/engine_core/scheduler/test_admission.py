@@ -1,4 +1,4 @@
-"""Gates: all or nothing, and everything back."""
+"""Admission gates: all or nothing, and every resource returned."""
 
 from array import array
 from collections.abc import Callable

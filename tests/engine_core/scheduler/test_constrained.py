@@ -1,4 +1,4 @@
-"""Sequences that follow a grammar: waiting for it, its verdicts, and the tokens that it forces."""
+"""Constrained sequences: compilation, rejected tokens and completion, and the tokens that a grammar forces."""
 
 from array import array
 
@@ -29,7 +29,7 @@ def new(rows: int = 4, step: int = 16, waiting: int = 50) -> Scheduler:
 def sequence(
     number: int, grammar: str | None = None, max_tokens: int = 10, min_tokens: int = 0, logprobs: int | None = None
 ) -> Sequence:
-    """With a grammar it is compiled already, unless the grammar is called "later"."""
+    """Build a sequence whose grammar is compiled already, unless it is called "later"."""
     params = SamplingParams(max_tokens, min_tokens=min_tokens)
     constraint = FakeConstraint(grammar) if grammar not in (None, "later") else None
     return Sequence(
@@ -52,7 +52,7 @@ def began(seq: Sequence, scheduler: Scheduler | None = None) -> tuple[Scheduler,
 
 
 def step(scheduler: Scheduler, step_id: int, *tokens: int) -> list[int]:
-    """Launches a step and commits it; the tokens that went out."""
+    """Launch a step and commit it; return the tokens that were sent."""
     plan = scheduler.plan_step(step_id)
     assert plan is not None
     scheduler.on_launch(plan)
@@ -152,7 +152,7 @@ class TestVerdicts:
 
 
 class TestJumps:
-    """ "runs": 3 is followed by 5 8 11 14 (3 * 1 to 4, and 2), 12 by 14, 21 by 23 6 and the end."""
+    """Under "runs", 3 is followed by 5 8 11 14 (3 * 1 to 4, and 2), 12 by 14, 21 by 23 6 and the end."""
 
     def test_forced_tokens_follow_the_sampled_one_and_form_one_row(self) -> None:
         scheduler, _ = began(seq := sequence(1, "runs"))

@@ -1,4 +1,4 @@
-"""The scheduler at one moment."""
+"""Snapshots of the scheduler."""
 
 from tandem.engine_core.scheduler.inspection import MAX_LISTED, inspect, oldest_wait
 from tandem.engine_core.scheduler.scheduler import Scheduler
@@ -95,7 +95,7 @@ def test_preempted_sequence_counts_as_prefill_again() -> None:
 
 
 def test_oldest_wait_covers_queued_and_compiling_sequences() -> None:
-    """A stay in the queue begins with the arrival, or with the return after a preemption, and holds compilation."""
+    """A wait begins with the arrival, or with the return after a preemption, and includes compilation."""
     scheduler = new(rows=1)
     assert oldest_wait(scheduler, 50.0) == 0.0
     first, second, compiling = sequence(1, max_tokens=9), sequence(2, first=50), sequence(3, first=90)

@@ -1,4 +1,4 @@
-"""Who lengths how much, by table and by property, and that nobody starves."""
+"""Policies by table and by property: positions of each row, and no starvation."""
 
 from itertools import pairwise
 
@@ -132,7 +132,7 @@ def test_fcfs_never_delays_a_stream_for_a_prompt(pending: list[int], tokens: int
 def test_every_policy_serves_every_row_within_patience(
     policy: Policy, rows: list[tuple[int, int]], more: int, chunk: int, prompts: int
 ) -> None:
-    """The bound of the module's head, over a long run in which prompts never end."""
+    """The bound stated by the module holds over a long run in which prompts never end."""
     count = len(rows)
     priority = [value for _, value in rows]
     budget = Budget(count + more + (0 if chunk else 400), chunk, prompts)

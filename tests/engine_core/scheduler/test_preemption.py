@@ -1,4 +1,4 @@
-"""Growth, what happens when there are no pages, and that it comes to an end."""
+"""Growth on demand, preemption when pages run out, and progress under any load."""
 
 from itertools import count
 
@@ -41,7 +41,7 @@ def test_decode_evicts_cached_pages_before_it_waits() -> None:
 
 
 def crowded(newer_priority: int = 0) -> tuple[Scheduler, Sequence, Sequence]:
-    """Two sequences with two pages each, and a stranger who holds the rest: the older needs a third page next."""
+    """Return two sequences with two pages each, of which the older needs a third next; another owner holds the rest."""
     scheduler = new(pages=1 + 5)
     older = sequence(1, prompt=7, max_tokens=8)
     newer = sequence(2, prompt=6, max_tokens=8, first=60, priority=newer_priority)
@@ -51,7 +51,7 @@ def crowded(newer_priority: int = 0) -> tuple[Scheduler, Sequence, Sequence]:
 
 
 def alone(scheduler: Scheduler) -> None:
-    """The stranger goes, and nothing is wrong with what is left."""
+    """Free the other owner's pages and check that everything else is consistent."""
     vacate(scheduler.memory)
     assert scheduler.audit() == []
 
@@ -134,7 +134,7 @@ def test_abort_reaches_a_preempted_sequence_in_the_queue() -> None:
 
 
 def test_row_waits_for_pages_that_steps_in_flight_give_back() -> None:
-    """A zombie's pages come back with its step: nobody is preempted for them, and nobody else gets them."""
+    """A zombie's pages come back with its step: no sequence is preempted for them, and no other gets them."""
     scheduler, _, _ = crowded()
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
     commit(scheduler, plans[0], [20, END])
@@ -165,8 +165,10 @@ def test_prompt_chunk_shrinks_to_the_available_pages() -> None:
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_overload_makes_progress_without_thrashing(depth: int, cache: bool) -> None:
-    """Far more than fits arrives at once; each one needs half of the pool. They end about in order, and what is
-    computed in vain stays within what is asked for."""
+    """Far more than fits arrives at once, and each sequence needs half of the pool.
+
+    They end about in order, and the positions computed in vain stay below the positions asked for.
+    """
     scheduler = new(rows=8, pages=1 + 24, step=32, chunk=16, waiting=99, cache=cache)
     total, computed, steps, flights = 30, 0, count(1), []
     ended: list[int] = []
@@ -196,7 +198,7 @@ def test_overload_makes_progress_without_thrashing(depth: int, cache: bool) -> N
 
 
 LOADS = st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(-1, 1), st.integers(1, 9))
-"""Prompt, tokens, priority, and which prompt it is the beginning of."""
+"""Prompt length, tokens, priority, and the prompt whose beginning it shares."""
 
 
 @given(
@@ -250,7 +252,7 @@ def test_juniors_that_share_all_pages_are_preempted_together() -> None:
 
 
 def test_low_priority_is_overtaken_by_a_bounded_number_of_arrivals() -> None:
-    """Others of a higher priority never cease to come, and the pool holds the low one and little beside."""
+    """Sequences of a higher priority keep coming, and the pool holds the low one and little else."""
     scheduler, low = new(rows=16, pages=1 + 64, step=64), sequence(1, 188, 31, priority=-1)
     scheduler.add(low)
     arrivals = step = computed = 0

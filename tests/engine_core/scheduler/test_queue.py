@@ -1,4 +1,4 @@
-"""Who is next, and that nobody waits for ever."""
+"""Order of the waiting queue, and the bound on overtaking."""
 
 from array import array
 
@@ -60,7 +60,7 @@ def test_sequence_preempted_for_priority_does_not_return_to_the_head() -> None:
 
 
 def test_longest_waiting_ignores_the_order() -> None:
-    """By the beginning of the stay, not by arrival, nor by who came to the queue first."""
+    """The start of the wait counts, not the arrival nor the order of insertion."""
     queue = WaitingQueue(by_priority=True)
     sequences = [new(number, number) for number in range(4)]
     for seq, came in zip(sequences, (30.0, 20.0, 20.0, 10.0), strict=True):
@@ -88,7 +88,7 @@ def test_queue_may_change_during_iteration() -> None:
 
 @given(st.integers(-3, 3), st.integers(1, 3))
 def test_no_sequence_is_overtaken_indefinitely(low: int, above: int) -> None:
-    """However many of a higher priority keep coming: the bound is as stated."""
+    """The stated bound holds however many sequences of a higher priority keep coming."""
     queue = WaitingQueue(by_priority=True)
     patient = new(0, low)
     queue.push(patient)

@@ -1,4 +1,4 @@
-"""The scheduler by itself: the rows of a life, refusals, masks."""
+"""The scheduler alone: rows of a sequence, rejected requests, masks and commits."""
 
 from array import array
 
@@ -115,7 +115,7 @@ def test_second_outcome_is_an_assertion() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("prompts", [0, 1])
 def test_every_admitted_row_is_served_within_patience(policy: Policy, prompts: int) -> None:
-    """Twelve rows with more to do than a step holds, for as long as it takes: the bound that `policy` states."""
+    """Twelve rows have more to compute than a step holds; the bound that `policy` states is kept to the end."""
     scheduler = new(rows=12, pages=400, step=12, chunk=8, policy=policy, prompts=prompts)
     for number in range(1, 40):
         long = number % 3 == 0

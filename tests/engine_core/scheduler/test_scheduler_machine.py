@@ -1,4 +1,4 @@
-"""The scheduler by itself: a state machine that plays engine and device in every order."""
+"""The scheduler alone, under a state machine that plays engine and device in every order."""
 
 from array import array
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Beats go on whatever the main thread does, and the last one tells the truth."""
+"""Heartbeats continue whatever the main thread does, and the last one is accurate."""
 
 import tempfile
 import time
@@ -89,7 +89,7 @@ def test_stop_frees_the_endpoint_and_is_idempotent(endpoint: str, context: Any) 
 
 
 def start_when_free(heartbeat: HeartbeatPublisher) -> None:
-    """ZMQ closes a socket in its own time."""
+    """Start the publisher, retrying while ZMQ still closes the earlier socket."""
     for _ in range(10_000):
         try:
             return heartbeat.start()

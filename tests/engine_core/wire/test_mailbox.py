@@ -23,7 +23,7 @@ WAIT_MS = 10_000
 
 
 class Wire:
-    """One mailbox, and frontends that it has heard of."""
+    """One mailbox, and frontends that have sent it a message."""
 
     def __init__(self, context: Any, endpoint: str) -> None:
         self.context = context
@@ -38,7 +38,7 @@ class Wire:
         return self.dealers[-1]
 
     def greeted(self, keeps: int = 1000) -> tuple[Any, bytes]:
-        """A frontend whose own queue holds so many messages."""
+        """Connect a frontend whose own queue holds this many messages."""
         dealer = self.context.socket(zmq.DEALER)
         dealer.rcvhwm = keeps
         dealer.connect(self.endpoint)
@@ -47,7 +47,7 @@ class Wire:
         return dealer, client
 
     def drained(self, count: int) -> list[tuple[bytes, AnyCommand]]:
-        """At least so many commands, over as many drains as it takes."""
+        """Drain until at least this many commands have arrived."""
         commands: list[tuple[bytes, AnyCommand]] = []
         while len(commands) < count:
             assert self.router.poll(WAIT_MS), f"only {len(commands)} of {count} commands arrived"
@@ -110,7 +110,7 @@ class TestDrain:
         assert dealer.identity.hex() in caplog.text
 
     def test_flood_of_malformed_messages_does_not_block_the_loop(self) -> None:
-        """What is ignored counts too: one drain takes no more than its limit of messages, whatever they are."""
+        """Ignored messages count: one drain takes at most its limit, whatever they are."""
         calls = []
 
         class Endless:
@@ -221,7 +221,7 @@ class TestFlush:
         assert wire.mailbox.flush(1) == [b"nobody"]
 
     def test_output_before_its_first_flush_is_no_backlog(self, wire: Wire) -> None:
-        """As `contracts.Mailbox` says: whether a flush kept something, not whether something waits for a flush."""
+        """A backlog is what a flush kept, not what waits for one (`contracts.Mailbox`)."""
         _, client = wire.greeted()
         wire.mailbox.add_tokens(client, TokenDelta([1], [5]))
         assert not wire.mailbox.has_backlog

@@ -1,4 +1,4 @@
-"""What waits for one frontend: in order, complete, in one message."""
+"""Output kept for one frontend: in order, complete, in one message."""
 
 from hypothesis import given
 from hypothesis import strategies as st
