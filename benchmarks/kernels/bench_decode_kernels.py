@@ -26,6 +26,7 @@ from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.rope import rope_and_kv_write
+from tandem.engine_core.kv_cache.storage import KVStorage
 
 CEILING = 4385
 """GB/s: `torch.sum` over 8 GB on an H200."""
@@ -79,9 +80,14 @@ def paged_sets(
     table[1:] = (torch.randperm(batch * pages) + 1).view(batch, pages)
     rows = torch.arange(1, batch + 1, dtype=torch.int32, device="cuda")
     positions = torch.full((batch,), context - 1, dtype=torch.int32, device="cuda")
-    shape = ((batch * pages + 1) * PAGE, kv_heads, head_dim)
-    shared = (rows, positions, PageTable(table.cuda(), PAGE, PAGE), head_dim**-0.5)
-    return [(randn(batch, heads, head_dim), randn(*shape), randn(*shape), *shared) for _ in range(sets(size))], size
+    storage = KVStorage.allocate(
+        layers=sets(size), pages=batch * pages + 1, page_size=PAGE, kv_heads=kv_heads, head_dim=head_dim,
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    storage.pool.normal_()
+    shared = (rows, positions, storage.page_table(table.cuda()), head_dim**-0.5)
+    pools = zip(storage.keys, storage.values, strict=True)
+    return [(randn(batch, heads, head_dim), keys, values, *shared) for keys, values in pools], size
 
 
 def bench_paged(sweep: bool) -> Iterator[tuple[str, float, float]]:

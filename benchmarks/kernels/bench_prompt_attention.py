@@ -2,9 +2,9 @@
 
     python -m benchmarks.kernels.bench_prompt_attention [--heads 32 --kv-heads 8 --head-dim 64] [--all] [--save N]
 
-Microseconds a layer, of 16 layers with a pool each in one CUDA graph. The ceiling is the larger of the KV bytes over
-4,385 GB/s and the multiplications over 790 TFLOP/s. The last lines: decode of 16 rows and a chunk, one after the other
-and side by side. `--all` tries every tile, without it only the chosen one.
+Microseconds a layer, of 16 layers over one page-major pool in one CUDA graph. The ceiling is the larger of the KV bytes
+over 4,385 GB/s and the multiplications over 790 TFLOP/s. The last lines: decode of 16 rows and a chunk, one after the
+other and side by side. `--all` tries every tile, without it only the chosen one.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from tandem.engine_core.attention.triton import RaggedPlanner
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention import paged_decode, paged_prefill
 from tandem.engine_core.kernels.attention.paged_prefill import TileShape
-from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kv_cache.storage import KVStorage
 
 LAYERS, PAGE = 16, 16
 BYTES_PER_SECOND, FLOPS = 4.385e12, 7.9e14
@@ -45,14 +45,17 @@ class Setup:
         self.table[0] = ids[:used]
         self.table[1:, :decoding] = ids[used:].view(DECODE_ROWS, decoding)
         self.table = self.table.cuda()
-        self.page_table = PageTable(self.table, PAGE, PAGE)
-        shape = (LAYERS, 2, pages * PAGE, kv_heads, head_dim)
-        self.pools = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.5
+        self.storage = KVStorage.allocate(
+            layers=LAYERS, pages=pages, page_size=PAGE, kv_heads=kv_heads, head_dim=head_dim,
+            dtype=torch.bfloat16, device="cuda",
+        )  # fmt: skip
+        self.storage.pool.normal_(0, 0.5)
+        self.page_table = self.storage.page_table(self.table)
         self.scale = head_dim**-0.5
         self.sms = torch.cuda.get_device_properties(0).multi_processor_count
 
     def queries(self, shape: TileShape) -> int:
-        """Of one tile."""
+        """Return the queries of one tile."""
         return max(1, shape.rows // int(triton.next_power_of_2(self.heads // self.kv_heads)))
 
     def query(self, tokens: int) -> Tensor:
@@ -66,7 +69,7 @@ class Setup:
 
 
 def graph_us(layer: Callable[[int], object]) -> float:
-    """Median a layer."""
+    """Return the median time of a layer."""
 
     def layers() -> None:
         for index in range(LAYERS):
@@ -85,7 +88,7 @@ def triton_layer(
     query, out = setup.query(tokens), torch.zeros_like(setup.query(tokens))
 
     def layer(index: int) -> Tensor:
-        keys, values = setup.pools[index]
+        keys, values = setup.storage.keys[index], setup.storage.values[index]
         return paged_prefill.paged_prefill(
             query, keys, values, tiles, setup.page_table, setup.scale, splits,
             pdl=pdl, beside=beside, shape=shape, out=out,
@@ -112,11 +115,11 @@ def flashinfer_layer(setup: Setup, tokens: int, context: int, backend: str) -> C
         q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16, seq_lens=ints(context + tokens),
     )  # fmt: skip
     query, out = setup.query(tokens), setup.query(tokens)
-    shape = (-1, PAGE, setup.kv_heads, setup.head_dim)
 
     def layer(index: int) -> Tensor:
-        keys, values = setup.pools[index]
-        result: Tensor = wrapper.run(query, (keys.view(shape), values.view(shape)), out=out)
+        keys, values = setup.storage.keys[index], setup.storage.values[index]
+        pool = setup.page_table.view_pages(keys), setup.page_table.view_pages(values)
+        result: Tensor = wrapper.run(query, pool, out=out)
         return result
 
     return layer
@@ -154,7 +157,7 @@ def beside_decode(setup: Setup, shape: TileShape) -> list[dict[str, object]]:
         splits = paged_decode.choose_splits(decode_rows, setup.kv_heads, setup.sms, 16384)
 
         def decode(index: int, splits: int = splits) -> None:
-            keys, values = setup.pools[index]
+            keys, values = setup.storage.keys[index], setup.storage.values[index]
             paged_decode.paged_decode(
                 query, keys, values, rows, positions, setup.page_table, setup.scale, splits, pdl=True, out=out
             )

@@ -1,25 +1,27 @@
-"""The memory of all keys and values: one allocation with a view for each layer. Which sequence owns which page is
-decided by the KV manager."""
+"""The memory of all keys and values: one allocation, page after page, with a view for each layer."""
 
 import torch
 from torch import Tensor
 
-from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.page_table import PageTable
 
 
 class KVStorage:
-    """Keys and values of every layer, indexed by slot: page * page_stride + offset in the page.
+    """Keys and values of every layer, page-major: all that a page holds is one run of bytes of equal size.
+
+    A layer is addressed by slots of head vectors from its own first slot on, `page_stride` slots a page, so that a slot
+    is the same number in every layer. Between two pages of a layer are those of the others: a layer's view must only be
+    indexed by slots of a page table, never written as a whole.
 
     Page 0 is reserved: padding reads and writes there, and no sequence ever owns it. The pool starts as zeros, because
-    a masked slot still takes part in a product, and nothing times NaN is NaN.
+    a masked slot still takes part in a product, and nothing times NaN is NaN. Which sequence owns which page is decided
+    by the KV manager.
     """
 
-    def __init__(self, page_size: int, page_stride: int, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
-        """page_size: positions in a page; page_stride: slots from a page to the next; keys, values: one tensor a layer,
-        [slots, kv_heads, head_dim]."""
-        self.page_size = page_size
-        self.page_stride = page_stride
+    def __init__(self, pool: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
+        """pool: [pages, layers, 2, page_size, kv_heads, head_dim]; keys, values: one view of it for each layer,
+        [slots, kv_heads, head_dim], contiguous, from the layer's first slot to its last."""
+        self.pool = pool
         self.keys = keys
         self.values = values
 
@@ -36,9 +38,11 @@ class KVStorage:
         device: torch.device | str,
     ) -> "KVStorage":
         """Allocate `pages` pages, page 0 included, of `page_size` positions each."""
-        shape = (layers, 2, pages * page_size, kv_heads, head_dim)
-        pool = torch.zeros(shape, dtype=dtype, device=device)
-        return cls(page_size, page_size, pool[:, 0].unbind(0), pool[:, 1].unbind(0))
+        pool = torch.zeros((pages, layers, 2, page_size, kv_heads, head_dim), dtype=dtype, device=device)
+        flat = pool.view(-1, kv_heads, head_dim)
+        slots = (pages - 1) * 2 * layers * page_size + page_size
+        views = [flat[first : first + slots] for first in range(0, 2 * layers * page_size, page_size)]
+        return cls(pool, tuple(views[0::2]), tuple(views[1::2]))
 
     @staticmethod
     def bytes_per_token(*, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -48,8 +52,9 @@ class KVStorage:
     @property
     def pages(self) -> int:
         """Number of pages, page 0 included."""
-        return ceil_div(self.keys[0].shape[0], self.page_stride)
+        return self.pool.shape[0]
 
     def page_table(self, pages: Tensor) -> PageTable:
         """Return the page table of this pool with the given pages, [rows, pages_per_row] int32."""
-        return PageTable(pages, self.page_size, self.page_stride)
+        _, layers, _, page_size, _, _ = self.pool.shape
+        return PageTable(pages, page_size, 2 * layers * page_size)

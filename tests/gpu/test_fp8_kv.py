@@ -114,7 +114,7 @@ def test_rows_of_any_lengths_equal_the_oracle(
 def test_the_default_model_keeps_its_choices() -> None:
     """Chunks, mixed steps and decode from graphs, over a pool of 8-bit floats and over one of the model's own dtype."""
     wide, narrow = build("cuda", "auto"), build("cuda", "fp8")
-    assert runtime_of(narrow).kv.keys[0].dtype == FP8
+    assert runtime_of(narrow).kv.pool.dtype == FP8
     assert all(isinstance(slot.attention, RaggedPlanner) for slot in runtime_of(narrow).slots)
     graphs = runtime_of(narrow).graphs
     assert graphs is not None and all(graphs.mixed), "chunks and mixed steps come from graphs, too"

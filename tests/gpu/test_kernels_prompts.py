@@ -114,6 +114,33 @@ def test_windows_and_soft_caps_equal_the_oracle(
             torch.testing.assert_close(found.float(), exact, atol=3 * STEP[dtype], rtol=3 * STEP[dtype])
 
 
+def test_addresses_beyond_32_bits_equal_the_oracle() -> None:
+    """Keys and values of a pool of 3 * 2^30 elements, written by the rotation and read by every kernel."""
+    heads, kv_heads, head_dim, stride = 32, 8, 64, 2**20
+    pool = torch.zeros(6 * stride, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    keys, values = pool, pool[PAGE:]
+    table = PageTable(torch.tensor([[5, 2, 4], [1, 3, 0]], dtype=torch.int32, device="cuda"), PAGE, stride)
+    work: Work = [(0, 48), (0, 20)]
+    rows = torch.tensor([0] * 48 + [1] * 20, device="cuda")
+    positions = torch.cat((torch.arange(48), torch.arange(20))).cuda()
+    angles = torch.rand(68, 1, head_dim, device="cuda") * 6
+    qkv = randn(68, heads + 2 * kv_heads, head_dim)
+    slots = table.slots(rows, positions)
+    query = rope_and_kv_write(qkv, angles.cos(), angles.sin(), slots, keys, values)
+    assert torch.equal(values[slots], qkv[:, heads + kv_heads :])
+    exact = reference_attention.paged_prefill(query, keys, values, work, table, 0.125)
+    layer, spans = LayerAttention(0.125), spans_of(work)
+    library = FlashInferPlanner.allocate(
+        [layer], lambda count: torch.zeros(count, dtype=torch.int32, pin_memory=True), torch.device("cuda"),
+        HeadShape(heads, kv_heads, head_dim, torch.bfloat16), len(spans), 6,
+    )  # fmt: skip
+    own = ragged(heads, kv_heads, head_dim, torch.bfloat16, len(spans), len(query))
+    decode = DecodeStep(rows.int(), positions.int(), table, 2)
+    for step in (own.plan(spans, table), library.plan(spans, table), decode):
+        found = step.run(query, keys, values, layer)
+        torch.testing.assert_close(found.float(), exact, atol=2 * 2.0**-8, rtol=2 * 2.0**-8)
+
+
 class Chain:
     """Norm, rotation, decode of some rows and a chunk of another row, layer after layer."""
 

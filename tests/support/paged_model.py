@@ -52,8 +52,7 @@ class PagedRun:
             device="cpu",
         )
         self.page_table = self.storage.page_table(self.pages)
-        for pool in (*self.storage.keys, *self.storage.values):
-            pool.normal_(0, 100, generator=generator)
+        self.storage.pool.normal_(0, 100, generator=generator)
 
     def step(self, work: Sequence[Work]) -> Tensor:
         """Run one step and return the logits of all its positions, [T, vocab]."""

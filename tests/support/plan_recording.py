@@ -93,8 +93,7 @@ def reset(runtime: TorchRuntime) -> None:
     with torch.inference_mode():
         for name in TABLES:
             getattr(runtime.tables, name).zero_()
-        for pool in (*runtime.kv.keys, *runtime.kv.values):
-            pool.zero_()
+        runtime.kv.pool.zero_()
     runtime.tables.modes[:] = 0
     runtime.synchronize()
 

@@ -1,31 +1,84 @@
+"""The KV pool: its layout, and the addresses of its slots."""
+
+import pytest
 import torch
 
+from tandem.engine_core.kernels.kv_dtype import read_pool, write_pool
 from tandem.engine_core.kv_cache.storage import KVStorage
 
-
-def allocate(dtype: torch.dtype = torch.float32) -> KVStorage:
-    return KVStorage.allocate(layers=3, pages=5, page_size=4, kv_heads=2, head_dim=8, dtype=dtype, device="cpu")
+PAGES = torch.tensor([[0, 0], [4, 1], [2, 3]], dtype=torch.int32)
 
 
-def test_one_zeroed_allocation_in_layer_views() -> None:
+def allocate(dtype: torch.dtype = torch.float32, pages: int = 5) -> KVStorage:
+    return KVStorage.allocate(layers=3, pages=pages, page_size=4, kv_heads=2, head_dim=8, dtype=dtype, device="cpu")
+
+
+def test_the_pool_is_one_zeroed_allocation_with_views_for_each_layer() -> None:
     storage = allocate()
     assert storage.pages == 5
+    assert storage.pool.shape == (5, 3, 2, 4, 2, 8) and storage.pool.is_contiguous()
     assert len(storage.keys) == len(storage.values) == 3
     tensors = [*storage.keys, *storage.values]
-    assert all(tensor.shape == (20, 2, 8) and tensor.is_contiguous() for tensor in tensors)
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
-    assert all(not tensor.any() for tensor in tensors)
+    assert all(tensor.shape[1:] == (2, 8) and tensor.is_contiguous() for tensor in tensors)
+    assert {tensor.untyped_storage().data_ptr() for tensor in tensors} == {storage.pool.untyped_storage().data_ptr()}
+    assert not storage.pool.any()
 
 
-def test_views_do_not_overlap() -> None:
+def test_slots_of_different_layers_do_not_overlap() -> None:
     storage = allocate()
+    table = storage.page_table(PAGES)
     tensors = [*storage.keys, *storage.values]
     for number, tensor in enumerate(tensors):
-        tensor.fill_(number)
-    assert all((tensor == number).all() for number, tensor in enumerate(tensors))
+        table.view_pages(tensor).fill_(number)
+    assert all((table.view_pages(tensor) == number).all() for number, tensor in enumerate(tensors))
 
 
-def test_bytes_per_token_is_what_is_allocated() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_a_slot_is_the_position_in_its_page_of_every_layer(dtype: torch.dtype) -> None:
+    storage = allocate(dtype)
+    table = storage.page_table(PAGES)
+    slots = table.slots(torch.tensor([1, 1, 2]), torch.tensor([3, 4, 6]))
+    for number, (keys, values) in enumerate(zip(storage.keys, storage.values, strict=True)):
+        write_pool(keys, slots, torch.full((3, 2, 8), 2.0 * number + 1))
+        write_pool(values, slots, torch.full((3, 2, 8), 2.0 * number + 2))
+    for number, (keys, values) in enumerate(zip(storage.keys, storage.values, strict=True)):
+        assert (read_pool(keys, slots, torch.float32) == 2 * number + 1).all()
+        assert (read_pool(values, slots, torch.float32) == 2 * number + 2).all()
+    pool = storage.pool.float()
+    expected = torch.arange(1.0, 7.0).view(3, 2, 1, 1)
+    for page, offset in ((4, 3), (1, 0), (3, 2)):
+        assert (pool[page, :, :, offset] == expected).all()
+        pool[page, :, :, offset] = 0
+    assert not pool.any()
+
+
+def test_views_by_page_share_the_memory_of_the_pool() -> None:
+    storage = allocate()
+    table = storage.page_table(PAGES)
+    storage.pool.copy_(torch.arange(storage.pool.numel()).view_as(storage.pool))
+    for layer in range(3):
+        assert torch.equal(table.view_pages(storage.keys[layer]), storage.pool[:, layer, 0])
+        assert torch.equal(table.view_pages(storage.values[layer]), storage.pool[:, layer, 1])
+
+
+def test_slots_beyond_32_bits_are_addressed_in_full() -> None:
+    """Page 300 of 2^17 positions in 40 layers begins beyond slot 2^31."""
+    page_size, layers = 1 << 17, 40
+    storage = KVStorage.allocate(
+        layers=layers, pages=1, page_size=page_size, kv_heads=1, head_dim=1, dtype=torch.float32, device="meta"
+    )
+    table = storage.page_table(torch.tensor([[300]], dtype=torch.int32))
+    slot = table.slots(torch.tensor([0]), torch.tensor([7]))
+    assert slot.tolist() == [300 * 2 * layers * page_size + 7] and slot.item() > 2**31
+
+
+def test_a_pool_of_the_reserved_page_alone_has_slots_for_it() -> None:
+    storage = allocate(pages=1)
+    assert storage.pages == 1
+    assert all(len(tensor) == 4 for tensor in (*storage.keys, *storage.values))
+
+
+def test_bytes_per_token_equal_the_allocation() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         each = KVStorage.bytes_per_token(layers=3, kv_heads=2, head_dim=8, dtype=dtype)
-        assert each * 20 == allocate(dtype).keys[0].untyped_storage().nbytes()
+        assert each * 20 == allocate(dtype).pool.untyped_storage().nbytes()

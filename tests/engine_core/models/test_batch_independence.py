@@ -45,7 +45,7 @@ def test_nan_in_one_row_does_not_reach_another(tmp_path: Path) -> None:
     expected = run.step([(0, 0, 20)])
     run.step([(0, 0, 19), (1, 0, 39)])
     for pool in (*run.storage.keys, *run.storage.values):
-        pool.view(-1, 4, *pool.shape[1:])[run.pages[1, :10].long()] = torch.nan
+        run.page_table.view_pages(pool)[run.pages[1, :10].long()] = torch.nan
     both = run.step([(0, 19, 1), (1, 39, 1)])
     assert both[1].isnan().all()
     torch.testing.assert_close(both[0], expected[19], atol=1e-5, rtol=0)

@@ -92,8 +92,7 @@ def test_the_pool_takes_the_requested_memory(folder: Path) -> None:
         engine, _, status = build(folder, kv_memory=100 * 16 * token_bytes, kv_dtype=kv_dtype)
         assert status.stats.pages_total == 100 * width - 1
         assert isinstance(engine.runtime, TorchRuntime)
-        pools = (*engine.runtime.kv.keys, *engine.runtime.kv.values)
-        assert sum(pool.nbytes for pool in pools) == 100 * 16 * token_bytes
+        assert engine.runtime.kv.pool.nbytes == 100 * 16 * token_bytes
 
 
 def test_ready_names_the_facts_and_limits(folder: Path) -> None:
