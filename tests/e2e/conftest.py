@@ -1,4 +1,4 @@
-"""One server for the tests that leave it as they found it."""
+"""A server shared by the tests that leave it unchanged."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What happens when a process dies or is told to stop."""
+"""Death and orderly stop of the processes of a server."""
 
 import signal
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A sample of malformed bodies against real processes: the engine never hears of them, and nothing is left behind."""
+"""Malformed bodies against real processes: none reaches the engine, and no state is left behind."""
 
 import http.client
 import json

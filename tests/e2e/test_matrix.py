@@ -1,4 +1,4 @@
-"""A trial of the matrix against a real server on a CPU: everything is measured, and nothing is left behind."""
+"""A short run of the benchmark matrix against a real server on a CPU."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Offline use of the default model, beside a server of the same."""
+"""Offline inference with the default model, compared with a server of the same model."""
 
 from collections.abc import Iterator
 

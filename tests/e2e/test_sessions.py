@@ -56,7 +56,7 @@ def test_a_session_reuses_the_kv_of_three_turns(
         messages.append(user(question))
         alone = turn(client, messages, cache_salt=f"alone {len(messages)}")
         reply = turn(client, messages, session_id="three turns", cache_salt="together")
-        assert cached(alone) == 0, "nobody has used this salt before"
+        assert cached(alone) == 0, "this salt was not used before"
         assert reply.choices[0].message.content == alone.choices[0].message.content
         assert reply.usage is not None
         assert cached(reply) < reply.usage.prompt_tokens
@@ -125,7 +125,7 @@ def test_requests_of_different_salts_share_no_kv(client: openai.OpenAI) -> None:
 
 
 def test_an_idle_session_expires(tmp_path: Path) -> None:
-    """What it kept is still cached for whoever comes next, as nobody needed the memory."""
+    """The pages of an expired session stay in the prefix cache while the memory is not needed."""
     with (
         Serving(tmp_path / "log", "--session-ttl", "0.2") as serving,
         openai.OpenAI(base_url=serving.url + "/v1", api_key="none", timeout=GUARD_SECONDS, max_retries=0) as client,
@@ -149,7 +149,7 @@ def test_an_idle_session_expires(tmp_path: Path) -> None:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[openai.OpenAI]:
-    """A server whose policy may be changed."""
+    """A server of its own, whose policy the test may change."""
     with (
         Serving(tmp_path / "log", "--api-key", "key") as serving,
         openai.OpenAI(base_url=serving.url + "/v1", api_key="key", timeout=GUARD_SECONDS, max_retries=0) as client,

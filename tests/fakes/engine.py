@@ -42,7 +42,7 @@ Script = Callable[[Submit], list[int]]
 
 
 def repeat_prompt(submit: Submit) -> list[int]:
-    """The ids of the prompt over and over, up to `max_tokens`."""
+    """Repeat the ids of the prompt up to `max_tokens`."""
     ids = itertools.cycle(unpack_ids(submit.prompt_ids))
     return list(itertools.islice(ids, submit.sampling.max_tokens))
 
@@ -51,9 +51,9 @@ class FakeEngine:
     """Runs in a thread. Each step gives every running request `tokens_per_step` tokens of its script.
 
     A script shorter than `max_tokens` ends with `end_id` as the stop token. The public attributes may be changed at
-    any time: `hold` accepts and yields nothing, `frozen` stops beats and steps with the sockets left open, `refusal`
-    answers every submit with this failure, `break_after` fails a request after so many tokens, `cached` says how much
-    of a prompt was in the cache, `mute` leaves calls without an answer.
+    any time: `hold` accepts and yields nothing, `frozen` stops heartbeats and steps with the sockets open, `refusal`
+    answers every submit with this failure, `break_after` fails a request after that number of tokens, `cached`
+    returns how much of a prompt was in the cache, `mute` leaves calls without an answer.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class FakeEngine:
         self._thread: threading.Thread | None = None
 
     def start(self) -> "FakeEngine":
-        """A new life, with a new epoch and nothing remembered of the one before."""
+        """Start with a new epoch and without any state of the epoch before."""
         self.epoch = time.time_ns() + next(_epochs)
         self.stats = EngineStats()
         self._greeted.clear()
@@ -111,7 +111,7 @@ class FakeEngine:
         return self
 
     def die(self) -> None:
-        """Ends without a word, as a killed process does: the sockets close."""
+        """Close the sockets without a message, as a killed process does."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(10)
@@ -220,7 +220,7 @@ class FakeEngine:
         return {running.submit.session for running in self._running.values()} - {""}
 
     def _step(self, router: zmq.Socket[bytes]) -> None:
-        """One step output for each frontend."""
+        """Send one step output to each frontend."""
         self.stats.steps_launched += 1
         self.stats.steps_committed += 1
         for identity in {running.identity for running in self._running.values()}:
@@ -263,7 +263,7 @@ class FakeEngine:
 
 
 def run_as_process(argv: list[str]) -> FakeEngine:
-    """What a fake `engine_core/__main__.py` calls: serves until SIGTERM, then returns the engine for a last look."""
+    """Serve until SIGTERM, as the body of a fake `engine_core/__main__.py`; return the engine for inspection."""
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     engine = FakeEngine(argv[argv.index("--endpoint") + 1]).start()

@@ -1,4 +1,4 @@
-"""A request of the fake engine, and what it says of its tokens."""
+"""A request of the fake engine, and the log-probabilities of its tokens."""
 
 from msgspec import Struct
 
@@ -8,32 +8,32 @@ from tandem.protocol.events import InspectedSequence, TokenLogprobs
 
 
 def fake_logprob(position: int, token: int) -> float:
-    """What the fake engine says of a token; a multiple of 1/8, so that float32 holds it."""
+    """Return the log-probability of a token, a multiple of 1/8 that float32 represents exactly."""
     return -(position % 5 + 1 + token % 8 / 8)
 
 
 def fake_line(position: int, token: int, top: int) -> bytes:
-    """One line of `TokenLogprobs`: the token itself, then ids 2, 3, ..., none of which has any probability."""
+    """Pack one record of `TokenLogprobs`: the token, then ids 2, 3, ... with probability 0."""
     values = [fake_logprob(position, token), *[float("-inf")] * top]
     return pack_floats(values) + pack_ids(range(2, 2 + top))
 
 
 class Running(Struct):
-    """A request that the engine owes an end."""
+    """A request without a terminal event yet."""
 
     identity: bytes
     submit: Submit
     tokens: list[int]
     ends_by_itself: bool
     position: int
-    """Of the next token."""
+    """Position of the next token."""
 
     @property
     def request_id(self) -> int:
         return self.submit.request_id
 
     def logprobs(self, count: int) -> list[TokenLogprobs]:
-        """Of the next `count` tokens, and of the prompt ahead of the first."""
+        """Return those of the next `count` tokens, and of the prompt ahead of the first."""
         submit, prompt = self.submit, unpack_ids(self.submit.prompt_ids)
         parts: list[TokenLogprobs] = []
         top = submit.prompt_logprobs

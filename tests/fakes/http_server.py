@@ -1,4 +1,4 @@
-"""An HTTP server that answers from a script, for clients that must bear what a good server never does."""
+"""Scripted HTTP server, for clients that must cope with responses that a correct server never sends."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,13 +18,13 @@ class Answer(Struct, frozen=True):
 
 
 class ScriptedServer(ThreadingHTTPServer):
-    """Gives the answers in order, the last one for ever, and keeps what it was sent."""
+    """Sends the answers in order, repeating the last one, and records the requests."""
 
     def __init__(self, answers: Sequence[Answer]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answers = list(answers)
         self.requests: list[tuple[str, bytes]] = []
-        """Paths and bodies."""
+        """Path and body of each request."""
         self.headers: list[Message] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -51,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(answer.body)
 
     def log_message(self, *_arguments: object) -> None:
-        """Nothing: the tests read what they want to know from `requests`."""
+        """Log nothing; tests read `requests`."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer, built anew and always the same."""
+"""Small deterministic BPE tokenizers, built for each test."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ _CORPUS = [
 
 
 def byte_level_tokenizer(with_begin: bool = False) -> tokenizers.Tokenizer:
-    """Byte-level BPE with two special tokens; `with_begin` puts one in front of every prompt, as Llama does."""
+    """Build a byte-level BPE with two special tokens; `with_begin` prepends one to every prompt, as Llama does."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,7 +40,7 @@ def byte_level_tokenizer(with_begin: bool = False) -> tokenizers.Tokenizer:
 
 
 def sentence_piece_tokenizer() -> tokenizers.Tokenizer:
-    """BPE in the manner of SentencePiece with byte fallback: its decoder drops the space in front of a text."""
+    """Build a SentencePiece-style BPE with byte fallback, whose decoder drops the space in front of a text."""
     words = ["▁a", "▁b", "a", "b", "▁hello", "▁world", "▁"]
     vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
     for word in words:
@@ -58,12 +58,12 @@ def sentence_piece_tokenizer() -> tokenizers.Tokenizer:
 
 
 def write_tokenizer(folder: Path, with_begin: bool = False) -> str:
-    """Writes `folder/tokenizer.json`; returns its fingerprint."""
+    """Write `folder/tokenizer.json`; return its fingerprint."""
     path = folder / "tokenizer.json"
     byte_level_tokenizer(with_begin).save(str(path))
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def write_chat_template(folder: Path) -> None:
-    """Makes a folder one of a model that can chat: a line a message, then `assistant:`."""
+    """Add a chat template to a model folder: one line per message, then `assistant:`."""
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))

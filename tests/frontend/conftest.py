@@ -19,9 +19,9 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.tokenizer import write_tokenizer
 
 DEADLINE = 30.0
-"""Seconds that a test waits for what must happen; nothing is asserted about how long it took."""
+"""Seconds after which a test gives up waiting; no test asserts how long something took."""
 
-# By itself httpx builds a TLS context for every call, which takes longer than the call.
+# By default httpx builds a TLS context for every call, which takes longer than the call.
 _CONTEXT = ssl.create_default_context()
 head = partial(httpx.head, verify=_CONTEXT, timeout=DEADLINE)
 get = partial(httpx.get, verify=_CONTEXT, timeout=DEADLINE)
@@ -30,7 +30,7 @@ open_stream = partial(httpx.stream, verify=_CONTEXT, timeout=DEADLINE)
 
 
 def until(condition: Callable[[], object], what: str = "") -> None:
-    """Polls until the condition holds."""
+    """Poll until the condition holds."""
     deadline = time.monotonic() + DEADLINE
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {DEADLINE:.0f} s: {what or condition}"
@@ -92,7 +92,7 @@ def config(ipc_dir: Path, model_dir: Path) -> FrontendConfig:
 
 @pytest.fixture
 def server(engine: FakeEngine, config: FrontendConfig) -> Iterator[RunningServer]:
-    """Serving and ready."""
+    """A running server that is ready."""
     engine.start()
     running = RunningServer(config).start().ready()
     yield running

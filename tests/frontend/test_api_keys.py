@@ -1,4 +1,4 @@
-"""Where keys come from, and that a key is compared with all of them."""
+"""Sources of API keys, and their comparison with the keys of requests."""
 
 import hmac
 from argparse import ArgumentParser, Namespace

@@ -1,4 +1,4 @@
-"""The bar of a load, a batch, and offline use."""
+"""Progress bar of a load, a batch and offline inference."""
 
 import io
 

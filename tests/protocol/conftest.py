@@ -18,6 +18,6 @@ def context() -> Iterator[KeepingContext]:
 
 @pytest.fixture
 def run_dir() -> Iterator[Path]:
-    """A private directory: the path of a unix socket is limited to some hundred bytes."""
+    """A private directory with a short path, as that of a unix socket is limited to about 100 bytes."""
     with tempfile.TemporaryDirectory(prefix="td-") as path:
         yield Path(path)

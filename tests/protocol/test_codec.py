@@ -1,4 +1,4 @@
-"""Every message survives the wire, and nothing that is no message gets through it."""
+"""Every message round-trips, and malformed bytes raise ProtocolError."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def builtins(value: Any) -> list[Any]:
 
 
 def decodes_or_refuses(decode: Callable[[bytes], Any], data: bytes) -> Any:
-    """What came out, or None: anything but a ProtocolError is a bug that propagates."""
+    """Decode, with None for a ProtocolError; any other exception is a bug that propagates."""
     try:
         return decode(data)
     except ProtocolError:
@@ -153,7 +153,7 @@ def test_unknown_enum_values_are_protocol_errors(kind: str, value: str) -> None:
 
 
 class TestAppendedFields:
-    """Fields are only ever appended, with a default: either side may be the older one."""
+    """Compatibility with older and newer peers: fields are only appended, with a default."""
 
     def test_sampling_params_of_an_older_frontend_decode_with_defaults(self) -> None:
         defaults = builtins(SamplingParams(7))

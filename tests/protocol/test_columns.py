@@ -90,7 +90,7 @@ DISAGREEING = [
     ("a count too many", StepOutput(1, bytes(8), bytes(4), b"")),
     ("a token missing", StepOutput(1, bytes(8), b"\2\0", bytes(4))),
     ("a token too many", StepOutput(1, bytes(8), b"\1\0", bytes(8))),
-    ("tokens of nobody", StepOutput(1, b"", b"", bytes(4))),
+    ("tokens without a request", StepOutput(1, b"", b"", bytes(4))),
     ("half a request id", StepOutput(1, bytes(7), bytes(2), b"")),
     ("half a count", StepOutput(1, bytes(8), bytes(3), b"")),
     ("half a token", StepOutput(1, bytes(8), b"\1\0", bytes(5))),
@@ -115,7 +115,7 @@ def test_hostile_columns_yield_runs_or_a_protocol_error(ids: bytes, counts: byte
 
 @st.composite
 def scored(draw: st.DrawFn) -> tuple[int, list[tuple[float, list[int], list[float]]]]:
-    """A number of alternatives, and tokens with so many."""
+    """Draw a number of alternatives, and tokens with that many."""
     top = draw(st.integers(0, 20))
     alternatives = {"min_size": top, "max_size": top}
     line = st.tuples(FLOAT32, st.lists(INT32, **alternatives), st.lists(FLOAT32, **alternatives))

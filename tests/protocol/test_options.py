@@ -1,4 +1,4 @@
-"""Flags that one process parses and hands to another."""
+"""Flags that one process parses and passes to another."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Endpoints on one host, and what the sockets tell their owner."""
+"""Endpoints on one host, and the errors that sockets report."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ from tandem.protocol.sockets import (
 )
 
 WAIT_MS = 10_000
-"""Bound of every poll: reached only when a test fails."""
+"""Timeout of every poll, reached only when a test fails."""
 
 
 def receive(sock: Any) -> list[bytes]:
@@ -28,7 +28,7 @@ def receive(sock: Any) -> list[bytes]:
 
 
 def send_until_error(router: Any, identity: bytes, payload: bytes, endless: bool = False) -> tuple[int, int]:
-    """How many messages were taken, and what the next one raised; endless goes on over EAGAIN.
+    """Count the messages that were accepted, and return the error of the next; `endless` retries after EAGAIN.
 
     Looking for input, as the mailbox does in every drain, is what lets ZMQ let go of a peer that has left.
     """
@@ -45,7 +45,7 @@ def send_until_error(router: Any, identity: bytes, payload: bytes, endless: bool
 
 
 def leave_a_dead_socket(path: Path) -> None:
-    """What a killed process leaves: a bound socket that nobody listens on."""
+    """Leave what a killed process leaves: a bound socket without a listener."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
 
@@ -98,7 +98,7 @@ class TestPrepareEndpoint:
     def test_refuses_sockets_outside_a_private_directory(
         self, endpoint: str, run_dir: Path, context: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """An abstract name has no mode that keeps other users out."""
+        """An abstract socket has no mode that keeps other users out."""
         monkeypatch.chdir(run_dir)
         with pytest.raises(ValueError, match="endpoint"):
             bind_router(context, endpoint)

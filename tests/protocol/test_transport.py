@@ -1,4 +1,4 @@
-"""Security of the wire: what is allowed, and who gets through."""
+"""Security of the wire: allowed endpoints, and which peers can connect."""
 
 import stat
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def address(sock: Any) -> str:
 
 @contextmanager
 def a_failing_handshake(sock: Any) -> Iterator[None]:
-    """Leaves only after a handshake on the socket has failed."""
+    """Wait until a handshake on the socket has failed."""
     monitor = sock.get_monitor_socket()
     try:
         yield

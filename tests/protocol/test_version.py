@@ -7,7 +7,7 @@ from tandem.protocol.version import distribution_version
 
 
 def test_distribution_version_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every reply names it, and a look-up costs as much as the rest of a short request."""
+    """Every response names the version, and a lookup costs as much as the rest of a short request."""
     found = distribution_version()
 
     def again(_: str) -> str:

@@ -18,7 +18,7 @@ from tandem.engine_core.startup import runtime as build_runtime
 
 VARIABLE = "TANDEM_TEST_FAULT"
 ROWS, POSITION = 4, 150
-"""A fault comes in the first step of so many rows that all have got so far: in the middle of so many streams."""
+"""Rows and position of the fault: it comes in the first step of that many rows that have all passed the position."""
 
 
 @triton.jit
@@ -28,12 +28,12 @@ def trap(out) -> None:  # type: ignore[no-untyped-def]
 
 
 def trapping_kernel() -> None:
-    """Stops on the device, some time after the launch has returned."""
+    """Fail on the device, some time after the launch has returned."""
     trap[(1,)](torch.zeros(1, dtype=torch.int32, device="cuda"))
 
 
 def device_assertion() -> None:
-    """An index that a kernel finds outside its table, with a message of its own on stderr."""
+    """Use an index outside a kernel's table, which prints a message of its own on stderr."""
     torch.zeros(8, device="cuda")[torch.full((4,), 1000, device="cuda")]
 
 
@@ -45,7 +45,7 @@ FAULTS = {"trap": trapping_kernel, "assertion": device_assertion, "allocation": 
 
 
 class FaultyRuntime(TorchRuntime):
-    """Does what the file says between two steps, before it launches the second."""
+    """Inject the fault that the file names between two steps, before the second is launched."""
 
     def launch(self, slot: int, plan: StepPlan) -> None:
         self.maybe_fail(plan)

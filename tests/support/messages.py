@@ -1,4 +1,4 @@
-"""Strategies for every message of the wire."""
+"""Hypothesis strategies for every message of the wire."""
 
 from hypothesis import strategies as st
 

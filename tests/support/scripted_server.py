@@ -1,4 +1,4 @@
-"""Servers whose fake engine is told what to say, in front of a model that can chat."""
+"""Servers of a chat model whose fake engine answers from a script."""
 
 from pathlib import Path
 
@@ -18,10 +18,10 @@ def write_chat_model(folder: Path) -> Path:
 
 
 def say(engine: FakeEngine, text: str) -> None:
-    """Whatever the prompt."""
+    """Make the engine answer every prompt with this text."""
     engine.script = lambda submit: RAW.encode(text).ids[: submit.sampling.max_tokens]
 
 
 def prompts(engine: FakeEngine) -> list[str]:
-    """What it was asked, as text."""
+    """Return the prompts that the engine received, as text."""
     return [RAW.decode(list(unpack_ids(submit.prompt_ids))) for submit in engine.submits]

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 GUARD_SECONDS = 120.0
-"""How long anything may take before a test gives up; nothing is asserted about how long it does take."""
+"""Seconds after which a test gives up waiting; no test asserts how long something took."""
 
 
 def free_port() -> int:
@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
-    """Waits for a condition to be truthy and returns its value."""
+    """Wait until a condition is truthy; return its value."""
     deadline = time.monotonic() + GUARD_SECONDS
     while time.monotonic() < deadline:
         if value := condition():
@@ -38,10 +38,10 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 
 class Serving:
-    """Starts on entry, waits until ready, and leaves no process behind."""
+    """A server that starts on entry and waits until it is ready; it leaves no process behind."""
 
     def __init__(self, log: Path, *flags: str, tandem: Path | None = None) -> None:
-        """tandem: the console script, by default that of the environment of the tests."""
+        """`tandem` is the console script, by default that of the tests' environment."""
         self.log = log
         self.tandem = tandem or Path(sys.executable).with_name("tandem")
         self.flags = flags
@@ -80,7 +80,7 @@ class Serving:
         return self.get("/health/ready")[0] == 200
 
     def get(self, path: str, port: int | None = None) -> tuple[int, str]:
-        """Status and body; status 0 if nobody answers."""
+        """Request a path; return status and body, or status 0 without an answer."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port or self.port}{path}", timeout=GUARD_SECONDS) as reply:
                 return reply.status, reply.read().decode()
@@ -102,20 +102,20 @@ class Serving:
                 return refusal.code, json.load(refusal)
 
     def engine_metric(self, name: str) -> float:
-        """One series of the ops port, by its full name with labels; 0 if it is not there."""
+        """Return one series of the ops port by its full name with labels; 0 if it is missing."""
         text = self.get("/metrics", self.ops_port)[1]
         found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         return float(found[1]) if found else 0.0
 
     def fresh_engine_metric(self, name: str) -> float:
-        """The same out of a heartbeat that came after this call began: it knows of whatever was answered before."""
+        """Return a series from a heartbeat sent after this call began, which reflects all earlier answers."""
         asked = time.monotonic()
         age = "tandem_engine_seconds_since_last_beat"
         until(lambda: self.engine_metric(age) < time.monotonic() - asked, "a heartbeat")
         return self.engine_metric(name)
 
     def child(self, module: str) -> psutil.Process:
-        """The supervisor's child that runs a module."""
+        """Return the supervisor's child process that runs a module."""
         assert self.process is not None
         for child in psutil.Process(self.process.pid).children():
             if module in child.cmdline():

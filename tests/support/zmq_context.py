@@ -1,4 +1,4 @@
-"""A ZMQ context that holds its sockets, so that a test need not."""
+"""ZMQ context that closes its sockets at the end of a test."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import zmq
 
 
 class KeepingContext(zmq.Context[Any]):
-    """What it made lies in `made`, in order; `destroy` closes everything."""
+    """A context that records its sockets in `made`; `destroy` closes them all."""
 
     def socket(self, *args: Any, **kwargs: Any) -> Any:
         made = super().socket(*args, **kwargs)

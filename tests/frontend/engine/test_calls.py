@@ -1,4 +1,4 @@
-"""Which reply belongs to which call, without an engine."""
+"""Matching of replies with calls, without an engine."""
 
 import asyncio
 

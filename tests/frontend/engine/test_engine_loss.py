@@ -1,4 +1,4 @@
-"""The engine dies, hangs, refuses or comes back: streams end, readiness follows."""
+"""Loss and return of the engine: open streams end, and readiness follows."""
 
 import json
 import threading
@@ -33,7 +33,7 @@ class OpenStream:
                 self.begun.set()
 
     def last_error(self) -> dict[str, Any]:
-        """Waits for the end; what its last event says before [DONE]."""
+        """Wait for the end; return the error of the last event before [DONE]."""
         self.thread.join(DEADLINE)
         assert not self.thread.is_alive(), "the stream did not end"
         *_, last, done, rest = self.text.split("\n\n")
@@ -44,7 +44,7 @@ class OpenStream:
 
 @pytest.fixture
 def stream(server: RunningServer, engine: FakeEngine) -> Iterator[OpenStream]:
-    """Under way, and slow enough not to end by itself."""
+    """A stream in progress, slow enough not to end during the test."""
     engine.step_seconds = 0.02
     opened = OpenStream(server.url)
     assert opened.begun.wait(DEADLINE)

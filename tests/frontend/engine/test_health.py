@@ -13,7 +13,7 @@ def heartbeat(
 
 
 class Engine:
-    """An engine and its watch: `sends` at a time, and the watch's answers at a time."""
+    """An engine's watch under a clock: `sends` passes a heartbeat, `at` returns the watch at that time."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()

@@ -36,7 +36,7 @@ STATS = EngineStats(
 
 
 def exposition(heartbeat: Heartbeat | None, age: float = 0.0, restarts: int = 0) -> list[str]:
-    """The lines of `/metrics` for an engine whose only heartbeat is `age` seconds old."""
+    """Return the lines of `/metrics` for an engine whose only heartbeat is `age` seconds old."""
     clock = FakeClock()
     watch = EngineWatch(5.0, 60.0, clock)
     if heartbeat is not None:

@@ -1,4 +1,4 @@
-"""Deltas of one sequence as pieces of text."""
+"""Tokens of one sequence as deltas of text."""
 
 from collections.abc import Sequence
 

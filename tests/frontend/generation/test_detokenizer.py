@@ -1,4 +1,4 @@
-"""Deltas joined are the decoding of all ids, whatever the ids."""
+"""Incremental decoding equals the decoding of all ids at once, for any ids."""
 
 import tokenizers
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""What the first batch of a request may be, without an engine."""
+"""Batches and errors of a generation, without an engine."""
 
 import asyncio
 from typing import Any
@@ -23,7 +23,7 @@ MODEL = ModelFacts("m", 420, 2048, [1], "", "cpu", "float32", 0)
 
 
 class Streams:
-    """The client of an engine that never says anything by itself."""
+    """An engine client whose streams are driven by the test."""
 
     num_open = 0
     queued_tokens = 0

@@ -43,7 +43,7 @@ def lines(tokens: Sequence[int], first: int, top: int = 1) -> TokenLogprobs:
 
 
 def run(made: Choice, tokens: Sequence[int], sizes: Sequence[int] = (), end: Finished = DONE) -> list[ChoiceDelta]:
-    """The pieces of all tokens, in deltas of these sizes; the terminal event comes with the last."""
+    """Advance a choice by updates of these sizes; the terminal event comes with the last."""
     prompt = encode(PROMPT)
     ahead, pieces, at = [lines(prompt[1:], 1)], [], 0
     for size in [*sizes, len(tokens)]:
@@ -74,7 +74,7 @@ def test_each_token_has_its_own_logprob() -> None:
 
 
 def check_offsets(found: Sequence[ScoredToken], text: str) -> None:
-    """Tokens that are whole characters stand in the text where they say; the others begin at their character."""
+    """Check that whole-character tokens are at their offset, and others at the offset of their character."""
     offsets = [token.offset for token in found]
     assert offsets == sorted(offsets)
     assert all(0 <= offset <= len(text) for offset in offsets)
@@ -122,7 +122,7 @@ def test_an_included_stop_string_keeps_its_tokens() -> None:
 
 
 def test_logprobs_are_held_back_with_their_text() -> None:
-    """A token is given out when part of its text is, not before and not later."""
+    """A token is released together with the first part of its text."""
     tokens = encode("x stop the rest")
     made, pieces = choice(["stop there"]), list[ChoiceDelta]()
     for at, token in enumerate([*tokens, None]):
@@ -166,7 +166,7 @@ def test_the_mean_ends_with_the_token_that_completed_the_stop_string() -> None:
 
 
 def test_a_scored_prompt_without_output_is_released() -> None:
-    """Scoring: no token of the output, and the prompt's come with the end."""
+    """A request that scores its prompt gets no output tokens, and the prompt's at the end."""
     prompt = encode(PROMPT)
     made = choice(echo=True)
     first = made.advance([], None, [lines(prompt[1:], 1)])

@@ -1,4 +1,4 @@
-"""The stop matcher against a reference that sees the whole text at once, over all ways to cut it."""
+"""Stop matcher against a reference that sees the whole text, over all divisions into chunks."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from tandem.frontend.generation.stop_strings import StopMatcher
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """What may be shown of a text, and what stopped it: the stop that ends first, of those the longest."""
+    """Return the text before the stop string, and the stop string that ends first, of several the longest."""
     for end in range(1, len(text) + 1):
         matches = [stop for stop in stops if text[:end].endswith(stop)]
         if matches:
@@ -31,7 +31,7 @@ def run(chunks: list[str], stops: list[str]) -> tuple[str, str | None]:
 
 
 def cuts(text: str) -> list[list[str]]:
-    """Every way to cut a text into non-empty chunks."""
+    """Yield every division of a text into non-empty chunks."""
     ways = []
     for marks in itertools.product((False, True), repeat=max(0, len(text) - 1)):
         chunks, start = [], 0

@@ -1,4 +1,4 @@
-"""Every token as bytes, for vocabularies of either kind."""
+"""Bytes of tokens, for byte-level and SentencePiece vocabularies."""
 
 import pytest
 import tokenizers

@@ -1,4 +1,4 @@
-"""Loading and encoding."""
+"""Loading of a tokenizer, encoding and decoding."""
 
 import asyncio
 import hashlib

@@ -23,7 +23,7 @@ RAW = byte_level_tokenizer()
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model folder and, a fake engine core for it."""
+    """A model folder, and a fake engine core for it."""
     write_tokenizer(tmp_path)
     monkeypatch.setenv("PYTHONPATH", write_tandem(tmp_path, SERVING))
     monkeypatch.chdir(tmp_path)

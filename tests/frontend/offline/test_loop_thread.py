@@ -1,4 +1,4 @@
-"""Coroutines for callers without an event loop."""
+"""Coroutines run for callers without an event loop."""
 
 import asyncio
 import signal
@@ -35,7 +35,7 @@ def test_run_returns_the_result_or_raises_the_error(thread: LoopThread) -> None:
 
 
 def test_an_interrupt_cancels_the_coroutine_and_waits(thread: LoopThread) -> None:
-    told: list[str] = []
+    ended: list[str] = []
 
     async def endless() -> None:
         main = threading.main_thread().ident
@@ -45,8 +45,8 @@ def test_an_interrupt_cancels_the_coroutine_and_waits(thread: LoopThread) -> Non
             await asyncio.Event().wait()
         finally:
             await asyncio.sleep(0.01)
-            told.append("ended")
+            ended.append("ended")
 
     with pytest.raises(KeyboardInterrupt):
         thread.run(endless())
-    assert told == ["ended"]
+    assert ended == ["ended"]

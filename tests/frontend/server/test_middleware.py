@@ -1,4 +1,4 @@
-"""Who is let in, request ids on everything that is answered, origins, and TLS."""
+"""API keys, request ids, CORS origins and TLS of the HTTP server."""
 
 import logging
 import re

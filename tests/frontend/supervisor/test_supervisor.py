@@ -50,7 +50,7 @@ sys.exit(2)
 
 
 class Tandem:
-    """A `tandem` process and the lines it has printed."""
+    """A `tandem` process and the lines that it has printed."""
 
     def __init__(self, folder: Path, python_path: str, *flags: str) -> None:
         environment = {**os.environ, "PYTHONPATH": python_path, "PYTHONWARNINGS": "default"}
@@ -83,7 +83,7 @@ class Tandem:
         return "".join(self.lines)
 
     def find(self, pattern: str) -> re.Match[str]:
-        """Waits for a line of this pattern."""
+        """Wait for a line of this pattern."""
         until(lambda: re.search(pattern, self.output) or self.process.poll() is not None, pattern)
         match = re.search(pattern, self.output)
         assert match is not None, self.output
@@ -96,7 +96,7 @@ class Tandem:
         return self.find(r"engine metrics on (http://\S+)/metrics")[1]
 
     def child(self, module: str) -> psutil.Process:
-        """The running child that was started as `-m module`."""
+        """Wait for the running child process of `-m module`."""
         found: list[psutil.Process] = []
 
         def look() -> bool:
@@ -127,7 +127,7 @@ Start = Callable[..., Tandem]
 
 @pytest.fixture
 def tandem(tmp_path: Path) -> Iterator[Start]:
-    """Starts `tandem` in a folder with this program as its engine core."""
+    """Start `tandem` in a folder with this program as its engine core."""
     started: list[Tandem] = []
 
     def start(program: str, *flags: str) -> Tandem:
