@@ -61,7 +61,7 @@ class BodyFormat:
     def __init__(self, fields: Iterable[Field]) -> None:
         self.fields = tuple(fields)
         table = {field.name: field for field in (*IGNORED_FIELDS, *self.fields)}
-        self._kinds = {name: field.kind for name, field in table.items()}
+        self._readers = {name: field.kind.reader(name) for name, field in table.items()}
         self._required = tuple(field.name for field in self.fields if field.required)
         self._absent = {field.name: field.kind.absent for field in self.fields}
         shape = msgspec.defstruct("Body", [(name, Raw, Raw()) for name in table], forbid_unknown_fields=True)
@@ -75,7 +75,8 @@ class BodyFormat:
         """
         values = dict(self._absent)
         for name, raw in self._split(body).items():
-            values[name] = self._kinds[name].read(name, raw)
+            if bytes(memoryview(raw)[:4]) != b"null":
+                values[name] = self._readers[name](raw)
         for name in self._required:
             if values[name] is None:
                 raise malformed("the field {param} is required", name)
@@ -107,7 +108,7 @@ class BodyFormat:
             return
 
     def _check_name(self, _: type, name: str) -> "_FieldName":
-        if name not in self._kinds:
+        if name not in self._readers:
             raise unknown_field(name)
         return _FieldName(name)
 

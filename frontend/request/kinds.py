@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -35,10 +36,13 @@ class Kind(Struct, frozen=True):
         """The type of a command-line flag for this value."""
         return str
 
+    def reader(self, name: str) -> Callable[[Raw], Any]:
+        """Return the function that parses the JSON of a field of this name, which is not null."""
+        return partial(self.read, name)
+
     def read(self, name: str, raw: Raw) -> Any:
-        """Parse the JSON of a field. Raises ApiError 400 or 422."""
-        value = decode_field(sized(name, raw), name)
-        return self.absent if value is None else self.check(name, value)
+        """Parse the JSON of a field, which is not null. Raises ApiError 400 or 422."""
+        return self.check(name, decode_field(sized(name, raw), name))
 
     def check(self, name: str, value: Any) -> Any:
         """Return the value that a decoded one stands for. Raises ApiError 400 or 422."""
@@ -283,7 +287,7 @@ class Typed(Kind, frozen=True):
     content: Schema | None = None
 
     def read(self, name: str, raw: Raw) -> Any:
-        return decode_typed(sized(name, raw), name, self.shape | None)
+        return decode_typed(sized(name, raw), name, self.shape)
 
     def schema(self) -> Schema:
         return of_type(self.shape | None) if self.content is None else self.content
@@ -295,8 +299,8 @@ class Parsed(Kind, frozen=True):
     parse: Callable[[Raw], Any]
     content: Schema
 
-    def read(self, name: str, raw: Raw) -> Any:
-        return None if bytes(memoryview(raw)[:4]) == b"null" else self.parse(raw)
+    def reader(self, name: str) -> Callable[[Raw], Any]:
+        return self.parse
 
     def schema(self) -> Schema:
         return self.content
@@ -313,7 +317,8 @@ class Unsupported(Kind, frozen=True):
             raise unsupported(f"{{param}} is not supported; only {values} is accepted", name)
 
     def schema(self) -> Schema:
-        return constant(*self.accepted)
+        # 1 and 1.0 are the same number in JSON.
+        return constant(*(value for index, value in enumerate(self.accepted) if value not in self.accepted[:index]))
 
 
 class Ignored(Kind, frozen=True):
