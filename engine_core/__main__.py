@@ -65,7 +65,10 @@ def serve(arguments: argparse.Namespace) -> None:
 def _open_wire(
     context: zmq.Context[Any], arguments: argparse.Namespace, status: Status
 ) -> tuple[Any, HeartbeatPublisher]:
-    """Bind the ROUTER and start the heartbeat. Raises ConfigError if the endpoint cannot be bound."""
+    """Bind the ROUTER and start the heartbeat.
+
+    Raises ConfigError if the endpoint cannot be bound.
+    """
     try:
         security = transport(arguments)
         router = bind_router(context, arguments.endpoint, security)
@@ -93,7 +96,10 @@ def main() -> int:
 
 
 def leave(code: int) -> None:
-    """End the process. After a CUDA error it exits without destructors: those of pinned memory would abort it."""
+    """End the process.
+
+    After a CUDA error it exits without destructors: those of pinned memory would abort it.
+    """
     if code == ExitCode.FATAL:
         logging.shutdown()
         sys.stderr.flush()

@@ -53,7 +53,10 @@ class StepResult(Struct, frozen=True):
 
 
 class Constraint(Protocol):
-    """State of a grammar after the tokens of one sequence. Used by that sequence only, on the loop's thread."""
+    """State of a grammar after the tokens of one sequence.
+
+    Used by that sequence only, on the loop's thread.
+    """
 
     @property
     def is_complete(self) -> bool:
@@ -70,7 +73,9 @@ class Constraint(Protocol):
         """Return the tokens that the grammar forces next, possibly none. Changes nothing."""
 
     def accept(self, token: int) -> bool:
-        """Advance by one token; return False if the grammar rejects it or cannot be followed any further.
+        """Advance by one token.
+
+        Return False if the grammar rejects it or cannot be followed any further.
 
         A constraint that has rejected a token has a `problem` from then on and accepts nothing more.
         """
@@ -81,7 +86,10 @@ Masks = Sequence[tuple[int, Constraint]]
 
 
 class Compiler(Protocol):
-    """Compiles grammars into constraints outside the loop's thread. All methods are called on the loop's thread."""
+    """Compiles grammars into constraints outside the loop's thread.
+
+    All methods are called on the loop's thread.
+    """
 
     def start(self, seq_id: int, grammar: str, ignore_ends: bool) -> None:
         """Request the constraint of one sequence. ignore_ends: allow end ids only where nothing else is allowed."""
@@ -96,7 +104,10 @@ class Compiler(Protocol):
         """
 
     def close(self) -> None:
-        """Start no more compilations. Those in progress run to their end in the background."""
+        """Start no more compilations.
+
+        Those in progress run to their end in the background.
+        """
 
 
 class DeviceTimes(Struct):
@@ -111,7 +122,9 @@ class DeviceTimes(Struct):
 
 
 class Runtime(Protocol):
-    """The device. Launch and sample enqueue work and return; only collect waits, for the results of one step.
+    """The device.
+
+    Launch and sample enqueue work and return; only collect waits, for the results of one step.
 
     A slot takes one step through launch, sample and collect, in this order, before it takes the next.
     """
@@ -149,7 +162,10 @@ class Mailbox(Protocol):
         """Block until a command arrives, `wake` is called or the time is up."""
 
     def wake(self) -> None:
-        """End the current wait, or the next one if none is in progress. Called by other threads."""
+        """End the current wait, or the next one if none is in progress.
+
+        Called by other threads.
+        """
 
     def reply(self, client: bytes, event: AnyEvent) -> None:
         """Send one event to a frontend at once; drop it if the frontend's queue is full."""
@@ -164,7 +180,10 @@ class Mailbox(Protocol):
         """Add a terminal event to the next flush."""
 
     def flush(self, step_id: int) -> list[bytes]:
-        """Send what was added and keep what cannot be sent yet. Return the frontends that have disconnected."""
+        """Send what was added and keep what cannot be sent yet.
+
+        Return the frontends that have disconnected.
+        """
 
     @property
     def has_backlog(self) -> bool:

@@ -74,7 +74,10 @@ class Control:
         self._sequences = 0
 
     def apply(self, client: bytes, command: AnyCommand) -> AnyEvent | Failure | None:
-        """Apply one command of a frontend; return the event to send back, if there is one."""
+        """Apply one command of a frontend.
+
+        Return the event to send back, if there is one.
+        """
         if isinstance(command, Hello):
             return self._hello(client, command)
         if client not in self.clients:

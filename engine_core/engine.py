@@ -31,7 +31,10 @@ MAX_FINAL_FLUSHES = 200
 
 
 class Engine:
-    """One engine core. Owns no logic of its own but the order of calls; `startup` builds the parts."""
+    """One engine core.
+
+    Owns no logic of its own but the order of calls; `startup` builds the parts.
+    """
 
     def __init__(
         self,
@@ -98,7 +101,9 @@ class Engine:
         self._close(ErrorCode.SHUTTING_DOWN, "the engine is shutting down; retry on another replica or later")
 
     def tick(self) -> bool:
-        """Run one turn: sample the step that waited for its mask, commit, plan, launch. Return False if idle.
+        """Run one turn: sample the step that waited for its mask, commit, plan, launch.
+
+        Return False if idle.
 
         A step with a constrained row is sampled one tick after its launch, when the step before has been committed: the
         mask of such a row depends on that step's token. All other steps are sampled right behind their launch.

@@ -1,4 +1,6 @@
-"""State machine of the steps in flight and their slots. Pure bookkeeping, no device in it.
+"""State machine of the steps in flight and their slots.
+
+Pure bookkeeping, no device in it.
 
 ```text
           step t                     step t+1                      step t+2
@@ -50,7 +52,10 @@ class Step(Struct, frozen=True, gc=False):
 
 
 class PipelineState:
-    """At most `depth` steps in flight, one for each slot. Every illegal move is an assertion that prints the state."""
+    """At most `depth` steps in flight, one for each slot.
+
+    Every illegal move is an assertion that prints the state.
+    """
 
     def __init__(self, depth: int = 2) -> None:
         assert depth in (1, 2), f"depth {depth}: the pipeline has one slot or two"
@@ -86,7 +91,10 @@ class PipelineState:
         return None
 
     def launch(self, plan: StepPlan) -> Step:
-        """Put a step into the free slot. The step before it must be sampled: its tokens are this one's input."""
+        """Put a step into the free slot.
+
+        The step before it must be sampled: its tokens are this one's input.
+        """
         assert self._free, f"launch of step {plan.step_id} without a free slot: {self}"
         assert self.unsampled() is None, f"launch of step {plan.step_id} before the newest was sampled: {self}"
         newest = self._queue[-1] if self._queue else self._committing
@@ -119,7 +127,10 @@ class PipelineState:
         self._free.append(step.slot)
 
     def abandon(self) -> None:
-        """Drop everything in flight. Only for an engine about to exit: no slot may be used again."""
+        """Drop everything in flight.
+
+        Only for an engine about to exit: no slot may be used again.
+        """
         self._queue.clear()
         self._committing = None
         self._free.clear()

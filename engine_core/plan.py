@@ -61,7 +61,10 @@ class NewSequence(Struct, frozen=True):
 
 
 class StepPlan(Struct, frozen=True):
-    """One step, with at most one row for each sequence. Build it with `of` or `decode_only`."""
+    """One step, with at most one row for each sequence.
+
+    Build it with `of` or `decode_only`.
+    """
 
     step_id: int
     rows: tuple[ScheduledSequence, ...]

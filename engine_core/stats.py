@@ -1,4 +1,7 @@
-"""Counters of the engine. The loop writes them, the heartbeat thread encodes them; nothing else reads them."""
+"""Counters of the engine.
+
+The loop writes them, the heartbeat thread encodes them; nothing else reads them.
+"""
 
 from collections.abc import Callable
 

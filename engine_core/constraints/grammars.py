@@ -66,7 +66,9 @@ def reason(matcher: LLMatcher) -> str:
 
 
 class Grammars:
-    """Compiler of grammars for one model's tokenizer. Every method may run on any thread.
+    """Compiler of grammars for one model's tokenizer.
+
+    Every method may run on any thread.
 
     The tokenizer is built once, by whoever needs it first. That takes 30 ms for 4,096 tokens and 1.3 s for 128,000 on
     one slow core, and llguidance holds the interpreter lock meanwhile, so `prepare` is for a thread beside the load
@@ -84,7 +86,10 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
 
     def prepare(self) -> LLTokenizer:
-        """Return the model's tokenizer, loaded once. Raises RequestError if its folder has no usable one."""
+        """Return the model's tokenizer, loaded once.
+
+        Raises RequestError if its folder has no usable one.
+        """
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._load()

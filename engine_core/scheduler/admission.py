@@ -21,7 +21,10 @@ class Gate(Protocol):
     """Access to one resource."""
 
     def acquire(self, seq: Sequence) -> Callable[[], None] | None:
-        """Take the resource for a sequence, all of it or nothing; return the call that gives it back."""
+        """Take the resource for a sequence, all of it or nothing.
+
+        Return the call that gives it back.
+        """
 
 
 class RowGate:

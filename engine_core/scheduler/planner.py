@@ -90,7 +90,9 @@ def new_sequence(seq: Sequence) -> NewSequence:
 
 
 def limit_uploads(candidates: Items[Sequence], lengths: list[int], budget: int) -> None:
-    """Defer rows whose cached tokens exceed what is left of the step's upload. The first always fits.
+    """Defer rows whose cached tokens exceed what is left of the step's upload.
+
+    The first always fits.
 
     lengths: positions of each candidate, set to 0 here where the row is deferred; budget: tokens of one upload.
     """

@@ -67,7 +67,10 @@ class PageReserver:
                     lengths[index] = 0
 
     def _grow(self, seq: Sequence, length: int) -> int:
-        """Reserve pages for the next `length` positions, or for as many as possible; return their number."""
+        """Reserve pages for the next `length` positions, or for as many as possible.
+
+        Return their number.
+        """
         start = seq.num_scheduled_tokens
         return max(0, self.memory.grow(seq, start + length) - start)
 

@@ -82,7 +82,10 @@ class Scheduler:
         return (client, request_id) in self._open
 
     def add(self, seq: Sequence) -> None:
-        """Accept a sequence. Raises RequestError, with the numbers, if it can never fit or the queue is full."""
+        """Accept a sequence.
+
+        Raises RequestError, with the numbers, if it can never fit or the queue is full.
+        """
         self.memory.check_fits(seq)
         waiting = len(self.waiting) + len(self.compiling)
         if waiting >= self.limits.max_waiting + self.rows.free:
@@ -101,7 +104,10 @@ class Scheduler:
             self.waiting.push(seq)
 
     def set_constraint(self, seq_id: int, result: Constraint | RequestError) -> None:
-        """Queue a sequence whose grammar was compiled, or end it if compilation failed. Ignores one that has ended."""
+        """Queue a sequence whose grammar was compiled, or end it if compilation failed.
+
+        Ignores one that has ended.
+        """
         seq = self.compiling.get(seq_id)
         if seq is None:
             return
@@ -113,7 +119,9 @@ class Scheduler:
         self.waiting.push(seq)
 
     def admit_waiting(self) -> list[Sequence]:
-        """Move sequences from the queue to running while every gate accepts them; return those moved.
+        """Move sequences from the queue to running while every gate accepts them.
+
+        Return those moved.
 
         Sequences are admitted in the order of the queue. One whose next page is being computed by a running sequence
         waits for it without blocking the others. A sequence with a grammar takes at once what the grammar forces at its
@@ -290,7 +298,10 @@ class Scheduler:
         return updates
 
     def masks(self, plan: StepPlan) -> Masks:
-        """Return the constraints that sampling a step needs. Every step before it must have been committed."""
+        """Return the constraints that sampling a step needs.
+
+        Every step before it must have been committed.
+        """
         return get_masks(plan, self._held)
 
     def abort(self, client: bytes, request_id: int) -> None:

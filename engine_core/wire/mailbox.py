@@ -140,7 +140,10 @@ class ZmqMailbox:
         return gone
 
     def _empty(self, client: bytes, box: Outbox, step_id: int) -> None:
-        """Send the unsent message, then the columns. Raises ZMQError with EHOSTUNREACH if the frontend is gone."""
+        """Send the unsent message, then the columns.
+
+        Raises ZMQError with EHOSTUNREACH if the frontend is gone.
+        """
         if box.unsent is not None and self._send(client, box.unsent):
             box.unsent = None
         if box.unsent is None and box.has_new:

@@ -20,7 +20,10 @@ class LoopWaker:
         return cls(reader, writer)
 
     def wake(self) -> None:
-        """Wake the loop. A full buffer wakes it as well, and a closed one has no loop to wake."""
+        """Wake the loop.
+
+        A full buffer wakes it as well, and a closed one has no loop to wake.
+        """
         try:
             self.writer.send(b"\0")
         except (BlockingIOError, OSError):
