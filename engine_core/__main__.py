@@ -1,4 +1,7 @@
-"""Process of the engine core: `python -m tandem.engine_core --endpoint ...`, started by `tandem`."""
+"""Process of the engine core.
+
+`tandem` starts it as `python -m tandem.engine_core --endpoint ...`.
+"""
 
 import argparse
 import logging
@@ -81,7 +84,10 @@ def _open_wire(
 
 
 def main() -> int:
-    """Serve and return the exit code, with a message on stderr for a configuration error."""
+    """Serve and return the exit code.
+
+    A configuration error is reported on stderr.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s", stream=sys.stderr)
     arguments = parse()
     try:

@@ -16,7 +16,10 @@ from tandem.protocol.events import AnyEvent, Failure, Finished, Started, TokenLo
 
 
 class TokenDelta(Struct, frozen=True):
-    """New tokens for one frontend, in columns: the i-th token belongs to the i-th request."""
+    """New tokens for one frontend, in columns.
+
+    The i-th token belongs to the i-th request.
+    """
 
     request_ids: list[int]
     """Request of each token; a request with several tokens stands here several times."""
@@ -26,7 +29,10 @@ class TokenDelta(Struct, frozen=True):
 
 
 class StepLogprobs(Struct, frozen=True):
-    """Log-probabilities of one step, as packed records in the format of `TokenLogprobs` with `top` alternatives."""
+    """Log-probabilities of one step, as packed records.
+
+    Their format is that of `TokenLogprobs` with `top` alternatives.
+    """
 
     top: int
     records: bytes
@@ -67,7 +73,7 @@ class Constraint(Protocol):
         """Reason for rejecting a token, in words for the client; empty before that."""
 
     def is_end(self, token: int) -> bool:
-        """Return whether a token only marks the end of the output and is not part of its text."""
+        """Return whether a token only marks the end and is not part of the text."""
 
     def fast_forward_tokens(self) -> list[int]:
         """Return the tokens that the grammar forces next, possibly none. Changes nothing."""
@@ -92,13 +98,18 @@ class Compiler(Protocol):
     """
 
     def start(self, seq_id: int, grammar: str, ignore_ends: bool) -> None:
-        """Request the constraint of one sequence. ignore_ends: allow end ids only where nothing else is allowed."""
+        """Request the constraint of one sequence.
+
+        ignore_ends: allow end ids only where nothing else is allowed.
+        """
 
     def cancel(self, seq_id: int) -> None:
         """Withdraw the request of a sequence. Idempotent."""
 
     def take_finished(self) -> list[tuple[int, Constraint | RequestError]]:
-        """Return the results since the last call: a constraint, or the error that its request ends in. Never blocks.
+        """Return the results since the last call, without blocking.
+
+        A result is a constraint, or the error that its request ends in.
 
         Called only while a sequence waits for a constraint.
         """
@@ -111,7 +122,10 @@ class Compiler(Protocol):
 
 
 class DeviceTimes(Struct):
-    """Device time over a sample of steps, in seconds; zeros where a device cannot measure it."""
+    """Device time over a sample of steps, in seconds.
+
+    Zeros where a device cannot measure it.
+    """
 
     busy: float = 0.0
     """Time from the first to the last work of the timed steps."""
@@ -140,7 +154,9 @@ class Runtime(Protocol):
         """
 
     def collect(self, slot: int) -> StepResult:
-        """Wait for the results of the slot's step and return them; the slot is free for the next launch.
+        """Wait for the results of the slot's step and return them.
+
+        The slot is free for the next launch then.
 
         The result holds log-probabilities if the plan asks for them (`StepPlan.logprobs`).
         """
@@ -149,7 +165,7 @@ class Runtime(Protocol):
         """Wait until nothing is in flight. Never called on the launch path."""
 
     def device_times(self) -> DeviceTimes:
-        """Return how long the device has worked and waited over the steps that were timed."""
+        """Return how long the device has worked and waited over timed steps."""
 
 
 class Mailbox(Protocol):

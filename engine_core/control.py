@@ -1,4 +1,4 @@
-"""Commands of frontends: validated beyond their types, then applied to the scheduler.
+"""Commands of frontends, validated and applied to the scheduler.
 
 A bad token id would be a device assertion, fatal for every request, so nothing unchecked passes here.
 """
@@ -196,7 +196,10 @@ class Control:
         )  # fmt: skip
 
     def _check_ids(self, what: str, ids: list[int]) -> None:
-        """Raise RequestError for the first id outside the vocabulary. what: name of the field."""
+        """Raise RequestError for the first id outside the vocabulary.
+
+        what: name of the field.
+        """
         for token in ids:
             if not 0 <= token < self.model.vocab_size:
                 raise RequestError(ErrorCode.INVALID_VALUE, _outside(what, token, self.model.vocab_size))
@@ -207,7 +210,9 @@ def _outside(what: str, token: int, vocab_size: int) -> str:
 
 
 def _parse_prompt(data: bytes, vocab_size: int) -> array[int]:
-    """Return the ids of a prompt, checked without a Python loop: prompts are long, and this is the loop's thread.
+    """Return the ids of a prompt, checked without a Python loop.
+
+    Prompts are long, and this is the loop's thread.
 
     data: packed little-endian int32. Raises ProtocolError unless its length is a multiple of 4, RequestError if it is
     empty or holds an id outside the vocabulary.
@@ -236,7 +241,10 @@ def _check_scheduling(submit: Submit) -> None:
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raise RequestError for a number outside its range, as NaN and infinities always are."""
+    """Raise RequestError for a number outside its range.
+
+    NaN and infinities always are.
+    """
     _require(params.max_tokens >= 1, f"max_tokens is {params.max_tokens}, at least 1")
     _require(0 <= params.min_tokens <= params.max_tokens, f"min_tokens is {params.min_tokens}, 0 to max_tokens")
     for field in SAMPLING_FIELDS:

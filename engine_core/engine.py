@@ -1,4 +1,6 @@
-"""The engine's loop: `Engine.tick` calls scheduler, pipeline and runtime, which never call each other.
+"""The engine's loop.
+
+`Engine.tick` calls scheduler, pipeline and runtime, which never call each other.
 
 `pipeline.py` draws the timeline and lists the invariants I1 to I8. In steady decode the device always has one whole
 step queued behind the running one: the tick commits step t-1 and launches t+1 while t runs.
@@ -75,7 +77,9 @@ class Engine:
         clock: Callable[[], float],
         stage_clock: Callable[[], float],
     ) -> "Engine":
-        """Build an engine from the parts that differ between deployments, benchmarks and tests.
+        """Build an engine from the parts that differ between its users.
+
+        These are startup, benchmarks and tests.
 
         depth: steps in flight; epoch: what a Hello must name; clock: seconds, for queues and sessions; stage_clock:
         seconds, for the time that each stage of the loop takes.
@@ -159,7 +163,10 @@ class Engine:
         return plan
 
     def _launch(self, plan: StepPlan) -> None:
-        """Enqueue a step, and its sampling unless that has to wait for the step before (then the next tick does it)."""
+        """Enqueue a step, and its sampling unless that needs the step before.
+
+        In that case the next tick samples it.
+        """
         slot = self.pipeline.free_slot()
         assert slot is not None, f"planned without a free slot: {self.pipeline}"
         self.runtime.launch(slot, plan)
@@ -180,7 +187,10 @@ class Engine:
         self.stages.mark("sample")
 
     def _commit_oldest(self) -> None:
-        """Wait for the oldest step (I2), apply its tokens and send them; then its slot is free (I6)."""
+        """Wait for the oldest step (I2), apply its tokens and send them.
+
+        Its slot is free then (I6).
+        """
         step = self.pipeline.begin_commit()
         result = self.runtime.collect(step.slot)
         self.stages.mark("collect")
@@ -191,7 +201,10 @@ class Engine:
         self._send(updates)
 
     def _send(self, updates: SchedulerUpdates) -> None:
-        """Send updates, and what could not be sent before: starts, tokens, terminal events last."""
+        """Send updates, and what could not be sent before.
+
+        Starts go first, then tokens, terminal events last.
+        """
         self.stats.generation_tokens += updates.num_tokens
         self.stats.zombie_rows += updates.num_zombies
         for client, started in updates.started:

@@ -25,4 +25,7 @@ class RequestError(EngineError):
 
 
 class FatalError(EngineError):
-    """The state of the device is unknown (a failed launch, a CUDA error); the process must be replaced."""
+    """The state of the device is unknown; the process must be replaced.
+
+    A launch failed, or CUDA reported an error.
+    """

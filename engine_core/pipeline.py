@@ -113,7 +113,10 @@ class PipelineState:
         return self._queue[-1]
 
     def begin_commit(self) -> Step:
-        """Take the oldest step out of the queue (I2); its slot stays held until `finish_commit` (I6)."""
+        """Take the oldest step out of the queue (I2).
+
+        Its slot stays held until `finish_commit` (I6).
+        """
         assert self._queue, f"commit with nothing in flight: {self}"
         assert self._committing is None, f"second commit before the first finished: {self}"
         assert self._queue[0].state is StepState.SAMPLED, f"commit of a step that was not sampled: {self}"

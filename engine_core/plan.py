@@ -1,4 +1,6 @@
-"""Contents of one step: plain immutable data that the scheduler makes and the runtime executes.
+"""Contents of one step, as plain immutable data.
+
+The scheduler makes it, the runtime executes it.
 
 A decode row is a row of length 1, a prefill chunk a longer one: one arithmetic, one shape.
 Frozen msgspec structs, because 256 of them are built every step (a tenth of the cost of frozen dataclasses).
@@ -15,7 +17,9 @@ PADDING_PAGE = 0
 
 
 class ScheduledSequence(Struct, frozen=True, gc=False):
-    """One sequence's share of a step: positions `start` to `start + length - 1` of its row.
+    """One sequence's share of a step.
+
+    It covers positions `start` to `start + length - 1` of its row.
 
     The defaults are those of steady decode: one position, sampled, with nothing to upload.
     """
@@ -45,7 +49,7 @@ class ScheduledSequence(Struct, frozen=True, gc=False):
 
     @property
     def end(self) -> int:
-        """One past the last position computed, which is the position of the first sampled token."""
+        """One past the last position: the position of the first sampled token."""
         return self.start + self.length
 
 
@@ -115,7 +119,9 @@ class StepPlan(Struct, frozen=True):
         logprobs: int,
         updated_rows: tuple[ScheduledSequence, ...],
     ) -> "StepPlan":
-        """Build the plan of a step in which every row is one sampled position without a suppressed end.
+        """Build the plan of a step whose rows are all one sampled position.
+
+        No row has a suppressed end.
 
         Equals `of(step_id, rows, (), logprobs)` without looking at the rows: the caller knows which are constrained and
         which bring pages.

@@ -24,7 +24,10 @@ STAGES = ("drain", "plan", "launch", "sample", "collect", "commit", "send")
 
 
 def new_stats() -> EngineStats:
-    """Return counters at zero, with every label present so that no series appears late in a scrape."""
+    """Return counters at zero, with every label present.
+
+    No series then appears late in a scrape.
+    """
     return EngineStats(
         requests_finished={"stop": 0, "length": 0, "abort": 0},
         stage_seconds=dict.fromkeys(STAGES, 0.0),
@@ -43,7 +46,10 @@ def count_outcome(stats: EngineStats, outcome: Finished | Failure) -> None:
 
 
 class StageClock:
-    """Divides the loop's time among its stages: each mark adds the time since the mark before."""
+    """Divides the loop's time among its stages.
+
+    Each mark adds the time since the mark before.
+    """
 
     def __init__(self, seconds: dict[str, float], clock: Callable[[], float]) -> None:
         self.seconds = seconds

@@ -50,7 +50,9 @@ class Compiled(Struct, frozen=True):
 
 
 class GrammarCompiler:
-    """Implementation of `contracts.Compiler`, with a least-recently-used cache by the grammar's text.
+    """Implementation of `contracts.Compiler` with a cache.
+
+    The cache is keyed by the grammar's text and drops the least recently used.
 
     Everything but `_compiled` and what `_compile` calls belongs to the loop's thread. A thread cannot be stopped, so a
     compilation past its deadline fails its requests but goes on; its result is cached for the next request.

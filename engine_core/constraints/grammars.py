@@ -1,4 +1,7 @@
-"""Compiled grammars and their constraints: the only place that constructs objects of llguidance."""
+"""Compiled grammars and their constraints.
+
+This is the only place that constructs objects of llguidance.
+"""
 
 import threading
 from pathlib import Path
@@ -49,19 +52,28 @@ class GrammarConstraint:
 
 
 class CompiledGrammar:
-    """A grammar's matcher at its start, copied for each sequence: microseconds instead of milliseconds."""
+    """A grammar's matcher at its start, copied for each sequence.
+
+    A copy takes microseconds, a compilation milliseconds.
+    """
 
     def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
         self._matcher = matcher
         self._ends = ends
 
     def constraint(self, ignore_ends: bool) -> GrammarConstraint:
-        """Return a constraint for one sequence. ignore_ends: allow end ids only where nothing else is allowed."""
+        """Return a constraint for one sequence.
+
+        ignore_ends: allow end ids only where nothing else is allowed.
+        """
         return GrammarConstraint(self._matcher.deep_copy(), self, self._ends, ignore_ends)
 
 
 def reason(matcher: LLMatcher) -> str:
-    """Return why a matcher is in its error state, without the parser's dump; empty if it is not."""
+    """Return why a matcher is in its error state; empty if it is not.
+
+    The parser's dump is left out.
+    """
     return matcher.get_error().removesuffix("<non-verbose/>").strip()
 
 
@@ -96,7 +108,9 @@ class Grammars:
             return self._tokenizer
 
     def compile(self, grammar: str) -> CompiledGrammar:
-        """Compile a grammar and compute its first mask, so that copies find their tables warm.
+        """Compile a grammar and compute its first mask.
+
+        Copies then find their tables warm.
 
         Raises RequestError with llguidance's reason. The limits on grammar, lexer and parser bound the time it takes.
         """

@@ -1,4 +1,4 @@
-"""Gates that admit a waiting sequence to the resources it needs, and leases that return them.
+"""Gates to the resources of a running sequence, and leases on them.
 
 A gate declines with None, or returns the call that undoes the admission. Those calls are kept on `sequence.leases`,
 which the scheduler closes once, when no step in flight holds the sequence any more.
@@ -79,13 +79,19 @@ class PageGate:
         return release
 
     def _reserve(self) -> int:
-        """Return the pages to keep free: 0 if no holder can grow, so that any sequence gets its turn."""
+        """Return the number of pages to keep free.
+
+        It is 0 if no holder can grow, so that any sequence gets its turn.
+        """
         growing = sum([self.memory.lacks_pages(seq, seq.kv_len) for seq in self._holders.values()])
         return min(growing, ceil_div(self.memory.pages.total, MAX_RESERVE_FRACTION))
 
 
 def admit(seq: Sequence, gates: Iterable[Gate]) -> bool:
-    """Pass a sequence through all gates or none: if one declines, what the gates before it gave is returned."""
+    """Pass a sequence through all gates or none.
+
+    If a gate declines, what the gates before it gave is returned.
+    """
     with ExitStack() as stack:
         for gate in gates:
             release = gate.acquire(seq)

@@ -1,4 +1,4 @@
-"""Committed tokens: how each one is appended, when it ends its sequence, and what a grammar adds to it."""
+"""Committed tokens: appending, stop checks, and tokens forced by a grammar."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,7 +10,7 @@ from tandem.protocol.events import Failure, Finished
 
 
 def append_tokens(seq: Sequence, tokens: Iterable[int], delta: TokenDelta) -> Finished | Failure | None:
-    """Append tokens to a sequence and to its client's delta, up to the one that ends it.
+    """Append tokens to a sequence and its delta, up to the one that ends it.
 
     Advances the sequence's constraint with each token. Returns the outcome, or None if the sequence goes on; tokens
     behind the one that ended it are dropped.
@@ -30,7 +30,9 @@ def append_tokens(seq: Sequence, tokens: Iterable[int], delta: TokenDelta) -> Fi
 
 
 def check_stop(seq: Sequence) -> Finished | None:
-    """Return the outcome that the newest token brings: by an end id, the grammar or the length, in this order.
+    """Return the outcome that the newest token brings, or None.
+
+    An end id comes first, then the grammar, then the length.
 
     Where the grammar allows nothing more, `ignore_eos` and `min_tokens` cannot be followed any further either.
     """
@@ -46,7 +48,10 @@ def check_stop(seq: Sequence) -> Finished | None:
 
 
 def get_masks(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:
-    """Return the constraint of each row that samples under one; rows whose sequence has ended need none."""
+    """Return the constraint of each row that samples under one.
+
+    Rows whose sequence has ended need none.
+    """
     masks = []
     for row in plan.rows:
         if row.constrained and row.samples:
@@ -57,7 +62,9 @@ def get_masks(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:
 
 
 def jump_forward(seq: Sequence, delta: TokenDelta) -> Finished | Failure | None:
-    """Append the tokens that the grammar forces, without computing the steps that would sample them.
+    """Append the tokens that the grammar forces.
+
+    The steps that would sample them are not computed.
 
     Only for a sequence with no sample in flight. Forced tokens are generated tokens like any other: they go to the
     client, count against the limits and may end the sequence, whose outcome is returned. The device does not have them,

@@ -49,7 +49,10 @@ def inspect(scheduler: Scheduler, call: int, stats: EngineStats, now: float) -> 
 
 
 def oldest_wait(scheduler: Scheduler, now: float) -> float:
-    """Return the longest wait in the queue, in seconds, including sequences being compiled; 0 if none waits."""
+    """Return the longest wait in the queue, in seconds; 0 if none waits.
+
+    Sequences being compiled count as waiting.
+    """
     firsts = (scheduler.waiting.longest_waiting, next(iter(scheduler.compiling.values()), None))
     return max([0.0, *(now - seq.queued_at for seq in firsts if seq is not None)])
 

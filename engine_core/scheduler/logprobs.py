@@ -9,7 +9,10 @@ from tandem.protocol.events import TokenLogprobs
 
 
 def max_logprobs(seq: Sequence) -> int:
-    """Return the most alternatives that a sequence wants for any token; -1 if it wants no log-probabilities."""
+    """Return the most alternatives that a sequence wants for any token.
+
+    -1 if it wants no log-probabilities.
+    """
     return max([-1 if top is None else top for top in (seq.logprobs, seq.prompt_logprobs)])
 
 
@@ -47,13 +50,16 @@ def add_logprobs(
 def _add(
     deltas: dict[bytes, TokenDelta], seq: Sequence, start: int, top: int, logprobs: StepLogprobs, first: int, count: int
 ) -> None:
-    """Add `count` of the step's records, from `first` on, for the tokens from position `start` on."""
+    """Add `count` of the step's records, from `first` on, to a delta.
+
+    They are of the tokens from position `start` on.
+    """
     delta = deltas.setdefault(seq.client, TokenDelta([], []))
     delta.logprobs.append(TokenLogprobs(seq.request_id, start, top, _cut(logprobs, first, count, top)))
 
 
 def _cut(logprobs: StepLogprobs, first: int, count: int, top: int) -> bytes:
-    """Return `count` of the step's records from `first` on, each reduced to its `top` best alternatives."""
+    """Return `count` records from `first` on, with `top` alternatives each."""
     size = 4 * (1 + 2 * logprobs.top)
     records = logprobs.records[first * size : (first + count) * size]
     if top == logprobs.top:

@@ -1,4 +1,4 @@
-"""Planning of the next step: the policy picks positions, pages are reserved for them, rows are built."""
+"""Planning of a step: positions by policy, then pages, then rows."""
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
@@ -32,7 +32,10 @@ class SchedulerLimits(Struct, frozen=True):
 
 
 def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequence:
-    """Return the next `length` positions of a sequence, with everything that the device needs and lacks for them."""
+    """Return the row with the next `length` positions of a sequence.
+
+    It brings everything that the device needs for them and lacks.
+    """
     start = seq.num_scheduled_tokens
     end = start + length
     first = min(start, seq.uploaded_len) if start < seq.upload_end else start
@@ -54,14 +57,17 @@ def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequenc
 
 
 def build_paged_row(seq: Sequence, memory: KVManager) -> ScheduledSequence:
-    """Return the next row of a sequence in steady decode where it begins with a new page."""
+    """Return the next row of a steady sequence that needs a new page."""
     start, constrained = seq.num_scheduled_tokens, seq.constraint is not None
     pages, first = memory.unmapped_pages(seq, start + 1), seq.num_mapped_pages
     return ScheduledSequence(seq.id, seq.row, start, constrained=constrained, new_pages=pages, first_page=first)
 
 
 def build_steady_rows(running: Items[Sequence]) -> list[ScheduledSequence]:
-    """Return the rows of those sequences in steady decode whose next position lies in a page that the device knows."""
+    """Return the rows of sequences in steady decode that need no new page.
+
+    Their next position lies in a page that the device knows.
+    """
     return [
         ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens)
         for seq in running
@@ -70,7 +76,10 @@ def build_steady_rows(running: Items[Sequence]) -> list[ScheduledSequence]:
 
 
 def build_steady_rows_some_constrained(running: Items[Sequence]) -> list[ScheduledSequence]:
-    """Return the same rows where some sequences have a grammar: a second loop, so that the first need not look."""
+    """Return the rows of `build_steady_rows` where some have a grammar.
+
+    A second loop, so that the first need not look.
+    """
     return [
         ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens, constrained=seq.constraint is not None)
         for seq in running
@@ -133,7 +142,10 @@ class Planner:
         running: RunningSequences,
         held: Collection[Sequence],
     ) -> StepPlan | None:
-        """Return the next step, or None if no row can compute anything. held: all sequences that have pages."""
+        """Return the next step, or None if no row can compute anything.
+
+        held: all sequences that have pages.
+        """
         members, constrained = running.members, bool(running.constrained)
         if not running.unsteady and len(members) <= self.limits.max_step_tokens:
             rows, updated_rows = self._steady_rows(members, constrained)
@@ -164,7 +176,7 @@ class Planner:
         return StepPlan.of(step_id, rows, tuple([new_sequence(seq) for seq in new]), running.logprobs)
 
     def _choose(self, running: dict[int, Sequence], held: Collection[Sequence]) -> tuple[list[Sequence], list[int]]:
-        """Return the sequences that could compute, and the number of positions that each one computes."""
+        """Return the sequences that could compute, and the positions of each."""
         candidates = [seq for seq in running.values() if len(seq.tokens) + seq.num_inflight_samples < seq.total_len]
         self._reserver.out_of_pages = False
         while True:
@@ -188,7 +200,9 @@ class Planner:
     def _steady_rows(
         self, running: dict[int, Sequence], constrained: bool
     ) -> tuple[tuple[ScheduledSequence, ...], tuple[ScheduledSequence, ...] | None]:
-        """Return all rows, and those of them that bring pages, when every sequence is in steady decode.
+        """Return the rows of a step in which every sequence is in steady decode.
+
+        The second value holds those of them that bring pages.
 
         There is nothing to choose then: each sequence has one position pending, at `num_scheduled_tokens`, and the
         budget serves all. The second value is None if a page is missing.

@@ -1,4 +1,6 @@
-"""Scheduling policies: how many positions each row computes in the next step, as pure functions of numbers.
+"""Scheduling policies, as pure functions of numbers.
+
+A policy says how many positions each row computes in the next step.
 
 Under every policy a row that could compute is served at least once in `PATIENCE` planned steps: a row that was skipped
 that often comes first. Overdue prompts share the step. Where a step takes at most K prompts, or only whole ones,
@@ -96,19 +98,28 @@ PolicyRule = Callable[[StepDraft], None]
 
 
 def fcfs(step: StepDraft) -> None:
-    """Serve decoding rows, so that no stream waits behind a prompt; then prompts in order."""
+    """Serve decoding rows, then prompts in order.
+
+    No stream waits behind a prompt.
+    """
     step.serve(step.decoding)
     step.serve(step.prompts)
 
 
 def prefill_first(step: StepDraft) -> None:
-    """Serve prompts, so that first tokens come early; decoding rows take what is left."""
+    """Serve prompts, so that first tokens come early.
+
+    Decoding rows take what is left.
+    """
     step.serve(step.prompts)
     step.serve(step.decoding)
 
 
 def decode_first(step: StepDraft) -> None:
-    """Serve decoding rows; prompts run only now and then, but all together, so that most steps hold none."""
+    """Serve decoding rows; prompts run rarely, but all together.
+
+    Most steps then hold none.
+    """
     step.serve(step.decoding)
     steps_skipped = step.demand.steps_skipped
     if not step.decoding or any(steps_skipped[index] >= DECODE_RUN for index in step.prompts):
@@ -116,7 +127,7 @@ def decode_first(step: StepDraft) -> None:
 
 
 def decode_round_robin(step: StepDraft) -> None:
-    """Give prompts up to half of the step, and let the decoding rows take turns in what is left."""
+    """Give prompts up to half of the step, and decoding rows turns in the rest."""
     steps_skipped = step.demand.steps_skipped
     kept = step.left - step.left // 2 if step.decoding else 0
     step.left -= kept
@@ -127,7 +138,10 @@ def decode_round_robin(step: StepDraft) -> None:
 
 
 def by_priority(step: StepDraft) -> None:
-    """Serve the highest priority first, whether prompt or decoding; among equals as in `fcfs`."""
+    """Serve the highest priority first, whether prompt or decoding.
+
+    Among equals the order is that of `fcfs`.
+    """
     priority = step.demand.priority
     step.serve(sorted((*step.decoding, *step.prompts), key=lambda index: -priority[index]))
 
@@ -142,7 +156,10 @@ POLICIES: dict[Policy, PolicyRule] = {
 
 
 def choose_rows(policy: PolicyRule, demand: RowDemand, budget: Budget) -> list[int]:
-    """Return the number of positions that each row computes, in the rows' order; 0 for none."""
+    """Return the number of positions that each row computes.
+
+    The list is in the order of the rows; 0 for a row without a place in the step.
+    """
     pending = demand.pending
     if pending and len(pending) <= budget.tokens and min(pending) == max(pending) == 1:
         return list(pending)

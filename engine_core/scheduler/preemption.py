@@ -1,4 +1,6 @@
-"""Pages for the rows of a step, and preemption of junior sequences when there are none.
+"""Page reservation for the rows of a step, and preemption.
+
+When no page is left, junior sequences are preempted for senior ones.
 
 Preemption is by recompute: the sequence loses its row and its pages, returns to the queue with the tokens it has, and
 computes them again. Its full pages stay in the prefix cache until they are evicted. The most senior sequence
@@ -76,7 +78,10 @@ class PageReserver:
 
 
 class Reclaim:
-    """Pages that a step without enough pages can count on, and the sequences that could give up more."""
+    """Pages that a step without enough of them can count on.
+
+    Knows the pages that steps in flight give back, and the sequences that could give up more.
+    """
 
     def __init__(self, memory: KVManager, running: dict[int, Sequence], held: Iterable[Sequence]) -> None:
         self.memory = memory
@@ -93,13 +98,18 @@ class Reclaim:
                 self.add(seq)
 
     def add(self, seq: Sequence) -> None:
-        """Count the pages of a sequence that leaves: its own come back, a shared one if this was its last reader."""
+        """Count the pages that a leaving sequence gives back.
+
+        Its own pages come back, a shared one if this was its last reader.
+        """
         self.reclaimable += self.memory.num_released(seq, self._leaving)
         for node in seq.cache.nodes:
             self._leaving[node] = self._leaving.get(node, 0) + 1
 
     def victim(self, seq: Sequence) -> Sequence | None:
-        """Return the sequence to preempt for this one, or None if more pages come back than others wait for.
+        """Return the sequence to preempt for this one, or None.
+
+        None if more pages come back than others wait for.
 
         It is the most junior of its juniors that holds a page alone. If there is none, it is the most junior of all:
         what it shares may become free with the next one.

@@ -1,4 +1,4 @@
-"""Collections of sequences: those that run, and those that wait in the order of their admission."""
+"""Running sequences, and waiting ones in the order of their admission."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from tandem.engine_core.sequence import Sequence
 
 
 class RunningSequences:
-    """Sequences with a row, and the subsets that need more of a step than one position."""
+    """Sequences with a row, and those that need more than one position."""
 
     def __init__(self) -> None:
         self.members: dict[int, Sequence] = {}
@@ -22,7 +22,7 @@ class RunningSequences:
 
     @property
     def logprobs(self) -> int:
-        """Most alternatives that any member wants; -1 if none wants log-probabilities (see `StepPlan`)."""
+        """Most alternatives that any member wants; -1 for none (see `StepPlan`)."""
         return max(self._logprobs.values()) if self._logprobs else -1
 
     def add(self, seq: Sequence) -> None:
@@ -97,5 +97,8 @@ class WaitingQueue:
 
 
 def seniority(seq: Sequence) -> tuple[int, int]:
-    """Return the sort key that orders by arrival with a head start for priority; the least is the most senior."""
+    """Return the sort key of seniority; the least is the most senior.
+
+    It orders by arrival with a head start for priority.
+    """
     return (seq.id - ARRIVALS_PER_PRIORITY * seq.priority, seq.id)

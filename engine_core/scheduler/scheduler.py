@@ -1,4 +1,4 @@
-"""The state of every open request: which sequences run, what they compute next and how each one ends.
+"""State of every open request: what runs, what comes next, how it ends.
 
 Composes the gates, the planner and the stop checks; knows neither device nor wire.
 """
@@ -74,7 +74,7 @@ class Scheduler:
 
     @property
     def held(self) -> Iterable[Sequence]:
-        """Sequences whose leases are open: running, preempted while in flight, or zombies."""
+        """Sequences with open leases: running, preempted in flight, or zombies."""
         return self._held.values()
 
     def is_open(self, client: bytes, request_id: int) -> bool:
@@ -121,10 +121,8 @@ class Scheduler:
     def admit_waiting(self) -> list[Sequence]:
         """Move sequences from the queue to running while every gate accepts them.
 
-        Return those moved.
-
-        Sequences are admitted in the order of the queue. One whose next page is being computed by a running sequence
-        waits for it without blocking the others. A sequence with a grammar takes at once what the grammar forces at its
+        Return those moved, in the order of the queue. One whose next page is being computed by a running sequence waits
+        for it without blocking the others. A sequence with a grammar takes at once what the grammar forces at its
         beginning, which may end it: call again until nothing is moved.
         """
         if not self.rows.free or (self.running and self.planner.out_of_pages) or (self.limits.static and self._held):
@@ -159,13 +157,16 @@ class Scheduler:
             self._report_start(seq)
 
     def _report_start(self, seq: Sequence) -> None:
-        """Add a sequence whose first token is on its way to the starts, unless that was done or nothing was cached."""
+        """Add the start of a sequence whose first token is on its way.
+
+        Does nothing if that was done before, or if none of its prompt was cached.
+        """
         if seq.cache.num_cached_tokens and not seq.start_reported:
             self.updates.started.append((seq.client, Started(seq.request_id, seq.cache.num_cached_tokens)))
         seq.start_reported = True
 
     def plan_step(self, step_id: int) -> StepPlan | None:
-        """Return the next step over the running sequences, or None if there is nothing to compute.
+        """Return the next step, or None if there is nothing to compute.
 
         Counters change at launch and commit only; planning allocates pages, so planning again gives the same plan.
         """
@@ -193,9 +194,9 @@ class Scheduler:
             self._update_unsteady({row.seq_id: row for row in plan.rows})
 
     def _update_unsteady(self, rows: Mapping[int, ScheduledSequence]) -> None:
-        """Update sequences outside steady decode after a launch, and count the step for those without a row in it.
+        """Update sequences outside steady decode after a launch.
 
-        rows: of the launched plan, by sequence.
+        Also counts the step for running sequences without a row in it. rows: of the launched plan, by sequence.
         """
         unsteady = self._running.unsteady
         for seq_id in [seq_id for seq_id in unsteady if seq_id in rows]:
@@ -209,13 +210,15 @@ class Scheduler:
             seq.steps_skipped = 0 if seq.id in rows else seq.steps_skipped + 1
 
     def commit(self, plan: StepPlan, result: StepResult) -> SchedulerUpdates:
-        """Apply the results of the oldest step: append tokens, end sequences, release zombies; return the updates.
+        """Apply the results of the oldest step; return the updates.
 
-        The run of a row may have any length; what follows a token that ends the sequence is dropped. Plans foresee one
-        token for each row, so no later step may hold a sequence whose run is longer: its next row computes the rest.
+        Appends tokens, ends sequences and releases zombies. The run of a row may have any length; what follows a token
+        that ends the sequence is dropped. Plans foresee one token for each row, so no later step may hold a sequence
+        whose run is longer: its next row computes the rest.
         """
         held = self._held
-        live = [_live(held[row.seq_id]) for row in plan.rows] if result.logprobs is not None else []
+        sequences = [held[row.seq_id] for row in plan.rows] if result.logprobs is not None else []
+        live = [seq if seq.outcome is None else None for seq in sequences]
         if plan.is_unconstrained_decode and len(result.tokens) == len(plan.rows) and 0 not in result.counts:
             self._commit_single_tokens(plan, result.tokens)
         else:
@@ -246,7 +249,9 @@ class Scheduler:
                     self._leave_steady_decode(seq)
 
     def _commit_single_tokens(self, plan: StepPlan, tokens: list[int]) -> None:
-        """Commit one token for each row of an unconstrained decode step, as `_commit_runs` would.
+        """Commit one token for each row of an unconstrained decode step.
+
+        The effect is that of `_commit_runs`.
 
         Written out for speed: a call of `append_tokens` for each row makes a tick of 256 rows 7 % longer.
         """
@@ -273,7 +278,7 @@ class Scheduler:
                     self.end(seq, outcome)
 
     def _on_zombie(self, seq: Sequence) -> None:
-        """Count a row of a sequence that had already ended, and release the sequence with the last such row."""
+        """Count a row of an ended sequence; the last such row releases it."""
         self.updates.num_zombies += 1
         if seq.inflight == 0:
             self._release(seq)
@@ -327,7 +332,10 @@ class Scheduler:
             self._release(seq)
 
     def end(self, seq: Sequence, outcome: Finished | Failure) -> None:
-        """Give a sequence its one outcome; its leases stay open while a step in flight holds it (I4)."""
+        """Give a sequence its one outcome.
+
+        Its leases stay open while a step in flight holds it (I4).
+        """
         assert seq.outcome is None, f"second outcome {outcome} for {seq}"
         seq.outcome = outcome
         del self._open[seq.client, seq.request_id]
@@ -346,7 +354,10 @@ class Scheduler:
             self._release(seq)
 
     def preempt(self, seq: Sequence) -> None:
-        """Stop a running sequence for now: it gets no new rows, commits what is in flight and then waits again."""
+        """Stop a running sequence for now.
+
+        It gets no new rows, commits what is in flight and then waits again.
+        """
         assert seq.outcome is None and seq.id in self.running, f"preempted without running: {seq}"
         self._running.remove(seq)
         self.preemptions += 1
@@ -385,7 +396,3 @@ class Scheduler:
         assert seq.inflight == 0 and seq.num_inflight_samples == 0, f"released while in flight: {seq}"
         del self._held[seq.id]
         seq.leases.close()
-
-
-def _live(seq: Sequence) -> Sequence | None:
-    return seq if seq.outcome is None else None

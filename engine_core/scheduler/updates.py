@@ -8,7 +8,10 @@ from tandem.protocol.events import Started
 
 
 class SchedulerUpdates(Struct):
-    """Everything that frontends have to learn since the updates were taken last: starts, tokens and ends."""
+    """Starts, tokens and ends since the updates were taken last.
+
+    Frontends have to learn all of them.
+    """
 
     started: list[tuple[bytes, Started]] = field(default_factory=list)
     """Frontend and start of each request whose first token is on its way, if part of its prompt was cached."""

@@ -1,4 +1,4 @@
-"""Heartbeat of the engine core: proof of life, phase and counters, published to every listener."""
+"""Heartbeat of the engine core: proof of life, phase and counters."""
 
 import threading
 from typing import Any
@@ -26,7 +26,10 @@ class Status:
         self.detail = ""
 
     def enter(self, phase: Phase, percent: int = 0, detail: str = "") -> None:
-        """Set phase, percent done and detail; the phase last, so that it never shows with older ones."""
+        """Set phase, percent done and detail.
+
+        The phase is set last, so that it never shows with older values.
+        """
         self.detail = detail
         self.percent = percent
         self.phase = phase
@@ -39,7 +42,10 @@ class Status:
 
 
 class HeartbeatPublisher:
-    """A daemon thread with its own PUB socket, so that heartbeats go on while a forward pass or a load runs."""
+    """A daemon thread that publishes heartbeats on its own PUB socket.
+
+    They go on while a forward pass or a load runs.
+    """
 
     def __init__(self, context: Any, endpoint: str, transport: Transport, status: Status) -> None:
         self.context = context

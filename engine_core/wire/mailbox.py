@@ -1,4 +1,7 @@
-"""The engine's ROUTER socket. libzmq's threads do the I/O, so the loop needs neither thread nor lock for it."""
+"""The engine's ROUTER socket.
+
+libzmq's threads do the I/O, so the loop needs neither thread nor lock for it.
+"""
 
 import errno
 import logging
@@ -15,7 +18,7 @@ from tandem.protocol.events import AnyEvent, Failure, Finished, Started, TokenLo
 
 
 class Outbox:
-    """Starts, tokens and terminal events for one frontend, in columns, until they can be sent.
+    """Output for one frontend, in columns, until it can be sent.
 
     The steps of a frontend that does not read are merged into one later message: each further token of a request is one
     more entry in the columns, so the size is bounded by the lengths of the requests. Nothing is ever dropped. A message

@@ -1,4 +1,7 @@
-"""Wake-up of the loop by other threads: a byte through a pair of sockets, polled together with the ROUTER."""
+"""Wake-up of the loop by other threads.
+
+A byte goes through a pair of sockets, which the loop polls together with its ROUTER.
+"""
 
 import socket
 
