@@ -105,6 +105,6 @@ def test_many_token_ids_are_packed_outside_the_event_loop(server: RunningServer)
     )
     body["prompt"] = [5] * 5000
     assert post(server.url + "/v1/completions", json=body).status_code == 200
-    assert ran == ["_finish"]
+    assert ran == ["_pack"]
     body["prompt"] = [5] * 5000 + [420]
     assert post(server.url + "/v1/completions", json=body).status_code == 422
