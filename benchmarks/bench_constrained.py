@@ -6,9 +6,9 @@
 Grammars: each schema of `benchmarks/grammars.py` is compiled a few times, then followed at random, every allowed token
 equally likely. Mask time is CPU time of one row, on one thread; a step fills those of many rows in parallel.
 
-With --url, a running server is loaded with requests of which a share asks for `response_format`, a JSON schema that no
-output comes to the end of, so that all requests yield the same number of tokens. Rounds go through the shares in turn,
-and a share's loss is against 0 % in the same round.
+With --url, a running server is loaded with requests, a share of which sets `response_format` to a JSON schema that no
+output completes, so that all requests generate the same number of tokens. Each round measures all shares in turn, and
+the loss of a share is relative to 0 % in the same round.
 """
 
 import argparse
@@ -168,13 +168,11 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-dir", type=Path, default=DEFAULT_MODEL, help="config.json and tokenizer.json")
     parser.add_argument("--url", help="http://host:port of a running server, or several with commas")
-    parser.add_argument("--model", default="tandem-default", help="the name that the server knows")
-    parser.add_argument(
-        "--shares", type=int, nargs="+", default=[0, 20, 80, 100], help="per cent; 0 is always measured"
-    )
-    parser.add_argument("--output", choices=list(ENDLESS), default="records", help="what is asked for")
+    parser.add_argument("--model", default="tandem-default", help="name of the model on the server")
+    parser.add_argument("--shares", type=int, nargs="+", default=[0, 20, 80, 100], help="percent; 0 is always measured")
+    parser.add_argument("--output", choices=list(ENDLESS), default="records", help="kind of output")
     parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=4, help="of a stream, for each share and round (default 4)")
+    parser.add_argument("--requests", type=int, default=4, help="requests per stream, share and round (default 4)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", type=int, default=1, help="client processes (default 1)")
     parser.add_argument("--input-len", type=Span.parse, default="64")

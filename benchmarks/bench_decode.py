@@ -1,12 +1,12 @@
-"""Steady decode on the GPU: milliseconds a step against the memory floor, pipelined and blocking in one run.
+"""Measure steady decode on the GPU in milliseconds per step, against the memory floor, pipelined and blocking.
 
     python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.2-1b [--batches 1 8 ...] [--save NAME]
 
-Prompts of 256 random tokens, random weights, greedy; measured while the context grows from 320 to 576. Named beside
-every step: the floor (weights and KV read once at the read bandwidth measured in the same run), the linear layers
-alone through cuBLAS in a CUDA graph, the GPU's own time of a step (F: its graphs replayed back to back, with nothing
-from the host between them, at the middle of the range), the CPU's time of a tick (C; without the wire, whose end is a
-double here), and how long the GPU was idle: the step less F, and by timed events the gap between two steps alone.
+Prompts of 256 random tokens, random weights, greedy; measured while the context grows from 320 to 576. Reported with
+every step: the floor (weights and KV read once at the read bandwidth measured in the same run); the linear layers
+through cuBLAS in a CUDA graph; the GPU's own time of a step (F: its graphs replayed back to back, with nothing from
+the host between them, at the middle of the range); the CPU time of a tick (C; without the wire, which is a test double
+here); and the GPU's idle time: the step minus F, and by timed events only the gap between two steps.
 """
 
 import argparse
@@ -253,7 +253,7 @@ def line(f: Figures) -> str:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", type=Path, required=True, help="folder with a config.json")
+    parser.add_argument("--shape", type=Path, required=True, help="directory with a config.json")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     arguments = parser.parse_args()

@@ -2,10 +2,10 @@
 
     python -m benchmarks.bench_mixed --shape benchmarks/shapes/llama-3.2-1b [--rows 16 64] [--chunks 64] [--save NAME]
 
-Random weights, greedy, no prefix cache. Rows decode without end; for each size of chunks their steps are timed first
-alone, then beside prompts that arrive one after the other. A step's time is that between two ticks of the loop, each of
-which commits one step. No sockets: the mailbox is a double, so nothing of HTTP is in the figures. The ceiling of a
-prompt beside them is its multiplications at 790 TFLOP/s.
+Random weights, greedy, no prefix cache. Rows decode throughout; for each chunk size, their steps are timed first without
+prompts, then with prompts that arrive one after the other. The time of a step is the time of one tick of the loop, which
+commits one step. The mailbox is a test double, so the figures include neither sockets nor HTTP. The ceiling of a prompt
+is the time of its multiplications at 790 TFLOP/s.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from tests.fakes.mailbox import FakeMailbox
 
 CLIENT, EPOCH = b"bench", 1
 OWN_PROMPT, SETTLED, ALONE, PROMPTS = 16, 500, 150, 3
-"""Tokens of a decoding row's prompt, steps before anything is timed, steps timed alone, and prompts beside them."""
+"""Tokens of a decoding row's prompt, untimed steps, steps timed without prompts, and prompts per chunk size."""
 FLOPS = 7.9e14
 Key = tuple[bytes, int]
 
@@ -135,7 +135,7 @@ def line(f: Figures) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", type=Path, required=True, help="folder with a config.json")
+    parser.add_argument("--shape", type=Path, required=True, help="directory with a config.json")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--chunks", type=int, nargs="+", default=[2048, 1024, 512, 256, 128, 64])

@@ -3,7 +3,7 @@
     python -m benchmarks.bench_serving --url http://host:port[,http://host:port2] --model NAME
         [--streams 1 16 64 256 | --rate 4 8 16] [--input-len 256] [--output-len 128] [--requests N | --duration S]
 
-Closed loop (--streams): so many streams, each of which sends its next request as soon as the last one is answered.
+Closed loop (--streams): each of the streams sends its next request as soon as the last one is answered.
 Open loop (--rate): Poisson arrivals, sent whether or not the server keeps up. Prompts are token ids, seeded.
 
 TTFT: from sending to the first chunk with output. TPOT: (last chunk - first chunk) / (tokens - 1) of one request.
@@ -37,19 +37,23 @@ REQUESTS = 10
 
 def arguments_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", required=True, help="one or more of http://host:port, with commas; round-robin")
-    parser.add_argument("--model", required=True, help="the name that the server knows")
+    parser.add_argument(
+        "--url", required=True, help="one or more http://host:port, separated by commas; used round-robin"
+    )
+    parser.add_argument("--model", required=True, help="name of the model on the server")
     load = parser.add_argument_group("load")
-    load.add_argument("--streams", type=int, nargs="+", help=f"closed loop, a level each (default {STREAMS})")
-    load.add_argument("--rate", type=float, nargs="+", help="open loop instead: requests/s, a level each")
-    load.add_argument("--requests", type=int, help=f"a stream (default {REQUESTS}), or in all under --rate")
-    load.add_argument("--duration", type=float, help="seconds of sending, instead of --requests")
-    load.add_argument("--warmup", type=int, default=1, help="requests a stream before each level (default 1)")
+    load.add_argument("--streams", type=int, nargs="+", help=f"closed loop, one level each (default {STREAMS})")
+    load.add_argument("--rate", type=float, nargs="+", help="open loop instead: requests/s, one level each")
+    load.add_argument(
+        "--requests", type=int, help=f"requests per stream (default {REQUESTS}), or in total under --rate"
+    )
+    load.add_argument("--duration", type=float, help="seconds to send requests for, instead of --requests")
+    load.add_argument("--warmup", type=int, default=1, help="requests per stream before each level (default 1)")
     load.add_argument("--input-len", type=Span.parse, default="256", help="tokens, N or LOW:HIGH (default 256)")
     load.add_argument("--output-len", type=Span.parse, default="128", help="tokens, N or LOW:HIGH (default 128)")
     load.add_argument("--prompt-ids", type=Span.parse, default="100:1000", help="token ids drawn (default 100:1000)")
     load.add_argument(
-        "--seed", type=int, default=0, help="change it between runs where prefixes are cached (default 0)"
+        "--seed", type=int, default=0, help="seed; change it between runs if prefixes are cached (default 0)"
     )
     client = parser.add_argument_group("client")
     client.add_argument(
@@ -60,7 +64,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     body.add_argument("--temperature", type=float, default=0.0, help="(default 0)")
     body.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="(default on)")
     body.add_argument("--token-ids", action="store_true", help="ask for ids in each chunk, for ITL by token")
-    body.add_argument("--plain-openai", action="store_true", help="send no field that OpenAI's own API lacks")
+    body.add_argument("--plain-openai", action="store_true", help="send only fields of OpenAI's own API")
     report = parser.add_argument_group("report")
     report.add_argument("--ttft-slo", type=float, default=500.0, help="ms, for goodput (default 500)")
     report.add_argument("--tpot-slo", type=float, default=50.0, help="ms, for goodput (default 50)")

@@ -1,12 +1,12 @@
-"""CPU time of one tick of the engine by stage, over a runtime that computes nothing.
+"""Measure the CPU time of one tick of the engine by stage, with a runtime that computes nothing.
 
     python -m benchmarks.bench_tick [--rows 1 32 256] [--constrained 0] [--steps 2000] [--cached-pages 100000] [--save]
 
 Everything but the device is real: mailbox over ZMQ to a frontend that reads, scheduler, pipeline, codec, and the
-staging of each plan into its packed buffer. The prefix cache holds `--cached-pages` pages and the pool has no other
-free ones, so every page that a row grows by evicts one: at 256 rows 16 of them a tick. The aim is under 400 us at 256
-rows for plan + stage + commit + encode, so that the loop never holds up a GPU step of 1 ms. The ceiling beside it: how
-long 256 rows take as bare loops of dictionary lookups, which nothing written in Python gets under.
+staging of each plan into its packed buffer. The prefix cache holds `--cached-pages` pages and the pool has no free
+ones, so every page that a row grows by evicts one: 16 per tick at 256 rows. The target is under 400 us at 256 rows for
+plan + stage + commit + encode, so that the loop never delays a GPU step of 1 ms. The ceiling shown with it is the time
+of bare loops of dictionary lookups over 256 rows, the least that Python code can take.
 """
 
 import argparse
@@ -207,8 +207,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--constrained", type=int, default=0, metavar="PERCENT", help="rows that follow a grammar")
-    parser.add_argument("--cached-pages", type=int, default=100_000, help="0: no prefix cache")
+    parser.add_argument(
+        "--constrained", type=int, default=0, metavar="PERCENT", help="share of rows that follow a grammar"
+    )
+    parser.add_argument(
+        "--cached-pages", type=int, default=100_000, help="pages in the prefix cache; 0: no prefix cache"
+    )
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/bench_tick.json")
     arguments = parser.parse_args()
     least = max(arguments.rows) * MAX_LEN // PAGE_SIZE

@@ -44,7 +44,7 @@ def plot_decode(path: Path, title: str, steps: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", type=Path, help="JSON of bench_decode; the figure goes beside it")
+    parser.add_argument("result", type=Path, help="JSON of bench_decode; the figure is written next to it")
     arguments = parser.parse_args()
     result = json.loads(arguments.result.read_text())
     config, figures = result["config"], result["figures"]

@@ -6,10 +6,10 @@
 Parts, each with figures that are medians over `--trials`, and `--scale N`, which divides all lengths:
 
 - matrix: servers static contiguous, continuous, paged, chunked, prefix (`benchmarks/matrix/configurations.py`), each
-  with as many rows, KV tokens and positions a step. Loads (`scenarios.py`): W1 256 in and 256 out; W2 32 to 1,024 in
-  and 64 to 256 out; W3 chats behind one system prompt of 1,024 tokens, first new to the server (cold), then known.
+  with the same rows, KV tokens and positions per step. Loads (`scenarios.py`): W1 256 in and 256 out; W2 32 to 1,024
+  in and 64 to 256 out; W3 chats that share a system prompt of 1,024 tokens, first new to the server (cold), then cached.
 - policies: every policy under W2 and W3, with half as many rows as streams and requests of three priorities.
-- capacity: how many sequences of W2's lengths run at once in equal memory while others wait for it.
+- capacity: the number of sequences of W2's lengths that run at once in equal memory while others wait for it.
 - long-prompts: the gaps between tokens of running streams while prompts of 8,192 tokens are computed.
 
 `python -m benchmarks.report benchmarks/results/NAME.json` writes the report.
@@ -37,14 +37,18 @@ from benchmarks.shapes.make_folder import make_folder
 def arguments_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", required=True, metavar="NAME", help="write benchmarks/results/NAME.json")
-    parser.add_argument("--shape", type=Path, help="folder with a config.json: CUDA and random weights (default: CPU)")
+    parser.add_argument(
+        "--shape", type=Path, help="directory with a config.json: CUDA and random weights (default: CPU)"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default all)")
     parser.add_argument("--scale", type=int, help="divides all lengths (default 1 with --shape, else 8)")
     parser.add_argument("--streams", type=int, default=16, help="(default 16)")
-    parser.add_argument("--requests", type=int, default=3, help="a stream and trial (default 3)")
+    parser.add_argument("--requests", type=int, default=3, help="requests per stream and trial (default 3)")
     parser.add_argument("--trials", type=int, default=3, help="(default 3)")
     parser.add_argument("--rows", type=int, default=64, help="--max-rows of the matrix (default 64)")
-    parser.add_argument("--starved-ms", type=float, default=250.0, help="a gap that counts as starving (default 250)")
+    parser.add_argument(
+        "--starved-ms", type=float, default=250.0, help="shortest gap that counts as starving (default 250)"
+    )
     parser.add_argument("--clients", type=int, default=2, help="client processes (default 2)")
     parser.add_argument("--seed", type=int, default=0, help="(default 0)")
     parser.add_argument("--quick", action="store_true", help="one short trial of everything, to see that it works")

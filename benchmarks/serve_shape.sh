@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Serves a shape with random weights through one engine core and N frontends, and loads it with bench_serving, or with
-# bench_constrained where CONSTRAINED=1.
+# Serve a shape with random weights through one engine core and N frontends, and load it with bench_serving, or with
+# bench_constrained if CONSTRAINED=1.
 #   benchmarks/serve_shape.sh SHAPE_FOLDER FRONTENDS NAME [flags of that benchmark ...]
 # Results go to benchmarks/results/NAME.json; SERVE_FLAGS are added to `tandem serve`. Needs a CUDA device and the extras `engine`, `cuda`.
 set -euo pipefail

@@ -3,10 +3,10 @@
     python -m benchmarks.default_model.judge --model engine_core/default_model
     python -m benchmarks.default_model.judge --url http://127.0.0.1:8000
 
-An answer passes when it holds at least half the content words of the docstring's first sentence; it has ended when
-the model stopped by itself within 96 tokens. Decoding is greedy. Needs 32 passes and 38 ends of 40. Two stricter
-counts are reported beside them: answers that are the expected text to the letter, and, over 40 more questions that
-describe a task and name no function, answers that open with the right function's name.
+An answer passes when it contains at least half of the content words of the docstring's first sentence; it has ended
+when the model emitted its end token within 96 tokens. Decoding is greedy. Needs 32 passes and 38 ends of 40. Two
+stricter counts are reported as well: answers that equal the expected text exactly, and, over 40 more questions that
+describe a task without naming a function, answers that start with the right function's name.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def main() -> None:
     """Print the table and the summary; the exit status says whether the bar was reached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", type=Path, help="a checkpoint folder")
+    source.add_argument("--model", type=Path, help="checkpoint directory")
     source.add_argument("--url", help="a running server")
     parser.add_argument("--name", help="the model name to send to the server")
     parser.add_argument("--chat", action="store_true", help="through the chat template instead of the bare prompt")
