@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_mixed --shape benchmarks/shapes/llama-3.2-1b [--rows 16 64] [--chunks 64] [--save NAME]
 
-Random weights, greedy, no prefix cache. Rows decode throughout; for each chunk size, their steps are timed first without
-prompts, then with prompts that arrive one after the other. The time of a step is the time of one tick of the loop, which
+Random weights, greedy, no prefix cache. Rows decode throughout; for each chunk size their steps are timed first without
+prompts, then with prompts that arrive one after the other. The time of a step is that of one tick of the loop, which
 commits one step. The mailbox is a test double, so the figures include neither sockets nor HTTP. The ceiling of a prompt
 is the time of its multiplications at 790 TFLOP/s.
 """

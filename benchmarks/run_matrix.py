@@ -7,7 +7,7 @@ Parts, each with figures that are medians over `--trials`, and `--scale N`, whic
 
 - matrix: servers static contiguous, continuous, paged, chunked, prefix (`benchmarks/matrix/configurations.py`), each
   with the same rows, KV tokens and positions per step. Loads (`scenarios.py`): W1 256 in and 256 out; W2 32 to 1,024
-  in and 64 to 256 out; W3 chats that share a system prompt of 1,024 tokens, first new to the server (cold), then cached.
+  in and 64 to 256 out; W3 chats that share a system prompt of 1,024 tokens, first new (cold), then cached (warm).
 - policies: every policy under W2 and W3, with half as many rows as streams and requests of three priorities.
 - capacity: the number of sequences of W2's lengths that run at once in equal memory while others wait for it.
 - long-prompts: the gaps between tokens of running streams while prompts of 8,192 tokens are computed.
