@@ -99,11 +99,10 @@ def splitk_gemm_kernel(
                     ups += tl.load(tile_ptr + s * STRIDE + SIZE, cache_modifier=".cg")
     if done:
         offs_n = first + rows[:, None]
-        mask_n = offs_n < N
-        result = with_bias(sums, bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+        result = with_bias(sums, bias_ptr, offs_n, offs_n < N, HAS_BIAS, dtype)
         if GATED:
-            result = gated(result, with_bias(ups, bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype), ACTIVATION)
-        tl.store(y_ptr + tokens[None, :] * N + offs_n, result, mask=mask_n & mask_m)
+            result = gated(result, with_bias(ups, bias_ptr + N, offs_n, offs_n < N, HAS_BIAS, dtype), ACTIVATION)
+        tl.store(y_ptr + tokens[None, :] * N + offs_n, result, mask=(offs_n < N) & mask_m)
 
 
 def splitk_gemm(
