@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
+from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
 
@@ -38,11 +38,10 @@ class Attention:
         head_dim: int,
         layer: LayerAttention,
         kernels: KernelSet,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
     ) -> None:
-        """q_norm, k_norm: weights of those norms, [head_dim], both or neither; eps: theirs."""
+        """q_norm, k_norm: norms over head_dim elements with one eps, both or neither."""
         self.qkv = qkv
         self.output = output
         self.heads = heads
@@ -52,19 +51,24 @@ class Attention:
         self.kernels = kernels
         self.q_norm = q_norm
         self.k_norm = k_norm
-        self.eps = eps
 
     @classmethod
-    def build(cls, config: ModelConfig, layer: LayerAttention, context: BuildContext) -> "Attention":
-        """Build the layer with unfilled weights. layer: its one of `layer_attentions`."""
+    def build(
+        cls, config: ModelConfig, layer: LayerAttention, context: BuildContext, unit_offset: bool = False
+    ) -> "Attention":
+        """Build the layer with unfilled weights.
+
+        layer: its one of `layer_attentions`; unit_offset: of the norms of queries and keys, as in `RMSNorm`.
+        """
         heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
         width, bias = (heads + 2 * kv_heads) * head_dim, config.attention_bias
         qkv = context.linear_method.build(width, config.hidden_size, bias, context)
         output = context.linear_method.build(config.hidden_size, heads * head_dim, bias, context)
-        q_norm = k_norm = None
-        if config.qk_norm:
-            q_norm, k_norm = torch.empty(2, head_dim, device=context.device, dtype=context.dtype)
-        return cls(qkv, output, heads, kv_heads, head_dim, layer, context.kernels, q_norm, k_norm, config.rms_norm_eps)
+        q_norm, k_norm = (
+            RMSNorm.build(head_dim, config.rms_norm_eps, context, unit_offset) if config.qk_norm else None
+            for _ in range(2)
+        )
+        return cls(qkv, output, heads, kv_heads, head_dim, layer, context.kernels, q_norm, k_norm)
 
     def __call__(
         self,
@@ -83,8 +87,10 @@ class Attention:
         """
         projected, residual = self.qkv.apply_normed(update, residual, norm)
         qkv = projected.view(update.shape[0], -1, self.head_dim)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        norms = (None, None, 0.0) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
         query = self.kernels.rope_and_kv_write(
-            qkv, *rotary[self.layer.rotary], batch.slot_mapping, keys, values, self.q_norm, self.k_norm, self.eps
+            qkv, *rotary[self.layer.rotary], batch.slot_mapping, keys, values, *norms
         )
         attended = batch.attention.run(query, keys, values, self.layer)
         return self.output.apply(attended.view(update.shape[0], -1)), residual
@@ -94,7 +100,7 @@ class Attention:
         kv_width = self.kv_heads * self.head_dim
         parts = {"q_proj": self.heads * self.head_dim, "k_proj": kv_width, "v_proj": kv_width}
         slots = self.qkv.slots(prefix, "qkv_proj", parts) + self.output.slots(prefix, "o_proj")
-        for name, weight in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
-            if weight is not None:
-                slots.append(WeightSlot.whole(f"{prefix}{name}.weight", weight))
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
+                slots += norm.slots(f"{prefix}{name}")
         return slots

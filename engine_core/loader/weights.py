@@ -14,14 +14,19 @@ HARMLESS = (".rotary_emb.inv_freq",)
 
 
 def fill_with_noise(model: Loadable, scale: float = 0.02) -> None:
-    """Fill every weight from a fixed seed: norms with ones, the rest with normal noise of deviation `scale`."""
+    """Fill every weight from a fixed seed.
+
+    Norms get ones, integers any of their values, and the rest normal noise of deviation `scale`.
+    """
     with torch.inference_mode():
         for slot in sorted(model.weight_slots(), key=lambda item: item.name):
             generator = torch.Generator(slot.target.device).manual_seed(0)
             if "norm" in slot.name:
                 slot.target.fill_(1.0)
-            else:
+            elif slot.target.is_floating_point():
                 slot.target.normal_(0.0, scale, generator=generator)
+            else:
+                slot.target.random_(generator=generator)
 
 
 def load_weights(model: Loadable, checkpoint: Checkpoint, progress: Callable[[float], None] | None = None) -> None:

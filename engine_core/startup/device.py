@@ -92,29 +92,37 @@ class CpuParts:
         self.device = device
 
     def build_context(self, model: ModelConfig, dtype: torch.dtype) -> BuildContext:
+        """Implement `DeviceParts.build_context`."""
         return torch_build_context(self.device.torch_device, dtype, model.quantization)
 
     def check_kv(self, kv_dtype: torch.dtype) -> None:
+        """Implement `DeviceParts.check_kv`."""
         return None
 
     def attention(
         self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> AttentionPlanner:
+        """Implement `DeviceParts.attention`."""
         return TorchPlanner(attention_kinds(model))
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
+        """Implement `DeviceParts.sampler`."""
         return TorchSampler(tables)
 
     def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
+        """Implement `DeviceParts.scorer`."""
         return TorchScorer()
 
     def graphs(self, *_parts: object) -> None:
+        """Implement `DeviceParts.graphs`."""
         return None
 
     def prompt_graph_bytes(self, *_parts: object) -> int:
+        """Implement `DeviceParts.prompt_graph_bytes`."""
         return 0
 
     def clock(self) -> None:
+        """Implement `DeviceParts.clock`."""
         return None
 
 
@@ -125,9 +133,11 @@ class CudaParts:
         self.device = device
 
     def build_context(self, model: ModelConfig, dtype: torch.dtype) -> BuildContext:
+        """Implement `DeviceParts.build_context`."""
         return triton_build_context(self.device.torch_device, dtype, model.quantization)
 
     def check_kv(self, kv_dtype: torch.dtype) -> None:
+        """Implement `DeviceParts.check_kv`."""
         major, minor = torch.cuda.get_device_capability(self.device.torch_device)
         if kv_dtype == torch.float8_e4m3fn and (major, minor) < FP8_CAPABILITY:
             raise ConfigError(
@@ -138,14 +148,17 @@ class CudaParts:
     def attention(
         self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> AttentionPlanner:
+        """Implement `DeviceParts.attention`."""
         return eager_planner(self.device, model, config, dtype, kv_dtype)
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
+        """Implement `DeviceParts.sampler`."""
         from tandem.engine_core.runtime.triton_sampling import triton_sampler
 
         return triton_sampler(tables, vocab_size, max_rows)
 
     def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
+        """Implement `DeviceParts.scorer`."""
         from tandem.engine_core.kernels.sampling.logprobs import LogprobKernels
 
         return LogprobKernels(vocab_size, max(max_rows, SLICE), MAX_TOP_LOGPROBS, self.device.torch_device)
@@ -160,6 +173,7 @@ class CudaParts:
         slots: list[StepSlot],
         progress: Callable[[int], None],
     ) -> StepGraphs | None:
+        """Implement `DeviceParts.graphs`."""
         from tandem.engine_core.runtime.cuda_forward import CudaForward
         from tandem.engine_core.runtime.triton_sampling import TritonSampler
 
@@ -209,7 +223,9 @@ class CudaParts:
         )
 
     def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:
+        """Implement `DeviceParts.prompt_graph_bytes`."""
         return further_graph_bytes(config, slots[0].attention)
 
     def clock(self) -> GpuClock:
+        """Implement `DeviceParts.clock`."""
         return GpuClock(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]

@@ -44,7 +44,7 @@ def read(directory: Path, generation: dict[str, Any] | None = None, **fields: An
     return ModelConfig.read(directory)
 
 
-def test_plain_config(tmp_path: Path) -> None:
+def test_a_plain_config_is_read(tmp_path: Path) -> None:
     assert read(tmp_path) == ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=1000,
@@ -65,7 +65,7 @@ def test_plain_config(tmp_path: Path) -> None:
     )
 
 
-def test_defaults_of_absent_fields(tmp_path: Path) -> None:
+def test_absent_fields_take_their_defaults(tmp_path: Path) -> None:
     config = read(
         tmp_path, num_key_value_heads=..., rms_norm_eps=..., rope_theta=..., eos_token_id=..., torch_dtype=...
     )
@@ -73,11 +73,11 @@ def test_defaults_of_absent_fields(tmp_path: Path) -> None:
     assert (config.eos_ids, config.dtype) == ((), None)
 
 
-def test_head_dim_need_not_divide(tmp_path: Path) -> None:
+def test_a_given_head_dim_need_not_divide_the_hidden_size(tmp_path: Path) -> None:
     assert read(tmp_path, head_dim=20).head_dim == 20
 
 
-def test_new_dtype_field_wins(tmp_path: Path) -> None:
+def test_the_newer_dtype_field_wins(tmp_path: Path) -> None:
     assert read(tmp_path, dtype="float16").dtype == "float16"
 
 
@@ -90,7 +90,7 @@ def test_new_dtype_field_wins(tmp_path: Path) -> None:
         (None, {"do_sample": True}, ()),
     ],
 )
-def test_end_ids(tmp_path: Path, config_ids: Any, generation: Any, expected: tuple[int, ...]) -> None:
+def test_end_ids_join_both_files(tmp_path: Path, config_ids: Any, generation: Any, expected: tuple[int, ...]) -> None:
     assert read(tmp_path, generation, eos_token_id=config_ids).eos_ids == expected
 
 
@@ -102,16 +102,16 @@ def test_end_ids(tmp_path: Path, config_ids: Any, generation: Any, expected: tup
         {"rope_theta": ..., "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}},
     ],
 )
-def test_llama3_rope_in_each_layout(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_llama3_rope_is_read_in_each_layout(tmp_path: Path, fields: dict[str, Any]) -> None:
     assert read(tmp_path, **fields).rope == RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
 
 
-def test_linear_rope(tmp_path: Path) -> None:
+def test_linear_rope_is_read(tmp_path: Path) -> None:
     rope = read(tmp_path, rope_scaling={"type": "linear", "factor": 2}).rope
     assert (rope.kind, rope.factor, rope.theta) == ("linear", 2.0, 500000.0)
 
 
-def test_published_qwen3() -> None:
+def test_the_published_qwen3_config_is_read() -> None:
     assert ModelConfig.read(SHAPES / "qwen3-4b") == ModelConfig(
         architecture="Qwen3ForCausalLM",
         vocab_size=151936,
@@ -137,7 +137,7 @@ def test_qwen3_head_dim_does_not_follow_from_hidden_size(tmp_path: Path) -> None
     assert read(tmp_path, architectures=["Qwen3ForCausalLM"], hidden_size=60).head_dim == 128
 
 
-def test_a_window_that_is_switched_off_is_no_window(tmp_path: Path) -> None:
+def test_a_sliding_window_that_is_switched_off_is_ignored(tmp_path: Path) -> None:
     off = read(tmp_path, architectures=["Qwen3ForCausalLM"], sliding_window=4096, use_sliding_window=False)
     assert off == read(tmp_path, architectures=["Qwen3ForCausalLM"])
 
@@ -170,7 +170,9 @@ def test_a_window_that_is_switched_off_is_no_window(tmp_path: Path) -> None:
         ({"eos_token_id": "</s>"}, "eos_token_id"),
     ],
 )
-def test_refused_by_name(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+def test_unsupported_and_malformed_fields_are_refused_by_name(
+    tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=r"config\.json") as caught:
         read(tmp_path, **fields)
     assert words in str(caught.value)
@@ -193,7 +195,7 @@ def test_all_unsupported_fields_are_named_at_once(tmp_path: Path) -> None:
         read(tmp_path, hidden_act="relu", sliding_window=8)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         ModelConfig.read(tmp_path)
     (tmp_path / "config.json").write_text("{not json")

@@ -76,7 +76,9 @@ def logits_of(sequence: Sequence[int], device: str, dtype: torch.dtype) -> torch
 @pytest.mark.parametrize(
     ("dtype", "torch_dtype", "bound"), [("float32", torch.float32, 0.02), ("bfloat16", torch.bfloat16, 1.0)]
 )
-def test_logits_and_tokens_beside_the_cpus(dtype: Dtype, torch_dtype: torch.dtype, bound: float) -> None:
+def test_logits_and_tokens_equal_the_cpus_within_the_error(
+    dtype: Dtype, torch_dtype: torch.dtype, bound: float
+) -> None:
     reference = answers("cpu", "float32", "off")
     on_gpu = answers("cuda", dtype, "on")
     error, compared, excluded, different = 0.0, 0, 0, 0
@@ -105,7 +107,7 @@ def test_logits_and_tokens_beside_the_cpus(dtype: Dtype, torch_dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_pipelined_equals_blocking(temperature: float) -> None:
+def test_pipelined_tokens_equal_blocking_tokens(temperature: float) -> None:
     assert answers("cuda", "float32", "on", temperature) == answers("cuda", "float32", "off", temperature)
 
 

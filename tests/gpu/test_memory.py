@@ -1,4 +1,4 @@
-"""The KV pool gets what weights, steps and graphs leave of the share asked for, and they keep to what was tried."""
+"""The KV pool gets what weights, steps and graphs leave of the share, and they keep to what was measured."""
 
 import gc
 import logging
@@ -17,10 +17,10 @@ pytestmark = pytest.mark.gpu
 
 GIB = 2**30
 SLACK = GIB // 4
-"""What the driver takes for itself: contexts of libraries, code of kernels that run later."""
+"""Bytes that the driver takes for contexts of libraries and code of kernels that run later."""
 
 SMALL_BLOCKS = 2**25
-"""What uploads of other sizes than those tried may add: blocks of 2 MiB."""
+"""Bytes that uploads of other sizes than those measured may add, in blocks of 2 MiB."""
 
 
 def free() -> int:
@@ -33,7 +33,7 @@ def free() -> int:
 @pytest.mark.parametrize(
     ("share", "page_size", "graph_rows"), [(0.3, 16, None), (0.25, "max", "1,2,4"), (0.2, 16, "off")]
 )
-def test_an_engine_takes_its_share(
+def test_an_engine_takes_its_share_of_the_memory(
     share: float, page_size: int, graph_rows: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     total = torch.cuda.mem_get_info()[1]
@@ -49,19 +49,19 @@ def test_an_engine_takes_its_share(
     print(f"\nasked for {share * total / GIB:.2f} GiB, holds {held / GIB:.2f}")
     print("\n".join(record.message for record in caplog.records if "GiB" in record.message))
     assert held <= share * total + SLACK
-    assert held >= share * total - SLACK - GIB, "what was kept back for steps and graphs is used, or nearly"
+    assert held >= share * total - SLACK - GIB, "what was reserved for steps and graphs is nearly used"
     reserved = torch.cuda.memory_reserved()
     rng = Random(1)
     for _ in range(3):
         asked = requests(80, KINDS, rng, longest=400, most=60, vocab=4096)
         driven.generate([prompt for prompt, _ in asked], [params for _, params in asked])
     runtime.synchronize()
-    assert torch.cuda.memory_reserved() - reserved <= SMALL_BLOCKS, "a step needed more than was tried"
+    assert torch.cuda.memory_reserved() - reserved <= SMALL_BLOCKS, "a step needed more than was measured"
     assert before - torch.cuda.mem_get_info()[0] <= share * total + SLACK
 
 
-def test_graphs_take_no_more_than_was_kept_for_them(caplog: pytest.LogCaptureFixture) -> None:
-    """In bytes of the allocator; the driver's part shows only in the share of the test above."""
+def test_graphs_take_no_more_than_was_reserved_for_them(caplog: pytest.LogCaptureFixture) -> None:
+    """Counts bytes of the allocator; the driver's part shows only in the share of the test above."""
     options = EngineOptions(device="cuda", dtype="bfloat16", max_rows=256, max_len=512, kv_tokens=20_000)
     with caplog.at_level(logging.INFO):
         driven = DrivenEngine.build(options)

@@ -17,7 +17,7 @@ from tandem.engine_core.layers.linear import LinearWeights, Norm, projection_slo
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.slots import WeightSlot
-from tandem.engine_core.loader.weights import load_weights
+from tandem.engine_core.loader.weights import fill_with_noise, load_weights
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model, build_model
 from tests.engine_core.models.test_llama import BASE, random_tokens, save_random
@@ -91,6 +91,20 @@ def test_a_quantized_model_equals_the_same_numbers_unquantized(tied: bool, tmp_p
     found = PagedRun(load_int8(tmp_path), tokens, 4, seed=1).step([(0, 0, 19)])
     expected = PagedRun(load(tmp_path / "plain"), tokens, 4, seed=1).step([(0, 0, 19)])
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_noise_fills_integers_with_any_of_their_values() -> None:
+    linear = Int8Method().build(40, 30, False, torch_build_context(torch.device("cpu"), torch.float32))
+
+    class Slotted:
+        def weight_slots(self) -> list[WeightSlot]:
+            return linear.slots("", "map")
+
+    fill_with_noise(Slotted())
+    weight, scale = (slot.target for slot in linear.slots("", "map"))
+    assert weight.dtype == torch.int8
+    assert len(weight.unique()) > 100
+    assert 0 < scale.abs().max() < 0.1
 
 
 def test_a_quantized_model_refuses_a_checkpoint_that_is_not_quantized(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from msgspec import structs
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.layers.attention import Attention
+from tandem.engine_core.layers.attention import Attention, layer_attentions
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.embedding import Embedding
 from tandem.engine_core.layers.mlp import GatedMLP
@@ -41,11 +41,11 @@ def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Lla
     config = structs.replace(config, activation=Activation.GELU_TANH)
     head = context.head_method.build(config.vocab_size, config.hidden_size, False, context)
     layers = [
-        LlamaLayer(norm(), Attention.build(config, context), norm(), GatedMLP.build(config, context))
-        for _ in range(config.layers)
+        LlamaLayer(norm(), Attention.build(config, layer, context), norm(), GatedMLP.build(config, context))
+        for layer in layer_attentions(config)
     ]
     rotary = RotaryTable.build(config.rope, config.head_dim, max_positions, context.device)
-    return LlamaModel(config, rotary, ScaledEmbedding.tied_to(head), layers, norm(), head)
+    return LlamaModel(config, [rotary], ScaledEmbedding.tied_to(head), layers, norm(), head)
 
 
 def save_gemma(directory: Path) -> Any:

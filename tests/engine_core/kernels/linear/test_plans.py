@@ -21,7 +21,7 @@ INPUTS = [64, 128, 576, 1024, 2048, 2560, 4096, 8192, 9728, 14336]
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("outputs", OUTPUTS)
-def test_plans_are_valid(outputs: int, inputs: int, itemsize: int) -> None:
+def test_plans_are_ones_that_the_kernels_accept(outputs: int, inputs: int, itemsize: int) -> None:
     for rows in (1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 500):
         for plan in (choose(rows, outputs, inputs, itemsize), choose_gated(rows, outputs, inputs, itemsize)):
             if isinstance(plan, GemvPlan):
@@ -37,7 +37,7 @@ def test_one_row_is_always_a_gemv() -> None:
             assert isinstance(choose(1, outputs, inputs, 4), GemvPlan)
 
 
-def test_the_library_takes_what_the_kernels_cannot() -> None:
+def test_shapes_that_no_kernel_accepts_are_left_to_the_library() -> None:
     assert choose(1, 64, 50, 2) is None
     assert choose(8, 2048, 2000, 2) is None
     assert choose(8, 2048, 2048, 4) is None
@@ -46,7 +46,7 @@ def test_the_library_takes_what_the_kernels_cannot() -> None:
     assert choose_normed(16384, False) is None
 
 
-def test_from_65_rows_on_a_wave_has_to_be_nearly_full() -> None:
+def test_gated_plans_above_64_rows_need_nearly_full_waves() -> None:
     assert choose_gated(65, 8192, 2048, 2) == SplitKPlan(64, 64, 1, 6)
     assert choose_gated(128, 14336, 4096, 2) == SplitKPlan(64, 64, 1, 6)
     assert choose_gated(128, 9728, 2560, 2) is None
@@ -62,7 +62,7 @@ def test_small_weights_are_split_into_one_wave() -> None:
 
 @pytest.mark.parametrize("inputs", [64, 2048, 2560, 4096, 8192])
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_norm_needs_whole_rows(inputs: int, gated: bool) -> None:
+def test_a_fused_norm_takes_whole_rows(inputs: int, gated: bool) -> None:
     plan = choose_normed(inputs, gated)
     assert plan is not None
     assert plan.block_k >= inputs

@@ -1,4 +1,4 @@
-"""The layer kernels against the same formulas written out in float64."""
+"""The layer oracles against the same formulas in float64."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activ
 
 
 def tables(tokens: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Angles, and the cosines and signed sines that the kernels take."""
+    """Return angles, and the cosines and signed sines that the kernels take."""
     angles = torch.rand(tokens, head_dim // 2) * 6
     cos, sin = angles.cos(), angles.sin()
     return angles, torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_rms_norm(rows: int) -> None:
+def test_rms_norm_equals_the_formula(rows: int) -> None:
     x, weight = torch.randn(rows, 48) * 3, torch.rand(48) + 0.5
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
@@ -50,7 +50,7 @@ def test_rope_rotates_pairs_half_a_head_apart() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rope_and_kv_write_touches_its_places_only(dtype: torch.dtype) -> None:
+def test_rope_and_kv_write_touches_its_slots_only(dtype: torch.dtype) -> None:
     heads, kv_heads, head_dim = 4, 2, 8
     _, cos, sin = tables(3, head_dim)
     qkv = torch.randn(3, heads + 2 * kv_heads, head_dim).to(dtype)
@@ -61,7 +61,7 @@ def test_rope_and_kv_write_touches_its_places_only(dtype: torch.dtype) -> None:
     assert torch.equal(query, rope(qkv[:, :4], cos, sin))
     assert torch.equal(keys[index], rope(qkv[:, 4:6], cos, sin))
     assert torch.equal(values[index], qkv[:, 6:])
-    others = [place for place in range(12) if place not in (9, 2, 5)]
+    others = [slot for slot in range(12) if slot not in (9, 2, 5)]
     assert (keys[others] == 7).all()
     assert (values[others] == 7).all()
 
