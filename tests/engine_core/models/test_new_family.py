@@ -45,7 +45,7 @@ def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Lla
         for layer in layer_attentions(config)
     ]
     rotary = RotaryTable.build(config.rope, config.head_dim, max_positions, context.device)
-    return LlamaModel(config, [rotary], ScaledEmbedding.tied_to(head), layers, norm(), head)
+    return LlamaModel(config, (rotary,), ScaledEmbedding.tied_to(head), layers, norm(), head)
 
 
 def save_gemma(directory: Path) -> Any:
