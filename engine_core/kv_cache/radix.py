@@ -35,8 +35,6 @@ class RadixTree:
         """page_size: tokens of an edge; num_groups: pages that a complete node holds."""
         self.page_size = page_size
         self.num_groups = num_groups
-        self.num_nodes = 0
-        """Nodes in the tree, the root excluded."""
         self.num_pages = 0
         """Pages that nodes hold."""
         self.num_locked = 0
@@ -66,6 +64,11 @@ class RadixTree:
         self._uses = 0
         self._free_ids: list[int] = []
         self._queue = EvictionQueue()
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in the tree, the root excluded."""
+        return len(self._index)
 
     @property
     def num_evictable(self) -> int:
@@ -132,7 +135,6 @@ class RadixTree:
         self._key[node] = key
         self._parent[node] = parent
         self._num_children[parent] += 1
-        self.num_nodes += 1
         return node
 
     def attach(self, node: int, page: int, group: int = 0) -> int:
@@ -151,9 +153,11 @@ class RadixTree:
         page = self._pages[group][node]
         assert page != ABSENT, f"node {node} holds no page of group {group}; {self}"
         assert not (self._locks[node] or self._pins[node]), f"node {node} loses a page while in use; {self}"
-        self._detach(node, group)
-        self.epoch += 1
-        self._dropped_at = self.epoch
+        self._pages[group][node] = ABSENT
+        self._num_held[node] -= 1
+        self.num_pages -= 1
+        self.num_evicted += 1
+        self.epoch = self._dropped_at = self.epoch + 1
         return page
 
     def lock(self, nodes: Sequence[int]) -> None:
@@ -221,30 +225,25 @@ class RadixTree:
                     node = parent
                 else:
                     self._offer((parent,))
+        self.num_pages -= len(pages)
+        self.num_evicted += len(pages)
         return pages
 
     def _remove(self, node: int, pages: list[int]) -> int:
-        """Take a leaf out of the tree and add its pages to a list; return its parent."""
+        """Take a leaf out of the tree and add its pages, which the caller counts, to a list; return its parent."""
         key, parent = self._key[node], self._parent[node]
         assert key is not None, f"node {node} is not in the tree; {self}"
-        for group, held in enumerate(self._pages):
-            if held[node] != ABSENT:
-                pages.append(held[node])
-                self._detach(node, group)
+        for held in self._pages:
+            if (page := held[node]) != ABSENT:
+                pages.append(page)
+                held[node] = ABSENT
+        self._num_held[node] = 0
         del self._index[key]
         self._key[node] = None
         self._num_children[parent] -= 1
-        self.num_nodes -= 1
-        self.epoch += 1
-        self._removed_at[node] = self.epoch
+        self.epoch = self._removed_at[node] = self.epoch + 1
         self._free_ids.append(node)
         return parent
-
-    def _detach(self, node: int, group: int) -> None:
-        self._pages[group][node] = ABSENT
-        self._num_held[node] -= 1
-        self.num_pages -= 1
-        self.num_evicted += 1
 
     def _new_id(self) -> int:
         """Return an id that no node in the tree has."""
@@ -301,8 +300,8 @@ class RadixTree:
 
     def _audit_shape(self, members: list[int]) -> list[str]:
         problems = []
-        if sorted(self._index.values()) != members or len(members) != self.num_nodes:
-            problems.append(f"{self.num_nodes} nodes counted, {len(members)} in the tree, {len(self._index)} indexed")
+        if sorted(self._index.values()) != members:
+            problems.append(f"{len(members)} nodes are in the tree, {self.num_nodes} of them indexed")
         if sorted((*members, *self._free_ids)) != list(range(1, len(self._key))):
             problems.append("a node id is lost, or in the tree and free")
         children = [0] * len(self._key)
