@@ -10,9 +10,8 @@ MAX_GRAMMAR_SYMBOLS = 20_000
 """Size of a compiled grammar, as llguidance counts it. Time grows faster than size: a grammar of this one compiles in
 0.2 s, one of nine times as many symbols in 30 s, and then takes seconds for a mask."""
 MAX_LEXER_STATES, LEXER_STEP_FUEL = 50_000, 100_000
-"""What a grammar's lexer may come to hold, and work that one token may take there. With llguidance's own limits (five
-and two times as much) a grammar of 10 kB grows by 180 MB while it is followed, and one mask takes a third of a second.
-"""
+"""Limits of a grammar's lexer: states that it may hold, and work for one token. With llguidance's own limits (five and
+two times as high) a grammar of 10 kB grows by 180 MB during generation, and one mask takes a third of a second."""
 
 
 class SamplingField(Struct, frozen=True):
