@@ -26,7 +26,7 @@ from tandem.engine_core.engine import Engine
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.pipeline import PipelineState
 from tandem.engine_core.runtime.runtime import TorchRuntime
-from tandem.engine_core.runtime.tables import Mode
+from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.startup.engine import build_engine
 from tandem.engine_core.stats import STAGES, new_stats
 from tandem.engine_core.wire.heartbeat import Status

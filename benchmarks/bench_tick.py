@@ -33,7 +33,7 @@ from tandem.engine_core.kv_cache.manager import CACHE, KVManager
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
 from tandem.engine_core.plan import StepPlan
-from tandem.engine_core.runtime.sampling import MaskFiller
+from tandem.engine_core.runtime.masks import MaskFiller
 from tandem.engine_core.runtime.staging import capacity, pack
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits

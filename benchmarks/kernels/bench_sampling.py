@@ -1,4 +1,4 @@
-"""Times one decode step's sampling on a GPU, in CUDA graphs, beside the time that reading the logits once would take.
+"""Time one decode step's sampling on a GPU, in CUDA graphs, beside the time that reading the logits once would take.
 
 python -m benchmarks.kernels.bench_sampling [--vocab 128256] [--batches 1,8,64,256]
 """
@@ -12,42 +12,48 @@ from torch import Tensor
 
 from benchmarks.graph_timing import graph_seconds
 from benchmarks.results import save
-from tandem.engine_core.kernels.sampling.logprobs import LogprobKernels
-from tandem.engine_core.sampling.device_sampler import DeviceSampler
+from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
+from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
+from tandem.engine_core.sampling.sampler import Mode
+from tandem.engine_core.sampling.triton_sampler import TritonSampler
+from tandem.protocol.params import SAMPLING_FIELDS
 
 BANDWIDTH = 4.385e12
 """Bytes a second that an H200 was measured to read."""
 MAX_LEN = 4096
 Parameters = dict[str, float]
-CASES: dict[str, tuple[str, Parameters, float]] = {
-    "greedy": ("greedy", {}, 1.0),
-    "plain": ("plain", {}, 1.0),
-    "full, nothing asked": ("full", {}, 1.0),
-    "full, top-p 0.9": ("full", {"top_p": 0.9}, 1.0),
-    "full, top-p 0.9, peaked": ("full", {"top_p": 0.9}, 4.0),
-    "full, top-p 0.99, peaked": ("full", {"top_p": 0.99}, 3.0),
-    "full, top-k 50, top-p 0.9": ("full", {"top_p": 0.9, "top_k": 50}, 1.0),
-    "full, min-p 0.05": ("full", {"min_p": 0.05}, 1.0),
-    "full, penalties, top-p 0.9": ("full", {"top_p": 0.9, "presence": 0.5, "repetition": 1.1}, 1.0),
+CASES: dict[str, tuple[Mode, Parameters, float]] = {
+    "greedy": (Mode.GREEDY, {}, 1.0),
+    "untruncated": (Mode.UNTRUNCATED, {}, 1.0),
+    "full, nothing asked": (Mode.FULL, {}, 1.0),
+    "full, top-p 0.9": (Mode.FULL, {"top_p": 0.9}, 1.0),
+    "full, top-p 0.9, peaked": (Mode.FULL, {"top_p": 0.9}, 4.0),
+    "full, top-p 0.99, peaked": (Mode.FULL, {"top_p": 0.99}, 3.0),
+    "full, top-k 50, top-p 0.9": (Mode.FULL, {"top_p": 0.9, "top_k": 50}, 1.0),
+    "full, min-p 0.05": (Mode.FULL, {"min_p": 0.05}, 1.0),
+    "full, penalties, top-p 0.9": (Mode.FULL, {"top_p": 0.9, "presence_penalty": 0.5, "repetition_penalty": 1.1}, 1.0),
 }
 """Mode, parameters of all rows, and the standard deviation of the logits."""
 
 
-def build(batch: int, vocab: int, parameters: Parameters) -> tuple[DeviceSampler, list[Tensor]]:
-    """A sampler with a row for each of the batch, and what its methods take beside logits."""
+def build(batch: int, vocab: int, parameters: Parameters) -> tuple[TritonSampler, Callable[[Tensor], SamplingBatch]]:
+    """Make a sampler with a row for each of the batch, and the function that makes a batch of logits."""
     rows = batch + 1
-    tokens = torch.randint(0, vocab, (rows, MAX_LEN), dtype=torch.int32, device="cuda")
-    ints = torch.zeros(rows, 6, dtype=torch.int64, device="cuda")
-    ints[:, 1], ints[:, 4] = 256, torch.arange(rows)
-    ints[:, 2] = int(parameters.get("top_k", 0))
-    defaults = {"temperature": 0.8, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
-    values = [parameters.get(name, value) for name, value in defaults.items()]
-    floats = torch.tensor([values] * rows, device="cuda")
-    bias = torch.full((2, rows * 512), -1, dtype=torch.int32, device="cuda")
-    suppressed = torch.full((rows, 96), -1, dtype=torch.int32, device="cuda")
-    sampler = DeviceSampler(tokens, ints, floats, bias, suppressed, vocab, batch)
+    ints = torch.zeros(rows, len(INT_COLUMNS), dtype=torch.int64, device="cuda")
+    ints[:, INT_COLUMNS.index("prompt_len")], ints[:, INT_COLUMNS.index("seed")] = 256, torch.arange(rows)
+    ints[:, INT_COLUMNS.index("top_k")] = int(parameters.get("top_k", 0))
+    values = {field.name: field.neutral for field in SAMPLING_FIELDS} | {"temperature": 0.8} | parameters
+    tables = SamplingTables(
+        tokens=torch.randint(0, vocab, (rows, MAX_LEN), dtype=torch.int32, device="cuda"),
+        ints=ints,
+        floats=torch.tensor([[values[name] for name in FLOAT_COLUMNS]] * rows, device="cuda"),
+        bias=torch.full((2, rows, 512), -1, dtype=torch.int32, device="cuda"),
+        suppressed=torch.full((rows, 96), -1, dtype=torch.int32, device="cuda"),
+    )
     index = torch.arange(1, rows, dtype=torch.int32, device="cuda")
-    return sampler, [index, index * 0 + 448, index * 0, index * 0]
+    positions, sampled = index * 0 + 448, index * 0
+    sampler = TritonSampler.allocate(tables, vocab, batch)
+    return sampler, lambda logits: SamplingBatch(logits, index, positions, sampled)
 
 
 def microseconds(call: Callable[[int], object], sets: int) -> float:
@@ -61,14 +67,18 @@ def microseconds(call: Callable[[int], object], sets: int) -> float:
 
 
 def measure(batch: int, vocab: int, dtype: torch.dtype) -> dict[str, float]:
-    """Microseconds a step for each case; the logits rotate among several sets, as a step finds them in the L2 cache."""
+    """Return the microseconds a step of each case.
+
+    The logits rotate among several sets, as a step finds them in the L2 cache.
+    """
     sets = 4
     found = {"bound": batch * vocab * dtype.itemsize / BANDWIDTH * 1e6}
     for name, (mode, parameters, scale) in CASES.items():
-        sampler, rest = build(batch, vocab, parameters)
+        sampler, batch_of = build(batch, vocab, parameters)
         logits = [(torch.randn(batch, vocab, device="cuda") * scale).to(dtype) for _ in range(sets)]
-        found[name] = microseconds(partial(sample, getattr(sampler, mode), logits, rest), sets)
-    kernels = LogprobKernels(vocab, batch, 20, torch.device("cuda"))
+        batches = [batch_of(each) for each in logits]
+        found[name] = microseconds(partial(launch, sampler, mode, batches), sets)
+    kernels = TritonScorer(vocab, batch, 20, torch.device("cuda"))
     chosen = torch.randint(0, vocab, (batch,), device="cuda", dtype=torch.int32)
     for top in (0, 5, 20):
         lines = torch.zeros(batch, 1 + 2 * top, device="cuda", dtype=torch.int32)
@@ -77,12 +87,12 @@ def measure(batch: int, vocab: int, dtype: torch.dtype) -> dict[str, float]:
     return found
 
 
-def sample(method: Callable[..., object], logits: list[Tensor], rest: list[Tensor], index: int) -> None:
+def launch(sampler: TritonSampler, mode: Mode, batches: list[SamplingBatch], index: int) -> None:
     """Sample from one set of logits."""
-    method(logits[index], *rest)
+    sampler.launch(mode, batches[index])
 
 
-def score(kernels: LogprobKernels, logits: list[Tensor], chosen: Tensor, top: int, lines: Tensor, index: int) -> None:
+def score(kernels: TritonScorer, logits: list[Tensor], chosen: Tensor, top: int, lines: Tensor, index: int) -> None:
     """Compute the log-probabilities of one set of logits."""
     kernels.run(logits[index], chosen, top, lines)
 

@@ -35,10 +35,9 @@ class MaskBuilder:
         self.clock = clock
 
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
-        """Write the mask of each constraint into the row of `out` given with it.
+        """Implement `runtime.masks.MaskFiller.fill`, over matchers.
 
-        out: [rows, ceil(V / 32)] int32, contiguous; bit i % 32 of word i // 32 stands for token i. A matcher that has
-        failed allows the end ids only, and `accept` rejects them.
+        A matcher that has failed allows the end ids only, and `accept` rejects them.
         """
         start = self.clock()
         pairs = cast("Sequence[tuple[GrammarConstraint, int]]", masks)

@@ -1,4 +1,4 @@
-"""What a CUDA graph of a step is, for one slot."""
+"""CUDA graphs of one step and slot, with the memory that they write to."""
 
 from dataclasses import dataclass
 
@@ -6,41 +6,42 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import GraphPromptPlanner
-from tandem.engine_core.runtime.tables import Mode
+from tandem.engine_core.sampling.sampler import Mode
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedDecode:
-    """A step of single tokens. What the graphs leave is held, so that no other graph gets its memory."""
+class DecodeGraphs:
+    """Graphs of a step of single tokens. Their outputs are held, so that no other graph gets that memory."""
 
     forward: torch.cuda.CUDAGraph
     logits: Tensor
-    """[bucket, V]."""
+    """[bucket, V], written by `forward`."""
     sampling: dict[Mode, torch.cuda.CUDAGraph]
-    masked: torch.cuda.CUDAGraph
-    """Sampling with everything, under the masks in the slot's `allowed`."""
+    """One graph a mode; that of MASKED reads the slot's `allowed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MixedBuffers:
-    """What steps with prompts leave their results in; used up before the next forward pass begins (I1), so that one
-    set, as long as the largest step, is enough."""
+    """Outputs of steps with prompts, as long as the largest step.
+
+    One set is enough, because a step's outputs are used up before the next forward pass begins (I1).
+    """
 
     attended: Tensor
-    """[T, heads, head_dim], of one layer; as `MixedStep.out`."""
+    """[T, heads, head_dim], attention output of one layer; as `MixedStep.out`."""
     hidden: Tensor
     """[T, hidden]."""
 
     def first(self, tokens: int) -> "MixedBuffers":
-        """Those of a smaller step."""
+        """Return the buffers of a smaller step, as views."""
         return MixedBuffers(self.attended[:tokens], self.hidden[:tokens])
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedMixed:
-    """A step with prompts. The graph writes to its buffers for as long as it is replayed, so they are held with it."""
+class MixedGraph:
+    """Graph of a step with prompts, which writes to its buffers and is held together with them."""
 
     forward: torch.cuda.CUDAGraph
     buffers: MixedBuffers
-    """Of its shape's length: `hidden` are the final states of every place."""
+    """As long as the bucket: `hidden` holds the final states of all of its tokens."""
     prompts: GraphPromptPlanner

@@ -41,7 +41,8 @@ class CudaForward:
         attended: [T, heads, head_dim], as `MixedStep.out`.
         """
         input_ids, slot_mapping = self._inputs(rows, positions)
-        decode = self._decode_step(rows[: bucket.singles], positions[: bucket.singles])
+        count = bucket.num_decode_tokens
+        decode = self._decode_step(rows[:count], positions[:count])
         batch = ForwardBatch(input_ids, positions, slot_mapping, None, MixedStep(decode, prompts, attended))
         return self.model.forward(batch, self.kv)
 

@@ -1,4 +1,4 @@
-"""Executes step plans on a device: `contracts.Runtime`, written once for CUDA and CPU."""
+"""Execution of step plans on a device: `contracts.Runtime`, written once for CUDA and CPU."""
 
 import time
 
@@ -12,15 +12,17 @@ from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.device import Device, GpuClock
-from tandem.engine_core.runtime.graph_bucket import GraphBucket, long_spans, pack_padded
+from tandem.engine_core.runtime.graph_bucket import GraphBucket, long_spans
 from tandem.engine_core.runtime.graphs import StepGraphs
-from tandem.engine_core.runtime.sampling import SLICE, MaskFiller, TokenSampler, TokenScorer
+from tandem.engine_core.runtime.masks import MaskFiller, mask_indices
 from tandem.engine_core.runtime.slots import StepSlot
-from tandem.engine_core.runtime.staging import Packed, mask_places, pack, pack_decode
+from tandem.engine_core.runtime.staging import pack
 from tandem.engine_core.runtime.tables import DeviceTables, field
+from tandem.engine_core.sampling.sampler import Mode, Sampler
+from tandem.engine_core.sampling.scorer import PROMPT_SLICE, TokenScorer
 
 CONTINUOUS_SECONDS = 0.02
-"""A launch this soon after the last results belongs to the same run of work; a longer pause is not the loop's."""
+"""Longest pause between results and the next launch that counts as a gap of the loop, in seconds."""
 
 
 class TorchRuntime:
@@ -32,7 +34,7 @@ class TorchRuntime:
         model: Model,
         kv: KVStorage,
         tables: DeviceTables,
-        sampler: TokenSampler,
+        sampler: Sampler,
         scorer: TokenScorer,
         filler: MaskFiller,
         slots: list[StepSlot],
@@ -55,39 +57,37 @@ class TorchRuntime:
 
     @torch.inference_mode()
     def launch(self, slot: int, plan: StepPlan) -> None:
-        """Enqueues one copy to the device, the news for the tables, and the forward pass."""
+        """Enqueue one copy to the device, the updates of the tables, and the forward pass."""
         s = self.slots[slot]
         assert s.plan is None, f"slot {slot} launched while step {s.plan.step_id} holds it (I6)"
-        shape = self.graphs.shape(plan) if self.graphs is not None else None
-        packed = self._pack(plan, shape, s)
+        bucket = self.graphs.bucket(plan) if self.graphs is not None else None
+        max_len, pages_per_row = self.tables.tokens.shape[1], self.tables.pages.shape[1]
+        packed = pack(plan, max_len, pages_per_row, s.inputs_view, bucket)
         self.tables.note(plan.admitted)
-        s.plan, s.packed, s.captured = plan, packed, None
+        s.plan, s.packed, s.graphs = plan, packed, None
         if self.clock is not None:
             self.clock.begin(plan.step_id, time.monotonic() - self._collected < CONTINUOUS_SECONDS)
         inputs = s.device_inputs[: packed.total]
         inputs.copy_(s.host_inputs[: packed.total], non_blocking=True)
         self.tables.apply(inputs, packed)
-        if shape is None:
+        if bucket is None:
             hidden = self.model.forward(self._batch(s, inputs), self.kv)
-            self._read_out(s, hidden, inputs)
+            self._compute_logits(s, hidden, inputs)
         else:
-            self._replay(slot, shape, inputs)
+            self._replay(slot, bucket, inputs)
 
     @torch.inference_mode()
     def sample(self, slot: int, masks: Masks | None) -> None:
-        """Enqueues sampling, the write of the tokens into the table, and their copy to the host (I3)."""
+        """Enqueue sampling, the write of the tokens into the table, and their copy to the host (I3)."""
         s = self.slots[slot]
         assert s.plan is not None and s.packed is not None and s.logits is not None, f"slot {slot} was not launched"
         count = len(s.packed.sample_rows)
-        allowed = self._upload_masks(s, masks) if masks is not None and count else None
-        if s.captured is not None and "suppress" not in s.packed.fields:
-            ways = s.captured
-            (ways.sampling[self.tables.mode(s.packed)] if allowed is None else ways.masked).replay()
-        elif count:
-            self.sampler.run(s.logits[:count], s.device_inputs, s.packed, allowed, s.sampled[:count])
+        if count:
+            self._sample(s, s.logits[:count], self._upload_masks(s, masks) if masks is not None else None)
         if s.plan.logprobs >= 0 and count:
-            # Out of the logits that a graph left, before the next forward can write there (I1).
-            self.scorer.run(s.logits[:count], s.sampled[:count], s.plan.logprobs, _lines(s.lines, 0, count, s.plan))
+            # From the logits in a graph's buffer, before the next forward can overwrite them (I1).
+            records = _record_view(s.records, 0, count, s.plan)
+            self.scorer.run(s.logits[:count], s.sampled[:count], s.plan.logprobs, records)
         # A step of chunks alone has no tokens, but its end has to be waited for like any other's (I6).
         s.sampling_done.record()
         if self.clock is not None:
@@ -96,8 +96,8 @@ class TorchRuntime:
             s.sampling_done.wait()
             s.results[:count].copy_(s.sampled[:count], non_blocking=True)
             if s.plan.logprobs >= 0:
-                words = _line_words(s.plan)
-                s.host_lines[:words].copy_(s.lines[:words], non_blocking=True)
+                words = _num_record_words(s.plan)
+                s.host_records[:words].copy_(s.records[:words], non_blocking=True)
             s.copy_done.record()
         s.logits = None
 
@@ -113,7 +113,7 @@ class TorchRuntime:
         counts = [1] * len(tokens) if len(tokens) == len(plan.rows) else [int(row.samples) for row in plan.rows]
         if plan.logprobs < 0:
             return StepResult(counts, tokens)
-        records = s.host_lines[: _line_words(plan)].numpy().tobytes()
+        records = s.host_records[: _num_record_words(plan)].numpy().tobytes()
         return StepResult(counts, tokens, StepLogprobs(plan.logprobs, records))
 
     def synchronize(self) -> None:
@@ -122,32 +122,24 @@ class TorchRuntime:
     def device_times(self) -> DeviceTimes:
         return self.clock.times if self.clock is not None else DeviceTimes()
 
-    def _pack(self, plan: StepPlan, shape: GraphBucket | None, s: StepSlot) -> Packed:
-        max_len, pages_per_row = self.tables.tokens.shape[1], self.tables.pages.shape[1]
-        if plan.is_decode_only and shape is not None:
-            return pack_decode(plan, shape.singles, pages_per_row, s.inputs_view)
-        if shape is None:
-            return pack(plan, max_len, pages_per_row, s.inputs_view)
-        return pack_padded(plan, shape, max_len, pages_per_row, s.inputs_view)
-
-    def _replay(self, slot: int, shape: GraphBucket, inputs: Tensor) -> None:
-        """Enqueues the forward pass out of a graph."""
+    def _replay(self, slot: int, bucket: GraphBucket, inputs: Tensor) -> None:
+        """Enqueue the forward pass of a graph."""
         s, graphs = self.slots[slot], self.graphs
         assert graphs is not None and s.plan is not None and s.packed is not None
-        if shape.tokens == 0:
-            s.captured = graphs.decode[slot][shape.singles]
-            s.captured.forward.replay()
-            s.logits = s.captured.logits
+        if bucket.num_prefill_tokens == 0:
+            s.graphs = graphs.decode[slot][bucket.num_decode_tokens]
+            s.graphs.forward.replay()
+            s.logits = s.graphs.logits
             return
-        mixed = graphs.mixed[slot][shape]
+        mixed = graphs.mixed[slot][bucket]
         mixed.prompts.plan(long_spans(s.plan))
         mixed.forward.replay()
-        self._read_out(s, mixed.buffers.hidden[field(inputs, s.packed, "sample_index").long()], inputs)
+        self._compute_logits(s, mixed.buffers.hidden[field(inputs, s.packed, "sample_index").long()], inputs)
 
-    def _read_out(self, s: StepSlot, hidden: Tensor, inputs: Tensor) -> None:
-        """Logits of the rows that sample, and the log-probabilities of the positions that are scored.
+    def _compute_logits(self, s: StepSlot, hidden: Tensor, inputs: Tensor) -> None:
+        """Compute logits of the rows that sample, and log-probabilities of the positions that are scored.
 
-        hidden: [S + P, hidden], final states of these and of those.
+        hidden: [S + P, hidden], final states of the samples first and then of the scored positions.
         """
         assert s.packed is not None
         count = len(s.packed.sample_rows)
@@ -156,16 +148,26 @@ class TorchRuntime:
             self._score_prompts(s, hidden[count:], field(inputs, s.packed, "targets"))
 
     def _score_prompts(self, s: StepSlot, hidden: Tensor, targets: Tensor) -> None:
-        """Slice by slice, so that the logits of one slice are all the memory it takes.
+        """Score prompt positions slice by slice, so that the logits of one slice are all the memory it takes.
 
         hidden: [P, hidden] of the scored positions; targets: [P] int32, the tokens that follow them.
         """
         assert s.plan is not None and s.packed is not None
         count = len(s.packed.sample_rows)
-        for at in range(0, len(targets), SLICE):
-            wanted = targets[at : at + SLICE]
-            lines = _lines(s.lines, count + at, len(wanted), s.plan)
-            self.scorer.run(self.model.logits(hidden[at : at + SLICE]), wanted, s.plan.logprobs, lines)
+        for first in range(0, len(targets), PROMPT_SLICE):
+            chosen = targets[first : first + PROMPT_SLICE]
+            records = _record_view(s.records, count + first, len(chosen), s.plan)
+            logits = self.model.logits(hidden[first : first + PROMPT_SLICE])
+            self.scorer.run(logits, chosen, s.plan.logprobs, records)
+
+    def _sample(self, s: StepSlot, logits: Tensor, allowed: Tensor | None) -> None:
+        """Enqueue sampling, from a graph unless a row suppresses its end. logits: [S, V]; allowed: [S, words]."""
+        assert s.packed is not None
+        if s.graphs is not None and "suppress" not in s.packed.fields:
+            s.graphs.sampling[Mode.of(self.tables.sampling_needs(s.packed, allowed is not None))].replay()
+        else:
+            out = s.sampled[: len(logits)]
+            self.sampler.sample(self.tables.sampling_batch(logits, s.device_inputs, s.packed, allowed, out))
 
     def _batch(self, s: StepSlot, inputs: Tensor) -> ForwardBatch:
         assert s.plan is not None and s.packed is not None
@@ -181,26 +183,28 @@ class TorchRuntime:
         )
 
     def _upload_masks(self, s: StepSlot, masks: Masks) -> Tensor:
-        """Fills and copies the masks of the constrained rows alone, then gives every row that samples its own or the
-        one that allows everything. [S, words]."""
+        """Fill and copy the masks of the constrained rows only; return the mask of each row that samples, [S, words].
+
+        The other rows get the mask that allows everything.
+        """
         assert s.plan is not None and s.packed is not None
-        places = mask_places(s.plan)
+        indices = mask_indices(s.plan)
         if masks:
-            self.filler.fill([(constraint, places[row] - 1) for row, constraint in masks], s.masks_view)
-        s.device_masks[1 : 1 + len(places)].copy_(s.host_masks[: len(places)], non_blocking=True)
+            self.filler.fill([(constraint, indices[row] - 1) for row, constraint in masks], s.masks_view)
+        s.device_masks[1 : 1 + len(indices)].copy_(s.host_masks[: len(indices)], non_blocking=True)
         allowed = s.allowed[: len(s.packed.sample_rows)]
-        torch.index_select(s.device_masks, 0, field(s.device_inputs, s.packed, "mask_places"), out=allowed)
+        torch.index_select(s.device_masks, 0, field(s.device_inputs, s.packed, "mask_index"), out=allowed)
         return allowed
 
 
-def _line_words(plan: StepPlan) -> int:
-    """How many words the step's log-probabilities take, as in `StepLogprobs`."""
-    lines = sum([row.samples + len(row.targets) // 4 for row in plan.rows])
-    return lines * (1 + 2 * plan.logprobs)
+def _num_record_words(plan: StepPlan) -> int:
+    """Return the number of words of the step's log-probabilities, as in `StepLogprobs`."""
+    records = sum([row.samples + len(row.targets) // 4 for row in plan.rows])
+    return records * (1 + 2 * plan.logprobs)
 
 
-def _lines(words: Tensor, first: int, count: int, plan: StepPlan) -> Tensor:
-    """`count` lines of a step from `first` on, [count, 1 + 2 * top]."""
+def _record_view(words: Tensor, first: int, count: int, plan: StepPlan) -> Tensor:
+    """Return `count` records of a step from `first` on, [count, 1 + 2 * top]."""
     width = 1 + 2 * plan.logprobs
     return words[first * width : (first + count) * width].view(count, width)
 

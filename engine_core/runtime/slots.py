@@ -1,4 +1,4 @@
-"""What one step in flight occupies, twice: the two slots are used in turn."""
+"""Buffers and events that one step in flight occupies; the slots are used in turn."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from tandem.engine_core.attention.base import AttentionPlanner
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.plan import StepPlan
-from tandem.engine_core.runtime.captured import CapturedDecode
+from tandem.engine_core.runtime.captured import DecodeGraphs
 from tandem.engine_core.runtime.device import Device, Event
 from tandem.engine_core.runtime.staging import Packed
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
-LINE_WORDS = 1 + 2 * MAX_TOP_LOGPROBS
-"""Most words of one line of log-probabilities."""
+RECORD_WORDS = 1 + 2 * MAX_TOP_LOGPROBS
+"""Most words of one record of log-probabilities."""
 
 
 @dataclass(slots=True)
@@ -26,24 +26,25 @@ class StepSlot:
     host_inputs: Tensor
     """[capacity] int32, pinned."""
     inputs_view: NDArray[np.int32]
-    """The same memory, for writing."""
+    """`host_inputs`, for writing."""
     device_inputs: Tensor
+    """[capacity] int32 on the device."""
     host_masks: Tensor
-    """[max_rows, words] int32, pinned: bits of allowed ids, by place (`staging.mask_places`) less one."""
+    """[max_rows, words] int32, pinned: bits of allowed ids, by mask index (`masks.mask_indices`) less one."""
     masks_view: NDArray[np.int32]
-    """The same memory, for writing."""
+    """`host_masks`, for writing."""
     device_masks: Tensor
-    """[1 + max_rows, words] int32, by place."""
+    """[1 + max_rows, words] int32, by mask index."""
     allowed: Tensor
     """[max_rows, words] int32 on the device: the masks of the rows that sample."""
     sampled: Tensor
-    """[max_rows] int32 on the device."""
+    """[max_rows] int32 on the device: sampled ids."""
     results: Tensor
-    """[max_rows] int32, pinned."""
-    lines: Tensor
-    """[most lines * LINE_WORDS] int32 on the device: log-probabilities, as in `StepLogprobs`."""
-    host_lines: Tensor
-    """The same, pinned."""
+    """[max_rows] int32, pinned: sampled ids."""
+    records: Tensor
+    """[most records * RECORD_WORDS] int32 on the device: log-probabilities, as in `StepLogprobs`."""
+    host_records: Tensor
+    """`records` on the host, pinned."""
     sampling_done: Event
     copy_done: Event
     attention: AttentionPlanner
@@ -51,8 +52,8 @@ class StepSlot:
     plan: StepPlan | None = None
     packed: Packed | None = None
     logits: Tensor | None = None
-    captured: CapturedDecode | None = None
-    """The graphs that a step of single tokens runs from, if it does."""
+    graphs: DecodeGraphs | None = None
+    """Graphs that the step runs from, if it is a decode step that fits some."""
 
     @classmethod
     def allocate(
@@ -64,6 +65,8 @@ class StepSlot:
         vocab_size: int,
         attention: AttentionPlanner,
     ) -> "StepSlot":
+        """Allocate a slot's buffers. capacity: int32 words of the largest packed step."""
+
         def on_device(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device.torch_device)
 
@@ -71,7 +74,7 @@ class StepSlot:
         words = ceil_div(vocab_size, 32)
         host_masks, device_masks = device.host_buffer(max_rows, words), on_device(1 + max_rows, words)
         device_masks[0] = -1
-        line_words = (max_rows + max_step_tokens) * LINE_WORDS
+        record_words = (max_rows + max_step_tokens) * RECORD_WORDS
         return cls(
             host_inputs=host_inputs,
             inputs_view=host_inputs.numpy(),
@@ -82,8 +85,8 @@ class StepSlot:
             allowed=on_device(max_rows, words),
             sampled=on_device(max_rows),
             results=device.host_buffer(max_rows),
-            lines=on_device(line_words),
-            host_lines=device.host_buffer(line_words),
+            records=on_device(record_words),
+            host_records=device.host_buffer(record_words),
             sampling_done=device.event(),
             copy_done=device.event(),
             attention=attention,

@@ -1,103 +1,47 @@
-"""From logits to tokens: pure functions over gathered rows. What a step does not need is None, known on the host."""
+"""Sampling as the runtime calls it, and the choice among its paths."""
 
-from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
 
-import torch
-from torch import Tensor
+from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
+from tandem.protocol.params import SamplingParams
 
-from tandem.engine_core.kernels.reference.philox import gumbel_noise
-from tandem.engine_core.kernels.reference.sampling import add_bias, apply_bitmask, penalize, suppress, truncate
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """How each row draws. All [S]."""
-
-    temperature: Tensor
-    """float32; 0 is greedy."""
-    seed: Tensor
-    """int64, not negative."""
-    choice: Tensor
-    """int64, index among the choices of one request."""
-    position: Tensor
-    """int64, the position that the sampled token takes in its sequence."""
+RANDOM, TRUNCATES, PENALIZES, BIASED, SUPPRESSES, MASKED = 1, 2, 4, 8, 16, 32
+"""Bits of what sampling a row needs, kept on the host so that no step has to ask the device."""
 
 
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """Which tokens may be drawn, as in `truncate`. All [S]; neutral values are 0, 1 and 0."""
+class Mode(Enum):
+    """A path of sampling; each serves what the ones before it serve."""
 
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
+    GREEDY = "greedy"
+    """Every row takes its largest logit, whatever its parameters."""
+    UNTRUNCATED = "untruncated"
+    """Rows draw from the whole softmax at their temperatures."""
+    FULL = "full"
+    """Rows use all of their parameters."""
+    MASKED = "masked"
+    """Rows use all of their parameters under masks."""
 
-
-@dataclass(frozen=True, slots=True)
-class Penalties:
-    """As in `penalize`. history: [S, L]; the others [S]; neutral penalties are 1, 0 and 0."""
-
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
-    history: Tensor
-    prompt_len: Tensor
-    total_len: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Bias:
-    """What is added to single logits, as in `add_bias`. ids: [S, K] int64, -1 for none; values: [S, K] float32."""
-
-    ids: Tensor
-    values: Tensor
+    @classmethod
+    def of(cls, needs: int) -> "Mode":
+        """Return the cheapest path that serves all of the needs."""
+        if not needs & ~RANDOM:
+            return cls.UNTRUNCATED if needs else cls.GREEDY
+        return cls.MASKED if needs & MASKED else cls.FULL
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """The S rows of a step that are sampled from. A group is None when no row of the step needs it."""
-
-    draw: Draw | None = None
-    """None: every row is greedy."""
-    truncation: Truncation | None = None
-    penalties: Penalties | None = None
-    bias: Bias | None = None
-    suppressed: Tensor | None = None
-    """[S, E] int64, ids that may not be sampled now; -1 for none."""
+def needs_of(params: SamplingParams) -> int:
+    """Return the bits of what a request's parameters ask of sampling."""
+    return (
+        RANDOM * (not params.greedy)
+        | TRUNCATES * params.truncates
+        | PENALIZES * params.penalizes
+        | BIASED * bool(params.logit_bias_ids)
+    )
 
 
-def sample(logits: Tensor, rows: SamplingRows, allowed: Tensor | None = None) -> Tensor:
-    """One token a row, computed in float32. logits: [S, V], not modified; allowed: a mask as in `apply_bitmask`.
+class Sampler(Protocol):
+    """Samples a token for every row of a batch."""
 
-    In order: bias, penalties, suppression, mask; then a greedy row takes the largest logit, and another divides by its
-    temperature, truncates and takes the largest sum of logit and Gumbel noise, which is a draw from the softmax
-    (Gumbel, 1954; Maddison et al., 2014). Equal ones: the lowest id. The noise depends on the row's seed, choice and
-    position only (see `philox`). NaN counts as -inf, and a row with nothing but -inf yields id 0. Returns [S] int64.
-    """
-    logits = adjust(logits, rows, allowed)
-    best = logits.argmax(-1)
-    if rows.draw is None:
-        return best
-    temperature = rows.draw.temperature
-    greedy = temperature == 0
-    # The largest logit becomes 0 before the division, so that no temperature is small enough to overflow.
-    scores = logits - logits.gather(1, best.unsqueeze(1))
-    scores = scores / torch.where(greedy, 1.0, temperature).unsqueeze(1)
-    if rows.truncation is not None:
-        scores = truncate(scores, rows.truncation.top_k, rows.truncation.top_p, rows.truncation.min_p)
-    noise = gumbel_noise(rows.draw.seed, rows.draw.choice, rows.draw.position, logits.shape[1])
-    return torch.where(greedy, best, (scores + noise).argmax(-1))
-
-
-def adjust(logits: Tensor, rows: SamplingRows, allowed: Tensor | None) -> Tensor:
-    """The logits that `sample` chooses from: bias, penalties, suppression and mask applied. [S, V] float32."""
-    logits = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    if rows.bias is not None:
-        logits = add_bias(logits, rows.bias.ids, rows.bias.values)
-    if rows.penalties is not None:
-        p = rows.penalties
-        logits = penalize(logits, p.history, p.prompt_len, p.total_len, p.repetition, p.presence, p.frequency)
-    if rows.suppressed is not None:
-        logits = suppress(logits, rows.suppressed)
-    if allowed is not None:
-        logits = apply_bitmask(logits, allowed)
-    return logits
+    def sample(self, batch: SamplingBatch) -> None:
+        """Write the tokens to `batch.sampled` and, at the position after each row's own, to the token table."""

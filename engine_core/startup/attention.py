@@ -13,7 +13,7 @@ from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.runtime.device import Device
-from tandem.engine_core.runtime.graphs import PROMPTS
+from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 
 if TYPE_CHECKING:
     from tandem.engine_core.attention.flashinfer import FlashInferPlanner
@@ -94,7 +94,7 @@ class GraphPlanners:
         from tandem.engine_core.attention.triton import RaggedGraphPlanner, max_graph_tiles
         from tandem.engine_core.kernels.attention.paged_prefill import choose_splits
 
-        rows = min(PROMPTS, self.config.max_rows)
+        rows = min(MAX_PROMPTS, self.config.max_rows)
         if _in_flashinfer(self.eager[slot], tokens):
             from tandem.engine_core.attention.flashinfer import FlashInferGraphPlanner
 
@@ -122,7 +122,7 @@ def further_graph_bytes(config: StepConfig, eager: AttentionPlanner) -> int:
     from tandem.engine_core.attention.flashinfer import GRAPH_PLAN_BYTES
 
     kinds = len(cast("FlashInferPlanner", eager).wrappers)
-    return (count - 1) * kinds * (GRAPH_PLAN_BYTES + 4 * (_max_page_entries(config) + 3 * (PROMPTS + 1)))
+    return (count - 1) * kinds * (GRAPH_PLAN_BYTES + 4 * (_max_page_entries(config) + 3 * (MAX_PROMPTS + 1)))
 
 
 def _as_ragged(eager: AttentionPlanner) -> "RaggedPlanner | None":
@@ -138,4 +138,4 @@ def _in_flashinfer(eager: AttentionPlanner, tokens: int) -> bool:
 def _max_page_entries(config: StepConfig) -> int:
     """Return the most entries of page tables that the prompts in a graph can name."""
     longest = ceil_div(config.graph_tokens[-1], config.page_size)
-    return max(min(PROMPTS, config.max_rows) * config.pages_per_row, longest)
+    return max(min(MAX_PROMPTS, config.max_rows) * config.pages_per_row, longest)

@@ -17,13 +17,15 @@ from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import torch_build_context, triton_build_context
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model
-from tandem.engine_core.runtime.captured import CapturedMixed, MixedBuffers
+from tandem.engine_core.runtime.captured import MixedBuffers, MixedGraph
 from tandem.engine_core.runtime.device import Device, GpuClock
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.graphs import StepGraphs, capture_decode, capture_mixed
-from tandem.engine_core.runtime.sampling import SLICE, TokenSampler, TokenScorer, TorchSampler, TorchScorer
 from tandem.engine_core.runtime.slots import StepSlot
-from tandem.engine_core.runtime.tables import DeviceTables, Mode
+from tandem.engine_core.runtime.tables import DeviceTables
+from tandem.engine_core.sampling.sampler import Sampler
+from tandem.engine_core.sampling.scorer import PROMPT_SLICE, TokenScorer, TorchScorer
+from tandem.engine_core.sampling.torch_sampler import TorchSampler
 from tandem.engine_core.startup.attention import GraphPlanners, eager_planner, further_graph_bytes
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
@@ -60,7 +62,7 @@ class DeviceParts(Protocol):
     ) -> AttentionPlanner:
         """Allocate the planner of the steps that no graph holds, a new one for each slot."""
 
-    def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
+    def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> Sampler:
         """Allocate what draws the tokens of every step."""
 
     def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
@@ -72,7 +74,7 @@ class DeviceParts(Protocol):
         model: Model,
         kv: KVStorage,
         tables: DeviceTables,
-        sampler: TokenSampler,
+        sampler: Sampler,
         slots: list[StepSlot],
         progress: Callable[[int], None],
     ) -> StepGraphs | None:
@@ -105,9 +107,9 @@ class CpuParts:
         """Implement `DeviceParts.attention`."""
         return TorchPlanner(attention_kinds(model))
 
-    def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
+    def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> Sampler:
         """Implement `DeviceParts.sampler`."""
-        return TorchSampler(tables)
+        return TorchSampler(tables.sampling)
 
     def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
         """Implement `DeviceParts.scorer`."""
@@ -151,17 +153,17 @@ class CudaParts:
         """Implement `DeviceParts.attention`."""
         return eager_planner(self.device, model, config, dtype, kv_dtype)
 
-    def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> TokenSampler:
+    def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> Sampler:
         """Implement `DeviceParts.sampler`."""
-        from tandem.engine_core.runtime.triton_sampling import triton_sampler
+        from tandem.engine_core.sampling.triton_sampler import TritonSampler
 
-        return triton_sampler(tables, vocab_size, max_rows)
+        return TritonSampler.allocate(tables.sampling, vocab_size, max_rows)
 
     def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
         """Implement `DeviceParts.scorer`."""
-        from tandem.engine_core.kernels.sampling.logprobs import LogprobKernels
+        from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
 
-        return LogprobKernels(vocab_size, max(max_rows, SLICE), MAX_TOP_LOGPROBS, self.device.torch_device)
+        return TritonScorer(vocab_size, max(max_rows, PROMPT_SLICE), MAX_TOP_LOGPROBS, self.device.torch_device)
 
     def graphs(
         self,
@@ -169,34 +171,24 @@ class CudaParts:
         model: Model,
         kv: KVStorage,
         tables: DeviceTables,
-        sampler: TokenSampler,
+        sampler: Sampler,
         slots: list[StepSlot],
         progress: Callable[[int], None],
     ) -> StepGraphs | None:
         """Implement `DeviceParts.graphs`."""
         from tandem.engine_core.runtime.cuda_forward import CudaForward
-        from tandem.engine_core.runtime.triton_sampling import TritonSampler
+        from tandem.engine_core.sampling.triton_sampler import TritonSampler
 
         if not config.graph_rows:
             return None
         assert isinstance(sampler, TritonSampler)
-
-        def sampling(
-            mode: Mode,
-            logits: "Tensor",
-            rows: "Tensor",
-            positions: "Tensor",
-            out: "Tensor",
-            allowed: "Tensor | None",
-        ) -> None:
-            sampler.launch(mode, logits, rows, positions, sampler.nobody[: len(rows)], out, allowed)
 
         forward = CudaForward(model, kv, tables, kv.page_table(tables.pages))
         pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode():
             mixed = self._mixed(pool, config, forward, slots, lambda p: progress(p // 2))
             rows = config.graph_rows
-            decode = capture_decode(pool, rows, slots, forward.decode, sampling, lambda p: progress(50 + p // 2))
+            decode = capture_decode(pool, rows, slots, forward.decode, sampler.launch, lambda p: progress(50 + p // 2))
         return StepGraphs(rows, config.mixed_graph_rows, config.graph_tokens, decode, mixed)
 
     def _mixed(
@@ -206,7 +198,7 @@ class CudaParts:
         forward: "CudaForward",
         slots: list[StepSlot],
         progress: Callable[[int], None],
-    ) -> list[dict[GraphBucket, CapturedMixed]]:
+    ) -> list[dict[GraphBucket, MixedGraph]]:
         if not config.graph_tokens:
             return []
         model = forward.model.config

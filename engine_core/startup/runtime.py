@@ -21,11 +21,13 @@ from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model, build_model
 from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.runtime.graphs import StepGraphs
+from tandem.engine_core.runtime.masks import MaskFiller
 from tandem.engine_core.runtime.runtime import TorchRuntime
-from tandem.engine_core.runtime.sampling import MaskFiller, TokenSampler, TokenScorer
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.staging import capacity
 from tandem.engine_core.runtime.tables import DeviceTables
+from tandem.engine_core.sampling.sampler import Sampler
+from tandem.engine_core.sampling.scorer import TokenScorer
 from tandem.engine_core.startup import kv_sizing
 from tandem.engine_core.startup.device import CpuParts, CudaParts, DeviceParts
 from tandem.engine_core.startup.kv_sizing import Memory
@@ -63,7 +65,7 @@ class RuntimeBuilder(Struct, frozen=True):
     config: StepConfig
     model: Model
     tables: DeviceTables
-    sampler: TokenSampler
+    sampler: Sampler
     scorer: TokenScorer
     filler: MaskFiller
     slots: list[StepSlot]

@@ -7,7 +7,8 @@ from tandem.protocol.codec import pack_ids
 from tandem.protocol.params import SamplingParams
 
 GREEDY = SamplingParams(2, temperature=0.0)
-FULL = SamplingParams(2, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+FULL = SamplingParams(2, top_k=5, top_p=0.9, repetition_penalty=1.1)
+"""Draws, truncates and penalizes: every kernel runs, whichever parameters ask for it."""
 
 
 def warm_up(runtime: Runtime, config: StepConfig) -> None:

@@ -6,9 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.engine_core.contracts import Constraint, Masks
-from tandem.engine_core.runtime.sampling import MaskFiller
+from tandem.engine_core.runtime.masks import MaskFiller, mask_indices
 from tandem.engine_core.runtime.slots import StepSlot
-from tandem.engine_core.runtime.staging import mask_places
 from tests.fakes.constraint import FakeConstraint
 
 
@@ -39,5 +38,5 @@ def as_filled(slot: StepSlot, masks: Masks | None) -> Masks | None:
     if masks is None:
         return None
     assert slot.plan is not None
-    places = mask_places(slot.plan)
-    return [(row, FixedMask(slot.masks_view[place - 1].copy())) for row, place in places.items()]
+    indices = mask_indices(slot.plan)
+    return [(row, FixedMask(slot.masks_view[index - 1].copy())) for row, index in indices.items()]

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from tandem.engine_core.kernels.reference.sampling import logprob_lines
-from tandem.engine_core.kernels.sampling.logprobs import LogprobKernels
+from tandem.engine_core.kernels.reference.sampling import logprob_records
+from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
+from tandem.engine_core.sampling.sampler import Mode
 from tests.support.sampling_case import (
+    TEMPERATURE,
     Case,
     ask_everything,
     check_draw,
@@ -33,19 +35,19 @@ def case_of(batch: int, vocab: int, dtype: torch.dtype, seed: int = 0, scale: fl
 def test_greedy_and_plain(vocab: int, dtype: torch.dtype) -> None:
     case = case_of(67, vocab, dtype)
     case.logits[3] = torch.nan
-    case.floats[::7, 0] = 0
+    case.floats[::7, TEMPERATURE] = 0
     case.rows[5], case.positions[5] = 0, 0
     case = case.to("cuda")
     sampler = case.sampler()
     best = case.logits.nan_to_num(nan=-torch.inf).argmax(-1)
     best[5] = 0
-    assert torch.equal(run(sampler, case, "greedy").long(), best)
+    assert torch.equal(run(sampler, case, Mode.GREEDY).long(), best)
     case.logits[3] = 0
     case.logits[5] = 0
     found = expect(case, full=False)
-    check_draw(found, found.kept, run(sampler, case, "plain"))
-    again = run(sampler, case, "plain")
-    assert torch.equal(again, run(sampler, case, "full"))
+    check_draw(found, found.kept, run(sampler, case, Mode.UNTRUNCATED))
+    again = run(sampler, case, Mode.UNTRUNCATED)
+    assert torch.equal(again, run(sampler, case, Mode.FULL))
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -82,19 +84,19 @@ def test_a_graph_replays_like_eager_calls_whatever_the_rows_ask_for() -> None:
     case = case_of(16, 128256, torch.bfloat16, 5)
     case = case.to("cuda")
     sampler, sampled = case.sampler(), torch.zeros(16, dtype=torch.int32, device="cuda")
-    args = (case.logits, case.rows, case.positions, case.suppress, sampled)
-    sampler.full(*args)
+    batch = case.batch(sampled)
+    sampler.launch(Mode.FULL, batch)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sampler.full(*args)
+        sampler.launch(Mode.FULL, batch)
     for seed in range(3):
         other = case_of(16, 128256, torch.bfloat16, 10 + seed)
         ask_everything(other, seed)
         truncations(other, [0, 20 * seed, 0], [0.9, 0.8], [0.0, 0.02])
         for name in ("tokens", "ints", "floats", "bias", "suppressed", "rows", "positions", "suppress", "logits"):
             getattr(case, name).copy_(getattr(other, name))
-        expected = run(sampler, case, "full")
+        expected = run(sampler, case, Mode.FULL)
         for _ in range(5):
             graph.replay()
             assert torch.equal(sampled, expected)
@@ -106,13 +108,13 @@ def test_one_row_is_the_same_in_every_batch() -> None:
     truncations(case, [0, 0, 30], [0.9, 0.97], [0.0])
     case = case.to("cuda")
     tokens, sampler = case.tokens.clone(), case.sampler()
-    together = run(sampler, case, "full")
+    together = run(sampler, case, Mode.FULL)
     for index in range(0, 64, 5):
         one = slice(index, index + 1)
         parts = (case.rows[one], case.positions[one], case.suppress[one], case.logits[one])
         case.tokens.copy_(tokens)
         alone = Case(case.tokens, case.ints, case.floats, case.bias, case.suppressed, *parts)
-        assert run(sampler, alone, "full").item() == together[index]
+        assert run(sampler, alone, Mode.FULL).item() == together[index]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,11 +122,11 @@ def test_logprobs(dtype: torch.dtype) -> None:
     generator = torch.Generator(device="cuda").manual_seed(1)
     logits = (torch.randn(40, 128256, device="cuda", generator=generator) * 5).to(dtype)
     chosen = torch.randint(0, 128256, (40,), device="cuda", generator=generator, dtype=torch.int32)
-    kernels = LogprobKernels(128256, 40, 20, logits.device)
+    kernels = TritonScorer(128256, 40, 20, logits.device)
     for top in (0, 1, 16, 20):
         found = torch.zeros(40, 1 + 2 * top, device="cuda", dtype=torch.int32)
         kernels.run(logits, chosen, top, found)
-        expected = logprob_lines(logits, chosen, top)
+        expected = logprob_records(logits, chosen, top)
         assert torch.equal(found[:, 1 + top :], expected[:, 1 + top :])
         values, wanted = (lines[:, : 1 + top].contiguous().view(torch.float32) for lines in (found, expected))
         torch.testing.assert_close(values, wanted, atol=2e-5, rtol=0)

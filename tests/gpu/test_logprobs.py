@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from tandem.engine_core.contracts import StepResult
-from tandem.engine_core.kernels.reference.sampling import logprob_lines
+from tandem.engine_core.kernels.reference.sampling import logprob_records
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.cuda_forward import CudaForward
 from tandem.engine_core.runtime.runtime import TorchRuntime
@@ -116,11 +116,11 @@ class Watch:
         s = self.runtime.slots[slot]
         assert s.packed is not None and s.logits is not None
         count = len(s.packed.sample_rows)
-        if s.captured is None:
+        if s.graphs is None:
             self.logits[slot] = s.logits[:count].clone()
             return
         self.graphed += 1
-        bucket = len(s.captured.logits)
+        bucket = len(s.graphs.logits)
         eager = self.forward.decode(s.device_inputs[:bucket], s.device_inputs[bucket : 2 * bucket])
         self.logits[slot] = eager[:count].clone()
 
@@ -132,16 +132,16 @@ class Watch:
         if top < 0:
             return
         width = 1 + 2 * top
-        mine = s.lines[: count * width].view(count, width).clone()
+        mine = s.records[: count * width].view(count, width).clone()
         with torch.inference_mode():
             again = torch.zeros_like(mine)
             self.runtime.scorer.run(self.logits[slot], s.sampled[:count], top, again)
-            oracle = logprob_lines(self.logits[slot], s.sampled[:count], top)
+            oracle = logprob_records(self.logits[slot], s.sampled[:count], top)
         self.equal += [torch.equal(mine, again), torch.equal(mine[:, 1 + top :], oracle[:, 1 + top :])]
         values, expected = (x[:, : 1 + top].contiguous().view(torch.float32) for x in (mine, oracle))
         if count:
             self.errors.append((values - expected).abs().max().item())
-        self.lines[slot] = s.lines.clone()
+        self.lines[slot] = s.records.clone()
 
     def _collect(self, slot: int) -> StepResult:
         """Check that the host has what was on the device then, though the next step may have been sampled since."""

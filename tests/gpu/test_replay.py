@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.cuda_forward import CudaForward
 from tandem.engine_core.runtime.runtime import TorchRuntime
-from tandem.engine_core.runtime.tables import Mode
-from tandem.engine_core.runtime.triton_sampling import TritonSampler
+from tandem.engine_core.sampling.sampler import Mode
+from tandem.engine_core.sampling.triton_sampler import TritonSampler
 from tandem.protocol.engine_options import EngineOptions
 from tests.support.engine_driver import DrivenEngine
 from tests.support.gpu_traffic import KINDS, requests
@@ -135,9 +136,9 @@ class Eager:
             launch(slot, plan)
             s, graphs = self.runtime.slots[slot], self.runtime.graphs
             assert graphs is not None
-            shape = graphs.shape(plan)
-            if s.captured is not None:
-                self.equal.append((s.captured.logits == self.forward.decode(*self.inputs(slot))).all())
+            shape = graphs.bucket(plan)
+            if s.graphs is not None:
+                self.equal.append((s.graphs.logits == self.forward.decode(*self.inputs(slot))).all())
             elif shape is not None:
                 mixed, total = graphs.mixed[slot][shape], sum(shape)
                 rows, positions = s.device_inputs[:total], s.device_inputs[total : 2 * total]
@@ -151,19 +152,13 @@ class Eager:
         def on_sample(slot: int, masks: Any) -> None:
             s = self.runtime.slots[slot]
             sample(slot, masks)
-            if (
-                s.captured is not None
-                and s.packed is not None
-                and s.plan is not None
-                and s.plan.is_unconstrained_decode
-            ):
+            if s.graphs is not None and s.packed is not None and s.plan is not None and s.plan.is_unconstrained_decode:
                 rows, positions = self.inputs(slot)
                 if masks is not None or "suppress" in s.packed.fields:
                     return
-                mode, out = self.runtime.tables.mode(s.packed), torch.empty_like(rows)
-                nobody = self.sampler.nobody[: len(rows)]
+                mode, out = Mode.of(self.runtime.tables.sampling_needs(s.packed, False)), torch.empty_like(rows)
                 with torch.inference_mode():
-                    self.sampler.launch(mode, s.captured.logits, rows, positions, nobody, out)
+                    self.sampler.launch(mode, SamplingBatch(s.graphs.logits, rows, positions, out))
                 self.modes.add(mode)
                 count = len(s.packed.sample_rows)
                 self.equal.append((out[:count] == s.sampled[:count]).all())
@@ -173,8 +168,8 @@ class Eager:
 
     def inputs(self, slot: int) -> tuple[Tensor, Tensor]:
         s = self.runtime.slots[slot]
-        assert s.captured is not None
-        bucket = len(s.captured.logits)
+        assert s.graphs is not None
+        bucket = len(s.graphs.logits)
         return s.device_inputs[:bucket], s.device_inputs[bucket : 2 * bucket]
 
 
@@ -188,7 +183,7 @@ def test_graphs_give_the_bits_of_the_same_kernels_run_eagerly(
             assert_same(play(runtime, recording, (0, 1)), recording)
     modes = sorted(mode.value for mode in eager.modes)
     print(f"\n{len(eager.equal)} comparisons, {eager.mixed} of them of mixed steps, sampling {modes}")
-    assert eager.modes == set(Mode) and eager.mixed > 20
+    assert eager.modes == set(Mode) - {Mode.MASKED} and eager.mixed > 20
     assert all(equal.item() for equal in eager.equal)
 
 

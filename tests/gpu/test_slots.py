@@ -71,7 +71,7 @@ def test_padding_touches_no_other_row(runtime: TorchRuntime, live: list[int], pa
     decode = StepPlan.of(2, tuple(ScheduledSequence(row, row, length, 1, True) for row in live))
     assert decode.is_unconstrained_decode
     runtime.launch(1, decode)
-    assert runtime.slots[1].captured is not None
+    assert runtime.slots[1].graphs is not None
     runtime.sample(1, None)
     tokens = runtime.collect(1).tokens
     after = state(runtime)

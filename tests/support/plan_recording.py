@@ -1,9 +1,9 @@
-"""What an engine launched, kept step by step, and played again on the same runtime."""
+"""Recording of every step that an engine launches, and its replay on the same runtime."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -21,13 +21,12 @@ from tests.fakes.constraint import FakeCompiler, FakeFiller
 from tests.fakes.fixed_masks import ReplayingFiller, as_filled
 from tests.support.engine_driver import CLIENT, DrivenEngine
 
-TABLES = ("tokens", "pages", "ints", "floats", "bias", "suppressed")
 Request = tuple[list[int], SamplingParams]
 
 
 @dataclass
 class Recording:
-    """Steps in the order of their launches: what went in, and what came out."""
+    """Inputs and results of steps, in the order of their launches."""
 
     plans: list[StepPlan] = field(default_factory=list)
     masks: list[Masks | None] = field(default_factory=list)
@@ -45,7 +44,7 @@ def runtime_of(driven: DrivenEngine) -> TorchRuntime:
 
 @contextmanager
 def recorded(runtime: TorchRuntime) -> Iterator[Recording]:
-    """Keeps every step that the runtime executes meanwhile."""
+    """Record every step that the runtime executes meanwhile."""
     recording = Recording()
     launch, sample, collect = runtime.launch, runtime.sample, runtime.collect
 
@@ -55,7 +54,7 @@ def recorded(runtime: TorchRuntime) -> Iterator[Recording]:
         assert s.logits is not None and s.packed is not None
         recording.plans.append(plan)
         recording.logits.append(s.logits[: len(s.packed.sample_rows)].clone())
-        recording.graphed.append(runtime.graphs is not None and runtime.graphs.shape(plan) is not None)
+        recording.graphed.append(runtime.graphs is not None and runtime.graphs.bucket(plan) is not None)
 
     def on_sample(slot: int, masks: Masks | None) -> None:
         sample(slot, masks)
@@ -71,7 +70,7 @@ def recorded(runtime: TorchRuntime) -> Iterator[Recording]:
 
 
 def play(runtime: TorchRuntime, recording: Recording, slots: Sequence[int]) -> Recording:
-    """Runs the recorded plans in the pipeline's order, in these slots in turn, as many in flight as there are slots."""
+    """Run the recorded plans in the pipeline's order, in these slots in turn, as many in flight as there are slots."""
     in_flight: deque[int] = deque()
     with recorded(runtime) as played:
         for number, (plan, masks) in enumerate(zip(recording.plans, recording.masks, strict=True)):
@@ -87,23 +86,29 @@ def play(runtime: TorchRuntime, recording: Recording, slots: Sequence[int]) -> R
     return played
 
 
+def table_tensors(runtime: TorchRuntime) -> dict[str, Tensor]:
+    """Return every table by name, with rows first but for `bias`, where they come second."""
+    tables = runtime.tables
+    parts = {part.name: getattr(tables.sampling, part.name) for part in fields(tables.sampling)}
+    return parts | {"pages": tables.pages}
+
+
 def reset(runtime: TorchRuntime) -> None:
-    """As if nothing had run yet: tables and pool as they were allocated."""
+    """Zero tables and pool, as if nothing had run yet."""
     runtime.synchronize()
     with torch.inference_mode():
-        for name in TABLES:
-            getattr(runtime.tables, name).zero_()
+        for table in table_tensors(runtime).values():
+            table.zero_()
         runtime.kv.pool.zero_()
-    runtime.tables.modes[:] = 0
+    runtime.tables.needs[:] = 0
     runtime.synchronize()
 
 
 def state(runtime: TorchRuntime) -> dict[str, Tensor]:
-    """Copies of everything that outlives a step, without the reserved row and page."""
+    """Copy everything that outlives a step, without the reserved row and page."""
     runtime.synchronize()
-    tables, kv = runtime.tables, runtime.kv
-    rows = {name: getattr(tables, name)[1:].clone() for name in TABLES if name != "bias"}
-    rows["bias"] = tables.bias.view(2, len(tables.tokens), -1)[:, 1:].clone()
+    kv, tables = runtime.kv, table_tensors(runtime)
+    rows = {name: (table[:, 1:] if name == "bias" else table[1:]).clone() for name, table in tables.items()}
     for name, pools in (("keys", kv.keys), ("values", kv.values)):
         for layer, pool in enumerate(pools):
             rows[f"{name} {layer}"] = runtime.page_table.view_pages(pool)[1:].clone()
@@ -112,12 +117,12 @@ def state(runtime: TorchRuntime) -> dict[str, Tensor]:
 
 
 def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """What is not the same bit for bit."""
+    """Return the names of tensors that are not equal bit for bit."""
     return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
 
 
 def constraining(engine: Engine) -> None:
-    """Gives the engine constraints that need no grammar, and that can be played again. Before the first tick."""
+    """Give the engine constraints that need no grammar and can be replayed. Call it before the first tick."""
     assert isinstance(engine.runtime, TorchRuntime)
     engine.compiler = engine.control.compiler = FakeCompiler()
     engine.runtime.filler = ReplayingFiller(FakeFiller())
@@ -126,9 +131,9 @@ def constraining(engine: Engine) -> None:
 def drive(
     driven: DrivenEngine, requests: Sequence[Request], rng: Random, aborts: float = 0.0, constrained: int = 0
 ) -> list[int]:
-    """Requests arrive a few at a time, some are aborted on the way; returns their ids when nothing is in flight.
+    """Submit requests a few at a time and abort some; return their ids when nothing is in flight.
 
-    constrained: every so-manyth of them has a constraint.
+    aborts: probability of an abort in a tick. constrained: every n-th request has a constraint, 0 for none.
     """
     waiting, ids = deque(requests), list[int]()
     outcomes, inbox = driven.mailbox.outcomes, driven.mailbox.inbox

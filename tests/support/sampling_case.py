@@ -1,4 +1,4 @@
-"""Random rows for the sampling kernels, and what the torch oracle makes of them."""
+"""Random rows for the sampling kernels, and the torch oracle's results for them."""
 
 from dataclasses import dataclass
 
@@ -6,11 +6,20 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.kernels.reference.philox import gumbel_noise
-from tandem.engine_core.kernels.reference.sampling import truncate
-from tandem.engine_core.kernels.sampling.greedy import ID_BITS, ID_MASK
-from tandem.engine_core.sampling.device_sampler import DeviceSampler
-from tandem.engine_core.sampling.sampler import Bias, Draw, Penalties, SamplingRows, Truncation, adjust
+from tandem.engine_core.kernels.reference.sampling import SamplingRows, Truncation, adjust_logits, truncate
+from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
+from tandem.engine_core.kernels.sampling.rank import ID_BITS, ID_MASK
+from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch
+from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, SUPPRESSES, TRUNCATES, Mode
+from tandem.engine_core.sampling.torch_sampler import TorchSampler
+from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE, TRIES, TritonSampler
 
+PROMPT_LEN, CHOICE, SEED, TOP_K = (INT_COLUMNS.index(name) for name in ("prompt_len", "choice", "seed", "top_k"))
+TEMPERATURE, TOP_P, MIN_P = (FLOAT_COLUMNS.index(name) for name in ("temperature", "top_p", "min_p"))
+REPETITION, PRESENCE, FREQUENCY = (
+    FLOAT_COLUMNS.index(f"{name}_penalty") for name in ("repetition", "presence", "frequency")
+)
+EVERYTHING = RANDOM | TRUNCATES | PENALIZES | BIASED | SUPPRESSES
 BIASES = 16
 ENDS = 5
 NEAR_TOKEN = 3e-5
@@ -34,26 +43,25 @@ class Case:
     logits: Tensor
     allowed: Tensor | None = None
 
-    def sampler(self, **sizes: int) -> DeviceSampler:
-        vocab = self.logits.shape[1]
-        tables = (self.tokens, self.ints, self.floats, self.bias, self.suppressed)
-        return DeviceSampler(*tables, vocab, len(self.rows), **sizes)
+    @property
+    def tables(self) -> SamplingTables:
+        return SamplingTables(self.tokens, self.ints, self.floats, self.bias, self.suppressed)
+
+    def sampler(
+        self, tile: int = TILE, group: int = GROUP, capacity: int = CAPACITY, tries: int = TRIES
+    ) -> TritonSampler:
+        vocab, batch, device = self.logits.shape[1], len(self.rows), self.logits.device
+        return TritonSampler(self.tables, SamplingScratch.allocate(vocab, batch, tile, group, capacity, device), tries)
+
+    def batch(self, sampled: Tensor, needs: int = 0, allowed: Tensor | None = None) -> SamplingBatch:
+        """Make the batch of the step; its history is as long as the token table."""
+        longest = self.tokens.shape[1]
+        return SamplingBatch(self.logits, self.rows, self.positions, sampled, self.suppress, allowed, needs, longest)
 
     def sampling_rows(self, full: bool) -> SamplingRows:
-        rows, positions = self.rows.long(), self.positions.long() + 1
-        ints, floats = self.ints[rows].unbind(1), self.floats[rows].unbind(1)
-        draw = Draw(temperature=floats[0], seed=ints[4], choice=ints[3], position=positions)
-        if not full:
-            return SamplingRows(draw)
-        bias = self.bias.view(2, len(self.tokens), -1)[:, rows]
-        ends = torch.where(self.suppress.bool().unsqueeze(1), self.suppressed[rows], -1)
-        return SamplingRows(
-            draw,
-            Truncation(ints[2], floats[1], floats[2]),
-            Penalties(floats[3], floats[4], floats[5], self.tokens[rows].long(), ints[1], positions),
-            Bias(bias[0].long(), bias[1].view(torch.float32)),
-            ends.long(),
-        )
+        """Gather the oracle's parameters: all of them, or those of draws from the whole softmax."""
+        batch = self.batch(torch.zeros_like(self.rows), EVERYTHING if full else RANDOM)
+        return TorchSampler(self.tables).gather(batch)
 
     def to(self, device: str) -> "Case":
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -69,20 +77,20 @@ def make_case(batch: int, vocab: int, seed: int = 0, max_len: int = 40, scale: f
 
     count = batch + 3
     tokens = integer(0, vocab, count, max_len).int()
-    ints = torch.zeros(count, 6, dtype=torch.int64)
-    ints[:, 1] = integer(1, max_len // 2, count)
-    ints[:, 3] = integer(0, 5, count)
-    ints[:, 4] = integer(0, 2**63 - 1, count)
-    floats = torch.zeros(count, 6)
-    floats[:, 0] = torch.rand(count, generator=generator) + 0.3
-    floats[:, 1] = 1
-    floats[:, 3] = 1
+    ints = torch.zeros(count, len(INT_COLUMNS), dtype=torch.int64)
+    ints[:, PROMPT_LEN] = integer(1, max_len // 2, count)
+    ints[:, CHOICE] = integer(0, 5, count)
+    ints[:, SEED] = integer(0, 2**63 - 1, count)
+    floats = torch.zeros(count, len(FLOAT_COLUMNS))
+    floats[:, TEMPERATURE] = torch.rand(count, generator=generator) + 0.3
+    floats[:, TOP_P] = 1
+    floats[:, REPETITION] = 1
     ints[0], floats[0], tokens[0] = 0, 0, 0
-    bias = torch.full((2, count * BIASES), -1, dtype=torch.int32)
+    bias = torch.full((2, count, BIASES), -1, dtype=torch.int32)
     suppressed = torch.full((count, ENDS), -1, dtype=torch.int32)
-    bias[:, :BIASES], suppressed[0] = 0, 0
+    bias[:, 0], suppressed[0] = 0, 0
     rows = torch.randperm(count - 1, generator=generator)[:batch].int() + 1
-    positions = (ints[rows.long(), 1] + integer(0, max_len // 2 - 1, batch)).int()
+    positions = (ints[rows.long(), PROMPT_LEN] + integer(0, max_len // 2 - 1, batch)).int()
     logits = torch.randn(batch, vocab, generator=generator) * scale
     suppress = torch.zeros(batch, dtype=torch.int32)
     return Case(tokens, ints, floats, bias, suppressed, rows, positions, suppress, logits)
@@ -99,48 +107,51 @@ def ask_everything(case: Case, seed: int = 1) -> None:
     def half() -> Tensor:
         return torch.rand(count, generator=generator) < 0.5
 
-    case.floats[:, 3] = torch.where(half(), number(0.7, 1.6), case.floats[:, 3])
-    case.floats[:, 4] = torch.where(half(), number(-1, 1), 0.0)
-    case.floats[:, 5] = torch.where(half(), number(-1, 1), 0.0)
+    repetition = case.floats[:, REPETITION]
+    case.floats[:, REPETITION] = torch.where(half(), number(0.7, 1.6), repetition)
+    case.floats[:, PRESENCE] = torch.where(half(), number(-1, 1), 0.0)
+    case.floats[:, FREQUENCY] = torch.where(half(), number(-1, 1), 0.0)
     for row in half().nonzero().flatten().tolist():
         used = int(torch.randint(1, BIASES, (), generator=generator))
         ids = torch.randperm(vocab, generator=generator)[:used].int()
-        case.bias[0, row * BIASES : row * BIASES + len(ids)] = ids
+        case.bias[0, row, : len(ids)] = ids
         values = torch.randn(len(ids), generator=generator) * 4
-        case.bias[1, row * BIASES : row * BIASES + len(ids)] = values.view(torch.int32)
+        case.bias[1, row, : len(ids)] = values.view(torch.int32)
     case.suppressed[:] = torch.randint(-1, vocab, case.suppressed.shape, generator=generator).int()
     case.suppress[:] = torch.randint(0, 2, case.suppress.shape, generator=generator).int()
-    case.floats[:, 0] = torch.where(half() & half(), 0.0, case.floats[:, 0])
+    temperature = case.floats[:, TEMPERATURE]
+    case.floats[:, TEMPERATURE] = torch.where(half() & half(), 0.0, temperature)
 
 
 def truncations(case: Case, top_k: list[int], top_p: list[float], min_p: list[float]) -> None:
-    """Every row another combination of the lists, in turn."""
+    """Give every row another combination of the lists, in turn."""
     for row in range(len(case.tokens)):
-        case.ints[row, 2] = top_k[row % len(top_k)]
-        case.floats[row, 1] = top_p[row // 2 % len(top_p)]
-        case.floats[row, 2] = min_p[row // 3 % len(min_p)]
+        case.ints[row, TOP_K] = top_k[row % len(top_k)]
+        case.floats[row, TOP_P] = top_p[row // 2 % len(top_p)]
+        case.floats[row, MIN_P] = min_p[row // 3 % len(min_p)]
 
 
 @dataclass
 class Expected:
-    """What the oracle says. All [B, V] but best [B]."""
+    """Results of the oracle, [B, V] each but for `best`."""
 
     scores: Tensor
     """Adjusted logits after the largest is subtracted and the temperature divided by, float32."""
     sums: Tensor
     """Scores and noise."""
     kept: Tensor
-    """What truncation leaves; a greedy row keeps its best token."""
+    """True for tokens that truncation leaves; a greedy row keeps its best token."""
     doubtful: Tensor
-    """Whether rounding alone may decide if a token is kept."""
+    """True where rounding alone may decide if a token is kept."""
     best: Tensor
+    """[B], id of the largest adjusted logit."""
 
 
 def expect(case: Case, full: bool = True) -> Expected:
-    """As `sampling.sampler.sample`, up to the draw. float32, but the probabilities of top-p are summed in float64."""
+    """Compute what the oracle computes before its draw, in float32, with the probabilities of top-p in float64."""
     rows = case.sampling_rows(full)
     assert rows.draw is not None
-    logits = adjust(case.logits.float(), rows, case.allowed)
+    logits = adjust_logits(case.logits.float(), rows, case.allowed)
     best = logits.argmax(-1)
     greedy = (rows.draw.temperature == 0).unsqueeze(1)
     scores = logits - logits.gather(1, best.unsqueeze(1))
@@ -170,7 +181,7 @@ def _doubtful(scores: Tensor, t: Truncation) -> Tensor:
 
 
 def check_draw(found: Expected, kept: Tensor, tokens: Tensor, least_sure: float = 0.9) -> None:
-    """The tokens are the oracle's, drawn from what was kept; equal wherever two sums are not too close to tell."""
+    """Assert that the tokens are the oracle's draw from what was kept, wherever two sums are not too close to tell."""
     sums = found.sums.masked_fill(~kept, -torch.inf)
     first = sums.topk(2).values if sums.shape[1] > 1 else sums.expand(-1, 2) - torch.tensor([0.0, 1.0]).to(sums.device)
     sure = first[:, 0] - first[:, 1] > NEAR_TOKEN
@@ -179,40 +190,45 @@ def check_draw(found: Expected, kept: Tensor, tokens: Tensor, least_sure: float 
 
 
 def check_full(case: Case, **sizes: int) -> None:
-    """`full` keeps what the oracle keeps, wherever rounding cannot decide, and draws what the oracle draws."""
+    """Assert that the full mode keeps what the oracle keeps, where rounding cannot decide, and draws what it draws."""
     found = expect(case)
-    quick = run(case.sampler(**sizes), case, "full")
+    quick = run(case.sampler(**sizes), case, Mode.FULL)
     sampler = case.sampler(**sizes, tries=0)
-    tokens = run(sampler, case, "full")
+    tokens = run(sampler, case, Mode.FULL)
     assert torch.equal(quick, tokens), "drawing before the cutoff is known changed a token"
     kept = kept_by(sampler, case, found)
-    greedy = case.floats[case.rows.long(), 0] == 0
+    greedy = case.floats[case.rows.long(), TEMPERATURE] == 0
     kept = torch.where(greedy.unsqueeze(1), found.kept, kept)
     assert torch.equal(kept | found.doubtful, found.kept | found.doubtful)
     check_draw(found, kept, tokens)
 
 
-def kept_by(sampler: DeviceSampler, case: Case, found: Expected) -> Tensor:
-    """The tokens that the kernels kept, from the cutoff that `full` left behind. [B, V] bool."""
-    cutoff = sampler._cutoff[: len(case.rows)].unsqueeze(1)
+def kept_by(sampler: TritonSampler, case: Case, found: Expected) -> Tensor:
+    """Return the tokens that the kernels kept, by the cutoff that they left behind. [B, V] bool."""
+    cutoff = sampler.scratch.cutoff[: len(case.rows)].unsqueeze(1)
     bits = torch.where(found.scores == 0, 0.0, found.scores).view(torch.int32)
     keys = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
     ids = torch.arange(case.logits.shape[1], device=cutoff.device)
-    min_p = case.floats[case.rows.long(), 2].unsqueeze(1)
+    min_p = case.floats[case.rows.long(), MIN_P].unsqueeze(1)
     above = (found.scores >= min_p.log()) | (ids == found.best.unsqueeze(1))
     return ((keys << ID_BITS.value) + (ID_MASK.value - ids) >= cutoff) & above
 
 
-def run(sampler: DeviceSampler, case: Case, mode: str) -> Tensor:
-    """Samples, checks that nothing was written but the tokens, and that the scratch is as it was. Returns [B] int32."""
+def run(sampler: TritonSampler, case: Case, mode: Mode) -> Tensor:
+    """Sample, the full mode under the case's masks if it has some. Returns [B] int32.
+
+    Asserts that nothing was written but the tokens, and that the scratch is as it was.
+    """
     before, logits = case.tokens.clone(), case.logits.clone()
     sampled = torch.full_like(case.rows, -7)
-    args = (case.logits, case.rows, case.positions, case.suppress, sampled, case.allowed)
-    getattr(sampler, mode)(*args)
+    if mode is Mode.FULL and case.allowed is not None:
+        sampler.launch(Mode.MASKED, case.batch(sampled, allowed=case.allowed))
+    else:
+        sampler.launch(mode, case.batch(sampled))
     before[case.rows.long(), case.positions.long() + 1] = sampled
     assert torch.equal(case.tokens, before)
     assert torch.equal(case.logits.view(torch.uint8), logits.view(torch.uint8))
-    for scratch in (sampler._marks, sampler._arrivals, sampler._found):
-        assert not scratch.any()
-    assert (sampler._winner == -(2**62)).all()
+    for buffer in (sampler.scratch.marks, sampler.scratch.arrivals, sampler.scratch.found):
+        assert not buffer.any()
+    assert (sampler.scratch.winner == NOTHING.value).all()
     return sampled

@@ -105,7 +105,7 @@ class Forced:
         assert slot.logits is not None
         # A copy: a graph's logits stay where they are, and the next replay overwrites them.
         logits = slot.logits[: len(rows)].to(torch.float32, copy=True)
-        sort = "decode from graphs" if slot.captured is not None else self.sort(rows)
+        sort = "decode from graphs" if slot.graphs is not None else self.sort(rows)
         self.runtime.synchronize()
         # Nothing was sampled, so nothing is to be collected: the next step may have the slot.
         slot.plan = slot.packed = slot.logits = None

@@ -20,10 +20,11 @@ from tandem.engine_core.models.registry import build_model
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.device import CpuDevice
 from tandem.engine_core.runtime.runtime import TorchRuntime
-from tandem.engine_core.runtime.sampling import TorchSampler, TorchScorer
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.staging import capacity
 from tandem.engine_core.runtime.tables import DeviceTables
+from tandem.engine_core.sampling.scorer import TorchScorer
+from tandem.engine_core.sampling.torch_sampler import TorchSampler
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
@@ -221,7 +222,7 @@ def build_runtime(model: LlamaModel, shape: Shape) -> RecordingTorchRuntime:
         StepSlot.allocate(device, words, shape.max_rows, shape.step_tokens, VOCAB, attention)
         for _ in range(shape.depth)
     ]
-    sampler, scorer, filler = TorchSampler(tables), TorchScorer(), ReplayingFiller(FakeFiller())
+    sampler, scorer, filler = TorchSampler(tables.sampling), TorchScorer(), ReplayingFiller(FakeFiller())
     runtime = RecordingTorchRuntime(
         device, model, kv, tables, sampler, scorer, filler, slots, kv.page_table(tables.pages)
     )

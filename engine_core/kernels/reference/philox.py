@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the same integers on every device, with no generator state to keep in step.
+"""Counter-based random numbers: the same integers on every device, with no generator state to synchronise.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). For the noise that picks a token:
 
@@ -22,9 +22,9 @@ MASK = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
-    """Philox4x32-10. counter: four int64 tensors of 32-bit words, of one shape; key: two, broadcastable to it.
+    """Compute Philox4x32-10. Returns the four output words, int64, in a new last dimension: [..., 4].
 
-    Returns the four output words, int64, stacked in a new last dimension: [..., 4].
+    counter: four int64 tensors of 32-bit words, of one shape; key: two, broadcastable to it.
     """
     # Signed 64-bit products wrap, which keeps their bits. The words (c0, c2) are kept clean because they are
     # multiplied; (c1, c3) and the keys may carry garbage above bit 31, which the next mask removes. The constants are
@@ -45,12 +45,12 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def uniform(words: Tensor) -> Tensor:
-    """Numbers in (0, 1), float32, from 32-bit words in int64: ((word >> 9) + 0.5) * 2^-23."""
+    """Return numbers in (0, 1), float32, from 32-bit words in int64: ((word >> 9) + 0.5) * 2^-23."""
     return ((words >> 9).float() + 0.5) * 2.0**-23
 
 
 def gumbel_noise(seed: Tensor, choice: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise for every token of every row, by the integers in the module's head.
+    """Return standard Gumbel noise for every token of every row, as the module docstring defines it.
 
     seed, choice, position: [S] int64, none negative. Returns [S, vocab_size] float32.
     """

@@ -1,11 +1,110 @@
-"""What is done to logits before a token is drawn from them, in plain torch. Nothing here modifies its arguments."""
+"""Oracle of sampling in plain torch, and the CPU's path. Nothing here modifies its arguments."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tandem.engine_core.kernels.reference.philox import gumbel_noise
 
-def logprob_lines(logits: Tensor, chosen: Tensor, top: int) -> Tensor:
-    """Each row's log-softmax, computed in float32, at one token and at its `top` largest logits.
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Parameters of each row's draw, [S] each."""
+
+    temperature: Tensor
+    """float32; 0 is greedy."""
+    seed: Tensor
+    """int64, not negative."""
+    choice: Tensor
+    """int64, index among the choices of one request."""
+    position: Tensor
+    """int64, the position that the sampled token takes in its sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Arguments of `truncate`, [S] each; the values 0, 1 and 0 keep every token."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Arguments of `penalize`: history [S, L], the others [S]; the penalties 1, 0 and 0 change nothing."""
+
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    history: Tensor
+    prompt_len: Tensor
+    total_len: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """Arguments of `add_bias`. ids: [S, K] int64, -1 for none; values: [S, K] float32."""
+
+    ids: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Gathered parameters of the S rows that are sampled from. A group that no row needs is None."""
+
+    draw: Draw | None = None
+    """None if every row is greedy."""
+    truncation: Truncation | None = None
+    penalties: Penalties | None = None
+    bias: Bias | None = None
+    suppressed: Tensor | None = None
+    """[S, E] int64, ids that may not be sampled now; -1 for none."""
+
+
+def sample(logits: Tensor, rows: SamplingRows, allowed: Tensor | None = None) -> Tensor:
+    """Sample one token a row, computed in float32. Returns [S] int64.
+
+    logits: [S, V], not modified; allowed: masks as in `apply_bitmask`, or None. In order: bias, penalties, suppression,
+    mask; then a greedy row takes the largest logit, and another divides by its temperature, truncates and takes the
+    largest sum of logit and Gumbel noise, which is a draw from the softmax (Gumbel, 1954; Maddison et al., 2014). Equal
+    ones: the lowest id. The noise depends on the row's seed, choice and position only (see `philox`). NaN counts as
+    -inf, and a row with nothing but -inf yields id 0.
+    """
+    logits = adjust_logits(logits, rows, allowed)
+    best = logits.argmax(-1)
+    if rows.draw is None:
+        return best
+    temperature = rows.draw.temperature
+    greedy = temperature == 0
+    # The largest logit becomes 0 before the division, so that no temperature is small enough to overflow.
+    scores = logits - logits.gather(1, best.unsqueeze(1))
+    scores = scores / torch.where(greedy, 1.0, temperature).unsqueeze(1)
+    if rows.truncation is not None:
+        scores = truncate(scores, rows.truncation.top_k, rows.truncation.top_p, rows.truncation.min_p)
+    noise = gumbel_noise(rows.draw.seed, rows.draw.choice, rows.draw.position, logits.shape[1])
+    return torch.where(greedy, best, (scores + noise).argmax(-1))
+
+
+def adjust_logits(logits: Tensor, rows: SamplingRows, allowed: Tensor | None) -> Tensor:
+    """Apply bias, penalties, suppression and mask, in this order. Returns [S, V] float32."""
+    logits = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    if rows.bias is not None:
+        logits = add_bias(logits, rows.bias.ids, rows.bias.values)
+    if rows.penalties is not None:
+        p = rows.penalties
+        logits = penalize(logits, p.history, p.prompt_len, p.total_len, p.repetition, p.presence, p.frequency)
+    if rows.suppressed is not None:
+        logits = suppress(logits, rows.suppressed)
+    if allowed is not None:
+        logits = apply_bitmask(logits, allowed)
+    return logits
+
+
+def logprob_records(logits: Tensor, chosen: Tensor, top: int) -> Tensor:
+    """Compute each row's log-softmax, in float32, at one token and at its `top` largest logits.
 
     logits: [S, V], not modified, NaN counts as -inf; chosen: [S] integer ids; top: 0 to V. Returns [S, 1 + 2 * top]
     int32: the bits of the chosen token's float32 log-probability, the bits of the largest ones in descending order,
@@ -24,20 +123,20 @@ def logprob_lines(logits: Tensor, chosen: Tensor, top: int) -> Tensor:
 
 
 def add_bias(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """Adds values to the logits of ids. logits: [S, V]; ids: [S, K] int64, -1 for none; values: [S, K] float32."""
+    """Add values to the logits of ids. logits: [S, V]; ids: [S, K] int64, -1 for none; values: [S, K] float32."""
     used = ids >= 0
     return logits.scatter_add(1, torch.where(used, ids, 0), torch.where(used, values, 0.0))
 
 
 def suppress(logits: Tensor, ids: Tensor) -> Tensor:
-    """Sets the logits of ids to -inf. logits: [S, V]; ids: [S, E] int64, -1 for none."""
+    """Set the logits of ids to -inf. logits: [S, V]; ids: [S, E] int64, -1 for none."""
     used = ids >= 0
     limit = torch.where(used, -torch.inf, torch.inf).to(logits.dtype)
     return logits.scatter_reduce(1, torch.where(used, ids, 0), limit, "amin")
 
 
 def apply_bitmask(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Sets every logit to -inf whose bit is clear. allowed: [S, ceil(V / 32)] int32, bit i % 32 of word i // 32."""
+    """Set the logits of clear bits to -inf. allowed: [S, ceil(V / 32)] int32; token i is bit i % 32 of word i // 32."""
     bits = torch.arange(32, device=allowed.device, dtype=torch.int32)
     keep = (allowed.unsqueeze(-1) >> bits & 1).flatten(1)[:, : logits.shape[1]]
     return logits.masked_fill(keep == 0, -torch.inf)
@@ -52,17 +151,17 @@ def penalize(
     presence: Tensor,
     frequency: Tensor,
 ) -> Tensor:
-    """Lowers the logits of tokens that the sequence holds already.
+    """Apply the penalties of tokens that the sequence already holds.
 
     Repetition (Keskar et al., 2019) looks at prompt and output: a positive logit is divided by it, a negative one
     multiplied. Presence and frequency (the OpenAI API) look at the output alone: one subtraction for a token that
     occurs, one for each time it does. history: [S, L] token ids, of which the first total_len are the sequence's and
     the first prompt_len its prompt; prompt_len, total_len: [S] integers; the penalties: [S] float32.
     """
-    places = torch.arange(history.shape[1], device=history.device)
-    known = places < total_len.unsqueeze(1)
+    positions = torch.arange(history.shape[1], device=history.device)
+    known = positions < total_len.unsqueeze(1)
     ids = torch.where(known, history, 0).long()
-    output = known & (places >= prompt_len.unsqueeze(1))
+    output = known & (positions >= prompt_len.unsqueeze(1))
     zeros = torch.zeros_like(logits)
     held = zeros.scatter_add(1, ids, known.to(logits.dtype)) > 0
     counts = zeros.scatter_add(1, ids, output.to(logits.dtype))
@@ -73,11 +172,11 @@ def penalize(
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Sets to -inf what top-k, top-p (Holtzman et al., 2020) and min-p (Nguyen et al., 2024) leave out, in this order.
+    """Set to -inf what top-k, top-p and min-p leave out, in this order.
 
-    Tokens rank by logit, equal ones by lower id. Top-k keeps the first k (0: all). Top-p keeps the shortest run of
-    leading tokens whose probability, renormalised over what top-k left, reaches p. Min-p keeps tokens at least min_p
-    times as probable as the first. The first token always stays.
+    Tokens rank by logit, equal ones by lower id. Top-k keeps the first k (0: all). Top-p (Holtzman et al., 2020) keeps
+    the shortest run of leading tokens whose probability, renormalised over what top-k left, reaches p. Min-p (Nguyen et
+    al., 2024) keeps tokens at least min_p times as probable as the first. The first token always stays.
 
     logits: [S, V] float32, divided by the temperature; top_k: [S] integer; top_p, min_p: [S] float32.
     """

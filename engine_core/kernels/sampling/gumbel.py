@@ -1,4 +1,4 @@
-"""Gumbel noise inside a Triton kernel: the integers of `kernels.philox`, which says how they are made.
+"""Gumbel noise inside a Triton kernel, from the integers that `kernels.reference.philox` defines.
 
 Philox4x32-10 (Salmon et al., SC 2011). Triton's own makes the same integers, but takes the halves of a product by two
 multiplications, where one that yields both is enough.
@@ -18,9 +18,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def philox_words(seed, choice, position, start, BLOCK: tl.constexpr):
-    """Philox words of the tokens start .. start + BLOCK. seed: int64; start and BLOCK: multiples of 4. [BLOCK] uint32.
+    """Return the Philox words of the tokens start .. start + BLOCK, [BLOCK] uint32.
 
-    One counter serves four tokens, so it is computed once and its words are interleaved.
+    seed: int64; start and BLOCK: multiples of 4. One counter serves four tokens, so it is computed once and its words
+    are interleaved.
     """
     block = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = tl.zeros([BLOCK // 4], tl.uint32)
@@ -43,7 +44,7 @@ def philox_words(seed, choice, position, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def gumbel(words):
-    """-log(-log(u)) with u = ((word >> 9) + 0.5) * 2^-23. words: uint32; returns float32.
+    """Return -log(-log(u)), float32, with u = ((word >> 9) + 0.5) * 2^-23. words: uint32.
 
     The GPU's fast logarithm has an absolute error near 1, where -log(u) is tiny and the noise is largest: there the
     series of log(1 - w) in w = 1 - u takes its place. The noise is right to about 5e-6. A float's mantissa is filled

@@ -1,60 +1,62 @@
-"""What a row's parameters do to its logits before a token is drawn, in two Triton kernels without state between steps.
+"""Bias, penalties, suppression and masks applied to logits, in two Triton kernels without state between steps.
 
-`mark` notes in one int32 a token what applies to it: it writes only where something does, by atomic integer operations,
-whose order does not matter. `adjust` reads logits and marks once, writes the adjusted logits of rows that have any
-marks, zeroes the marks for the next step, and gathers what the later kernels want to know of each tile.
-Oracles: `reference_sampling.add_bias`, `penalize`, `suppress` and `apply_bitmask`, in this order.
+`mark` records in one int32 a token what applies to it: it writes only where something does, by atomic integer
+operations, whose order does not matter. `adjust` reads logits and marks once, writes the adjusted logits of rows that
+have any marks, zeroes the marks for the next step, and gathers what the later kernels need of each tile.
+Oracles: `add_bias`, `penalize`, `suppress` and `apply_bitmask` of `kernels.reference.sampling`, in this order.
 """
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tandem.engine_core.kernels.fast_math import quotient
-from tandem.engine_core.kernels.sampling.greedy import best_of, launch_options, load_logits, warps_for
+from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, NUM_INTS, TEMPERATURE, TOP_K
+from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
+from tandem.engine_core.kernels.sampling.rank import best_of, load_logits
+from tandem.engine_core.kernels.sampling.scratch import SamplingScratch, num_warps_for
 
-COLUMNS = tl.constexpr(6)
-"""Columns of the tables of integers and floats. Integers: row, prompt_len, top_k, choice, seed, unused. Floats:
-temperature, top_p, min_p, repetition, presence, frequency."""
+PROMPT_LEN = tl.constexpr(INT_COLUMNS.index("prompt_len"))
+REPETITION = tl.constexpr(FLOAT_COLUMNS.index("repetition_penalty"))
+PRESENCE = tl.constexpr(FLOAT_COLUMNS.index("presence_penalty"))
+FREQUENCY = tl.constexpr(FLOAT_COLUMNS.index("frequency_penalty"))
+
 IN_PROMPT = tl.constexpr(1 << 30)
+"""Bit of a mark: the prompt holds the token."""
 SUPPRESSED = tl.constexpr(1 << 29)
+"""Bit of a mark: the token may not be sampled now."""
 BIASED = tl.constexpr(1 << 28)
+"""Bit of a mark: the token has a bias."""
 COUNT = tl.constexpr((1 << 28) - 1)
-"""Bits of a mark: how often the output holds the token."""
-LOG2_E = tl.constexpr(1.4426950408889634)
+"""Bits of a mark: number of times that the output holds the token."""
 HISTORY_PARTS = 8
+"""Programs that share the history of a row."""
 MARK_BLOCK = 1024
-
-
-@triton.jit
-def log2_slope(temperature):
-    """Factor from a logit to the binary logarithm of its weight, finite for every temperature."""
-    return tl.minimum(tl.div_rn(LOG2_E, temperature), 1e38)
+"""Tokens of the history that a program marks at a time."""
 
 
 @triton.jit
 def _mark_kernel(
-    rows,
-    positions,
-    suppress,
-    tokens,
-    ints,
-    floats,
-    bias_ids,
-    bias_values,
-    suppressed,
-    marks,
-    adjusted,
-    touched,
+    rows_ptr,
+    positions_ptr,
+    suppress_ptr,
+    tokens_ptr,
+    ints_ptr,
+    floats_ptr,
+    bias_ids_ptr,
+    bias_values_ptr,
+    suppressed_ptr,
+    marks_ptr,
+    adjusted_ptr,
+    touched_ptr,
     token_stride,
     mark_stride,
     vocab,
-    BIASES: tl.constexpr,
-    ENDS: tl.constexpr,
+    NUM_BIASES: tl.constexpr,
+    NUM_ENDS: tl.constexpr,
     ENDS_PAD: tl.constexpr,
-    PARTS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PDL: tl.constexpr,
@@ -64,67 +66,69 @@ def _mark_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.load(rows + index).to(tl.int64)
+    row = tl.load(rows_ptr + index).to(tl.int64)
     if row == 0:
         return
     start = index.to(tl.int64) * mark_stride
-    parameters = floats + row * COLUMNS
-    penalizes = (tl.load(parameters + 3) != 1.0) | (tl.load(parameters + 4) != 0.0) | (tl.load(parameters + 5) != 0.0)
+    float_ptrs = floats_ptr + row * NUM_FLOATS
+    penalizes = tl.load(float_ptrs + REPETITION) != 1.0
+    penalizes |= (tl.load(float_ptrs + PRESENCE) != 0.0) | (tl.load(float_ptrs + FREQUENCY) != 0.0)
     if penalizes:
-        total = tl.load(positions + index) + 1
-        prompt = tl.load(ints + row * COLUMNS + 1)
-        for first in range(part * BLOCK, total, PARTS * BLOCK):
-            places = first + tl.arange(0, BLOCK)
-            ids = tl.load(tokens + row * token_stride + places, mask=places < total, other=-1)
+        total = tl.load(positions_ptr + index) + 1
+        prompt = tl.load(ints_ptr + row * NUM_INTS + PROMPT_LEN)
+        for first in range(part * BLOCK, total, NUM_PARTS * BLOCK):
+            positions = first + tl.arange(0, BLOCK)
+            ids = tl.load(tokens_ptr + row * token_stride + positions, mask=positions < total, other=-1)
             valid = (ids >= 0) & (ids < vocab)
-            in_prompt = places < prompt
-            tl.atomic_or(marks + start + ids, IN_PROMPT, mask=valid & in_prompt, sem="relaxed")
-            tl.atomic_add(marks + start + ids, 1, mask=valid & ~in_prompt, sem="relaxed")
+            in_prompt = positions < prompt
+            tl.atomic_or(marks_ptr + start + ids, IN_PROMPT, mask=valid & in_prompt, sem="relaxed")
+            tl.atomic_add(marks_ptr + start + ids, 1, mask=valid & ~in_prompt, sem="relaxed")
     if part == 0:
-        places = tl.arange(0, BIASES)
-        ids = tl.load(bias_ids + row * BIASES + places)
+        offsets = tl.arange(0, NUM_BIASES)
+        ids = tl.load(bias_ids_ptr + row * NUM_BIASES + offsets)
         valid = (ids >= 0) & (ids < vocab)
         biased = tl.max(valid.to(tl.int32), axis=0) > 0
         if biased:
             # The value waits where the adjusted logit will be written. An id listed twice gets the sum, twice.
-            values = tl.load(bias_values + row * BIASES + places)
-            for entry in range(BIASES):
-                token = tl.load(bias_ids + row * BIASES + entry)
+            values = tl.load(bias_values_ptr + row * NUM_BIASES + offsets)
+            for entry in range(NUM_BIASES):
+                token = tl.load(bias_ids_ptr + row * NUM_BIASES + entry)
                 if (token >= 0) & (token < vocab):
                     same = tl.sum(tl.where(ids == token, values, 0.0), axis=0)
-                    tl.store(adjusted + start + token, same)
-            tl.atomic_or(marks + start + ids, BIASED, mask=valid, sem="relaxed")
-        ending = tl.load(suppress + index) != 0
+                    tl.store(adjusted_ptr + start + token, same)
+            tl.atomic_or(marks_ptr + start + ids, BIASED, mask=valid, sem="relaxed")
+        ending = tl.load(suppress_ptr + index) != 0
         if ending:
-            slots = tl.arange(0, ENDS_PAD)
-            ends = tl.load(suppressed + row * ENDS + slots, mask=slots < ENDS, other=-1)
-            tl.atomic_or(marks + start + ends, SUPPRESSED, mask=(ends >= 0) & (ends < vocab), sem="relaxed")
-        tl.store(touched + index, (penalizes | biased | ending | HAS_MASK).to(tl.int32))
+            end_offsets = tl.arange(0, ENDS_PAD)
+            end_mask = end_offsets < NUM_ENDS
+            ends = tl.load(suppressed_ptr + row * NUM_ENDS + end_offsets, mask=end_mask, other=-1)
+            tl.atomic_or(marks_ptr + start + ends, SUPPRESSED, mask=(ends >= 0) & (ends < vocab), sem="relaxed")
+        tl.store(touched_ptr + index, (penalizes | biased | ending | HAS_MASK).to(tl.int32))
 
 
 @triton.jit
-def _marked(x, bias, mark, repetition, presence, frequency):
-    """The logits of a tile after bias, penalties and suppression, each rounded as the oracle rounds."""
-    x = tl.where((mark & BIASED) != 0, x + bias, x)
-    count = (mark & COUNT).to(tl.float32)
-    held = (mark & (COUNT | IN_PROMPT)) != 0
+def _apply_marks(x, bias, mark_bits, repetition, presence, frequency):
+    """Return the logits of a tile after bias, penalties and suppression, each rounded as the oracle rounds."""
+    x = tl.where((mark_bits & BIASED) != 0, x + bias, x)
+    count = (mark_bits & COUNT).to(tl.float32)
+    held = (mark_bits & (COUNT | IN_PROMPT)) != 0
     x = tl.where(held, tl.where(x > 0, quotient(x, repetition), x * repetition), x)
     x = x - count * frequency - tl.where(count > 0, presence, 0.0)
-    return tl.where((mark & SUPPRESSED) != 0, float("-inf"), x)
+    return tl.where((mark_bits & SUPPRESSED) != 0, float("-inf"), x)
 
 
 @triton.jit
 def _adjust_kernel(
-    logits,
-    rows,
-    ints,
-    floats,
-    allowed,
-    marks,
-    adjusted,
-    touched,
-    best,
-    peaks,
+    logits_ptr,
+    rows_ptr,
+    ints_ptr,
+    floats_ptr,
+    allowed_ptr,
+    marks_ptr,
+    adjusted_ptr,
+    touched_ptr,
+    tile_best_ptr,
+    peaks_ptr,
     logit_stride,
     mark_stride,
     allowed_stride,
@@ -140,124 +144,95 @@ def _adjust_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.load(rows + index).to(tl.int64)
+    row = tl.load(rows_ptr + index).to(tl.int64)
     if row == 0:
         return
     ids = tile * BLOCK + tl.arange(0, BLOCK)
-    inside = ids < vocab
-    x = load_logits(logits + index.to(tl.int64) * logit_stride, ids, inside)
+    mask = ids < vocab
+    x = load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, mask)
     # All loads that need nothing but the row go out together.
-    parameters = floats + row * COLUMNS
-    temperature = tl.load(parameters)
-    top_k = tl.load(ints + row * COLUMNS + 2)
-    if tl.load(touched + index) != 0:
-        places = index.to(tl.int64) * mark_stride + ids
-        mark = tl.load(marks + places, mask=inside, other=0)
-        bias = tl.load(adjusted + places, mask=inside & ((mark & BIASED) != 0), other=0.0)
-        x = _marked(x, bias, mark, tl.load(parameters + 3), tl.load(parameters + 4), tl.load(parameters + 5))
+    float_ptrs = floats_ptr + row * NUM_FLOATS
+    temperature = tl.load(float_ptrs + TEMPERATURE)
+    top_k = tl.load(ints_ptr + row * NUM_INTS + TOP_K)
+    if tl.load(touched_ptr + index) != 0:
+        offsets = index.to(tl.int64) * mark_stride + ids
+        mark_bits = tl.load(marks_ptr + offsets, mask=mask, other=0)
+        bias = tl.load(adjusted_ptr + offsets, mask=mask & ((mark_bits & BIASED) != 0), other=0.0)
+        repetition = tl.load(float_ptrs + REPETITION)
+        presence = tl.load(float_ptrs + PRESENCE)
+        x = _apply_marks(x, bias, mark_bits, repetition, presence, tl.load(float_ptrs + FREQUENCY))
         if HAS_MASK:
-            word = tl.load(allowed + index.to(tl.int64) * allowed_stride + ids // 32, mask=inside, other=0)
+            word = tl.load(allowed_ptr + index.to(tl.int64) * allowed_stride + ids // 32, mask=mask, other=0)
             x = tl.where(((word >> (ids % 32)) & 1) != 0, x, float("-inf"))
-        tl.store(adjusted + places, x, mask=inside)
-        tl.store(marks + places, 0, mask=inside & (mark != 0))
-    tl.store(best + index * tiles + tile, best_of(x, ids))
+        tl.store(adjusted_ptr + offsets, x, mask=mask)
+        tl.store(marks_ptr + offsets, 0, mask=mask & (mark_bits != 0))
+    tl.store(tile_best_ptr + index * tiles + tile, best_of(x, ids))
     if (temperature != 0.0) & (top_k > 0) & (top_k < vocab):
         groups: tl.constexpr = BLOCK // GROUP
         tops = tl.max(tl.reshape(x, [groups, GROUP]), axis=1)
-        tl.store(peaks + (index * tiles + tile) * groups + tl.arange(0, groups), tops)
+        tl.store(peaks_ptr + (index * tiles + tile) * groups + tl.arange(0, groups), tops)
 
 
-def mark(
-    rows: Tensor,
-    positions: Tensor,
-    suppress: Tensor,
-    tokens: Tensor,
-    ints: Tensor,
-    floats: Tensor,
-    bias: Tensor,
-    suppressed: Tensor,
-    marks: Tensor,
-    adjusted: Tensor,
-    touched: Tensor,
-    vocab: int,
-    has_mask: bool,
-    pdl: bool,
-) -> None:
-    """Notes what applies to which token of each row.
+def mark(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
+    """Mark what applies to which token of each row.
 
-    rows, positions, suppress: [B] int32; tokens: [R, max_len] int32; ints: [R, 6] int64; floats: [R, 6] float32;
-    bias: [2, R, K] int32, ids (-1: none) and the bits of float32 values, K a power of two; suppressed: [R, E] int32.
-    Writes marks [>= B, >= V] int32 (zeros before), the biases into adjusted (float32, same strides) and touched [B].
+    Writes `marks`, the biases into `adjusted`, and `touched`.
     """
-    biases, ends = bias.shape[2], suppressed.shape[1]
-    _mark_kernel[(HISTORY_PARTS, len(rows))](
-        rows,
-        positions,
+    suppress = scratch.no_suppression if batch.suppress is None else batch.suppress
+    ends = tables.suppressed.shape[1]
+    _mark_kernel[(HISTORY_PARTS, len(batch.rows))](
+        batch.rows,
+        batch.positions,
         suppress,
-        tokens,
-        ints,
-        floats,
-        bias[0],
-        bias[1].view(floats.dtype),
-        suppressed,
-        marks,
-        adjusted,
-        touched,
-        tokens.stride(0),
-        marks.stride(0),
-        vocab,
-        BIASES=biases,
-        ENDS=ends,
+        tables.tokens,
+        tables.ints,
+        tables.floats,
+        tables.bias[0],
+        tables.bias[1].view(tables.floats.dtype),
+        tables.suppressed,
+        scratch.marks,
+        scratch.adjusted,
+        scratch.touched,
+        tables.tokens.stride(0),
+        scratch.marks.stride(0),
+        scratch.vocab_size,
+        NUM_BIASES=tables.bias.shape[2],
+        NUM_ENDS=ends,
         ENDS_PAD=triton.next_power_of_2(ends),
-        PARTS=HISTORY_PARTS,
+        NUM_PARTS=HISTORY_PARTS,
         BLOCK=MARK_BLOCK,
-        HAS_MASK=has_mask,
-        **launch_options(pdl, 4),
+        HAS_MASK=batch.allowed is not None,
+        **scratch.launch_options(4),
     )
 
 
-def adjust(
-    logits: Tensor,
-    rows: Tensor,
-    ints: Tensor,
-    floats: Tensor,
-    allowed: Tensor | None,
-    marks: Tensor,
-    adjusted: Tensor,
-    touched: Tensor,
-    best: Tensor,
-    peaks: Tensor,
-    block: int,
-    group: int,
-    pdl: bool,
-) -> None:
-    """Adjusts the logits of touched rows into `adjusted` and zeroes their marks; logits itself stays as it is.
+def adjust(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
+    """Adjust the logits of touched rows into `adjusted` and zero their marks.
 
-    For each of the T = ceil(V / block) tiles of a row it writes best [B, T] int64 (packed value and id) and, where the
-    row truncates by rank, peaks [B, T, block / group] float32 (group maxima).
+    Writes `tile_best` for every row but the padding, and `peaks` for rows that truncate by rank.
     """
-    batch, vocab = logits.shape
-    _adjust_kernel[(triton.cdiv(vocab, block), batch)](
+    logits, allowed = batch.logits, batch.allowed
+    _adjust_kernel[scratch.grid(len(logits))](
         logits,
-        rows,
-        ints,
-        floats,
-        touched if allowed is None else allowed,
-        marks,
-        adjusted,
-        touched,
-        best,
-        peaks,
+        batch.rows,
+        tables.ints,
+        tables.floats,
+        scratch.touched if allowed is None else allowed,
+        scratch.marks,
+        scratch.adjusted,
+        scratch.touched,
+        scratch.tile_best,
+        scratch.peaks,
         logits.stride(0),
-        marks.stride(0),
+        scratch.marks.stride(0),
         0 if allowed is None else allowed.stride(0),
-        vocab,
-        BLOCK=block,
-        GROUP=group,
+        scratch.vocab_size,
+        BLOCK=scratch.tile,
+        GROUP=scratch.group,
         HAS_MASK=allowed is not None,
         # Products and sums are rounded apart, as in torch, so that adjusted logits are equal to the oracle's.
         enable_fp_fusion=False,
         # Rows without penalties should not lose their parallelism to the registers of those that have some.
         maxnreg=80,
-        **launch_options(pdl, warps_for(block, 16)),
+        **scratch.launch_options(num_warps_for(scratch.tile, 16)),
     )

@@ -1,4 +1,4 @@
-"""Layouts of graphs, against what the eager path packs for the same plan."""
+"""Layouts of graph inputs, against what the eager path packs for the same plan."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from tandem.engine_core.attention.base import Span
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
-from tandem.engine_core.runtime.graph_bucket import GraphBucket, exact_bucket, long_spans, pack_padded
-from tandem.engine_core.runtime.graphs import PROMPTS, StepGraphs
-from tandem.engine_core.runtime.staging import Packed, capacity, pack, pack_decode
+from tandem.engine_core.runtime.graph_bucket import GraphBucket, exact_bucket, long_spans
+from tandem.engine_core.runtime.graphs import MAX_PROMPTS, StepGraphs
+from tandem.engine_core.runtime.staging import Packed, capacity, pack
 from tests.engine_core.runtime.test_staging import MAX_LEN, PAGES_PER_ROW, ROWS, plans
 
 LAYOUT = {"token_rows", "positions", "sample_index"}
@@ -22,31 +22,33 @@ def fields(packed: Packed, out: np.ndarray) -> dict[str, list[int]]:
 
 @settings(deadline=None, max_examples=80, print_blob=True)
 @given(plans(), st.integers(0, 3), st.integers(0, 5))
-def test_every_token_lies_where_the_shape_has_it(plan: StepPlan, free_rows: int, free_tokens: int) -> None:
+def test_every_token_is_packed_into_its_slot_of_the_bucket(plan: StepPlan, free_rows: int, free_tokens: int) -> None:
     tight = exact_bucket(plan)
-    shape = GraphBucket(tight.singles + free_rows, tight.tokens + free_tokens)
+    bucket = GraphBucket(tight.num_decode_tokens + free_rows, tight.num_prefill_tokens + free_tokens)
     out = np.full(capacity(ROWS + 3, 9 * ROWS + 5, ROWS * PAGES_PER_ROW, ROWS * MAX_LEN), -77, dtype=np.int32)
     eager = fields(pack(plan, MAX_LEN, PAGES_PER_ROW, out), out)
-    packed = pack_padded(plan, shape, MAX_LEN, PAGES_PER_ROW, out)
+    packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out, bucket)
     found = fields(packed, out)
     assert {name: found[name] for name in found.keys() - LAYOUT} == {
         name: eager[name] for name in eager.keys() - LAYOUT
     }
-    total = sum(shape)
+    total = sum(bucket)
     assert packed.fields["token_rows"] == (0, total) and packed.fields["positions"] == (total, total)
     tokens = list(zip(found["token_rows"], found["positions"], strict=True))
     singles = [(row.row, row.start) for row in plan.rows if row.length == 1]
     longer = [(row.row, position) for row in plan.rows if row.length > 1 for position in range(row.start, row.end)]
-    assert tokens[: shape.singles] == singles + [(0, 0)] * free_rows
-    assert tokens[shape.singles :] == longer + [(0, 0)] * free_tokens
+    assert tokens[: bucket.num_decode_tokens] == singles + [(0, 0)] * free_rows
+    assert tokens[bucket.num_decode_tokens :] == longer + [(0, 0)] * free_tokens
     in_order = list(zip(eager["token_rows"], eager["positions"], strict=True))
-    assert [tokens[index] for index in found["sample_index"]] == [in_order[index] for index in eager["sample_index"]]
+    # In a decode step token i is sample i, and its graph needs no indices.
+    indices = found.get("sample_index", range(len(plan.rows)))
+    assert [tokens[index] for index in indices] == [in_order[index] for index in eager["sample_index"]]
     spans = long_spans(plan)
     assert [(span.row, span.start, span.length) for span in spans] == [
         (row.row, row.start, row.length) for row in plan.rows if row.length > 1
     ]
     for span in spans:
-        assert tokens[shape.singles + span.offset] == (span.row, span.start)
+        assert tokens[bucket.num_decode_tokens + span.offset] == (span.row, span.start)
 
 
 def decode(count: int, samples: bool = True) -> list[ScheduledSequence]:
@@ -65,7 +67,7 @@ GRAPHS = StepGraphs((1, 2, 4), (0, 2, 8), (16, 64), [], [])
 
 
 @pytest.mark.parametrize(
-    ("rows", "shape"),
+    ("rows", "bucket"),
     [
         (decode(1), GraphBucket(1, 0)),
         (decode(3), GraphBucket(4, 0)),
@@ -84,27 +86,29 @@ GRAPHS = StepGraphs((1, 2, 4), (0, 2, 8), (16, 64), [], [])
         ([prompt(number, 2) for number in range(1, 33)], GraphBucket(0, 64)),
     ],
 )
-def test_the_smallest_shape_that_fits(rows: list[ScheduledSequence], shape: GraphBucket | None) -> None:
-    assert GRAPHS.shape(plan_of(rows)) == shape
+def test_a_step_takes_the_smallest_bucket_that_fits(rows: list[ScheduledSequence], bucket: GraphBucket | None) -> None:
+    assert GRAPHS.bucket(plan_of(rows)) == bucket
 
 
-def test_more_prompts_than_a_graph_has_room_for() -> None:
+def test_a_step_of_more_prompts_than_a_graph_holds_takes_no_bucket() -> None:
     graphs = StepGraphs((1,), (0,), (1024,), [], [])
-    assert graphs.shape(plan_of([prompt(number, 2) for number in range(1, PROMPTS + 1)])) == GraphBucket(0, 1024)
-    assert graphs.shape(plan_of([prompt(number, 2) for number in range(1, PROMPTS + 2)])) is None
+    assert graphs.bucket(plan_of([prompt(number, 2) for number in range(1, MAX_PROMPTS + 1)])) == GraphBucket(0, 1024)
+    assert graphs.bucket(plan_of([prompt(number, 2) for number in range(1, MAX_PROMPTS + 2)])) is None
 
 
-def test_plain_steps_pack_alike_either_way() -> None:
-    plan = plan_of(decode(3))
-    assert plan.is_unconstrained_decode
+def test_a_decode_step_packs_alike_with_and_without_a_restricted_row() -> None:
+    """The bucket's inputs come first, whichever way the other fields are made."""
+    rows = decode(3)
+    plan, other_plan = plan_of(rows), plan_of([*rows[:2], ScheduledSequence(3, 3, 13, 1, True, tokens=b"\0\0\0\0")])
+    assert plan.is_unconstrained_decode and not other_plan.is_decode_only
     out, other = np.full(50, -77, dtype=np.int32), np.full(50, -77, dtype=np.int32)
-    packed = pack_decode(plan, 4, PAGES_PER_ROW, out)
-    shaped = pack_padded(plan, GraphBucket(4, 0), MAX_LEN, PAGES_PER_ROW, other)
+    packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out, GraphBucket(4, 0))
+    general = pack(other_plan, MAX_LEN, PAGES_PER_ROW, other, GraphBucket(4, 0))
     assert out[:8].tolist() == other[:8].tolist() == [1, 2, 3, 0, 11, 12, 13, 0]
-    assert packed.sample_rows.tolist() == shaped.sample_rows.tolist()
-    assert packed.longest == shaped.longest == 14
+    assert packed.sample_rows.tolist() == general.sample_rows.tolist()
+    assert packed.longest == general.longest == 14
 
 
-def test_spans_count_from_the_first_long_row() -> None:
+def test_long_spans_count_from_the_first_long_row() -> None:
     plan = plan_of([prompt(1, 3), *decode(2), prompt(9, 5)])
     assert long_spans(plan) == [Span(1, 0, 0, 3), Span(9, 3, 0, 5)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.runtime.runtime import TorchRuntime
-from tandem.engine_core.runtime.sampling import SLICE
+from tandem.engine_core.sampling.scorer import PROMPT_SLICE
 from tandem.protocol.codec import pack_floats, pack_ids, read_logprobs
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
@@ -148,7 +148,7 @@ def test_a_long_prompt_in_chunks(
     lines = found(engine, request)
     assert list(lines) == list(range(1, LONG))
     print(f"max abs error {check(lines, dense(reference, prompt), prompt, 5):.2g}")
-    assert max(sizes) <= SLICE, "the logits of more than one slice at once"
+    assert max(sizes) <= PROMPT_SLICE, "the logits of more than one slice at once"
     assert not found(engine, beside)
 
 

@@ -10,6 +10,7 @@ from tandem.engine_core.models.llama import LlamaModel
 from tandem.engine_core.runtime.staging import MAX_SUPPRESSED
 from tandem.protocol.codec import pack_floats, pack_ids
 from tandem.protocol.params import MAX_LOGIT_BIAS, SamplingParams
+from tests.support.plan_recording import table_tensors
 from tests.support.tiny_llama import END, MAX_LEN, VOCAB, Compared, Shape, TinyEngine, build_runtime
 
 
@@ -60,7 +61,7 @@ def check(
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("step_tokens", "chunk"), [(64, 64), (16, 5), (4, 1)])
-def test_same_tokens_as_a_dense_model(
+def test_tokens_equal_those_of_a_dense_model(
     model: LlamaModel, page_size: int, depth: int, step_tokens: int, chunk: int
 ) -> None:
     engine = TinyEngine(model, Shape(depth, page_size, 4, step_tokens, chunk))
@@ -72,7 +73,7 @@ def test_same_tokens_as_a_dense_model(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_mixed_or_alone(model: LlamaModel, seed: int) -> None:
+def test_tokens_are_the_same_mixed_and_one_by_one(model: LlamaModel, seed: int) -> None:
     asked = prompts(len(EVERYTHING), seed)
     together = TinyEngine(model, Shape(max_rows=16)).generate(asked, EVERYTHING, CONSTRAINED)
     one_by_one = TinyEngine(model, Shape(max_rows=1))
@@ -84,7 +85,7 @@ def test_mixed_or_alone(model: LlamaModel, seed: int) -> None:
             assert compared.close, f"seed {seed}, request {index}: {alone[0]}, with others {together[index]}"
 
 
-def test_a_full_context(model: LlamaModel) -> None:
+def test_a_full_context_generates_to_its_last_position(model: LlamaModel) -> None:
     asked = [[5] * (MAX_LEN - 1), [6], [7, 8]]
     params = [greedy(1), greedy(MAX_LEN - 1, ignore_eos=True), SamplingParams(MAX_LEN - 2, seed=3, ignore_eos=True)]
     got = TinyEngine(model, Shape()).generate(asked, params)
@@ -93,7 +94,7 @@ def test_a_full_context(model: LlamaModel) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_blocking_replay_is_bit_for_bit(model: LlamaModel, depth: int) -> None:
+def test_a_blocking_replay_is_equal_bit_for_bit(model: LlamaModel, depth: int) -> None:
     shape = Shape(depth, chunk=7)
     engine = TinyEngine(model, shape)
     engine.generate(prompts(len(EVERYTHING), 4), EVERYTHING, CONSTRAINED)
@@ -107,11 +108,12 @@ def test_blocking_replay_is_bit_for_bit(model: LlamaModel, depth: int) -> None:
     assert replay.results == played.results
     for mine, theirs in zip(replay.logits, played.logits, strict=True):
         assert torch.equal(mine, theirs)
-    for name in ("tokens", "pages", "ints", "floats", "bias", "suppressed"):
-        assert torch.equal(getattr(replay.tables, name), getattr(played.tables, name)), name
+    mine_by_name, theirs_by_name = table_tensors(replay), table_tensors(played)
+    for name, mine in mine_by_name.items():
+        assert torch.equal(mine, theirs_by_name[name]), name
 
 
-def test_a_row_forgets_who_had_it(model: LlamaModel) -> None:
+def test_a_row_keeps_nothing_of_its_previous_sequence(model: LlamaModel) -> None:
     """Biases, suppressed ends, penalties and seeds of one sequence do not reach the next one in its row."""
     engine = TinyEngine(model, Shape(max_rows=1))
     first = SamplingParams(
@@ -126,19 +128,19 @@ def test_a_row_forgets_who_had_it(model: LlamaModel) -> None:
     tables = engine.runtime.tables
     engine.generate([[5, 6]], [first])
     row = 1
-    bias = tables.bias[0].view(-1, MAX_LOGIT_BIAS)
+    bias, suppressed = tables.sampling.bias[0], tables.sampling.suppressed
     assert bias[row][:3].tolist() == [12, 13, -1]
-    assert sorted(tables.suppressed[row][:3].tolist()) == [1, 9, 10]
+    assert sorted(suppressed[row][:3].tolist()) == [1, 9, 10]
     asked, params = [[5, 6, 7]], [greedy(10, ignore_eos=True)]
     got = engine.generate(asked, params)
     assert bias[row].tolist() == [-1] * MAX_LOGIT_BIAS
-    assert tables.suppressed[row].tolist() == [-1] * MAX_SUPPRESSED
+    assert suppressed[row].tolist() == [-1] * MAX_SUPPRESSED
     check(model, asked, got, params, ())
     fresh = TinyEngine(model, Shape(max_rows=1)).generate(asked, params)
     assert got == fresh
 
 
-def test_choices_differ_and_seeds_repeat(model: LlamaModel) -> None:
+def test_choices_differ_and_equal_seeds_repeat(model: LlamaModel) -> None:
     params = [SamplingParams(12, seed=21, choice=choice, ignore_eos=True) for choice in range(4)]
     params.append(SamplingParams(12, seed=22, ignore_eos=True))
     asked = [[5, 6, 7]] * len(params)
@@ -148,7 +150,7 @@ def test_choices_differ_and_seeds_repeat(model: LlamaModel) -> None:
     assert again[::-1] == got
 
 
-def test_a_slot_is_used_again(model: LlamaModel) -> None:
+def test_a_reused_slot_keeps_nothing_of_its_previous_step(model: LlamaModel) -> None:
     """What a step leaves in its slot (more rows, masks, another prompt) does not reach the next one."""
     engine = TinyEngine(model, Shape(max_rows=4, step_tokens=64))
     sizes = [4, 1, 3, 1, 2]

@@ -1,4 +1,4 @@
-"""Packing, field by field, against a reference without numpy."""
+"""Packing of plans, field by field, against a reference without numpy."""
 
 import struct
 from typing import Any
@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
-from tandem.engine_core.runtime.staging import MAX_SUPPRESSED, capacity, mask_places, pack, pack_decode
+from tandem.engine_core.runtime.graph_bucket import GraphBucket
+from tandem.engine_core.runtime.masks import mask_indices
+from tandem.engine_core.runtime.staging import MAX_SUPPRESSED, capacity, pack
 from tandem.protocol.codec import pack_floats, pack_ids, unpack_floats, unpack_ids
 from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
 
@@ -96,7 +98,7 @@ def by_hand(plan: StepPlan) -> dict[str, list[int]]:
         if row.samples:
             fields["sample_index"].append(len(fields["positions"]) - 1)
             fields["sample_rows"].append(row.row)
-            fields["sample_positions"].append(row.end)
+            fields["sample_positions"].append(row.end - 1)
             suppress.append(int(row.suppress_ends))
             places.append(1 + max(places, default=0) if row.constrained else 0)
         for index, token in enumerate(unpack_ids(row.tokens)):
@@ -111,7 +113,7 @@ def by_hand(plan: StepPlan) -> dict[str, list[int]]:
     if any(suppress):
         fields["suppress"] = suppress
     if any(places):
-        fields["mask_places"] = places
+        fields["mask_index"] = places
     for news in (uploads, pages):
         if any(news.values()):
             fields |= news
@@ -123,7 +125,7 @@ def admissions_by_hand(plan: StepPlan) -> dict[str, list[int]]:
     fields: dict[str, list[int]] = {name: [] for name in names}
     for a in plan.admitted:
         p = a.params
-        fields["ints"] += [a.row, a.prompt_len, p.top_k, p.choice, signed(p.seed % 2**32), p.seed >> 32]
+        fields["ints"] += [a.row, a.prompt_len, p.choice, signed(p.seed % 2**32), p.seed >> 32, p.top_k]
         floats = (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
         fields["floats"] += [bits(value) for value in floats]
         for index, (token, value) in enumerate(
@@ -140,7 +142,7 @@ def admissions_by_hand(plan: StepPlan) -> dict[str, list[int]]:
 
 @settings(deadline=None, max_examples=80, print_blob=True)
 @given(plans())
-def test_every_field(plan: StepPlan) -> None:
+def test_every_field_of_an_eager_step_equals_the_reference(plan: StepPlan) -> None:
     out = np.full(capacity(ROWS, 9 * ROWS, ROWS * PAGES_PER_ROW, ROWS * MAX_LEN), -77, dtype=np.int32)
     packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out)
     found = {name: out[start : start + length].tolist() for name, (start, length) in packed.fields.items()}
@@ -161,7 +163,9 @@ def test_every_field(plan: StepPlan) -> None:
     ),
     st.integers(0, 4),
 )
-def test_a_decode_step_where_graphs_read_it(drawn: list[tuple[int, bool, bool, list[int]]], padding: int) -> None:
+def test_a_decode_step_is_packed_where_its_graph_reads_it(
+    drawn: list[tuple[int, bool, bool, list[int]]], padding: int
+) -> None:
     rows = [
         ScheduledSequence(
             50 + number, number + 1, start, 1, True, suppressed, constrained, new_pages=tuple(pages), first_page=number
@@ -170,29 +174,27 @@ def test_a_decode_step_where_graphs_read_it(drawn: list[tuple[int, bool, bool, l
     ]
     plan, bucket = StepPlan.of(3, tuple(rows)), len(rows) + padding
     out = np.full(capacity(len(rows), bucket, 2 * len(rows), 0), -77, dtype=np.int32)
-    packed = pack_decode(plan, bucket, PAGES_PER_ROW, out)
+    packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out, GraphBucket(bucket, 0))
     found = {name: out[start : start + length].tolist() for name, (start, length) in packed.fields.items()}
     expected = by_hand(plan)
-    assert found["rows"] == [row.row for row in rows] + [0] * padding
+    assert found["token_rows"] == [row.row for row in rows] + [0] * padding
     assert found["positions"] == [row.start for row in rows] + [0] * padding
-    assert packed.fields["rows"] == (0, bucket) and packed.fields["positions"] == (bucket, bucket)
-    for name in ("sample_rows", "sample_positions", "suppress", "mask_places"):
-        assert found.get(name) == (None if plan.is_unconstrained_decode else expected.get(name)), name
-    for name in ("page_index", "pages"):
+    assert packed.fields["token_rows"] == (0, bucket) and packed.fields["positions"] == (bucket, bucket)
+    for name in ("sample_rows", "sample_positions", "suppress", "mask_index", "page_index", "pages"):
         assert found.get(name) == expected.get(name), name
     assert (out[packed.total :] == -77).all()
     assert packed.sample_rows.tolist() == expected["sample_rows"]
     assert packed.longest == max(row.end for row in rows)
 
 
-def test_the_mask_of_a_row_is_found_by_its_row() -> None:
+def test_mask_indices_are_looked_up_by_row() -> None:
     rows = [
         ScheduledSequence(1, 7, 0, 1, True, constrained=True),
         ScheduledSequence(2, 3, 0, 1, True),
         ScheduledSequence(3, 5, 0, 1, False, constrained=True),
     ]
     rows += [ScheduledSequence(4, 2, 0, 1, True, constrained=True)]
-    assert mask_places(StepPlan.of(1, tuple(rows))) == {7: 1, 2: 2}
+    assert mask_indices(StepPlan.of(1, tuple(rows))) == {7: 1, 2: 2}
 
 
 def worst(rows: int, step_tokens: int, pages: int, uploads: int) -> StepPlan:
@@ -231,20 +233,21 @@ def test_capacity_is_enough_for_the_worst_step(rows: int, more: int, pages: int,
     assert fields["upload_tokens"][1] == step_tokens + uploads
 
 
-def test_steady_decode_is_small() -> None:
+def test_a_decode_step_stores_equal_columns_once() -> None:
     rows = tuple(ScheduledSequence(number, number, 10 + number, 1, True) for number in range(1, 5))
     out = np.zeros(100, dtype=np.int32)
     packed = pack(StepPlan.of(1, rows), MAX_LEN, PAGES_PER_ROW, out)
     assert packed.total <= 4 * len(rows), "columns with the same content share their place"
 
 
-def test_new_pages_keep_decode_plain() -> None:
+def test_new_pages_follow_the_inputs_of_a_decode_graph() -> None:
     """The graph of a decode step reads rows and positions; what its rows bring lies behind them."""
     rows = (ScheduledSequence(1, 1, 8, 1, True, new_pages=(7,), first_page=2), ScheduledSequence(2, 2, 30, 1, True))
     plan = StepPlan.of(1, rows)
     assert plan.is_unconstrained_decode
     out = np.zeros(100, dtype=np.int32)
-    packed = pack_decode(plan, 4, PAGES_PER_ROW, out)
+    packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out, GraphBucket(4, 0))
     assert out[: packed.total].tolist() == [1, 2, 0, 0, 8, 30, 0, 0, PAGES_PER_ROW + 2, 7]
-    assert packed.fields == {"rows": (0, 4), "positions": (4, 4), "page_index": (8, 1), "pages": (9, 1)}
+    layout = {"token_rows": (0, 4), "positions": (4, 4), "page_index": (8, 1), "pages": (9, 1)}
+    assert packed.fields == layout | {"sample_rows": (0, 2), "sample_positions": (4, 2)}
     assert packed.longest == 31

@@ -1,4 +1,4 @@
-"""The device's memory between steps, and what warming up leaves in it."""
+"""Device tables between steps, and what warm-up leaves in them."""
 
 import numpy as np
 import pytest
@@ -6,13 +6,16 @@ import torch
 
 from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.config import StepConfig
+from tandem.engine_core.kernels.reference.sampling import SamplingRows
+from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS
 from tandem.engine_core.models.llama import LlamaModel
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.device import CpuDevice, open_device
-from tandem.engine_core.runtime.sampling import TorchSampler
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.staging import Packed, capacity, pack
-from tandem.engine_core.runtime.tables import BIASED, PENALIZES, RANDOM, TRUNCATES, DeviceTables
+from tandem.engine_core.runtime.tables import DeviceTables
+from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, TRUNCATES
+from tandem.engine_core.sampling.torch_sampler import TorchSampler
 from tandem.engine_core.startup.warmup import warm_up
 from tandem.protocol.codec import pack_floats, pack_ids
 from tandem.protocol.params import MAX_SEED, SamplingParams
@@ -31,6 +34,13 @@ def staged(plan: StepPlan) -> tuple[torch.Tensor, Packed]:
     return torch.from_numpy(out)[: packed.total], packed
 
 
+def gathered(table: DeviceTables, inputs: torch.Tensor, packed: Packed) -> SamplingRows:
+    """Gather what the torch sampler reads for the rows of a step that sample."""
+    count = len(packed.sample_rows)
+    batch = table.sampling_batch(torch.zeros(count, 1), inputs, packed, None, torch.zeros(count, dtype=torch.int32))
+    return TorchSampler(table.sampling).gather(batch)
+
+
 def first(
     row: int, params: SamplingParams, tokens: list[int], pages: tuple[int, ...], ends: tuple[int, ...] = ()
 ) -> StepPlan:
@@ -45,7 +55,7 @@ def apply(target: DeviceTables, plan: StepPlan) -> tuple[torch.Tensor, Packed]:
     return inputs, packed
 
 
-def test_news_land_in_their_row_alone() -> None:
+def test_updates_are_written_to_their_row_only() -> None:
     table = tables()
     apply(table, first(2, GREEDY, [7, 8, 9], (3, 4)))
     assert table.tokens[2].tolist() == [7, 8, 9] + [0] * 17
@@ -56,17 +66,17 @@ def test_news_land_in_their_row_alone() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**32, 2**62 + 12345, MAX_SEED])
-def test_seeds_survive_their_halves(seed: int) -> None:
+def test_a_seed_is_joined_from_its_halves(seed: int) -> None:
     table = tables()
     inputs, packed = apply(table, first(1, SamplingParams(4, seed=seed, choice=6, top_k=2**31 - 1), [5], (1,)))
-    rows = table.sampling_rows(inputs, packed)
+    rows = gathered(table, inputs, packed)
     assert rows.draw is not None
     assert (rows.draw.seed.tolist(), rows.draw.choice.tolist(), rows.draw.position.tolist()) == ([seed], [6], [1])
-    assert table.ints[1, 2] == 2**31 - 1
+    assert table.sampling.ints[1, INT_COLUMNS.index("top_k")] == 2**31 - 1
 
 
 @pytest.mark.parametrize(
-    ("params", "modes"),
+    ("params", "needs"),
     [
         (GREEDY, 0),
         (SamplingParams(4), RANDOM),
@@ -76,50 +86,54 @@ def test_seeds_survive_their_halves(seed: int) -> None:
         (SamplingParams(4, logit_bias_ids=pack_ids([5]), logit_bias_values=pack_floats([1.0])), RANDOM | BIASED),
     ],
 )
-def test_only_what_a_row_asks_for_is_gathered(params: SamplingParams, modes: int) -> None:
+def test_only_parameters_that_a_row_needs_are_gathered(params: SamplingParams, needs: int) -> None:
     table = tables()
     inputs, packed = apply(table, first(1, params, [5, 6], (1,)))
-    rows = table.sampling_rows(inputs, packed)
-    assert table.modes[1] == modes
+    rows = gathered(table, inputs, packed)
+    assert table.needs[1] == needs
     asked = (rows.draw, rows.truncation, rows.penalties, rows.bias)
     assert [group is not None for group in asked] == [
-        bool(modes & bit) for bit in (RANDOM, TRUNCATES, PENALIZES, BIASED)
+        bool(needs & bit) for bit in (RANDOM, TRUNCATES, PENALIZES, BIASED)
     ]
     assert rows.suppressed is None
     apply(table, first(1, GREEDY, [5], (1,)))
-    assert table.modes[1] == 0, "the next sequence of the row asks for itself"
+    assert table.needs[1] == 0, "the next sequence of the row asks for itself"
 
 
-def test_samples_are_appended_where_the_next_forward_looks() -> None:
+def test_a_sample_is_written_where_the_next_forward_reads() -> None:
     table = tables()
     inputs, packed = apply(table, first(3, GREEDY, [7, 8], (1,)))
-    table.append(inputs, packed, torch.tensor([55], dtype=torch.int32))
+    logits = torch.zeros(1, 60)
+    logits[0, 55] = 1.0
+    sampled = torch.zeros(1, dtype=torch.int32)
+    TorchSampler(table.sampling).sample(table.sampling_batch(logits, inputs, packed, None, sampled))
+    assert sampled.tolist() == [55]
     assert table.tokens[3, :4].tolist() == [7, 8, 55, 0]
 
 
-def test_ends_are_suppressed_while_a_row_says_so() -> None:
+def test_end_ids_are_suppressed_while_the_row_asks_for_it() -> None:
     table = tables()
     inputs, packed = apply(table, first(1, GREEDY, [5], (1,), ends=(8, 9)))
-    suppressed = table.sampling_rows(inputs, packed).suppressed
+    suppressed = gathered(table, inputs, packed).suppressed
     assert suppressed is not None
     assert suppressed[0, :3].tolist() == [8, 9, -1]
     rows = (
         ScheduledSequence(1, 1, 1, 1, True, suppress_ends=False),
         ScheduledSequence(2, 2, 4, 1, True, suppress_ends=True),
     )
-    suppressed = table.sampling_rows(*staged(StepPlan.of(2, rows))).suppressed
+    suppressed = gathered(table, *staged(StepPlan.of(2, rows))).suppressed
     assert suppressed is not None
     assert (suppressed[0] == -1).all()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("max_len", [2, 3, 4, 5, MAX_LEN])
-def test_warming_up_touches_padding_alone(model: LlamaModel, depth: int, max_len: int) -> None:
+def test_warm_up_writes_to_the_padding_row_and_page_only(model: LlamaModel, depth: int, max_len: int) -> None:
     runtime = build_runtime(model, Shape(depth))
     pages_per_row = -(-max_len // 4)
     runtime.tables = DeviceTables.allocate(4, max_len, pages_per_row, torch.device("cpu"))
     runtime.page_table = runtime.kv.page_table(runtime.tables.pages)
-    runtime.sampler = TorchSampler(runtime.tables)
+    runtime.sampler = TorchSampler(runtime.tables.sampling)
     config = StepConfig(
         model_name="x", device="cpu", dtype="float32", depth=depth, max_rows=4, max_len=max_len, max_step_tokens=30,
         prefill_chunk=30, page_size=4, max_waiting=10,
@@ -136,7 +150,7 @@ def test_warming_up_touches_padding_alone(model: LlamaModel, depth: int, max_len
 
 
 class TestCpuDevice:
-    def test_is_what_cpu_opens(self) -> None:
+    def test_open_device_of_cpu_returns_it(self) -> None:
         device = open_device("cpu")
         assert isinstance(device, CpuDevice)
         assert device.free_bytes() > 0
@@ -147,7 +161,7 @@ class TestCpuDevice:
             event.wait()
             event.synchronize()
 
-    def test_host_buffers_are_zeros(self) -> None:
+    def test_host_buffers_are_zeroed(self) -> None:
         buffer = CpuDevice().host_buffer(3, 4)
         assert buffer.shape == (3, 4)
         assert buffer.dtype == torch.int32

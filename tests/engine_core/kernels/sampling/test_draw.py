@@ -7,7 +7,8 @@ import triton.language as tl
 
 from tandem.engine_core.kernels.reference.philox import MASK, gumbel_noise, philox
 from tandem.engine_core.kernels.sampling.gumbel import gumbel, philox_words
-from tests.support.sampling_case import check_draw, expect, make_case, run
+from tandem.engine_core.sampling.sampler import Mode
+from tests.support.sampling_case import TEMPERATURE, check_draw, expect, make_case, run
 
 # The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -57,9 +58,9 @@ def test_noise_at_both_ends(device: str) -> None:
 @pytest.mark.parametrize("vocab", [1, 64, 200])
 def test_tokens(vocab: int, device: str) -> None:
     case = make_case(6, vocab, seed=vocab).to(device)
-    case.floats[::3, 0] = 0
+    case.floats[::3, TEMPERATURE] = 0
     found = expect(case, full=False)
-    check_draw(found, found.kept, run(case.sampler(**SIZES), case, "plain"))
+    check_draw(found, found.kept, run(case.sampler(**SIZES), case, Mode.UNTRUNCATED))
 
 
 def test_rows_that_leave_no_choice(device: str) -> None:
@@ -67,15 +68,15 @@ def test_rows_that_leave_no_choice(device: str) -> None:
     case.logits[0] = -torch.inf
     case.logits[1] = torch.nan
     case.logits[2, 77] = torch.inf
-    case.floats[case.rows[3].long(), 0] = 1e-44
+    case.floats[case.rows[3].long(), TEMPERATURE] = 1e-44
     case.logits[4] = -torch.inf
     case.logits[4, 150] = -1e30
     expected = [0, 0, 77, int(case.logits[3].argmax()), 150]
-    for mode in ("plain", "full"):
+    for mode in (Mode.UNTRUNCATED, Mode.FULL):
         assert run(case.sampler(**SIZES), case, mode).tolist() == expected
 
 
 def test_full_gives_the_same_tokens_where_nothing_is_asked(device: str) -> None:
     case = make_case(4, 200, seed=4).to(device)
     sampler = case.sampler(**SIZES)
-    assert torch.equal(run(sampler, case, "plain"), run(sampler, case, "full"))
+    assert torch.equal(run(sampler, case, Mode.UNTRUNCATED), run(sampler, case, Mode.FULL))

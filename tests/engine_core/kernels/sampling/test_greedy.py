@@ -1,8 +1,11 @@
 """The Triton argmax of every row."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from tandem.engine_core.sampling.sampler import Mode
 from tests.support.sampling_case import make_case, run
 
 # The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.
@@ -13,7 +16,7 @@ SIZES = {"tile": 64, "group": 8, "capacity": 32}
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 300])
 def test_argmax(vocab: int, device: str) -> None:
     case = make_case(5, vocab).to(device)
-    assert torch.equal(run(case.sampler(**SIZES), case, "greedy").long(), case.logits.argmax(-1))
+    assert torch.equal(run(case.sampler(**SIZES), case, Mode.GREEDY).long(), case.logits.argmax(-1))
 
 
 def test_equal_logits_yield_the_lowest_id_and_nan_is_least(device: str) -> None:
@@ -27,14 +30,14 @@ def test_equal_logits_yield_the_lowest_id_and_nan_is_least(device: str) -> None:
     case.logits[5, 100] = 0.0
     expected = case.logits.nan_to_num(nan=-torch.inf).argmax(-1)
     assert expected.tolist()[:4] == [0, 0, 70, 0]
-    assert torch.equal(run(case.sampler(**SIZES), case, "greedy").long(), expected)
+    assert torch.equal(run(case.sampler(**SIZES), case, Mode.GREEDY).long(), expected)
 
 
 def test_padding_writes_its_own_place_only(device: str) -> None:
     case = make_case(4, 100).to(device)
     case.rows[2:] = 0
     case.positions[2:] = 0
-    for mode in ("greedy", "plain", "full"):
+    for mode in ("greedy", "plain", Mode.FULL):
         assert run(case.sampler(**SIZES), case, mode)[2:].tolist() == [0, 0]
 
 
@@ -43,7 +46,7 @@ def test_the_last_place_of_a_row_is_not_overrun(device: str) -> None:
     case.positions[:] = 7
     before = case.tokens.clone()
     sampled = torch.zeros_like(case.rows)
-    case.sampler(**SIZES).greedy(case.logits, case.rows, case.positions, case.suppress, sampled)
+    case.sampler(**SIZES).launch(Mode.GREEDY, case.batch(sampled))
     assert torch.equal(case.tokens, before)
     assert torch.equal(sampled.long(), case.logits.argmax(-1))
 
@@ -52,15 +55,15 @@ def test_what_is_refused(device: str) -> None:
     case = make_case(3, 100).to(device)
     sampler = case.sampler(**SIZES)
     sampled, mask = torch.zeros_like(case.rows), torch.zeros(3, 4, dtype=torch.int32, device=device)
-    rest = (case.rows, case.positions, case.suppress, sampled)
-    for mode in (sampler.greedy, sampler.plain):
-        with pytest.raises(ValueError, match="full mode"):
-            mode(case.logits, *rest, mask)
+    batch = case.batch(sampled)
+    for mode in (Mode.GREEDY, Mode.UNTRUNCATED, Mode.FULL):
+        with pytest.raises(ValueError, match=f"{mode.value} ignores masks"):
+            sampler.launch(mode, replace(batch, allowed=mask))
     with pytest.raises(ValueError, match="contiguous"):
-        sampler.greedy(case.logits.t().contiguous().t(), *rest)
+        sampler.launch(Mode.GREEDY, replace(batch, logits=case.logits.t().contiguous().t()))
     with pytest.raises(ValueError, match="float32"):
-        sampler.greedy(case.logits.double(), *rest)
+        sampler.launch(Mode.GREEDY, replace(batch, logits=case.logits.double()))
     with pytest.raises(ValueError, match="do not fit"):
-        sampler.full(case.logits[:, :99], *rest)
+        sampler.launch(Mode.FULL, replace(batch, logits=case.logits[:, :99]))
     with pytest.raises(ValueError, match="do not fit"):
-        sampler.plain(torch.cat((case.logits, case.logits)), *rest)
+        sampler.launch(Mode.UNTRUNCATED, replace(batch, logits=torch.cat((case.logits, case.logits))))

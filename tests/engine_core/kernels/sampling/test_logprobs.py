@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine_core.kernels.reference.sampling import logprob_lines
-from tandem.engine_core.kernels.sampling.logprobs import LogprobKernels
+from tandem.engine_core.kernels.reference.sampling import logprob_records
+from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
 
 # The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -15,7 +15,7 @@ MAX_TOP = 20
 
 def found(logits: Tensor, chosen: Tensor, top: int, tile: int = 64) -> Tensor:
     lines = torch.full((len(logits), 1 + 2 * top), -77, dtype=torch.int32, device=logits.device)
-    kernels = LogprobKernels(logits.shape[1], len(logits), MAX_TOP, logits.device, tile)
+    kernels = TritonScorer(logits.shape[1], len(logits), MAX_TOP, logits.device, tile)
     kernels.run(logits, chosen, top, lines)
     return lines
 
@@ -26,7 +26,7 @@ def values(lines: Tensor, top: int) -> Tensor:
 
 def check(logits: Tensor, chosen: Tensor, top: int) -> None:
     """Ids equal, values within 1e-5 of the oracle."""
-    mine, oracle = found(logits, chosen, top), logprob_lines(logits, chosen, top)
+    mine, oracle = found(logits, chosen, top), logprob_records(logits, chosen, top)
     assert torch.equal(mine[:, 1 + top :], oracle[:, 1 + top :])
     torch.testing.assert_close(values(mine, top), values(oracle, top), atol=1e-5, rtol=1e-6)
 
@@ -43,7 +43,7 @@ def test_as_the_oracle(vocab: int, top: int, dtype: torch.dtype, device: str) ->
 def test_the_oracle_is_torchs_log_softmax() -> None:
     logits = torch.randn(16, 500, generator=torch.Generator().manual_seed(1)) * 5
     chosen = torch.arange(16) * 7
-    lines = logprob_lines(logits, chosen, 5)
+    lines = logprob_records(logits, chosen, 5)
     expected = logits.double().log_softmax(-1)
     best = expected.topk(5)
     assert torch.equal(lines[:, 6:].long(), best.indices)
@@ -56,7 +56,7 @@ def test_equal_ones_by_the_lowest_id(device: str) -> None:
     logits[1, [150, 70, 3]] = 2.0
     logits[2, ::2] = -0.0
     chosen = torch.tensor([199, 3, 1], dtype=torch.int32, device=device)
-    for lines in (found(logits, chosen, 5), logprob_lines(logits, chosen, 5)):
+    for lines in (found(logits, chosen, 5), logprob_records(logits, chosen, 5)):
         assert lines[:, 6:].tolist() == [[0, 1, 2, 3, 4], [3, 70, 150, 0, 1], [0, 1, 2, 3, 4]]
 
 
@@ -68,7 +68,7 @@ def test_what_has_no_probability(device: str) -> None:
     chosen = torch.tensor([50, 1, 0], dtype=torch.int32, device=device)
     check(logits, chosen, 3)
     low = -torch.inf
-    lines = values(logprob_lines(logits, chosen, 3), 3)
+    lines = values(logprob_records(logits, chosen, 3), 3)
     expected = torch.tensor([[0, 0.5, 0.5, 0], [0.02] * 4, [0] * 4], device=device).log()
     assert torch.equal(lines == low, expected == low)
     assert not lines.isnan().any()
@@ -85,7 +85,7 @@ def test_a_row_is_the_same_in_every_batch(device: str) -> None:
 
 def test_scratch_is_not_what_an_earlier_call_left(device: str) -> None:
     generator = torch.Generator().manual_seed(4)
-    kernels = LogprobKernels(130, 4, MAX_TOP, torch.device(device), tile=64)
+    kernels = TritonScorer(130, 4, MAX_TOP, torch.device(device), tile=64)
     for rows, top in ((4, 20), (2, 3), (3, 7), (0, 1)):
         logits = torch.randn(rows, 130, generator=generator).to(device)
         chosen = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -96,7 +96,7 @@ def test_scratch_is_not_what_an_earlier_call_left(device: str) -> None:
 
 @pytest.mark.parametrize(("rows", "vocab", "top"), [(5, 64, 1), (1, 65, 1), (1, 64, 21), (1, 64, -1)])
 def test_what_does_not_fit_is_refused(rows: int, vocab: int, top: int, device: str) -> None:
-    kernels = LogprobKernels(64, 4, MAX_TOP, torch.device(device))
+    kernels = TritonScorer(64, 4, MAX_TOP, torch.device(device))
     logits = torch.zeros(rows, vocab, device=device)
     with pytest.raises(ValueError, match=f"{top} alternatives"):
         kernels.run(logits, torch.zeros(rows, dtype=torch.int32), top, torch.zeros(rows, 41, dtype=torch.int32))

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tandem.engine_core.sampling.sampler import sample
-from tests.support.sampling_case import Case, ask_everything, check_full, make_case, run, truncations
+from tandem.engine_core.kernels.reference.sampling import sample
+from tandem.engine_core.sampling.sampler import Mode
+from tests.support.sampling_case import TEMPERATURE, Case, ask_everything, check_full, make_case, run, truncations
 
 # The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -24,10 +25,10 @@ def test_drawing_before_the_cutoff_is_known_changes_no_token(tries: int, device:
     truncations(case, [0, 0, 0, 7], [0.05, 0.2, 0.5, 1.0], [0.0, 0.0, 0.3])
     case = case.to(device)
     sampler = case.sampler(**SIZES, tries=tries)
-    tokens = run(sampler, case, "full")
-    left = sampler._state[:16]
+    tokens = run(sampler, case, Mode.FULL)
+    left = sampler.scratch.state[:16]
     assert (left == 0).any() and (left == 1).any(), "some draws lie within top-p and some do not"
-    assert torch.equal(tokens, run(case.sampler(**SIZES, tries=0), case, "full"))
+    assert torch.equal(tokens, run(case.sampler(**SIZES, tries=0), case, Mode.FULL))
 
 
 def test_top_k_then_top_p_then_min_p(device: str) -> None:
@@ -40,7 +41,7 @@ def test_equal_logits_at_the_cutoff_stay_by_lower_id(device: str) -> None:
     case = make_case(4, 200, seed=3)
     case.logits = case.logits.round()
     truncations(case, [3, 0, 40, 0], [0.37, 0.81, 1.0], [0.0])
-    case.floats[:, 0] = 1.3
+    case.floats[:, TEMPERATURE] = 1.3
     check_full(case.to(device), **SIZES)
 
 
@@ -58,8 +59,8 @@ def test_far_outliers_do_not_matter(device: str) -> None:
     case.logits[:, ::3] = -1e30
     case.logits[:2, 5] = 60.0
     truncations(case, [0, 4], [0.9, 0.2], [0.0])
-    case.floats[case.rows[0].long(), 0] = 1e-44
-    case.floats[case.rows[3].long(), 0] = 1e30
+    case.floats[case.rows[0].long(), TEMPERATURE] = 1e-44
+    case.floats[case.rows[3].long(), TEMPERATURE] = 1e30
     check_full(case.to(device), **SIZES)
 
 
@@ -86,11 +87,11 @@ def test_a_row_that_may_sample_nothing_yields_0_and_harms_nobody(device: str) ->
     case.allowed = torch.full((4, 5), -1, dtype=torch.int32)
     case = case.to(device)
     tokens, sampler = case.tokens.clone(), case.sampler(**SIZES)
-    before = run(sampler, case, "full")
+    before = run(sampler, case, Mode.FULL)
     case.tokens[:] = tokens
     assert case.allowed is not None
     case.allowed[2] = 0
-    after = run(sampler, case, "full")
+    after = run(sampler, case, Mode.FULL)
     assert after[2] == sample(case.logits, case.sampling_rows(True), case.allowed)[2] == 0
     others = [0, 1, 3]
     assert torch.equal(before[others], after[others])
@@ -101,11 +102,11 @@ def test_masks_for_some_rows(vocab: int, device: str) -> None:
     """Rows without a constraint are masked by all ones and draw what they draw in a step without masks."""
     case = make_case(6, vocab, seed=12).to(device)
     tokens, sampler = case.tokens.clone(), case.sampler(**SIZES)
-    free = run(sampler, case, "full")
+    free = run(sampler, case, Mode.FULL)
     case.allowed = torch.full((6, -(-vocab // 32)), -1, dtype=torch.int32, device=device)
     case.allowed[[1, 4]] = torch.tensor([1 << 7, 3, 0, 1 << 30, 0], dtype=torch.int32, device=device)
     case.tokens[:] = tokens
-    masked = run(sampler, case, "full")
+    masked = run(sampler, case, Mode.FULL)
     others = [0, 2, 3, 5]
     assert torch.equal(masked[others], free[others])
     assert set(masked[[1, 4]].tolist()) <= {7, 32, 33, 126}
@@ -116,11 +117,11 @@ def test_masks_for_some_rows(vocab: int, device: str) -> None:
 def test_a_token_listed_twice_gets_both_biases(device: str) -> None:
     case = make_case(2, 100, seed=9)
     row = int(case.rows[0])
-    case.floats[row, 0] = 0
-    case.bias[0, row * 16 : row * 16 + 3] = torch.tensor([50, 3, 50])
-    case.bias[1, row * 16 : row * 16 + 3] = torch.tensor([40.0, 60.0, 40.0]).view(torch.int32)
+    case.floats[row, TEMPERATURE] = 0
+    case.bias[0, row, :3] = torch.tensor([50, 3, 50])
+    case.bias[1, row, :3] = torch.tensor([40.0, 60.0, 40.0]).view(torch.int32)
     moved = case.to(device)
-    assert run(moved.sampler(**SIZES), moved, "full")[0] == 50
+    assert run(moved.sampler(**SIZES), moved, Mode.FULL)[0] == 50
 
 
 def test_neither_the_batch_nor_another_step_changes_a_row(device: str) -> None:
@@ -129,10 +130,10 @@ def test_neither_the_batch_nor_another_step_changes_a_row(device: str) -> None:
     truncations(case, [0, 20, 0], [0.9, 0.7], [0.0, 0.01])
     case = case.to(device)
     tokens, sampler = case.tokens.clone(), case.sampler(**SIZES)
-    together = run(sampler, case, "full")
+    together = run(sampler, case, Mode.FULL)
     for index in (0, 3):
         one = slice(index, index + 1)
         parts = (case.rows[one], case.positions[one], case.suppress[one], case.logits[one])
         case.tokens[:] = tokens
         alone = Case(case.tokens, case.ints, case.floats, case.bias, case.suppressed, *parts)
-        assert run(sampler, alone, "full").item() == together[index]
+        assert run(sampler, alone, Mode.FULL).item() == together[index]

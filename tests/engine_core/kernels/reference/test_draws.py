@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine_core.sampling.sampler import Bias, Draw, Penalties, SamplingRows, Truncation, sample
+from tandem.engine_core.kernels.reference.sampling import Bias, Draw, Penalties, SamplingRows, Truncation, sample
 
 LOW = -torch.inf
 

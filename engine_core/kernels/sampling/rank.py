@@ -1,0 +1,98 @@
+"""Ranks of tokens, one int64 each, and the other steps that all sampling kernels share.
+
+A row is cut into tiles, one a program. Each program offers its best rank to the row by an atomic maximum, and the last
+one to arrive writes the token. So the result does not depend on the order of the programs.
+
+Row 0 is padding: its sampled token is 0, and no kernel writes anything else for it.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.engine_core.kernels.fast_math import INTERPRETED
+from tandem.engine_core.kernels.sampling.scratch import NOTHING
+
+ID_BITS = tl.constexpr(20)
+"""Bits of a token id within a rank."""
+ID_MASK = tl.constexpr((1 << 20) - 1)
+MAX_VOCAB = (1 << 20) - 1
+
+
+@triton.jit
+def sortable_bits(x):
+    """Return an int32 that compares as the float32 x does; both zeros give 0. x must not be NaN."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+@triton.jit
+def to_rank(x, ids):
+    """Return the rank of a token, an int64 that compares by value x, equal values by lower id."""
+    return (sortable_bits(x).to(tl.int64) << ID_BITS) | (ids ^ ID_MASK).to(tl.int64)
+
+
+@triton.jit
+def rank_id(rank):
+    """Return the token id of a rank."""
+    return (rank & ID_MASK).to(tl.int32) ^ ID_MASK
+
+
+@triton.jit
+def rank_value(rank):
+    """Return the float32 value of a rank."""
+    key = (rank >> ID_BITS).to(tl.int32)
+    return tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_logits(logits_ptr, offsets, mask):
+    """Load logits as float32; NaN and masked-out elements become -inf."""
+    x = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32)
+    # On the GPU a maximum drops NaN, in one instruction; the interpreter's keeps it.
+    return tl.where(x == x, x, float("-inf")) if INTERPRETED else tl.maximum(x, float("-inf"))
+
+
+@triton.jit
+def best_of(x, ids):
+    """Return the best rank of a tile: its largest value at the lowest id."""
+    top = tl.max(x, axis=0)
+    return to_rank(top, tl.min(tl.where(x == top, ids, ID_MASK), axis=0))
+
+
+@triton.jit
+def write_token(sampled_ptr, tokens_ptr, token_stride, max_len, index, row, position, token):
+    """Write a sampled token to the result and to the position after `position` in the token table.
+
+    A position past the end of the table is dropped, and the padding row only ever writes position 1.
+    """
+    tl.store(sampled_ptr + index, token)
+    offset = position.to(tl.int64) + 1
+    tl.store(tokens_ptr + row * token_stride + offset, token, mask=(offset < max_len) & ((row > 0) | (offset == 1)))
+
+
+@triton.jit
+def combine_tiles(winner_ptr, arrivals_ptr, index, offer, tiles):
+    """Offer a tile's best rank to its row; return the row's best to the last tile to arrive, NOTHING to the others.
+
+    winner: [B] int64, all NOTHING; arrivals: [B] int32 zeros. Both are reset.
+    """
+    tl.atomic_max(winner_ptr + index, offer, sem="relaxed")
+    result = tl.full([], NOTHING, tl.int64)
+    if tl.atomic_add(arrivals_ptr + index, 1, sem="acq_rel") == tiles - 1:
+        tl.atomic_xchg(arrivals_ptr + index, 0, sem="relaxed")
+        result = tl.atomic_xchg(winner_ptr + index, result, sem="relaxed")
+    return result
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raise ValueError for logits of a shape, layout or dtype that the sampling kernels cannot read."""
+    if logits.dim() != 2 or logits.stride(1) != 1 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"logits must be [B, V] with contiguous rows, in float32, bfloat16 or float16, not {tuple(logits.shape)} "
+            f"of strides {logits.stride()} in {logits.dtype}"
+        )
+    if not 0 < logits.shape[1] <= MAX_VOCAB:
+        raise ValueError(f"the vocabulary must have 1 to {MAX_VOCAB} tokens, not {logits.shape[1]}")

@@ -1,0 +1,132 @@
+"""Scratch memory that the sampling kernels hand results to each other in, and its layout."""
+
+from dataclasses import dataclass, fields
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NOTHING = tl.constexpr(-(1 << 62))
+"""A rank below that of every token."""
+NUM_PIVOTS = tl.constexpr(16)
+"""Pivots of the second level, and slots for those of either."""
+NUM_STATS = tl.constexpr(4)
+"""Sums of a tile: weight, weight times y, weight times y squared, and the weight that ranks ahead of a draw."""
+
+
+def num_warps_for(block: int, per_thread: int = 32) -> int:
+    """Return the warps of a program that holds `block` tokens, `per_thread` of them in each thread."""
+    return max(1, min(8, block // (32 * per_thread)))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingScratch:
+    """Buffers for steps of up to B rows in T tiles: about 8 bytes for each token of the vocabulary and row.
+
+    One instance serves all steps that are enqueued one after the other on one stream, graphs included; a captured
+    graph holds these addresses, so the scratch lives at least as long as it.
+    """
+
+    vocab_size: int
+    tile: int
+    """Tokens that a program holds, a power of two. It must not depend on the batch: a row's sums would change."""
+    group: int
+    """Tokens of which only the largest counts when top-k looks for its bound, a power of two."""
+    pdl: bool
+    """Kernels overlap by programmatic dependent launch, which Triton's interpreter does not know."""
+    no_suppression: Tensor
+    """[B] int32 zeros, for steps in which no row suppresses ids."""
+    winner: Tensor
+    """[B] int64, all NOTHING between kernels: the best rank that a tile has offered to its row."""
+    arrivals: Tensor
+    """[B] int32, zeros between kernels: tiles of a row that are done."""
+    tile_best: Tensor
+    """[B, T] int64, best rank of each tile."""
+    marks: Tensor
+    """[B, >= V] int32, zeros between steps: what applies to each token (see `penalties`)."""
+    adjusted: Tensor
+    """[B, >= V] float32, strides as in `marks`: logits after bias, penalties, suppression and mask."""
+    touched: Tensor
+    """[B] int32, nonzero where the row's logits are in `adjusted`."""
+    stats: Tensor
+    """[B, T, NUM_STATS] float32."""
+    peaks: Tensor
+    """[B, T, tile / group] float32, group maxima of rows that truncate by rank."""
+    bound: Tensor
+    """[B] float32, y above which the k best tokens lie."""
+    pivots: Tensor
+    """[B, 2, NUM_PIVOTS] float32, by level."""
+    above: Tensor
+    """[B, 2, T, NUM_PIVOTS] float32, weight above each pivot."""
+    sums: Tensor
+    """[B, T, 2] float32, weight of each tile, and its weight above the interval."""
+    found: Tensor
+    """[B] int32, zeros between steps: tokens in the interval of the cutoff."""
+    found_ids: Tensor
+    """[B, capacity] int32."""
+    found_logits: Tensor
+    """[B, capacity] float32."""
+    cutoff: Tensor
+    """[B] int64, least rank that stays."""
+    state: Tensor
+    """[B] int32, KEEP_ALL, BY_MASS or BY_RANK (see `bracket`)."""
+
+    @classmethod
+    def allocate(
+        cls, vocab_size: int, max_batch: int, tile: int, group: int, capacity: int, device: torch.device
+    ) -> "SamplingScratch":
+        """Allocate the buffers. capacity: tokens of a row among which its cutoff is searched fast, a power of two."""
+        tiles = triton.cdiv(vocab_size, tile)
+        width = triton.cdiv(vocab_size, 64) * 64
+
+        def buffer(*shape: int, dtype: torch.dtype = torch.float32, fill: int = 0) -> Tensor:
+            return torch.full((max_batch, *shape), fill, dtype=dtype, device=device)
+
+        return cls(
+            vocab_size=vocab_size,
+            tile=tile,
+            group=group,
+            pdl=device.type == "cuda",
+            no_suppression=buffer(dtype=torch.int32),
+            winner=buffer(dtype=torch.int64, fill=NOTHING.value),
+            arrivals=buffer(dtype=torch.int32),
+            tile_best=buffer(tiles, dtype=torch.int64),
+            marks=buffer(width, dtype=torch.int32),
+            adjusted=buffer(width),
+            touched=buffer(dtype=torch.int32),
+            stats=buffer(tiles, NUM_STATS.value),
+            peaks=buffer(tiles, tile // group),
+            bound=buffer(),
+            pivots=buffer(2, NUM_PIVOTS.value),
+            above=buffer(2, tiles, NUM_PIVOTS.value),
+            sums=buffer(tiles, 2),
+            found=buffer(dtype=torch.int32),
+            found_ids=buffer(capacity, dtype=torch.int32),
+            found_logits=buffer(capacity),
+            cutoff=buffer(dtype=torch.int64),
+            state=buffer(dtype=torch.int32),
+        )
+
+    @property
+    def max_batch(self) -> int:
+        return len(self.winner)
+
+    @property
+    def num_tiles(self) -> int:
+        return self.tile_best.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the buffers."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+    def grid(self, batch: int) -> tuple[int, int]:
+        """Return the grid of a kernel that runs a program for each tile of each row."""
+        return self.num_tiles, batch
+
+    def launch_options(self, num_warps: int) -> dict[str, object]:
+        """Return the keyword arguments that every launch takes."""
+        options: dict[str, object] = {"PDL": self.pdl, "num_warps": num_warps}
+        return options | {"launch_pdl": True} if self.pdl else options

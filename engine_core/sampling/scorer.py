@@ -1,0 +1,27 @@
+"""Log-probabilities of tokens, as the runtime asks for them."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem.engine_core.kernels.reference.sampling import logprob_records
+
+PROMPT_SLICE = 256
+"""Most prompt positions whose logits exist at once."""
+
+
+class TokenScorer(Protocol):
+    """Looks up one token a row in the row's log-softmax, and the row's most probable tokens."""
+
+    def run(self, logits: Tensor, chosen: Tensor, top: int, records: Tensor) -> None:
+        """Write one record a row, as `logprob_records` makes them.
+
+        logits: [S, V]; chosen: [S] int32; top: number of most probable tokens; records: [S, 1 + 2 * top] int32.
+        """
+
+
+class TorchScorer:
+    """Implement `TokenScorer` by the oracle, on any device."""
+
+    def run(self, logits: Tensor, chosen: Tensor, top: int, records: Tensor) -> None:
+        records.copy_(logprob_records(logits, chosen, top))

@@ -1,0 +1,88 @@
+"""Sampling by Triton kernels on the device alone, so that a CUDA graph can hold it.
+
+Everything about a row is read from device tables by row index; grids depend on the shapes only, and no call allocates,
+synchronises or reads the host. The modes give one row the same token wherever more than one of them applies.
+Semantics, in order: `kernels.reference.sampling.sample`.
+"""
+
+from tandem.engine_core.kernels.sampling.cutoff import find_cutoff
+from tandem.engine_core.kernels.sampling.draw import FINAL, FIRST, RETRY, UNTRUNCATED, draw, row_best
+from tandem.engine_core.kernels.sampling.greedy import sample_greedy
+from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
+from tandem.engine_core.kernels.sampling.narrow import narrow
+from tandem.engine_core.kernels.sampling.penalties import adjust, mark
+from tandem.engine_core.kernels.sampling.rank import check_logits
+from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
+from tandem.engine_core.kernels.sampling.top_p_rejection import weigh
+from tandem.engine_core.sampling.sampler import Mode
+
+TILE = 4096
+"""Tokens that a program holds."""
+GROUP = 64
+"""Tokens of which only the largest counts when top-k looks for its bound."""
+CAPACITY = 2048
+"""Tokens of a row among which its cutoff is searched fast."""
+TRIES = 2
+"""Draws of a row with top-p before its cutoff is searched: at 0.9 one row in about two hundred is left for that."""
+
+
+class TritonSampler:
+    """Implement `Sampler` by kernels that read parameters from the tables themselves."""
+
+    def __init__(self, tables: SamplingTables, scratch: SamplingScratch, tries: int = TRIES) -> None:
+        """tries: 0 searches every cutoff, for tests."""
+        self.tables = tables
+        self.scratch = scratch
+        self.tries = tries
+
+    @classmethod
+    def allocate(cls, tables: SamplingTables, vocab_size: int, max_rows: int) -> "TritonSampler":
+        """Allocate the kernels' scratch memory for steps of up to `max_rows` rows."""
+        device = tables.tokens.device
+        return cls(tables, SamplingScratch.allocate(vocab_size, max_rows, TILE, GROUP, CAPACITY, device))
+
+    def sample(self, batch: SamplingBatch) -> None:
+        self.launch(Mode.of(batch.needs), batch)
+
+    def launch(self, mode: Mode, batch: SamplingBatch) -> None:
+        """Launch the kernels of one mode, whatever the batch needs.
+
+        Raises ValueError for logits of another kind, vocabulary or batch size than the scratch is for, and for masks
+        that the mode would ignore.
+        """
+        self._check(mode, batch)
+        if not len(batch.rows):
+            return
+        if mode is Mode.GREEDY:
+            sample_greedy(batch, self.tables, self.scratch)
+        elif mode is Mode.UNTRUNCATED:
+            row_best(batch, self.scratch)
+            draw(batch, self.tables, self.scratch, UNTRUNCATED.value)
+        else:
+            self._sample_full(batch)
+
+    def _sample_full(self, batch: SamplingBatch) -> None:
+        tables, scratch = self.tables, self.scratch
+        mark(batch, tables, scratch)
+        adjust(batch, tables, scratch)
+        attempts = max(1, self.tries)
+        for attempt in range(attempts):
+            # Draws rows without top-k, and leaves in the state of each whether its cutoff must be known after all.
+            first, last = attempt == 0, attempt == attempts - 1
+            draw(batch, tables, scratch, FIRST.value if first else RETRY.value)
+            weigh(batch, tables, scratch, first=first, last=last, accept=self.tries > 0)
+        narrow(batch, tables, scratch)
+        find_cutoff(batch, tables, scratch)
+        draw(batch, tables, scratch, FINAL.value)
+
+    def _check(self, mode: Mode, batch: SamplingBatch) -> None:
+        logits, count = batch.logits, len(batch.rows)
+        check_logits(logits)
+        vocab_size, max_batch = self.scratch.vocab_size, self.scratch.max_batch
+        if logits.shape[1] != vocab_size or not count == len(logits) <= max_batch:
+            raise ValueError(
+                f"logits of shape {tuple(logits.shape)} for {count} rows do not fit a vocabulary of {vocab_size} and "
+                f"steps of up to {max_batch} rows"
+            )
+        if batch.allowed is not None and mode is not Mode.MASKED:
+            raise ValueError(f"sampling mode {mode.value} ignores masks; use {Mode.MASKED.value}")
