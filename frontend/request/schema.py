@@ -37,10 +37,7 @@ def nullable(*schemas: Schema) -> Schema:
 
 
 def of_type(shape: Any) -> Schema:
-    """Derive the schema of a msgspec type, with every reference inlined.
-
-    A property that can only be null is left out.
-    """
+    """Derive the schema of a msgspec type, with every reference inlined."""
     (schema,), components = msgspec.json.schema_components([shape], ref_template="{name}")
     return _inlined(schema, components)
 
@@ -50,8 +47,7 @@ def _inlined(schema: Schema, components: Mapping[str, Schema]) -> Schema:
         return _inlined(components[schema["$ref"]], components)
     found = {name: value for name, value in schema.items() if name not in _DROPPED}
     if "properties" in found:
-        properties = {name: _inlined(part, components) for name, part in found["properties"].items()}
-        found["properties"] = {name: part for name, part in properties.items() if part != {"type": "null"}}
+        found["properties"] = {name: _inlined(part, components) for name, part in found["properties"].items()}
     for name in ("items", "additionalProperties"):
         if isinstance(found.get(name), dict):
             found[name] = _inlined(found[name], components)
