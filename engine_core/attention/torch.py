@@ -6,14 +6,13 @@ several a stride of 0 repeats the key head.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine_core.attention.base import LayerAttention, Span
-from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.kv_dtype import read_pool
 from tandem.engine_core.kernels.page_table import PageTable
 
@@ -96,10 +95,10 @@ class TorchPlanner:
 
     def plan(self, spans: Sequence[Span], page_table: PageTable) -> TorchStep:
         """Implement `AttentionPlanner.plan`, once for each window of the layers."""
-        pages = page_table.pages[[span.row for span in spans]]
+        own = replace(page_table, pages=page_table.pages[[span.row for span in spans]])
         parts: dict[int | None, tuple[Part, ...]] = {}
         for window in {kind.window for kind in self.kinds}:
-            parts[window] = _parts(spans, PageTable(pages, page_table.page_size, page_table.page_stride), window)
+            parts[window] = _parts(spans, own, window)
         return TorchStep(parts)
 
 
@@ -124,20 +123,11 @@ def _first_key(start: int, window: int | None) -> int:
     return 0 if window is None else max(0, start + 1 - window)
 
 
-def _slots(page_table: PageTable, rows: slice, count: int) -> Tensor:
-    """Return the slots of the first `count` positions of each of the rows, [rows, count] int64."""
-    page_size = page_table.page_size
-    used = ceil_div(count, page_size)
-    offsets = torch.arange(page_size, device=page_table.pages.device)
-    slots = page_table.pages[rows, :used].long().unsqueeze(-1) * page_table.page_stride + offsets
-    return slots.flatten(1)[:, :count]
-
-
 def _single_queries(spans: Sequence[Span], rows: slice, page_table: PageTable, window: int | None) -> SingleQueries:
     ends = [span.start + 1 for span in spans]
     firsts = [_first_key(span.start, window) for span in spans]
     lowest, longest = min(firsts), max(ends)
-    slots = _slots(page_table, rows, longest)[:, lowest:]
+    slots = page_table.first_slots(rows, longest)[:, lowest:]
     mask = None
     if min(ends) < longest or max(firsts) > lowest:
         mask = torch.ones(slots.shape, dtype=torch.bool, device=slots.device)
@@ -151,7 +141,7 @@ def _single_queries(spans: Sequence[Span], rows: slice, page_table: PageTable, w
 
 def _query_run(span: Span, rows: slice, page_table: PageTable, window: int | None) -> QueryRun:
     lowest, end = _first_key(span.start, window), span.start + span.length
-    slots = _slots(page_table, rows, end).flatten()[lowest:]
+    slots = page_table.first_slots(rows, end).flatten()[lowest:]
     mask = None
     if span.start > 0 or (window is not None and window < span.length):
         mask = torch.ones(span.length, end - lowest, dtype=torch.bool, device=slots.device)

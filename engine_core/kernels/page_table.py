@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tandem.engine_core.integers import ceil_div
@@ -29,6 +30,26 @@ class PageTable:
         """
         page = self.pages[rows, positions // self.page_size].long()
         return page * self.page_stride + positions % self.page_size
+
+    def first_slots(self, rows: slice, count: int) -> Tensor:
+        """Return the slots of the first `count` positions of consecutive rows, [rows, count] int64."""
+        offsets = torch.arange(self.page_size, device=self.pages.device)
+        pages = self.pages[rows, : ceil_div(count, self.page_size)].long()
+        return (pages.unsqueeze(-1) * self.page_stride + offsets).flatten(1)[:, :count]
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Constants that kernels which address the pool are compiled with."""
+        return {"PAGE_SIZE": self.page_size, "PAGE_STRIDE": self.page_stride}
+
+    def check(self) -> None:
+        """Raise ValueError for a page size or a layout of the table that the kernels cannot address."""
+        if self.page_size < 1 or self.page_size & (self.page_size - 1):
+            raise ValueError(
+                f"pages of {self.page_size} positions are not supported; the page size must be a power of two"
+            )
+        if self.pages.stride(1) != 1:
+            raise ValueError("each row of the page table must be contiguous")
 
     def view_pages(self, pool: Tensor) -> Tensor:
         """View a layer's keys or values by page, [pages, page_size, kv_heads, head_dim].

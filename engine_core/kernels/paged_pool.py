@@ -39,12 +39,6 @@ def check_heads(projected: Tensor, keys: Tensor, values: Tensor) -> None:
         raise ValueError("heads of queries, keys and values must be contiguous, and keys and values laid out alike")
 
 
-def check_page_size(page_size: int) -> None:
-    """Raise ValueError unless the page size is a power of two."""
-    if page_size < 1 or page_size & (page_size - 1):
-        raise ValueError(f"pages of {page_size} positions are not supported; the page size must be a power of two")
-
-
 def check_band(window: int | None, softcap: float | None) -> None:
     """Raise ValueError for a window of no key or a soft cap that is not positive."""
     if window is not None and window < 1:

@@ -32,7 +32,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def assert_rounded(found: Tensor, exact: Tensor, roundings: float, floor: float = 1e-3) -> None:
-    """Every element within so many roundings of the exact one, which is in float32; small ones within the floor's."""
+    """Assert that every element is within `roundings` of the exact one, in float32; small ones within the floor's."""
     step = STEP[found.dtype]
     assert found.isfinite().all()
     excess = (found.float() - exact).abs() - roundings * step * (exact.abs() + floor)
@@ -42,7 +42,7 @@ def assert_rounded(found: Tensor, exact: Tensor, roundings: float, floor: float 
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 2048), (7, 4096), (64, 576), (300, 16384), (8192, 2048)])
-def test_norms(tokens: int, hidden: int, dtype: torch.dtype, pdl: bool) -> None:
+def test_norms_equal_their_oracles(tokens: int, hidden: int, dtype: torch.dtype, pdl: bool) -> None:
     x, residual, weight = (
         randn(tokens, hidden, dtype=dtype),
         randn(tokens, hidden, dtype=dtype),
@@ -74,7 +74,7 @@ def test_gated_activation_equals_its_oracle(
     ("tokens", "heads", "kv_heads", "head_dim"),
     [(1, 32, 8, 64), (9, 32, 8, 128), (64, 8, 4, 256), (500, 14, 2, 64), (3, 5, 5, 32)],
 )
-def test_rope_and_kv_write(
+def test_rotation_and_kv_write_equal_the_oracle(
     tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool, dtype: torch.dtype, pdl: bool
 ) -> None:
     angles = torch.rand(tokens, head_dim // 2, device="cuda") * 6

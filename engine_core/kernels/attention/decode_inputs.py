@@ -64,12 +64,14 @@ def decode_inputs(
     """Gather the token ids and slots of a decode step; see `decode_inputs_reference`.
 
     tokens: [R, max_len] int32; page_table: of R rows; rows, positions: [B] integers, contiguous, rows below R,
-    positions below max_len and pages_per_row * page_size; nothing checks them, since they are on the device.
-    Returns (input_ids, slot_mapping), each [B] int64. ValueError if the rows of a table are not contiguous.
+    positions below max_len and within the rows' pages; nothing checks them, since they are on the device.
+    Returns (input_ids, slot_mapping), each [B] int64. ValueError if the rows of a table are not contiguous or the page
+    size is not a power of two.
     """
     pages = page_table.pages
-    if tokens.stride(1) != 1 or pages.stride(1) != 1:
-        raise ValueError("the rows of the token and page tables must be contiguous")
+    page_table.check()
+    if tokens.stride(1) != 1:
+        raise ValueError("each row of the token table must be contiguous")
     batch = rows.shape[0]
     input_ids = torch.empty(batch, dtype=torch.int64, device=rows.device)
     slot_mapping = torch.empty(batch, dtype=torch.int64, device=rows.device)
@@ -85,10 +87,9 @@ def decode_inputs(
         batch,
         tokens.stride(0),
         pages.stride(0),
-        PAGE_SIZE=page_table.page_size,
-        PAGE_STRIDE=page_table.page_stride,
         BLOCK=BLOCK,
         PDL=pdl,
+        **page_table.constants,
         num_warps=BLOCK // 32,
         **({"launch_pdl": True} if pdl else {}),
     )

@@ -25,7 +25,6 @@ from tandem.engine_core.kernels.paged_pool import (
     check_groups,
     check_head_dim,
     check_heads,
-    check_page_size,
     slots_of,
 )
 
@@ -267,10 +266,9 @@ def paged_decode(
         triton.cdiv(least, tile.positions),
         KV_HEADS=kv_heads,
         SHARED=splits > 1,
-        PAGE_SIZE=page_table.page_size,
-        PAGE_STRIDE=page_table.page_stride,
         WINDOW=window,
         CAP=kernel_cap(softcap),
+        **page_table.constants,
         **_options(tile, heads // kv_heads, head_dim, query.dtype, pdl),
     )
     return out
@@ -309,11 +307,9 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, page_table: PageTable, s
     kv_heads = keys.shape[1]
     check_head_dim(head_dim)
     check_groups(heads, kv_heads)
-    check_page_size(page_table.page_size)
+    page_table.check()
     if not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"splits must be between 1 and {MAX_SPLITS}, not {splits}")
     if batch * kv_heads > COUNTERS:
         raise ValueError(f"{batch} rows of {kv_heads} KV heads exceed the {COUNTERS} counters; decode fewer rows")
     check_heads(query, keys, values)
-    if page_table.pages.stride(1) != 1:
-        raise ValueError("each row of the page table must be contiguous")

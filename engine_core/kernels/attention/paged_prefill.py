@@ -25,7 +25,6 @@ from tandem.engine_core.kernels.paged_pool import (
     check_groups,
     check_head_dim,
     check_heads,
-    check_page_size,
     slots_of,
 )
 
@@ -254,11 +253,10 @@ def paged_prefill(
         triton.cdiv(LEAST_POSITIONS, shape.positions),
         KV_HEADS=kv_heads,
         SHARED=splits > 1,
-        PAGE_SIZE=page_table.page_size,
-        PAGE_STRIDE=page_table.page_stride,
         WINDOW=window,
         CAP=kernel_cap(softcap),
         BESIDE=beside,
+        **page_table.constants,
         **_options(shape, heads // kv_heads, head_dim, query.dtype, pdl),
     )
     return out
@@ -288,13 +286,11 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, tiles: Tensor, page_tabl
     kv_heads = keys.shape[1]
     check_head_dim(head_dim)
     check_groups(heads, kv_heads)
-    check_page_size(page_table.page_size)
+    page_table.check()
     if not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"splits must be between 1 and {MAX_SPLITS}, not {splits}")
     if splits > 1 and len(tiles) * kv_heads > COUNTERS:
         raise ValueError(f"{len(tiles)} tiles of {kv_heads} KV heads exceed the {COUNTERS} counters; use one split")
     check_heads(query, keys, values)
-    if page_table.pages.stride(1) != 1:
-        raise ValueError("each row of the page table must be contiguous")
     if not tiles.is_contiguous() or tiles.shape[1] != TILE_WORDS:
         raise ValueError(f"tiles must be contiguous, [N, {TILE_WORDS}], not {list(tiles.shape)}")
