@@ -37,8 +37,8 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
     logprobs: int | None = None
     """Number of most probable tokens reported with the log-probability of each generated token; None for neither."""
     prompt_logprobs: int | None = None
-    """Number of most probable tokens reported with the log-probability of each prompt token; None for neither. The first
-    token has none, as nothing precedes it."""
+    """Number of most probable tokens reported with the log-probability of each prompt token; None for neither. The
+    first token has none, as nothing precedes it."""
     priority: int = 0
     """Urgency, -MAX_PRIORITY to MAX_PRIORITY, higher first: the order of queue and steps under policy `priority`. Under
     every policy the lowest priority is preempted first."""
