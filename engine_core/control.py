@@ -190,7 +190,7 @@ class Control:
         self._sequences += 1
         identity = self._identities[client]
         return Sequence(
-            self._sequences, identity, submit.request_id, prompt, params, end_ids, self.clock(),
+            self._sequences, identity, submit.request_id, prompt, params, end_ids, arrival=self.clock(),
             logprobs=submit.logprobs, prompt_logprobs=submit.prompt_logprobs, compiling=submit.constraint is not None,
             priority=submit.priority, session=submit.session, namespace=submit.cache_salt.encode(),
         )  # fmt: skip

@@ -37,6 +37,37 @@ class CacheState:
         self.num_cached_tokens = 0
 
 
+class DeviceState:
+    """What the device's tables hold of a sequence."""
+
+    __slots__ = ("num_mapped_pages", "upload_end", "uploaded_len")
+
+    upload_end: int
+    """Positions below this one are uploaded by the rows that compute them; later ones are sampled on the device."""
+    uploaded_len: int
+    """Positions below this one have their token on the device; kept until the prompt is computed."""
+    num_mapped_pages: int
+    """Pages of the sequence, from its first on, that the device's page table holds."""
+
+    def __init__(self, upload_end: int) -> None:
+        self.upload_end = upload_end
+        self.uploaded_len = self.num_mapped_pages = 0
+
+
+class WireState:
+    """What the frontend of a sequence knows, beyond the tokens sent to it."""
+
+    __slots__ = ("reported_len", "start_reported")
+
+    reported_len: int
+    """Positions computed before a preemption; their log-probabilities have been sent and are not sent again."""
+    start_reported: bool
+    """True if the frontend knows how much of the prompt was cached."""
+
+    def __init__(self) -> None:
+        self.reported_len, self.start_reported = 0, False
+
+
 class Sequence:
     """Arithmetic of one sequence.
 
@@ -51,6 +82,7 @@ class Sequence:
         "client",
         "compiling",
         "constraint",
+        "device",
         "end_ids",
         "id",
         "in_steady_decode",
@@ -60,7 +92,6 @@ class Sequence:
         "min_tokens",
         "next_page_boundary",
         "num_inflight_samples",
-        "num_mapped_pages",
         "num_scheduled_tokens",
         "outcome",
         "pages",
@@ -70,16 +101,13 @@ class Sequence:
         "prompt_len",
         "prompt_logprobs",
         "queued_at",
-        "reported_len",
         "request_id",
         "row",
         "session",
-        "start_reported",
         "steps_skipped",
         "tokens",
         "total_len",
-        "upload_end",
-        "uploaded_len",
+        "wire",
     )
 
     id: int
@@ -87,30 +115,25 @@ class Sequence:
     total_len: int
     """Most positions it can ever take."""
     cache: CacheState
-    upload_end: int
-    """Positions below this one are uploaded by the rows that compute them; later ones are sampled on the device."""
-    uploaded_len: int
-    """Positions below this one have their token on the device; it matters until the prompt is computed."""
+    """Its share of the prefix cache."""
+    device: DeviceState
+    """What the device's tables hold of it."""
+    wire: WireState
+    """What its frontend knows of it."""
     pages: list[int]
     """Its page table: the pages of `cache.nodes`, then pages of its own."""
-    num_mapped_pages: int
-    """How many of `pages` the device's page table holds."""
     next_page_boundary: int
-    """A settled row that starts below this position brings no pages and is not the last."""
+    """A row in steady decode that starts below this position brings no pages and is not the last."""
     in_steady_decode: bool
-    """Whether its rows are mere numbers and pages, one position each: no tokens to upload, no suppressed end."""
+    """True if its rows are one position each, with no tokens to upload and no suppressed end."""
     compiling: bool
-    """Whether it has to wait for its constraint before anything else."""
+    """True while its grammar is being compiled."""
     logprobs: int | None
     """Alternatives wanted with the log-probability of each generated token; None: no log-probabilities."""
     prompt_logprobs: int | None
-    """The same for each prompt token."""
-    reported_len: int
-    """Positions computed before a preemption: what follows them has been scored, and is not told twice."""
-    start_reported: bool
-    """Whether its frontend knows how much of its prompt was cached."""
+    """Alternatives wanted with the log-probability of each prompt token; None: no log-probabilities."""
     queued_at: float
-    """When it came to the queue, for the first time or after a preemption."""
+    """Time, in seconds, when it was queued, at its arrival or after its last preemption."""
     steps_skipped: int
     """Steps since its last row that had none for it."""
 
@@ -122,6 +145,7 @@ class Sequence:
         prompt: array[int],
         params: SamplingParams,
         end_ids: frozenset[int],
+        *,
         arrival: float = 0.0,
         constraint: Constraint | None = None,
         logprobs: int | None = None,
@@ -135,7 +159,7 @@ class Sequence:
         self.client = client
         self.request_id = request_id
         self.tokens = prompt
-        self.prompt_len = self.upload_end = len(prompt)
+        self.prompt_len = len(prompt)
         self.params = params
         self.total_len = len(prompt) + params.max_tokens
         self.min_tokens = params.min_tokens
@@ -147,18 +171,18 @@ class Sequence:
         self.prompt_logprobs = prompt_logprobs
         self.priority = priority
         self.session = session
-        self.cache = CacheState(namespace)
-        self.in_steady_decode = self.start_reported = False
+        self.cache, self.device, self.wire = CacheState(namespace), DeviceState(len(prompt)), WireState()
+        self.in_steady_decode = False
         self.num_scheduled_tokens = self.num_inflight_samples = self.inflight = 0
         self.row = -1
         self.pages = []
-        self.num_mapped_pages = self.uploaded_len = self.next_page_boundary = self.reported_len = 0
-        self.steps_skipped = self.preemptions = 0
+        self.next_page_boundary = self.steps_skipped = self.preemptions = 0
         self.leases = ExitStack()
         self.outcome: Finished | Failure | None = None
 
     @property
     def generated(self) -> int:
+        """Number of tokens after the prompt that are known on the host."""
         return len(self.tokens) - self.prompt_len
 
     @property
@@ -168,7 +192,7 @@ class Sequence:
 
     @property
     def scored(self) -> bool:
-        """Whether every position of the prompt has to be computed for its log-probability, whatever a cache holds."""
+        """True if every position of the prompt must be computed for its log-probability, cached or not."""
         return self.prompt_logprobs is not None
 
     @property
@@ -178,36 +202,36 @@ class Sequence:
 
     @property
     def finishing(self) -> bool:
-        """Whether everything that it may ever compute is on its way."""
+        """True if every token that it may ever have is known or in flight."""
         return len(self.tokens) + self.num_inflight_samples >= self.total_len
 
     def on_launch(self) -> None:
-        """Called after a launch that counted, while the sequence is not settled yet: is it now?"""
-        self.uploaded_len = self.num_scheduled_tokens
+        """Update after a launch whether the sequence is in steady decode. Called until it is."""
+        self.device.uploaded_len = self.num_scheduled_tokens
         self.in_steady_decode = (
-            self.num_scheduled_tokens >= self.upload_end
+            self.num_scheduled_tokens >= self.device.upload_end
             and self.num_scheduled_tokens + 1 - self.prompt_len >= self.min_tokens
         )
 
     def jumped(self) -> None:
-        """Tokens were appended that the device does not have: the next row brings them."""
+        """Have the next row bring tokens that were appended and that the device lacks."""
         if self.in_steady_decode:
-            self.uploaded_len = self.num_scheduled_tokens
-        self.upload_end, self.in_steady_decode = len(self.tokens), False
+            self.device.uploaded_len = self.num_scheduled_tokens
+        self.device.upload_end, self.in_steady_decode = len(self.tokens), False
 
     def remap(self, index: int) -> None:
         """Have the next row bring the page at this index, which has changed, and those after it."""
-        self.num_mapped_pages = min(self.num_mapped_pages, index)
+        self.device.num_mapped_pages = min(self.device.num_mapped_pages, index)
         self.next_page_boundary = 0
 
     def restart(self) -> None:
-        """Everything is to be computed again, what was generated with the prompt: it was preempted."""
+        """Have everything computed again after a preemption, generated tokens with the prompt."""
         assert not self.inflight, f"restarted while in flight: {self}"
         self.preemptions += 1
-        self.upload_end = len(self.tokens)
+        self.device.upload_end = len(self.tokens)
         self.steps_skipped = self.next_page_boundary = 0
         self.in_steady_decode = False
-        self.reported_len = max(self.reported_len, self.num_scheduled_tokens)
+        self.wire.reported_len = max(self.wire.reported_len, self.num_scheduled_tokens)
         self.cache.awaited_key = b""
 
     def __repr__(self) -> str:

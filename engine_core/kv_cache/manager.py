@@ -183,12 +183,12 @@ class KVManager:
 
     def unmapped_pages(self, seq: Sequence, end: int) -> tuple[int, ...]:
         """Return the pages of positions below `end` that the device's page table does not hold."""
-        return tuple(seq.pages[seq.num_mapped_pages : ceil_div(end, self._page_size)])
+        return tuple(seq.pages[seq.device.num_mapped_pages : ceil_div(end, self._page_size)])
 
     def on_launch(self, seq: Sequence, row: ScheduledSequence) -> None:
         """Record what a launched row brought to the device, and publish the pages that it filled with known tokens."""
         num_mapped = row.first_page + len(row.new_pages)
-        seq.num_mapped_pages = num_mapped
+        seq.device.num_mapped_pages = num_mapped
         seq.next_page_boundary = min(num_mapped * self._page_size, seq.total_len - 1)
         if row.tokens and self.tree is not None:
             self._release_own(seq, self._publish(seq))
@@ -213,7 +213,7 @@ class KVManager:
         self._release_own(seq, own)
         self.epoch += 1
         seq.pages, seq.cache.nodes = [], []
-        seq.num_mapped_pages = seq.num_scheduled_tokens = seq.uploaded_len = 0
+        seq.device.num_mapped_pages = seq.num_scheduled_tokens = seq.device.uploaded_len = 0
 
     def num_released(self, seq: Sequence, leaving: Mapping[int, int]) -> int:
         """Return the number of pages that nobody needs once a sequence goes, its own and those it reads last.

@@ -72,7 +72,7 @@ def _state(seq: Sequence) -> SequenceState:
 
     Tokens computed again after a preemption count as a prompt, tokens that a grammar forces as decoding.
     """
-    return "prefill" if seq.num_scheduled_tokens < max(seq.prompt_len, seq.reported_len) else "decode"
+    return "prefill" if seq.num_scheduled_tokens < max(seq.prompt_len, seq.wire.reported_len) else "decode"
 
 
 def _sequence(seq: Sequence, state: SequenceState, now: float, wait: float = 0.0) -> InspectedSequence:

@@ -36,7 +36,7 @@ def add_logprobs(
     for row, seq, count in zip(rows, sequences, result.counts, strict=True):
         targets = len(row.targets) // 4
         if seq is not None:
-            reported = min(targets, max(0, seq.reported_len - row.start))
+            reported = min(targets, max(0, seq.wire.reported_len - row.start))
             if targets > reported and seq.prompt_logprobs is not None:
                 first = row.start + reported
                 _add(deltas, seq, first + 1, seq.prompt_logprobs, logprobs, scored + reported, targets - reported)

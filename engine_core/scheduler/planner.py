@@ -38,8 +38,8 @@ def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequenc
     """
     start = seq.num_scheduled_tokens
     end = start + length
-    first = min(start, seq.uploaded_len) if start < seq.upload_end else start
-    scored = seq.scored and seq.reported_len < seq.prompt_len
+    first = min(start, seq.device.uploaded_len) if start < seq.device.upload_end else start
+    scored = seq.scored and seq.wire.reported_len < seq.prompt_len
     return ScheduledSequence(
         seq.id,
         seq.row,
@@ -48,9 +48,9 @@ def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequenc
         length == seq.pending,
         suppress_ends=end - seq.prompt_len < seq.min_tokens,
         constrained=seq.constraint is not None,
-        tokens=seq.tokens[first : min(end, seq.upload_end)].tobytes() if first < seq.upload_end else b"",
+        tokens=seq.tokens[first : min(end, seq.device.upload_end)].tobytes() if first < seq.device.upload_end else b"",
         new_pages=memory.unmapped_pages(seq, end),
-        first_page=seq.num_mapped_pages,
+        first_page=seq.device.num_mapped_pages,
         skipped=start - first,
         targets=seq.tokens[start + 1 : min(end + 1, seq.prompt_len)].tobytes() if scored else b"",
     )
@@ -59,7 +59,7 @@ def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequenc
 def build_paged_row(seq: Sequence, memory: KVManager) -> ScheduledSequence:
     """Return the next row of a steady sequence that needs a new page."""
     start, constrained = seq.num_scheduled_tokens, seq.constraint is not None
-    pages, first = memory.unmapped_pages(seq, start + 1), seq.num_mapped_pages
+    pages, first = memory.unmapped_pages(seq, start + 1), seq.device.num_mapped_pages
     return ScheduledSequence(seq.id, seq.row, start, constrained=constrained, new_pages=pages, first_page=first)
 
 
@@ -106,8 +106,8 @@ def limit_uploads(candidates: Items[Sequence], lengths: list[int], budget: int) 
     lengths: positions of each candidate, set to 0 here where the row is deferred; budget: tokens of one upload.
     """
     for index, seq in enumerate(candidates):
-        if lengths[index] and seq.num_scheduled_tokens > seq.uploaded_len and not seq.in_steady_decode:
-            skipped = seq.num_scheduled_tokens - seq.uploaded_len
+        if lengths[index] and seq.num_scheduled_tokens > seq.device.uploaded_len and not seq.in_steady_decode:
+            skipped = seq.num_scheduled_tokens - seq.device.uploaded_len
             if skipped > budget:
                 lengths[index] = 0
             else:
@@ -158,7 +158,7 @@ class Planner:
                 )
         for seq_id in running.unsteady:
             seq = members[seq_id]
-            if seq.num_scheduled_tokens < seq.upload_end:
+            if seq.num_scheduled_tokens < seq.device.upload_end:
                 self.memory.rematch(seq)
         candidates, lengths = self._choose(members, held)
         rows = tuple(
@@ -172,7 +172,7 @@ class Planner:
         )
         if not rows:
             return None
-        new = [seq for seq, length in zip(candidates, lengths, strict=True) if length and not seq.uploaded_len]
+        new = [seq for seq, length in zip(candidates, lengths, strict=True) if length and not seq.device.uploaded_len]
         return StepPlan.of(step_id, rows, tuple([new_sequence(seq) for seq in new]), running.logprobs)
 
     def _choose(self, running: dict[int, Sequence], held: Collection[Sequence]) -> tuple[list[Sequence], list[int]]:

@@ -161,9 +161,9 @@ class Scheduler:
 
         Does nothing if that was done before, or if none of its prompt was cached.
         """
-        if seq.cache.num_cached_tokens and not seq.start_reported:
+        if seq.cache.num_cached_tokens and not seq.wire.start_reported:
             self.updates.started.append((seq.client, Started(seq.request_id, seq.cache.num_cached_tokens)))
-        seq.start_reported = True
+        seq.wire.start_reported = True
 
     def plan_step(self, step_id: int) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute.

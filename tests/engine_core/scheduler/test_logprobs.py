@@ -113,7 +113,7 @@ def test_zombies_and_rejected_tokens_get_no_records() -> None:
 def test_prompt_tokens_scored_before_a_preemption_are_not_reported_twice() -> None:
     """Three of six prompt tokens had been computed before: the frontend has the records of what follows them."""
     seq = sequence(1, None, 1)
-    seq.reported_len = 3
+    seq.wire.reported_len = 3
     chunks = [
         ScheduledSequence(1, 1, 0, 2, False, targets=pack_ids([11, 12])),
         ScheduledSequence(1, 1, 2, 4, True, targets=pack_ids([13, 14, 15])),
