@@ -25,7 +25,7 @@ def _noise_kernel(words, noise, seeds, choices, positions, BLOCK: tl.constexpr):
     tl.store(noise + place, gumbel(values))
 
 
-def test_integers_and_noise(device: str) -> None:
+def test_philox_integers_and_noise_equal_the_oracle(device: str) -> None:
     seeds = torch.tensor([0, 1, 2**62 + 12345, 2**63 - 1], device=device)
     choices = torch.tensor([0, 3, 127, 1], device=device)
     positions = torch.tensor([1, 2, 131071, 2**31 - 1], device=device)
@@ -45,7 +45,7 @@ def _gumbel_kernel(words, noise, BLOCK: tl.constexpr):  # noqa: N803
     tl.store(noise + places, gumbel(tl.load(words + places).to(tl.uint32)))
 
 
-def test_noise_at_both_ends(device: str) -> None:
+def test_noise_is_accurate_at_both_ends(device: str) -> None:
     """Where the noise is largest a careless logarithm would be off by a tenth."""
     near = torch.arange(512, device=device) << 9
     words = torch.cat((near, MASK - near))
@@ -56,14 +56,14 @@ def test_noise_at_both_ends(device: str) -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 64, 200])
-def test_tokens(vocab: int, device: str) -> None:
+def test_untruncated_tokens_equal_the_oracle(vocab: int, device: str) -> None:
     case = make_case(6, vocab, seed=vocab).to(device)
     case.floats[::3, TEMPERATURE] = 0
     found = expect(case, full=False)
     check_draw(found, found.kept, run(case.sampler(**SIZES), case, Mode.UNTRUNCATED))
 
 
-def test_rows_that_leave_no_choice(device: str) -> None:
+def test_rows_without_a_choice_sample_their_only_token(device: str) -> None:
     case = make_case(5, 200).to(device)
     case.logits[0] = -torch.inf
     case.logits[1] = torch.nan
@@ -76,7 +76,7 @@ def test_rows_that_leave_no_choice(device: str) -> None:
         assert run(case.sampler(**SIZES), case, mode).tolist() == expected
 
 
-def test_full_gives_the_same_tokens_where_nothing_is_asked(device: str) -> None:
+def test_full_mode_equals_untruncated_mode_for_neutral_rows(device: str) -> None:
     case = make_case(4, 200, seed=4).to(device)
     sampler = case.sampler(**SIZES)
     assert torch.equal(run(sampler, case, Mode.UNTRUNCATED), run(sampler, case, Mode.FULL))

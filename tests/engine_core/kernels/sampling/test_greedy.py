@@ -14,7 +14,7 @@ SIZES = {"tile": 64, "group": 8, "capacity": 32}
 
 
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 300])
-def test_argmax(vocab: int, device: str) -> None:
+def test_greedy_samples_the_argmax(vocab: int, device: str) -> None:
     case = make_case(5, vocab).to(device)
     assert torch.equal(run(case.sampler(**SIZES), case, Mode.GREEDY).long(), case.logits.argmax(-1))
 
@@ -33,7 +33,7 @@ def test_equal_logits_yield_the_lowest_id_and_nan_is_least(device: str) -> None:
     assert torch.equal(run(case.sampler(**SIZES), case, Mode.GREEDY).long(), expected)
 
 
-def test_padding_writes_its_own_place_only(device: str) -> None:
+def test_padding_rows_sample_id_0_and_write_nothing_else(device: str) -> None:
     case = make_case(4, 100).to(device)
     case.rows[2:] = 0
     case.positions[2:] = 0
@@ -41,7 +41,7 @@ def test_padding_writes_its_own_place_only(device: str) -> None:
         assert run(case.sampler(**SIZES), case, mode)[2:].tolist() == [0, 0]
 
 
-def test_the_last_place_of_a_row_is_not_overrun(device: str) -> None:
+def test_a_token_past_the_end_of_the_table_is_not_written(device: str) -> None:
     case = make_case(2, 100, max_len=8).to(device)
     case.positions[:] = 7
     before = case.tokens.clone()
@@ -51,7 +51,7 @@ def test_the_last_place_of_a_row_is_not_overrun(device: str) -> None:
     assert torch.equal(sampled.long(), case.logits.argmax(-1))
 
 
-def test_what_is_refused(device: str) -> None:
+def test_launch_raises_for_masks_and_logits_that_do_not_fit(device: str) -> None:
     case = make_case(3, 100).to(device)
     sampler = case.sampler(**SIZES)
     sampled, mask = torch.zeros_like(case.rows), torch.zeros(3, 4, dtype=torch.int32, device=device)

@@ -33,14 +33,14 @@ def check(logits: Tensor, chosen: Tensor, top: int) -> None:
 
 @pytest.mark.parametrize(("vocab", "top"), [(1, 0), (1, 1), (20, 20), (64, 3), (333, 20), (333, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_as_the_oracle(vocab: int, top: int, dtype: torch.dtype, device: str) -> None:
+def test_records_equal_the_oracle(vocab: int, top: int, dtype: torch.dtype, device: str) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(4, vocab, generator=generator) * 20).to(device, dtype)
     chosen = torch.randint(0, vocab, (4,), generator=generator).int().to(device)
     check(logits, chosen, top)
 
 
-def test_the_oracle_is_torchs_log_softmax() -> None:
+def test_the_oracle_equals_log_softmax() -> None:
     logits = torch.randn(16, 500, generator=torch.Generator().manual_seed(1)) * 5
     chosen = torch.arange(16) * 7
     lines = logprob_records(logits, chosen, 5)
@@ -51,7 +51,7 @@ def test_the_oracle_is_torchs_log_softmax() -> None:
     assert (values(lines, 5) - wanted).abs().max() < 1e-5
 
 
-def test_equal_ones_by_the_lowest_id(device: str) -> None:
+def test_equal_logits_rank_by_the_lowest_id(device: str) -> None:
     logits = torch.zeros(3, 200, device=device)
     logits[1, [150, 70, 3]] = 2.0
     logits[2, ::2] = -0.0
@@ -60,7 +60,7 @@ def test_equal_ones_by_the_lowest_id(device: str) -> None:
         assert lines[:, 6:].tolist() == [[0, 1, 2, 3, 4], [3, 70, 150, 0, 1], [0, 1, 2, 3, 4]]
 
 
-def test_what_has_no_probability(device: str) -> None:
+def test_tokens_without_probability_score_minus_infinity(device: str) -> None:
     logits = torch.zeros(3, 100, device=device)
     logits[0, 2:] = -torch.inf
     logits[1, ::2] = torch.nan
@@ -83,7 +83,7 @@ def test_a_row_is_the_same_in_every_batch(device: str) -> None:
         assert torch.equal(found(logits[row : row + 1], chosen[row : row + 1], 4), together[row : row + 1])
 
 
-def test_scratch_is_not_what_an_earlier_call_left(device: str) -> None:
+def test_a_call_ignores_scratch_of_earlier_calls(device: str) -> None:
     generator = torch.Generator().manual_seed(4)
     kernels = TritonScorer(130, 4, MAX_TOP, torch.device(device), tile=64)
     for rows, top in ((4, 20), (2, 3), (3, 7), (0, 1)):
@@ -95,7 +95,7 @@ def test_scratch_is_not_what_an_earlier_call_left(device: str) -> None:
 
 
 @pytest.mark.parametrize(("rows", "vocab", "top"), [(5, 64, 1), (1, 65, 1), (1, 64, 21), (1, 64, -1)])
-def test_what_does_not_fit_is_refused(rows: int, vocab: int, top: int, device: str) -> None:
+def test_run_raises_for_sizes_that_do_not_fit(rows: int, vocab: int, top: int, device: str) -> None:
     kernels = TritonScorer(64, 4, MAX_TOP, torch.device(device))
     logits = torch.zeros(rows, vocab, device=device)
     with pytest.raises(ValueError, match=f"{top} alternatives"):

@@ -13,7 +13,7 @@ SIZES = {"tile": 128, "group": 8, "capacity": 32}
 
 
 @pytest.mark.parametrize("scale", [0.05, 3.0])
-def test_top_p(scale: float, device: str) -> None:
+def test_top_p_keeps_and_draws_as_the_oracle(scale: float, device: str) -> None:
     case = make_case(5, 200, seed=1, scale=scale)
     truncations(case, [0], [0.0, 0.3, 0.9, 0.99, 0.999], [0.0])
     check_full(case.to(device), **SIZES)
@@ -31,7 +31,7 @@ def test_drawing_before_the_cutoff_is_known_changes_no_token(tries: int, device:
     assert torch.equal(tokens, run(case.sampler(**SIZES, tries=0), case, Mode.FULL))
 
 
-def test_top_k_then_top_p_then_min_p(device: str) -> None:
+def test_top_k_top_p_and_min_p_apply_in_order(device: str) -> None:
     case = make_case(8, 200, seed=2)
     truncations(case, [1, 5, 0, 17, 400], [1.0, 0.5, 0.95], [0.0, 0.02, 0.3, 1.0])
     check_full(case.to(device), **SIZES)
@@ -46,7 +46,7 @@ def test_equal_logits_at_the_cutoff_stay_by_lower_id(device: str) -> None:
 
 
 @pytest.mark.parametrize("capacity", [2, 8])
-def test_too_many_candidates_for_the_quick_search(capacity: int, device: str) -> None:
+def test_the_cutoff_is_exact_with_more_candidates_than_capacity(capacity: int, device: str) -> None:
     case = make_case(4, 200, seed=4)
     case.logits[:2] = 1.5
     case.logits[2, 20:] = -torch.inf
@@ -54,7 +54,7 @@ def test_too_many_candidates_for_the_quick_search(capacity: int, device: str) ->
     check_full(case.to(device), **(SIZES | {"capacity": capacity}))
 
 
-def test_far_outliers_do_not_matter(device: str) -> None:
+def test_far_outliers_change_no_token(device: str) -> None:
     case = make_case(4, 200, seed=5)
     case.logits[:, ::3] = -1e30
     case.logits[:2, 5] = 60.0
@@ -64,14 +64,14 @@ def test_far_outliers_do_not_matter(device: str) -> None:
     check_full(case.to(device), **SIZES)
 
 
-def test_bias_penalties_and_suppression(device: str) -> None:
+def test_bias_penalties_and_suppression_equal_the_oracle(device: str) -> None:
     case = make_case(8, 140, seed=6)
     ask_everything(case)
     check_full(case.to(device), **SIZES)
 
 
 @pytest.mark.parametrize("vocab", [65])
-def test_everything_with_a_mask(vocab: int, device: str) -> None:
+def test_all_parameters_under_a_mask_equal_the_oracle(vocab: int, device: str) -> None:
     case = make_case(6, vocab, seed=7)
     ask_everything(case)
     truncations(case, [0, 9, 0, 30], [0.8, 1.0, 0.95], [0.0, 0.05])
@@ -81,7 +81,7 @@ def test_everything_with_a_mask(vocab: int, device: str) -> None:
     check_full(case.to(device), **SIZES)
 
 
-def test_a_row_that_may_sample_nothing_yields_0_and_harms_nobody(device: str) -> None:
+def test_a_fully_masked_row_samples_id_0_and_changes_no_other_row(device: str) -> None:
     case = make_case(4, 140, seed=11)
     truncations(case, [0, 9], [0.8, 1.0], [0.0])
     case.allowed = torch.full((4, 5), -1, dtype=torch.int32)
