@@ -50,7 +50,7 @@ Uses.TestCase.settings = machine(50, 60)
 TestUses = Uses.TestCase
 
 
-def test_a_page_in_steady_use_does_not_fill_the_heap() -> None:
+def test_node_in_steady_use_does_not_fill_the_heap() -> None:
     queue = EvictionQueue()
     for now in range(1000):
         queue.push(7, now, lambda _, use, now=now: use == now, 1)  # type: ignore[misc]

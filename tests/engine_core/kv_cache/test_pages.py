@@ -79,7 +79,7 @@ Allocations.TestCase.settings = machine(50, 50)
 TestAllocations = Allocations.TestCase
 
 
-def test_the_padding_page_is_never_given_out() -> None:
+def test_padding_page_is_never_allocated() -> None:
     allocator = PageAllocator(PAGES)
     assert allocator.total == PAGES - 1
     everything = allocator.allocate(1, PAGES - 1)
@@ -88,7 +88,7 @@ def test_the_padding_page_is_never_given_out() -> None:
     assert allocator.allocate(2, 1) is None
 
 
-def test_the_audit_names_a_leak_and_a_page_freed_twice() -> None:
+def test_audit_names_a_leak_and_a_page_freed_twice() -> None:
     allocator = PageAllocator(PAGES)
     taken = allocator.allocate(1, 2)
     assert taken is not None
@@ -102,7 +102,7 @@ def test_the_audit_names_a_leak_and_a_page_freed_twice() -> None:
     assert "the reserved page is in circulation" in allocator.audit()
 
 
-def test_nothing_is_asked_for_in_vain() -> None:
+def test_allocation_of_no_pages_is_an_error() -> None:
     with pytest.raises(AssertionError, match="asks for 0 pages"):
         PageAllocator(PAGES).allocate(1, 0)
     with pytest.raises(AssertionError, match="leave none"):

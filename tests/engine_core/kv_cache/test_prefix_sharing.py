@@ -30,7 +30,7 @@ def nodes_of(memory: KVManager, tokens: tuple[int, ...]) -> list[int]:
     return memory.tree.match(b"", array("i", tokens), len(tokens) // 4)
 
 
-def test_a_second_prompt_begins_behind_what_is_cached() -> None:
+def test_second_prompt_starts_after_its_cached_prefix() -> None:
     scheduler = new()
     run(scheduler, with_prompt(1, *SYSTEM, 1))
     second = with_prompt(2, *SYSTEM, 2, 3)
@@ -45,7 +45,7 @@ def test_a_second_prompt_begins_behind_what_is_cached() -> None:
     assert scheduler.memory.num_hit_tokens == 12
 
 
-def test_the_last_token_is_always_computed() -> None:
+def test_last_prompt_token_is_always_computed() -> None:
     scheduler = new()
     run(scheduler, with_prompt(1, *SYSTEM))
     again = with_prompt(2, *SYSTEM)
@@ -53,7 +53,7 @@ def test_the_last_token_is_always_computed() -> None:
     assert again.num_scheduled_tokens == 8, "of three full pages two are taken: the third holds the last token"
 
 
-def test_what_was_generated_is_found_as_well() -> None:
+def test_generated_tokens_are_cached_as_well() -> None:
     scheduler = new()
     first = with_prompt(1, 5, 6, 7, max_tokens=6)
     run(scheduler, first)
@@ -65,7 +65,7 @@ def test_what_was_generated_is_found_as_well() -> None:
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.STOP])
-def test_zombies_add_nothing_that_nobody_said(reason: FinishReason) -> None:
+def test_zombies_cache_no_tokens_that_were_not_committed(reason: FinishReason) -> None:
     scheduler, seq = new(), with_prompt(1, 5, 6, max_tokens=30)
     added(scheduler, seq)
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
@@ -78,7 +78,7 @@ def test_zombies_add_nothing_that_nobody_said(reason: FinishReason) -> None:
     assert scheduler.audit() == []
 
 
-def test_prompts_that_arrive_together_share() -> None:
+def test_prompts_that_arrive_together_share_their_prefix() -> None:
     scheduler = new(step=64, chunk=64)
     first, second, other = (with_prompt(1, *SYSTEM, 1), with_prompt(2, *SYSTEM, 2), with_prompt(3, 7, 7, 7, 7, 7))
     added(scheduler, first, second, other)
@@ -90,7 +90,7 @@ def test_prompts_that_arrive_together_share() -> None:
     assert scheduler.audit() == []
 
 
-def test_prompts_that_part_midway_wait_no_longer_than_they_must() -> None:
+def test_prompts_that_diverge_wait_only_for_their_common_pages() -> None:
     scheduler = new(step=64, chunk=4)
     added(scheduler, with_prompt(1, *SYSTEM, 1), with_prompt(2, *SYSTEM[:4], 9, 9, 9, 9, 9))
     for step, admitted in ((1, [1, 2]), (2, [1, 2])):
@@ -109,7 +109,7 @@ def test_choices_share_their_prompt() -> None:
     assert scheduler.memory.usage.in_use == 3 + 4
 
 
-def test_who_computed_what_all_wait_for_may_vanish() -> None:
+def test_waiters_go_on_when_the_producer_is_aborted() -> None:
     scheduler = new(step=4, chunk=4)
     added(scheduler, with_prompt(1, *SYSTEM, 1), with_prompt(2, *SYSTEM, 2))
     plan = launched(scheduler, 1)
@@ -123,7 +123,7 @@ def test_who_computed_what_all_wait_for_may_vanish() -> None:
     assert list(scheduler.running) == [2]
 
 
-def test_salts_share_nothing() -> None:
+def test_sequences_of_different_salts_share_no_pages() -> None:
     scheduler = new()
     run(scheduler, with_prompt(1, *SYSTEM, 1, namespace=b"a"))
     other, same = with_prompt(2, *SYSTEM, 1, namespace=b"b"), with_prompt(3, *SYSTEM, 1, namespace=b"a")
@@ -192,7 +192,7 @@ def test_pages_of_leaves_without_a_page_are_not_evicted_twice() -> None:
     assert scheduler.audit() == []
 
 
-def test_a_scored_prompt_is_computed_whole_and_found_by_others() -> None:
+def test_scored_prompt_is_computed_whole_and_cached() -> None:
     scheduler = new(step=64, chunk=64)
     run(scheduler, with_prompt(1, *SYSTEM, 1))
     scored = with_prompt(2, *SYSTEM, 1)
@@ -204,7 +204,7 @@ def test_a_scored_prompt_is_computed_whole_and_found_by_others() -> None:
     assert scheduler.audit() == []
 
 
-def test_what_two_computed_is_kept_once() -> None:
+def test_pages_computed_twice_are_kept_once() -> None:
     scheduler = new(step=64, chunk=64)
     first, second = with_prompt(1, *SYSTEM, 1), with_prompt(2, *SYSTEM, 2, max_tokens=9)
     second.prompt_logprobs = 0
@@ -231,7 +231,7 @@ def overtaken(step: int) -> tuple[Scheduler, Sequence, Sequence]:
     return scheduler, behind, ahead
 
 
-def test_a_prompt_goes_on_behind_what_another_has_computed_meanwhile() -> None:
+def test_prompt_skips_pages_computed_by_another_meanwhile() -> None:
     scheduler, behind, ahead = overtaken(4)
     for step in (2, 3, 4):
         (row,) = launched(scheduler, step).rows
@@ -260,7 +260,7 @@ def test_half_written_page_may_serve_another_in_the_next_step() -> None:
     assert scheduler.audit() == []
 
 
-def test_without_the_cache_nothing_is_kept() -> None:
+def test_pool_without_a_cache_keeps_no_pages() -> None:
     scheduler = new(cache=False)
     run(scheduler, with_prompt(1, *SYSTEM, 1))
     seq = with_prompt(2, *SYSTEM, 1)
@@ -270,7 +270,7 @@ def test_without_the_cache_nothing_is_kept() -> None:
     assert scheduler.memory.pages.used == 0
 
 
-def test_cached_tokens_do_not_outgrow_a_step() -> None:
+def test_cached_tokens_uploaded_in_a_step_are_bounded() -> None:
     """What a step can bring to the device is bounded, so of many long cached prompts some begin a step later."""
     scheduler = new(step=64, chunk=64, pages=60)
     scheduler.limits = scheduler.planner.limits = type(scheduler.limits)(64, 64, 50, max_uploads=30)
@@ -279,7 +279,7 @@ def test_cached_tokens_do_not_outgrow_a_step() -> None:
     assert [len(launched(scheduler, step).rows) for step in (50, 51)] == [2, 4]
 
 
-def test_nobody_waits_for_who_is_less_urgent() -> None:
+def test_waiting_ignores_producers_of_lower_priority() -> None:
     scheduler = new(step=8, chunk=4, pages=60)
     low = with_prompt(1, *SYSTEM, 1)
     low.priority = -1
@@ -292,7 +292,7 @@ def test_nobody_waits_for_who_is_less_urgent() -> None:
     assert list(scheduler.waiting) == [equal]
 
 
-def test_the_refused_are_looked_at_again_when_pages_come_back() -> None:
+def test_declined_sequence_is_retried_when_pages_come_back() -> None:
     scheduler = new(pages=1 + 5)
     first, second = with_prompt(1, *SYSTEM, 1), with_prompt(2, *range(60, 75))
     added(scheduler, first, second)
@@ -304,7 +304,7 @@ def test_the_refused_are_looked_at_again_when_pages_come_back() -> None:
     assert scheduler.admit_waiting() == [second]
 
 
-def test_the_refused_are_looked_at_again_when_more_is_shared() -> None:
+def test_declined_sequence_is_retried_when_pages_become_shared() -> None:
     """A less urgent one computes the whole prompt, so nobody waits for it, and there is no room to compute it twice."""
     scheduler = new(pages=1 + 6, chunk=0, step=32)
     low, urgent = with_prompt(1, *SYSTEM, 1, max_tokens=5), with_prompt(2, *SYSTEM, 2)
@@ -317,7 +317,7 @@ def test_the_refused_are_looked_at_again_when_more_is_shared() -> None:
     commit(scheduler, plan, [20])
 
 
-def test_one_less_urgent_does_not_keep_the_others_from_sharing() -> None:
+def test_producer_of_lower_priority_is_replaced_so_that_others_share() -> None:
     scheduler = new(rows=8, step=8, pages=80)
     low, *herd = [with_prompt(number, *SYSTEM, number) for number in range(1, 7)]
     low.priority = -1

@@ -32,7 +32,7 @@ def after_one_turn(pages: int = 40) -> tuple[Scheduler, tuple[int, ...]]:
     return scheduler, tuple(first.tokens)
 
 
-def test_a_turn_goes_on_where_the_last_one_ended() -> None:
+def test_turn_starts_where_the_last_one_ended() -> None:
     scheduler, said = after_one_turn()
     again = turn(2, *said, 40, 41, client=b"another frontend")
     added(scheduler, again)
@@ -42,7 +42,7 @@ def test_a_turn_goes_on_where_the_last_one_ended() -> None:
     assert scheduler.audit() == []
 
 
-def test_what_no_longer_matches_is_let_go() -> None:
+def test_session_unpins_nodes_that_no_longer_match() -> None:
     scheduler, said = after_one_turn()
     edited = turn(2, *said[:7], 99, 98, 97)
     added(scheduler, edited)
@@ -54,7 +54,7 @@ def test_what_no_longer_matches_is_let_go() -> None:
     assert scheduler.audit() == []
 
 
-def test_a_session_outlives_the_rest_of_the_cache() -> None:
+def test_session_outlives_the_rest_of_the_cache() -> None:
     scheduler, said = after_one_turn(pages=1 + 12)
     for number in range(2, 8):
         run(scheduler, sequence(number, prompt=20, max_tokens=4, first=100 * number), first_step=100 * number)
@@ -82,7 +82,7 @@ def test_under_pressure_the_oldest_idle_one_goes_and_its_next_turn_still_works()
         assert seq.outcome == Finished(number, FinishReason.LENGTH)
 
 
-def test_one_turn_at_a_time() -> None:
+def test_session_refuses_a_second_turn_in_progress() -> None:
     scheduler = new()
     scheduler.add(turn(1, *FIRST))
     with pytest.raises(RequestError, match="'talk' has a turn in progress") as caught:
@@ -115,7 +115,7 @@ def test_the_next_turn_may_come_while_a_zombie_of_the_last_is_in_flight() -> Non
     assert scheduler.memory.usage.in_use == 3
 
 
-def test_a_turn_that_never_ran_changes_nothing() -> None:
+def test_turn_that_never_ran_leaves_the_session_unchanged() -> None:
     scheduler, said = after_one_turn()
     scheduler.add(turn(2, *said, 40))
     scheduler.abort(b"c", 2)
@@ -124,7 +124,7 @@ def test_a_turn_that_never_ran_changes_nothing() -> None:
     assert again.num_scheduled_tokens == 12
 
 
-def test_idle_for_too_long() -> None:
+def test_idle_session_expires() -> None:
     scheduler = new()
     scheduler.advance(100.0)
     run(scheduler, turn(1, *FIRST))
@@ -135,14 +135,14 @@ def test_idle_for_too_long() -> None:
     assert (scheduler.memory.usage.in_use, scheduler.memory.usage.cached) == (0, 3), "still cached, no longer kept"
 
 
-def test_a_turn_in_progress_does_not_expire() -> None:
+def test_session_with_a_turn_in_progress_does_not_expire() -> None:
     scheduler = new()
     scheduler.add(turn(1, *FIRST))
     scheduler.advance(10_000.0)
     assert len(scheduler.memory.sessions) == 1
 
 
-def test_no_more_than_so_many() -> None:
+def test_sessions_are_bounded_by_max_sessions() -> None:
     scheduler = new(waiting=99)
     for number in range(1, 5):
         run(scheduler, turn(number, number, number, number, number, number, session=f"s{number}"))
@@ -155,7 +155,7 @@ def test_no_more_than_so_many() -> None:
     assert caught.value.code is ErrorCode.OVERLOADED
 
 
-def test_ending_a_session() -> None:
+def test_ended_session_frees_its_pages() -> None:
     scheduler, said = after_one_turn()
     assert not scheduler.memory.sessions.end("nobody")
     assert scheduler.memory.sessions.end("talk")
@@ -170,7 +170,7 @@ def test_ending_a_session() -> None:
     assert scheduler.memory.usage.in_use == 0
 
 
-def test_a_waiting_turn_does_not_hold_the_pool() -> None:
+def test_waiting_turn_gives_up_the_pages_of_its_session() -> None:
     """Every page is kept by a session whose next turn waits: the first of them still gets what it needs."""
     scheduler = new(rows=1, pages=1 + 6)
     for number, name in enumerate("ab", 1):
@@ -183,7 +183,7 @@ def test_a_waiting_turn_does_not_hold_the_pool() -> None:
     assert not scheduler.num_open
 
 
-def test_turns_that_never_ran_leave_nothing_and_push_nobody_out() -> None:
+def test_turns_that_never_ran_evict_no_session() -> None:
     scheduler, said = after_one_turn()
     for number in range(2, 10):
         scheduler.add(turn(number, 7, session=f"given up {number}"))
@@ -207,7 +207,7 @@ def test_a_turn_that_never_ran_after_its_pages_went_leaves_nothing() -> None:
     assert scheduler.audit() == []
 
 
-def test_a_conversation_of_less_than_a_page_is_no_use_to_memory() -> None:
+def test_session_without_nodes_is_not_evicted_for_memory() -> None:
     """It is known, older than the other, and not what goes: that would free nothing."""
     scheduler = new(pages=1 + 6)
     run(scheduler, turn(1, 5, max_tokens=2, session="short"))
@@ -220,7 +220,7 @@ def test_a_conversation_of_less_than_a_page_is_no_use_to_memory() -> None:
     assert scheduler.memory.sessions.end("short")
 
 
-def test_what_a_zombie_has_computed_is_kept() -> None:
+def test_session_keeps_what_a_zombie_has_computed() -> None:
     scheduler = new()
     first, plan = with_a_zombie(scheduler)
     (session,) = scheduler.memory.sessions.known
@@ -230,7 +230,7 @@ def test_what_a_zombie_has_computed_is_kept() -> None:
     assert scheduler.audit() == []
 
 
-def test_a_zombie_of_an_ended_session_leaves_its_successor_alone() -> None:
+def test_zombie_of_an_ended_session_leaves_its_successor_alone() -> None:
     scheduler = new()
     added(scheduler, turn(1, *FIRST, max_tokens=9))
     plan = launched(scheduler, 1)
@@ -271,7 +271,7 @@ def test_turn_after_its_session_was_evicted_computes_its_prompt_again() -> None:
 
 
 @pytest.mark.parametrize("cache", [True, False])
-def test_where_sessions_are_off(cache: bool) -> None:
+def test_turn_is_refused_when_sessions_are_off(cache: bool) -> None:
     scheduler = new(cache=cache)
     if cache:
         scheduler.memory.sessions.max_sessions = 0
