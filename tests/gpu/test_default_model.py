@@ -18,10 +18,12 @@ from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import load_weights
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import build_model
+from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.protocol.engine_options import Device, Dtype, EngineOptions, Switch
 from tandem.protocol.params import SamplingParams
 from tests.support.engine_driver import DrivenEngine
+from tests.support.launch_guards import around_launches, sync_is_an_error
 
 pytestmark = pytest.mark.gpu
 
@@ -118,16 +120,7 @@ def test_a_steady_step_never_synchronises() -> None:
     for prompt in prompts():
         engine.submit(prompt, params)
     runtime = engine.engine.runtime
-    launch, sample = runtime.launch, runtime.sample
-
-    def guarded(call, *arguments):  # type: ignore[no-untyped-def]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            call(*arguments)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    runtime.launch = lambda *arguments: guarded(launch, *arguments)  # type: ignore[method-assign]
-    runtime.sample = lambda *arguments: guarded(sample, *arguments)  # type: ignore[method-assign]
-    engine.run()
+    assert isinstance(runtime, TorchRuntime)
+    with around_launches(runtime, sync_is_an_error):
+        engine.run()
     assert all(len(engine.tokens(number)) == 40 for number in range(1, len(QUESTIONS) + 1))

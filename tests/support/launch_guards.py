@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
+from warnings import catch_warnings, simplefilter
 
 import torch
 from torch import Tensor
@@ -40,9 +41,14 @@ class PinnedCopies(TorchDispatchMode):
 
 @contextmanager
 def sync_is_an_error() -> Iterator[None]:
-    """torch raises at each of its own calls that would wait for the device."""
-    torch.cuda.set_sync_debug_mode("error")
+    """Let torch raise at each of its own calls that would wait for the device.
+
+    The first call of a process warns that the mode is a prototype, which must not leave the mode set.
+    """
     try:
+        with catch_warnings():
+            simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
