@@ -1,4 +1,7 @@
-"""Run `tandem frontend` as `python -m tandem.frontend`, the way a supervisor starts an HTTP process."""
+"""Entry point of `python -m tandem.frontend`, which runs `tandem frontend`.
+
+A supervisor starts its HTTP process this way.
+"""
 
 import sys
 

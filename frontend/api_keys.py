@@ -1,4 +1,7 @@
-"""API keys: read from flags, a file and the environment, and compared with those of requests."""
+"""API keys: their sources, and the comparison with those of requests.
+
+The sources are flags, a file and the environment.
+"""
 
 import argparse
 import hashlib
@@ -48,7 +51,10 @@ def api_keys(arguments: argparse.Namespace, environ: Mapping[str, str] = os.envi
 
 
 def key_environment(keys: Iterable[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment in which another HTTP process accepts exactly these keys."""
+    """Return an environment that hands these API keys to another HTTP process.
+
+    That process accepts exactly these keys.
+    """
     return {**environ, ENVIRONMENT: ",".join(keys)}
 
 
@@ -59,7 +65,10 @@ class ApiKeys:
         self._digests = [_digest(key.encode()) for key in keys]
 
     def accepts(self, key: bytes) -> bool:
-        """Compare a key with all accepted ones, in a time that does not depend on the key."""
+        """Return True if a key is one of the accepted ones.
+
+        It is compared with all of them, in a time that does not depend on the key.
+        """
         digest = _digest(key)
         found = False
         for known in self._digests:

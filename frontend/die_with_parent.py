@@ -1,7 +1,8 @@
-"""Run a program that is killed when its parent ends: `python die_with_parent.py PARENT PROGRAM ARGUMENTS...`.
+"""Run a program that is killed when its parent ends.
 
-The kernel sends the signal, however the parent ends (Linux only). The child arranges this itself after exec: between
-fork and exec, a parent with threads may have left locks held that Python code would wait for.
+Usage: `python die_with_parent.py PARENT PROGRAM ARGUMENTS...`, with the process id of the parent. The kernel sends the
+signal, however the parent ends (Linux only). The child arranges this itself after exec: between fork and exec, a parent
+with threads may have left locks held that Python code would wait for.
 """
 
 import ctypes

@@ -1,4 +1,7 @@
-"""Errors over HTTP: one exception, one body, and one table from the engine's codes to statuses."""
+"""Errors over HTTP, with the status and the body of each.
+
+There is one exception, one body, and one table from the engine's codes to statuses.
+"""
 
 from collections.abc import Mapping
 
@@ -96,7 +99,10 @@ def malformed(template: str, param: str | None = None) -> ApiError:
 
 
 def unsupported(template: str, param: str, other: str | None = None) -> ApiError:
-    """Return the 422 for a well-formed field that is out of range, not supported, or contradicts another."""
+    """Return the 422 for a well-formed field with a value that cannot be served.
+
+    The value is out of range, not supported, or contradicts another field.
+    """
     return ApiError(422, template, param, "invalid_value", other)
 
 

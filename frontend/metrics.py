@@ -1,4 +1,7 @@
-"""Prometheus metrics of this HTTP process; those of the engine are served by its supervisor."""
+"""Prometheus metrics of this HTTP process.
+
+Those of the engine are served by its supervisor.
+"""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -6,7 +9,10 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class FrontendMetrics:
-    """Instruments of one app, on a registry of its own so that several apps fit into one process."""
+    """Prometheus instruments of one app.
+
+    They have a registry of their own, so that several apps fit into one process.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry

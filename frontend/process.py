@@ -1,4 +1,7 @@
-"""Child processes of the frontend: how each is started, stopped and, if it should stay up, started again."""
+"""Child processes of the frontend, with or without supervision.
+
+Each can be started, stopped and, if it should stay up, started again after an exit.
+"""
 
 import asyncio
 import contextlib
@@ -26,17 +29,21 @@ _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 
 
 def die_with_parent(argv: Sequence[str]) -> list[str]:
-    """Wrap a command so that its process is killed when this one ends, on Linux; elsewhere return it unchanged."""
+    """Wrap a command so that its process is killed when this one ends.
+
+    That works on Linux; elsewhere the command is returned unchanged.
+    """
     if not sys.platform.startswith("linux"):
         return list(argv)
     return [sys.executable, "-I", "-S", str(_DIE_WITH_PARENT), str(os.getpid()), *argv]
 
 
 class ManagedProcess:
-    """One program as a child process: `start` and `stop` it, or `supervise` it with restarts.
+    """Child process that runs one program.
 
-    The program runs in a session of its own, so that an interrupt from the terminal reaches only this process, which
-    then stops its children in order. It does not outlive the thread that started it (`die_with_parent`).
+    `start` and `stop` it, or `supervise` it with restarts. The program runs in a session of its own, so that an
+    interrupt from the terminal reaches only this process, which then stops its children in order. It does not outlive
+    the thread that started it (`die_with_parent`).
     """
 
     def __init__(
@@ -73,7 +80,10 @@ class ManagedProcess:
 
     @property
     def exit_status(self) -> str:
-        """Description of the last exit, such as "exit code 2" or "signal SIGKILL"; "" before the first."""
+        """Description of the last exit, such as "exit code 2"; "" before the first.
+
+        A process that was killed has one such as "signal SIGKILL".
+        """
         if self._process is None or self._process.returncode is None:
             return ""
         return _describe(self._process.returncode)
@@ -111,7 +121,10 @@ class ManagedProcess:
         return await self._process.wait()
 
     async def stop(self, timeout: float) -> None:
-        """End the process for good: terminate it, and kill it if it still runs after `timeout` seconds."""
+        """End the process for good.
+
+        Terminate it, and kill it if it still runs after `timeout` seconds.
+        """
         self._stopping.set()
         process = self._process
         if process is None or process.returncode is not None:
@@ -131,7 +144,10 @@ class ManagedProcess:
         self._kill()
 
     def restart(self) -> None:
-        """Kill a supervised process so that `supervise` starts it again; do nothing once it is being stopped."""
+        """Kill a supervised process so that `supervise` starts it again.
+
+        Do nothing once it is being stopped.
+        """
         if not self._stopping.is_set():
             self._kill()
 

@@ -7,7 +7,10 @@ WIDTH = 30
 
 
 class Progress:
-    """Progress bar of a number of requests, or of a duration in seconds if their number is unknown."""
+    """Progress bar of requests or of time.
+
+    It covers a number of requests, or a duration in seconds if their number is unknown.
+    """
 
     def __init__(self, label: str, total: int | None, duration: float | None, out: TextIO | None = None) -> None:
         self.label = label

@@ -10,7 +10,10 @@ _Result = TypeVar("_Result")
 
 
 class Workers:
-    """A pool of a few threads. A function that holds the GIL for long still blocks the event loop."""
+    """Pool of a few threads.
+
+    A function that holds the GIL for long still blocks the event loop.
+    """
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)

@@ -1,1 +1,4 @@
-"""The wire between frontends and the engine core: typed messages, their codec and their sockets."""
+"""Wire between frontends and the engine core.
+
+It consists of typed messages, their codec and their sockets.
+"""

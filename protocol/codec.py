@@ -1,4 +1,7 @@
-"""Codec of messages and packed columns, msgpack without pickle: malformed bytes raise `ProtocolError`."""
+"""Codec of messages and packed columns.
+
+The format is msgpack, without pickle; malformed bytes raise `ProtocolError`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ def encode(message: AnyCommand | AnyEvent) -> bytes:
 
 
 def decode_command(data: bytes) -> AnyCommand:
-    """Decode one command. Raises ProtocolError if the bytes are not a well-formed one."""
+    """Decode one command.
+
+    Raises ProtocolError if the bytes are not a well-formed one.
+    """
     try:
         return _command_decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -32,7 +38,10 @@ def decode_command(data: bytes) -> AnyCommand:
 
 
 def decode_event(data: bytes) -> AnyEvent:
-    """Decode one event. Raises ProtocolError if the bytes are not a well-formed one."""
+    """Decode one event.
+
+    Raises ProtocolError if the bytes are not a well-formed one.
+    """
     try:
         return _event_decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -57,12 +66,18 @@ def _unpack(typecode: str, data: bytes) -> list[int]:
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Pack token ids as little-endian int32. Raises OverflowError for an id outside int32."""
+    """Pack token ids as little-endian int32.
+
+    Raises OverflowError for an id outside int32.
+    """
     return _pack("i", ids)
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """Unpack little-endian int32 ids. Raises ProtocolError unless the length is a multiple of 4."""
+    """Unpack little-endian int32 ids.
+
+    Raises ProtocolError unless the length is a multiple of 4.
+    """
     return _unpack("i", data)
 
 
@@ -72,7 +87,10 @@ def pack_floats(values: Sequence[float]) -> bytes:
 
 
 def unpack_floats(data: bytes) -> list[float]:
-    """Unpack little-endian float32 values. Raises ProtocolError unless the length is a multiple of 4."""
+    """Unpack little-endian float32 values.
+
+    Raises ProtocolError unless the length is a multiple of 4.
+    """
     return [float(value) for value in _unpack("f", data)]
 
 
@@ -82,13 +100,19 @@ def step_output(
     tokens: Sequence[int],
     counts: Sequence[int] | None = None,
 ) -> StepOutput:
-    """Build a StepOutput from columns, without terminal events; by default each request has one token."""
+    """Build a StepOutput from columns, without terminal events.
+
+    By default each request has one token.
+    """
     packed_counts = b"\x01\x00" * len(request_ids) if counts is None else _pack("H", counts)
     return StepOutput(step_id, _pack("Q", request_ids), packed_counts, _pack("i", tokens))
 
 
 def runs(output: StepOutput) -> Iterator[tuple[int, list[int]]]:
-    """Yield each request id of a step output with its tokens. Raises ProtocolError if the columns disagree."""
+    """Yield each request id of a step output with its tokens.
+
+    Raises ProtocolError if the columns disagree.
+    """
     request_ids = _unpack("Q", output.request_ids)
     counts = _unpack("H", output.counts)
     tokens = _unpack("i", output.tokens)
@@ -104,9 +128,10 @@ def runs(output: StepOutput) -> Iterator[tuple[int, list[int]]]:
 
 
 def read_logprobs(logprobs: TokenLogprobs) -> list[tuple[float, list[int], list[float]]]:
-    """Unpack log-probabilities: for each token its own, then the ids of the most probable tokens and theirs.
+    """Unpack the log-probabilities of tokens and of their alternatives.
 
-    Raises ProtocolError unless the length of `lines` is a multiple of one token's record.
+    Each token has its own, then the ids of the most probable tokens and theirs. Raises ProtocolError unless the length
+    of `lines` is a multiple of one token's record.
     """
     top = logprobs.top
     size = 4 * (1 + 2 * top)

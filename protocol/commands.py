@@ -26,7 +26,10 @@ class Hello(Command, frozen=True, array_like=True, tag=0):
 
 
 class Submit(Command, frozen=True, array_like=True, tag=1):
-    """Request to generate one sequence. The sender chooses `request_id` and never reuses it on its connection."""
+    """Request to generate one sequence.
+
+    The sender chooses `request_id` and never reuses it on its connection.
+    """
 
     request_id: int
     prompt_ids: bytes
@@ -35,10 +38,11 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
     constraint: str | None = None
     """Grammar of the output, as llguidance text (`LLMatcher.grammar_from_json_schema`); None for free text."""
     logprobs: int | None = None
-    """Number of most probable tokens reported with the log-probability of each generated token; None for neither."""
+    """Number of most probable tokens reported with the log-probability of each generated token; None: neither is
+    reported."""
     prompt_logprobs: int | None = None
-    """Number of most probable tokens reported with the log-probability of each prompt token; None for neither. The
-    first token has none, as nothing precedes it."""
+    """Number of most probable tokens reported with the log-probability of each prompt token; None: neither is
+    reported. The first token has no log-probability, as nothing precedes it."""
     priority: int = 0
     """Urgency, -MAX_PRIORITY to MAX_PRIORITY, higher first: the order of queue and steps under policy `priority`. Under
     every policy the lowest priority is preempted first."""
@@ -63,7 +67,10 @@ class Goodbye(Command, frozen=True, array_like=True, tag=3):
 
 
 class EndSession(Command, frozen=True, array_like=True, tag=4):
-    """End a session, at once or after the turn in progress. The `Answer` is not ok if there is no such session."""
+    """End a session, at once or after the turn in progress.
+
+    The `Answer` is not ok if the session does not exist.
+    """
 
     call: int
     """Number chosen by the sender, repeated in the answer."""

@@ -1,6 +1,7 @@
-"""The flags of an engine core, each declared once, as an annotated attribute of `EngineOptions`.
+"""Flags of an engine core, declared as attributes of `EngineOptions`.
 
-The parser, its help, the defaults and the arguments that a supervisor passes on follow from the declaration.
+Each is declared once, by its annotation. The parser, its help, the defaults and the arguments that a supervisor passes
+on follow from the declaration.
 """
 
 import argparse
@@ -50,18 +51,23 @@ def _byte_count(text: str) -> int:
 
 
 class EngineFlag(Struct, frozen=True):
-    """The command-line flag of one attribute of `EngineOptions`, its annotation there."""
+    """Command-line flag of one attribute of `EngineOptions`.
+
+    The attribute is annotated with it.
+    """
 
     help: str
     """One line of help; it names the default in words if the attribute's default is None."""
     parse: Parse | None = None
-    """Conversion of the text; None: that of the attribute's type, int, float or str, or its literals as choices."""
+    """Conversion of the flag's text; None for that of the attribute's type: int, float or str, or its literals as
+    choices."""
 
 
 class EngineOptions(Struct, frozen=True):
-    """The settings of an engine core that users may give; `tandem.engine_core.config` resolves them.
+    """Settings of an engine core that users may give.
 
-    None leaves a setting to the engine, which chooses it by the device and the model.
+    `tandem.engine_core.config` resolves them. None leaves a setting to the engine, which chooses it by the device and
+    the model.
     """
 
     model: Annotated[
@@ -210,7 +216,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _choices_and_parse(annotated: Any) -> tuple[tuple[str, ...] | None, Parse]:
-    """Return the choices of an attribute's type, if it is a literal, and the conversion of its text."""
+    """Return the choices of an attribute's type and the conversion of its text.
+
+    The choices are None unless the type is a literal.
+    """
     kinds = get_args(annotated) if get_origin(annotated) in (Union, UnionType) else (annotated,)
     kind = next(kind for kind in kinds if kind is not NoneType)
     return (get_args(kind), str) if get_origin(kind) is Literal else (None, kind)

@@ -1,10 +1,16 @@
-"""Error codes, finish reasons and exit codes shared by frontends and the engine core."""
+"""Error codes, finish reasons and exit codes.
+
+Frontends and the engine core share them.
+"""
 
 from enum import IntEnum, StrEnum
 
 
 class ErrorCode(StrEnum):
-    """Reason why a request failed. `frontend/errors.py` maps each code to one HTTP status."""
+    """Reason why a request failed.
+
+    `frontend/errors.py` maps each code to one HTTP status.
+    """
 
     INVALID_REQUEST = "invalid_request"
     INVALID_VALUE = "invalid_value"
@@ -33,7 +39,10 @@ class ProtocolError(Exception):
 
 
 class ExitCode(IntEnum):
-    """Exit code of an engine core process; the supervisor stops after CONFIG and restarts it after any other."""
+    """Exit code of an engine core process.
+
+    The supervisor stops after CONFIG and restarts it after any other.
+    """
 
     OK = 0
     CONFIG = 2

@@ -1,4 +1,7 @@
-"""Events: the messages from the engine core to a frontend, and the heartbeat that it publishes."""
+"""Events: the messages from the engine core to its frontends.
+
+They go to one frontend, except the heartbeat, which is published.
+"""
 
 from enum import StrEnum
 from typing import Literal, get_args
@@ -19,7 +22,7 @@ class ModelFacts(Struct, frozen=True, array_like=True):
     name: str
     vocab_size: int
     max_len: int
-    """Context length: most positions of one sequence, prompt and output together."""
+    """Context length: maximum number of positions of one sequence, prompt and output together."""
     end_ids: list[int]
     """End-of-sequence ids, which end a sequence unless the request ignores them."""
     tokenizer_fingerprint: str
@@ -38,7 +41,7 @@ class Limits(Struct, frozen=True, array_like=True):
     page_size: int
     max_step_tokens: int
     max_waiting: int
-    """Most requests that wait in the engine; further ones are refused as overloaded."""
+    """Maximum number of requests that wait in the engine; further ones are refused as overloaded."""
 
 
 class Ready(Event, frozen=True, array_like=True, tag=0):
@@ -57,7 +60,10 @@ class Refused(Event, frozen=True, array_like=True, tag=1):
 
 
 class Finished(Struct, frozen=True, array_like=True):
-    """Terminal event of a request that ended without an error; its last tokens are in the same message's columns."""
+    """Terminal event of a request that ended without an error.
+
+    Its last tokens are in the same message's columns.
+    """
 
     request_id: int
     reason: FinishReason
@@ -91,7 +97,10 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 
 
 class Started(Struct, frozen=True, array_like=True):
-    """Announcement of a request's first token, sent only if part of its prompt was cached."""
+    """Announcement of a request's first token.
+
+    It is sent only if part of the request's prompt was cached.
+    """
 
     request_id: int
     cached_tokens: int
@@ -99,9 +108,9 @@ class Started(Struct, frozen=True, array_like=True):
 
 
 class StepOutput(Event, frozen=True, array_like=True, tag=2):
-    """Output of one step for one frontend, in columns: the i-th request has `counts[i]` tokens.
+    """Output of one step for one frontend, in columns.
 
-    Columns cost a tenth of a struct per row to encode and decode.
+    The i-th request has `counts[i]` tokens. Columns cost a tenth of a struct per row to encode and decode.
     """
 
     step_id: int

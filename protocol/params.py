@@ -15,9 +15,10 @@ two times as high) a grammar of 10 kB grows by 180 MB during generation, and one
 
 
 class SamplingField(Struct, frozen=True):
-    """A number that a request may set for sampling: its bounds, and the value that changes nothing.
+    """Sampling parameter that is a number, with its bounds.
 
-    The request parser, its documentation and the engine read the bounds from here, and the engine its table columns.
+    A request may set it; the neutral value changes nothing. The request parser, its documentation and the engine read
+    the bounds from here, and the engine its table columns.
     """
 
     name: str
@@ -36,14 +37,20 @@ class SamplingField(Struct, frozen=True):
         return isinstance(self.neutral, int)
 
     def describe_bounds(self) -> str:
-        """Return the bounds as error messages state them, for example "above 0 and at most 1"."""
+        """Return the bounds in words, for example "above 0 and at most 1".
+
+        Error messages state them so.
+        """
         if self.above_minimum:
             return f"above {self.minimum:g} and at most {self.maximum:g}"
         high = self.maximum if self.is_integer else f"{self.maximum:g}"
         return f"{self.minimum:g} to {high}"
 
     def accepts(self, value: float) -> bool:
-        """Return true if the value is within bounds, which NaN and infinities never are."""
+        """Return True if a value is within bounds.
+
+        NaN and infinities never are.
+        """
         above = self.minimum < value if self.above_minimum else self.minimum <= value
         return above and value <= self.maximum
 
@@ -65,7 +72,7 @@ SAMPLING_FIELDS = (
     SamplingField("top_k", 0, 2**31 - 1, 0, text="Sample from this many of the likeliest tokens; 0 is all."),
 )
 # fmt: on
-"""The numeric sampling parameters, each also an attribute of `SamplingParams`."""
+"""Numeric sampling parameters, each also an attribute of `SamplingParams`."""
 
 
 class SamplingParams(Struct, frozen=True, array_like=True):
@@ -100,10 +107,13 @@ class SamplingParams(Struct, frozen=True, array_like=True):
 
     @property
     def truncates(self) -> bool:
-        """Return true if rank or probability restricts sampling to part of the vocabulary."""
+        """True if sampling is restricted to part of the vocabulary.
+
+        The restriction is by rank (`top_k`) or by probability (`top_p`, `min_p`).
+        """
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
     def penalizes(self) -> bool:
-        """Return true if the logits depend on the tokens that the sequence already holds."""
+        """True if the logits depend on the tokens that the sequence already holds."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -1,7 +1,8 @@
-"""ZMQ sockets between the processes: a ROUTER in the engine, a DEALER in each frontend, PUB and SUB for heartbeats.
+"""ZMQ sockets between the processes.
 
-`ipc://` endpoints live in a directory of mode 0700, so only their owner can reach them. `tcp://` endpoints are
-encrypted and authenticate the engine with CURVE; plain tcp has to be asked for by name.
+The engine has a ROUTER, each frontend a DEALER; heartbeats use PUB and SUB. `ipc://` endpoints live in a directory of
+mode 0700, so only their owner can reach them. `tcp://` endpoints are encrypted and authenticate the engine with CURVE;
+plain tcp has to be asked for by name.
 """
 
 import errno
@@ -26,7 +27,10 @@ CURVE_KEY_LENGTH = 40
 
 
 class Curve(Struct, frozen=True):
-    """CURVE keys of the engine, in Z85. A frontend needs only the public one."""
+    """CURVE keys of the engine, in Z85.
+
+    A frontend needs only the public one.
+    """
 
     public: bytes
     secret: bytes | None = None
@@ -54,7 +58,10 @@ class Transport(Struct, frozen=True):
 
 
 def load_curve(directory: Path) -> Curve:
-    """Load `engine.key_secret` if it exists, otherwise `engine.key`. Raises ValueError if there is neither."""
+    """Load the CURVE keys from a directory.
+
+    They come from `engine.key_secret` if it exists, otherwise from `engine.key`. Raises ValueError if there is neither.
+    """
     secret_file, public_file = directory / "engine.key_secret", directory / "engine.key"
     for path in (secret_file, public_file):
         if path.is_file():
@@ -68,9 +75,10 @@ def load_curve(directory: Path) -> Curve:
 
 
 def make_curve(directory: Path) -> tuple[Path, Path]:
-    """Write a new key pair, readable only by its owner; return the paths (public, secret).
+    """Write a new key pair and return its paths (public, secret).
 
-    Raises FileExistsError if the directory has keys: running engines may use them.
+    The files are readable only by their owner. Raises FileExistsError if the directory has keys: running engines may
+    use them.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if (directory / "engine.key_secret").exists():
@@ -84,9 +92,10 @@ def make_curve(directory: Path) -> tuple[Path, Path]:
 
 
 def prepare_endpoint(endpoint: str) -> None:
-    """Prepare an `ipc://` endpoint for binding: a private directory without a socket of a dead process.
+    """Prepare an `ipc://` endpoint for binding.
 
-    Raises ValueError if another process listens there, or if the directory is accessible to other users.
+    Its directory is then private and has no socket of a dead process at this path. Raises ValueError if another process
+    listens there, or if the directory is accessible to other users.
     """
     if not endpoint.startswith("ipc://"):
         return
@@ -173,7 +182,10 @@ def bind_router(context: Any, endpoint: str, transport: Transport = Transport())
 
 
 def connect_dealer(context: Any, endpoint: str, transport: Transport = Transport()) -> Any:
-    """Connect a frontend's socket, with a random identity: a second peer with the same one is silently ignored."""
+    """Connect a frontend's socket, with a random identity.
+
+    A second peer with the same identity would be silently ignored.
+    """
     dealer = context.socket(zmq.DEALER)
     dealer.identity = b"f" + os.urandom(15)
     dealer.sndhwm = 0
@@ -182,7 +194,10 @@ def connect_dealer(context: Any, endpoint: str, transport: Transport = Transport
 
 
 def bind_heartbeat(context: Any, endpoint: str, transport: Transport = Transport()) -> Any:
-    """Bind the engine's PUB socket. A listener that lags loses old heartbeats, never the newest for long."""
+    """Bind the engine's PUB socket.
+
+    A listener that lags loses old heartbeats, never the newest for long.
+    """
     publisher = context.socket(zmq.PUB)
     publisher.sndhwm = 8
     _bind(publisher, endpoint, transport)
@@ -199,7 +214,10 @@ def connect_heartbeat(context: Any, endpoint: str, transport: Transport = Transp
 
 
 def heartbeat_endpoint(endpoint: str) -> str:
-    """Return the heartbeat endpoint of an engine: `.beat` beside an ipc socket, the next port of a tcp endpoint."""
+    """Return the endpoint of an engine's heartbeats.
+
+    It is `.beat` beside an ipc socket, or the next port of a tcp endpoint.
+    """
     if endpoint.startswith("ipc://"):
         return endpoint + ".beat"
     host, _, port = endpoint.rpartition(":")

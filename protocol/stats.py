@@ -1,4 +1,7 @@
-"""Counters and gauges of the engine core, each declared with the metric that it is exported as."""
+"""Counters and gauges of the engine core.
+
+Each is declared with the metric that it is exported as.
+"""
 
 from typing import Annotated, Literal
 
@@ -6,7 +9,10 @@ from msgspec import Struct, field
 
 
 class Metric(Struct, frozen=True):
-    """Prometheus metric of one field of `EngineStats`, its annotation there."""
+    """Prometheus metric of one field of `EngineStats`.
+
+    The field is annotated with it.
+    """
 
     kind: Literal["gauge", "counter", "histogram"]
     name: str
@@ -16,7 +22,11 @@ class Metric(Struct, frozen=True):
 
 
 class Histogram(Struct, array_like=True):
-    """Counts of observations up to each bound (not cumulative; one more count than bounds) and their sum."""
+    """Counts of observations by bucket, and their sum.
+
+    Each count is of the observations up to its bound and above the bound before, not cumulative. There is one count
+    more than bounds: the last is of the observations above all of them.
+    """
 
     bounds: list[float]
     counts: list[int]
@@ -50,10 +60,10 @@ def _empty_histogram() -> Histogram:
 
 
 class EngineStats(Struct, array_like=True):
-    """Counters and gauges of the engine, cumulative since its start. Times in seconds.
+    """Counters and gauges of the engine, cumulative since its start.
 
-    A field annotated with a `Metric` is exported as that metric by the supervisor without further code. New fields are
-    appended, with a default: the order is that of the wire.
+    Times are in seconds. A field annotated with a `Metric` is exported as that metric by the supervisor without further
+    code. New fields are appended, with a default: the order is that of the wire.
     """
 
     running: Annotated[int, _gauge("tandem_num_requests_running", "Sequences that hold a row.")] = 0
@@ -69,7 +79,7 @@ class EngineStats(Struct, array_like=True):
         float,
         _gauge("tandem_oldest_wait_seconds", "Time since the oldest waiting request was queued, 0 without one."),
     ] = 0.0
-    """Seconds in the queue of the request that entered it first, be it on arrival or after a preemption."""
+    """Seconds in the queue of the request that entered it first, on arrival or after a preemption."""
     prompt_tokens: Annotated[int, _counter("tandem_prompt_tokens", "Prompt tokens of admitted requests.")] = 0
     generation_tokens: Annotated[int, _counter("tandem_generation_tokens", "Tokens generated.")] = 0
     zombie_rows: Annotated[int, _counter("tandem_zombie_rows", "Rows computed for sequences that had ended.")] = 0

@@ -17,12 +17,18 @@ def add_transport_arguments(parser: argparse.ArgumentParser, endpoint_required: 
 
 
 def transport(arguments: argparse.Namespace) -> Transport:
-    """Build the transport from parsed flags. Raises ValueError if the key directory contains no keys."""
+    """Build the transport from parsed flags.
+
+    Raises ValueError if the key directory contains no keys.
+    """
     curve = load_curve(arguments.curve_keys) if arguments.curve_keys else None
     return Transport(curve, arguments.insecure_tcp)
 
 
 def transport_argv(arguments: argparse.Namespace) -> list[str]:
-    """Return the flags, except the endpoint, that make another process use the same transport."""
+    """Return the flags that make another process use the same transport.
+
+    The endpoint is not among them.
+    """
     argv = ["--curve-keys", str(arguments.curve_keys)] if arguments.curve_keys else []
     return argv + (["--insecure-tcp"] if arguments.insecure_tcp else [])

@@ -1,4 +1,7 @@
-"""Versions of the wire protocol, checked in the handshake, and of the distribution."""
+"""Versions of the wire protocol and of the distribution.
+
+The handshake checks that of the protocol.
+"""
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -9,9 +12,10 @@ PROTOCOL_VERSION = 1
 
 @cache
 def distribution_version() -> str:
-    """Return the installed version of `tandem-llm`, or "unknown" in a source tree that was never installed.
+    """Return the installed version of `tandem-llm`, or "unknown".
 
-    Cached, because every response names it and the lookup reads and parses a file.
+    It is unknown in a source tree that was never installed. Cached, because every response names it and the lookup
+    reads and parses a file.
     """
     try:
         return version("tandem-llm")

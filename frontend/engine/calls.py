@@ -16,9 +16,10 @@ EngineReply = Answer | Inspection
 
 
 class EngineCalls:
-    """Matches replies with open calls by their number. Numbers are never reused, so late replies are ignored.
+    """Table of the open calls, which matches replies with calls by number.
 
-    `send` sends a call or raises ApiError 503. Every method raises ApiError 503 if no reply arrives.
+    Numbers are never reused, so late replies are ignored. `send` sends a call or raises ApiError 503. Every method
+    raises ApiError 503 if no reply arrives.
     """
 
     def __init__(self, send: Callable[[EngineCall], None], timeout: float = CALL_SECONDS) -> None:
@@ -37,7 +38,10 @@ class EngineCalls:
         return (await self._answer(lambda call: EndSession(call, session))).ok
 
     async def set_policy(self, policy: str) -> str:
-        """Change the scheduling policy; return the reason if the engine refuses it, otherwise ""."""
+        """Change the scheduling policy.
+
+        Return the reason if the engine refuses it, otherwise "".
+        """
         answer = await self._answer(lambda call: SetPolicy(call, policy))
         return "" if answer.ok else answer.message
 

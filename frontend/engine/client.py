@@ -1,4 +1,7 @@
-"""Client of the engine core: finds it by its heartbeat, keeps one link to it and routes its events to streams."""
+"""Client of the engine core, shared by the requests of one frontend.
+
+It finds the engine by its heartbeat, keeps one link to it and routes its events to streams.
+"""
 
 import asyncio
 import itertools
@@ -36,10 +39,10 @@ _ID_BYTES = 4
 
 
 class EngineClient:
-    """Connection to the engine, shared by all requests of one event loop. No method that concerns streams awaits.
+    """Connection to the engine, shared by all requests of one event loop.
 
-    A stream is open from `submit` until its terminal event. That comes from the engine or from its loss; after an
-    `abort` there is none.
+    No method that concerns streams awaits. A stream is open from `submit` until its terminal event. That comes from the
+    engine or from its loss; after an `abort` there is none.
     """
 
     def __init__(
@@ -69,7 +72,10 @@ class EngineClient:
         self._listener: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to listen for the engine. Raises ValueError for an endpoint that the transport does not allow."""
+        """Begin to listen for the engine.
+
+        Raises ValueError for an endpoint that the transport does not allow.
+        """
         self._context = zmq.asyncio.Context()
         subscriber = connect_heartbeat(self._context, heartbeat_endpoint(self._endpoint), self._transport)
         self._listener = asyncio.create_task(self._monitor.run(subscriber))
@@ -97,7 +103,10 @@ class EngineClient:
         return self._streams.queued_tokens
 
     def health(self) -> EngineHealth:
-        """Judge whether a request would be accepted now; a health that is not ready has the reason."""
+        """Return the health of the engine, ready if a request would be accepted now.
+
+        A health that is not ready has the reason.
+        """
         health = self._watch.health()
         if not health.ready:
             return health
@@ -112,7 +121,10 @@ class EngineClient:
         return health
 
     def ready(self) -> Ready:
-        """Return the engine's facts and limits. Raises ApiError 503 with the reason while it is not ready."""
+        """Return the engine's facts and limits.
+
+        Raises ApiError 503 with the reason while it is not ready.
+        """
         health = self.health()
         if not health.ready or self._link is None or self._link.ready is None:
             code = ErrorCode.SHUTTING_DOWN if health.status == "draining" else ErrorCode.ENGINE_UNAVAILABLE
@@ -124,7 +136,10 @@ class EngineClient:
         return next(self._ids)
 
     def submit(self, command: Submit, choice: int, ready_set: ReadySet) -> TokenStream:
-        """Send a request; its output arrives in the stream returned. Raises ApiError 503 while not ready."""
+        """Send a request and return the stream in which its output arrives.
+
+        Raises ApiError 503 while the engine is not ready.
+        """
         self.ready()
         assert self._link is not None
         prompt_len = len(command.prompt_ids) // _ID_BYTES
@@ -133,7 +148,10 @@ class EngineClient:
         return stream
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Abort requests in the engine and forget their streams. Ids of ended requests are ignored."""
+        """Abort requests in the engine and forget their streams.
+
+        Ids of ended requests are ignored.
+        """
         open_ids = self._streams.forget(request_ids)
         if open_ids and self._link is not None:
             self._link.send(Abort(open_ids))
@@ -144,7 +162,10 @@ class EngineClient:
         self._link.send(call)
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
-        """End every open stream and call with this error, and abort the requests in the engine."""
+        """End every open stream and call with this error.
+
+        The requests of the streams are aborted in the engine.
+        """
         open_ids = self._streams.fail_all(code, message)
         if open_ids and self._link is not None:
             self._link.send(Abort(open_ids))
@@ -184,7 +205,10 @@ class EngineClient:
         self._lose(ErrorCode.ENGINE_UNAVAILABLE, reason)
 
     def _lose(self, code: ErrorCode, reason: str) -> None:
-        """Close the link and end its streams with an error; the next heartbeat may open a new one."""
+        """Close the link and end its streams with an error.
+
+        The next heartbeat may open a new one.
+        """
         link, self._link = self._link, None
         if link is None:
             return
@@ -214,7 +238,7 @@ class EngineClient:
         elif theirs and ours and theirs != ours:
             self._refuse(
                 f"the engine's tokenizer.json (sha256 {theirs[:12]}) is not this frontend's ({ours[:12]}); "
-                "give both the same model folder"
+                "give both the same model directory"
             )
         else:
             link.ready = ready
@@ -223,7 +247,10 @@ class EngineClient:
             logger.info("connected to the engine of epoch %d, model %s", ready.engine_epoch, ready.model.name)
 
     def _refuse(self, reason: str) -> None:
-        """Close the link and do not connect again to this life of the engine, which does not fit this frontend."""
+        """Close the link to an engine that does not fit this frontend.
+
+        The client does not connect again to this life of the engine.
+        """
         assert self._link is not None
         self._refusal = (self._link.epoch, reason)
         self._lose(ErrorCode.ENGINE_UNAVAILABLE, reason)

@@ -1,4 +1,7 @@
-"""Health of the engine, judged by its heartbeats: which life it is in, and whether it runs and makes progress."""
+"""Health of the engine, judged by its heartbeats.
+
+They tell which life the engine is in, and whether it runs and makes progress.
+"""
 
 import time
 from collections.abc import Callable
@@ -27,7 +30,7 @@ class EngineHealth(Struct, frozen=True):
 
 
 class EngineWatch:
-    """Judge of one engine by its heartbeats. Does no I/O.
+    """Assessment of one engine by its heartbeats, without I/O of its own.
 
     No heartbeat for `beat_timeout` seconds means a dead or stopped engine. Heartbeats without a step launched or
     committed for `step_timeout` seconds, while requests are pending, mean a hung one; loading and warming up may take
@@ -56,12 +59,17 @@ class EngineWatch:
             self._progress_at = now
 
     def reset_timers(self) -> None:
-        """Start both timeouts afresh, after a delay of the listener itself: what it missed says nothing about the
-        engine."""
+        """Start both timeouts afresh, after a delay of the listener itself.
+
+        Heartbeats that it missed say nothing about the engine.
+        """
         self._heard_at = self._progress_at = self._clock()
 
     def forget(self) -> None:
-        """Discard the engine whose process has ended, and ignore its heartbeats that are still on their way."""
+        """Discard the engine, because its process has ended.
+
+        Its heartbeats that are still on their way are ignored.
+        """
         if self.heartbeat is not None:
             self._ended_epoch, self.heartbeat = self.heartbeat.engine_epoch, None
 
@@ -75,7 +83,7 @@ class EngineWatch:
         return self.silence() > self.beat_timeout
 
     def health(self) -> EngineHealth:
-        """Judge the engine as of now."""
+        """Return the health of the engine at this moment."""
         heartbeat = self.heartbeat
         if heartbeat is None:
             return EngineHealth(False, "waiting", "no heartbeat from the engine yet; is it running on this endpoint?")
@@ -95,10 +103,11 @@ class EngineWatch:
         return EngineHealth(True, "ready")
 
     def should_restart(self) -> str:
-        """Return the reason why the process should be killed and started again; "" while it may recover.
+        """Return the reason to kill the process and start it again; "" for none.
 
-        A loading engine may be silent for longer, because code that loads can hold the interpreter and with it the
-        heartbeat. A process without any heartbeat yet is left alone: it may be reading its programs from a slow disk.
+        There is none while the engine may recover. A loading engine may be silent for longer, because code
+        that loads can hold the interpreter and with it the heartbeat. A process without any heartbeat yet is left
+        alone: it may be reading its programs from a slow disk.
         """
         heartbeat, health = self.heartbeat, self.health()
         if heartbeat is None:
@@ -111,5 +120,8 @@ class EngineWatch:
 
 
 def _position(heartbeat: Heartbeat) -> tuple[int, int, int]:
-    """Return the engine's epoch and how many steps it has launched and committed in it."""
+    """Return the engine's epoch and its numbers of steps launched and committed.
+
+    Both numbers count from the start of that epoch.
+    """
     return heartbeat.engine_epoch, heartbeat.stats.steps_launched, heartbeat.stats.steps_committed

@@ -1,4 +1,7 @@
-"""Connection to one life of the engine: a DEALER socket, its handshake, and a monitor that detects a disconnect."""
+"""Connection to one life of the engine.
+
+It has a DEALER socket, a handshake, and a monitor that detects a disconnect.
+"""
 
 import asyncio
 import contextlib
@@ -22,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLink:
-    """Connection to the engine of one epoch; a lost one is closed and replaced by a new one with a new identity.
+    """Connection to the engine of one epoch.
 
-    Step outputs go to `streams`, other events to `on_event`; `on_break` gets the reason when the connection cannot go
-    on. All run in the event loop.
+    A lost connection is closed and replaced by a new one with a new identity. Step outputs go to `streams`, other
+    events to `on_event`; `on_break` gets the reason when the connection cannot go on. All run in the event loop.
     """
 
     def __init__(
@@ -56,7 +59,10 @@ class EngineLink:
         self.send(Hello(PROTOCOL_VERSION, self.epoch, name))
 
     def send(self, command: AnyCommand) -> None:
-        """Queue a command without waiting. On a closed link it is dropped, as it would be on one about to break."""
+        """Queue a command without waiting.
+
+        On a closed link it is dropped, as it would be on one about to break.
+        """
         if self._dealer is None or self._dealer.closed:
             return
         # Without a high-water mark a send cannot be refused; DONTWAIT makes pyzmq send at once.
@@ -65,7 +71,10 @@ class EngineLink:
             self._on_break(f"cannot send to the engine: {error}")
 
     def close(self, polite: bool = False) -> None:
-        """Close the connection and drop what is queued on it; a polite close sends a Goodbye first."""
+        """Close the connection and drop what is queued on it.
+
+        A polite close sends a Goodbye first.
+        """
         if polite and self.ready is not None:
             self.send(Goodbye())
         for task in self._tasks:

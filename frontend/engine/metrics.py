@@ -1,4 +1,7 @@
-"""Engine statistics as Prometheus metrics, read from the newest heartbeat at each scrape."""
+"""Engine statistics as Prometheus metrics.
+
+Each scrape reads them from the newest heartbeat.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, get_type_hints
@@ -13,7 +16,10 @@ from tandem.protocol.stats import EngineStats, Histogram, Metric
 
 
 def _declared_metrics() -> dict[str, Metric]:
-    """Return the metric of each field of `EngineStats` that has one, by the field's name."""
+    """Return the metrics that fields of `EngineStats` declare, by field name.
+
+    Fields without a metric are left out.
+    """
     hints = get_type_hints(EngineStats, include_extras=True)
     annotations = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
     return {name: extra for name, extras in annotations.items() for extra in extras if isinstance(extra, Metric)}
@@ -23,9 +29,10 @@ _METRICS = _declared_metrics()
 
 
 class EngineCollector(Collector):
-    """Prometheus collector of one engine; before its first heartbeat it reports only that the engine is not up.
+    """Prometheus collector of one engine.
 
-    `restarts` returns how often the engine's process was started again.
+    Before the first heartbeat it reports only that the engine is not up. `restarts` returns how often the engine's
+    process was started again.
     """
 
     def __init__(self, watch: EngineWatch, restarts: Callable[[], int]) -> None:
@@ -55,7 +62,10 @@ class EngineCollector(Collector):
 
 
 def stats_metrics(stats: EngineStats) -> Iterator[MetricFamily]:
-    """Yield one family for each metric that `EngineStats` declares, and the usage of the KV cache."""
+    """Yield the metric families of engine statistics.
+
+    There is one for each metric that `EngineStats` declares, and the usage of the KV cache.
+    """
     usage = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
     yield GaugeMetricFamily(
         "tandem_kv_cache_usage_perc", "Share of the KV pages that requests and sessions hold; 1 is all of them.", usage
@@ -78,7 +88,10 @@ def _family(metric: Metric, value: Any) -> MetricFamily:
 
 
 def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return Prometheus buckets: for each bound, the number of all observations up to it."""
+    """Return the cumulative buckets of a histogram, as Prometheus defines them.
+
+    Each bound comes with the number of all observations up to it.
+    """
     buckets: list[tuple[str, float]] = []
     total = 0
     for bound, count in zip([*map(str, histogram.bounds), "+Inf"], histogram.counts, strict=True):

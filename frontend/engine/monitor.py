@@ -22,9 +22,10 @@ _MAX_LAG = 1.0
 
 
 class EngineMonitor:
-    """Calls back with each heartbeat of an engine, and at regular ticks so that its silence is noticed.
+    """Monitor that calls back with each heartbeat of an engine.
 
-    An `EngineWatch` judges what it hears; `on_heartbeat` has to pass the heartbeats on to it that count.
+    It also calls back at regular ticks, so that the engine's silence is noticed. `on_heartbeat` has to
+    pass the heartbeats that count on to the `EngineWatch`, which judges them.
     """
 
     def __init__(
@@ -66,5 +67,5 @@ class EngineMonitor:
             expected = now
             try:
                 self._on_tick()
-            except Exception:  # nor stop the checks
+            except Exception:  # a bug here must not stop the checks
                 logger.exception("a check of the engine failed")

@@ -1,4 +1,4 @@
-"""Token streams from the engine's step outputs to the coroutine that answers a request."""
+"""Token streams, from step outputs to the coroutine that answers a request."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,10 @@ Terminal = Finished | Failure
 
 
 class ReadySet:
-    """Streams of one consumer that have an update; many become ready with one wake-up per turn of the event loop."""
+    """Streams of one consumer that have an update.
+
+    Many become ready with one wake-up per turn of the event loop.
+    """
 
     __slots__ = ("_future", "_ready")
 
@@ -38,7 +41,7 @@ class ReadySet:
 
 
 class TokenStream:
-    """The output of one request.
+    """Output of one request, as a stream of tokens.
 
     While the consumer lags, tokens collect in the stream, so memory is bounded by the length of the output and one
     `take` gets everything. Whatever follows the one terminal event is ignored.
@@ -71,7 +74,10 @@ class TokenStream:
             self._mark_ready()
 
     def put_logprobs(self, logprobs: TokenLogprobs) -> None:
-        """Append log-probabilities, without waking the consumer: the tokens that they belong to do."""
+        """Append log-probabilities, without waking the consumer.
+
+        The tokens that they belong to wake it.
+        """
         if self._terminal is None:
             self._logprobs.append(logprobs)
 
@@ -82,9 +88,10 @@ class TokenStream:
             self._mark_ready()
 
     def take(self) -> tuple[list[int], Terminal | None, list[TokenLogprobs]]:
-        """Remove and return the tokens and log-probabilities since the last call, with the terminal event if ended.
+        """Remove and return the tokens and log-probabilities since the last call.
 
-        The log-probabilities are those of these tokens, and of the prompt ahead of the first, where requested.
+        The terminal event comes with them if the stream has ended. The log-probabilities are those of these tokens, and
+        of the prompt ahead of the first, where requested.
         """
         tokens, self._pending = self._pending, []
         logprobs, self._logprobs = self._logprobs, []
@@ -98,7 +105,7 @@ class TokenStream:
 
 
 class OpenStreams:
-    """The streams of one frontend without a terminal event, by request id."""
+    """Streams of one frontend without a terminal event, by request id."""
 
     def __init__(self) -> None:
         self._streams: dict[int, TokenStream] = {}
@@ -117,7 +124,10 @@ class OpenStreams:
         return stream
 
     def forget(self, request_ids: Iterable[int]) -> list[int]:
-        """Remove streams without a terminal event; return the ids of those that were open."""
+        """Remove streams without a terminal event.
+
+        Return the ids of those that were open.
+        """
         return [request_id for request_id in request_ids if self._streams.pop(request_id, None) is not None]
 
     def deliver(self, output: StepOutput) -> None:

@@ -1,4 +1,7 @@
-"""Admission of requests: encodes prompts, checks limits and builds what the engine needs."""
+"""Admission of requests: encoding, checks and sampling parameters.
+
+It encodes prompts, checks limits and builds what the engine needs.
+"""
 
 import secrets
 from collections.abc import Sequence
@@ -21,7 +24,7 @@ from tandem.protocol.events import Limits, ModelFacts, Ready
 from tandem.protocol.params import MAX_SEED, SamplingParams
 
 MAX_SCORED = 1_048_576
-"""Most log-probabilities of prompt tokens in one response."""
+"""Maximum number of log-probabilities of prompt tokens in one response."""
 MANY_IDS = 2048
 """Number of ids above which a prompt is checked and packed in a thread."""
 
@@ -35,11 +38,14 @@ class AdmittedPrompt(Struct, frozen=True):
     packed: bytes
     """`ids` as the engine receives them (`Submit.prompt_ids`)."""
     max_tokens: int
-    """Most tokens of each output."""
+    """Maximum number of tokens of each output."""
 
 
 class Admitted(Struct, frozen=True):
-    """A request that the engine can serve; `sampling` is that of choice 0 of the first prompt."""
+    """Request that was checked and that the engine can serve.
+
+    `sampling` is that of choice 0 of the first prompt.
+    """
 
     options: GenerationOptions
     model: ModelFacts
@@ -62,7 +68,10 @@ class Admitted(Struct, frozen=True):
 
 
 class Admission:
-    """Encodes prompts, and checks requests against the served model and the limits of this server."""
+    """Admission of requests to one server.
+
+    It encodes prompts, and checks requests against the served model and the limits of this server.
+    """
 
     def __init__(
         self,
@@ -91,11 +100,11 @@ class Admission:
         syntax: CallSyntax | None = None,
         thinking: ThinkingMode = ThinkingMode.NONE,
     ) -> Admitted:
-        """Encode the prompts and check the request. Raises ApiError for whatever this server cannot serve.
+        """Encode the prompts and check the request.
 
-        `field` is the request field that the prompts came from, for errors. A rendered chat contains its special tokens
-        already (`add_special_tokens`). `with_text` decodes prompts that came as ids. `syntax` is how the model writes
-        calls of the tools in use.
+        Raises ApiError for whatever this server cannot serve. `field` is the request field that the prompts came from,
+        for errors. A rendered chat contains its special tokens already (`add_special_tokens`). `with_text` decodes
+        prompts that came as ids. `syntax` is how the model writes calls of the tools in use.
         """
         model = ready.model
         check_model(options.model, model)
@@ -117,7 +126,10 @@ class Admission:
         return Admitted(options, model, admitted, _sampling(options), constraint)
 
     def _check_count(self, options: GenerationOptions, prompts: int, limits: Limits) -> None:
-        """Raise ApiError 422 for more sequences than this server can ever hold at once; a retry would not help."""
+        """Raise ApiError 422 for more sequences than this server can hold at once.
+
+        The server can never hold them, so a retry would not help.
+        """
         wanted = options.n * prompts
         for most, flags in (
             (self._max_concurrent, "--max-concurrent"),
@@ -163,7 +175,10 @@ def check_model(name: str, model: ModelFacts) -> None:
 
 
 def check_overload(open_sequences: int, wanted: int, most: int) -> None:
-    """Raise ApiError 503 if more than `most` sequences would be open in this frontend."""
+    """Raise ApiError 503 if this frontend would have too many open sequences.
+
+    `most` is the largest number that may be open, those of the new request included.
+    """
     if open_sequences + wanted > most:
         raise unavailable(
             f"{open_sequences} sequences are open and {wanted} more were asked for, at most {most} at once "
@@ -173,9 +188,9 @@ def check_overload(open_sequences: int, wanted: int, most: int) -> None:
 
 
 def check_queue(queued: int, wanted: int, most: int) -> None:
-    """Raise ApiError 503 if more than `most` prompt tokens would wait in the engine.
+    """Raise ApiError 503 if too many prompt tokens would wait in the engine.
 
-    A request of any length is accepted while none wait.
+    At most `most` may wait; a request of any length is accepted while none do.
     """
     if queued and queued + wanted > most:
         raise unavailable(
@@ -186,9 +201,10 @@ def check_queue(queued: int, wanted: int, most: int) -> None:
 
 
 def _room(prompt_len: int, options: GenerationOptions, ready: Ready) -> int:
-    """Return the `max_tokens` of one prompt: the requested number, or the default as far as there is room for it.
+    """Return the `max_tokens` of one prompt.
 
-    The room is what the model and the KV pool have beside the prompt; the KV of the last token is never computed.
+    It is the requested number, or the default as far as there is room for it. The room is what the model and the KV
+    pool have beside the prompt; the KV of the last token is never computed.
     """
     if not options.max_tokens_by_default:
         return options.max_tokens
@@ -197,16 +213,20 @@ def _room(prompt_len: int, options: GenerationOptions, ready: Ready) -> int:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
-    """Raise ApiError 422 for an id outside the model's vocabulary; `name` is the field at fault."""
+    """Raise ApiError 422 for an id outside the model's vocabulary.
+
+    `name` is the field at fault.
+    """
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
         raise unsupported(f"token id {bad} in {name!r} is not between 0 and {vocab_size - 1}", name)
 
 
 def _check_length(prompt_len: int, max_tokens: int, ready: Ready, field: str, qualifier: str = "") -> None:
-    """Raise ApiError 400 for more tokens than the model takes, or for a prompt that exceeds the KV pool.
+    """Raise ApiError 400 for a request longer than the model or the KV pool takes.
 
-    Whether the output fits into the pool as well is checked by the engine.
+    The model limits prompt and output together, the pool the prompt. Whether the output fits into the pool as well is
+    checked by the engine.
     """
     total, max_len, pool = prompt_len + max_tokens, ready.model.max_len, ready.limits.kv_tokens
     if total > max_len:
@@ -229,7 +249,10 @@ def _check_length(prompt_len: int, max_tokens: int, ready: Ready, field: str, qu
 
 
 def _check_scored(options: GenerationOptions, prompt_tokens: int) -> None:
-    """Raise ApiError 422 if the log-probabilities of the prompts are too many for one response."""
+    """Raise ApiError 422 for too many log-probabilities of prompt tokens.
+
+    One response reports at most `MAX_SCORED` of them.
+    """
     if options.prompt_logprobs is None:
         return
     wanted = prompt_tokens * options.n * (1 + options.prompt_logprobs)
@@ -242,7 +265,10 @@ def _check_scored(options: GenerationOptions, prompt_tokens: int) -> None:
 
 
 def _sampling(options: GenerationOptions) -> SamplingParams:
-    """Complete the sampling parameters for choice 0; without a seed in the request, draw one."""
+    """Complete the sampling parameters for choice 0.
+
+    Without a seed in the request, draw one.
+    """
     return structs.replace(
         options.sampling,
         seed=secrets.randbelow(MAX_SEED + 1) if options.seed is None else options.seed,

@@ -13,7 +13,10 @@ from tandem.protocol.events import Finished, TokenLogprobs
 
 
 class ChoiceDelta(Struct, frozen=True):
-    """Text and tokens that one update adds to a choice; a whole choice is one delta as well."""
+    """Text and tokens that one update adds to a choice.
+
+    A whole choice is one delta as well.
+    """
 
     index: int
     text: str
@@ -31,7 +34,7 @@ class ChoiceDelta(Struct, frozen=True):
 
 
 class Choice:
-    """Turns the tokens of one sequence into text.
+    """Decoder of the tokens of one sequence to the text of a choice.
 
     Stop strings are matched from token `min_tokens` on. With them, tokens are decoded one at a time, so that the count
     ends with the token that completed the stop string. `include_stop` keeps the stop string or token that ended the
@@ -78,7 +81,10 @@ class Choice:
         return structs.replace(delta, logprobs=shown, mean_logprob=self._scored.mean)
 
     def advance_singly(self, tokens: Sequence[int], terminal: Terminal | None) -> list[ChoiceDelta]:
-        """Decode new tokens into one delta per token, without log-probabilities, up to the end of the choice."""
+        """Decode new tokens into one delta per token, without log-probabilities.
+
+        Tokens behind the end of the choice get none.
+        """
         deltas: list[ChoiceDelta] = []
         for token in tokens[:-1]:
             deltas.append(self.advance([token], None))
@@ -105,7 +111,10 @@ class Choice:
         return ChoiceDelta(self.index, text + tail, tokens, reason.value)
 
     def _decode(self, tokens: Sequence[int]) -> tuple[str, int, bool]:
-        """Return the text of these tokens, how many of them it took, and whether a stop string ended it."""
+        """Decode tokens, up to the end of a stop string.
+
+        Return their text, the number of tokens used, and True if a stop string ended the text.
+        """
         push = self._detokenizer.push if self._scored is None else self._push_scored
         matcher = self._matcher
         if matcher is None:
@@ -130,7 +139,10 @@ class Choice:
         return text
 
     def _close(self) -> tuple[str, bool]:
-        """Flush the decoder and the matcher; return the last text, and whether a stop string ends it after all."""
+        """Flush the decoder and the matcher at the end of the sequence.
+
+        Return the last text, and True if a stop string ends it after all.
+        """
         tail = self._detokenizer.flush()
         if self._matcher is None:
             return tail, False

@@ -1,4 +1,7 @@
-"""Incremental detokenizer: O(1) a token, and safe on characters split across tokens."""
+"""Incremental detokenizer in constant time per token.
+
+A character that is split across tokens is returned whole.
+"""
 
 from collections.abc import Sequence
 
@@ -6,8 +9,8 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 MAX_HELD_IDS = 32
-"""Most ids held back while they end in an incomplete character. A character has at most four bytes, so more held ids
-are bytes that are not UTF-8, which would otherwise be decoded again for each token."""
+"""Maximum number of ids held back while they end in an incomplete character. A character has at most four bytes, so
+more held ids are bytes that are not UTF-8, which would otherwise be decoded again for each token."""
 
 _TAIL_IDS = 8
 """Ids that stay held when the others are flushed: enough for the start of any character."""
@@ -16,10 +19,11 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Decoder of one sequence; the texts that it returns, joined, equal `decode` of all ids.
+    """Incremental decoder of one sequence.
 
-    `anchor` is decoded in front of the output and never returned (see `tokenizer._anchor`). `_held` are the ids since
-    the last text was returned; they begin at a character boundary.
+    The texts that it returns, joined, equal `decode` of all ids. `anchor` is decoded in front of the output and never
+    returned (see `tokenizer._anchor`). `_held` are the ids since the last text was returned; they begin at a character
+    boundary.
     """
 
     __slots__ = ("_anchor", "_held", "_raw", "_skip_special", "_stream")
@@ -32,7 +36,10 @@ class Detokenizer:
         self._stream = self._new_stream()
 
     def push(self, token_id: int) -> str:
-        """Decode one more id; return the text that it completes, which may be empty or belong to several ids."""
+        """Decode one more id and return the text that it completes.
+
+        The text may be empty or belong to several ids.
+        """
         self._held.append(token_id)
         try:
             text = self._stream.step(self._raw, token_id)
@@ -44,7 +51,10 @@ class Detokenizer:
         return self._force() if len(self._held) >= MAX_HELD_IDS else ""
 
     def flush(self) -> str:
-        """Return the text of the held ids at the end of the sequence; an incomplete character becomes U+FFFD."""
+        """Return the text of the held ids at the end of the sequence.
+
+        An incomplete character becomes U+FFFD.
+        """
         held, self._held = self._held, []
         return self._decode(held)
 
@@ -61,7 +71,7 @@ class Detokenizer:
         return text
 
     def _force(self) -> str:
-        """Return the text of the held ids that cannot belong to an unfinished character.
+        """Return the text of the held ids that cannot be in an unfinished character.
 
         A cut is a character boundary if and only if both sides decode to the whole.
         """

@@ -1,4 +1,7 @@
-"""One HTTP request while the engine serves it: its sequences, their text and their end."""
+"""State of one HTTP request while the engine serves it.
+
+The state comprises its sequences, their text and their end.
+"""
 
 import time
 from collections.abc import AsyncIterator, Callable
@@ -28,7 +31,10 @@ class PromptDetails(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True):
-    """Token counts of a request as OpenAI reports them: each prompt counts once, however many choices it has."""
+    """Token counts of a request as OpenAI reports them.
+
+    Each prompt counts once, however many choices it has.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -37,7 +43,7 @@ class Usage(Struct, frozen=True):
 
 
 class Generation:
-    """The choices of one request, numbered prompt by prompt.
+    """Choices of one request, numbered prompt by prompt.
 
     After `start`, `close` has to be called whatever happens, to free the sequences that are still open. `arrived` is
     the time of the HTTP request's arrival on `clock`, in seconds.
@@ -68,12 +74,18 @@ class Generation:
 
     @property
     def without_engine(self) -> bool:
-        """True if the request only echoes its prompts, so that nothing has to be computed."""
+        """True if the request only echoes its prompts.
+
+        Nothing has to be computed then.
+        """
         options = self.admitted.options
         return options.max_tokens == 0 and options.prompt_logprobs is None
 
     def start(self, max_concurrent: int, max_queued_tokens: int) -> None:
-        """Submit one sequence per choice. Raises ApiError 503 if the frontend or the engine has no room for them."""
+        """Submit one sequence per choice.
+
+        Raises ApiError 503 if the frontend or the engine has no room for them.
+        """
         admitted, options = self.admitted, self.admitted.options
         count = admitted.num_choices
         matcher = StopMatcher(options.stop) if options.stop else None
@@ -93,11 +105,11 @@ class Generation:
             self._metrics.running.inc()
 
     async def batches(self) -> AsyncIterator[list[ChoiceDelta]]:
-        """Yield the deltas of each turn of the event loop, never an empty list, until every choice has ended.
+        """Yield the deltas of each turn of the event loop until every choice has ended.
 
-        Raises ApiError when one choice fails; the caller closes the others. Deltas of the same turn are yielded first,
-        except in the first batch: nothing has been sent yet, so the failure can still be an HTTP status, for example
-        when the engine has room for only some of the choices.
+        A list of deltas is never empty. Raises ApiError when one choice fails; the caller closes the others. Deltas of
+        the same turn are yielded first, except in the first batch: nothing has been sent yet, so the failure can still
+        be an HTTP status, for example when the engine has room for only some of the choices.
         """
         begun = False
         if self.without_engine:
@@ -118,7 +130,10 @@ class Generation:
                 raise self._error
 
     def close(self, reason: str) -> None:
-        """Abort every sequence that is still open; `reason` is a label of the metrics. Idempotent."""
+        """Abort every sequence that is still open.
+
+        Idempotent. `reason` is a label of the metrics.
+        """
         self._abort(list(self._open), reason)
 
     def measure_end(self) -> None:
@@ -141,7 +156,10 @@ class Generation:
         return Choice(index, detokenizer, matcher, options.min_tokens, options.include_stop, scored)
 
     def _echoed(self, prompt: AdmittedPrompt) -> EchoedPrompt | None:
-        """Return the echoed form of a prompt whose log-probabilities were requested; None for others."""
+        """Return the echoed form of a prompt, or None if it is not wanted.
+
+        It is wanted if the log-probabilities of the prompt were requested.
+        """
         if self.admitted.options.prompt_logprobs is None:
             return None
         return echoed_prompt(prompt.ids, prompt.text, self._tokenizer.detokenizer())
@@ -172,7 +190,10 @@ class Generation:
         )
 
     def _advance(self, stream: TokenStream) -> list[ChoiceDelta]:
-        """Turn a stream's new tokens into one delta, or into one delta per token for a stream of events."""
+        """Turn a stream's new tokens into deltas.
+
+        A stream of events gets one delta per token, any other response a single one.
+        """
         tokens, terminal, logprobs = stream.take()
         choice = self._choices[stream.choice]
         before = choice.num_tokens
@@ -217,7 +238,10 @@ class Generation:
 
 
 def _failure(terminal: Terminal | None) -> ApiError | None:
-    """Return the error of a sequence that ended without a finish reason; None while it is open."""
+    """Return the error of a sequence that ended without a finish reason.
+
+    None while it is open.
+    """
     if terminal is None:
         return None
     if isinstance(terminal, Failure):

@@ -17,7 +17,10 @@ Line = tuple[float, list[int], list[float]]
 
 
 class ScoredToken(Struct, frozen=True):
-    """A token with its log-probability and those of the most probable tokens at its position, in descending order."""
+    """Token with its log-probability and those of its alternatives.
+
+    The alternatives are the most probable tokens at its position, in descending order.
+    """
 
     token: bytes
     logprob: float | None
@@ -28,20 +31,25 @@ class ScoredToken(Struct, frozen=True):
 
 
 class EchoedPrompt(Struct, frozen=True):
-    """A prompt whose log-probabilities are reported ahead of those of the output."""
+    """Prompt of which the log-probabilities are reported ahead of the output's."""
 
     ids: Sequence[int]
     offsets: Sequence[int]
 
 
 class ScoredTokens:
-    """Releases each token once part of its text has been sent, and the rest at the end.
+    """Queue that releases each token once part of its text has been sent.
 
-    Log-probabilities are thus held back as long as their text, and tokens that a stop string cut off never appear.
+    The rest is released at the end. Log-probabilities are thus held back as long as their text, and tokens that a stop
+    string cut off never appear.
     """
 
     def __init__(self, spell: Callable[[int], bytes], prompt_len: int, base: int, prompt: EchoedPrompt | None) -> None:
-        """`base` is the number of characters ahead of the output; `spell` returns the bytes of a token id."""
+        """Keep the lengths and the echoed prompt of one sequence.
+
+        `base` is the number of characters ahead of the output; `spell` returns the bytes of a token id. `prompt_len` is
+        in tokens.
+        """
         self._spell = spell
         self._prompt_len = prompt_len
         self._base = base
@@ -59,7 +67,10 @@ class ScoredTokens:
         return self._total / max(self._count, 1)
 
     def take(self, parts: Iterable[TokenLogprobs]) -> None:
-        """Take the engine's log-probabilities of the prompt, and of tokens that `push` will name."""
+        """Take log-probabilities from the engine.
+
+        They belong to the prompt, and to tokens that `push` will name.
+        """
         for part in parts:
             lines = read_logprobs(part)
             if part.start < self._prompt_len:
@@ -68,14 +79,20 @@ class ScoredTokens:
                 self._lines += lines
 
     def push(self, token_id: int, characters: int) -> None:
-        """Append the next token of the output; `characters` is how many the decoder returned for it."""
+        """Append the next token of the output.
+
+        `characters` is the number of characters that the decoder returned for it.
+        """
         line = self._lines.popleft()
         self._waiting.append(self._scored(token_id, line, self._base + self._characters))
         self._characters += characters
         self._count_in(finite(line[0]))
 
     def release(self, shown: int) -> list[ScoredToken]:
-        """Return the tokens of the first `shown` characters of the output that were not returned before."""
+        """Return the tokens that the text sent so far releases.
+
+        These are the tokens of the first `shown` characters of the output that were not returned before.
+        """
         end = self._base + shown
         tokens = self._opening()
         while self._waiting and self._waiting[0].offset < end:
@@ -83,9 +100,9 @@ class ScoredTokens:
         return tokens
 
     def flush(self) -> list[ScoredToken]:
-        """Return all remaining tokens, for an output that ended with all of its text sent.
+        """Return all remaining tokens at the end of the output.
 
-        An end id that was not pushed, because it has no text, counts only for the mean.
+        All of its text has been sent. An end id that was not pushed, because it has no text, counts only for the mean.
         """
         tokens = [*self._opening(), *self._waiting]
         self._waiting.clear()
@@ -120,7 +137,10 @@ def finite(logprob: float) -> float:
 
 
 def echoed_prompt(ids: Sequence[int], text: str, detokenizer: Detokenizer) -> EchoedPrompt:
-    """Locate the tokens of a prompt in its text; special tokens have no text of their own."""
+    """Locate the tokens of a prompt in its text.
+
+    Special tokens have no text of their own.
+    """
     offsets, characters = [], 0
     for token_id in ids:
         offsets.append(min(characters, len(text)))

@@ -1,10 +1,16 @@
-"""Matcher of stop strings in streamed text, across chunk boundaries and without leaking their beginnings."""
+"""Matcher of stop strings in streamed text.
+
+It finds them across chunk boundaries and never lets the beginning of one through.
+"""
 
 from collections.abc import Sequence
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """Return, for each prefix of the pattern, the length of its longest proper prefix that is also a suffix."""
+    """Return the Knuth-Morris-Pratt failure table of a pattern.
+
+    Its entries are, for each prefix of the pattern, the length of the longest proper prefix that is also a suffix.
+    """
     table = [0] * len(pattern)
     matched = 0
     for position in range(1, len(pattern)):
@@ -16,17 +22,20 @@ def _failure_table(pattern: str) -> list[int]:
 
 
 class StopMatcher:
-    """Finds the stop string that ends first; of those that end together, the longest.
+    """Matcher that finds the stop string that ends first.
 
-    "Ends first" is the only rule that gives the same answer for every division into chunks without lookahead. For each
-    stop string, the matcher tracks how much of it the text ends with (Knuth-Morris-Pratt), so a character costs O(1)
-    per stop string, however long and repetitive they are.
+    Of those that end together, it finds the longest. "Ends first" is the only rule that gives the same answer for every
+    division into chunks without lookahead. For each stop string, the matcher tracks how much of it the text ends with
+    (Knuth-Morris-Pratt), so a character costs O(1) per stop string, however long and repetitive they are.
     """
 
     __slots__ = ("_firsts", "_held", "_lengths", "_stops", "_tables")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Prepare the stop strings. Raises ValueError for an empty one, which would match everywhere."""
+        """Prepare the stop strings.
+
+        Raises ValueError for an empty one, which would match everywhere.
+        """
         if not all(stops):
             raise ValueError("a stop string must have at least one character")
         self._stops = tuple(stops)
@@ -36,16 +45,20 @@ class StopMatcher:
         self._held = ""
 
     def fresh(self) -> "StopMatcher":
-        """Return a matcher of the same stop strings for another text, sharing their tables."""
+        """Return a matcher of the same stop strings for another text.
+
+        The two share their tables.
+        """
         matcher = StopMatcher(())
         matcher._stops, matcher._tables, matcher._firsts = self._stops, self._tables, self._firsts
         matcher._lengths = [0] * len(self._stops)
         return matcher
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Append text; return the text that is safe to send, and the stop string that it completed, if any.
+        """Append text and return the part that is safe to send.
 
-        After a match the text behind it is dropped, and the matcher must not be used again.
+        The stop string that the text completed comes with it, or None. After a match the text behind it is dropped, and
+        the matcher must not be used again.
         """
         if not self._held and self._firsts.isdisjoint(text):
             return text, None

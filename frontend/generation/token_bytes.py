@@ -1,4 +1,7 @@
-"""Bytes of each token id. A token may be part of a character, which text cannot represent."""
+"""Lookup of the bytes of a token id.
+
+A token may be part of a character, which text cannot represent.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +17,19 @@ class TokenBytes:
     """Cached lookup of the bytes of a token id."""
 
     def __init__(self, raw: tokenizers.Tokenizer, to_bytes: Callable[[str], bytes], added: dict[int, bytes]) -> None:
-        """`to_bytes` decodes an entry of the vocabulary; `added` has the bytes of the added tokens by id."""
+        """Keep the vocabulary and the decoder of its entries.
+
+        `to_bytes` decodes an entry of the vocabulary; `added` has the bytes of the added tokens by id.
+        """
         self._raw = raw
         self._to_bytes = to_bytes
         self._known = added
 
     def __call__(self, token_id: int) -> bytes:
-        """Return the bytes of an id; empty for ids that the tokenizer lacks, as a model's vocabulary may be padded."""
+        """Return the bytes of an id; empty if the tokenizer lacks it.
+
+        The vocabulary of a model may be padded with ids that its tokenizer lacks.
+        """
         found = self._known.get(token_id)
         if found is None:
             token = self._raw.id_to_token(token_id)
@@ -29,7 +38,10 @@ class TokenBytes:
 
 
 def token_bytes(raw: tokenizers.Tokenizer) -> TokenBytes:
-    """Build the lookup for a byte-level or SentencePiece-style vocabulary, with or without byte fallback."""
+    """Build the lookup of token bytes for a tokenizer.
+
+    Its vocabulary is byte-level or SentencePiece-style, with or without byte fallback.
+    """
     added = {token_id: token.content.encode() for token_id, token in raw.get_added_tokens_decoder().items()}
     byte_level = raw.decoder is not None and "ByteLevel" in _kinds(msgspec.json.decode(raw.decoder.__getstate__()))
     return TokenBytes(raw, _byte_level if byte_level else _sentence_piece, added)
@@ -40,9 +52,10 @@ def _kinds(decoder: dict[str, Any]) -> set[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character of byte-level vocabularies (Radford et al., 2019).
+    """Return the byte of each character of byte-level vocabularies.
 
-    Printable Latin-1 characters stand for themselves; the other bytes are assigned to U+0100 and up.
+    The table is that of Radford et al. (2019). Printable Latin-1 characters stand for themselves; the other bytes are
+    assigned to U+0100 and up.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]

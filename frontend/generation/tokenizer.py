@@ -20,7 +20,10 @@ class TokenizerError(Exception):
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` with its fingerprint, and threads for texts that would block the event loop."""
+    """Tokenizer of the model, with its fingerprint.
+
+    It wraps a `tokenizers.Tokenizer`, and has threads for texts that would block the event loop.
+    """
 
     def __init__(self, raw: tokenizers.Tokenizer, fingerprint: str, workers: Workers) -> None:
         self._raw = raw
@@ -43,7 +46,10 @@ class Tokenizer:
         return token_bytes(self._raw)
 
     def special_tokens(self) -> dict[str, int]:
-        """Return the ids of the special tokens, which plain text is never encoded to, by name."""
+        """Return the ids of the special tokens by name.
+
+        Plain text is never encoded to them.
+        """
         added = self._raw.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
@@ -52,7 +58,10 @@ class Tokenizer:
         return Detokenizer(self._raw, self._anchor, skip_special_tokens)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a prompt, with or without the tokens that the tokenizer adds, such as a begin token."""
+        """Encode a prompt.
+
+        `add_special_tokens` adds the tokens that the tokenizer puts around a text, such as a begin token.
+        """
         if len(text) <= SHORT_TEXT_CHARS:
             return self._encode(text, add_special_tokens)
         return await self._workers.run(self._encode, text, add_special_tokens)
@@ -85,11 +94,11 @@ class Tokenizer:
 
 
 def _anchor(raw: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """Return ids to decode ahead of an output so that its leading space survives; empty if it does anyway.
+    """Return the ids to decode ahead of an output to keep its leading space.
 
-    SentencePiece-style decoders drop the space in front of the first word of a text. The output of a completion
-    continues a prompt, so that space belongs to it. Ids of the prompt itself would not do: they may end in the middle
-    of a UTF-8 character.
+    Empty if it survives without them. SentencePiece-style decoders drop the space in front of the first word of a text.
+    The output of a completion continues a prompt, so that space belongs to it. Ids of the prompt itself would not do:
+    they may end in the middle of a UTF-8 character.
     """
     ids: list[int] = raw.encode("a a", add_special_tokens=False).ids
     first, rest = ids[:1], ids[1:]
@@ -98,7 +107,10 @@ def _anchor(raw: tokenizers.Tokenizer) -> tuple[int, ...]:
 
 
 def load_tokenizer(model_dir: Path, threads: int = 2) -> Tokenizer:
-    """Load `model_dir/tokenizer.json`. Raises TokenizerError if it is missing or cannot be read."""
+    """Load `model_dir/tokenizer.json`.
+
+    Raises TokenizerError if it is missing or cannot be read.
+    """
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(

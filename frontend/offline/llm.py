@@ -41,10 +41,11 @@ class LLM:
         startup_timeout: float = 600.0,
         **options: Any,
     ) -> None:
-        """Start the engine and wait until it is ready; by default with the model that ships with it.
+        """Start the engine and wait until it is ready.
 
-        Raises LaunchError or TokenizerError for a model that cannot be served, EngineError for an engine that ends or
-        is not ready within `startup_timeout` seconds, TypeError for an unknown option.
+        Without `model`, the engine serves the model that ships with it. Raises LaunchError or TokenizerError for a
+        model that cannot be served, EngineError for an engine that ends or is not ready within `startup_timeout`
+        seconds, TypeError for an unknown option.
         """
         check_engine_installed()
         self._session = OfflineSession(EngineOptions(model=model, **options), chat or ChatOptions())
@@ -63,11 +64,11 @@ class LLM:
         return self._session.engine_pid
 
     def generate(self, prompts: Prompt | Sequence[Prompt], *, progress: bool = True, **fields: Any) -> list[Result]:
-        """Complete prompts, texts or lists of token ids, in batches; return the results in their order.
+        """Complete prompts in batches and return the results in their order.
 
-        `fields` are those of `POST /v1/completions` (`max_tokens`, `temperature`, `seed`, `stop`, `n`, ...), with the
-        same defaults, and apply to every prompt. Raises RequestError for the first prompt that is refused or fails,
-        EngineError if the engine has ended.
+        Each prompt is a text or a list of token ids. `fields` are those of `POST /v1/completions` (`max_tokens`,
+        `temperature`, `seed`, `stop`, `n`, ...), with the same defaults, and apply to every prompt. Raises RequestError
+        for the first prompt that is refused or fails, EngineError if the engine has ended.
         """
         self._check_open()
         return self._thread.run(self._session.generate(_as_batch(prompts), _check_fields(fields), progress))
@@ -120,7 +121,10 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields. Raises TypeError for those that this interface sets; the others are checked like a request."""
+    """Return the fields of a request that the caller may set.
+
+    Raises TypeError for those that this interface sets; the others are checked like a request.
+    """
     for name in _RESERVED_FIELDS:
         if name in fields:
             raise TypeError(f"{name!r} is not a sampling field")

@@ -11,7 +11,10 @@ _Result = TypeVar("_Result")
 
 
 class LoopThread:
-    """Daemon thread that runs an event loop and coroutines on behalf of other threads."""
+    """Daemon thread with an event loop.
+
+    It runs coroutines on behalf of other threads.
+    """
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()

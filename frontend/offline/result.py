@@ -44,7 +44,10 @@ class EngineError(Exception):
 
 
 class RequestError(Exception):
-    """A prompt or conversation was refused or failed; `index` is its position in the batch."""
+    """A prompt or conversation was refused or failed.
+
+    `index` is its position in the batch.
+    """
 
     def __init__(self, index: int, error: ApiError) -> None:
         super().__init__(f"request {index}: {error.message}")

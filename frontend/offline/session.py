@@ -1,4 +1,7 @@
-"""Asynchronous half of offline inference: an engine process, a connection to it, and the requests in flight."""
+"""Asynchronous half of offline inference.
+
+It comprises an engine process, a connection to it, and the requests in flight.
+"""
 
 import asyncio
 import itertools
@@ -34,7 +37,10 @@ Ask = Callable[[Any, dict[str, Any]], Awaitable[Result]]
 
 
 class OfflineSession:
-    """Engine process and frontend parts of one `LLM`. Runs in one event loop, from `open` to `close`."""
+    """Engine process and frontend parts of one `LLM`.
+
+    They run in one event loop, from `open` to `close`.
+    """
 
     def __init__(self, options: EngineOptions, chat: ChatOptions) -> None:
         self._options = options
@@ -48,10 +54,10 @@ class OfflineSession:
         return self._engine.pid if self._engine is not None else None
 
     async def open(self, timeout: float) -> None:
-        """Start the engine and wait, for at most `timeout` seconds, until it accepts requests.
+        """Start the engine and wait until it accepts requests.
 
-        Raises LaunchError or TokenizerError for a model that cannot be served, EngineError if the engine ends or is not
-        ready in time. `close` has to be called even then.
+        The wait takes at most `timeout` seconds. Raises LaunchError or TokenizerError for a model that cannot be
+        served, EngineError if the engine ends or is not ready in time. `close` has to be called even then.
         """
         folder = model_dir(self._options.model)
         endpoint = self._resources.enter_context(private_endpoint(None))

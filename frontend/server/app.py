@@ -54,7 +54,10 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _install_openapi(app: FastAPI, routers: Sequence[APIRouter], service: Service) -> None:
-    """Install the answer to `/openapi.json`, which names the model once the engine is ready."""
+    """Install the answer to `/openapi.json`.
+
+    It names the model once the engine is ready.
+    """
 
     def openapi() -> dict[str, Any]:
         served = service.client.ready().model if service.client.health().ready else None

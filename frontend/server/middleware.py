@@ -18,9 +18,9 @@ _OPEN_PREFIX = "/health/"
 
 
 class RequireKey:
-    """Answers 401 to every request without a valid key, even for paths that do not exist.
+    """Middleware that answers 401 to every request without a valid key.
 
-    Health checks and `open_paths` need no key.
+    It does so even for paths that do not exist. Health checks and `open_paths` need no key.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str]) -> None:
@@ -48,7 +48,10 @@ class RequireKey:
 
 
 async def _read(scope: Scope, receive: Receive) -> None:
-    """Read the body, unless the client waits for 100-continue: many clients read no response before it is sent."""
+    """Read the body of a request, unless the client waits for 100-continue.
+
+    The body is read because many clients read no response before it is sent.
+    """
     if not any(name == b"expect" for name, _ in scope["headers"]):
         with contextlib.suppress(ApiError):
             await drain(receive)
@@ -77,14 +80,20 @@ _NAMED = {"/v1/models/": "/v1/models/{model}", "/v1/sessions/": "/v1/sessions/{s
 
 
 def route_label(path: str) -> str:
-    """Return the metric label of a path, one of a bounded set that clients cannot extend."""
+    """Return the metric label of a path.
+
+    The labels are a bounded set that clients cannot extend.
+    """
     if path in _ROUTES:
         return path
     return next((label for start, label in _NAMED.items() if path.startswith(start)), "other")
 
 
 def request_id(scope: Scope) -> bytes:
-    """Return the client's request id if it is safe in headers and logs, otherwise a new one."""
+    """Return the request id that the client sent, or a new one.
+
+    The client's id is used only if it is safe in headers and logs.
+    """
     for name, value in scope["headers"]:
         if name == REQUEST_ID and _SANE_ID.fullmatch(value):
             return bytes(value)
@@ -97,7 +106,10 @@ def fresh_id() -> bytes:
 
 
 class Access:
-    """Adds a request id to each response, counts it and logs failures; bodies pass through unchanged."""
+    """Middleware that labels, counts and logs responses.
+
+    It adds a request id to each response, counts it and logs failures; bodies pass through unchanged.
+    """
 
     def __init__(self, app: ASGIApp, metrics: FrontendMetrics) -> None:
         self._app = app

@@ -1,4 +1,7 @@
-"""The document `/openapi.json`: the descriptions of the routes, and what applies to all of them."""
+"""OpenAPI document, served as `/openapi.json`.
+
+It has the descriptions of the routes, and what applies to all of them.
+"""
 
 from collections.abc import Iterable
 from copy import deepcopy
@@ -31,7 +34,7 @@ def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, served: 
     `guarded` says that requests need an API key; `served` is the model, or None before the engine is ready.
     """
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    # As the routes have them: the framework converts integer bounds to floats, which changes large ones.
+    # The bodies are those of the routes: the framework converts integer bounds to floats, which changes large ones.
     bodies = {
         (route.path_format, method.lower()): route.openapi_extra["requestBody"]
         for router in routers
@@ -65,7 +68,10 @@ def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, served: 
 
 
 def _about(served: ModelFacts, body: Schema) -> Schema:
-    """Add the name of the served model to the description of a body, wherever it has a field for it."""
+    """Add the name of the served model to the description of a body.
+
+    It is added wherever the body has a field for it.
+    """
     body = deepcopy(body)
     schema = body["content"]["application/json"]["schema"]
     for shape in (schema, *schema.get("anyOf", ())):

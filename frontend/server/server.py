@@ -17,7 +17,10 @@ from tandem.frontend.server.middleware import REQUEST_ID, fresh_id
 
 
 class JsonErrorProtocol(HttpToolsProtocol):
-    """HTTP protocol that answers malformed HTTP, which never reaches the app, with the OpenAI error body."""
+    """HTTP protocol that answers malformed HTTP with the OpenAI error body.
+
+    Malformed HTTP never reaches the app.
+    """
 
     def send_400_response(self, msg: str) -> None:
         body = error_body(400, msg, None, "invalid_http")
@@ -48,7 +51,10 @@ class DrainingServer(uvicorn.Server):
         gc.freeze()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal. Unlike uvicorn, do not raise it again at the end: the exit code is 0."""
+        """Handle a signal by draining, or by exiting at once if it is the second.
+
+        Unlike uvicorn, do not raise it again at the end: the exit code is 0.
+        """
         if self._service.draining or self._loop is None:
             self.should_exit = True
             self.force_exit = True
@@ -69,7 +75,10 @@ class DrainingServer(uvicorn.Server):
 
 
 def build_server(config: FrontendConfig) -> DrainingServer:
-    """Build the server of one frontend. Raises TokenizerError if the model directory has no usable tokenizer."""
+    """Build the server of one frontend.
+
+    Raises TokenizerError if the model directory has no usable tokenizer.
+    """
     service = build_service(config)
     settings = uvicorn.Config(
         create_app(service),

@@ -1,4 +1,7 @@
-"""Start of a supervisor from parsed flags: sockets, endpoint and the command lines of the child processes."""
+"""Start of a supervisor from parsed flags.
+
+It prepares the sockets, the endpoint and the command lines of the child processes.
+"""
 
 import argparse
 import importlib.util
@@ -39,9 +42,10 @@ def check_engine_installed() -> None:
 
 
 def model_dir(model: str | None) -> Path:
-    """Return the directory of the model to serve, by default the one that ships with the engine core.
+    """Return the directory of the model to serve.
 
-    Raises LaunchError if it does not exist. The engine core is located, not imported.
+    By default it is the model that ships with the engine core. Raises LaunchError if it does not exist. The engine core
+    is located, not imported.
     """
     if model is not None:
         if not Path(model).is_dir():
@@ -56,9 +60,9 @@ def model_dir(model: str | None) -> Path:
 
 @contextmanager
 def private_endpoint(given: str | None) -> Iterator[str]:
-    """Yield the endpoint given, or one in a new directory of mode 0700 that is removed at the end.
+    """Yield the endpoint given, or a private one that is removed at the end.
 
-    Raises LaunchError for a path that is too long for a socket.
+    A private endpoint is in a new directory of mode 0700. Raises LaunchError for a path that is too long for a socket.
     """
     if given is not None:
         _check_ipc_length(given)
@@ -99,7 +103,10 @@ def _listen(host: str, port: int, flag: str) -> socket.socket:
 
 
 def _http_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return the API keys that requests need. Raises LaunchError for keys, origins or TLS files that cannot work."""
+    """Return the API keys that requests need.
+
+    Raises LaunchError for keys, origins or TLS files that cannot work.
+    """
     try:
         check_security(arguments)
         return api_keys(arguments)
@@ -108,9 +115,9 @@ def _http_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
-    """Run an engine core, and a frontend if wanted, until a signal; return the exit code.
+    """Run an engine core until a signal and return the exit code.
 
-    Raises LaunchError before anything is started.
+    A frontend runs beside it if wanted. Raises LaunchError before anything is started.
     """
     with ExitStack() as stack:
         folder = model_dir(arguments.model)

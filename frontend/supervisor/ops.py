@@ -1,4 +1,7 @@
-"""HTTP server of the ops port: the engine's metrics and health, served by its supervisor, not by the engine itself."""
+"""HTTP server of the ops port, for the engine's metrics and health.
+
+The engine's supervisor serves them, not the engine itself.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,7 @@
-"""Supervisor of an engine core and an HTTP process: keeps them running, serves the ops port, ends them in order."""
+"""Supervisor of an engine core and an HTTP process.
+
+It keeps them running, serves the ops port, and ends them in order.
+"""
 
 import asyncio
 import http.client
@@ -29,9 +32,10 @@ _FORCED = 130
 
 
 class Supervisor:
-    """Restarts each process that ends, and stops all if one cannot run with its settings.
+    """Supervisor that restarts each process that ends.
 
-    The first SIGTERM or SIGINT stops the frontend, which drains, then the engine. The second kills both.
+    It stops all if one cannot run with its settings. The first SIGTERM or SIGINT stops the frontend, which drains, then
+    the engine. The second kills both.
     """
 
     def __init__(
@@ -63,7 +67,10 @@ class Supervisor:
         self._started = time.monotonic()
 
     async def run(self) -> int:
-        """Run until a signal, or until a process cannot run with its settings; return the exit code."""
+        """Run until a signal and return the exit code.
+
+        A process that cannot run with its settings ends the run as well.
+        """
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, self.handle_signal)
@@ -94,13 +101,19 @@ class Supervisor:
         self._stop.set()
 
     async def _monitor_engine(self) -> None:
-        """Follow the engine's heartbeat, for the ops port and the watchdog, until cancelled."""
+        """Follow the engine's heartbeat until cancelled.
+
+        The ops port and the watchdog depend on it.
+        """
         with zmq.asyncio.Context() as context:
             subscriber = connect_heartbeat(context, heartbeat_endpoint(self._endpoint), self._transport)
             await EngineMonitor(self._watch, self._watch.observe, self._watchdog).run(subscriber)
 
     def _watchdog(self) -> None:
-        """Restart the engine's process if it hangs or has been silent for too long, unless it is being stopped."""
+        """Restart the engine's process if it hangs or is silent for too long.
+
+        Do nothing while it is being stopped.
+        """
         if self._engine.pid is not None and not self._ending and (reason := self._watch.should_restart()):
             logger.error("the %s, process %d, is killed: %s", self._engine.name, self._engine.pid, reason)
             self._engine.restart()
@@ -121,7 +134,10 @@ class Supervisor:
         await asyncio.gather(ops, *tasks, return_exceptions=True)
 
     async def _announce(self) -> None:
-        """Print the ops address, and once requests are accepted the address and the model."""
+        """Print where the server listens.
+
+        The ops address comes first, then, once requests are accepted, the address and the model.
+        """
         host, port = self._ops_socket.getsockname()[:2]
         print(f"engine metrics on http://{_display(host)}:{port}/metrics", flush=True)
         while not self._watch.health().ready:
@@ -153,12 +169,18 @@ def _display(host: str) -> str:
 
 
 def _reachable(host: str) -> str:
-    """Return the address at which this host reaches a socket that may listen on every address."""
+    """Return the address at which this host reaches a listening socket.
+
+    The socket may listen on every address.
+    """
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 async def _until_serving(scheme: str, host: str, port: int) -> dict[str, Any]:
-    """Poll the frontend until it is ready; return the facts about the engine that it answers."""
+    """Poll the frontend until it is ready.
+
+    Return the facts about the engine that it answers.
+    """
     while True:
         facts = await asyncio.to_thread(_ask_ready, scheme, host, port)
         if facts is not None:
@@ -169,7 +191,7 @@ async def _until_serving(scheme: str, host: str, port: int) -> dict[str, Any]:
 def _ask_ready(scheme: str, host: str, port: int) -> dict[str, Any] | None:
     connection = http.client.HTTPConnection(host, port, timeout=2)
     if scheme == "https":
-        # The server is our own child on our own socket, so there is no identity to verify.
+        # The server is a child of this process on a socket of this process, so its identity needs no proof.
         connection = http.client.HTTPSConnection(host, port, timeout=2, context=ssl._create_unverified_context())
     try:
         connection.request("GET", "/health/ready")
