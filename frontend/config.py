@@ -70,12 +70,15 @@ class FrontendConfig(Struct, frozen=True):
 
     @property
     def load_limits(self) -> tuple[int, int]:
-        """Return the limits on open load: sequences, and prompt tokens that wait for their first output."""
+        """Return the limits on open load, in sequences and in prompt tokens.
+
+        The tokens are those of prompts that wait for their first output.
+        """
         return self.max_concurrent, self.max_queued_tokens
 
 
 class Flag(Struct, frozen=True):
-    """One command-line flag: its argument, its bounds, and the attribute that it fills."""
+    """One command-line flag, with its bounds and the attribute that it fills."""
 
     name: str
     """Name among the parsed arguments; the flag is written with two dashes and dashes for underscores."""
@@ -209,7 +212,10 @@ def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def http_argv(arguments: argparse.Namespace) -> list[str]:
-    """Build the flags that give another HTTP process the same settings, except for its address and keys."""
+    """Build the flags that give another HTTP process the same settings.
+
+    Its address and keys are left out.
+    """
     argv: list[str] = []
     for flag in FRONTEND_FLAGS:
         value = getattr(arguments, flag.name)
@@ -220,7 +226,10 @@ def http_argv(arguments: argparse.Namespace) -> list[str]:
 
 
 def check_bounds(arguments: argparse.Namespace, flags: Iterable[Flag]) -> None:
-    """Raise ValueError for a number out of its flag's bounds; flags that the command does not have are skipped."""
+    """Raise ValueError for a number out of its flag's bounds.
+
+    Flags that the command does not have are skipped.
+    """
     for flag in flags:
         value = getattr(arguments, flag.name, None)
         if value is None or flag.bounds is None:
@@ -231,7 +240,7 @@ def check_bounds(arguments: argparse.Namespace, flags: Iterable[Flag]) -> None:
 
 
 def check_security(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for an invalid CORS origin, and for TLS files that cannot be used."""
+    """Raise ValueError for invalid CORS origins and unusable TLS files."""
     for origin in arguments.cors_origin:
         if origin != "*" and re.fullmatch(r"https?://[^/\s]+", origin) is None:
             raise ValueError(f"--cors-origin {origin} is not an origin; give * or one like https://example.org")

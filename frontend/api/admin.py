@@ -1,4 +1,4 @@
-"""The route `/admin/scheduler`: the state of the engine's scheduler, and its policy."""
+"""Routes of `/admin/scheduler`: the scheduler's state and its policy."""
 
 from typing import Any
 
@@ -16,7 +16,10 @@ from tandem.protocol.stats import EngineStats
 
 
 def inspection_body(inspection: Inspection, limits: Limits) -> dict[str, Any]:
-    """Convert an inspection to JSON. Times are in seconds, sizes in the tokens or pages that their names say."""
+    """Convert an inspection to JSON.
+
+    Times are in seconds; sizes are in tokens or pages, as their names say.
+    """
     stats = inspection.stats
     return {
         "policy": inspection.policy,
@@ -132,7 +135,10 @@ _BODY = BodyFormat((Field("policy", String(), required=True),))
 
 
 def parse_policy(body: bytes) -> str:
-    """Read the name of a policy, which the engine checks. Raises ApiError 400, 422."""
+    """Read the name of a policy, which the engine checks.
+
+    Raises ApiError 400 for a malformed body, 422 for an unknown field.
+    """
     policy: str = _BODY.read(body)["policy"]
     return policy
 
@@ -158,7 +164,10 @@ def scheduler_router(service: Service) -> APIRouter:
         "/admin/scheduler", openapi_extra=takes(POLICY, json_response("The policy is in effect.", POLICY), False)
     )
     async def set_scheduler(request: Request) -> dict[str, Any]:
-        """Change the scheduling policy from the next step on, for running and waiting sequences."""
+        """Change the scheduling policy from the next step on.
+
+        The new policy applies to running and waiting sequences.
+        """
         async with service.pending.receive(request, parse_policy) as policy:
             if refusal := await service.client.calls.set_policy(policy):
                 raise unsupported(refusal, "policy")

@@ -22,12 +22,15 @@ def named_event(name: str, value: object) -> bytes:
 
 
 def error_event(error: ApiError) -> bytes:
-    """Encode an error after the status was sent: an event with the error body, and the end of the stream."""
+    """Encode an error that occurs after the status was sent.
+
+    The result is an event with the error body, and the end of the stream.
+    """
     return b"data: " + error.body() + b"\n\n" + DONE
 
 
 class ResponseHead(msgspec.Struct, frozen=True):
-    """The first fields of every chunk and of a whole response, in the order of the JSON."""
+    """The first fields of every chunk and of a whole response, in JSON order."""
 
     id: str
     object: str
@@ -67,7 +70,10 @@ class Formatter(Protocol):
         """Return the end of a stream that failed."""
 
     def whole(self, choices: Sequence[ChoiceDelta], usage: Usage) -> bytes:
-        """Encode a response that is not streamed, from whole choices in the order of their indices."""
+        """Encode a response that is not streamed.
+
+        `choices` are whole and in the order of their indices.
+        """
 
 
 class EventFormatter:

@@ -1,4 +1,7 @@
-"""The ASGI response of a generation, streamed or whole, which ends as soon as the client disconnects."""
+"""The ASGI response of a generation, streamed or whole.
+
+It ends as soon as the client disconnects.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +16,7 @@ from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Generation
 
 MAX_INLINE_LOGPROBS = 1024
-"""Most tokens with log-probabilities of a whole response that are encoded in the event loop, not in a thread."""
+"""Maximum number of tokens with log-probabilities for which a whole response is encoded in the event loop."""
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -24,7 +27,7 @@ _STREAM_HEADERS = [
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client is gone."""
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -59,7 +62,7 @@ class GenerationResponse(Response):
             else:
                 reason = "disconnect"
         finally:
-            # The engine learns of it first, then the coroutines that were waiting for it.
+            # The engine is notified first, then the coroutines that wait for its output.
             generation.close(reason)
             for task in tasks:
                 task.cancel()
@@ -96,7 +99,10 @@ class GenerationResponse(Response):
 
 
 async def collect_choices(batches: AsyncIterator[list[ChoiceDelta]], count: int) -> list[ChoiceDelta]:
-    """Collect the batches of `count` choices into one piece a choice, in order of their indices."""
+    """Collect the batches of `count` choices into one piece per choice.
+
+    The pieces are in the order of the choices' indices.
+    """
     pieces: list[list[ChoiceDelta]] = [[] for _ in range(count)]
     async for batch in batches:
         for piece in batch:

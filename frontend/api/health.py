@@ -19,7 +19,7 @@ def health_router(service: Service) -> APIRouter:
     @router.head("/health/live", include_in_schema=False)
     @router.get("/health/live")
     async def live() -> dict[str, str]:
-        """Answer 200 as long as this process answers."""
+        """Answer 200 as long as this process can answer."""
         return {"status": "live"}
 
     @router.head("/health/ready", include_in_schema=False)

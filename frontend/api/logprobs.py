@@ -23,7 +23,7 @@ def completion_logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
 
 
 def chat_logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-    """Format tokens for `/v1/chat/completions`, as one object a token with its bytes."""
+    """Format tokens for `/v1/chat/completions`, one object with bytes per token."""
     content = [
         _chat_token(token.token, LOWEST if token.logprob is None else token.logprob)
         | {"top_logprobs": [_chat_token(other, logprob) for other, logprob in token.alternatives]}

@@ -51,7 +51,7 @@ def models_router(service: Service) -> APIRouter:
         openapi_extra={
             "responses": {
                 "200": json_response("The served model.", _CARD),
-                "404": error_response("There is no such model."),
+                "404": error_response("The model does not exist."),
                 "503": _NOT_READY,
             }
         },

@@ -23,10 +23,13 @@ def json_response(description: str, schema: Schema) -> Schema:
 
 
 def takes(body: Schema, response: Schema, names_model: bool = True) -> Schema:
-    """Describe a route that takes this body; `response` is its response of status 200."""
+    """Describe a route that takes this body.
+
+    `response` is its response of status 200.
+    """
     errors = {
         "400": "The body is malformed, or more than the model can take.",
-        **({"404": "There is no such model."} if names_model else {}),
+        **({"404": "The model does not exist."} if names_model else {}),
         "413": "The body is too large.",
         "415": "The body is compressed, or not JSON.",
         "422": "A value is out of range or not supported.",

@@ -1,4 +1,7 @@
-"""Request bodies: read up to a limit, counted together, and held until the request is admitted."""
+"""Read request bodies within limits.
+
+Each body has a limit of its own and counts against a common budget until its request is admitted.
+"""
 
 import asyncio
 import contextlib
@@ -24,10 +27,10 @@ MAX_BUFFERED_BYTES = 256 * 2**20
 """Total bytes of the larger bodies that are read, parsed and admitted at the same time."""
 
 DRAIN_BYTES = 64 * 2**20
-"""Most bytes of an oversized body that are read and discarded before the connection is closed.
+"""Maximum number of bytes of an oversized body that are read and discarded before the connection is closed.
 
-Many clients look at no response before they have sent their whole body, and a connection closed on unread bytes
-would take the response away from them."""
+Many clients do not read the response before they have sent their whole body, and would lose it if the connection were
+closed with unread bytes."""
 
 DRAIN_SECONDS = 10.0
 """Seconds for which the rest of an oversized body is read and discarded."""
@@ -46,7 +49,10 @@ class BodyBudget:
 
 
 class BodyReservation:
-    """The bytes that one request holds of a budget, returned at the end of its `with` block."""
+    """The bytes of a budget that one request holds.
+
+    They are returned at the end of its `with` block.
+    """
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
@@ -80,10 +86,17 @@ class BodyReservation:
 
 
 class PendingRequests:
-    """All requests of one process between their first byte and their admission; `len` counts them."""
+    """All requests of one process between their first byte and their admission.
+
+    `len` counts them.
+    """
 
     def __init__(self, max_body: int, parser: Workers, budget: BodyBudget) -> None:
-        """max_body: largest accepted body in bytes. parser: thread that parses large bodies."""
+        """Set the limits and the parsing thread of the requests.
+
+        `max_body` is the size of the largest accepted body in bytes, `parser` the thread that parses large bodies, and
+        `budget` the budget that large bodies share.
+        """
         self._max_body = max_body
         self._parser = parser
         self._budget = budget
@@ -94,10 +107,11 @@ class PendingRequests:
 
     @asynccontextmanager
     async def receive(self, request: Request, parse: Callable[[bytes], _Parsed]) -> AsyncIterator[_Parsed]:
-        """Read and parse one body, and count the request as pending until the `with` block ends.
+        """Read and parse one body.
 
-        A large body is parsed in a thread; for a small one the thread would cost more than it saves. Raises ApiError
-        as `read_body` and `hold` do, and whatever `parse` raises.
+        The request counts as pending until the `with` block ends. A large body is parsed in a thread; for a small one
+        the thread would cost more than it saves. Raises ApiError as `read_body` and `hold` do, and whatever `parse`
+        raises.
         """
         async with self.hold() as reservation:
             body = await read_body(request, self._max_body, reservation)
@@ -183,7 +197,10 @@ def _check_content_type(content_type: str | None) -> None:
 
 
 async def _next_chunk(receive: Receive) -> tuple[bytes, bool]:
-    """Return the next chunk of the body and if more follow; raise ApiError 400 if the client disconnected."""
+    """Return the next chunk of the body, and whether more follow.
+
+    Raises ApiError 400 if the client disconnected.
+    """
     message = await receive()
     if message["type"] == "http.disconnect":
         raise malformed("the client disconnected before its request was complete")

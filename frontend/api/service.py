@@ -28,7 +28,10 @@ _FLUSH_SECONDS = 1.0
 
 
 class Service:
-    """The components of one frontend, and its state: serving, or draining before it exits."""
+    """The components of one frontend and its state.
+
+    The frontend is serving, or draining before it exits.
+    """
 
     def __init__(
         self,
@@ -59,19 +62,25 @@ class Service:
         """Number of generations being answered, from admission to the last byte."""
 
     def health(self) -> EngineHealth:
-        """Return if a request would be accepted now, and otherwise the reason."""
+        """Tell whether a request would be accepted now, and if not, why."""
         if self.draining:
             return EngineHealth(False, "draining", "the server is shutting down")
         return self.client.health()
 
     def ready(self) -> Ready:
-        """Return facts and limits of the engine. Raises ApiError 503 with the reason while it is not ready."""
+        """Return facts and limits of the engine.
+
+        Raises ApiError 503 with the reason while it is not ready.
+        """
         if self.draining:
             raise unavailable("the server is shutting down", ErrorCode.SHUTTING_DOWN)
         return self.client.ready()
 
     async def drain(self) -> None:
-        """Accept no new request, wait `drain_timeout` for the open ones, then end the rest with an error."""
+        """Accept no new request, and finish or end the open ones.
+
+        Open requests have `drain_timeout` seconds to finish; the rest then end with an error.
+        """
         self.draining = True
         await self._wait_until_answered(self.config.drain_timeout)
         self.pending.end_all()

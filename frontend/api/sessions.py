@@ -1,4 +1,7 @@
-"""The route `DELETE /v1/sessions/{id}`: the end of a conversation whose KV cache is kept."""
+"""The route `DELETE /v1/sessions/{id}`.
+
+It ends a conversation whose KV cache is kept.
+"""
 
 from typing import Any
 
@@ -22,17 +25,20 @@ def sessions_router(service: Service) -> APIRouter:
         openapi_extra={
             "responses": {
                 "200": json_response("The session is deleted.", _DELETED),
-                "404": error_response("There is no such session."),
+                "404": error_response("The session does not exist."),
                 "503": error_response("Not ready; try again later."),
             }
         },
     )
     async def end_session(session_id: str) -> dict[str, Any]:
-        """Free the KV cache kept for a session, at once or when its turn in progress ends."""
+        """Free the KV cache kept for a session.
+
+        This happens at once, or when the session's turn in progress ends.
+        """
         if not session_id:
             raise ApiError(404, "name the session to end: DELETE /v1/sessions/{id}", "session_id", "session_not_found")
         if not await service.client.calls.end_session(session_id):
-            raise ApiError(404, f"there is no session {session_id[:300]!r}", "session_id", "session_not_found")
+            raise ApiError(404, f"the session {session_id[:300]!r} does not exist", "session_id", "session_not_found")
         return {"id": session_id, "object": "session", "deleted": True}
 
     return router

@@ -20,7 +20,7 @@ from tandem.frontend.request.values import decode_exact, decode_field, wrong_typ
 
 MAX_TEXT_CHARS = 4 * 2**20
 MAX_IDS_BYTES = 4 * 2**20
-"""Most bytes of JSON of `tokens`: half a million ids of a large vocabulary."""
+"""Maximum number of bytes of JSON of `tokens`: half a million ids of a large vocabulary."""
 
 
 def _parse_text(raw: Raw) -> str:
@@ -60,7 +60,10 @@ DETOKENIZED = closed({"prompt": STRING})
 
 
 class TokenizeRequest(Struct, frozen=True):
-    """A validated request to tokenize a text, or a conversation that is rendered first."""
+    """A validated request to tokenize a text or a conversation.
+
+    A conversation is rendered first.
+    """
 
     model: str | None
     source: str | Conversation

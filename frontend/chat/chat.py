@@ -1,4 +1,7 @@
-"""Turn a conversation into an admitted request and the shape in which its outputs are parsed."""
+"""Turn a conversation into an admitted request.
+
+The result includes the shape in which the request's outputs are parsed.
+"""
 
 from msgspec import structs
 
@@ -15,7 +18,7 @@ from tandem.protocol.events import Ready
 
 
 class Chat:
-    """Renders and admits conversations with the model that is served.
+    """Render and admit conversations with the served model.
 
     `think_end_id` is the token that ends reasoning, or None if the model has no such token.
     """
@@ -42,13 +45,16 @@ class Chat:
         Raises ApiError 400 if the model has no chat template, or if the template fails.
         """
         if self._template is None:
-            raise no_template("its directory has no chat template, and none is built in for its type")
+            raise no_template("its directory has no chat template, and its type has no built-in one")
         return await self._workers.run(self._template.render, conversation)
 
     async def admit(
         self, options: GenerationOptions, conversation: Conversation, tool_use: ToolUse, ready: Ready
     ) -> tuple[Admitted, MessageShape]:
-        """Render, encode and check a conversation. Raises ApiError."""
+        """Render, encode and check a conversation.
+
+        Raises ApiError if the conversation cannot be rendered, or if the request cannot be admitted.
+        """
         check_model(options.model, ready.model)
         prompt = await self.render(conversation)
         shape = self._shape(tool_use, prompt)

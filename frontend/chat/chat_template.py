@@ -1,4 +1,7 @@
-"""Render a conversation into the prompt format that the model was trained on, with its chat template."""
+"""Render conversations with the model's chat template.
+
+The template writes the prompt format that the model was trained on.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +35,10 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 
 class ChatTemplateError(Exception):
-    """A chat template that cannot be read or compiled; the text says which, and why."""
+    """Error for a chat template that cannot be read or compiled.
+
+    The text names the template and the reason.
+    """
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
@@ -45,7 +51,10 @@ class TemplateSource(msgspec.Struct, frozen=True):
 
 
 class ChatTemplate:
-    """Renders conversations. Rendering is slow, and safe to call from any thread, one render at a time."""
+    """Render conversations with the templates of one model.
+
+    Rendering is slow. It is safe to call from any thread, one render at a time.
+    """
 
     def __init__(
         self, source: TemplateSource, special_tokens: Mapping[str, Any], sandbox: SandboxedTemplates | None = None
@@ -60,14 +69,15 @@ class ChatTemplate:
         return any(text in source for source in self.source.texts.values())
 
     def render(self, conversation: Conversation) -> str:
-        """Render the prompt. Raises ApiError 400 if the template rejects the messages, fails or is stopped.
+        """Render the prompt of a conversation.
 
-        Raises ApiError 422 for a `reasoning_effort` that the template does not read.
+        Raises ApiError 400 if the template rejects the messages, fails or is stopped, and 422 for a `reasoning_effort`
+        that the template does not read.
         """
         name = "tool_use" if conversation.tools and "tool_use" in self.source.texts else "default"
         text = self.source.texts.get(name)
         if text is None:
-            raise no_template(f"the model's templates are {sorted(self.source.texts)}, and none is named 'default'")
+            raise no_template(f"the model's templates are {sorted(self.source.texts)}, without one named 'default'")
         messages = [_adapt_role(message, text) for message in conversation.messages]
         if conversation.continue_final_message:
             _append_mark(messages[-1])
@@ -99,8 +109,9 @@ def no_template(reason: str) -> ApiError:
 
 
 def load_chat_template(model_dir: Path, file: Path | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Load the template in `file`, else the checkpoint's, else the built-in one of its `model_type`, else None.
+    """Load the chat template of a model, or return None if it has none.
 
+    The template is the one in `file`, else the checkpoint's, else the built-in one of the checkpoint's `model_type`.
     Raises ChatTemplateError for a file that cannot be read, and for a `file` that is not a template.
     """
     config = _read_json(model_dir / "tokenizer_config.json")
@@ -112,7 +123,7 @@ def load_chat_template(model_dir: Path, file: Path | None, tokenizer: Tokenizer)
 
 
 def special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the texts of the checkpoint's special tokens by the names that templates use."""
+    """Read the texts of the checkpoint's special tokens, by their template names."""
     found: dict[str, Any] = {}
     for fields in (_read_json(model_dir / "special_tokens_map.json"), config):
         for name in _SPECIAL_TOKENS:
@@ -127,7 +138,10 @@ def model_type(model_dir: Path) -> str:
 
 
 def _token_text(value: object) -> str | None:
-    """Return the text of a token, which is a string or an object with the key `content`."""
+    """Return the text of a special token of a tokenizer configuration.
+
+    The token is a string or an object with the key `content`.
+    """
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
 
@@ -142,7 +156,10 @@ def _read_file(file: Path) -> TemplateSource:
 
 
 def _find_in_checkpoint(model_dir: Path, config: Mapping[str, Any]) -> TemplateSource | None:
-    """Read chat_template.jinja and additional_chat_templates/*.jinja, else the template in tokenizer_config.json."""
+    """Read the templates of a checkpoint.
+
+    They are chat_template.jinja and additional_chat_templates/*.jinja, or else the template in tokenizer_config.json.
+    """
     texts: dict[str, str] = {}
     if (path := model_dir / "chat_template.jinja").is_file():
         texts["default"] = _read_text(path)
@@ -176,7 +193,10 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; {} if the file is missing or contains anything else."""
+    """Read a JSON object from a file.
+
+    The result is {} if the file is missing or contains anything else.
+    """
     try:
         value = msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -185,7 +205,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _adapt_role(message: dict[str, Any], template: str) -> dict[str, Any]:
-    """Copy a message, replacing a role that the template does not know by its equivalent."""
+    """Copy a message, replacing a role that the template does not know.
+
+    The role is replaced by its equivalent.
+    """
     role = message["role"]
     if role == "developer" and "developer" not in template:
         return {**message, "role": "system"}
@@ -193,7 +216,10 @@ def _adapt_role(message: dict[str, Any], template: str) -> dict[str, Any]:
 
 
 def _reasoning_variables(conversation: Conversation, template: str) -> dict[str, Any]:
-    """Translate `reasoning_effort` to template variables. Raises ApiError 422 if the template reads none of them."""
+    """Translate `reasoning_effort` to template variables.
+
+    Raises ApiError 422 if the template reads none of them.
+    """
     effort = conversation.reasoning_effort
     if effort is None:
         return {}

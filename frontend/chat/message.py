@@ -1,4 +1,7 @@
-"""An assistant's message: its streaming deltas, the complete message, and how much streamed text to hold back."""
+"""An assistant's message, as streamed deltas and complete.
+
+The module also decides how much streamed text to hold back.
+"""
 
 from collections.abc import Sequence
 
@@ -34,7 +37,10 @@ class CallStart(Struct, frozen=True):
 
 
 class CallArguments(Struct, frozen=True):
-    """A fragment of a call's arguments; the fragments join to the JSON exactly as the model wrote it."""
+    """A fragment of a call's arguments.
+
+    Joined, the fragments are the JSON exactly as the model wrote it.
+    """
 
     index: int
     text: str
@@ -74,7 +80,7 @@ def join_deltas(deltas: Sequence[MessageDelta]) -> Message:
 
 
 def holdback_length(text: str, marker: str) -> int:
-    """Count the characters at the end of a text that may belong to an incomplete marker.
+    """Count the last characters of a text that may start an incomplete marker.
 
     They are the longest suffix that is a proper prefix of the marker, and the blanks before it. The text must not
     contain the whole marker.

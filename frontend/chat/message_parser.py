@@ -1,4 +1,7 @@
-"""Parse the text of a choice into an assistant's message: reasoning first, then content and tool calls."""
+"""Parse the text of a choice into an assistant's message.
+
+Reasoning is parsed first, then content and tool calls.
+"""
 
 from enum import Enum
 
@@ -21,7 +24,7 @@ from tandem.frontend.request.tools import ToolUse
 
 
 class MessageShape(Struct, frozen=True):
-    """The kinds of output that a request's choices may contain in addition to content."""
+    """The kinds of output besides content that a request's choices may contain."""
 
     tool_use: ToolUse = ToolUse()
     tool_format: ToolFormat | None = None
@@ -49,7 +52,7 @@ class MessageShape(Struct, frozen=True):
 
 
 class MessageParser:
-    """Turns the text of one choice into deltas of a message."""
+    """Turn the text of one choice into deltas of a message."""
 
     def __init__(
         self,
@@ -65,7 +68,10 @@ class MessageParser:
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Count the tokens up to and including the end of the reasoning; None when no single token ends it."""
+        """Count the tokens up to and including the end of the reasoning.
+
+        The count is None if no single token ends the reasoning.
+        """
         if self._reasoning is None or not self._reasoning.has_started:
             return 0
         return None if self._think_end_id is None else self._num_reasoning_tokens
@@ -75,7 +81,10 @@ class MessageParser:
         return 0 if self._tools is None else self._tools.num_calls
 
     def push(self, delta: ChoiceDelta) -> list[MessageDelta]:
-        """Parse a delta; with its finish reason, also release the text that was held back."""
+        """Parse a delta of a choice.
+
+        A delta with a finish reason also releases the text that was held back.
+        """
         if self._reasoning is None:
             deltas: list[MessageDelta] = [Content(delta.text)] if delta.text else []
         else:
@@ -97,24 +106,27 @@ class MessageParser:
             self._num_reasoning_tokens += ids.index(end_id) + 1 if self._think_ended else len(ids)
 
     def finish_reason(self, reason: str) -> str:
-        """Translate a choice's finish reason: a message that stopped after calls ends with "tool_calls"."""
+        """Translate the finish reason of a choice to that of its message.
+
+        A message that stopped after calls ends with "tool_calls".
+        """
         return "tool_calls" if self.num_calls and reason == "stop" else reason
 
 
 class _Mode(Enum):
     START = "start"
-    """Before any text but blanks and perhaps part of the opening tag."""
+    """State before any text but blanks and perhaps part of the opening tag."""
     REASONING = "reasoning"
     AFTER_END = "after_end"
-    """In the blanks that follow the closing tag."""
+    """State within the blanks that follow the closing tag."""
     ANSWER = "answer"
 
 
 class ReasoningParser:
-    """Separates the reasoning at the start of a choice, `<think>...</think>`, from the answer.
+    """Separate reasoning, `<think>...</think>`, from the answer that follows it.
 
-    Reasoning is only recognised at the start; blanks at its edges are dropped. `opened` says that the prompt ended
-    with the opening tag. Reasoning that is never closed extends to the end of the text.
+    Reasoning is only recognized at the start of a choice; blanks at its edges are dropped. With `opened`, the prompt
+    ended with the opening tag. Reasoning that is never closed extends to the end of the text.
     """
 
     def __init__(self, opened: bool) -> None:
@@ -154,7 +166,10 @@ class ReasoningParser:
         return [Content(held)] if held else []
 
     def _parse_start(self, text: str) -> str:
-        """Decide whether the choice starts with reasoning; return the text that remains to be parsed."""
+        """Decide whether the choice starts with reasoning.
+
+        Returns the text that remains to be parsed.
+        """
         start = text.lstrip(BLANK)
         few_blanks = len(text) - len(start) <= MAX_BLANKS
         if start.startswith(THINK_START) and few_blanks:

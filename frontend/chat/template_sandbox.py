@@ -1,8 +1,9 @@
-"""Sandbox for the Jinja templates of checkpoints: no access to Python, and limits on time and memory.
+"""Sandbox for the Jinja templates of checkpoints.
 
-A template is a program. In addition to jinja's own sandbox, every loop iteration and every call checks the deadline,
-and an operation whose result would exceed MAX_CHARS is rejected before it runs. A single call of a filter on values
-within that bound is not interrupted; it takes a few seconds at worst.
+A template is a program. It has no access to Python, and its time and memory are limited. In addition to jinja's own
+sandbox, every loop iteration and every call checks the deadline, and an operation whose result would exceed MAX_CHARS
+is rejected before it runs. A single call of a filter on values within that bound is not interrupted; it takes a few
+seconds at worst.
 """
 
 import datetime
@@ -40,15 +41,18 @@ _BOUNDED_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "replace"
 
 
 class RenderError(Exception):
-    """A template that cannot be compiled, that rejected its input, or that was stopped."""
+    """Error of a template that is invalid, rejected its input or was stopped."""
 
 
 class _StoppedError(TemplateError):
-    """The template took too long or built too much."""
+    """Error of a template that took too long or built too large a value."""
 
 
 class _GenerationTag(Extension):
-    """The tag `{% generation %}`, which marks the model's own text for training; it renders as its body."""
+    """The tag `{% generation %}`, which renders as its body.
+
+    The tag marks the model's own text for training.
+    """
 
     tags = {"generation"}  # noqa: RUF012  (jinja declares it so)
 
@@ -88,7 +92,10 @@ def _check_attribute(name: str) -> None:
 
 
 class SandboxedTemplates(ImmutableSandboxedEnvironment):
-    """The Jinja environment of chat templates, with the settings of transformers. One render at a time."""
+    """The Jinja environment of chat templates, with transformers' settings.
+
+    It runs one render at a time.
+    """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -130,7 +137,10 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
 
     @property
     def in_time(self) -> bool:
-        """Check the deadline; every loop iteration reads this. Raises _StoppedError after it, else returns True."""
+        """Check the deadline, and return True if it has not passed.
+
+        Every loop iteration reads this. Raises _StoppedError after the deadline.
+        """
         self._check_time()
         return True
 
@@ -139,12 +149,18 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
             raise _StoppedError("it took too long and was stopped")
 
     def joined(self, *parts: Any) -> str:
-        """Concatenate with the operator `~`. Raises _StoppedError for a result that is too long."""
+        """Concatenate values like the operator `~`.
+
+        Raises _StoppedError for a result that is too long.
+        """
         return self.concat([str(part) for part in parts])
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Join the output of macros and blocks. Raises _StoppedError for a result that is too long."""
+        """Join the output of macros and blocks.
+
+        Raises _StoppedError for a result that is too long.
+        """
         found = list(parts)
         _check_size(sum(map(len, found)))
         return "".join(found)
@@ -188,7 +204,7 @@ def _failures() -> Iterator[None]:
         raise RenderError("it ran out of memory") from None
     except RecursionError:
         raise RenderError("it recurses too deeply") from None
-    except Exception as error:  # templates are programs: they may raise anything
+    except Exception as error:  # Templates are programs, so they may raise anything.
         raise RenderError(_reason(error)) from error
 
 
@@ -204,7 +220,7 @@ def _tojson(
 
 
 def _instrument(template: nodes.Template) -> None:
-    """Add a check of the deadline to each loop, and a check of the size to each operator `~`."""
+    """Add checks of the deadline to loops and of the size to operators `~`."""
     for loop in template.find_all(nodes.For):
         tick = nodes.EnvironmentAttribute("in_time")
         loop.test = tick if loop.test is None else nodes.And(tick, loop.test)
@@ -230,7 +246,10 @@ def _without_concat(value: Any) -> Any:
 
 
 def _bounded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Wrap a filter with a check of its arguments; jinja may pass the context as an additional first one."""
+    """Wrap a filter with a check of its arguments.
+
+    Jinja may pass the context as an additional first argument.
+    """
     skip = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
@@ -244,7 +263,10 @@ def _bounded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Reject a call of a filter or string method that could return far more than its arguments hold."""
+    """Reject a call of a filter or string method that could return too much.
+
+    The result of such a call could be far larger than its arguments.
+    """
     given = (*args, *kwargs.values())
     text = value if isinstance(value, str) else ""
     if name == "replace" and len(given) >= 2:
@@ -259,7 +281,10 @@ def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[
 
 
 def _check_join(value: Any, given: tuple[Any, ...]) -> None:
-    """Check a join: the filter gets the items first and then the separator, the method the reverse."""
+    """Check the size of a join.
+
+    The filter gets the items first and then the separator; the method gets them in reverse order.
+    """
     items, separator = (given[0], value) if isinstance(value, str) and given else (value, given[0] if given else "")
     if isinstance(items, list | tuple | str):
         size = sum(len(item) if isinstance(item, str) else 1 for item in items)

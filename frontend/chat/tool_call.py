@@ -1,4 +1,7 @@
-"""Parse one tool call, a JSON object with a name and arguments, character by character."""
+"""Parse one tool call character by character.
+
+A call is a JSON object with a name and arguments.
+"""
 
 from collections.abc import Set
 from enum import Enum
@@ -11,7 +14,10 @@ _OPENING, _CLOSING = "{[", "}]"
 
 
 class JsonValue:
-    """Tracks where one JSON value ends, from its first character on. Checks nesting only, not validity."""
+    """Find the end of one JSON value, from its first character on.
+
+    Only the nesting is checked, not the validity.
+    """
 
     __slots__ = ("_depth", "_escaped", "_in_string", "_kind")
 
@@ -26,7 +32,7 @@ class JsonValue:
         return self._kind == "scalar" and (character in ",}]" or character in BLANK)
 
     def ends_with(self, character: str) -> bool:
-        """Read a character of the value; return whether it is the last one."""
+        """Read a character of the value, and tell whether it is the last one."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -65,7 +71,7 @@ class _Expects(Enum):
 
 
 class CallParser:
-    """Parses a call from the character after its opening brace on.
+    """Parse a call from the character after its opening brace on.
 
     `name` is set once the object is known to be a call: it names a tool, and its arguments have started or it is
     complete. From then on `take_arguments` returns their JSON as it arrives, whitespace included. Arguments that the
@@ -103,7 +109,10 @@ class CallParser:
         self._set_name()
 
     def push(self, character: str) -> bool:
-        """Read a character; return False if it makes the call invalid and so is not part of it."""
+        """Read a character, and tell whether it belongs to the call.
+
+        A character that makes the call invalid is not part of it.
+        """
         if self._expects is _Expects.IN_VALUE:
             self._in_value(character)
         elif self._expects is _Expects.IN_KEY:
@@ -175,7 +184,10 @@ class CallParser:
             self._end_other_arguments(text)
 
     def _end_other_arguments(self, text: str) -> None:
-        """Read arguments that are not an object: a string that contains the JSON of one, or null."""
+        """Read arguments that are not an object.
+
+        They are a string that contains the JSON of an object, or null.
+        """
         value = _decoded(text)
         if isinstance(value, str) and isinstance(_decoded(value), dict):
             self._pending.append(value)

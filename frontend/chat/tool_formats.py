@@ -6,7 +6,10 @@ from tandem.frontend.grammar.tool_calls import GENERIC_JSON, HERMES, LLAMA3_JSON
 
 
 class ToolFormat(Struct, frozen=True):
-    """A format of tool calls: its syntax, and how the output is decoded and calls are numbered."""
+    """A format of tool calls.
+
+    It has the syntax of calls, the decoding of the output and the ids of calls.
+    """
 
     syntax: CallSyntax
     special_tokens: bool = False
@@ -32,5 +35,5 @@ MODEL_FORMATS = {
 
 
 def tool_format(name: str, model_type: str) -> ToolFormat:
-    """Return the format of this name; "auto" is the format of the model's type."""
+    """Return the format of this name; "auto" selects that of the model's type."""
     return FORMATS[MODEL_FORMATS.get(model_type, "json") if name == "auto" else name]

@@ -1,7 +1,8 @@
-"""Parse streamed text into content and tool calls, independently of how the text is split into chunks.
+"""Parse streamed text into content and tool calls.
 
-Every decision is made at a character, from the characters before it. Text that looks like a call but is not one,
-including a call of a function that the request does not have, is content.
+The result does not depend on how the text is split into chunks: every decision is made at a character, from the
+characters before it. Text that looks like a call but is not one, including a call of a function that the request does
+not have, is content.
 """
 
 import secrets
@@ -29,17 +30,17 @@ _ID_LETTERS = string.ascii_letters + string.digits
 class _Mode(Enum):
     TEXT = "text"
     START = "start"
-    """Before a call that was announced, or that needs no trigger: blanks, an optional bracket, then a brace."""
+    """State before a call that was announced, or that needs no trigger: blanks, an optional bracket, then a brace."""
     CALL = "call"
     AFTER = "after"
-    """After a call: its closing literal, another call or text may follow."""
+    """State after a call: its closing literal, another call or text may follow."""
 
 
 class ToolParser:
-    """Parses the text of one choice. Without `parallel`, calls after the first are dropped.
+    """Parse the text of one choice into content and tool calls.
 
-    `names` are the tools of the request. `required` says that a grammar allows nothing but calls, so that an
-    incomplete object at the end of the text is a truncated call.
+    `names` are the tools of the request. Without `parallel`, calls after the first are dropped. With `required`, a
+    grammar allows nothing but calls, so an incomplete object at the end of the text is a truncated call.
     """
 
     def __init__(self, tool_format: ToolFormat, names: Set[str], parallel: bool = True, required: bool = False) -> None:
@@ -79,7 +80,10 @@ class ToolParser:
         return self._take_deltas()
 
     def finish(self) -> list[MessageDelta]:
-        """Release the text that was held back, at the end of the choice; a truncated call stays as it is."""
+        """Release the text that was held back, at the end of the choice.
+
+        A truncated call stays as it is.
+        """
         if self._required:
             self._cut()
             return self._take_deltas()
@@ -91,7 +95,10 @@ class ToolParser:
         return self._take_deltas()
 
     def _cut(self) -> None:
-        """Start a truncated call that has no arguments yet. Held text belongs to the call's syntax: it is dropped."""
+        """Start a truncated call that has no arguments yet.
+
+        Held text is dropped, because it belongs to the call's syntax.
+        """
         call, self._held = self._call, ""
         if call is not None and call.name is None:
             call.cut()
@@ -107,7 +114,10 @@ class ToolParser:
             self._deltas.append(Content(text))
 
     def _parse_text(self, text: str) -> str:
-        """Return text up to the trigger as content; hold back a partial trigger and the blanks before it."""
+        """Return text up to the trigger as content.
+
+        A partial trigger and the blanks before it are held back.
+        """
         if not self._trigger:
             self._add_content(text)
             return ""
@@ -136,7 +146,7 @@ class ToolParser:
         return ""
 
     def _is_blank(self, character: str) -> bool:
-        """Tell whether this is a blank, and at most the MAX_BLANKS-th in this mode."""
+        """Tell whether a character is a blank within the first MAX_BLANKS of this mode."""
         self._num_blanks += character in BLANK
         return character in BLANK and self._num_blanks <= MAX_BLANKS
 
@@ -146,7 +156,10 @@ class ToolParser:
         return opens
 
     def _give_up(self, rest: str) -> str:
-        """Treat the held text as content, because it is not a call; return the rest to be parsed as text."""
+        """Treat the held text as content, because it is not a call.
+
+        Returns the rest, which is to be parsed as text.
+        """
         held, self._held = self._held, ""
         self._add_content(held + "".join(self._call.raw if self._call else ()))
         self._mode, self._in_array, self._call = _Mode.TEXT, False, None
@@ -189,7 +202,10 @@ class ToolParser:
         self._num_blanks, self._closing, self._separated = 0, "", False
 
     def _parse_after_call(self, text: str) -> str:
-        """Drop the closing literal of a call; find the next call if no trigger announces it."""
+        """Drop the closing literal of a call.
+
+        Also finds the next call, if no trigger announces it.
+        """
         for index, character in enumerate(text):
             if self._closer:
                 self._held += character
@@ -211,9 +227,10 @@ class ToolParser:
         return ""
 
     def _in_closer(self, character: str) -> bool:
-        """Read a character after a call; return False once the closing literal is complete or cannot be completed.
+        """Read a character after a call, and tell whether its closing literal goes on.
 
-        In the second case the held text stays and is content.
+        The closing literal ends when it is complete, or when it cannot be completed; in the second case the held text
+        stays and is content.
         """
         if not self._closing and self._is_blank(character):
             return True

@@ -1,4 +1,7 @@
-"""`tandem run-batch`: send the requests of a file concurrently and write each result as it arrives."""
+"""`tandem run-batch`: send the requests of a file concurrently.
+
+Each result is written as it arrives.
+"""
 
 import argparse
 import asyncio
@@ -37,9 +40,10 @@ _JSON = {"content-type": "application/json"}
 
 
 class BatchSender:
-    """Sends requests, retrying up to `retries` times after RETRIED statuses and broken connections.
+    """Send the requests of a batch, and retry those that a busy server turns away.
 
-    The pause doubles with each retry and is at least the server's Retry-After, but at most LAST_PAUSE seconds.
+    A request is retried up to `retries` times after RETRIED statuses and broken connections. The pause doubles with
+    each retry and is at least the server's Retry-After, but at most LAST_PAUSE seconds.
     """
 
     def __init__(
@@ -55,7 +59,10 @@ class BatchSender:
         self._sleep = sleep
 
     async def send(self, request: BatchRequest) -> BatchResponse | BatchFailure:
-        """Send a request. Raises ServerError if the server cannot be reached, which is not a result of the request."""
+        """Send a request and return its result.
+
+        Raises ServerError if the server cannot be reached, which is not a result of the request.
+        """
         pause = FIRST_PAUSE
         for retries_left in range(self._retries, -1, -1):
             retry_after = 0.0
@@ -108,7 +115,7 @@ class _Body(Struct):
 
 
 def _usage(body: Raw) -> _Usage:
-    """Read the usage of an answer; zeros if the server does not report it."""
+    """Read the usage of an answer, or zeros if the server does not report it."""
     try:
         return msgspec.json.decode(body, type=_Body).usage
     except msgspec.ValidationError:
@@ -116,7 +123,7 @@ def _usage(body: Raw) -> _Usage:
 
 
 class Tally:
-    """Counts the results and tokens of one run."""
+    """Count the results and tokens of one run."""
 
     def __init__(self) -> None:
         self.succeeded = 0
@@ -150,7 +157,10 @@ class Tally:
 
 
 def run_batch(arguments: argparse.Namespace) -> int:
-    """Run the command; return 0 if every request of the file has succeeded, 1 if not, 2 for invalid files."""
+    """Run the command `run-batch` and return its exit code.
+
+    The code is 0 if every request of the file has succeeded, 1 if not, and 2 for invalid files.
+    """
     try:
         requests = read_requests(arguments.input)
         with open_output(arguments.output) as output:

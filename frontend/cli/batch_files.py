@@ -1,4 +1,7 @@
-"""Read and write the files of a batch: OpenAI's JSONL, one request or result per line."""
+"""Read and write the files of a batch.
+
+The format is OpenAI's JSONL, with one request or result per line.
+"""
 
 import fcntl
 import os
@@ -16,7 +19,10 @@ MAX_ID_CHARS = 512
 
 
 class BatchError(Exception):
-    """A batch whose files cannot be used; the text names the file and the line."""
+    """Error for batch files that cannot be used.
+
+    The text names the file and the line.
+    """
 
 
 class BatchRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,7 +39,10 @@ class _Body(Struct):
 
 
 def read_requests(path: Path) -> list[BatchRequest]:
-    """Read all requests of a file in order, skipping blank lines. Raises BatchError for the first invalid line."""
+    """Read all requests of a file in order, skipping blank lines.
+
+    Raises BatchError for the first invalid line.
+    """
     requests: list[BatchRequest] = []
     lines: dict[str, int] = {}
     try:
@@ -107,7 +116,10 @@ def result(custom_id: str, outcome: BatchResponse | BatchFailure) -> BatchResult
 
 
 class BatchOutput:
-    """An output file that only this process writes to. Each result is one write that ends with a newline."""
+    """An output file that only this process writes to.
+
+    Each result is one write that ends with a newline.
+    """
 
     def __init__(self, file: BinaryIO, done: dict[str, bool]) -> None:
         self.done = done
@@ -126,7 +138,7 @@ class BatchOutput:
 def open_output(path: Path) -> Iterator[BatchOutput]:
     """Open or create an output file, truncating an incomplete last line.
 
-    Raises BatchError for a file that cannot be written, that another run holds, or that has other content.
+    Raises BatchError for a file that cannot be written, is locked by another run, or has other content.
     """
     try:
         # In append mode the operating system puts every write at the end.
@@ -142,7 +154,10 @@ def open_output(path: Path) -> Iterator[BatchOutput]:
 
 
 def _recover(file: BinaryIO, path: Path) -> dict[str, bool]:
-    """Read the results in an output and truncate an incomplete last line. Raises BatchError for other content."""
+    """Read the results in an output file and truncate an incomplete last line.
+
+    Raises BatchError for other content.
+    """
     done: dict[str, bool] = {}
     end = 0
     file.seek(0)

@@ -35,7 +35,7 @@ class ChatSession:
         """Stream the answer to stdout; return False if an interrupt stopped it.
 
         An interrupted answer is kept in the conversation as far as it came; a prompt without any answer is dropped.
-        Raises ServerError.
+        Raises ServerError if the request fails.
         """
         question = {"role": "user", "content": prompt}
         body = {
@@ -57,7 +57,10 @@ class ChatSession:
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
-    """Run the command; return 0, 1 if the server could not be reached, 130 for an interrupted question."""
+    """Run the command `chat` and return its exit code.
+
+    The code is 0 for success, 1 if the server could not be reached, and 130 for an interrupted question.
+    """
     try:
         with connect(arguments.url, api_key(arguments), arguments.timeout) as server:
             model = arguments.model or server.first_model()
@@ -110,7 +113,7 @@ def _read_prompt() -> str:
 
 
 def _run_command(session: ChatSession, line: str) -> bool:
-    """Run a command; return False if it ends the program."""
+    """Run a slash command; return False if it ends the program."""
     command, _, rest = line.partition(" ")
     match command:
         case "/quit" | "/exit":

@@ -10,7 +10,10 @@ from tandem.frontend.cli.streamed_answer import StreamedAnswer
 
 
 def run_complete(arguments: argparse.Namespace) -> int:
-    """Stream the continuation of a prompt to stdout; return 0, 1 for a server error, 130 for an interrupt."""
+    """Stream the continuation of a prompt to stdout and return the exit code.
+
+    The code is 0 for success, 1 for a server error, and 130 for an interrupt.
+    """
     prompt = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
     answer = StreamedAnswer(sys.stdout, time.monotonic)
     try:

@@ -13,7 +13,10 @@ _MAX_MESSAGE_CHARS = 500
 
 
 class ServerError(Exception):
-    """A request that was refused, failed or found no server; the text is one line for the user."""
+    """Error of a request that was refused, failed or found no server.
+
+    The text is one line for the user.
+    """
 
 
 class _Body(Struct):
@@ -26,7 +29,10 @@ class _Envelope(Struct):
 
 
 def error_of_response(response: httpx.Response) -> ServerError:
-    """Make the error of a response with a status other than 200, whose body has been read."""
+    """Make the error of a response with a status other than 200.
+
+    The body of the response has been read.
+    """
     try:
         error = msgspec.json.decode(response.content, type=_Envelope).error
     except msgspec.MsgspecError:
@@ -63,10 +69,10 @@ _END = b"[DONE]"
 
 
 def event_data(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the data of each server-sent event up to `[DONE]`; events are one line each, as in OpenAI's streams.
+    """Yield the data of each server-sent event up to `[DONE]`.
 
-    Raises EOFError if the bytes end before that. Only a newline ends a line: JSON may contain the other characters
-    that Python treats as line ends.
+    Events are one line each, as in OpenAI's streams. Raises EOFError if the bytes end before that. Only a newline ends
+    a line: JSON may contain the other characters that Python treats as line ends.
     """
     rest = b""
     for chunk in chunks:
@@ -96,7 +102,10 @@ def timeouts(seconds: float) -> httpx.Timeout:
 
 
 class Connection:
-    """A connection to one server. Every method raises ServerError if it fails or the response is not usable."""
+    """A connection to one server.
+
+    Every method raises ServerError if it fails or the response is not usable.
+    """
 
     def __init__(self, http: httpx.Client, url: str) -> None:
         self._http = http
@@ -155,5 +164,8 @@ class Connection:
 
 
 def connect(url: str, api_key: str | None, timeout: float) -> Connection:
-    """Create a connection without sending anything; `timeout` is in seconds between two bytes."""
+    """Create a connection without sending anything.
+
+    `timeout` is the longest time in seconds between two bytes.
+    """
     return Connection(httpx.Client(headers=headers(api_key), timeout=timeouts(timeout)), url)

@@ -1,4 +1,7 @@
-"""Flags of the commands that talk to a running server, and the request fields they fill."""
+"""Flags of the commands that talk to a server, and the fields they fill.
+
+The fields are those of requests to the running server.
+"""
 
 import argparse
 import json
@@ -44,7 +47,10 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of generation; fields whose flags are not given are left to the server."""
+    """Add the flags of generation.
+
+    Fields without a given flag are left to the server.
+    """
     group = parser.add_argument_group("answer")
     group.add_argument("--model", help="name of the model (default: the first one of the server)")
     for field in FLAG_FIELDS:
@@ -67,13 +73,19 @@ def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def api_key(arguments: argparse.Namespace) -> str | None:
-    """Return the API key to send: the flag's, or else the first one in the environment variable, or None."""
+    """Return the API key to send, or None.
+
+    The key is the flag's, or else the first one in the environment variable.
+    """
     keys = os.environ.get(KEY_VARIABLE, "").replace(",", " ").split()
     return arguments.api_key or (keys[0] if keys else None)
 
 
 def server_url(text: str) -> str:
-    """Parse the address of a server; OpenAI's `/v1` at its end is removed. Raises ArgumentTypeError."""
+    """Parse the address of a server, and remove OpenAI's `/v1` from its end.
+
+    Raises ArgumentTypeError for an address that is not valid.
+    """
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"{text!r} must start with http:// or https://")
     return text.rstrip("/").removesuffix("/v1")

@@ -23,7 +23,10 @@ _WAITING = ("waiting", "compiling", "following")
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    """Print the state once, or every `--watch` seconds until an interrupt; return 0, or 1 for a server error."""
+    """Print the scheduler state, and return the exit code.
+
+    The state is printed once, or every `--watch` seconds until an interrupt. The code is 0, or 1 for a server error.
+    """
     try:
         with connect(arguments.url, api_key(arguments), arguments.timeout) as server:
             if arguments.watch is None:
@@ -39,7 +42,10 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
 
 def report(server: Connection) -> str:
-    """Fetch and format the scheduler state. Raises ServerError."""
+    """Fetch and format the scheduler state.
+
+    Raises ServerError if the request fails.
+    """
     state = server.get("/admin/scheduler")
     try:
         return render(state)
@@ -50,7 +56,10 @@ def report(server: Connection) -> str:
 
 
 def _screenful(text: str) -> str:
-    """Cut a text to the terminal's size, so that the summary does not scroll away and long lines do not wrap."""
+    """Cut a text to the terminal's size.
+
+    Without that, the summary could scroll away and long lines could wrap.
+    """
     columns, height = shutil.get_terminal_size()
     lines = text.splitlines()
     if len(lines) >= height:
@@ -60,7 +69,10 @@ def _screenful(text: str) -> str:
 
 
 def render(state: dict[str, Any]) -> str:
-    """Format the summary, the sequences and the sessions of a response to `GET /admin/scheduler`."""
+    """Format the summary, the sequences and the sessions of a scheduler state.
+
+    `state` is the response to `GET /admin/scheduler`.
+    """
     parts = ["\n".join(_summary(state))]
     sequences = [{**one, "wait": one["wait"] if one["state"] in _WAITING else None} for one in state["sequences"]]
     sessions = [{**one, "idle": None if one["busy"] else one["idle"]} for one in state["sessions"]]

@@ -49,7 +49,10 @@ _BOUNDED_FLAGS = (*FRONTEND_FLAGS, *OPS_FLAGS, *CLIENT_FLAGS, *BATCH_FLAGS, *INS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code, which is 2 for usage errors and invalid settings."""
+    """Run one command and return its exit code.
+
+    The code is 2 for usage errors and invalid settings.
+    """
     arguments = build_parser().parse_args(argv)
     logging.basicConfig(
         level=getattr(arguments, "log_level", "warning").upper(), format="%(levelname)s %(name)s: %(message)s"
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of stdout is gone: discard what is still buffered
+    except BrokenPipeError:  # The reader of stdout is gone: discard the buffered output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -5,12 +5,12 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any, TextIO
 
-# Only the program may set colours and move the cursor, not the text of a model.
+# Only the program may set colors and move the cursor, not the text of a model.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class StreamedAnswer:
-    """Prints the events of `/v1/completions` and `/v1/chat/completions`.
+    """Print the events of `/v1/completions` and `/v1/chat/completions`.
 
     On a terminal, control characters are printed as U+FFFD and reasoning is dim; to a file or pipe, only the content
     is written, unchanged.
@@ -29,7 +29,10 @@ class StreamedAnswer:
         self._usage: dict[str, Any] = {}
 
     def follow(self, events: Generator[dict[str, Any], None, None]) -> bool:
-        """Print all events; return False if an interrupt stopped it. In any case the last line is completed."""
+        """Print all events, and return False if an interrupt stopped them.
+
+        In any case the last line is completed.
+        """
         try:
             with closing(events):
                 for event in events:
@@ -49,7 +52,7 @@ class StreamedAnswer:
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
             self._show(delta.get("reasoning_content"), reasoning=True)
             content = delta.get("content") or choice.get("text")
-            # Kept before it is printed: text that was seen before an interrupt is part of the conversation.
+            # Keep the text before printing it: text that was seen before an interrupt is part of the conversation.
             self.content += content or ""
             self._show(content, reasoning=False)
 

@@ -1,4 +1,7 @@
-"""Build the grammar of a request from its fields, and check it before the engine compiles it."""
+"""Build the grammar of a request from its fields, and check it.
+
+The check comes before the engine compiles the grammar.
+"""
 
 from collections.abc import Mapping
 
@@ -11,7 +14,10 @@ from tandem.frontend.workers import Workers
 
 
 class GrammarBuilder:
-    """Builds the grammars of requests; `special_tokens` maps the text of the tokenizer's special tokens to their id."""
+    """Build the grammars of requests.
+
+    `special_tokens` maps the text of the tokenizer's special tokens to their id.
+    """
 
     def __init__(self, checker: GrammarChecker, workers: Workers, special_tokens: Mapping[str, int]) -> None:
         self._checker = checker
@@ -27,9 +33,9 @@ class GrammarBuilder:
     ) -> str | None:
         """Build the grammar text for the engine, or return None for unconstrained output.
 
-        `syntax` is how the model writes the calls of `use`; without it, calls are not constrained. Raises ApiError 400
-        with the place of an error in a grammar, 422 for fields that cannot be combined, and 503 while too many other
-        grammars are being compiled.
+        `syntax` is the format in which the model writes the calls of `use`; without it, calls are not constrained.
+        Raises ApiError 400 with the place of an error in a grammar, 422 for fields that cannot be combined, and 503
+        while too many other grammars are being compiled.
         """
         if not self._is_constrained(options, use):
             return None

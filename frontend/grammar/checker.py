@@ -1,4 +1,7 @@
-"""Compile grammars in disposable child processes, to reject bad ones before the engine sees them."""
+"""Compile grammars in disposable child processes, to reject bad ones.
+
+Bad grammars are rejected before the engine sees them.
+"""
 
 import asyncio
 import hashlib
@@ -30,9 +33,9 @@ _LARK_ERROR = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 
 
 class GrammarChecker:
-    """Checks grammars by compiling them in a few child processes, and caches the results.
+    """Check grammars by compiling them in a few child processes.
 
-    `special_tokens` maps the text of the tokenizer's special tokens to their id.
+    The results are cached. `special_tokens` maps the text of the tokenizer's special tokens to their id.
     """
 
     def __init__(self, vocab_size: int, special_tokens: Mapping[str, int]) -> None:
@@ -99,7 +102,7 @@ class GrammarChecker:
     def _compiled(self, key: bytes, task: asyncio.Task[str | None]) -> None:
         del self._compiling[key]
         if not task.cancelled():
-            task.exception()  # marks it as retrieved, in case every waiting request was cancelled
+            task.exception()  # Mark the exception as retrieved, in case every waiting request was cancelled.
 
     async def _explain(self, grammar: Grammar, error: str) -> str:
         """Word a compiler error for the client, with its place in the field."""

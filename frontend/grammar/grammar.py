@@ -65,9 +65,10 @@ class Grammar(Struct, frozen=True):
         return _encode({"grammars": [self.body]})
 
     def after_thinking(self, opened: bool, special_tokens: Mapping[str, int]) -> str:
-        """Encode this grammar preceded by reasoning, which is any text up to its closing tag.
+        """Encode this grammar preceded by reasoning.
 
-        `opened` says that the prompt ended with the opening tag; otherwise the reasoning is optional.
+        Reasoning is any text up to its closing tag. With `opened`, the prompt ended with the opening tag; otherwise the
+        reasoning is optional.
         """
         closed = f"closed {_BLANK_LINES}"
         reasoning = closed if opened else f"({literal(THINK_START, special_tokens)} {closed})?"
@@ -82,7 +83,7 @@ class Grammar(Struct, frozen=True):
 def output_grammar(
     response_format: Mapping[str, Any] | None, regex: str | None, choice: Sequence[str], grammar: str | None
 ) -> Grammar | None:
-    """Build the grammar that these request fields ask for; None for unconstrained text.
+    """Build the grammar that the request fields ask for; None if they ask for none.
 
     Raises ApiError 422 if two of the fields are given, and 400 for a schema that is not supported.
     """
@@ -106,7 +107,10 @@ def output_grammar(
 
 
 def schema_grammar(schema: dict[str, Any], param: str, name: str) -> Grammar:
-    """Build the grammar of a JSON schema. Raises ApiError 400 for a schema that is not supported."""
+    """Build the grammar of a JSON schema.
+
+    Raises ApiError 400 for a schema that is not supported.
+    """
     try:
         check_schema(schema)
     except SchemaError as error:
@@ -120,14 +124,20 @@ def lark(text: str) -> dict[str, Any]:
 
 
 def literal(text: str, special_tokens: Mapping[str, int]) -> str:
-    """Write a text in Lark, its special tokens by id: a model cannot produce them from ordinary tokens."""
+    """Write a text in Lark, with its special tokens by id.
+
+    A model cannot produce special tokens from ordinary ones.
+    """
     names = sorted(special_tokens, key=len, reverse=True)
     parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
     return " ".join(f"<[{special_tokens[part]}]>" if part in special_tokens else quoted(part) for part in parts if part)
 
 
 def quoted(text: str) -> str:
-    """Write a string literal in Lark, with non-ASCII characters escaped: its lexer rejects some of them."""
+    """Write a string literal in Lark, with non-ASCII characters escaped.
+
+    Lark's lexer rejects some of them.
+    """
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 

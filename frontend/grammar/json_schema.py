@@ -1,6 +1,7 @@
-"""Check and prepare JSON schemas for the grammar compiler; report what is not supported by its JSON pointer.
+"""Check and prepare JSON schemas for the grammar compiler.
 
-All checks are bounded in time. `GrammarChecker` finds out whether a schema can be satisfied, by compiling it.
+Parts that are not supported are reported with their JSON pointer. All checks are bounded in time. `GrammarChecker`
+finds out whether a schema can be satisfied, by compiling it.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
@@ -48,7 +49,10 @@ LENIENT_OPTIONS = {**OPTIONS, "lenient": True}
 
 
 class SchemaError(Exception):
-    """An error in a schema; `pointer` is the JSON pointer of the subschema, as a URI fragment."""
+    """An error in a schema.
+
+    `pointer` is the JSON pointer of the subschema, as a URI fragment.
+    """
 
     def __init__(self, pointer: str, reason: str) -> None:
         shown = pointer if len(pointer) <= MAX_POINTER_CHARS else pointer[:MAX_POINTER_CHARS] + "..."
@@ -62,7 +66,10 @@ def with_options(schema: dict[str, Any], options: dict[str, Any]) -> dict[str, A
 
 
 def check_nesting(value: object) -> None:
-    """Raise SchemaError for JSON nested deeper than MAX_NESTING levels, without recursion."""
+    """Raise SchemaError for JSON that is nested more than MAX_NESTING levels deep.
+
+    The check does not recurse.
+    """
     level: list[tuple[str, object]] = [("#", value)]
     depth = 0
     while level:
@@ -82,7 +89,10 @@ def _containers(pointer: str, parent: object) -> Iterator[tuple[str, object]]:
 
 
 def check_schema(schema: dict[str, Any]) -> None:
-    """Raise SchemaError for a schema that is too large, malformed, or uses a keyword that is not supported."""
+    """Raise SchemaError for a schema that is too large, malformed or unsupported.
+
+    A schema is unsupported if it uses a keyword that is not supported.
+    """
     check_nesting(schema)
     num_schemas = num_values = 0
     for pointer, node in walk_schemas(schema):
@@ -101,7 +111,10 @@ def check_schema(schema: dict[str, Any]) -> None:
 
 
 def walk_schemas(schema: object) -> Iterator[tuple[str, object]]:
-    """Yield a schema and all its subschemas in document order, each with its JSON pointer."""
+    """Yield a schema and its subschemas, each with its JSON pointer.
+
+    All subschemas are included, in document order.
+    """
     stack = [("#", schema)]
     while stack:
         pointer, node = stack.pop()
@@ -123,7 +136,10 @@ def subschemas(node: object) -> list[tuple[tuple[object, ...], object]]:
 
 
 def map_schemas(schema: object, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Copy a schema, applying `change` to a copy of each object schema, outer ones first."""
+    """Copy a schema, applying `change` to each object schema.
+
+    `change` gets a copy of each, outer ones first.
+    """
     if not isinstance(schema, dict):
         return schema
     copy = dict(change(dict(schema)))
@@ -138,7 +154,10 @@ def map_schemas(schema: object, change: Callable[[dict[str, Any]], dict[str, Any
 
 
 def rebase_references(schema: dict[str, Any], base: str) -> dict[str, Any]:
-    """Copy a schema for embedding at the JSON pointer `base`, so that its references to itself still resolve."""
+    """Copy a schema for embedding at the JSON pointer `base`.
+
+    The copy's references to itself still resolve there.
+    """
 
     def move(node: dict[str, Any]) -> dict[str, Any]:
         node.pop("$id", None)
@@ -152,9 +171,10 @@ def rebase_references(schema: dict[str, Any], base: str) -> dict[str, Any]:
 
 
 async def locate_failure(schema: dict[str, Any], fails_alike: Callable[[dict[str, Any]], Awaitable[bool]]) -> str:
-    """Find the JSON pointer of the innermost schema that fails in the same way as the whole schema.
+    """Find the JSON pointer of the innermost schema that fails like the whole one.
 
-    Descends from the root: `fails_alike` is asked about each subschema of the last one that failed.
+    The search descends from the root: `fails_alike` is called with each subschema of the last one that failed, and
+    tells whether it fails in the same way.
     """
     pointer, node = "#", schema
     shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -168,7 +188,10 @@ async def locate_failure(schema: dict[str, Any], fails_alike: Callable[[dict[str
 
 
 def _join_pointer(pointer: str, *keys: object) -> str:
-    """Append keys to a JSON pointer, escaped as in RFC 6901 and cut at 100 characters each."""
+    """Append keys to a JSON pointer, escaped as in RFC 6901.
+
+    Each key is cut at 100 characters.
+    """
     return "/".join([pointer, *(str(key).replace("~", "~0").replace("/", "~1")[:100] for key in keys)])
 
 
@@ -232,7 +255,7 @@ def _check_reference(pointer: str, reference: object, root: dict[str, Any]) -> N
 
 
 def invalid_schema(error: SchemaError, param: str, name: str) -> ApiError:
-    """Make the 400 for a schema; `name` is how the message names the schema's field."""
+    """Make the 400 for a schema; the message calls the schema's field `name`."""
     return ApiError(400, f"{name} is invalid {error}", param, "invalid_json_schema")
 
 
@@ -241,9 +264,10 @@ _COMBINING_KEYWORDS = {"allOf", "anyOf", "oneOf", "$ref"}
 
 
 def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
-    """Add `additionalProperties: false` to objects that list properties and say nothing about others.
+    """Close objects that list properties and say nothing about others.
 
-    A schema that combines several schemas is returned unchanged: closed, they would exclude each other's properties.
+    They get `additionalProperties: false`. A schema that combines several schemas is returned unchanged: closed, they
+    would exclude each other's properties.
     """
     if any(_combines_schemas(node) for _, node in walk_schemas(schema)):
         return schema

@@ -1,4 +1,7 @@
-"""Client of one process that compiles grammars, started on demand and replaced after a failure."""
+"""Client of one process that compiles grammars.
+
+The process is started on demand and replaced after a failure.
+"""
 
 import asyncio
 import contextlib
@@ -12,13 +15,16 @@ from tandem.protocol.errors import ErrorCode
 
 MAX_GRAMMAR_CHARS = 2**20
 CHECK_SECONDS = 10.0
-"""Wall-clock limit of one compilation. The process also limits its CPU time, which ends it sooner if idle."""
+"""Wall-clock limit of one compilation in seconds; on an idle machine, the limit on CPU time ends the process sooner."""
 TOO_COMPLEX = "it takes too much time, memory or depth to compile; make it smaller or simpler"
 _ARGV = (sys.executable, "-P", "-m", "tandem.frontend.grammar.worker")
 
 
 class GrammarProcess:
-    """Runs `tandem.frontend.grammar.worker` from the first request on; `hello` is the first line sent to it."""
+    """Run `tandem.frontend.grammar.worker` from the first request on.
+
+    `hello` is the first line sent to the process.
+    """
 
     def __init__(self, hello: bytes) -> None:
         self._hello = hello

@@ -23,10 +23,11 @@ from tandem.frontend.request.tools import Tool, ToolUse
 
 
 class CallSyntax(Struct, frozen=True):
-    """The literals around calls: `opening`, calls separated by `between`, `closing`; `before` and `after` each call.
+    """The literals around the tool calls of an output.
 
-    A call is a JSON object with the keys `name` and the value of `arguments`. `trigger` ends free text; where it is
-    empty, an output is free text unless it starts with a brace.
+    Calls start after `opening`, are separated by `between` and end with `closing`; `before` and `after` enclose each
+    call. A call is a JSON object with the keys `name` and the value of `arguments`. `trigger` ends free text; if it
+    is empty, an output is free text unless it starts with a brace.
     """
 
     trigger: str = ""
@@ -47,7 +48,7 @@ GENERIC_JSON = CallSyntax()
 def tool_grammar(
     use: ToolUse, syntax: CallSyntax, special_tokens: Mapping[str, int], content: Grammar | None = None
 ) -> Grammar | None:
-    """Build the grammar of an output that may call tools; None if the output is not constrained.
+    """Build the grammar of an output that may call tools; None without constraints.
 
     A required call always follows its format and the supported part of its arguments' schema; the arguments of a
     strict tool follow the whole schema. `special_tokens` maps the text of the tokenizer's special tokens to their id;
@@ -78,7 +79,7 @@ _NO_CALL = rf"{_BLANKS}([^{{\[ \n\r\t](.|\n)*|\[({_BLANKS}[^{{ \n\r\t](.|\n)*)?)
 
 
 class _RuleWriter:
-    """Writes the Lark rules of one call syntax."""
+    """Write the Lark rules of one call syntax."""
 
     def __init__(self, syntax: CallSyntax, special_tokens: Mapping[str, int]) -> None:
         self._syntax = syntax
@@ -115,7 +116,10 @@ class _RuleWriter:
 
 
 def _call_schema(tool: Tool, syntax: CallSyntax) -> dict[str, Any]:
-    """Make the JSON schema of a call of this tool. Raises ApiError 400 for parameters that are not supported."""
+    """Make the JSON schema of a call of this tool.
+
+    Raises ApiError 400 for parameters that are not supported.
+    """
     try:
         parameters, options = _parameters(tool)
     except SchemaError as error:
@@ -130,7 +134,10 @@ def _call_schema(tool: Tool, syntax: CallSyntax) -> dict[str, Any]:
 
 
 def _parameters(tool: Tool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the schema of a tool's arguments, which are always an object, and the compiler's options for it."""
+    """Return the schema of a tool's arguments, and the compiler's options for it.
+
+    The arguments are always an object.
+    """
     given = tool.parameters
     if not tool.strict:
         check_nesting(given)
@@ -142,7 +149,7 @@ def _parameters(tool: Tool) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _states_type(schema: dict[str, Any] | None) -> bool:
-    """Tell whether a schema states the type of its value, directly or through a combination."""
+    """Tell whether a schema states its value's type, directly or by combination."""
     return schema is not None and not {"type", "$ref", "anyOf", "oneOf", "allOf"}.isdisjoint(schema)
 
 

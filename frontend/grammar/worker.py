@@ -1,4 +1,6 @@
-"""Program that compiles grammars to check them: `python -m tandem.frontend.grammar.worker`.
+"""Program that compiles grammars to check them.
+
+It is started as `python -m tandem.frontend.grammar.worker`.
 
 It runs as a separate process because a hostile grammar can take unbounded time and memory or overflow the compiler's
 stack, none of which can be stopped within a process. Each line on stdin is a JSON array: first
@@ -18,19 +20,19 @@ import msgspec
 from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEXER_STATES
 
 CPU_SECONDS = 2
-"""CPU time for one grammar."""
+"""CPU time for one grammar, in seconds."""
 MEMORY_BYTES = 2 * 2**30
 STACK_BYTES = 2 * 2**20
-"""Stack of the compiling thread: a quarter of the engine's, so that what compiles here also compiles there."""
+"""Stack of the compiling thread in bytes: a quarter of the engine's, so that what compiles here also compiles there."""
 
 UNSATISFIABLE = "no output can ever satisfy it"
 
 
 class ByteTokenizer:
-    """A vocabulary of the 256 bytes, and of the model's special tokens under their own ids.
+    """A vocabulary of the 256 bytes and the model's special tokens.
 
-    How bytes are grouped into tokens does not change which texts a grammar accepts. Has the attributes that
-    llguidance's TokenizerWrapper reads.
+    Special tokens keep their ids. The grouping of bytes into tokens does not change which texts a grammar accepts. The
+    class has the attributes that llguidance's TokenizerWrapper reads.
     """
 
     bos_token_id = None
@@ -66,7 +68,10 @@ def check(tokenizer: llguidance.LLTokenizer, grammar: str) -> str | None:
 
 
 def _limit_cpu_time(seconds: int) -> None:
-    """Limit the further CPU time of this process; the kernel ends it beyond the limit."""
+    """Limit the CPU time that this process may still use, in seconds.
+
+    The kernel ends it beyond the limit.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(used.ru_utime + used.ru_stime) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))

@@ -39,7 +39,10 @@ class Conversation(Struct, frozen=True):
 
 
 def conversation(values: Mapping[str, Any], tool_use: ToolUse) -> Conversation:
-    """Build a conversation from the parsed fields of a body. Raises ApiError 422 for contradicting fields."""
+    """Build a conversation from the parsed fields of a body.
+
+    Raises ApiError 422 for contradicting fields.
+    """
     continues = values["continue_final_message"]
     generation_prompt = values["add_generation_prompt"]
     if generation_prompt is None:
@@ -61,7 +64,10 @@ def conversation(values: Mapping[str, Any], tool_use: ToolUse) -> Conversation:
 
 
 def template_kwargs(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the further variables of the template. Raises ApiError 422 for the name of a request field."""
+    """Return the further variables of the template.
+
+    Raises ApiError 422 for a variable named like a request field.
+    """
     kwargs: dict[str, Any] = values["chat_template_kwargs"] or {}
     for name in kwargs:
         if name in _RESERVED_KWARGS:

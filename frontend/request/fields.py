@@ -1,4 +1,7 @@
-"""Tables of request fields, which parse a body, describe it for `/openapi.json` and name its flags."""
+"""Tables of request fields.
+
+They parse a body, describe it for `/openapi.json` and name its flags.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -32,7 +35,10 @@ class Field(Struct, frozen=True):
 
     @property
     def help(self) -> str:
-        """The text as the help of a command-line flag, which is neither capitalized nor ends in a period."""
+        """The text as the help of a command-line flag.
+
+        It is not capitalized and does not end in a period.
+        """
         return (self.text[:1].lower() + self.text[1:]).rstrip(".")
 
     @property

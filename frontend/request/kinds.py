@@ -1,4 +1,7 @@
-"""Kinds of values that a request field can hold: each parses its JSON and describes it as a schema."""
+"""Kinds of values that a request field can hold.
+
+Each kind parses its JSON and describes it as a schema.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,14 +16,14 @@ from tandem.frontend.request.schema import ANY, BOOLEAN, ID, Schema, array, cons
 from tandem.frontend.request.values import decode_field, decode_typed, type_name, wrong_type
 
 MAX_FIELD_BYTES = 256 * 1024
-"""Most JSON of one field of ordinary size: more than any value within bounds needs, and decoded quickly."""
+"""Maximum bytes of JSON of a field of ordinary size: more than any valid value needs, and decoded quickly."""
 MAX_BIAS = 100.0
 """Largest absolute bias of a token."""
 _MAX_ID_DIGITS = 10
 
 
 class Kind(Struct, frozen=True):
-    """Base of all kinds.
+    """Base class of all kinds.
 
     An absent field and a null both mean the default. A wrong JSON type is ApiError 400, a value that is out of range
     or not supported 422; both name the field.
@@ -37,15 +40,24 @@ class Kind(Struct, frozen=True):
         return str
 
     def reader(self, name: str) -> Callable[[Raw], Any]:
-        """Return the function that parses the JSON of a field of this name, which is not null."""
+        """Return the function that parses the JSON of a field of this name.
+
+        The JSON is not null.
+        """
         return partial(self.read, name)
 
     def read(self, name: str, raw: Raw) -> Any:
-        """Parse the JSON of a field, which is not null. Raises ApiError 400 or 422."""
+        """Parse the JSON of a field, which is not null.
+
+        Raises ApiError 400 for a wrong JSON type and 422 for a value out of range or not supported.
+        """
         return self.check(name, decode_field(sized(name, raw), name))
 
     def check(self, name: str, value: Any) -> Any:
-        """Return the value that a decoded one stands for. Raises ApiError 400 or 422."""
+        """Check a decoded value and return the value that it stands for.
+
+        Raises ApiError 400 for a wrong JSON type and 422 for a value out of range or not supported.
+        """
         raise NotImplementedError
 
     def schema(self) -> Schema:
@@ -84,7 +96,10 @@ class Integer(Kind, frozen=True):
 
 
 class Number(Kind, frozen=True):
-    """A finite number within bounds; with `above_minimum` the minimum itself is excluded."""
+    """A finite number within bounds.
+
+    The bounds are inclusive; with `above_minimum`, the minimum itself is excluded.
+    """
 
     minimum: float
     maximum: float
@@ -137,7 +152,10 @@ class Boolean(Kind, frozen=True):
 
 
 class String(Kind, frozen=True):
-    """A string of any content, or of 1 to `max_chars` characters and at most `max_bytes` bytes of UTF-8."""
+    """A string of any content, or within bounds on its length.
+
+    The bounds are 1 to `max_chars` characters, and at most `max_bytes` bytes of UTF-8.
+    """
 
     max_chars: int | None = None
     max_bytes: int | None = None
@@ -179,7 +197,10 @@ class OneOf(Kind, frozen=True):
 
 
 class Strings(Kind, frozen=True):
-    """A string, or an array of at most `max_items`, each of 1 to `max_chars` characters; a tuple once parsed."""
+    """A string or an array of strings; a tuple once parsed.
+
+    It holds at most `max_items` strings, each of 1 to `max_chars` characters.
+    """
 
     max_items: int
     max_chars: int
@@ -229,7 +250,10 @@ class TokenIds(Kind, frozen=True):
 
 
 class TokenBiases(Kind, frozen=True):
-    """An object from at most `max_items` token ids to biases between -MAX_BIAS and MAX_BIAS."""
+    """An object that maps token ids to biases.
+
+    It has at most `max_items` ids; biases are between -MAX_BIAS and MAX_BIAS.
+    """
 
     max_items: int
 
@@ -281,7 +305,10 @@ class JsonObject(Kind, frozen=True):
 
 
 class Typed(Kind, frozen=True):
-    """A value of a msgspec type; `content` describes it where bounds are checked beyond the type."""
+    """A value of a msgspec type.
+
+    `content` describes it if bounds are checked beyond the type.
+    """
 
     shape: Any
     content: Schema | None = None
@@ -307,7 +334,10 @@ class Parsed(Kind, frozen=True):
 
 
 class Unsupported(Kind, frozen=True):
-    """A field that is not supported, and the values besides null that change nothing and are accepted."""
+    """A field that is not supported, except for values that change nothing.
+
+    These are null and the values of `accepted`.
+    """
 
     accepted: tuple[Any, ...] = ()
 
@@ -332,7 +362,10 @@ class Ignored(Kind, frozen=True):
 
 
 def sized(name: str, raw: Raw) -> Raw:
-    """Return the JSON of a field of ordinary size. Raises ApiError 422 for more than MAX_FIELD_BYTES."""
+    """Return the JSON of a field of ordinary size.
+
+    Raises ApiError 422 for more than MAX_FIELD_BYTES.
+    """
     if (size := len(memoryview(raw))) > MAX_FIELD_BYTES:
         raise unsupported(f"{{param}} has {size} bytes of JSON; at most {MAX_FIELD_BYTES} are allowed", name)
     return raw

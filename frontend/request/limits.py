@@ -17,7 +17,10 @@ class RequestLimits(Struct, frozen=True):
     max_prompt_tokens: int | None = None
 
     def check(self, options: GenerationOptions) -> None:
-        """Check the options. Raises ApiError 422 with the number and the flag."""
+        """Check the options of a request.
+
+        Raises ApiError 422, with the limit and its flag, for options beyond the limits.
+        """
         for name, value, most, flag in (
             ("n", options.n, self.max_n, "--max-n"),
             ("logprobs", options.logprobs or 0, self.max_top_logprobs, "--max-top-logprobs"),
@@ -27,7 +30,10 @@ class RequestLimits(Struct, frozen=True):
                 raise unsupported(f"{{param}} asks for {value}, this server allows at most {most} ({flag})", name)
 
     def check_prompt(self, length: int, field: str, qualifier: str = "") -> None:
-        """Check the number of a prompt's tokens. Raises ApiError 400 with the number and the flag."""
+        """Check the number of a prompt's tokens.
+
+        Raises ApiError 400, with the limit and its flag, for a prompt that is too long.
+        """
         if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
             raise ApiError(
                 400,

@@ -10,7 +10,7 @@ from tandem.frontend.request.values import decode_field, decode_typed
 
 MAX_MESSAGES = 8192
 MAX_PARTS = 16384
-"""Most content parts and tool calls of all messages together."""
+"""Maximum number of content parts and tool calls of all messages together."""
 
 
 class _Text(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -74,10 +74,11 @@ MESSAGES: Schema = array(of_type(_Message), MAX_MESSAGES, 1)
 
 
 def parse_messages(raw: Raw) -> list[dict[str, Any]]:
-    """Parse messages: content as one string, arguments of tool calls as an object, no nulls.
+    """Parse the messages of a conversation.
 
-    Several text parts of one message are joined by line breaks. Raises ApiError 400 for a malformed message, 422 for
-    one that is not supported; `param` is the path of the fault.
+    In the result, content is one string, arguments of tool calls are an object, and nulls are left out. Several text
+    parts of one message are joined by line breaks. Raises ApiError 400 for a malformed message, 422 for one that is not
+    supported; `param` is the path of the fault.
     """
     data = bytes(memoryview(raw))
     # In valid JSON these bytes are a key or a string of their own: quotes within a text have a backslash.
@@ -121,9 +122,10 @@ def _joined(content: str | list[_Text] | list[_Text | _Refusal] | None) -> str |
 
 
 def tool_call(call_id: str, name: str, written: str) -> dict[str, Any]:
-    """Build a tool call for a chat template, which writes its arguments as JSON itself.
+    """Build a tool call for a chat template.
 
-    Arguments that a model wrote and that are not a JSON object stay text.
+    The template writes the arguments as JSON itself. Arguments that a model wrote and that are not a JSON object stay
+    text.
     """
     arguments: Any = written
     try:

@@ -1,4 +1,7 @@
-"""Options of a generation: the request fields that all generating routes share, and their validated values."""
+"""Options of a generation.
+
+They are the request fields that all generating routes share, and their validated values.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +40,7 @@ MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_CHOICES = 1024
-"""Most alternatives of `choice`."""
+"""Maximum number of alternatives of `choice`."""
 MAX_PATTERN_CHARS = 64 * 1024
 INT32_MAX = 2**31 - 1
 
@@ -59,7 +62,7 @@ def _read_stream_options(raw: Raw) -> Mapping[str, Any]:
 def _sampling_kind(field: SamplingField) -> Kind:
     if not field.is_integer:
         return Number(field.minimum, field.maximum, field.neutral, field.above_minimum)
-    # Clients write -1, too, for a top_k that keeps every token.
+    # Clients also write -1 for a top_k that keeps every token.
     minimum = -1 if field.name == "top_k" else int(field.minimum)
     return Integer(minimum, int(field.maximum), int(field.neutral))
 
@@ -137,33 +140,36 @@ FLAG_FIELDS = (Field("max_tokens", Integer(1, INT32_MAX), "Maximum number of tok
 
 
 class GenerationOptions(Struct, frozen=True, kw_only=True):
-    """Validated options of a generation. Admission checks what depends on the model: vocabulary and lengths."""
+    """Validated options of a generation.
+
+    Admission checks the rest, which depends on the model: vocabulary and lengths.
+    """
 
     model: str
     n: int = 1
     stream: bool
     include_usage: bool
     stream_events: bool = False
-    """The stream has one event a token, in this server's own format, instead of OpenAI's chunks."""
+    """True if the stream has one event per token, in this server's own format, instead of OpenAI's chunks."""
     return_token_ids: bool = False
     max_tokens: int
     max_tokens_by_default: bool
-    """`max_tokens` is a default, which is lowered to the room that the model and the KV pool have."""
+    """True if `max_tokens` is a default, which is lowered to the room that the model and the KV pool have."""
     min_tokens: int
     sampling: SamplingParams
-    """The numbers of sampling; admission adds the seed, the stop tokens and the biases."""
+    """Parameters of sampling; admission adds the seed, the stop tokens and the biases."""
     seed: int | None
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     include_stop: bool
-    """The text includes the stop string or token that ended it."""
+    """True if the text includes the stop string or token that ended it."""
     ignore_eos: bool
     skip_special_tokens: bool
     logit_bias: dict[int, float]
     logprobs: int | None
     """Number of alternatives reported with each token's log-probability; None for no log-probabilities."""
     prompt_logprobs: int | None = None
-    """The same number for the tokens of the prompt, which are echoed with them."""
+    """Number of alternatives reported for each echoed token of the prompt; None for no log-probabilities."""
     num_returned: int | None = None
     """Number of a prompt's `n` choices that are returned, those with the highest mean log-probability (`best_of`);
     None for all."""
@@ -172,11 +178,11 @@ class GenerationOptions(Struct, frozen=True, kw_only=True):
     choice: tuple[str, ...]
     grammar: str | None
     priority: int
-    """Urgency; higher is more urgent."""
+    """Priority of scheduling; higher is more urgent."""
     session_id: str
     """Conversation whose KV cache is kept for its next turn; "" for none."""
     cache_salt: str
-    """Cached KV is shared only among requests of the same salt."""
+    """Salt of the cached KV, which is shared only among requests of the same salt."""
 
 
 _SAME_NAME = GenerationOptions.__struct_fields__
@@ -220,7 +226,10 @@ def _sampling_params(values: Mapping[str, Any], max_tokens: int) -> SamplingPara
 
 
 def _check_events(options: GenerationOptions) -> None:
-    """Reject what an event of a token, which has only its text and id, has no room for."""
+    """Reject options that a stream of events has no room for.
+
+    The event of a token has only its text and id.
+    """
     if not options.stream_events:
         return
     rejected = {
@@ -239,5 +248,8 @@ def rejected_with_events(name: str) -> ApiError:
 
 
 def rejected_with_session(name: str) -> ApiError:
-    """Return the 422 for a field that asks for more than the one sequence of a session's turn."""
+    """Return the 422 for a field that asks a session for several sequences.
+
+    A turn of a session has one sequence.
+    """
     return unsupported("'session_id' takes one sequence at a time; {param} asks for more", name)

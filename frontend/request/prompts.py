@@ -1,7 +1,8 @@
-"""The field `prompt`: a string, an array of strings, of token ids, or of token-id arrays.
+"""The field `prompt` of requests.
 
-It may be as large as a body, so its items are counted before they are decoded, and decoded in slices: a call into
-the JSON decoder holds the interpreter lock until it returns.
+It is a string, or an array of strings, of token ids, or of token-id arrays. It may be as large as a body, so its items
+are counted before they are decoded, and decoded in slices: a call into the JSON decoder holds the interpreter lock
+until it returns.
 """
 
 from collections.abc import Iterator
@@ -32,7 +33,10 @@ _BLANK = b" \t\r\n"
 
 
 def parse_prompts(raw: Raw) -> list[Prompt]:
-    """Parse the prompts, at least one. Raises ApiError 400 for another form, 422 for too many."""
+    """Parse the prompts of a request, at least one.
+
+    Raises ApiError 400 for another form, 422 for too many.
+    """
     data = bytes(memoryview(raw))
     if data.startswith(b'"'):
         return [decode_field(data, "prompt")]
@@ -47,7 +51,7 @@ def parse_prompts(raw: Raw) -> list[Prompt]:
 
 
 def _texts(data: bytes) -> list[Prompt]:
-    # Each string has two quotes. Those behind a backslash are text, or the end of a string that ends in one.
+    # Each string has two quotes. Those after a backslash are text, or the end of a string that ends in one.
     _check_count((data.count(b'"') - data.count(b'\\"')) // 2)
     texts: list[Prompt] = decode_exact(data, "prompt", list[str], _NO_MIXTURE)
     _check_count(len(texts))
@@ -55,7 +59,10 @@ def _texts(data: bytes) -> list[Prompt]:
 
 
 def _id_arrays(data: bytes) -> Iterator[list[int]]:
-    """Yield the inner arrays of a JSON array, which must contain only arrays of numbers."""
+    """Yield the inner arrays of a JSON array.
+
+    The outer array must contain only arrays of numbers.
+    """
     _check_count(data.count(b"[") - 1)
     end = 1
     while (start := data.find(b"[", end)) >= 0:

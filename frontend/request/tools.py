@@ -1,4 +1,4 @@
-"""Tools of a request: the fields `tools`, `tool_choice` and `parallel_tool_calls`."""
+"""The fields `tools`, `tool_choice` and `parallel_tool_calls` of requests."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -29,7 +29,10 @@ class Tool(Struct, frozen=True):
 
 
 class ToolChoice(Struct, frozen=True):
-    """Mode of calling tools; with mode "required", `name` may be the one function that must be called."""
+    """Mode of calling tools.
+
+    With mode "required", `name` may be the one function that must be called.
+    """
 
     mode: Literal["none", "auto", "required"] = "none"
     name: str | None = None
@@ -63,7 +66,10 @@ class FunctionSpec(Struct, forbid_unknown_fields=True):
 
 
 class RequestedChoice(Struct, frozen=True):
-    """The content of `tool_choice`: a mode, one function by its name, or a mode with some of the functions."""
+    """The content of `tool_choice`.
+
+    It is a mode, one function by its name, or a mode with some of the functions.
+    """
 
     mode: Literal["none", "auto", "required"]
     name: str | None = None
@@ -111,7 +117,10 @@ TOOL_FIELDS = (
 
 
 def chat_tool_use(values: Mapping[str, Any]) -> ToolUse:
-    """Build the tool use from the parsed fields of a chat. Raises ApiError 400, 422."""
+    """Build the tool use from the parsed fields of a chat.
+
+    Raises ApiError 400 or 422 for invalid tools, or for a choice of a tool that is missing.
+    """
     found: list[_Tool] = values["tools"] or []
     tools = checked_tools([tool.function for tool in found], "function.name")
     return tool_use(tools, _requested(values["tool_choice"]), values["parallel_tool_calls"])
@@ -130,7 +139,10 @@ def _requested(choice: Any) -> RequestedChoice | None:
 
 
 def tool_use(tools: tuple[Tool, ...], choice: RequestedChoice | None, parallel: bool) -> ToolUse:
-    """Combine tools with the choice among them. Raises ApiError 400, 422 for a choice of a tool that is missing."""
+    """Combine tools with the choice among them.
+
+    Raises ApiError 400 for a choice that allows no tool, 422 for a choice of a tool that is missing.
+    """
     if not tools:
         if choice is not None and choice not in (RequestedChoice("none"), RequestedChoice("auto")):
             raise unsupported("{param} requires a call, but there are no 'tools'; give some", "tool_choice")
@@ -146,9 +158,10 @@ def tool_use(tools: tuple[Tool, ...], choice: RequestedChoice | None, parallel: 
 
 
 def checked_tools(functions: Sequence[FunctionSpec], name_path: str) -> tuple[Tool, ...]:
-    """Validate the functions of `tools`. Raises ApiError 422 with the path of an invalid name.
+    """Validate the functions of `tools`.
 
-    `name_path` is the path of the name within an element of `tools`.
+    Raises ApiError 422 for too many functions, and with the path of a name that is invalid or not unique. `name_path`
+    is the path of the name within an element of `tools`.
     """
     if len(functions) > MAX_TOOLS:
         raise unsupported(f"{{param}} takes at most {MAX_TOOLS} tools, not {len(functions)}", "tools")

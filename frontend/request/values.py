@@ -20,7 +20,10 @@ _JSON_TYPES: tuple[tuple[type[inspect.Type], type], ...] = (
 
 
 def decode_field(raw: bytes | Raw, name: str) -> Any:
-    """Decode the JSON of a field. Raises ApiError 400 if it is not valid or too deeply nested."""
+    """Decode the JSON of a field.
+
+    Raises ApiError 400 if it is not valid or too deeply nested.
+    """
     try:
         return msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -41,7 +44,10 @@ def decode_typed(raw: bytes | Raw, name: str, shape: Any) -> Any:
 
 
 def decode_exact(raw: bytes | Raw, name: str, shape: Any, expected: str) -> Any:
-    """Decode the JSON of a field that must be exactly `expected`. Raises ApiError 400, without a path, if it is not."""
+    """Decode the JSON of a field that must be exactly of a msgspec type.
+
+    Raises ApiError 400, without a path, if it is not; the message calls the type `expected`.
+    """
     try:
         return msgspec.json.decode(raw, type=shape)
     except msgspec.ValidationError:
@@ -56,7 +62,10 @@ def type_name(value: object) -> str:
 
 
 def wrong_type(name: str, expected: str, value: object) -> ApiError:
-    """Return the 400 for a value of the wrong JSON type; `expected` is a type with its article."""
+    """Return the 400 for a value of the wrong JSON type.
+
+    `expected` is a type with its article.
+    """
     return malformed(f"{{param}} must be {expected}, not {type_name(value)}", name)
 
 
@@ -66,7 +75,10 @@ def unknown_field(name: str) -> ApiError:
 
 
 def mismatch(value: Any, shape: Any, path: str) -> ApiError:
-    """Find what in a decoded value does not fit a msgspec type, and return the error that names its path."""
+    """Return the error for a decoded value that does not fit a msgspec type.
+
+    The error names the path of the part that does not fit.
+    """
     found = _mismatch(value, inspect.type_info(shape), path)
     return found or malformed("{param} holds a value that is out of range", path)
 

@@ -47,7 +47,7 @@ BODY = BodyFormat(
 
 
 class ChatRequest(Struct, frozen=True):
-    """A validated request."""
+    """A validated request to `/v1/chat/completions`."""
 
     options: GenerationOptions
     conversation: Conversation
@@ -55,7 +55,10 @@ class ChatRequest(Struct, frozen=True):
 
 
 def parse_chat(body: bytes, default_max_tokens: int) -> ChatRequest:
-    """Parse a body. Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported."""
+    """Parse the body of `/v1/chat/completions`.
+
+    Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported.
+    """
     values = BODY.read(body)
     options = generation_options(values, _max_tokens(values), default_max_tokens, _logprobs(values))
     tool_use = chat_tool_use(values)

@@ -50,7 +50,7 @@ class ChatFormatter:
         self._after_content = b'},"logprobs":null,"finish_reason":null}]' + self._tail
 
     def opening(self) -> bytes:
-        """Return one chunk a choice with the role, and the ids of the prompt if requested."""
+        """Return one chunk per choice, with the role and any requested prompt ids."""
         # With tools or reasoning it is not known yet if there will be content.
         content = b'""' if self._shape.is_content_only else b"null"
         delta = b'{"role":"assistant","content":%b,"refusal":null}' % content

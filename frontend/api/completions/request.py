@@ -21,7 +21,7 @@ from tandem.frontend.request.prompts import PROMPTS, Prompt, parse_prompts
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 MAX_SEQUENCES = 256
-"""Most prompts times choices of one request."""
+"""Maximum number of prompts times choices of one request."""
 DEFAULT_MAX_TOKENS = 16
 
 BODY = BodyFormat(
@@ -39,7 +39,7 @@ BODY = BodyFormat(
 
 
 class CompletionRequest(Struct, frozen=True):
-    """A validated request."""
+    """A validated request to `/v1/completions`."""
 
     options: GenerationOptions
     prompts: list[Prompt]
@@ -47,7 +47,10 @@ class CompletionRequest(Struct, frozen=True):
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    """Parse a body. Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported."""
+    """Parse the body of `/v1/completions`.
+
+    Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported.
+    """
     values = BODY.read(body)
     echo, max_tokens, logprobs = values["echo"], values["max_tokens"], values["logprobs"]
     if max_tokens == 0 and not echo:
@@ -78,7 +81,7 @@ def _check_sequences(options: GenerationOptions, echo: bool, num_sequences: int)
 
 
 def _best_of(values: Mapping[str, Any], options: GenerationOptions) -> GenerationOptions:
-    """Set the number of choices that are generated, and the number of them that is returned."""
+    """Set the number of generated choices and the number of returned ones."""
     best_of = values["best_of"]
     if best_of is None or best_of == options.n:
         return options

@@ -1,4 +1,7 @@
-"""The response of `POST /v1/completions`: prefix, encoded text and suffix, no object built for a token."""
+"""The response of `POST /v1/completions`.
+
+Each chunk is a prefix, the encoded text and a suffix, so that no object is built for a token.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +37,10 @@ class CompletionFormatter:
         """Choices whose echoed prompt is still to be sent, together with its log-probabilities, in the first piece."""
 
     def opening(self) -> bytes:
-        """Return the chunks ahead of all output: echoed prompts and their ids, if requested."""
+        """Return the chunks of the echoed prompts and of their ids, as requested.
+
+        They precede all output.
+        """
         if not (self._with_ids or (self._echo and not self._unechoed)):
             return b""
         return b"".join([self._prompt(index) for index in range(self._admitted.num_choices)])

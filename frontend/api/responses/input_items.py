@@ -1,4 +1,7 @@
-"""The field `input` of `/v1/responses`: conversation items, converted to messages for chat templates."""
+"""The field `input` of `/v1/responses`.
+
+Its conversation items are converted to messages for chat templates.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal

@@ -102,5 +102,5 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 
 def _logprobs(kind: str) -> dict[str, Any]:
-    """Return the empty `logprobs` that OpenAI's types require for the text of a message."""
+    """Return the empty `logprobs` that OpenAI's types require of message text."""
     return {"logprobs": []} if kind == "message" else {}

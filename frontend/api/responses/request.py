@@ -47,7 +47,7 @@ NOT_HERE = ("n", "response_format", "return_token_ids", "stream_format")
 
 
 class ResponsesRequest(Struct, frozen=True):
-    """A validated request."""
+    """A validated request to `/v1/responses`."""
 
     options: GenerationOptions
     conversation: Conversation
@@ -79,7 +79,7 @@ class _Text(Struct, forbid_unknown_fields=True):
 class _Reasoning(Struct, forbid_unknown_fields=True):
     effort: str | None = None
     summary: Literal["auto"] | None = None
-    """Accepted and without effect: there are no summaries."""
+    """Accepted without effect, because this server writes no summaries."""
     generate_summary: Literal["auto"] | None = None
 
 
@@ -162,7 +162,10 @@ BODY = BodyFormat((*(field for field in OPTION_FIELDS if field.name not in {*NOT
 
 
 def parse_responses(body: bytes, default_max_tokens: int) -> ResponsesRequest:
-    """Parse a body. Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported."""
+    """Parse the body of `/v1/responses`.
+
+    Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported.
+    """
     values = BODY.read(body)
     _check_include(values["include"] or [])
     options = generation_options(values, values["max_output_tokens"], default_max_tokens, None)
@@ -238,7 +241,10 @@ def _tools(tools: Sequence[_Tool]) -> tuple[Tool, ...]:
 
 
 def _strict(tool: _Tool) -> bool:
-    """Resolve `strict`: by default arguments are constrained to their schema if it is supported."""
+    """Tell whether the arguments of a tool are constrained to their schema.
+
+    By default they are if the schema is supported.
+    """
     if tool.strict is not None or tool.parameters is None:
         return bool(tool.strict)
     try:

@@ -1,4 +1,7 @@
-"""The response of `POST /v1/responses`: one response object, or the numbered events that build it."""
+"""The response of `POST /v1/responses`.
+
+It is one response object, or the numbered events that build it.
+"""
 
 import secrets
 import time
@@ -17,7 +20,10 @@ from tandem.protocol.errors import FinishReason
 
 
 class ResponsesFormatter:
-    """Format one response; `settings` are its fields that repeat the settings of the request."""
+    """Format one response of `/v1/responses`.
+
+    `settings` are its fields that repeat the settings of the request.
+    """
 
     def __init__(self, model: str, shape: MessageShape, settings: dict[str, Any]) -> None:
         self._parser = shape.new_parser()

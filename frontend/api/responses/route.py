@@ -1,4 +1,7 @@
-"""The route `POST /v1/responses`: stateless, so no response is stored or can be retrieved later."""
+"""The stateless route `POST /v1/responses`.
+
+It stores no response, so none can be retrieved later.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
