@@ -27,7 +27,7 @@ class RequestLimits(Struct, frozen=True):
             ("stop", len(options.stop), self.max_stop_strings, "--max-stop-strings"),
         ):
             if value > most:
-                raise unsupported(f"{{param}} asks for {value}, this server allows at most {most} ({flag})", name)
+                raise unsupported(f"{{param}} asks for {value}; this server allows at most {most} ({flag})", name)
 
     def check_prompt(self, length: int, field: str, qualifier: str = "") -> None:
         """Check the number of a prompt's tokens.
@@ -37,7 +37,7 @@ class RequestLimits(Struct, frozen=True):
         if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
             raise ApiError(
                 400,
-                f"the prompt has {qualifier}{length} tokens, this server allows at most {self.max_prompt_tokens} "
+                f"the prompt has {qualifier}{length} tokens; this server allows at most {self.max_prompt_tokens} "
                 "(--max-prompt-tokens); please reduce the length of the prompt",
                 field,
                 ErrorCode.CONTEXT_LENGTH.value,

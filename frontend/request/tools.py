@@ -145,7 +145,9 @@ def tool_use(tools: tuple[Tool, ...], choice: RequestedChoice | None, parallel: 
     """
     if not tools:
         if choice is not None and choice not in (RequestedChoice("none"), RequestedChoice("auto")):
-            raise unsupported("{param} requires a call, but there are no 'tools'; give some", "tool_choice")
+            raise unsupported(
+                "{param} requires a call, but the request has no 'tools'; give at least one", "tool_choice"
+            )
         return ToolUse(parallel=parallel)
     choice = choice or RequestedChoice("auto")
     known = {tool.name for tool in tools}
