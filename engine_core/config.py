@@ -1,6 +1,7 @@
-"""The settings of an engine core, resolved from its options, the model and the machine.
+"""The settings of an engine core.
 
-Everything is decided here, once: `resolve` is pure and returns a frozen `StepConfig`.
+They are resolved here, once, from its options, the model and the machine: `resolve` is pure and returns a frozen
+`StepConfig`.
 """
 
 import math
@@ -39,7 +40,10 @@ class ModelShape(Struct, frozen=True):
 
 
 class StepConfig(Struct, frozen=True, kw_only=True):
-    """The settings of one engine core but the size of its KV pool, which follows from what its steps need."""
+    """The settings of one engine core without the size of its KV pool.
+
+    That size follows from the memory that the steps need.
+    """
 
     model_name: str
     device: str
@@ -77,12 +81,15 @@ class StepConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def max_page_entries(self) -> int:
-        """Largest number of page table entries in one step. Rows may share pages, so the pool is no bound."""
+        """Largest number of page table entries in one step.
+
+        The size of the pool does not limit it, because rows may share pages.
+        """
         return self.max_rows * self.pages_per_row
 
     @property
     def max_uploads(self) -> int:
-        """Largest number of cached tokens that one step copies to the device's token table."""
+        """Largest number of cached tokens that one step copies to the device."""
         return min(self.max_rows * self.max_len, max(self.max_len, STEP_UPLOADS))
 
 
@@ -99,7 +106,10 @@ class EngineConfig(StepConfig, frozen=True, kw_only=True):
 
 
 def resolve_device(options: EngineOptions, cuda: bool) -> str:
-    """Choose the device, "cpu" or "cuda". Raises ConfigError if cuda is requested and not available."""
+    """Choose the device, "cpu" or "cuda".
+
+    Raises ConfigError if cuda is requested and not available. cuda: True if torch sees a CUDA device.
+    """
     if options.device == "auto":
         return "cuda" if cuda else "cpu"
     if options.device == "cuda" and not cuda:
@@ -108,10 +118,10 @@ def resolve_device(options: EngineOptions, cuda: bool) -> str:
 
 
 def resolve_dtype(options: EngineOptions, device: str, checkpoint: str) -> str:
-    """Choose the dtype of weights. checkpoint: its own dtype.
+    """Choose the dtype of weights.
 
-    A CPU computes in float32: its bfloat16 is slower, and not what its tests compare. Raises ConfigError if the
-    checkpoint's dtype cannot be used as it is.
+    checkpoint: dtype of the checkpoint. A CPU computes in float32: bfloat16 is slower there, and the tests compare
+    float32. Raises ConfigError if the checkpoint's dtype cannot be used as it is.
     """
     if options.dtype != "auto":
         return options.dtype
@@ -202,7 +212,10 @@ def _check_switches(options: EngineOptions) -> None:
 
 
 def _check_graphs(options: EngineOptions, cpu: bool) -> None:
-    """Raise ConfigError for CUDA graphs on a CPU, and for mixed graphs without decode graphs."""
+    """Raise ConfigError for graph flags that cannot be followed.
+
+    These are CUDA graphs on a CPU, and mixed graphs without decode graphs.
+    """
     for flag, sizes in (("--graph-rows", options.graph_rows), ("--graph-tokens", options.graph_tokens)):
         if sizes not in (None, "off") and cpu:
             raise ConfigError(f"{flag} {sizes} with --device cpu: graphs need --device cuda; leave the flag out")
@@ -214,7 +227,11 @@ def _check_graphs(options: EngineOptions, cpu: bool) -> None:
 
 
 def _step_size(options: EngineOptions, usual: int, max_rows: int, max_len: int) -> tuple[int, int]:
-    """Choose the positions of a step, and those of one prompt in it, 0 for whole prompts."""
+    """Choose the positions of a step, and those of one prompt in it.
+
+    The second is 0 if prompts are computed whole. Raises ConfigError if either is too small for the rows, the sequences
+    or the other.
+    """
     whole = options.prefill_chunk == "off" or (options.prefill_chunk is None and options.batching == "static")
     least = max_len + max_rows if whole else max_rows
     asked = None if options.prefill_chunk == "off" else options.prefill_chunk
@@ -270,7 +287,11 @@ def _session_ttl(options: EngineOptions) -> float:
 
 
 def _page_size(asked: PageSize | None, max_len: int) -> int:
-    """Choose the positions of a page; `max` is the power of two, which kernels divide by, that holds any sequence."""
+    """Choose the positions of a page, a power of two because kernels divide by it.
+
+    `max` is the smallest one that holds any sequence. Raises ConfigError for a size that is not a power of two or is
+    larger than that.
+    """
     whole = 1 << (max_len - 1).bit_length()
     if asked is None:
         return PAGE_SIZE
@@ -294,7 +315,8 @@ def _graph_tokens(asked: str | None, step_tokens: int, positions: int) -> tuple[
 def _sizes(flag: str, asked: str | None, usual: tuple[int, ...], limit_flag: str, limit: int) -> tuple[int, ...]:
     """Choose the sizes that graphs are captured for.
 
-    A smaller step is padded to the next size, a larger one runs eagerly.
+    A step between two sizes is padded to the larger one; a step above all of them runs eagerly. Raises ConfigError for
+    a list that is malformed or beyond the limit.
     """
     if asked == "off":
         return ()
@@ -310,7 +332,10 @@ def _sizes(flag: str, asked: str | None, usual: tuple[int, ...], limit_flag: str
 
 
 def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    """Return the sizes below the limit, and the limit itself unless it is beyond all of them."""
+    """Return the sizes below the limit, and the limit itself.
+
+    The limit is left out if it is above every size.
+    """
     return tuple(sorted({*(size for size in sizes if size < limit), min(limit, sizes[-1])}))
 
 

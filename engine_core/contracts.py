@@ -1,6 +1,6 @@
 """Ports between the engine's layers.
 
-`tests/fakes` implements each one; a conformance test holds the fakes and the real classes to these signatures.
+`tests/fakes` implements each one; a conformance test checks the fakes and the real classes against these signatures.
 """
 
 import itertools
@@ -22,7 +22,7 @@ class TokenDelta(Struct, frozen=True):
     """
 
     request_ids: list[int]
-    """Request of each token; a request with several tokens stands here several times."""
+    """Request of each token; a request with several tokens is listed several times."""
     tokens: list[int]
     """Token ids, those of one request in order."""
     logprobs: list[TokenLogprobs] = []
@@ -66,11 +66,11 @@ class Constraint(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but an end may follow."""
+        """True if nothing but an end may follow."""
 
     @property
     def problem(self) -> str:
-        """Reason for rejecting a token, in words for the client; empty before that."""
+        """Reason for the rejection of a token, in words for the client; empty before."""
 
     def is_end(self, token: int) -> bool:
         """Return whether a token only marks the end and is not part of the text."""
@@ -136,9 +136,9 @@ class DeviceTimes(Struct):
 
 
 class Runtime(Protocol):
-    """The device.
+    """The device, as the engine's loop uses it.
 
-    Launch and sample enqueue work and return; only collect waits, for the results of one step.
+    `launch` and `sample` enqueue work and return; only `collect` waits, for the results of one step.
 
     A slot takes one step through launch, sample and collect, in this order, before it takes the next.
     """
@@ -156,13 +156,16 @@ class Runtime(Protocol):
     def collect(self, slot: int) -> StepResult:
         """Wait for the results of the slot's step and return them.
 
-        The slot is free for the next launch then.
+        The slot is then free for the next launch.
 
         The result holds log-probabilities if the plan asks for them (`StepPlan.logprobs`).
         """
 
     def synchronize(self) -> None:
-        """Wait until nothing is in flight. Never called on the launch path."""
+        """Wait until nothing is in flight.
+
+        Never called on the launch path (I7).
+        """
 
     def device_times(self) -> DeviceTimes:
         """Return how long the device has worked and waited over timed steps."""
@@ -178,7 +181,7 @@ class Mailbox(Protocol):
         """Block until a command arrives, `wake` is called or the time is up."""
 
     def wake(self) -> None:
-        """End the current wait, or the next one if none is in progress.
+        """End the current wait, or the next one if the loop is not waiting.
 
         Called by other threads.
         """
@@ -203,4 +206,4 @@ class Mailbox(Protocol):
 
     @property
     def has_backlog(self) -> bool:
-        """Whether the last flush kept something."""
+        """True if the last flush kept something that could not be sent."""

@@ -70,7 +70,7 @@ class Control:
         self.clock = clock
         self.clients: dict[bytes, str] = {}
         self._identities: dict[bytes, bytes] = {}
-        """Object that stands for each identity, whichever message brought it: `Scheduler.commit` compares by object."""
+        """The one object used for each identity, whichever message brought it: `Scheduler.commit` compares by `is`."""
         self._sequences = 0
 
     def apply(self, client: bytes, command: AnyCommand) -> AnyEvent | Failure | None:
@@ -94,7 +94,7 @@ class Control:
                 self.scheduler.abort_client(client)
             case EndSession(call, session):
                 known = self.scheduler.memory.sessions.end(session)
-                return Answer(call, known, "" if known else f"there is no session {session!r}")
+                return Answer(call, known, "" if known else f"session {session!r} does not exist")
             case SetPolicy(call, policy):
                 return self._set_policy(call, policy)
             case Inspect(call):
@@ -107,7 +107,7 @@ class Control:
         return self.clients.pop(client, None) is not None
 
     def _hello(self, client: bytes, hello: Hello) -> Ready | Refused | None:
-        """Open a connection. A Hello meant for an earlier engine is ignored."""
+        """Open a connection; ignore a Hello meant for an earlier engine."""
         if hello.protocol_version != PROTOCOL_VERSION:
             return Refused(
                 f"frontend {hello.name} speaks protocol {hello.protocol_version}, the engine {PROTOCOL_VERSION}; "
@@ -124,7 +124,7 @@ class Control:
         """Change the scheduling policy, if it exists and this engine can run it."""
         policy = next((name for name in POLICIES if name == asked), None)
         if policy is None:
-            return Answer(call, False, f"there is no policy {asked!r}; choose one of {', '.join(POLICIES)}")
+            return Answer(call, False, f"policy {asked!r} does not exist; choose one of {', '.join(POLICIES)}")
         if self.scheduler.limits.static and policy != "fcfs":
             return Answer(call, False, f"policy {policy} needs --batching continuous, this engine runs static batches")
         self.scheduler.set_policy(policy)
@@ -212,7 +212,7 @@ def _outside(what: str, token: int, vocab_size: int) -> str:
 def _parse_prompt(data: bytes, vocab_size: int) -> array[int]:
     """Return the ids of a prompt, checked without a Python loop.
 
-    Prompts are long, and this is the loop's thread.
+    Prompts are long, and this runs on the engine loop's thread.
 
     data: packed little-endian int32. Raises ProtocolError unless its length is a multiple of 4, RequestError if it is
     empty or holds an id outside the vocabulary.
@@ -243,7 +243,7 @@ def _check_scheduling(submit: Submit) -> None:
 def check_params(params: SamplingParams) -> None:
     """Raise RequestError for a number outside its range.
 
-    NaN and infinities always are.
+    NaN and infinities are outside every range.
     """
     _require(params.max_tokens >= 1, f"max_tokens is {params.max_tokens}, at least 1")
     _require(0 <= params.min_tokens <= params.max_tokens, f"min_tokens is {params.min_tokens}, 0 to max_tokens")

@@ -35,7 +35,7 @@ MAX_FINAL_FLUSHES = 200
 class Engine:
     """One engine core.
 
-    Owns no logic of its own but the order of calls; `startup` builds the parts.
+    It decides nothing but the order of calls; `startup` builds the parts.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Engine:
     ) -> "Engine":
         """Build an engine from the parts that differ between its users.
 
-        These are startup, benchmarks and tests.
+        Its users are startup, benchmarks and tests.
 
         depth: steps in flight; epoch: what a Hello must name; clock: seconds, for queues and sessions; stage_clock:
         seconds, for the time that each stage of the loop takes.
@@ -189,7 +189,7 @@ class Engine:
     def _commit_oldest(self) -> None:
         """Wait for the oldest step (I2), apply its tokens and send them.
 
-        Its slot is free then (I6).
+        Its slot is then free (I6).
         """
         step = self.pipeline.begin_commit()
         result = self.runtime.collect(step.slot)

@@ -1,7 +1,7 @@
-"""Errors of the engine core, by what they end.
+"""Errors of the engine core.
 
-A `RequestError` ends one request, a `ConfigError` a start, a `FatalError` the engine core, after every open request got
-its terminal event.
+A `RequestError` ends one request and a `ConfigError` the start. A `FatalError` ends the engine core, once every open
+request has got its terminal event.
 """
 
 from tandem.protocol.errors import ErrorCode

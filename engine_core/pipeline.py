@@ -1,6 +1,6 @@
 """State machine of the steps in flight and their slots.
 
-Pure bookkeeping, no device in it.
+It is pure bookkeeping and does not touch the device.
 
 ```text
           step t                     step t+1                      step t+2
@@ -35,6 +35,8 @@ from tandem.engine_core.plan import StepPlan
 
 
 class StepState(Enum):
+    """State of a step in flight."""
+
     LAUNCHED = "launched"
     """The forward pass is enqueued, sampling is not: the step waits for a mask."""
     SAMPLED = "sampled"
@@ -77,7 +79,7 @@ class PipelineState:
 
     @property
     def full(self) -> bool:
-        """Whether every slot is held."""
+        """True if every slot is held."""
         return not self._free
 
     def free_slot(self) -> int | None:

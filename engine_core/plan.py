@@ -1,9 +1,8 @@
-"""Contents of one step, as plain immutable data.
+"""Plan of one step, as plain immutable data.
 
-The scheduler makes it, the runtime executes it.
-
-A decode row is a row of length 1, a prefill chunk a longer one: one arithmetic, one shape.
-Frozen msgspec structs, because 256 of them are built every step (a tenth of the cost of frozen dataclasses).
+The scheduler builds a plan, the runtime executes it. A decode row is a row of length 1, a prefill chunk a longer one:
+the arithmetic is the same for both. Plans are frozen msgspec structs, because 256 rows are built every step and frozen
+dataclasses cost ten times as much.
 """
 
 from msgspec import Struct
@@ -13,7 +12,7 @@ from tandem.protocol.params import SamplingParams
 PADDING_ROW = 0
 """Row of the device's tables reserved for the padded rows of a step."""
 PADDING_PAGE = 0
-"""Page of the KV pool reserved for the padding row."""
+"""Page of the KV pool reserved for the padding row: padded rows read and write it, so no sequence ever owns it."""
 
 
 class ScheduledSequence(Struct, frozen=True, gc=False):
@@ -29,11 +28,11 @@ class ScheduledSequence(Struct, frozen=True, gc=False):
     start: int
     length: int = 1
     samples: bool = True
-    """Whether the row reaches the end of the known tokens, so that its last position yields a token."""
+    """True if the row reaches the end of the known tokens, so that its last position yields a token."""
     suppress_ends: bool = False
-    """Whether that token may not end the sequence (`min_tokens`)."""
+    """True if the sampled token must not end the sequence (`min_tokens`)."""
     constrained: bool = False
-    """Whether sampling has to wait for a mask that depends on the tokens of the step before."""
+    """True if sampling has to wait for a mask that depends on the tokens of the step before."""
     tokens: bytes = b""
     """Packed int32 ids of positions that the device does not know yet (prompt tokens), from `start - skipped` on."""
     new_pages: tuple[int, ...] = ()
@@ -41,11 +40,11 @@ class ScheduledSequence(Struct, frozen=True, gc=False):
     first_page: int = 0
     """Index of `new_pages[0]` in the row's page table."""
     targets: bytes = b""
-    """Packed int32 ids of the tokens that follow the leading positions, where their log-probabilities are wanted: these
-    positions are scored."""
+    """Packed int32 ids of the prompt tokens that follow the row's first positions, if their log-probabilities are
+    wanted: those positions are scored."""
     skipped: int = 0
     """Number of positions before `start` that no row of the sequence computes, because their KV was cached; `tokens`
-    begins with theirs."""
+    begins with their ids."""
 
     @property
     def end(self) -> int:
@@ -75,12 +74,12 @@ class StepPlan(Struct, frozen=True):
     admitted: tuple[NewSequence, ...]
     total_tokens: int
     needs_mask: bool
-    """Whether a constrained row samples."""
+    """True if a constrained row samples."""
     is_unconstrained_decode: bool
-    """Whether every row is one sampled position without tokens to upload, constraint or suppressed end; new pages are
+    """True if every row is one sampled position without tokens to upload, constraint or suppressed end; new pages are
     allowed. This is steady decode."""
     is_decode_only: bool
-    """Whether every row is one sampled position without tokens to upload; constraints and suppressed ends are allowed.
+    """True if every row is one sampled position without tokens to upload; constraints and suppressed ends are allowed.
     The logits of such a step can come from a graph."""
     logprobs: int = -1
     """Most alternatives that any row wants with its log-probabilities; -1 if no row wants log-probabilities."""
@@ -95,7 +94,7 @@ class StepPlan(Struct, frozen=True):
         admitted: tuple[NewSequence, ...] = (),
         logprobs: int = -1,
     ) -> "StepPlan":
-        """Build the plan of any step; everything else is derived from the rows."""
+        """Build the plan of any step; all other fields are derived from the rows."""
         decode_only = all(row.length == 1 and row.samples and not (row.tokens or row.targets) for row in rows)
         return cls(
             step_id,
@@ -119,12 +118,10 @@ class StepPlan(Struct, frozen=True):
         logprobs: int,
         updated_rows: tuple[ScheduledSequence, ...],
     ) -> "StepPlan":
-        """Build the plan of a step whose rows are all one sampled position.
+        """Build the plan of a step in which every row is one sampled position.
 
-        No row has a suppressed end.
-
-        Equals `of(step_id, rows, (), logprobs)` without looking at the rows: the caller knows which are constrained and
-        which bring pages.
+        No row has a suppressed end. The result equals `of(step_id, rows, (), logprobs)` without a look at the rows: the
+        caller knows which of them are constrained and which bring pages.
         """
         return cls(
             step_id,

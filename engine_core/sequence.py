@@ -11,24 +11,24 @@ from tandem.protocol.params import SamplingParams
 
 
 class CacheState:
-    """What a sequence has of the prefix cache."""
+    """Share of a sequence in the prefix cache."""
 
     __slots__ = ("awaited_key", "matched", "matched_epoch", "namespace", "nodes", "num_cached_tokens", "pending_key")
 
     namespace: bytes
-    """KV is shared only between sequences of the same namespace."""
+    """Namespace of the prefix cache: KV is shared only between sequences of the same one."""
     nodes: list[int]
-    """Nodes of the tree that it reads and has locked: those of the first pages of its page table."""
+    """Nodes of the tree that the sequence reads and has locked: those of the first pages of its page table."""
     matched: list[int]
-    """Nodes that hold its beginning, as found while it waited; it does not lock them."""
+    """Nodes that hold the sequence's first tokens, as found while it waited; it does not lock them."""
     matched_epoch: int
     """`RadixTree.epoch` when `matched` was found."""
     pending_key: bytes
-    """Key of the page that it computes next and others wait for; empty: none."""
+    """Key of the page that the sequence computes next and others may wait for; empty: none."""
     awaited_key: bytes
-    """Key of the page that it waited for in the queue; empty: none."""
+    """Key of the page that the sequence waited for in the queue; empty: none."""
     num_cached_tokens: int
-    """Prompt tokens whose KV it did not have to compute."""
+    """Number of prompt tokens that were not computed, because their KV was cached."""
 
     def __init__(self, namespace: bytes) -> None:
         self.namespace = namespace
@@ -38,16 +38,16 @@ class CacheState:
 
 
 class DeviceState:
-    """What the device's tables hold of a sequence."""
+    """Contents of the device's tables for a sequence."""
 
     __slots__ = ("num_mapped_pages", "upload_end", "uploaded_len")
 
     upload_end: int
-    """Positions below this one are uploaded by the rows that compute them; later ones are sampled on the device."""
+    """Position below which tokens are uploaded by the rows that compute them; later ones are sampled on the device."""
     uploaded_len: int
-    """Positions below this one have their token on the device; kept until the prompt is computed."""
+    """Position below which the device has the tokens; kept until the prompt is computed."""
     num_mapped_pages: int
-    """Pages of the sequence, from its first on, that the device's page table holds."""
+    """Number of pages of the sequence, from its first on, that the device's page table holds."""
 
     def __init__(self, upload_end: int) -> None:
         self.upload_end = upload_end
@@ -55,12 +55,13 @@ class DeviceState:
 
 
 class WireState:
-    """What the frontend of a sequence knows, beyond the tokens sent to it."""
+    """Reports about a sequence that its frontend has got, beyond the tokens."""
 
     __slots__ = ("reported_len", "start_reported")
 
     reported_len: int
-    """Positions computed before a preemption; their log-probabilities have been sent and are not sent again."""
+    """Number of positions computed before a preemption: their log-probabilities have been sent and are not sent again.
+    """
     start_reported: bool
     """True if the frontend knows how much of the prompt was cached."""
 
@@ -69,11 +70,12 @@ class WireState:
 
 
 class Sequence:
-    """Arithmetic of one sequence.
+    """One sequence and the arithmetic of its positions.
 
     `tokens` are known on the host: the prompt and what has been committed. `num_scheduled_tokens` KV positions are
-    enqueued on the device, `num_inflight_samples` samples are in flight. What remains to compute is the same for a
-    prompt, a chunk of it and a decoded token: `pending = len(tokens) + num_inflight_samples - num_scheduled_tokens`.
+    enqueued on the device, `num_inflight_samples` samples are in flight. The number of positions that remain to compute
+    follows from one formula for a prompt, a chunk of it and a decoded token:
+    `pending = len(tokens) + num_inflight_samples - num_scheduled_tokens`.
     """
 
     __slots__ = (
@@ -111,31 +113,31 @@ class Sequence:
     )
 
     id: int
-    """Ascending in the order of arrival."""
+    """Number of the sequence, ascending in the order of arrival."""
     total_len: int
-    """Most positions it can ever take."""
+    """Largest number of tokens that the sequence can ever have."""
     cache: CacheState
-    """Its share of the prefix cache."""
+    """Share of the sequence in the prefix cache."""
     device: DeviceState
-    """What the device's tables hold of it."""
+    """Contents of the device's tables for the sequence."""
     wire: WireState
-    """What its frontend knows of it."""
+    """Reports about the sequence that its frontend has got."""
     pages: list[int]
-    """Its page table: the pages of `cache.nodes`, then pages of its own."""
+    """Page table of the sequence: the pages of `cache.nodes`, then its own pages."""
     next_page_boundary: int
-    """A row in steady decode that starts below this position brings no pages and is not the last."""
+    """Position below which a row in steady decode brings no pages and is not the last row."""
     in_steady_decode: bool
-    """True if its rows are one position each, with no tokens to upload and no suppressed end."""
+    """True if each row of the sequence is one position, with no tokens to upload and no suppressed end."""
     compiling: bool
-    """True while its grammar is being compiled."""
+    """True while the sequence's grammar is being compiled."""
     logprobs: int | None
     """Alternatives wanted with the log-probability of each generated token; None: no log-probabilities."""
     prompt_logprobs: int | None
     """Alternatives wanted with the log-probability of each prompt token; None: no log-probabilities."""
     queued_at: float
-    """Time, in seconds, when it was queued, at its arrival or after its last preemption."""
+    """Time, in seconds, when the sequence was queued, at its arrival or after its last preemption."""
     steps_skipped: int
-    """Steps since its last row that had none for it."""
+    """Number of steps without a row of the sequence since the last one with it."""
 
     def __init__(
         self,
@@ -187,26 +189,32 @@ class Sequence:
 
     @property
     def kv_len(self) -> int:
-        """Most positions whose KV is ever computed: the last token's is not."""
+        """Largest number of positions with KV: the last token's KV is never computed."""
         return self.total_len - 1
 
     @property
     def scored(self) -> bool:
-        """True if every position of the prompt must be computed for its log-probability, cached or not."""
+        """True if all positions of the prompt are computed, even cached ones.
+
+        Their log-probabilities are wanted, which the cache does not hold.
+        """
         return self.prompt_logprobs is not None
 
     @property
     def pending(self) -> int:
-        """Positions that could be computed now."""
+        """Number of positions that could be computed now."""
         return len(self.tokens) + self.num_inflight_samples - self.num_scheduled_tokens
 
     @property
     def finishing(self) -> bool:
-        """True if every token that it may ever have is known or in flight."""
+        """True if every token that the sequence may have is known or in flight."""
         return len(self.tokens) + self.num_inflight_samples >= self.total_len
 
     def on_launch(self) -> None:
-        """Update after a launch whether the sequence is in steady decode. Called until it is."""
+        """Update `in_steady_decode` after a launch.
+
+        Called until the sequence is in steady decode.
+        """
         self.device.uploaded_len = self.num_scheduled_tokens
         self.in_steady_decode = (
             self.num_scheduled_tokens >= self.device.upload_end
@@ -214,18 +222,21 @@ class Sequence:
         )
 
     def jumped(self) -> None:
-        """Have the next row bring tokens that were appended and that the device lacks."""
+        """Have the next row upload appended tokens that the device lacks."""
         if self.in_steady_decode:
             self.device.uploaded_len = self.num_scheduled_tokens
         self.device.upload_end, self.in_steady_decode = len(self.tokens), False
 
     def remap(self, index: int) -> None:
-        """Have the next row bring the page at this index, which has changed, and those after it."""
+        """Have the next row bring the pages from this index on.
+
+        The page at the index has changed.
+        """
         self.device.num_mapped_pages = min(self.device.num_mapped_pages, index)
         self.next_page_boundary = 0
 
     def restart(self) -> None:
-        """Have everything computed again after a preemption, generated tokens with the prompt."""
+        """Have all tokens computed again after a preemption, generated ones included."""
         assert not self.inflight, f"restarted while in flight: {self}"
         self.preemptions += 1
         self.device.upload_end = len(self.tokens)

@@ -26,7 +26,7 @@ STAGES = ("drain", "plan", "launch", "sample", "collect", "commit", "send")
 def new_stats() -> EngineStats:
     """Return counters at zero, with every label present.
 
-    No series then appears late in a scrape.
+    So a scrape shows every series from the start.
     """
     return EngineStats(
         requests_finished={"stop": 0, "length": 0, "abort": 0},
@@ -46,7 +46,7 @@ def count_outcome(stats: EngineStats, outcome: Finished | Failure) -> None:
 
 
 class StageClock:
-    """Divides the loop's time among its stages.
+    """Divide the loop's time among its stages.
 
     Each mark adds the time since the mark before.
     """

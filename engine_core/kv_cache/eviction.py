@@ -1,21 +1,24 @@
-"""The order in which nodes of the prefix cache are evicted: least recently used first, kept as a lazy heap."""
+"""Eviction order of the prefix cache: least recently used first.
+
+It is kept as a lazy heap.
+"""
 
 import heapq
 import sys
 from collections.abc import Callable
 
 IsValid = Callable[[int, int], bool]
-"""(node, last use) -> whether the node may still be evicted and was not used since."""
+"""Function from (node, last use) to True if the node may still be evicted and was not used since."""
 
 
 class EvictionQueue:
-    """Nodes by last use.
+    """Evictable nodes, ordered by last use.
 
     Entries that have become invalid stay in the heap until they reach its top, or until they outnumber the valid ones.
     """
 
     SLACK = 64
-    """Invalid entries that are never worth a clearing."""
+    """Number of invalid entries that are never worth removing before they reach the top."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int]] = []
@@ -26,18 +29,24 @@ class EvictionQueue:
 
     @property
     def oldest_use(self) -> int:
-        """Last use of the first entry, which may be invalid; the largest integer if there is none."""
+        """Last use of the first entry, which may be invalid.
+
+        The largest integer if there is no entry.
+        """
         return self._heap[0][0] if self._heap else sys.maxsize
 
     def push(self, node: int, last_use: int, is_valid: IsValid, max_valid: int) -> None:
-        """Add a node. max_valid: the most entries that can be valid; the heap keeps to twice as many."""
+        """Add a node to the queue.
+
+        max_valid: largest number of entries that can be valid; the heap keeps to twice that number, and `SLACK`.
+        """
         heapq.heappush(self._heap, (last_use, node))
         if len(self._heap) > 2 * max_valid + self.SLACK:
             self._heap = [(use, known) for use, known in self._heap if is_valid(known, use)]
             heapq.heapify(self._heap)
 
     def pop(self, is_valid: IsValid) -> int | None:
-        """Remove and return the least recently used node, or None if there is none."""
+        """Remove and return the least recently used node, or None if no entry is valid."""
         while self._heap:
             last_use, node = heapq.heappop(self._heap)
             if is_valid(node, last_use):

@@ -4,9 +4,12 @@ from msgspec import Struct
 
 
 class KVGroup(Struct, frozen=True):
-    """Layers whose keys and values lie in the same pages, because they attend to the same positions."""
+    """Layers that keep their keys and values in the same pages.
+
+    They can share pages because they attend to the same positions.
+    """
 
     layers: tuple[int, ...]
     """Indexes of the layers, ascending."""
     window: int | None = None
-    """Positions that a query sees, its own included; None: all before it."""
+    """Number of positions that a query sees, its own included; None: its own and all before it."""

@@ -1,10 +1,10 @@
-"""The KV pool as sequences see it: pages of their own, pages that they share, and pages that they give back.
+"""The KV pool as sequences see it: own pages, shared pages, and their release.
 
 The page table of a sequence begins with the pages of nodes of the prefix cache, which it locks, and goes on with pages
 of its own. A page moves from the second kind to the first when the step that fills it has been launched: later steps
 run after it on the device (I1), so they may read it at once, and it is never written again. For the same reason a page
-that a sequence no longer needs is free at once, even if a step in flight reads or writes it: whoever gets it next
-writes it in a later step. Only work outside the compute stream, such as a copy to host memory, would have to hold it.
+that a sequence no longer needs is free at once, even if a step in flight reads or writes it: its next owner writes it
+in a later step. Only work outside the compute stream, such as a copy to host memory, would have to hold it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,11 +25,11 @@ from tandem.protocol.errors import ErrorCode
 CACHE = -1
 """Owner of the pages in the prefix cache; other owners are ids of sequences."""
 EVICT_AHEAD = 4096
-"""One page more than needed is evicted for every this many evictable ones: pages cost less when evicted together."""
+"""Number of evictable pages for each of which one page more than needed is evicted: together they cost less."""
 
 
 class KVUsage(Struct, frozen=True):
-    """What the pool holds at one moment, in pages; page 0 is not counted."""
+    """Usage of the pool at one moment, in pages; page 0 is not counted."""
 
     total: int
     free: int
@@ -40,13 +40,13 @@ class KVUsage(Struct, frozen=True):
     evictable: int
     """Pages in the prefix cache that neither a sequence nor a session holds."""
     available: int
-    """Pages that an allocation could get: free, evictable, or held by sessions only."""
+    """Pages that an allocation could get: free ones, evictable ones, and those that only sessions hold."""
     num_evicted: int
     """Pages that the prefix cache has given up since the start."""
 
 
 class KVManager:
-    """Composes the page allocator, the prefix cache (None: off) and the sessions."""
+    """Composition of page allocator, prefix cache (None: off) and sessions."""
 
     def __init__(
         self, pages: PageAllocator, page_size: int, tree: RadixTree | None = None, sessions: Sessions | None = None
@@ -59,7 +59,7 @@ class KVManager:
         self.num_queried_tokens = 0
         """Prompt tokens looked up in the prefix cache since the start."""
         self.num_hit_tokens = 0
-        """Prompt tokens found there."""
+        """Prompt tokens found in the prefix cache since the start."""
         self.epoch = 0
         """Incremented whenever an admission that was declined might succeed: pages came back, or became shared."""
         self._page_size = page_size
@@ -82,7 +82,10 @@ class KVManager:
         )
 
     def check_fits(self, seq: Sequence) -> None:
-        """Raise RequestError, with the numbers, if a sequence at its full length is larger than the pool."""
+        """Raise RequestError if a sequence at full length is larger than the pool.
+
+        The message gives the numbers and says what to change.
+        """
         needed = ceil_div(seq.kv_len, self._page_size)
         if needed > self.pages.total:
             raise RequestError(
@@ -96,9 +99,10 @@ class KVManager:
         return end > len(seq.pages) * self._page_size
 
     def waits_for_prefix(self, seq: Sequence) -> bool:
-        """Look for the cached prefix of a waiting sequence; return whether it should wait for the next page of it.
+        """Look for the cached prefix of a waiting sequence.
 
-        It should if a running sequence of at least its priority is computing that page.
+        Return whether the sequence should wait for the next page of its prefix: it should if a running sequence of at
+        least its priority is computing that page.
         """
         tree, cache = self.tree, seq.cache
         if tree is None or not self.pending or seq.scored:
@@ -111,9 +115,11 @@ class KVManager:
         return self.pending.blocks(seq)
 
     def admit(self, seq: Sequence, chunk: int, keep: int) -> bool:
-        """Give a waiting sequence the cached pages of its prompt, and pages for the `chunk` positions after them.
+        """Give a waiting sequence its first pages.
 
-        All or nothing. chunk: positions, cut at the end of what is known; keep: pages that must remain available.
+        These are the cached pages of its prompt, and pages for the `chunk` positions after them. Return False, with
+        nothing given, if there are too few. chunk: positions, cut at the end of the known tokens; keep: pages that must
+        remain available.
         """
         tree, path = self.tree, self._match(seq)
         start = len(path) * self._page_size
@@ -137,7 +143,10 @@ class KVManager:
         return True
 
     def rematch(self, seq: Sequence) -> None:
-        """Look again for what a running prompt has still to compute: another sequence may have computed it since."""
+        """Look again for cached pages of a running prompt, from its first own page on.
+
+        Another sequence may have computed them since the prompt was admitted.
+        """
         tree, cache = self.tree, seq.cache
         if tree is None or seq.scored:
             return
@@ -158,9 +167,9 @@ class KVManager:
         self._register_pending(seq)
 
     def grow(self, seq: Sequence, end: int) -> int:
-        """Allocate pages for the positions of a sequence below `end`; return below which position it has pages now.
+        """Allocate pages for the positions of a sequence below `end`.
 
-        That is `end`, or less where the pool has fewer pages.
+        Return the position below which it now has pages: `end`, or less where the pool has too few.
         """
         missing = ceil_div(end, self._page_size) - len(seq.pages)
         if missing > 0:
@@ -171,7 +180,10 @@ class KVManager:
         return min(end, len(seq.pages) * self._page_size)
 
     def grow_each(self, sequences: Items[Sequence]) -> bool:
-        """Allocate a page for each of these without one for its next position, all or none; return whether it did."""
+        """Allocate a page for each sequence that has none for its next position.
+
+        All of them get one, or none does: return False if the pool has too few.
+        """
         size = self._page_size
         full = [seq for seq in sequences if len(seq.pages) * size <= seq.num_scheduled_tokens]
         pages = self.pages.allocate_each([seq.id for seq in full]) if self._make_free(len(full)) else None
@@ -182,11 +194,14 @@ class KVManager:
         return True
 
     def unmapped_pages(self, seq: Sequence, end: int) -> tuple[int, ...]:
-        """Return the pages of positions below `end` that the device's page table does not hold."""
+        """Return the pages of positions below `end` that the device's table lacks."""
         return tuple(seq.pages[seq.device.num_mapped_pages : ceil_div(end, self._page_size)])
 
     def on_launch(self, seq: Sequence, row: ScheduledSequence) -> None:
-        """Record what a launched row brought to the device, and publish the pages that it filled with known tokens."""
+        """Record the pages that a launched row brought to the device.
+
+        Also publish the pages that it filled with known tokens.
+        """
         num_mapped = row.first_page + len(row.new_pages)
         seq.device.num_mapped_pages = num_mapped
         seq.next_page_boundary = min(num_mapped * self._page_size, seq.total_len - 1)
@@ -195,7 +210,10 @@ class KVManager:
             self._register_pending(seq)
 
     def end_turn(self, seq: Sequence, now: float) -> None:
-        """End the session turn of a sequence that has its outcome; what it has computed is kept for the next turn."""
+        """End the session turn of a sequence that has its outcome.
+
+        The KV that the sequence has computed is kept for the next turn.
+        """
         path = None
         if seq.pages:
             self._release_own(seq, self._publish(seq))
@@ -203,7 +221,10 @@ class KVManager:
         self.sessions.end_turn(seq.session, seq.id, now, path)
 
     def release(self, seq: Sequence) -> None:
-        """Take everything back from a sequence that no step in flight holds; what it computed stays in the cache."""
+        """Take all pages back from a sequence that no step in flight holds.
+
+        The full pages that it computed stay in the prefix cache until they are evicted.
+        """
         own: list[int] = []
         if self.tree is not None:
             own = self._publish(seq)
@@ -216,9 +237,10 @@ class KVManager:
         seq.device.num_mapped_pages = seq.num_scheduled_tokens = seq.device.uploaded_len = 0
 
     def num_released(self, seq: Sequence, leaving: Mapping[int, int]) -> int:
-        """Return the number of pages that nobody needs once a sequence goes, its own and those it reads last.
+        """Return the number of pages that become unused when a sequence leaves.
 
-        leaving: by node, how many of its other readers go as well.
+        These are its own pages, and the shared ones of which it is the last reader. leaving: by node, the number of
+        its other readers that leave as well.
         """
         nodes = seq.cache.nodes
         count = len(seq.pages) - len(nodes)
@@ -228,13 +250,17 @@ class KVManager:
         return count
 
     def _allocate(self, owner: int, count: int, keep: int = 0) -> list[int] | None:
-        """Return pages for an owner, evicting what must go; None, with nothing evicted, unless `keep` more remain."""
+        """Allocate pages for an owner, evicting as many as needed.
+
+        Return None, with nothing evicted, unless `keep` more pages remain available.
+        """
         return self.pages.allocate(owner, count) if self._make_free(count, keep) else None
 
     def _make_free(self, count: int, keep: int = 0) -> bool:
-        """Make `count` pages free; return False, with nothing evicted, unless `keep` more are available.
+        """Make `count` pages free, evicting as many as needed.
 
-        In a large cache some more than these are evicted, for they cost less together.
+        Return False, with nothing evicted, unless `keep` more pages are available. In a large cache a few more than
+        needed are evicted, because they cost less together.
         """
         missing = count - self.pages.free
         if missing + keep <= 0:
@@ -250,11 +276,17 @@ class KVManager:
         return True
 
     def _max_cached_pages(self, seq: Sequence) -> int:
-        """Return how many pages a sequence may find: its last token has to be computed, for what it yields."""
+        """Return the largest number of cached pages that a sequence may use.
+
+        Its last known token is never taken from the cache: computing it yields the next token.
+        """
         return (len(seq.tokens) - 1) // self._page_size
 
     def _match(self, seq: Sequence) -> list[int]:
-        """Resume matching from the cached path of a waiting sequence, dropping nodes evicted since; return the path."""
+        """Resume matching from the cached path of a waiting sequence; return the path.
+
+        Nodes evicted since the path was found are dropped from it first.
+        """
         tree, cache = self.tree, seq.cache
         if tree is None or seq.scored:
             return []
@@ -265,7 +297,10 @@ class KVManager:
         return path
 
     def _count_hit(self, seq: Sequence, tokens: int) -> None:
-        """Count cached tokens of a prompt; what a grammar forced after it may be found as well and is not counted."""
+        """Count cached tokens of a prompt.
+
+        Tokens that a grammar forced after the prompt may be found in the cache as well; they are not counted.
+        """
         found = min(tokens, seq.prompt_len - seq.cache.num_cached_tokens)
         self.num_hit_tokens += found
         seq.cache.num_cached_tokens += found
@@ -273,7 +308,7 @@ class KVManager:
     def _publish(self, seq: Sequence) -> list[int]:
         """Put the full pages of a sequence into the prefix cache.
 
-        Returns pages of the sequence that the cache held already: it now reads the cached ones instead.
+        Return the pages of the sequence that the cache held already: it now reads the cached ones instead.
         """
         tree, nodes = self.tree, seq.cache.nodes
         if tree is None:
@@ -295,7 +330,10 @@ class KVManager:
         return duplicates
 
     def _release_own(self, seq: Sequence, pages: list[int]) -> None:
-        """Free pages of a sequence, whether or not a step in flight uses them; see the module's docstring."""
+        """Free pages of a sequence at once.
+
+        A step in flight may still use them; the module's docstring says why that is safe.
+        """
         if pages:
             self.pages.release(seq.id, pages)
             self.epoch += 1
@@ -309,7 +347,10 @@ class KVManager:
             self.pending.register(seq, key)
 
     def audit(self, held: Iterable[Sequence]) -> list[str]:
-        """Return what is wrong with nodes and with pages, one line each, given every sequence that holds pages."""
+        """Return the inconsistencies of nodes and pages, one line each.
+
+        The list is empty if there are none. held: every sequence that holds pages.
+        """
         sequences = list(held)
         problems = [*self.pages.audit(), *self._audit_pages(sequences), *self._audit_nodes(sequences)]
         num_registered = sum([bool(seq.cache.pending_key) for seq in sequences])
@@ -318,7 +359,7 @@ class KVManager:
         return problems
 
     def _audit_pages(self, sequences: Items[Sequence]) -> list[str]:
-        """Compare the owner of every page with the sequences and the nodes that hold it."""
+        """Compare the owner of every page with the sequences and nodes that hold it."""
         owned = {owner: sorted(pages) for owner, pages in self.pages.owned().items()}
         expected = {seq.id: sorted(seq.pages[len(seq.cache.nodes) :]) for seq in sequences}
         if self.tree is not None:
@@ -330,7 +371,10 @@ class KVManager:
         return []
 
     def _audit_nodes(self, sequences: Items[Sequence]) -> list[str]:
-        """Compare the locks of every node with its readers, and their page tables with the pages of their nodes."""
+        """Compare the locks of every node with its readers.
+
+        Also compare the readers' page tables with the pages of their nodes.
+        """
         tree = self.tree
         if tree is None:
             return [f"{seq} holds nodes without a prefix cache" for seq in sequences if seq.cache.nodes]

@@ -1,20 +1,22 @@
-"""The pages of the KV pool and tnew_owner owners."""
+"""The pages of the KV pool and their owners."""
 
 from collections.abc import Sequence
 
 from tandem.engine_core.plan import PADDING_PAGE
 
-"""Reserved: padded rows read and write here, so no sequence ever owns it."""
-
 
 class PageAllocator:
-    """Allocates pages in O(1) each and knows every page's owner, so a double free or a leak is found where it happens.
+    """Allocator of pages, in O(1) each, that records the owner of every page.
 
+    With the owners known, a double free or a leak is found at the place of the error.
     Owners are integers: ids of sequences, and negative numbers for others.
     """
 
     def __init__(self, pages: int) -> None:
-        """pages: the reserved page 0 included."""
+        """Start with every page free.
+
+        pages: number of pages, the reserved page 0 included.
+        """
         assert pages >= 2, f"{pages} pages leave none besides the reserved one"
         self.total = pages - 1
         self._free = list(range(pages - 1, PADDING_PAGE, -1))
@@ -43,7 +45,10 @@ class PageAllocator:
         return taken
 
     def allocate_each(self, owners: Sequence[int]) -> list[int] | None:
-        """Return one page for each of these owners, in tnew_owner order, or None if fewer are free."""
+        """Return one page for each of these owners, or None if fewer are free.
+
+        The pages are in the order of the owners.
+        """
         first = len(self._free) - len(owners)
         if first < 0:
             return None
@@ -55,7 +60,10 @@ class PageAllocator:
         return taken
 
     def release(self, owner: int, pages: Sequence[int]) -> None:
-        """Free pages. Asserts that each one is the owner's: a page freed twice would serve two sequences."""
+        """Free pages of one owner.
+
+        Asserts that each page is the owner's: a page freed twice would serve two sequences.
+        """
         for page in pages:
             assert self._owner[page] == owner, f"{owner} frees page {page}, owned by {self._owner[page]}; {self}"
             self._owner[page] = None
@@ -75,7 +83,10 @@ class PageAllocator:
         return pages
 
     def audit(self) -> list[str]:
-        """Return what is wrong, one line each: pages free and owned, neither, or free twice; empty if nothing is."""
+        """Return the inconsistencies of pages, one line each; empty if there are none.
+
+        A page must not be both free and owned, neither of them, or free twice.
+        """
         problems = []
         if len(set(self._free)) != len(self._free):
             problems.append("a page is on the free list twice")

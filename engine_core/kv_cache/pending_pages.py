@@ -1,10 +1,16 @@
-"""Pages that running sequences are about to compute, so that others wait for them instead of computing them too."""
+"""Pages that running sequences are about to compute.
+
+Other sequences can wait for such a page instead of computing it too.
+"""
 
 from tandem.engine_core.sequence import Sequence
 
 
 class PendingPages:
-    """The running sequence that computes a page next, by the page's key (`RadixTree.key`)."""
+    """Registry of the pages that running sequences compute next.
+
+    It maps the key of a page (`RadixTree.key`) to the running sequence that computes it, its producer.
+    """
 
     def __init__(self) -> None:
         self._producers: dict[bytes, Sequence] = {}
@@ -16,15 +22,18 @@ class PendingPages:
         return key in self._producers
 
     def blocks(self, seq: Sequence) -> bool:
-        """Return whether the page that a waiting sequence awaits is pending at no lower priority than its own."""
+        """Return whether a waiting sequence has to wait for its next page.
+
+        It has to if the page that it awaits has a producer of at least its own priority.
+        """
         producer = self._producers.get(seq.cache.awaited_key)
         return producer is not None and producer.priority >= seq.priority
 
     def register(self, seq: Sequence, key: bytes) -> None:
         """Register a page's producer; replace one of lower priority.
 
-        Waiters only wait for producers of at least their own priority, so those who will not wait for the one of lower
-        priority can wait for each other.
+        A sequence waits only for a producer of at least its own priority, so sequences that would not wait for the
+        producer of lower priority can wait for this one.
         """
         other = self._producers.get(key)
         if other is not None:
@@ -35,7 +44,7 @@ class PendingPages:
         seq.cache.pending_key = key
 
     def remove(self, seq: Sequence) -> None:
-        """Remove what a sequence has registered, if anything."""
+        """Remove the page that a sequence has registered, if there is one."""
         if seq.cache.pending_key:
             del self._producers[seq.cache.pending_key]
             seq.cache.pending_key = b""

@@ -1,6 +1,6 @@
 """The prefix cache: a radix tree over token ids whose nodes hold KV pages.
 
-Every edge is the tokens of one whole page. The tree is stored flat: a node id indexes every list, and one dictionary
+Every edge holds the tokens of one whole page. The tree is stored flat: a node id indexes every list, and one dictionary
 maps (parent node, tokens of the edge) to the node. So a tree of 100,000 nodes is a handful of lists, a page of a prompt
 is found with one look-up, and the garbage collector has nothing to walk.
 """
@@ -13,13 +13,15 @@ from collections.abc import Iterator, Sequence
 from tandem.engine_core.kv_cache.eviction import EvictionQueue
 
 ROOT = 0
-"""Node id of the root, the parent of first nodes; it has no tokens and no pages."""
+"""Id of the root, the parent of the nodes of first pages; it has no tokens and no pages."""
 ABSENT = -1
-"""Stands in a node for the page of a KV group that it does not hold."""
+"""Placeholder in a node for the page of a KV group that it does not hold."""
 
 
 class RadixTree:
-    """Nodes whose pages any sequence of the same namespace may read and none may write.
+    """Tree of nodes with KV pages, shared by the sequences of a namespace.
+
+    Any sequence of the namespace may read the pages of a node, and none may write them.
 
     A node holds one page per KV group, any of which may be absent. A node without all its pages stays in its place but
     is never matched; a sequence that computes its tokens again gives it a page again.
@@ -32,7 +34,10 @@ class RadixTree:
     """
 
     def __init__(self, page_size: int, num_groups: int = 1) -> None:
-        """page_size: tokens of an edge; num_groups: pages that a complete node holds."""
+        """Start with the root only.
+
+        page_size: tokens of an edge; num_groups: pages that a complete node holds.
+        """
         self.page_size = page_size
         self.num_groups = num_groups
         self.num_pages = 0
@@ -42,7 +47,7 @@ class RadixTree:
         self.num_pinned = 0
         """Pages of nodes without a reader that a session keeps."""
         self.num_evicted = 0
-        """Pages given up since the start."""
+        """Number of pages given up since the start."""
         self.epoch = 0
         """Incremented whenever a node leaves the tree or loses a page."""
         self._index: dict[bytes, int] = {}
@@ -87,19 +92,23 @@ class RadixTree:
         return self._locks[node]
 
     def pages(self, nodes: Sequence[int], group: int = 0) -> list[int]:
-        """Return the page of each of these nodes in one group, `ABSENT` where it holds none."""
+        """Return the page of each node in one group, `ABSENT` where it holds none."""
         held = self._pages[group]
         return [held[node] for node in nodes]
 
     def key(self, namespace: bytes, tokens: array[int], index: int, parent: int) -> bytes:
-        """Return the key of the node for page `index` of a sequence; `parent` is the node of the page before."""
+        """Return the key of the node for page `index` of a sequence.
+
+        parent: the node of page `index - 1`, `ROOT` for the first page.
+        """
         start = index * self.page_size
         return _key(parent, namespace, tokens[start : start + self.page_size].tobytes())
 
     def match(self, namespace: bytes, tokens: array[int], limit: int, index: int = 0, parent: int = ROOT) -> list[int]:
-        """Return the complete nodes that hold these tokens, from page `index` on and below page `limit`.
+        """Return the path of complete nodes that hold these tokens.
 
-        parent: the node of page `index - 1`. The path ends before the first node that lacks a page of any group.
+        It covers the pages from `index` on and below `limit`, and ends before the first node that lacks a page of any
+        group. parent: the node of page `index - 1`.
         """
         found: list[int] = []
         size, known, num_held, complete = self.page_size, self._index, self._num_held, self.num_groups
@@ -112,18 +121,24 @@ class RadixTree:
         return found
 
     def is_current(self, path: Sequence[int], epoch: int) -> bool:
-        """Return whether a path matched at this epoch still stands: leaves go first, so its last node decides."""
+        """Return whether a path matched at this epoch is still in the tree.
+
+        Its last node decides, because leaves are evicted first.
+        """
         return epoch >= self._dropped_at and (not path or epoch >= self._removed_at[path[-1]])
 
     def prune(self, path: list[int], epoch: int) -> None:
-        """Remove from a path matched at this epoch the nodes that have left the tree or lost a page since."""
+        """Remove stale nodes from a path that was matched at this epoch.
+
+        A node is stale if it has left the tree or lost a page since.
+        """
         if epoch < self._dropped_at:
             path.clear()
         while path and epoch < self._removed_at[path[-1]]:
             path.pop()
 
     def insert(self, key: bytes, parent: int) -> int:
-        """Return the node of this key, made behind its parent if the tree has none.
+        """Return the node of this key, created behind its parent if there is none.
 
         A new node holds no pages, is unlocked, and cannot be evicted before it has been locked and unlocked once.
         """
@@ -138,7 +153,10 @@ class RadixTree:
         return node
 
     def attach(self, node: int, page: int, group: int = 0) -> int:
-        """Give a node its page of a group, unless it holds one; return the page that it holds now."""
+        """Give a node its page of a group, unless it holds one.
+
+        Return the page that the node holds now.
+        """
         held = self._pages[group][node]
         if held != ABSENT:
             return held
@@ -149,7 +167,10 @@ class RadixTree:
         return page
 
     def drop(self, node: int, group: int = 0) -> int:
-        """Take the page of a group from a node that stays in the tree; return the page. Nothing may use the node."""
+        """Take the page of a group from a node that stays in the tree.
+
+        Return the page. The node must have neither readers nor pins.
+        """
         page = self._pages[group][node]
         assert page != ABSENT, f"node {node} holds no page of group {group}; {self}"
         assert not (self._locks[node] or self._pins[node]), f"node {node} loses a page while in use; {self}"
@@ -161,7 +182,7 @@ class RadixTree:
         return page
 
     def lock(self, nodes: Sequence[int]) -> None:
-        """Add a reader to nodes that follow each other. All of them must be complete."""
+        """Add a reader to consecutive nodes of a path, all of them complete."""
         locks, pins, groups = self._locks, self._pins, self.num_groups
         for node in nodes:
             if not locks[node]:
@@ -172,7 +193,7 @@ class RadixTree:
             locks[node] += 1
 
     def unlock(self, nodes: Sequence[int]) -> None:
-        """Remove a reader from nodes that follow each other."""
+        """Remove a reader from consecutive nodes of a path."""
         locks, pins, groups = self._locks, self._pins, self.num_groups
         self._uses += 1
         for node in nodes:
@@ -186,7 +207,10 @@ class RadixTree:
         self._offer(nodes)
 
     def pin(self, nodes: Sequence[int]) -> None:
-        """Keep nodes that follow each other, with or without readers. All of them must be complete."""
+        """Keep consecutive nodes of a path in the tree, with or without readers.
+
+        All of them must be complete.
+        """
         for node in nodes:
             assert self._num_held[node] == self.num_groups, f"node {node} is pinned without all its pages; {self}"
             if not (self._locks[node] or self._pins[node]):
@@ -194,7 +218,7 @@ class RadixTree:
             self._pins[node] += 1
 
     def unpin(self, nodes: Sequence[int]) -> None:
-        """Undo one `pin` of nodes that follow each other."""
+        """Undo one `pin` of consecutive nodes of a path."""
         self._uses += 1
         for node in nodes:
             assert self._pins[node] > 0, f"node {node} unpinned without a pin; {self}"
@@ -205,9 +229,10 @@ class RadixTree:
         self._offer(nodes)
 
     def evict(self, count: int) -> list[int]:
-        """Give up at least `count` pages of nodes that are not in use, or all there are; return the pages.
+        """Evict nodes until at least `count` pages are given up; return the pages.
 
-        Leaves go first, the least recently used first. Pages of a node go together, so a few more may come.
+        Nodes in use stay, so there may be fewer pages than `count`. Leaves go first, the least recently used first. The
+        pages of a node go together, so there may also be a few more.
         """
         pages: list[int] = []
         node = ROOT
@@ -230,7 +255,10 @@ class RadixTree:
         return pages
 
     def _remove(self, node: int, pages: list[int]) -> int:
-        """Take a leaf out of the tree and add its pages, which the caller counts, to a list; return its parent."""
+        """Take a leaf out of the tree; return its parent.
+
+        The pages of the leaf are added to the list `pages`; the caller counts them.
+        """
         key, parent = self._key[node], self._parent[node]
         assert key is not None, f"node {node} is not in the tree; {self}"
         for held in self._pages:
@@ -258,16 +286,17 @@ class RadixTree:
         return len(self._key) - 1
 
     def _offer(self, nodes: Sequence[int]) -> None:
-        """Queue the last of these nodes for eviction if it may go; of nodes that follow each other no other is a leaf.
+        """Queue the last node of a path for eviction, if it is evictable.
 
-        The bound on the queue is on nodes: those with no reader and no pin, of which there are at most `num_nodes`.
+        No other node of a path is a leaf. The queue is bounded by the nodes without reader and pin, at most
+        `num_nodes`.
         """
         node = nodes[-1] if nodes else ROOT
         if node != ROOT and self._is_evictable(node, self._last_use[node]):
             self._queue.push(node, self._last_use[node], self._is_evictable, self.num_nodes)
 
     def _is_evictable(self, node: int, last_use: int) -> bool:
-        """Return whether a node is an unused leaf of the tree whose last use was this one."""
+        """Return whether a node is an unused leaf that was last used at this time."""
         return (
             not (self._num_children[node] or self._locks[node] or self._pins[node])
             and self._last_use[node] == last_use
@@ -275,7 +304,10 @@ class RadixTree:
         )
 
     def audit(self) -> list[str]:
-        """Return what is wrong with nodes and the pages that they hold, one line each; empty if nothing is."""
+        """Return the inconsistencies of nodes and their pages, one line each.
+
+        The list is empty if there are none.
+        """
         members = list(self)
         problems = self._audit_shape(members)
         held = [sum([pages[node] != ABSENT for pages in self._pages]) for node in range(len(self._key))]
@@ -328,7 +360,7 @@ class RadixTree:
 def _key(parent: int, namespace: bytes, tokens: bytes) -> bytes:
     """Return a key that no other (parent, namespace, tokens) has.
 
-    A node id has four bytes and the tokens of a page a fixed length; a namespace stands between them only where the
-    parent is the root, and there the id tells so.
+    A node id has four bytes and the tokens of a page have a fixed length. A namespace stands between them only where
+    the parent is the root, which the id shows.
     """
     return parent.to_bytes(4, "little") + (tokens if parent else namespace + tokens)

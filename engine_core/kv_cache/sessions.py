@@ -6,36 +6,43 @@ from tandem.protocol.errors import ErrorCode
 
 
 class Session:
-    """One conversation. Its nodes are pinned in the tree; a turn in progress locks them like any sequence."""
+    """One conversation.
+
+    Its nodes are pinned in the tree; a turn in progress locks them as any sequence does.
+    """
 
     __slots__ = ("ending", "idle_since", "name", "nodes", "turn")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.nodes: list[int] = []
-        """Nodes of the prefix cache that it keeps, from the root on."""
+        """Nodes of the prefix cache that the session keeps, from the root on."""
         self.turn: int | None = None
-        """Id of the sequence that is its turn in progress; None: it is idle."""
+        """Id of the sequence that is the turn in progress; None: the session is idle."""
         self.idle_since = 0.0
-        """Time, in seconds, of the end of its last turn."""
+        """Time, in seconds, of the end of the last turn."""
         self.ending = False
-        """True if it ends with its turn."""
+        """True if the session ends with its turn."""
 
 
 class Sessions:
     """The sessions of an engine, by name, so that any frontend can continue one.
 
-    There are at most `max_sessions` at a time. Idle ones end after `ttl` seconds, or, the longest idle first, when
+    There are at most `max_sessions` at a time. Idle sessions end after `ttl` seconds, or, the longest idle first, when
     memory is short: the next turn of such a session computes its prompt again.
     """
 
     def __init__(self, tree: RadixTree | None, max_sessions: int, ttl: float) -> None:
-        """tree: None without a prefix cache, and then there are no sessions; ttl: seconds."""
+        """Start without sessions.
+
+        tree: the prefix cache; None if it is off, and then no session can begin. max_sessions: largest number at a
+        time; ttl: seconds that a session may be idle.
+        """
         self.tree = tree
         self.max_sessions = max_sessions
         self.ttl = ttl
         self.num_evicted = 0
-        """Idle sessions that ended early, for their memory or to make room for another."""
+        """Number of idle sessions that ended early, for their memory or to make room for another."""
         self._known: dict[str, Session] = {}
         self._idle: dict[str, Session] = {}
         """Sessions without a turn in progress, the longest idle first."""
@@ -78,9 +85,10 @@ class Sessions:
         session.turn = seq_id
 
     def resume(self, name: str, seq_id: int, path: list[int]) -> None:
-        """Unpin the nodes of a session that are not on the path from which its turn starts.
+        """Unpin the nodes of a session that its new turn does not continue from.
 
-        They hold tokens that the conversation no longer has. Does nothing if the session has ended meanwhile.
+        They are not on the path from which the turn starts: they hold tokens that the conversation no longer has. Does
+        nothing if the session has ended meanwhile.
         """
         session = self._known.get(name)
         if session is None or session.turn != seq_id:
@@ -95,8 +103,8 @@ class Sessions:
     def end_turn(self, name: str, seq_id: int, now: float, path: list[int] | None) -> None:
         """End a turn; the session keeps the nodes of this path.
 
-        path None: the turn did not run, so the session keeps what it had, and ends if that is nothing. Does nothing
-        if the session has ended meanwhile.
+        path None: the turn did not run, so the session keeps the nodes that it had, and ends if it had none. Does
+        nothing if the session has ended meanwhile.
         """
         session = self._known.get(name)
         if session is None or session.turn != seq_id:
@@ -128,7 +136,11 @@ class Sessions:
             self._drop(session)
 
     def release_one(self) -> bool:
-        """Unpin the nodes of one session, an idle one if any of those has nodes; return False if none has."""
+        """Unpin the nodes of one session; return False if no session has nodes.
+
+        Idle sessions come first: the longest idle one with nodes ends. After them, a session with a turn in progress
+        loses its nodes and goes on.
+        """
         for session in self._idle.values():
             if session.nodes:
                 self._evict(session)

@@ -1,4 +1,7 @@
-"""The memory of all keys and values: one allocation, page after page, with a view for each layer."""
+"""The memory of all keys and values.
+
+It is one allocation, page after page, with a view for each layer.
+"""
 
 import torch
 from torch import Tensor
@@ -7,7 +10,9 @@ from tandem.engine_core.kernels.page_table import PageTable
 
 
 class KVStorage:
-    """Keys and values of every layer, page-major: all that a page holds is one run of bytes of equal size.
+    """Keys and values of every layer, page-major.
+
+    All that a page holds is one run of bytes, and all pages have the same size.
 
     A layer is addressed by slots of head vectors from its own first slot on, `page_stride` slots a page, so that a slot
     is the same number in every layer. Between two pages of a layer are those of the others: a layer's view must only be
@@ -19,8 +24,11 @@ class KVStorage:
     """
 
     def __init__(self, pool: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
-        """pool: [pages, layers, 2, page_size, kv_heads, head_dim]; keys, values: one view of it for each layer,
-        [slots, kv_heads, head_dim], contiguous, from the layer's first slot to its last."""
+        """Keep the pool and its views.
+
+        pool: [pages, layers, 2, page_size, kv_heads, head_dim]; keys, values: one view of it for each layer,
+        [slots, kv_heads, head_dim], contiguous, from the layer's first slot to its last.
+        """
         self.pool = pool
         self.keys = keys
         self.values = values
@@ -55,6 +63,9 @@ class KVStorage:
         return self.pool.shape[0]
 
     def page_table(self, pages: Tensor) -> PageTable:
-        """Return the page table of this pool with the given pages, [rows, pages_per_row] int32."""
+        """Return a page table of this pool.
+
+        pages: pages of each row, [rows, pages_per_row] int32.
+        """
         _, layers, _, page_size, _, _ = self.pool.shape
         return PageTable(pages, page_size, 2 * layers * page_size)

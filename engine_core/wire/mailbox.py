@@ -39,7 +39,7 @@ class Outbox:
 
     @property
     def has_new(self) -> bool:
-        """Whether there is anything besides the unsent message."""
+        """True if there is output besides the unsent message."""
         return bool(self.request_ids or self.finished or self.failures or self.logprobs or self.started)
 
     def encode(self, step_id: int) -> bytes:

@@ -25,7 +25,7 @@ class LoopWaker:
     def wake(self) -> None:
         """Wake the loop.
 
-        A full buffer wakes it as well, and a closed one has no loop to wake.
+        Errors are ignored: a full buffer wakes the loop as well, and a closed socket means that the loop has ended.
         """
         try:
             self.writer.send(b"\0")
@@ -33,7 +33,7 @@ class LoopWaker:
             return
 
     def clear(self) -> None:
-        """Discard all calls so far."""
+        """Discard the effect of all `wake` calls so far."""
         try:
             while self.reader.recv(4096):
                 pass

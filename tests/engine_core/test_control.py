@@ -119,12 +119,12 @@ class TestScheduling:
 
     def test_end_session_answers_whether_it_existed(self) -> None:
         control = greeted()
-        assert control.apply(b"a", EndSession(5, "talk")) == Answer(5, False, "there is no session 'talk'")
+        assert control.apply(b"a", EndSession(5, "talk")) == Answer(5, False, "session 'talk' does not exist")
         control.apply(b"a", structs.replace(submit(), session="talk"))
         assert control.apply(b"a", EndSession(6, "talk")) == Answer(6, True)
         control.apply(b"a", Abort([9]))
-        assert control.apply(b"a", EndSession(7, "talk")) == Answer(7, False, "there is no session 'talk'")
-        assert control.apply(b"a", EndSession(7, "talk")) == Answer(7, False, "there is no session 'talk'")
+        assert control.apply(b"a", EndSession(7, "talk")) == Answer(7, False, "session 'talk' does not exist")
+        assert control.apply(b"a", EndSession(7, "talk")) == Answer(7, False, "session 'talk' does not exist")
 
     def test_set_policy_changes_the_policy(self) -> None:
         control = greeted()
@@ -134,7 +134,8 @@ class TestScheduling:
         assert isinstance(answer, Answer)
         assert (answer.ok, answer.message) == (
             False,
-            "there is no policy 'magic'; choose one of fcfs, prefill_first, decode_first, decode_round_robin, priority",
+            "policy 'magic' does not exist; choose one of "
+            "fcfs, prefill_first, decode_first, decode_round_robin, priority",
         )
         assert control.scheduler.policy == "priority"
 

@@ -203,7 +203,7 @@ class FakeEngine:
                 return Answer(call, known, "" if known else "no such session")
             case SetPolicy(call, policy):
                 if policy not in POLICIES:
-                    return Answer(call, False, f"there is no policy {policy!r}")
+                    return Answer(call, False, f"policy {policy!r} does not exist")
                 self.policy = policy
                 return Answer(call, True)
             case Inspect(call):
