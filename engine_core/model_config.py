@@ -1,5 +1,6 @@
-"""The facts of a model, from the `config.json` and `generation_config.json` of a Hugging Face folder.
+"""The facts of a model, from the configuration of a Hugging Face folder.
 
+They are read from `config.json` and `generation_config.json`.
 Whatever this engine does not support is refused by name: a field that would change the output is never ignored.
 """
 
@@ -60,11 +61,11 @@ class ModelConfig(Struct, frozen=True):
     dtype: str | None
     """The checkpoint's own dtype as its config names it, such as "bfloat16"."""
     qk_norm: bool = False
-    """True if each query and key head is normalised before the rotation."""
+    """True if each query and key head is normalised before the rotary embedding."""
     activation: Activation = Activation.SILU
     """Activation of the gate in the feed-forward networks."""
     quantization: dict[str, Any] | None = None
-    """The `quantization_config` (or `compression_config`) as it stands; None: the checkpoint is not quantized."""
+    """The `quantization_config` (or `compression_config`) as in the file; None: the checkpoint is not quantized."""
 
     @classmethod
     def read(cls, directory: Path) -> "ModelConfig":
@@ -89,9 +90,10 @@ class _RawGeneration(Struct):
 
 
 class _RawConfig(Struct, kw_only=True):
-    """The fields of config.json that are read, with the defaults of transformers' LlamaConfig.
+    """The fields of config.json that are read.
 
-    Those of its Qwen3Config differ in sizes only, which published folders state; see also `QWEN3_HEAD_DIM`.
+    The defaults are those of transformers' LlamaConfig. Its Qwen3Config differs from them in sizes only, which
+    published folders state; see also `QWEN3_HEAD_DIM`.
     """
 
     architectures: list[str] | None = None
@@ -123,7 +125,10 @@ class _RawConfig(Struct, kw_only=True):
 
 
 class _RawRope(Struct, forbid_unknown_fields=True):
-    """The fields of `rope_scaling` (which may call its kind `type`) or `rope_parameters`."""
+    """The fields of `rope_scaling` or `rope_parameters`.
+
+    `rope_scaling` may give its kind as `type`.
+    """
 
     rope_type: str | None = None
     type: str | None = None

@@ -31,7 +31,7 @@ class EvictionQueue:
     def oldest_use(self) -> int:
         """Last use of the first entry, which may be invalid.
 
-        The largest integer if there is no entry.
+        The largest integer if the queue is empty.
         """
         return self._heap[0][0] if self._heap else sys.maxsize
 

@@ -14,18 +14,25 @@ from tandem.engine_core.model_config import ModelConfig
 
 
 def layer_attentions(config: ModelConfig) -> tuple[LayerAttention, ...]:
-    """Return the attention of each of a model's layers, the only place that decides scale, window and soft cap."""
+    """Return the attention of each layer of a model.
+
+    Scale, window and soft cap are decided only here.
+    """
     return (LayerAttention(scale=config.head_dim**-0.5),) * config.layers
 
 
 def attention_kinds(config: ModelConfig) -> tuple[LayerAttention, ...]:
-    """Return the distinct ones of `layer_attentions`; a step is planned once for each of them."""
+    """Return the distinct kinds of attention among a model's layers.
+
+    A step is planned once for each kind (see `layer_attentions`).
+    """
     return tuple(dict.fromkeys(layer_attentions(config)))
 
 
 class Attention:
-    """Fused query, key and value projection, rotary embedding, paged attention, output projection.
+    """Self-attention layer over a paged KV pool.
 
+    It consists of a fused query, key and value projection, rotary embedding, paged attention and output projection.
     Some models (Qwen 3) have root mean square norms over each query and key head, before the rotation.
     """
 
@@ -41,7 +48,11 @@ class Attention:
         q_norm: RMSNorm | None,
         k_norm: RMSNorm | None,
     ) -> None:
-        """q_norm, k_norm: norms over head_dim elements with one eps, both or neither."""
+        """Keep the parts of a layer.
+
+        layer: the layer's entry of `layer_attentions`; q_norm, k_norm: norms over head_dim elements with one eps, both
+        or neither.
+        """
         self.qkv = qkv
         self.output = output
         self.heads = heads
@@ -56,9 +67,10 @@ class Attention:
     def build(
         cls, config: ModelConfig, layer: LayerAttention, context: BuildContext, unit_offset: bool = False
     ) -> "Attention":
-        """Build the layer with unfilled weights.
+        """Allocate a layer whose weights are not filled yet.
 
-        layer: its one of `layer_attentions`; unit_offset: of the norms of queries and keys, as in `RMSNorm`.
+        layer: the layer's entry of `layer_attentions`; unit_offset: that of the norms of queries and keys, see
+        `RMSNorm`.
         """
         heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
         width, bias = (heads + 2 * kv_heads) * head_dim, config.attention_bias
@@ -96,7 +108,10 @@ class Attention:
         return self.output.apply(attended.view(update.shape[0], -1)), residual
 
     def slots(self, prefix: str) -> list[WeightSlot]:
-        """List the slots of the checkpoint's tensors, under the names of Hugging Face's Llama and Qwen 3."""
+        """List the slots of the checkpoint's tensors.
+
+        The names are those of Hugging Face's Llama and Qwen 3.
+        """
         kv_width = self.kv_heads * self.head_dim
         parts = {"q_proj": self.heads * self.head_dim, "k_proj": kv_width, "v_proj": kv_width}
         slots = self.qkv.slots(prefix, "qkv_proj", parts) + self.output.slots(prefix, "o_proj")

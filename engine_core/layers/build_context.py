@@ -1,4 +1,4 @@
-"""The device, dtype and implementations that every layer of a model is built with."""
+"""The context in which a model's layers are built."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,10 +10,16 @@ from tandem.engine_core.layers.linear import LinearWeights
 
 
 class LinearMethod(Protocol):
-    """A storage format of linear weights, chosen when a model is built; models know shapes only."""
+    """A storage format of linear weights.
+
+    It is chosen when a model is built; models know shapes only.
+    """
 
     def build(self, outputs: int, inputs: int, bias: bool, context: "BuildContext") -> LinearWeights:
-        """Allocate the weights of a map from `inputs` to `outputs` elements, not filled yet."""
+        """Allocate the weights of one linear map, not filled yet.
+
+        The map is from `inputs` to `outputs` elements.
+        """
 
 
 @dataclass(frozen=True, slots=True)

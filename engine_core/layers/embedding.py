@@ -12,7 +12,7 @@ class Embedding:
     """A table with one row for each token of the vocabulary."""
 
     def __init__(self, table: Tensor) -> None:
-        """table: [vocab, hidden], in any memory layout."""
+        """Keep the table, [vocab, hidden], in any memory layout."""
         self.table = table
 
     @classmethod
@@ -26,7 +26,10 @@ class Embedding:
         return cls(head.embedding_table())
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Look up token ids, [T] int64. Returns [T, hidden]."""
+        """Return the embeddings of token ids, [T, hidden].
+
+        ids: [T] int64.
+        """
         return self.table[ids]
 
     def slots(self, name: str) -> list[WeightSlot]:

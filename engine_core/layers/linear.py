@@ -1,4 +1,7 @@
-"""Linear maps as layers see them: weights that own their storage, their checkpoint slots and their product."""
+"""Linear maps as layers see them.
+
+Their weights own the storage, the checkpoint slots and the product.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,14 +13,20 @@ from tandem.engine_core.loader.slots import WeightSlot
 
 
 class Norm(Protocol):
-    """A root mean square norm over the residual stream, which a linear map may fuse with its product."""
+    """A root mean square norm over the residual stream.
+
+    A linear map may fuse it with its product.
+    """
 
     weight: Tensor
     """Factors of the normalised elements, [hidden]."""
     eps: float
 
     def __call__(self, update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add the update to the residual stream (None: start it). Returns the normalised stream and the stream."""
+        """Add the update to the residual stream (None: start it).
+
+        Return the normalised stream and the stream, both [T, hidden].
+        """
 
 
 class LinearWeights(Protocol):
@@ -33,10 +42,10 @@ class LinearWeights(Protocol):
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Add x to the residual stream, normalise it, and return the product and the stream.
+        """Add x to the residual stream, normalise it and multiply.
 
-        x, residual: [T, inputs], no residual: x starts the stream. activation: the product's first half is a gate, and
-        activation(gate) * rest, [T, outputs / 2], is returned in its place.
+        Return the product and the stream. x, residual: [T, inputs]; residual None: x starts the stream. activation: the
+        product's first half is a gate, and activation(gate) * rest, [T, outputs / 2], is returned in its place.
         """
 
     def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
@@ -47,10 +56,10 @@ class LinearWeights(Protocol):
         """
 
     def embedding_table(self) -> Tensor:
-        """Return the weights as one row for each output, [outputs, inputs], in the model's dtype.
+        """Return the weights as one row for each output, [outputs, inputs].
 
-        The table shares their storage, for an embedding tied to an output head. Raises ConfigError if the format has
-        no such rows.
+        The rows are in the model's dtype and share the weights' storage, for an embedding tied to an output head.
+        Raises ConfigError if the format has no such rows.
         """
 
 

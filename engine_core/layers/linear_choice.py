@@ -1,5 +1,6 @@
-"""The choice of how a model's linear weights are stored, from its device and the format of its checkpoint.
+"""Choice of the storage format of a model's linear weights.
 
+It depends on the device and on the format of the checkpoint.
 A quantized format needs a `LinearMethod` in a module of its own, its kernel, and a line in `_choose_method`.
 """
 
@@ -20,7 +21,10 @@ Quantization = Mapping[str, Any]
 def torch_build_context(
     device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None
 ) -> BuildContext:
-    """Return a context of plain torch, for any device. Raises ConfigError for a quantization that is not supported."""
+    """Return a context of plain torch, for any device.
+
+    Raises ConfigError for a quantization that is not supported.
+    """
     plain: LinearMethod = CpuMethod() if device.type == "cpu" else TorchMethod()
     return BuildContext(device, dtype, _choose_method(quantization, plain), plain, torch_kernels())
 
@@ -28,7 +32,10 @@ def torch_build_context(
 def triton_build_context(
     device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None
 ) -> BuildContext:
-    """Return a context of Triton kernels. Raises ConfigError for a quantization that is not supported."""
+    """Return a context of Triton kernels.
+
+    Raises ConfigError for a quantization that is not supported.
+    """
     from tandem.engine_core.layers.triton_linear import TritonMethod
 
     plain = TritonMethod()
@@ -46,6 +53,6 @@ def check_quantization(quantization: Quantization | None) -> None:
 
 
 def _choose_method(quantization: Quantization | None, plain: LinearMethod) -> LinearMethod:
-    """Return the method of a quantization, `plain` for none."""
+    """Return the method of a quantization, `plain` without one."""
     check_quantization(quantization)
     return plain

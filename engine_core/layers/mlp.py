@@ -10,10 +10,16 @@ from tandem.engine_core.model_config import ModelConfig
 
 
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)), with gate and up in one projection."""
+    """Gated feed-forward network, with gate and up in one projection.
+
+    It computes down(activation(gate(x)) * up(x)).
+    """
 
     def __init__(self, gate_up: LinearWeights, down: LinearWeights, width: int, activation: Activation) -> None:
-        """width: number of inputs of `down`, half the outputs of `gate_up`."""
+        """Keep the parts of a network.
+
+        width: number of inputs of `down`, half the outputs of `gate_up`.
+        """
         self.gate_up = gate_up
         self.down = down
         self.width = width
@@ -27,14 +33,17 @@ class GatedMLP:
         return cls(gate_up, context.linear_method.build(hidden, width, bias, context), width, config.activation)
 
     def __call__(self, update: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """Return the next update and the residual stream, as `LinearWeights.apply_normed` does.
+        """Return the next update and the residual stream, both [T, hidden].
 
-        update, residual: [T, hidden]; norm: that of the stream before this network.
+        update, residual: [T, hidden], see `LinearWeights.apply_normed`; norm: the norm before this network.
         """
         hidden, residual = self.gate_up.apply_normed(update, residual, norm, self.activation)
         return self.down.apply(hidden), residual
 
     def slots(self, prefix: str) -> list[WeightSlot]:
-        """List the slots of the checkpoint's tensors, under the names of Hugging Face's Llama."""
+        """List the slots of the checkpoint's tensors.
+
+        The names are those of Hugging Face's Llama.
+        """
         parts = {"gate_proj": self.width, "up_proj": self.width}
         return self.gate_up.slots(prefix, "gate_up_proj", parts) + self.down.slots(prefix, "down_proj")

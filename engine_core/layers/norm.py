@@ -9,14 +9,17 @@ from tandem.engine_core.loader.slots import WeightSlot
 
 
 class RMSNorm:
-    """A root mean square norm, computed as `kernels.reference.layer.rms_norm` describes.
+    """A root mean square norm with a factor for each element.
 
-    Some families (Gemma) store the difference of each factor from 1. One is added when a checkpoint is loaded, in
-    float32, so that no kernel knows of it.
+    `kernels.reference.layer.rms_norm` defines the arithmetic. Some families (Gemma) store the difference of each factor
+    from 1. One is added when a checkpoint is loaded, in float32, so that kernels need not know about it.
     """
 
     def __init__(self, weight: Tensor, eps: float, kernels: KernelSet, unit_offset: bool = False) -> None:
-        """weight: factors, [hidden]; unit_offset: the checkpoint stores factors less 1."""
+        """Keep the parts of a norm.
+
+        weight: factors, [hidden]; unit_offset: True if the checkpoint stores factors less 1.
+        """
         self.weight = weight
         self.eps = eps
         self.kernels = kernels
@@ -29,9 +32,9 @@ class RMSNorm:
         return cls(torch.empty(hidden, device=context.device, dtype=dtype), eps, context.kernels, unit_offset)
 
     def __call__(self, update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add the update to the residual stream (None: start it). Both are [T, hidden].
+        """Add the update to the residual stream (None: start it).
 
-        Returns the normalised stream and the stream.
+        Return the normalised stream and the stream. All tensors are [T, hidden].
         """
         if residual is None:
             return self.kernels.rms_norm(update, self.weight, self.eps), update

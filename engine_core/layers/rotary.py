@@ -9,15 +9,21 @@ from tandem.engine_core.model_config import RopeConfig
 
 
 class RotaryTable:
-    """Cosines and sines in float32, as transformers has them, looked up once a step for all layers that share them."""
+    """Cosines and sines of every position, in float32 as in transformers.
+
+    They are looked up once a step for all layers that share them.
+    """
 
     def __init__(self, table: Tensor) -> None:
-        """table: [positions, 2, head_dim] float32: cosines, then sines with the first half negated (see `rope`)."""
+        """Keep the table, [positions, 2, head_dim] float32.
+
+        It holds cosines, then sines with the first half negated (see `rope`).
+        """
         self.table = table
 
     @classmethod
     def build(cls, config: RopeConfig, head_dim: int, positions: int, device: torch.device) -> "RotaryTable":
-        """Compute the table of that many positions."""
+        """Compute the table of positions 0 to `positions - 1`."""
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies(config, head_dim))
         cos, sin = angles.cos(), angles.sin()
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
@@ -33,10 +39,11 @@ class RotaryTable:
 
 
 def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Return the radians by which each pair of a head turns in one position, [head_dim / 2] float32.
+    """Return the frequency of each pair of a head, [head_dim / 2] float32.
 
-    "linear" divides all by the factor (Chen et al., 2023). "llama3" (Llama 3.1) divides the slow ones by the factor,
-    keeps the fast ones and blends in between, slow and fast being wavelengths against the original context.
+    A frequency is the angle, in radians, by which a pair turns in one position. "linear" divides all frequencies by the
+    factor (Chen et al., 2023). "llama3" (Llama 3.1) divides the slow ones by the factor, keeps the fast ones and blends
+    in between; slow and fast are measured by the wavelength relative to the original context.
     """
     base = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if config.kind == "linear":

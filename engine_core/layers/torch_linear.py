@@ -16,10 +16,16 @@ MIN_ROWS_ON_CPU = 4
 
 
 class TorchLinear:
-    """Weights in the model's dtype, multiplied by the library; norm and activation are launches of their own."""
+    """Weights in the model's dtype, multiplied by torch's library calls.
+
+    Norm and activation are separate launches.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: KernelSet) -> None:
-        """weight: [outputs, inputs], in any memory layout; bias: [outputs]."""
+        """Keep the weights of a map.
+
+        weight: [outputs, inputs], in any memory layout; bias: [outputs].
+        """
         self.weight = weight
         self.bias = bias
         self.kernels = kernels
@@ -31,7 +37,7 @@ class TorchLinear:
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Implement `LinearWeights.apply_normed` with `apply`, which subclasses may replace."""
+        """Implement `LinearWeights.apply_normed` with `self.apply`."""
         normed, stream = norm(x, residual)
         product = self.apply(normed)
         return (product if activation is None else self.kernels.gated_activation(product, activation)), stream
@@ -49,9 +55,9 @@ class TorchLinear:
 class CpuLinear(TorchLinear):
     """Weights stored column after column, multiplied with at least 4 rows of input.
 
-    Over this layout a small float32 product rounds each row alike whatever the number of rows, except a single one,
-    which takes a path of its own. So a token's result does not depend on how many others are in its batch. Large
-    products are split by their number of rows, and equal up to rounding only.
+    In this layout the rounding of a row of a small float32 product does not depend on the number of rows, except for a
+    single row, which takes another code path. So a token's result does not depend on the size of its batch. Large
+    products are split by their number of rows, and are equal up to rounding only.
     """
 
     def apply(self, x: Tensor) -> Tensor:
@@ -64,7 +70,7 @@ class CpuLinear(TorchLinear):
 
 
 class TorchMethod:
-    """Weights stored row after row in the model's dtype."""
+    """Linear method for any device: weights row after row in the model's dtype."""
 
     def build(self, outputs: int, inputs: int, bias: bool, context: BuildContext) -> LinearWeights:
         """Implement `LinearMethod.build`."""
@@ -73,7 +79,10 @@ class TorchMethod:
 
 
 class CpuMethod:
-    """Weights stored column after column in the model's dtype, see `CpuLinear`."""
+    """Linear method for a CPU: weights column after column (see `CpuLinear`).
+
+    They are in the model's dtype.
+    """
 
     def build(self, outputs: int, inputs: int, bias: bool, context: BuildContext) -> LinearWeights:
         """Implement `LinearMethod.build`."""
@@ -82,5 +91,5 @@ class CpuMethod:
 
 
 def empty_bias(outputs: int, bias: bool, context: BuildContext) -> Tensor | None:
-    """Allocate a bias, [outputs], where there is one."""
+    """Allocate a bias, [outputs], or return None if the map has none."""
     return torch.empty(outputs, device=context.device, dtype=context.dtype) if bias else None

@@ -1,4 +1,7 @@
-"""Unquantized linear weights on a CUDA device: Triton where it beats the library, and fused products."""
+"""Unquantized linear weights on a CUDA device.
+
+Products run in Triton where that beats the library, and are fused with norms and activations.
+"""
 
 from functools import cache
 
@@ -42,7 +45,10 @@ class SplitKWorkspace:
         self._outgrown: list[Tensor] = []
 
     def reserve(self, outputs: int, inputs: int, device: torch.device, itemsize: int) -> None:
-        """Grow to what a weight of this shape needs for any number of rows. itemsize: bytes of an element."""
+        """Grow to the size that a weight of this shape needs for any rows.
+
+        itemsize: bytes of an element.
+        """
         needs = [(0, 0)]
         for rows in BUCKETS:
             plans: list[tuple[Plan, int, bool]] = [(choose(rows, outputs, inputs, itemsize), outputs, False)]
@@ -56,7 +62,7 @@ class SplitKWorkspace:
         self._counters = self._grown(self._counters, counters, device, torch.int32)
 
     def find(self, rows: int, outputs: int, plan: SplitKPlan, gated: bool) -> tuple[Tensor, Tensor] | None:
-        """Return partial sums and counters, None if they are too small for a plan."""
+        """Return partial sums and counters, or None if they are too small for a plan."""
         if self._partials is None or self._counters is None:
             return None
         floats, counters = workspace_size(rows, outputs, plan, gated)
@@ -67,16 +73,22 @@ class SplitKWorkspace:
         if old is not None and old.numel() >= size:
             return old
         if old is not None:
-            # Kept: a graph captured before may hold its address.
+            # Kept, because a graph that was captured before may hold its address.
             self._outgrown.append(old)
         return torch.zeros(size, device=device, dtype=dtype)
 
 
 class TritonLinear(TorchLinear):
-    """Weights in the model's dtype, row after row, multiplied by the kernel planned for their shape."""
+    """Weights row after row, multiplied by the kernel planned for their shape.
+
+    They are in the model's dtype.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: KernelSet, workspace: SplitKWorkspace) -> None:
-        """weight: [outputs, inputs], contiguous, on a CUDA device; bias: [outputs]."""
+        """Keep the weights of a map.
+
+        weight: [outputs, inputs], contiguous, on a CUDA device; bias: [outputs].
+        """
         super().__init__(weight, bias, kernels)
         self.workspace = workspace
 
@@ -105,7 +117,10 @@ class TritonLinear(TorchLinear):
         return (self.apply(normed) if activation is None else self._apply_gated(normed, activation)), stream
 
     def _apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """Return activation(gate) * up of the product, [T, outputs / 2]. The weight holds the gate's rows first."""
+        """Return activation(gate) * up of the product, [T, outputs / 2].
+
+        The weight holds the gate's rows first.
+        """
         weight = self.weight
         width, inputs = weight.shape[0] // 2, weight.shape[1]
         plan = _choose_gated(x.shape[0], width, inputs, weight.itemsize) if _fits(x, weight) else None
@@ -117,7 +132,10 @@ class TritonLinear(TorchLinear):
 
 
 class TritonMethod:
-    """Weights stored row after row in the model's dtype, which share one workspace on one device."""
+    """Linear method for one CUDA device, on which all weights share a workspace.
+
+    Weights are stored row after row in the model's dtype.
+    """
 
     def __init__(self) -> None:
         self.workspace = SplitKWorkspace()
@@ -130,5 +148,5 @@ class TritonMethod:
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Say if the kernels can read these tensors."""
+    """Return whether the kernels can read these tensors."""
     return x.is_cuda and x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype

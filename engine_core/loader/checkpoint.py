@@ -1,4 +1,7 @@
-"""The safetensors files of a Hugging Face folder: their headers, and their tensors one at a time."""
+"""The safetensors files of a Hugging Face folder.
+
+Headers are read when a checkpoint is opened, tensors one at a time.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -31,17 +34,22 @@ class _Index(Struct):
 
 
 class Checkpoint:
-    """All tensors of a folder, by name."""
+    """The tensors of a folder, by name."""
 
     def __init__(self, directory: Path, files: dict[Path, dict[str, StoredTensor]]) -> None:
-        """files: tensors of each file, by name; no two files hold one name."""
+        """Keep the headers of a folder.
+
+        files: tensors of each file, by name; no name is in two files.
+        """
         self.directory = directory
         self.files = files
         self.tensors = {name: tensor for found in files.values() for name, tensor in found.items()}
 
     @classmethod
     def open(cls, directory: Path) -> "Checkpoint":
-        """Read the headers of `model.safetensors`, or of the shards of `model.safetensors.index.json`.
+        """Read the headers of a folder's safetensors files.
+
+        The files are `model.safetensors`, or the shards of `model.safetensors.index.json`.
 
         Raises ConfigError if there is neither, if a shard is missing or corrupt, or if a tensor is in two shards or not
         in the one that the index names.
@@ -53,9 +61,10 @@ class Checkpoint:
         raise ConfigError(f"{directory} holds neither {SINGLE} nor {INDEX}; convert other formats to safetensors")
 
     def read(self, slots: Iterable[WeightSlot]) -> Iterator[tuple[WeightSlot, Tensor]]:
-        """Yield each slot whose tensor is there, with the part that it reads, in host memory.
+        """Yield each slot that has a tensor here, with the part that it reads.
 
-        Parts come in the order of the files, one at a time. Raises ConfigError if a file cannot be read.
+        Parts are in host memory, and come in the order of the files, one at a time. Raises ConfigError if a file cannot
+        be read.
         """
         wanted: dict[str, list[WeightSlot]] = {}
         for slot in slots:
@@ -65,7 +74,10 @@ class Checkpoint:
             yield from zip(here, _parts(path, [(slot.name, slot.source) for slot in here]), strict=True)
 
     def read_one(self, name: str) -> Tensor:
-        """Return a whole tensor in host memory. Raises ConfigError if its file cannot be read."""
+        """Return a whole tensor in host memory.
+
+        Raises ConfigError if its file cannot be read.
+        """
         path = next(path for path, found in self.files.items() if name in found)
         return next(_parts(path, [(name, None)]))
 

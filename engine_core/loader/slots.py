@@ -1,4 +1,4 @@
-"""The slots by which a model tells the loader where the tensors of a checkpoint belong."""
+"""Slots: the places in a model where the tensors of a checkpoint belong."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,11 +46,11 @@ class WeightSlot:
     source: SourceSlice | None = None
     """Part of the checkpoint tensor that is read; None: a tensor of the region's shape, whole."""
     transform: Callable[[Tensor], Tensor] | None = None
-    """Function from what is read to a tensor of the region's shape, such as a transposition or an unpacking."""
+    """Function from the tensor read to one of the region's shape, such as a transposition or an unpacking."""
     dtypes: tuple[str, ...] = FLOAT_DTYPES
     """Dtypes of the checkpoint tensor that can be read, in the words of safetensors."""
     tied_to: str | None = None
-    """Name of a slot of the same region: a checkpoint may hold both tensors if they are equal."""
+    """Name of another slot of the same region: a checkpoint may hold both tensors if they are equal."""
 
     @classmethod
     def whole(
@@ -75,7 +75,7 @@ class WeightSlot:
         return self.parameter.narrow(self.dim, self.start, self.length)
 
     def fill(self, tensor: Tensor) -> None:
-        """Write what was read from the checkpoint, cast to the parameter's dtype."""
+        """Write a tensor read from the checkpoint, cast to the parameter's dtype."""
         self.target.copy_(tensor if self.transform is None else self.transform(tensor))
 
 

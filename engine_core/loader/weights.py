@@ -1,4 +1,7 @@
-"""The filling of a model from a checkpoint, in which nothing may be missing, left over or of another shape."""
+"""The filling of a model from a checkpoint.
+
+No tensor may be missing, left over or of another shape.
+"""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -10,7 +13,7 @@ from tandem.engine_core.loader.checkpoint import Checkpoint, StoredTensor
 from tandem.engine_core.loader.slots import Loadable, WeightSlot
 
 HARMLESS = (".rotary_emb.inv_freq",)
-"""Ends of names of buffers that old checkpoints hold and that follow from the configuration."""
+"""Name suffixes of buffers that old checkpoints hold and that follow from the configuration."""
 
 
 def fill_with_noise(model: Loadable, scale: float = 0.02) -> None:
@@ -30,9 +33,10 @@ def fill_with_noise(model: Loadable, scale: float = 0.02) -> None:
 
 
 def load_weights(model: Loadable, checkpoint: Checkpoint, progress: Callable[[float], None] | None = None) -> None:
-    """Copy the tensors of a checkpoint into a model's parameters, cast to their dtypes, one at a time.
+    """Copy the tensors of a checkpoint into a model's parameters.
 
-    The parameters keep their storage, which captured graphs may hold. progress: called with the percentage done.
+    Tensors are cast to the parameters' dtypes and copied one at a time. The parameters keep their storage, which
+    captured graphs may hold. progress: called with the percentage done.
 
     Raises ConfigError that names every tensor which is missing, unexpected, misshaped, of a dtype that is not read, or
     given twice, and tied tensors that differ; then the model is unchanged. Raises it as well if a file cannot be read.
@@ -53,7 +57,7 @@ def load_weights(model: Loadable, checkpoint: Checkpoint, progress: Callable[[fl
 
 
 def tensors_differ(checkpoint: Checkpoint, first: str, second: str) -> bool:
-    """Say if a checkpoint holds both tensors and they are not equal."""
+    """Return whether a checkpoint holds both tensors and they are not equal."""
     if first not in checkpoint.tensors or second not in checkpoint.tensors:
         return False
     return not torch.equal(checkpoint.read_one(first), checkpoint.read_one(second))
@@ -80,7 +84,7 @@ def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
 
 
 def _misfits(tensor: StoredTensor, slots: list[WeightSlot]) -> list[str]:
-    """Describe what is wrong with one checkpoint tensor."""
+    """Return the problems of one checkpoint tensor, one line each."""
     if not slots:
         return [] if tensor.name.endswith(HARMLESS) else [f"unexpected {tensor.name}: {list(tensor.shape)}"]
     for slot in slots:
@@ -92,7 +96,7 @@ def _misfits(tensor: StoredTensor, slots: list[WeightSlot]) -> list[str]:
 
 
 def _covers(others: list[WeightSlot], slot: WeightSlot) -> bool:
-    """Say if slots of the same parameter leave nothing of this one's region uncovered."""
+    """Return whether other slots of a parameter cover all of this one's region."""
     reached = slot.start
     for other in sorted(others, key=lambda item: item.start):
         if other.start <= reached:

@@ -1,4 +1,7 @@
-"""Llama (Touvron et al., 2023): versions 1 to 3.2, and what shares the architecture, such as TinyLlama."""
+"""Llama (Touvron et al., 2023), versions 1 to 3.2.
+
+Models that share its architecture, such as TinyLlama, are included.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +25,10 @@ HEAD = "lm_head"
 
 
 class LlamaLayer:
-    """One block: attention and feed-forward network, each behind a norm and added to the residual stream."""
+    """One block: attention and a feed-forward network.
+
+    Each comes after a norm and is added to the residual stream.
+    """
 
     def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
         self.attention_norm = attention_norm
@@ -32,7 +38,10 @@ class LlamaLayer:
 
     @classmethod
     def build(cls, config: ModelConfig, layer: LayerAttention, context: BuildContext) -> "LlamaLayer":
-        """Allocate a block whose weights are not filled yet. layer: its one of `layer_attentions`."""
+        """Allocate a block whose weights are not filled yet.
+
+        layer: the block's entry of `layer_attentions`.
+        """
         return cls(
             RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
             Attention.build(config, layer, context),
@@ -51,8 +60,8 @@ class LlamaLayer:
     ) -> tuple[Tensor, Tensor]:
         """Return the update of the residual stream, and the stream, both [T, hidden].
 
-        update: of the block before, [T, hidden]; residual: the stream that it belongs to, None before the first block;
-        rotary, keys, values: as in `Attention`.
+        update: that of the block before, [T, hidden]; residual: the stream that the update belongs to, None before the
+        first block; rotary, keys, values: those of `Attention.__call__`.
         """
         update, residual = self.attention(update, residual, self.attention_norm, rotary, batch, keys, values)
         return self.mlp(update, residual, self.mlp_norm)
@@ -68,9 +77,10 @@ class LlamaLayer:
 
 
 class LlamaModel:
-    """The decoder with its output head. Call it in inference mode: there is no autograd here.
+    """The decoder with its output head.
 
-    Not a torch module: the machinery around a module's call takes longer than a small layer's arithmetic on a CPU.
+    Call it in inference mode, because it does not support autograd. It is not a torch module: the machinery around a
+    module's call takes longer than a small layer's arithmetic on a CPU.
     """
 
     def __init__(
@@ -91,7 +101,10 @@ class LlamaModel:
 
     @classmethod
     def build(cls, config: ModelConfig, max_positions: int, context: BuildContext) -> "LlamaModel":
-        """Allocate a model whose weights are not filled yet; `loader.weights.load_weights` fills them."""
+        """Allocate a model whose weights are not filled yet.
+
+        `loader.weights.load_weights` fills them.
+        """
         vocab, hidden = config.vocab_size, config.hidden_size
         head = context.head_method.build(vocab, hidden, False, context)
         return cls(

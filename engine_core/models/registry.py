@@ -1,4 +1,4 @@
-"""The models by the architecture that a config.json names."""
+"""The models, by the architecture that a config.json names."""
 
 from typing import Protocol
 
@@ -23,18 +23,24 @@ BUILDERS = {
 
 
 class Model(Loadable, Protocol):
-    """A model as the runtime sees it. Both calls are made in inference mode."""
+    """A model as the runtime sees it.
+
+    `forward` and `logits` are called in inference mode.
+    """
 
     config: ModelConfig
 
     def forward(self, batch: ForwardBatch, kv: KVStorage) -> Tensor:
         """Return the final hidden states of the sampled positions, [S, hidden].
 
-        Writes the new keys and values into kv.
+        The new keys and values are written into kv.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states, [S, vocab] in the model's dtype. hidden: [S, hidden]."""
+        """Return the logits of hidden states, [S, vocab] in the model's dtype.
+
+        hidden: [S, hidden].
+        """
 
 
 def build_model(
@@ -42,9 +48,9 @@ def build_model(
 ) -> Model:
     """Allocate a model whose weights are not filled yet.
 
-    max_positions: most positions of a sequence, if fewer than the config says. checkpoint: the one that will be loaded;
-    if it holds an output head that differs from the embedding, the model is built untied whatever the config says, as
-    transformers does. Raises ConfigError if the architecture is unknown.
+    max_positions: largest number of positions of a sequence, if below that of the config. checkpoint: the one that will
+    be loaded; if it holds an output head that differs from the embedding, the model is built untied whatever the config
+    says, as transformers does. Raises ConfigError if the architecture is not supported.
     """
     builder = BUILDERS.get(config.architecture)
     if builder is None:

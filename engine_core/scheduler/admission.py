@@ -53,14 +53,17 @@ class RowGate:
 
 
 class PageGate:
-    """Gate to pages for what a sequence computes first; it grows while it runs.
+    """Gate to the pages that a sequence needs first; it gets more while it runs.
 
     A reserve for the running sequences keeps an admission from causing a preemption soon after. A sequence that was
     preempted asks for everything that it has to compute again, and for a larger reserve each time.
     """
 
     def __init__(self, memory: KVManager, chunk: int) -> None:
-        """chunk: positions that a first step could compute; 0: all of them."""
+        """Start without holders.
+
+        chunk: positions that a first step could compute; 0: all of them.
+        """
         self.memory = memory
         self.chunk = chunk
         self._holders: dict[int, Sequence] = {}
@@ -90,7 +93,7 @@ class PageGate:
 def admit(seq: Sequence, gates: Iterable[Gate]) -> bool:
     """Pass a sequence through all gates or none.
 
-    If a gate declines, what the gates before it gave is returned.
+    If a gate declines, the resources acquired from the gates before it are given back.
     """
     with ExitStack() as stack:
         for gate in gates:

@@ -12,8 +12,8 @@ from tandem.protocol.events import Failure, Finished
 def append_tokens(seq: Sequence, tokens: Iterable[int], delta: TokenDelta) -> Finished | Failure | None:
     """Append tokens to a sequence and its delta, up to the one that ends it.
 
-    Advances the sequence's constraint with each token. Returns the outcome, or None if the sequence goes on; tokens
-    behind the one that ended it are dropped.
+    The sequence's constraint advances with each token. Return the outcome, or None if the sequence goes on; tokens
+    after the one that ended it are dropped.
     """
     constraint = seq.constraint
     for token in tokens:
@@ -32,9 +32,8 @@ def append_tokens(seq: Sequence, tokens: Iterable[int], delta: TokenDelta) -> Fi
 def check_stop(seq: Sequence) -> Finished | None:
     """Return the outcome that the newest token brings, or None.
 
-    An end id comes first, then the grammar, then the length.
-
-    Where the grammar allows nothing more, `ignore_eos` and `min_tokens` cannot be followed any further either.
+    An end id is checked first, then the grammar, then the length. Where the grammar allows nothing more, `ignore_eos`
+    and `min_tokens` cannot be followed any further either.
     """
     token = seq.tokens[-1]
     generated = len(seq.tokens) - seq.prompt_len
@@ -64,11 +63,10 @@ def get_masks(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:
 def jump_forward(seq: Sequence, delta: TokenDelta) -> Finished | Failure | None:
     """Append the tokens that the grammar forces.
 
-    The steps that would sample them are not computed.
-
-    Only for a sequence with no sample in flight. Forced tokens are generated tokens like any other: they go to the
-    client, count against the limits and may end the sequence, whose outcome is returned. The device does not have them,
-    so the next row uploads them. Log-probabilities come from sampling, so a sequence that wants them never jumps.
+    The steps that would sample them are skipped. Only for a sequence with no sample in flight. Forced tokens are
+    generated tokens like any other: they go to the client, count against the limits and may end the sequence, whose
+    outcome is returned. The device does not have them, so the next row uploads them. Log-probabilities come from
+    sampling, so a sequence that wants them never jumps.
     """
     constraint = seq.constraint
     assert constraint is not None and seq.num_inflight_samples == 0, f"no jump for {seq}"

@@ -1,4 +1,4 @@
-"""Snapshots of the scheduler for people."""
+"""Snapshots of the scheduler for its operators."""
 
 from collections.abc import Iterable
 
@@ -49,16 +49,19 @@ def inspect(scheduler: Scheduler, call: int, stats: EngineStats, now: float) -> 
 
 
 def oldest_wait(scheduler: Scheduler, now: float) -> float:
-    """Return the longest wait in the queue, in seconds; 0 if none waits.
+    """Return the longest wait in the queue, in seconds; 0 if the queue is empty.
 
-    Sequences being compiled count as waiting.
+    Sequences whose grammar is being compiled count as waiting.
     """
     firsts = (scheduler.waiting.longest_waiting, next(iter(scheduler.compiling.values()), None))
     return max([0.0, *(now - seq.queued_at for seq in firsts if seq is not None)])
 
 
 def _releasing(memory: KVManager, leaving: Iterable[Sequence]) -> int:
-    """Return how many pages come back once no step in flight holds these sequences."""
+    """Return the number of pages that come back with these sequences.
+
+    They come back once no step in flight holds the sequences.
+    """
     count, readers = 0, dict[int, int]()
     for seq in leaving:
         count += memory.num_released(seq, readers)
@@ -76,7 +79,10 @@ def _state(seq: Sequence) -> SequenceState:
 
 
 def _sequence(seq: Sequence, state: SequenceState, now: float, wait: float = 0.0) -> InspectedSequence:
-    """Return what an inspection shows of one sequence. now, wait: seconds."""
+    """Return one sequence as an inspection shows it.
+
+    now, wait: seconds.
+    """
     return InspectedSequence(
         seq.client.hex(),
         seq.request_id,

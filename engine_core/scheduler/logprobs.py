@@ -9,7 +9,7 @@ from tandem.protocol.events import TokenLogprobs
 
 
 def max_logprobs(seq: Sequence) -> int:
-    """Return the most alternatives that a sequence wants for any token.
+    """Return the largest number of alternatives that a sequence wants for a token.
 
     -1 if it wants no log-probabilities.
     """
@@ -25,7 +25,7 @@ def add_logprobs(
     """Add the log-probabilities that each sequence asked for to its client's delta.
 
     Called after the step's tokens were appended: sampled tokens that their sequence did not take (rejected by a
-    grammar, or behind an end) get none. Prompt tokens below `reported_len` were scored before a preemption and are not
+    grammar, or after an end) get none. Prompt tokens below `reported_len` were scored before a preemption and are not
     reported twice.
 
     sequences: the sequence of each row, None where it had ended before this step's results.
@@ -52,7 +52,7 @@ def _add(
 ) -> None:
     """Add `count` of the step's records, from `first` on, to a delta.
 
-    They are of the tokens from position `start` on.
+    The records are those of the tokens from position `start` on.
     """
     delta = deltas.setdefault(seq.client, TokenDelta([], []))
     delta.logprobs.append(TokenLogprobs(seq.request_id, start, top, _cut(logprobs, first, count, top)))

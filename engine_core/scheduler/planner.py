@@ -20,15 +20,15 @@ class SchedulerLimits(Struct, frozen=True):
     max_step_tokens: int
     """Positions that one step may compute."""
     prefill_chunk: int
-    """Positions of one prompt in a step that also decodes; 0: prompts are computed whole."""
+    """Largest number of positions of one prompt in a step that also decodes; 0: prompts are computed whole."""
     max_waiting: int
     """Requests that may wait when no row is free."""
     prompts_a_step: int = 0
-    """Prompts in one step; 0: any number."""
+    """Largest number of prompts in one step; 0: any number."""
     max_uploads: int = 65_536
-    """Cached prompt tokens that one step may bring to the device; at least as many as the longest sequence has."""
+    """Cached prompt tokens that one step may bring to the device; at least the length of the longest sequence."""
     static: bool = False
-    """Static batching: a batch runs to its end before the next is admitted."""
+    """True for static batching: a batch runs to its end before the next is admitted."""
 
 
 def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequence:
@@ -78,7 +78,7 @@ def build_steady_rows(running: Items[Sequence]) -> list[ScheduledSequence]:
 def build_steady_rows_some_constrained(running: Items[Sequence]) -> list[ScheduledSequence]:
     """Return the rows of `build_steady_rows` where some have a grammar.
 
-    A second loop, so that the first need not look.
+    It is a separate loop so that `build_steady_rows` need not check for grammars.
     """
     return [
         ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens, constrained=seq.constraint is not None)
@@ -88,7 +88,7 @@ def build_steady_rows_some_constrained(running: Items[Sequence]) -> list[Schedul
 
 
 def new_sequence(seq: Sequence) -> NewSequence:
-    """Return the facts about a sequence that go before its first row."""
+    """Return the facts about a sequence that the device needs before its first row."""
     return NewSequence(
         seq.id,
         seq.row,
@@ -99,11 +99,10 @@ def new_sequence(seq: Sequence) -> NewSequence:
 
 
 def limit_uploads(candidates: Items[Sequence], lengths: list[int], budget: int) -> None:
-    """Defer rows whose cached tokens exceed what is left of the step's upload.
+    """Defer rows with more cached tokens than the step can still upload.
 
-    The first always fits.
-
-    lengths: positions of each candidate, set to 0 here where the row is deferred; budget: tokens of one upload.
+    The first row always fits. lengths: positions of each candidate, set to 0 here where the row is deferred; budget:
+    tokens of one upload.
     """
     for index, seq in enumerate(candidates):
         if lengths[index] and seq.num_scheduled_tokens > seq.device.uploaded_len and not seq.in_steady_decode:
@@ -115,16 +114,19 @@ def limit_uploads(candidates: Items[Sequence], lengths: list[int], budget: int) 
 
 
 class Planner:
-    """Builds plans over the running sequences.
+    """Build plans over the running sequences.
 
-    Length limits are foreseen, since samples in flight count; an end-of-sequence token cannot be, hence zombies.
-    Written out for speed: this runs for every row of every step.
+    Length limits are foreseen, since samples in flight count; an end-of-sequence token cannot be foreseen, hence
+    zombies. The loops are written out for speed: they run for every row of every step.
     """
 
     def __init__(
         self, memory: KVManager, limits: SchedulerLimits, policy: Policy, preempt: Callable[[Sequence], None]
     ) -> None:
-        """preempt: takes a sequence out of the running ones."""
+        """Keep the parts of a planner.
+
+        preempt: function that takes a sequence out of the running ones.
+        """
         self.memory = memory
         self.limits = limits
         self.policy = policy
@@ -133,7 +135,7 @@ class Planner:
 
     @property
     def out_of_pages(self) -> bool:
-        """Whether a row of the last step planned found no page."""
+        """True if a row of the last planned step found no page."""
         return self._reserver.out_of_pages
 
     def plan(
@@ -191,8 +193,8 @@ class Planner:
             self._reserver.reserve(candidates, lengths, running, held)
             if any(lengths) or not any(chosen):
                 return candidates, lengths
-            # No sequence that the policy prefers found a page, and the others must not wait for them: pages come back
-            # only from steps that are launched.
+            # No sequence that the policy prefers found a page. The other sequences must not wait for those, because
+            # pages come back only from steps that are launched.
             candidates = [
                 seq for seq, length in zip(candidates, chosen, strict=True) if not length and seq.id in running
             ]
@@ -202,10 +204,8 @@ class Planner:
     ) -> tuple[tuple[ScheduledSequence, ...], tuple[ScheduledSequence, ...] | None]:
         """Return the rows of a step in which every sequence is in steady decode.
 
-        The second value holds those of them that bring pages.
-
-        There is nothing to choose then: each sequence has one position pending, at `num_scheduled_tokens`, and the
-        budget serves all. The second value is None if a page is missing.
+        The second value holds the rows that bring pages, or is None if a page is missing. Nothing has to be chosen in
+        such a step: each sequence has one position pending, at `num_scheduled_tokens`, and the budget serves all.
         """
         sequences = list(running.values())
         rows = build_steady_rows_some_constrained(sequences) if constrained else build_steady_rows(sequences)

@@ -23,11 +23,11 @@ class Budget(Struct, frozen=True):
     """Limits of one step."""
 
     tokens: int
-    """Positions in all; at least the number of rows."""
+    """Largest number of positions in all; at least the number of rows."""
     chunk: int
-    """Positions of one prompt in a step that also decodes; 0: a prompt runs whole or not in this step."""
+    """Largest number of positions of one prompt in a step that also decodes; 0: prompts run whole or not at all."""
     prompts: int = 0
-    """Number of prompts; 0: any number."""
+    """Largest number of prompts; 0: any number."""
 
 
 class RowDemand(Struct, frozen=True):
@@ -36,7 +36,7 @@ class RowDemand(Struct, frozen=True):
     pending: Sequence[int]
     """Positions that each row could compute: 1 for a row that decodes, more for a prompt."""
     steps_skipped: Sequence[int]
-    """Steps without the row since the last one with it."""
+    """Number of steps without each row since the last one with it."""
     priority: Sequence[int]
     """Priority of each row; higher comes first under the `priority` policy."""
 
@@ -53,15 +53,15 @@ class StepDraft:
         self.decoding = [index for index, pending in enumerate(demand.pending) if pending == 1]
         self.prompts = [index for index, pending in enumerate(demand.pending) if pending > 1]
         if self.chunk and not self.decoding:
-            # No stream waits for this step. Prompts that fit a chunk do not wait behind longer ones; the longer ones
-            # take what is left one after the other, because sharing the step gives neither its first token sooner.
+            # No decoding row waits for this step. Prompts that fit a chunk do not wait behind longer ones; the longer
+            # ones take what is left one after the other, because sharing the step gives neither its first token sooner.
             self.prompts.sort(key=lambda index: demand.pending[index] > budget.chunk)
             self.chunk = budget.tokens
 
     def serve(self, rows: Iterable[int], share: int = 0) -> None:
         """Give rows the positions they could compute, in this order, while there is room.
 
-        share: most positions for each prompt; 0: no such limit.
+        share: largest number of positions for each prompt; 0: not limited.
         """
         closed = False
         for index in rows:
@@ -100,7 +100,7 @@ PolicyRule = Callable[[StepDraft], None]
 def fcfs(step: StepDraft) -> None:
     """Serve decoding rows, then prompts in order.
 
-    No stream waits behind a prompt.
+    No decoding row waits behind a prompt.
     """
     step.serve(step.decoding)
     step.serve(step.prompts)
@@ -118,7 +118,7 @@ def prefill_first(step: StepDraft) -> None:
 def decode_first(step: StepDraft) -> None:
     """Serve decoding rows; prompts run rarely, but all together.
 
-    Most steps then hold none.
+    So most steps hold no prompt.
     """
     step.serve(step.decoding)
     steps_skipped = step.demand.steps_skipped

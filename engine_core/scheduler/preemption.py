@@ -6,7 +6,7 @@ Preemption is by recompute: the sequence loses its row and its pages, returns to
 computes them again. Its full pages stay in the prefix cache until they are evicted. The most senior sequence
 (`seniority`) is never preempted; others are, until it has the pages it needs. No later arrival becomes senior to it
 once `ARRIVALS_PER_PRIORITY` arrivals for each step of priority have come, so under any load at least one sequence makes
-progress, then the next.
+progress, and after it the next one.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,14 +18,17 @@ from tandem.engine_core.sequence import Sequence
 
 
 class PageReserver:
-    """Reserves pages for the rows of a step."""
+    """Reserve pages for the rows of a step."""
 
     def __init__(self, memory: KVManager, preempt: Callable[[Sequence], None]) -> None:
-        """preempt: removes a sequence from the running ones."""
+        """Keep the parts of a reserver.
+
+        preempt: function that takes a sequence out of the running ones.
+        """
         self.memory = memory
         self.preempt = preempt
         self.out_of_pages = False
-        """Whether a row of the last step found no page; no sequence is admitted then."""
+        """True if a row of the last step found no page; then no sequence is admitted."""
 
     def reserve(
         self, candidates: Items[Sequence], lengths: list[int], running: dict[int, Sequence], held: Iterable[Sequence]
@@ -78,20 +81,20 @@ class PageReserver:
 
 
 class Reclaim:
-    """Pages that a step without enough of them can count on.
+    """Pages that a step can count on when the pool has too few.
 
-    Knows the pages that steps in flight give back, and the sequences that could give up more.
+    These are the pages that steps in flight give back, and those of sequences that could be preempted.
     """
 
     def __init__(self, memory: KVManager, running: dict[int, Sequence], held: Iterable[Sequence]) -> None:
         self.memory = memory
         self.running = running
         self.reclaimable = 0
-        """Pages that steps in flight will give back, of sequences that have ended, are ending or were preempted."""
+        """Number of pages that come back with the steps in flight, from sequences that end, ended or were preempted."""
         self.promised = 0
         """Number of rows that wait for those pages."""
         self._leaving: dict[int, int] = {}
-        """Nodes of the prefix cache that those sequences read, with the number of readers that leave."""
+        """Nodes of the prefix cache that leaving sequences read, with the number of readers that leave."""
         self._juniors = sorted(running.values(), key=seniority, reverse=True)
         for seq in held:
             if seq.id not in running or seq.finishing:
@@ -100,7 +103,7 @@ class Reclaim:
     def add(self, seq: Sequence) -> None:
         """Count the pages that a leaving sequence gives back.
 
-        Its own pages come back, a shared one if this was its last reader.
+        Its own pages come back, and the shared ones of which it was the last reader.
         """
         self.reclaimable += self.memory.num_released(seq, self._leaving)
         for node in seq.cache.nodes:
@@ -109,10 +112,10 @@ class Reclaim:
     def victim(self, seq: Sequence) -> Sequence | None:
         """Return the sequence to preempt for this one, or None.
 
-        None if more pages come back than others wait for.
+        None if more pages come back than others wait for, or if no running sequence is junior to this one.
 
-        It is the most junior of its juniors that holds a page alone. If there is none, it is the most junior of all:
-        what it shares may become free with the next one.
+        The victim is the most junior sequence that would give back a page at once. If none would, it is the most junior
+        of all: the pages that it shares may become free with the next victim.
         """
         if self.reclaimable > self.promised:
             return None

@@ -18,11 +18,14 @@ class RunningSequences:
         self.constrained: set[int] = set()
         """Ids of the members with a grammar."""
         self._logprobs: dict[int, int] = {}
-        """Most alternatives that each member wants, by id, for those that want log-probabilities."""
+        """Largest number of alternatives that each member wants, by id, for members that want log-probabilities."""
 
     @property
     def logprobs(self) -> int:
-        """Most alternatives that any member wants; -1 for none (see `StepPlan`)."""
+        """Largest number of alternatives that any member wants.
+
+        -1 if no member wants log-probabilities (see `StepPlan`).
+        """
         return max(self._logprobs.values()) if self._logprobs else -1
 
     def add(self, seq: Sequence) -> None:
@@ -36,7 +39,7 @@ class RunningSequences:
             self._logprobs[seq.id] = wanted
 
     def remove(self, seq: Sequence) -> None:
-        """Remove a sequence; ignores one that is not running."""
+        """Remove a sequence; do nothing if it is not running."""
         self.members.pop(seq.id, None)
         self.unsteady.discard(seq.id)
         self.constrained.discard(seq.id)
@@ -44,15 +47,15 @@ class RunningSequences:
 
 
 ARRIVALS_PER_PRIORITY = 64
-"""Arrivals that one step of priority is worth. A waiting sequence is overtaken by at most this many later arrivals for
-each step that their priority is above its own, so none waits indefinitely."""
+"""Number of arrivals that one step of priority is worth. For each step by which their priority is above its own,
+at most this many later arrivals overtake a waiting sequence, so no sequence waits indefinitely."""
 
 
 class WaitingQueue:
     """Waiting sequences, ordered by arrival or by seniority.
 
-    Preempted sequences are always ordered by seniority, so that one that was driven out by a higher priority does not
-    return to the head, where it would block the others and be driven out again.
+    Preempted sequences are always ordered by seniority. So a sequence that was preempted for one of higher priority
+    does not return to the head, where it would block the others and be preempted again.
     """
 
     def __init__(self, by_priority: bool = False) -> None:
@@ -72,7 +75,7 @@ class WaitingQueue:
 
     @property
     def longest_waiting(self) -> Sequence | None:
-        """Sequence that has been in the queue for the longest time, whatever the order."""
+        """Sequence that has waited for the longest time, whatever the order."""
         return self._members[self._by_queued_at[0][1]] if self._by_queued_at else None
 
     def push(self, seq: Sequence) -> None:
@@ -82,7 +85,10 @@ class WaitingQueue:
         insort(self._by_queued_at, (seq.queued_at, seq.id))
 
     def remove(self, seq: Sequence) -> None:
-        """Remove a sequence. Raises KeyError for one that is not waiting."""
+        """Remove a waiting sequence.
+
+        Raises KeyError if it is not waiting.
+        """
         del self._members[seq.id]
         del self._order[bisect_left(self._order, self._key(seq))]
         del self._by_queued_at[bisect_left(self._by_queued_at, (seq.queued_at, seq.id))]

@@ -1,6 +1,6 @@
-"""State of every open request: what runs, what comes next, how it ends.
+"""State of every open request, from its arrival to its outcome.
 
-Composes the gates, the planner and the stop checks; knows neither device nor wire.
+The scheduler composes the gates, the planner and the stop checks; it knows neither device nor wire.
 """
 
 from collections.abc import Iterable, Mapping
@@ -104,9 +104,9 @@ class Scheduler:
             self.waiting.push(seq)
 
     def set_constraint(self, seq_id: int, result: Constraint | RequestError) -> None:
-        """Queue a sequence whose grammar was compiled, or end it if compilation failed.
+        """Queue a sequence whose grammar was compiled, or end it if that failed.
 
-        Ignores one that has ended.
+        A sequence that has ended is ignored.
         """
         seq = self.compiling.get(seq_id)
         if seq is None:
@@ -159,7 +159,7 @@ class Scheduler:
     def _report_start(self, seq: Sequence) -> None:
         """Add the start of a sequence whose first token is on its way.
 
-        Does nothing if that was done before, or if none of its prompt was cached.
+        Does nothing if the start was reported before, or if no part of its prompt was cached.
         """
         if seq.cache.num_cached_tokens and not seq.wire.start_reported:
             self.updates.started.append((seq.client, Started(seq.request_id, seq.cache.num_cached_tokens)))
@@ -212,8 +212,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> SchedulerUpdates:
         """Apply the results of the oldest step; return the updates.
 
-        Appends tokens, ends sequences and releases zombies. The run of a row may have any length; what follows a token
-        that ends the sequence is dropped. Plans foresee one token for each row, so no later step may hold a sequence
+        Appends tokens, ends sequences and releases zombies. The run of a row may have any length; tokens after the one
+        that ends the sequence are dropped. Plans foresee one token for each row, so no later step may hold a sequence
         whose run is longer: its next row computes the rest.
         """
         held = self._held
@@ -230,7 +230,10 @@ class Scheduler:
         return self.take_updates()
 
     def _commit_runs(self, plan: StepPlan, result: StepResult) -> None:
-        """Commit the tokens of any step: prefill chunks without one, grammars, runs."""
+        """Commit the tokens of a step of any kind.
+
+        Rows may be prefill chunks without a token, rows with a grammar, or runs of several tokens.
+        """
         for row, run in zip(plan.rows, result.runs(), strict=True):
             seq = self._held[row.seq_id]
             seq.inflight -= 1
@@ -251,9 +254,8 @@ class Scheduler:
     def _commit_single_tokens(self, plan: StepPlan, tokens: list[int]) -> None:
         """Commit one token for each row of an unconstrained decode step.
 
-        The effect is that of `_commit_runs`.
-
-        Written out for speed: a call of `append_tokens` for each row makes a tick of 256 rows 7 % longer.
+        The effect is that of `_commit_runs`. The loop is written out for speed: a call of `append_tokens` for each row
+        makes a tick of 256 rows 7 % longer.
         """
         held = self._held
         client, delta = None, TokenDelta([], [])
@@ -310,7 +312,7 @@ class Scheduler:
         return get_masks(plan, self._held)
 
     def abort(self, client: bytes, request_id: int) -> None:
-        """End a request that its frontend has given up. Idempotent."""
+        """End a request that its frontend has given up; do nothing if it has ended."""
         seq = self._open.get((client, request_id))
         if seq is not None:
             self.end(seq, Finished(request_id, FinishReason.ABORT))
@@ -385,7 +387,7 @@ class Scheduler:
         self.memory.sessions.expire(now)
 
     def audit(self) -> list[str]:
-        """Return what is wrong with pages and rows, one line each; empty if nothing is."""
+        """Return the inconsistencies of pages and rows; empty if there are none."""
         problems = self.memory.audit(self._held.values())
         if self.rows.free + len(self._held) != self.rows.total:
             problems.append(f"{self.rows.free} of {self.rows.total} rows are free, {len(self._held)} are held")
