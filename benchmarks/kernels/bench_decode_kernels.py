@@ -1,4 +1,6 @@
-"""Times the kernels of a decode step on the GPU: microseconds a launch inside a CUDA graph, and GB/s.
+"""Time the kernels of a decode step on the GPU, inside CUDA graphs.
+
+The results are microseconds a launch, and GB/s.
 
 A graph launches the kernel on many buffer sets in turn, together larger than the second-level cache, and is replayed;
 the median replay counts. Bytes are what has to be moved at least; the ceiling is the measured read bandwidth.
@@ -62,7 +64,7 @@ def microseconds(launches: Sequence[Launch]) -> float:
 
 
 def sets(bytes_each: float) -> int:
-    """How many buffer sets a graph rotates over."""
+    """Return how many buffer sets a graph rotates over."""
     return max(16, min(256, int(WORKING_SET / bytes_each)))
 
 
@@ -73,7 +75,10 @@ def randn(*shape: int) -> Tensor:
 def paged_sets(
     batch: int, context: int, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[list[tuple[Any, ...]], float]:
-    """Arguments of `paged_decode`, one set a layer, as a model has them; and the bytes one launch has to read."""
+    """Return the arguments of `paged_decode`, one set a layer as in a model.
+
+    Also returns the bytes that one launch has to read.
+    """
     pages = ceil_div(context, PAGE)
     size = batch * context * kv_heads * head_dim * 4 + batch * heads * head_dim * 4
     table = torch.zeros(batch + 1, pages, dtype=torch.int32)
@@ -161,7 +166,7 @@ def bench_inputs(pdl: bool) -> Iterator[tuple[str, float, float]]:
 
 
 def measure(only: str, sweep: bool) -> Iterator[dict[str, Any]]:
-    """One record a kernel, shape and variant."""
+    """Yield one record for each kernel, shape and variant."""
     groups: dict[str, list[Iterator[tuple[str, float, float]]]] = {"paged": [bench_paged(sweep)]}
     for name, bench in (
         ("norm", bench_norms),

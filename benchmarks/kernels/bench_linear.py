@@ -1,4 +1,6 @@
-"""The linear part of a decode step on a GPU: Triton beside cuBLAS, in CUDA graphs.
+"""Time the linear part of a decode step on a GPU: Triton beside cuBLAS.
+
+Launches run in CUDA graphs.
 
     python benchmarks/kernels/bench_linear.py --model 1b --rows 1 8 64
     python benchmarks/kernels/bench_linear.py --model 1b --rows 8 --sweep   # every candidate plan of every shape
@@ -74,7 +76,7 @@ def library(x: Tensor, linear: TritonLinear) -> Tensor:
 
 
 def candidates(rows: int, outputs: int, inputs: int) -> Iterator[Plan]:
-    """Plans worth trying."""
+    """Yield the plans worth trying."""
     if rows == 1:
         for block_k in (512, 1024, 2048):
             for height in (2, 4, 8):
@@ -119,7 +121,7 @@ def new_context() -> BuildContext:
 
 
 def make_weights(context: BuildContext, shape: Shape, copies: int) -> list[TritonLinear]:
-    """Build random weights, scaled as a trained layer's."""
+    """Build random weights, scaled like a trained layer's."""
     found = []
     for _ in range(copies):
         linear = context.linear_method.build(*shape, False, context)
@@ -140,14 +142,17 @@ def time_shape(apply: Apply, linears: list[TritonLinear], rows: int) -> float:
 
 
 def compile_plan(job: tuple[int, Shape, Plan]) -> None:
-    """Runs a plan once, in a process of its own, so that its code is in Triton's cache."""
+    """Run a plan once, so that its code is in Triton's cache.
+
+    The job runs in a process of its own.
+    """
     rows, shape, plan = job
     product(plan)(random_rows(rows, shape[1]), *make_weights(new_context(), shape, 1))
     torch.cuda.synchronize()
 
 
 def sweep(model: str, row_counts: list[int]) -> list[dict[str, Any]]:
-    """Times every candidate, prints the best three of each shape."""
+    """Time every candidate and print the best three of each shape."""
     jobs = [
         (rows, shape, p) for rows in row_counts for shape in MODELS[model].values() for p in candidates(rows, *shape)
     ]
@@ -165,7 +170,10 @@ def sweep(model: str, row_counts: list[int]) -> list[dict[str, Any]]:
 
 
 class Step:
-    """All linears of a model, with or without what lies between them; attention is left out."""
+    """Linear layers of a model, with or without the operations between them.
+
+    Attention is left out.
+    """
 
     def __init__(self, model: str) -> None:
         context = new_context()
@@ -178,7 +186,7 @@ class Step:
         self.norm = RMSNorm(norm_weight, EPS, context.kernels)
 
     def linears(self, apply: Apply, rows: int, head: bool) -> float:
-        """Microseconds of the products alone."""
+        """Return the microseconds of the products alone."""
         x = {name: random_rows(rows, width) for name, width in self.inputs.items()}
 
         def chain() -> None:
@@ -191,7 +199,10 @@ class Step:
         return graph_time(chain)
 
     def whole(self, rows: int, apply: Apply | None) -> float:
-        """Microseconds with norms, residual stream and SwiGLU; apply: for products alone, None: the fused kernels."""
+        """Return the microseconds with norms, residual stream and SwiGLU.
+
+        apply: computes each product alone; None runs the fused kernels.
+        """
         hidden, attended = self.inputs["qkv"], self.inputs["o"]
         update, residual = random_rows(rows, hidden), random_rows(rows, hidden)
         norm, weights = self.norm, self.weights
@@ -219,7 +230,7 @@ class Step:
 
 
 def compare(model: str, row_counts: list[int]) -> list[dict[str, Any]]:
-    """The chosen plans beside cuBLAS, product by product and together."""
+    """Time the chosen plans beside cuBLAS, product by product and together."""
     step, records = Step(model), []
     for name, linears in step.weights.items():
         size = linears[0].weight.nbytes / 1e3
@@ -248,7 +259,7 @@ def compare(model: str, row_counts: list[int]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Parses arguments, prints tables, writes JSON."""
+    """Parse arguments, print tables and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="1b", choices=MODELS)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])

@@ -1,4 +1,6 @@
-"""Attention of a prompt's chunk beside decoding rows: Triton by tile and splits, FlashInfer's kernels, and a ceiling.
+"""Time the attention of a prompt's chunk beside decode rows.
+
+Triton, by tile and splits, is compared with FlashInfer's kernels and a ceiling.
 
     python -m benchmarks.kernels.bench_prompt_attention [--heads 32 --kv-heads 8 --head-dim 64] [--all] [--save N]
 
@@ -33,7 +35,7 @@ SHAPES = [TileShape(*s) for s in product((64, 128), (64, 128), (4, 8), (2, 3)) i
 
 
 class Setup:
-    """A pool a layer, one row of the greatest length and rows that decode."""
+    """Pools of all layers, with one row of the greatest length and decode rows."""
 
     def __init__(self, heads: int, kv_heads: int, head_dim: int) -> None:
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim

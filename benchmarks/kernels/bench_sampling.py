@@ -1,4 +1,6 @@
-"""Time one decode step's sampling on a GPU, in CUDA graphs, beside the time that reading the logits once would take.
+"""Time one decode step's sampling on a GPU, in CUDA graphs.
+
+The time that reading the logits once would take is the bound.
 
 python -m benchmarks.kernels.bench_sampling [--vocab 128256] [--batches 1,8,64,256]
 """

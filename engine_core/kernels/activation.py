@@ -4,7 +4,10 @@ from enum import IntEnum
 
 
 class Activation(IntEnum):
-    """An elementwise function of the gate; its number is the kernels' `ACTIVATION`, where 0 stands for none."""
+    """Elementwise function of a gated network's gate.
+
+    Its number is the kernels' `ACTIVATION`, where 0 stands for no activation.
+    """
 
     SILU = 1
     """x * sigmoid(x) (Hendrycks and Gimpel, 2016), the gate of SwiGLU."""

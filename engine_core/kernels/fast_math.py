@@ -1,6 +1,7 @@
-"""Elementary functions as one GPU instruction, without Triton's code for cases that cannot occur here.
+"""Elementary functions as single GPU instructions.
 
-The interpreter cannot run instructions, so there they are Triton's functions.
+They leave out Triton's code for cases that cannot occur here. Triton's interpreter cannot run such instructions; under
+it, Triton's own functions take their place.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -12,7 +13,10 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def fast_log2(x):
-    """Return log2 of normal positive float32; absolute error 2^-22 between 0.5 and 2, relative elsewhere."""
+    """Return the binary logarithm of normal positive float32 numbers.
+
+    The error is 2^-22, absolute between 0.5 and 2 and relative elsewhere.
+    """
     if INTERPRETED:
         result = tl.log2(x)
     else:
@@ -22,7 +26,10 @@ def fast_log2(x):
 
 @triton.jit
 def fast_exp2(x):
-    """Return 2^x of float32, with relative error 2^-22; 0 where that is not a normal number."""
+    """Return 2^x of float32, or 0 where that is not a normal number.
+
+    The relative error is 2^-22.
+    """
     if INTERPRETED:
         result = tl.exp2(x)
     else:
@@ -42,10 +49,11 @@ def at_least(x, y):
 
 @triton.jit
 def quotient(x, y):
-    """Divide x by a positive scalar y: multiply by the reciprocal, and correct once by the exact remainder.
+    """Divide x by a positive scalar y, almost always with correct rounding.
 
-    The result is the correctly rounded quotient but for about one in a million (Markstein, 1990), without the branches
-    of the exact division. Quotients too large for the remainder, including infinite ones, stay uncorrected.
+    x is multiplied by the reciprocal of y, and the product corrected once by the exact remainder. The result is the
+    correctly rounded quotient but for about one in a million (Markstein, 1990), without the branches of the exact
+    division. Quotients too large for the remainder, including infinite ones, stay uncorrected.
     """
     if INTERPRETED:
         result = tl.div_rn(x, y)

@@ -1,6 +1,6 @@
-"""The products of gated feed-forward networks in Triton: SwiGLU and GeGLU (Shazeer, 2020).
+"""Products of gated feed-forward networks in Triton: SwiGLU and GeGLU.
 
-Oracle: `reference.layer.gated_activation`. For `pdl`, see the head of `kernels.norm`.
+Paper: Shazeer, 2020. Oracle: `reference.layer.gated_activation`. For `pdl`, see the head of `kernels.norm`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803

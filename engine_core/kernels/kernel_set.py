@@ -1,4 +1,4 @@
-"""The implementations of the fused operations that a model runs with, chosen once when it is built."""
+"""Implementations of a model's fused operations, chosen once when it is built."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,10 @@ from tandem.engine_core.kernels.reference import layer
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
-    """Fused operations with the signatures and the meaning of `kernels.reference.layer`."""
+    """Fused operations of a transformer layer.
+
+    They have the signatures and the meaning of `kernels.reference.layer`.
+    """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]

@@ -1,8 +1,8 @@
-"""Keys and values in 8-bit floats (e4m3fn: 4 bits of exponent, 3 of mantissa), stored without a scale.
+"""Keys and values in 8-bit floats (e4m3fn), stored without a scale.
 
-Rounding changes an element by at most 1/16 of it, and one smaller than 2^-6 by at most 2^-10. Reading is exact: every
-such number exists in bfloat16, float16 and float32 too. The largest is 448, and larger ones are clamped to it, where
-torch's own conversion gives NaN.
+e4m3fn has 4 bits of exponent and 3 of mantissa. Rounding changes an element by at most 1/16 of it, and one smaller than
+2^-6 by at most 2^-10. Reading is exact: every such number exists in bfloat16, float16 and float32 too. The largest is
+448, and larger ones are clamped to it, where torch's own conversion gives NaN.
 """
 
 import torch
@@ -13,7 +13,10 @@ LARGEST = 448.0
 
 
 def to_pool(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert x to the dtype of a pool, clamping what an 8-bit float cannot represent."""
+    """Convert x to the dtype of a pool.
+
+    Values that an 8-bit float cannot represent are clamped to its largest.
+    """
     if dtype == torch.float8_e4m3fn:
         x = x.clamp(-LARGEST, LARGEST)
     return x.to(dtype)
@@ -31,9 +34,9 @@ def write_pool(pool: Tensor, index: Tensor, x: Tensor) -> None:
 
 
 def read_pool(pool: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read the given slots of a pool of 8-bit floats, or of that very dtype, as dtype.
+    """Read the given slots of a pool as dtype.
 
-    pool: [slots, ...]; index: [N] int64, slots. Returns [N, ...].
+    The pool holds 8-bit floats or dtype itself. pool: [slots, ...]; index: [N] int64, slots. Returns [N, ...].
     """
     if pool.dtype.itemsize == 1:
         return pool.view(torch.uint8).index_select(0, index).view(pool.dtype).to(dtype)

@@ -1,12 +1,12 @@
-"""Root mean square norm, alone and fused with the addition to the residual stream, in Triton.
+"""Root mean square norm in Triton, alone and fused with the residual addition.
 
 Each program holds one row in registers, so memory is read once. Oracles: `reference.layer.rms_norm` and `add_rms_norm`.
 
-About programmatic dependent launch (`pdl`), here and in every kernel of this package: a kernel may start while the
-one before it still runs; it reads what that one wrote only after `gdc_wait`, and lets its own successor start only
-after that wait. So at a kernel's start everything up to the last but one before it has finished. One exception:
-`paged_prefill` beside `paged_decode` waits at its end alone, so its successor may start while both still run, and has
-waited for both once it has waited for it.
+About programmatic dependent launch (`pdl`), here and in every kernel of this package: a kernel may start while the one
+before it still runs; it reads what that one wrote only after `gdc_wait`, and lets its own successor start only after
+that wait. So when a kernel starts, every kernel before its immediate predecessor has finished. One exception:
+`paged_prefill` beside `paged_decode` waits only at its end. Its successor may start while both still run, and once it
+has waited for `paged_prefill` it has waited for both.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -39,7 +39,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < hidden
-    # The weight is no kernel's output, so it is fetched while the kernel before still runs.
+    # No kernel writes the weight, so it is fetched while the previous kernel still runs.
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -56,7 +56,9 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
-    """Return the root mean square norm of each row, [T, hidden], contiguous; see `reference.layer.rms_norm`.
+    """Return the root mean square norm of each row, [T, hidden], contiguous.
+
+    Oracle: `reference.layer.rms_norm`.
 
     x: [T, hidden], its rows contiguous, float32, bfloat16 or float16; weight: [hidden], in x's dtype or float32.
     Raises ValueError for a hidden size above 16384 and for rows that are not contiguous.
@@ -67,9 +69,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """Add x to the residual stream; return the normalised rounded sum and the sum, both new.
+    """Add x to the residual stream and normalise the sum.
 
-    All are [T, hidden] as in `rms_norm`. Oracle: `reference.layer.add_rms_norm`.
+    Returns the norm of the rounded sum, and that sum, both new. All are [T, hidden] as in `rms_norm`. Oracle:
+    `reference.layer.add_rms_norm`.
     """
     normed, total = _empty_like(x), _empty_like(x)
     _launch(normed, total, x, residual, weight, eps, True, pdl)

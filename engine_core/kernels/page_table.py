@@ -1,4 +1,4 @@
-"""The pages of every row and the slots of the KV pool that they lead to."""
+"""Page table: the pages of every row, and the pool's slots that they map to."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from tandem.engine_core.integers import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """Page ids by row, with the distances by which a layer's keys and values are addressed.
+    """Page ids by row, and the layout that addresses a layer's keys and values.
 
     A page holds `page_size` consecutive slots of a layer and the next page begins `page_stride` slots later, so the
-    slot of a position is page * page_stride + position % page_size, in 64 bits. It is the same for every layer.
+    slot of a position is page * page_stride + position % page_size, in 64 bits. That slot is the same for every layer.
     """
 
     pages: Tensor
@@ -32,18 +32,24 @@ class PageTable:
         return page * self.page_stride + positions % self.page_size
 
     def first_slots(self, rows: slice, count: int) -> Tensor:
-        """Return the slots of the first `count` positions of consecutive rows, [rows, count] int64."""
+        """Return the slots of the first positions of consecutive rows.
+
+        count: number of positions of each row. Returns [rows, count] int64.
+        """
         offsets = torch.arange(self.page_size, device=self.pages.device)
         pages = self.pages[rows, : ceil_div(count, self.page_size)].long()
         return (pages.unsqueeze(-1) * self.page_stride + offsets).flatten(1)[:, :count]
 
     @property
     def constants(self) -> dict[str, int]:
-        """Constants that kernels which address the pool are compiled with."""
+        """Compile-time constants of the kernels that address the pool."""
         return {"PAGE_SIZE": self.page_size, "PAGE_STRIDE": self.page_stride}
 
     def check(self) -> None:
-        """Raise ValueError for a page size or a layout of the table that the kernels cannot address."""
+        """Raise ValueError for a table that the kernels cannot address.
+
+        The page size must be a power of two, and each row of the table contiguous.
+        """
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise ValueError(
                 f"pages of {self.page_size} positions are not supported; the page size must be a power of two"

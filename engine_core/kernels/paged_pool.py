@@ -1,4 +1,4 @@
-"""How the kernels that read or write the paged KV pool address it, and what they require of its layout."""
+"""Addressing of the paged KV pool, and the layout that its kernels require."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
 
@@ -12,7 +12,10 @@ HEAD_DIMS = (32, 64, 128, 256)
 
 @triton.jit
 def slots_of(page, position, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr):
-    """Slots of positions that are in the given pages, int64: a slot times its elements exceeds 32 bits."""
+    """Return the slots of positions in the given pages, int64.
+
+    They take 64 bits, because a slot times the number of its elements exceeds 32.
+    """
     return page.to(tl.int64) * PAGE_STRIDE + position % PAGE_SIZE
 
 
@@ -23,13 +26,15 @@ def check_head_dim(head_dim: int) -> None:
 
 
 def check_groups(heads: int, kv_heads: int) -> None:
-    """Raise ValueError unless the query heads form groups of equal size, one for each KV head."""
+    """Raise ValueError unless query heads form equal groups, one for each KV head."""
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads evenly; use a multiple of {kv_heads}")
 
 
 def check_heads(projected: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Raise ValueError unless heads are contiguous and keys and values have the same stride between slots.
+    """Raise ValueError for heads in a layout that the kernels cannot address.
+
+    Heads must be contiguous, and keys and values must have the same stride between slots.
 
     projected: [T, heads, D], queries or all projected heads; keys, values: [slots, kv_heads, D].
     """
@@ -40,7 +45,7 @@ def check_heads(projected: Tensor, keys: Tensor, values: Tensor) -> None:
 
 
 def check_band(window: int | None, softcap: float | None) -> None:
-    """Raise ValueError for a window of no key or a soft cap that is not positive."""
+    """Raise ValueError for a window below 1 or a soft cap that is not positive."""
     if window is not None and window < 1:
         raise ValueError(f"a window of {window} positions shows a query nothing; it must be at least 1")
     if softcap is not None and softcap <= 0:

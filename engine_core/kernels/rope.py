@@ -1,7 +1,8 @@
-"""Rotary embedding fused with the KV write, and optionally with norms of queries and keys, in Triton.
+"""Rotary embedding in Triton, fused with the KV write.
 
-A program takes a few heads of one token, whatever their kind: queries, keys and values are adjacent in the output of
-the projection. Oracle: `reference.layer.qk_norm_rope_and_kv_write`. `pdl`: see the head of `kernels.norm`.
+Norms of queries and keys can be fused too. A program takes a few heads of one token, whatever their kind: queries, keys
+and values are adjacent in the output of the projection. Oracle: `reference.layer.qk_norm_rope_and_kv_write`. `pdl`: see
+the head of `kernels.norm`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -110,13 +111,15 @@ def rope_and_kv_write(
     eps: float = 1e-6,
     pdl: bool = False,
 ) -> Tensor:
-    """Rotate queries and keys, after their norms where weights are given, and store keys and values in the pool.
+    """Rotate queries and keys, and store keys and values in the pool.
+
+    Queries and keys are normalised first where norm weights are given.
 
     qkv: [T, heads + 2 * kv_heads, D], heads contiguous, D one of 32, 64, 128, 256; cos, sin: [T, 1, D] float32 as in
-    `reference.rope`; slot_mapping: [T] int64; keys, values: [slots, kv_heads, D], written, with one stride for slots;
-    q_norm, k_norm: [D], both or neither (Qwen 3). Dtypes float32, bfloat16 or float16, all but the tables' the same;
-    keys and values may be as in `kv_dtype`.
-    Returns the rotated queries, [T, heads, D], contiguous. ValueError for another D or layout.
+    `reference.layer.rope`; slot_mapping: [T] int64; keys, values: [slots, kv_heads, D], written, with one stride for
+    slots; q_norm, k_norm: [D], both or neither (Qwen 3). Dtypes float32, bfloat16 or float16, all but the tables' the
+    same; keys and values may be as in `kv_dtype`. Returns the rotated queries, [T, heads, D], contiguous. Raises
+    ValueError for another D or layout.
     """
     tokens, all_heads, head_dim = qkv.shape
     kv_heads = keys.shape[1]

@@ -1,6 +1,6 @@
-"""The inputs of a decode step's forward pass, gathered from the device tables in one launch.
+"""Inputs of a decode step's forward pass, gathered in one launch.
 
-`pdl`: see the head of `kernels.norm`.
+They come from the device tables. `pdl`: see the head of `kernels.norm`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -20,10 +20,11 @@ BLOCK = 128
 def decode_inputs_reference(
     tokens: Tensor, page_table: PageTable, rows: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the token that each decode row feeds to the model, and the slot of its key and value in the pool.
+    """Return the input token and the KV slot of each decode row.
 
-    Row i reads its newest known token, tokens[rows[i], positions[i]], and writes to the slot that the page table has
-    for that position. Shapes and dtypes are those of `decode_inputs`, whose oracle this is.
+    Row i feeds the model its newest known token, tokens[rows[i], positions[i]], and writes its key and value to the
+    pool's slot that the page table has for that position. Shapes and dtypes are those of `decode_inputs`, whose oracle
+    this is.
     """
     row, position = rows.long(), positions.long()
     return tokens[row, position].long(), page_table.slots(row, position)
@@ -64,9 +65,9 @@ def decode_inputs(
     """Gather the token ids and slots of a decode step; see `decode_inputs_reference`.
 
     tokens: [R, max_len] int32; page_table: of R rows; rows, positions: [B] integers, contiguous, rows below R,
-    positions below max_len and within the rows' pages; nothing checks them, since they are on the device.
-    Returns (input_ids, slot_mapping), each [B] int64. ValueError if the rows of a table are not contiguous or the page
-    size is not a power of two.
+    positions below max_len and within the rows' pages; these bounds are not checked, since the values are on the
+    device. Returns (input_ids, slot_mapping), each [B] int64. Raises ValueError if the rows of a table are not
+    contiguous or the page size is not a power of two.
     """
     pages = page_table.pages
     page_table.check()

@@ -1,4 +1,7 @@
-"""The online softmax (Milakov and Gimelshein, 2018) that the attention kernels share, in powers of two."""
+"""Online softmax that the attention kernels share, in powers of two.
+
+Paper: Milakov and Gimelshein, 2018.
+"""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
 
@@ -23,7 +26,7 @@ def kernel_cap(softcap: float | None) -> float | None:
 
 @triton.jit
 def attend(q, k, v, visible, scale, best, weight, acc, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Take one block of keys and values into the running softmax of a tile of queries.
+    """Add one block of keys and values to the running softmax of a query tile.
 
     Keys and values of a narrower dtype than the query's are widened, which is exact. visible: bool, broadcast to
     [queries, keys]; scale: from `kernel_scale`; CAP: from `kernel_cap`. best, weight: [queries], the largest exponent

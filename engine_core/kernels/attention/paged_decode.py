@@ -1,10 +1,12 @@
-"""Decode attention over the paged KV pool in Triton: one query a row, lengths and pages read on the device.
+"""Decode attention over the paged KV pool in Triton, with one query a row.
+
+Lengths and pages are read on the device.
 
 Flash decoding (Dao et al., 2023) over a page table (Kwon et al., 2023). The grid is fixed, (KV heads, splits, rows),
 and a program finds on the device how long its row is and which share of it to take; one captured graph thus serves
-every mix of lengths, and a step needs no planning. The query heads of a KV head form one tile of `tl.dot`. Of a row
-that several programs share, the last to finish combines what all have stored. With a sliding window the shares are
-those of the blocks that the window reaches, so a row costs no more than its window.
+every mix of lengths, and a step needs no planning. The query heads of a KV head form one tile of `tl.dot`. Where
+several programs share a row, the last to finish combines what all have stored. With a sliding window the programs share
+only the blocks that the window reaches, so a row costs no more than its window.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -29,7 +31,7 @@ from tandem.engine_core.kernels.paged_pool import (
 )
 
 MAX_SPLITS = 64
-"""Most programs that share a row's KV head."""
+"""Largest number of programs that share a row's KV head."""
 SHORT_SPLIT, LONG_SPLIT = 64, 1024
 """Fewest positions of a program below `MANY` pairs, and from there on, where splitting only adds combining."""
 BALANCE = 16384
@@ -39,7 +41,10 @@ PROGRAMS_PER_SM = 2
 
 
 class Tile(NamedTuple):
-    """Positions that a program reads at once, its warps, and the depth of its software pipeline."""
+    """Tile of a decode program, with its launch parameters.
+
+    positions: read at once; warps: of the program; stages: depth of its software pipeline.
+    """
 
     positions: int
     warps: int
@@ -47,7 +52,7 @@ class Tile(NamedTuple):
 
 
 MANY = 256
-"""Pairs of row and KV head from which rows alone fill the device."""
+"""Number of pairs of row and KV head from which rows alone fill the device."""
 TILES = {
     32: {0: Tile(64, 4, 3), 32: Tile(32, 1, 3), MANY: Tile(64, 4, 4)},
     64: {0: Tile(64, 4, 3), 32: Tile(32, 1, 3), MANY: Tile(64, 4, 4), 512: Tile(32, 1, 3), 1024: Tile(64, 2, 2)},
@@ -56,23 +61,26 @@ TILES = {
 }
 """Tiles by head_dim and by the number of pairs of row and KV head from which they are used.
 
-With few pairs latency is all that counts; with many, how many programs fit side by side, since the last ones run alone.
-Measured in bfloat16 on an H200, in a graph.
+With few pairs only latency counts; with many, the number of programs that fit side by side does, since the last ones
+run alone. Measured in bfloat16 on an H200, in a graph.
 """
 
 
 def choose_splits(batch: int, kv_heads: int, multiprocessors: int, longest: int) -> int:
     """Return how many programs may share a row's KV head.
 
-    Enough to fill the device when rows are few, and when they are many, enough that one long row does not hold up all
-    others. longest: the longest context possible, in positions. Programs without work return at once.
+    They are enough to fill the device when rows are few, and when rows are many, enough that one long row does not hold
+    up all others. longest: the longest context possible, in positions. Programs without work return at once.
     """
     fill = ceil_div(multiprocessors * PROGRAMS_PER_SM, batch * kv_heads)
     return max(1, min(max(fill, ceil_div(longest, BALANCE)), ceil_div(longest, 32), MAX_SPLITS))
 
 
 def choose_tile(head_dim: int, pairs: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for that many pairs of row and KV head. float32 is for tests: its tile only has to fit."""
+    """Return the tile for a number of pairs of row and KV head.
+
+    float32 is for tests, so its tile only has to fit.
+    """
     if dtype.itemsize > 2:
         return Tile(16, 4, 1)
     return next(tile for least, tile in reversed(TILES[head_dim].items()) if pairs >= least)
@@ -82,7 +90,10 @@ def choose_tile(head_dim: int, pairs: int, dtype: torch.dtype) -> Tile:
 def _combine(
     partial_ptr, log_sums_ptr, used, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Weigh the outputs of `used` splits by their softmax sums. Returns [ROWS, D] float32."""
+    """Weigh the outputs of splits by their softmax sums.
+
+    used: number of splits. Returns [ROWS, D] float32.
+    """
     g = tl.arange(0, ROWS)
     d = tl.arange(0, D)
     best = tl.full([ROWS], float("-inf"), tl.float32)
@@ -92,7 +103,7 @@ def _combine(
         s = start + tl.arange(0, CHUNK)
         mask = (s < used)[:, None] & (g < GROUP)[None, :]
         offs = s[:, None] * GROUP + g[None, :]
-        # Past the first-level cache, which may hold what an earlier launch left there.
+        # Bypass the first-level cache, which may hold what an earlier launch left there.
         log_sum = tl.load(log_sums_ptr + offs, mask=mask, other=float("-inf"), cache_modifier=".cg")
         out = tl.load(
             partial_ptr + offs[:, :, None] * D + d[None, None, :],
@@ -234,7 +245,9 @@ def paged_decode(
     out: Tensor | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Attend with one new token a row to positions 0 to `positions` of its row, inclusive, already in the pool.
+    """Attend with one new token a row to the row's positions up to its own.
+
+    Token i attends to positions 0 to positions[i] of its row, inclusive, all of them in the pool already.
 
     query: [B, heads, D], heads contiguous; keys, values: [slots, kv_heads, D], float32, bfloat16 or float16 as the
     query, or as in `kv_dtype`, D one of 32, 64, 128, 256; rows, positions: [B] integers on the device, contiguous;
@@ -243,9 +256,9 @@ def paged_decode(
     to keep it. Returns [B, heads, D], contiguous.
 
     With `pdl` the kernel right before may write the query, keys and values, but not rows, positions or the page table,
-    which are read before it has finished. Launches on one device must be ordered, as they share counters; the first
-    must not be under graph capture, RuntimeError. ValueError for another D, layout or page size, a window below 1 or a
-    soft cap that is not positive.
+    which are read before it has finished. Launches on one device must be ordered, as they share counters. Raises
+    RuntimeError if the first is under graph capture, and ValueError for another D, layout or page size, a window below
+    1 or a soft cap that is not positive.
     """
     batch, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
@@ -275,7 +288,9 @@ def paged_decode(
 
 
 def split_scratch(query: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Allocate what programs that share a row leave to the last of them.
+    """Allocate the partial results of programs that share a row.
+
+    The last of these programs to finish combines them.
 
     Returns the outputs and the base-2 logarithms of the softmax sums, both float32, [B * heads * splits * D] and
     [B * heads * splits]; empty for a single split.

@@ -1,9 +1,11 @@
-"""Causal attention of rows of any lengths over the paged KV pool in Triton: prompts, chunks, decode rows beside them.
+"""Causal attention over the paged KV pool in Triton, for rows of any lengths.
 
-A program takes a tile of one row's neighbouring queries and one KV head, whose query heads share the tile, and goes
-over the row's pages with an online softmax (FlashAttention: Dao, 2023; page tables: Kwon et al., 2023). Where tiles are
-too few to fill the device, several programs share one's positions, as in `paged_decode`. With a sliding window a tile
-begins at the block that its first query's window reaches.
+Rows may be prompts, chunks of prompts, and decode rows beside them.
+
+A program takes a tile of one row's neighbouring queries and one KV head, shares the tile among that head's query heads,
+and goes over the row's pages with an online softmax (FlashAttention: Dao, 2023; page tables: Kwon et al., 2023). Where
+tiles are too few to fill the device, several programs share the positions of one, as in `paged_decode`. With a sliding
+window a tile begins at the block that its first query's window reaches.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -36,13 +38,16 @@ All four are 0 in a tile without work.
 PROGRAMS_PER_SM = 2
 """Programs that fill a multiprocessor."""
 LEAST_POSITIONS = 256
-"""Positions that are worth a program of their own."""
+"""Smallest number of positions that are worth a program of their own."""
 LOWEST = tl.constexpr(-1e30)
 """An exponent below every score, yet finite: a query may see nothing of a program's share."""
 
 
 class TileShape(NamedTuple):
-    """Queries times heads of a program, positions it reads at once, warps, and depth of its software pipeline."""
+    """Tile of a prefill program, with its launch parameters.
+
+    rows: queries times heads; positions: read at once; warps: of the program; stages: depth of its software pipeline.
+    """
 
     rows: int
     positions: int
@@ -51,20 +56,29 @@ class TileShape(NamedTuple):
 
 
 def choose_shape(head_dim: int, dtype: torch.dtype) -> TileShape:
-    """Return the measured shape; float32 takes the exact product, without tensor cores: its tiles only have to fit."""
+    """Return the measured tile shape for a head size and dtype.
+
+    float32 takes the exact product, without tensor cores, so its tiles only have to fit.
+    """
     if dtype.itemsize > 2:
         return TileShape(16, 16, 4, 1)
     return TileShape(64, 64 if head_dim <= 128 else 32, 4, 2)
 
 
 def tile_queries(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the queries of one tile: its rows over the query heads of a KV head, rounded up to a power of two."""
+    """Return the number of queries of one tile.
+
+    It is the tile's rows over the query heads of a KV head, the latter rounded up to a power of two.
+    """
     width = int(triton.next_power_of_2(heads // kv_heads))
     return max(1, choose_shape(head_dim, dtype).rows // width)
 
 
 def choose_splits(tiles: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return how many programs may share a tile of one KV head: enough for the device. Idle ones return at once."""
+    """Return how many programs may share a tile of one KV head.
+
+    They are enough to fill the device. Programs without work return at once.
+    """
     return max(1, min(ceil_div(multiprocessors * PROGRAMS_PER_SM, tiles * kv_heads), MAX_SPLITS))
 
 
@@ -146,7 +160,7 @@ def _paged_prefill_kernel(
         if not BESIDE:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # Past the first-level cache: a program beside `paged_decode` has waited for nothing since this was written.
+    # Bypass the first-level cache: a program beside `paged_decode` has waited for nothing since this was written.
     q = tl.load(query_ptr + q_offs[:, None] + d[None, :], cache_modifier=".cg")
     best = tl.full([ROWS], LOWEST, tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
@@ -184,7 +198,7 @@ def _paged_prefill_kernel(
             weight = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, D], tl.float32)
             for s in range(0, used):
-                # Past the first-level cache, which may hold what an earlier launch left there.
+                # Bypass the first-level cache, which may hold what an earlier launch left there.
                 log_sum = tl.load(log_sums_ptr + s * outputs + output, mask=mask, other=LOWEST, cache_modifier=".cg")
                 part = tl.load(
                     partial_ptr + s * outputs * D + out_offs, mask=mask[:, None], other=0.0, cache_modifier=".cg"
@@ -217,20 +231,21 @@ def paged_prefill(
     shape: TileShape | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attend with each query to its row's positions up to its own, all of them in the pool already.
+    """Attend with each query to its row's positions up to its own.
 
-    query: [T, heads, D], heads contiguous; keys, values: [slots, kv_heads, D], float32, bfloat16 or float16 as the
-    query, or as in `kv_dtype`, D one of 32, 64, 128, 256; tiles: [N, 4] int32 on the device, contiguous, which together
-    cover every query once: a row of the page table, the index among T of the tile's first query, that query's position,
-    and how many queries the row has from there on (a tile takes up to `tile_queries` of them); scale, window, softcap:
-    as in `LayerAttention`; splits: from `choose_splits`; shape: measured defaults if None; out: where to write. Returns
-    [T, heads, D], contiguous. ValueError for another D, layout or page size, a window below 1 or a soft cap that is not
-    positive.
+    All of those positions are in the pool already. query: [T, heads, D], heads contiguous; keys, values: [slots,
+    kv_heads, D], float32, bfloat16 or float16 as the query, or as in `kv_dtype`, D one of 32, 64, 128, 256; tiles: [N,
+    4] int32 on the device, contiguous, which together cover every query once: a row of the page table, the index among
+    T of the tile's first query, that query's position, and the number of queries that the row has from there on (a tile
+    takes up to `tile_queries` of them); scale, window, softcap: as in `LayerAttention`; splits: from `choose_splits`;
+    shape: measured defaults if None; out: where to write. Returns [T, heads, D], contiguous. Raises ValueError for
+    another D, layout or page size, a window below 1 or a soft cap that is not positive.
 
     With `pdl` the kernel right before may write the query, keys and values, but not tiles or the page table, which are
-    read before it has finished. With `beside` it is one that begins after all that wrote those, and the two run side by
-    side: `paged_decode`, whose every row waits before it lets a successor start; at least one tile has work then.
-    Launches on one device must be ordered, and the first not under graph capture, RuntimeError.
+    read before it has finished. With `beside` the kernel right before is `paged_decode`, which begins after every
+    kernel that wrote these inputs, and the two run side by side: every row of `paged_decode` waits before it lets a
+    successor start. At least one tile must have work then. Launches on one device must be ordered; RuntimeError if the
+    first is under graph capture.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = keys.shape[1]

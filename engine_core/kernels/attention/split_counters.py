@@ -1,4 +1,4 @@
-"""Counters that tell the last of several programs sharing a piece of work that it is the last."""
+"""Counters by which programs that share work find out which finishes last."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,11 @@ _counters: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def split_counters(kernel: str, device: torch.device) -> Tensor:
-    """Return a kernel's counters on a device, [COUNTERS] int32, which are zero between its launches.
+    """Return a kernel's counters on a device, [COUNTERS] int32.
 
-    They are kept for the life of the process, because captured graphs point at them. A kernel's launches on one device
-    must be ordered. RuntimeError if its first call is under graph capture.
+    The counters are zero between the kernel's launches. They are kept for the life of the process, because captured
+    graphs point at them. A kernel's launches on one device must be ordered. Raises RuntimeError if the first call for a
+    kernel and device is under graph capture.
     """
     if (kernel, device) not in _counters:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

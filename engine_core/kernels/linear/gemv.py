@@ -1,4 +1,6 @@
-"""y = x W^T for one row x, as a stream over W; the norm before it and a gated activation behind it can be fused.
+"""Product y = x W^T for one row x, as a stream over W.
+
+The norm before it and a gated activation after it can be fused.
 
 Such a product is bound by reading W once. Each program owns a contiguous run of W's rows, sums in float32 and needs
 no other program, so results are the same from run to run. W never changes, so a program loads the first of its part
@@ -22,7 +24,10 @@ NO_NORM, NORM, ADD_NORM = 0, 1, 2
 
 @triton.jit
 def normalised(x_ptr, norm_weight, residual_ptr, total_ptr, eps, offs_k, mask_k, K: tl.constexpr, ADD: tl.constexpr):
-    """Normalise x, rounding as the unfused kernels do; ADD as in `gemv_kernel`. Returns [BLOCK_K] float32."""
+    """Normalise x, rounding as the unfused kernels do.
+
+    ADD: add the residual first and write the sum, as MODE 2 of `gemv_kernel` does. Returns [BLOCK_K] float32.
+    """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     wide = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
     if ADD:
@@ -45,7 +50,10 @@ def with_bias(sums, bias_ptr, offs_n, mask_n, HAS_BIAS: tl.constexpr, dtype: tl.
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
-    """Return activation(gate) * up, rounded in between as `kernels.gated_activation` does."""
+    """Return activation(gate) * up.
+
+    The activation is rounded before the product, as in `kernels.gated_activation`.
+    """
     active = activated(gate.to(tl.float32), ACTIVATION)
     return (active.to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
@@ -70,7 +78,9 @@ def gemv_kernel(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x: [K]; weight: [N, K] ([2 N, K] with an ACTIVATION, gate first); y: [N].
+    """Multiply one row by a transposed weight, with optional fused steps.
+
+    x: [K]; weight: [N, K] ([2 N, K] with an ACTIVATION, gate first); y: [N].
 
     A program makes ROWS * TILES elements of y. MODE: 1 normalises x first (norm_weight: [K]); 2 adds residual: [K]
     before that and writes the sum to total: [K].
@@ -139,7 +149,10 @@ def _launch(
     residual: Tensor | None = None,
     total: Tensor | None = None,
 ) -> Tensor:
-    """Check what the kernel assumes and run it; x stands in for tensors that a variant lacks."""
+    """Check what the kernel assumes and run it.
+
+    x stands in for tensors that a variant lacks.
+    """
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
     rows, inputs = x.shape
     assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs
@@ -175,7 +188,9 @@ def _launch(
 def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemvPlan, activation: Activation | None = None
 ) -> Tensor:
-    """Return x W^T + b, [1, N], or activation(x G^T) * (x U^T) of a fused gate and up projection.
+    """Return the product of one row and a weight, plain or gated.
+
+    The result is x W^T + b, [1, N], or activation(x G^T) * (x U^T) of a fused gate and up projection.
 
     x: [1, K]; weight: [N, K], with an activation [2 N, K], G before U, and plan.block_k >= K; bias: [N] or [2 N].
     x, weight and bias have one dtype, here and below.
@@ -192,7 +207,10 @@ def norm_gemv(
     plan: GemvPlan,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Return `gemv` of rms_norm(x). norm_weight: [K], in x's dtype or float32; plan.block_k >= K."""
+    """Return `gemv` of rms_norm(x).
+
+    norm_weight: [K], in x's dtype or float32; plan.block_k >= K.
+    """
     return _launch(plan, x, weight, bias, activation, norm_weight, eps)
 
 

@@ -1,7 +1,7 @@
-"""The kernel for each weight shape and number of rows, as measured on one H200 with bf16 weights.
+"""Kernels for each weight shape and number of rows, as measured on one H200.
 
-Measured over Llama-3.2-1B, Llama-3.1-8B and Qwen3-4B. The rules hold the plans that were best or nearly so there, the
-tables the exceptions. None stands for the library (cuBLAS).
+The measurements are over bf16 weights of Llama-3.2-1B, Llama-3.1-8B and Qwen3-4B. The rules hold the plans that were
+best or nearly so there, the tables the exceptions. None stands for the library (cuBLAS).
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,10 @@ MAX_NORM = 8192
 
 @dataclass(frozen=True, slots=True)
 class GemvPlan:
-    """A GEMV whose programs make `rows` x `tiles` outputs each, `block_k` inputs at a time."""
+    """Launch parameters of a matrix-vector product.
+
+    Each program makes `rows` x `tiles` outputs, `block_k` inputs at a time.
+    """
 
     rows: int
     block_k: int
@@ -30,7 +33,10 @@ class GemvPlan:
 
 @dataclass(frozen=True, slots=True)
 class SplitKPlan:
-    """A product in tiles of `block_n` weight rows by `block_k` columns, with K shared by `split` programs."""
+    """Launch parameters of a split-K product.
+
+    Its tiles are `block_n` weight rows by `block_k` columns, and `split` programs share K.
+    """
 
     block_n: int
     block_k: int
@@ -78,7 +84,10 @@ def bucket(rows: int) -> int | None:
 
 
 def choose(rows: int, outputs: int, inputs: int, itemsize: int) -> Plan:
-    """Choose the plan of y = x W^T. rows: of x; outputs, inputs: of W; itemsize: bytes of an element of both."""
+    """Choose the plan of y = x W^T.
+
+    rows: of x; outputs, inputs: of W; itemsize: bytes of an element of both.
+    """
     size = bucket(rows)
     if size is None or inputs % 8:
         return None
@@ -100,9 +109,9 @@ def choose(rows: int, outputs: int, inputs: int, itemsize: int) -> Plan:
 
 
 def choose_gated(rows: int, width: int, inputs: int, itemsize: int) -> Plan:
-    """Choose the plan of activation(x G^T) * (x U^T) in one kernel, with `width` outputs.
+    """Choose the plan of activation(x G^T) * (x U^T) in one kernel.
 
-    Measured with SiLU. None: a product and `gated_activation`, one after the other.
+    width: number of outputs. Measured with SiLU. None stands for a product followed by `gated_activation`.
     """
     size = bucket(rows)
     if size is None or inputs % 8:
@@ -123,7 +132,10 @@ def choose_gated(rows: int, width: int, inputs: int, itemsize: int) -> Plan:
 
 
 def choose_normed(inputs: int, gated: bool) -> GemvPlan | None:
-    """Choose the plan of one row behind a norm, fused (gated: with the activation too). None: separate kernels."""
+    """Choose the plan of one row's product, fused with the norm before it.
+
+    gated: fuse the activation too. None stands for separate kernels.
+    """
     if inputs % 8 or inputs > MAX_NORM:
         return None
     whole = 1 << (inputs - 1).bit_length()
@@ -135,12 +147,18 @@ def choose_normed(inputs: int, gated: bool) -> GemvPlan | None:
 
 
 def block_rows(rows: int) -> int:
-    """Return the padded row count of x in a split-K product, at least 16: less does without Hopper's instruction."""
+    """Return the padded row count of x in a split-K product, at least 16.
+
+    Fewer rows would do without Hopper's instruction.
+    """
     return max(16, 1 << (rows - 1).bit_length())
 
 
 def workspace_size(rows: int, outputs: int, plan: SplitKPlan, gated: bool = False) -> tuple[int, int]:
-    """Return the number of floats and of counters that a split-K product needs. outputs: columns of y."""
+    """Return the number of floats and of counters that a split-K product needs.
+
+    outputs: columns of y.
+    """
     if plan.split == 1:
         return 0, 0
     tiles = ceil_div(outputs, plan.block_n)
@@ -148,5 +166,8 @@ def workspace_size(rows: int, outputs: int, plan: SplitKPlan, gated: bool = Fals
 
 
 def _split(tiles: int, inputs: int) -> int:
-    """Return the number of parts of K that makes about as many programs as multiprocessors, never more."""
+    """Return the number of parts into which to divide K.
+
+    It makes about as many programs as multiprocessors, never more.
+    """
     return max(1, min(MULTIPROCESSORS // tiles, MAX_SPLIT, inputs // 128))

@@ -1,4 +1,6 @@
-"""y = x W^T for up to 128 rows of x, with K divided so that small weights too occupy the whole GPU.
+"""Product y = x W^T for up to 128 rows of x, with K divided among programs.
+
+Dividing K lets small weights occupy the whole GPU too.
 
 The weights are the left operand, so that the 64 rows a tensor core instruction wants are rows of W and not padding of
 x. Programs that share a tile of y leave float32 partial sums in a workspace; the last to arrive adds them in a fixed
@@ -37,7 +39,9 @@ def splitk_gemm_kernel(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x: [M, K]; weight: [N, K] ([2 N, K] with an ACTIVATION, gate first); y: [M, N].
+    """Multiply rows by a transposed weight, with K divided among programs.
+
+    x: [M, K]; weight: [N, K] ([2 N, K] with an ACTIVATION, gate first); y: [M, N].
 
     Program (i, s) makes part s of N-tile i. partials: float32, [tiles, SPLIT, 1 or 2, BLOCK_N, BLOCK_M]; counters:
     int32 zeros, [tiles].
@@ -85,7 +89,7 @@ def splitk_gemm_kernel(
         tl.store(tile_ptr + part * STRIDE, sums)
         if GATED:
             tl.store(tile_ptr + part * STRIDE + SIZE, ups)
-        # Every thread's partial sums before the count that publishes them.
+        # All threads store their partial sums before the count that publishes them.
         tl.debug_barrier()
         done = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
         if done:
@@ -93,7 +97,7 @@ def splitk_gemm_kernel(
             sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             ups = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for s in tl.static_range(SPLIT):
-                # Past the first-level cache, which does not see what other programs wrote.
+                # Bypass the first-level cache, which does not see what other programs wrote.
                 sums += tl.load(tile_ptr + s * STRIDE, cache_modifier=".cg")
                 if GATED:
                     ups += tl.load(tile_ptr + s * STRIDE + SIZE, cache_modifier=".cg")
@@ -114,7 +118,9 @@ def splitk_gemm(
     counters: Tensor,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Return x W^T + b, [M, N]. x: [M, K]; weight: [N, K]; bias: [N]; all of one dtype.
+    """Return x W^T + b, [M, N], or its gated activation.
+
+    x: [M, K]; weight: [N, K]; bias: [N]; all of one dtype.
 
     activation: weight and bias hold the gate's rows before the up projection's, and activation(gate) * up is returned,
     [M, N / 2]. partials: float32; counters: int32, zero before and after the call; at least `workspace_size` of each.

@@ -1,4 +1,7 @@
-"""Attention over the paged pool in plain torch, row by row: the oracle of the attention kernels, for tests only."""
+"""Attention over the paged pool in plain torch, row by row.
+
+It is the oracle of the attention kernels, for tests only.
+"""
 
 from collections.abc import Sequence
 
@@ -20,9 +23,9 @@ def paged_prefill(
 ) -> Tensor:
     """Attend causally in float32, with every query as a decode row.
 
-    query: [T, heads, D], rows one after another; keys, values: [slots, kv_heads, D]; work: of each row of the page
-    table, its first query's position and how many queries it has; scale, window, softcap: as in `LayerAttention`.
-    Returns [T, heads, D] float32.
+    query: [T, heads, D], rows one after another; keys, values: [slots, kv_heads, D]; work: for each row of the page
+    table, its first query's position and its number of queries; scale, window, softcap: as in `LayerAttention`. Returns
+    [T, heads, D] float32.
     """
     rows = torch.tensor([row for row, (_, queries) in enumerate(work) for _ in range(queries)])
     positions = torch.cat([torch.arange(start, start + queries) for start, queries in work])
@@ -40,7 +43,9 @@ def paged_decode(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attend in float32 with one new token a row to the positions of its row up to `positions`, inclusive.
+    """Attend in float32 with one new token a row to positions up to its own.
+
+    Token i attends to positions of its row up to positions[i], inclusive.
 
     query: [B, heads, D]; keys, values: [slots, kv_heads, D]; rows, positions: [B] integers; scale, window, softcap: as
     in `LayerAttention`. Returns [B, heads, D] float32. Reads lengths on the host.

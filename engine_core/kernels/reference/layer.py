@@ -1,4 +1,7 @@
-"""The arithmetic of a transformer layer in plain torch: oracle of every faster kernel, and the CPU path."""
+"""Arithmetic of a transformer layer in plain torch.
+
+It is the oracle of every faster kernel, and the CPU path.
+"""
 
 import torch
 from torch import Tensor
@@ -20,7 +23,9 @@ def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight, the norm of Zhang and Sennrich (2019).
+    """Return the root mean square norm of each row.
+
+    It is x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019).
 
     x: [T, hidden], normalised over the last dimension; weight: [hidden], in x's dtype or float32. The quotient is
     computed in float32 and rounded to x's dtype before the product, as transformers' Llama does.
@@ -29,15 +34,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add x to the residual stream; return the normalised sum and the sum. All are [T, hidden]."""
+    """Add x to the residual stream and normalise the sum.
+
+    Returns the normalised sum and the sum. All are [T, hidden].
+    """
     total = x + residual
     return rms_norm(total, weight, eps), total
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of elements half a head apart: (x1, x2) -> (x1 c - x2 s, x2 c + x1 s).
+    """Rotate pairs of elements half a head apart.
 
-    Rotary position embedding (Su et al., 2021).
+    (x1, x2) becomes (x1 c - x2 s, x2 c + x1 s). This is the rotary position embedding (Su et al., 2021).
 
     x: [T, heads, head_dim]; cos: [T, 1, head_dim] float32, its halves equal; sin: likewise, its first half negated.
     Computed in float32, returned in x's dtype.
@@ -65,10 +73,12 @@ def rope_and_kv_write(
 
 
 def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, kv_heads: int, eps: float) -> Tensor:
-    """Normalise each query and key head before the rotation, as Qwen 3 and Gemma 3 do (Henry et al., 2020).
+    """Normalise each query and key head before the rotation.
 
-    qkv: [T, heads + 2 * kv_heads, head_dim]; q_norm, k_norm: [head_dim]. Returns a new tensor of qkv's shape, whose
-    value heads are copies.
+    Qwen 3 and Gemma 3 do so (Henry et al., 2020).
+
+    qkv: [T, heads + 2 * kv_heads, head_dim]; q_norm, k_norm: [head_dim]. Returns a new tensor of qkv's shape, with
+    copies of the value heads.
     """
     query_heads = qkv.shape[1] - 2 * kv_heads
     keys_end = query_heads + kv_heads
@@ -87,7 +97,7 @@ def qk_norm_rope_and_kv_write(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Run `qk_norm`, unless there are no norm weights, then `rope_and_kv_write`."""
+    """Run `qk_norm` if norm weights are given, then `rope_and_kv_write`."""
     if q_norm is not None and k_norm is not None:
         qkv = qk_norm(qkv, q_norm, k_norm, keys.shape[1], eps)
     return rope_and_kv_write(qkv, cos, sin, slot_mapping, keys, values)

@@ -1,4 +1,6 @@
-"""Counter-based random numbers: the same integers on every device, with no generator state to synchronise.
+"""Counter-based random numbers: the same integers on every device.
+
+No generator state has to be synchronised.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). For the noise that picks a token:
 
@@ -22,7 +24,9 @@ MASK = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
-    """Compute Philox4x32-10. Returns the four output words, int64, in a new last dimension: [..., 4].
+    """Compute the four output words of Philox4x32-10.
+
+    Returns them, int64, in a new last dimension: [..., 4].
 
     counter: four int64 tensors of 32-bit words, of one shape; key: two, broadcastable to it.
     """
@@ -45,12 +49,17 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def uniform(words: Tensor) -> Tensor:
-    """Return numbers in (0, 1), float32, from 32-bit words in int64: ((word >> 9) + 0.5) * 2^-23."""
+    """Return numbers in (0, 1), float32, from random words.
+
+    words: 32-bit words in int64. The numbers are ((word >> 9) + 0.5) * 2^-23.
+    """
     return ((words >> 9).float() + 0.5) * 2.0**-23
 
 
 def gumbel_noise(seed: Tensor, choice: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Return standard Gumbel noise for every token of every row, as the module docstring defines it.
+    """Return standard Gumbel noise for every token of every row.
+
+    The module docstring defines it.
 
     seed, choice, position: [S] int64, none negative. Returns [S, vocab_size] float32.
     """

@@ -1,4 +1,7 @@
-"""Oracle of sampling in plain torch, and the CPU's path. Nothing here modifies its arguments."""
+"""Sampling in plain torch: the oracle of the kernels, and the CPU's path.
+
+No function here modifies its arguments.
+"""
 
 from dataclasses import dataclass
 
@@ -33,7 +36,10 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Arguments of `penalize`: history [S, L], the others [S]; the penalties 1, 0 and 0 change nothing."""
+    """Arguments of `penalize`.
+
+    history: [S, L]; the others: [S]. Penalties of 1 (repetition), 0 (presence) and 0 (frequency) change nothing.
+    """
 
     repetition: Tensor
     presence: Tensor
@@ -45,7 +51,10 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """Arguments of `add_bias`. ids: [S, K] int64, -1 for none; values: [S, K] float32."""
+    """Arguments of `add_bias`.
+
+    ids: [S, K] int64, -1 for none; values: [S, K] float32.
+    """
 
     ids: Tensor
     values: Tensor
@@ -53,7 +62,10 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Gathered parameters of the S rows that are sampled from. A group that no row needs is None."""
+    """Gathered parameters of the S rows that are sampled from.
+
+    A group that no row needs is None.
+    """
 
     draw: Draw | None = None
     """None if every row is greedy."""
@@ -68,10 +80,10 @@ def sample(logits: Tensor, rows: SamplingRows, allowed: Tensor | None = None) ->
     """Sample one token a row, computed in float32. Returns [S] int64.
 
     logits: [S, V], not modified; allowed: masks as in `apply_bitmask`, or None. In order: bias, penalties, suppression,
-    mask; then a greedy row takes the largest logit, and another divides by its temperature, truncates and takes the
-    largest sum of logit and Gumbel noise, which is a draw from the softmax (Gumbel, 1954; Maddison et al., 2014). Equal
-    ones: the lowest id. The noise depends on the row's seed, choice and position only (see `philox`). NaN counts as
-    -inf, and a row with nothing but -inf yields id 0.
+    mask; then a greedy row takes the largest logit, and any other row divides by its temperature, truncates and takes
+    the largest sum of logit and Gumbel noise, which is a draw from the softmax (Gumbel, 1954; Maddison et al., 2014).
+    Among equal ones the lowest id wins. The noise depends on the row's seed, choice and position only (see `philox`).
+    NaN counts as -inf, and a row that is all -inf yields id 0.
     """
     logits = adjust_logits(logits, rows, allowed)
     best = logits.argmax(-1)
@@ -89,7 +101,10 @@ def sample(logits: Tensor, rows: SamplingRows, allowed: Tensor | None = None) ->
 
 
 def adjust_logits(logits: Tensor, rows: SamplingRows, allowed: Tensor | None) -> Tensor:
-    """Apply bias, penalties, suppression and mask, in this order. Returns [S, V] float32."""
+    """Apply bias, penalties, suppression and mask, in this order.
+
+    Returns [S, V] float32.
+    """
     logits = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if rows.bias is not None:
         logits = add_bias(logits, rows.bias.ids, rows.bias.values)
@@ -104,11 +119,13 @@ def adjust_logits(logits: Tensor, rows: SamplingRows, allowed: Tensor | None) ->
 
 
 def logprob_records(logits: Tensor, chosen: Tensor, top: int) -> Tensor:
-    """Compute each row's log-softmax, in float32, at one token and at its `top` largest logits.
+    """Compute log-probabilities of each row's token and of its largest logits.
+
+    They are the row's log-softmax, in float32, at one token and at its `top` largest logits.
 
     logits: [S, V], not modified, NaN counts as -inf; chosen: [S] integer ids; top: 0 to V. Returns [S, 1 + 2 * top]
-    int32: the bits of the chosen token's float32 log-probability, the bits of the largest ones in descending order,
-    and their ids. Equal ones: the lowest id first. -inf where a token has no probability.
+    int32: the bits of the chosen token's float32 log-probability, the bits of the largest ones in descending order, and
+    their ids. Equal ones are in order of their ids. The log-probability is -inf where a token has no probability.
     """
     x = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     logprobs = x.log_softmax(-1).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -123,20 +140,29 @@ def logprob_records(logits: Tensor, chosen: Tensor, top: int) -> Tensor:
 
 
 def add_bias(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """Add values to the logits of ids. logits: [S, V]; ids: [S, K] int64, -1 for none; values: [S, K] float32."""
+    """Add values to the logits of ids.
+
+    logits: [S, V]; ids: [S, K] int64, -1 for none; values: [S, K] float32.
+    """
     used = ids >= 0
     return logits.scatter_add(1, torch.where(used, ids, 0), torch.where(used, values, 0.0))
 
 
 def suppress(logits: Tensor, ids: Tensor) -> Tensor:
-    """Set the logits of ids to -inf. logits: [S, V]; ids: [S, E] int64, -1 for none."""
+    """Set the logits of ids to -inf.
+
+    logits: [S, V]; ids: [S, E] int64, -1 for none.
+    """
     used = ids >= 0
     limit = torch.where(used, -torch.inf, torch.inf).to(logits.dtype)
     return logits.scatter_reduce(1, torch.where(used, ids, 0), limit, "amin")
 
 
 def apply_bitmask(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Set the logits of clear bits to -inf. allowed: [S, ceil(V / 32)] int32; token i is bit i % 32 of word i // 32."""
+    """Set the logits of clear bits to -inf.
+
+    allowed: [S, ceil(V / 32)] int32; token i is bit i % 32 of word i // 32.
+    """
     bits = torch.arange(32, device=allowed.device, dtype=torch.int32)
     keep = (allowed.unsqueeze(-1) >> bits & 1).flatten(1)[:, : logits.shape[1]]
     return logits.masked_fill(keep == 0, -torch.inf)
@@ -172,7 +198,7 @@ def penalize(
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Set to -inf what top-k, top-p and min-p leave out, in this order.
+    """Set to -inf the tokens that top-k, top-p and min-p drop, in this order.
 
     Tokens rank by logit, equal ones by lower id. Top-k keeps the first k (0: all). Top-p (Holtzman et al., 2020) keeps
     the shortest run of leading tokens whose probability, renormalised over what top-k left, reaches p. Min-p (Nguyen et

@@ -1,4 +1,6 @@
-"""Bounds of a row's truncation cutoff, which every program of the row derives from what earlier kernels wrote.
+"""Bounds of a row's truncation cutoff.
+
+Every program of the row derives them from what earlier kernels wrote.
 
 y is the binary logarithm of a token's weight, which is 1 for the row's best. `narrow` explains the search.
 """
@@ -25,13 +27,19 @@ ONE = tl.constexpr(float(1 << 40))
 
 @triton.jit
 def log2_slope(temperature):
-    """Return the factor from a logit to the binary logarithm of its weight, finite for every temperature."""
+    """Return the factor from a logit to the binary logarithm of its weight.
+
+    It is finite for every temperature.
+    """
     return tl.minimum(tl.div_rn(LOG2_E, temperature), 1e38)
 
 
 @triton.jit
 def truncation_state(ints_ptr, floats_ptr, row, vocab):
-    """Return how a row truncates: KEEP_ALL, BY_MASS (top-p alone) or BY_RANK (top-k, maybe followed by top-p)."""
+    """Return the state of a row's truncation at its start.
+
+    It is KEEP_ALL, BY_MASS (top-p alone) or BY_RANK (top-k, maybe followed by top-p).
+    """
     greedy = tl.load(floats_ptr + row * NUM_FLOATS + TEMPERATURE) == 0.0
     top_k = tl.load(ints_ptr + row * NUM_INTS + TOP_K)
     by_rank = (top_k > 0) & (top_k < vocab)
@@ -41,13 +49,19 @@ def truncation_state(ints_ptr, floats_ptr, row, vocab):
 
 @triton.jit
 def log_weights(x, top, slope):
-    """Return y of a tile. Every kernel computes it by these two operations, so that all compare the same numbers."""
+    """Return y of a tile's logits.
+
+    Every kernel computes it by these two operations, so that all compare the same numbers.
+    """
     return (x - top) * slope
 
 
 @triton.jit
 def moments(stats_ptr, index, tiles, TILES_PAD: tl.constexpr):
-    """Return the mass of a row, and the mean and standard deviation of y under the softmax."""
+    """Return a row's mass, and the mean and standard deviation of its y.
+
+    Mean and deviation are those under the softmax.
+    """
     offsets = tl.arange(0, TILES_PAD)
     mask = offsets < tiles
     tile_ptrs = stats_ptr + (index * tiles + offsets) * NUM_STATS
@@ -59,13 +73,19 @@ def moments(stats_ptr, index, tiles, TILES_PAD: tl.constexpr):
 
 @triton.jit
 def top_p_mass(top_p, mass):
-    """Return the fixed-point mass that top-p keeps: at least 1, so that the first token always stays."""
+    """Return the fixed-point mass that top-p keeps.
+
+    It is at least 1, so that the first token always stays.
+    """
     return tl.maximum((top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
 def lowest_log_weight(total, top_p, vocab):
-    """Return a y below which there is less mass than top-p may drop, whatever the distribution."""
+    """Return a y below which there is less mass than top-p may drop.
+
+    This holds for every distribution.
+    """
     return tl.log2((1.0 - top_p) * total / vocab) - 0.01
 
 
@@ -83,7 +103,10 @@ def bracket(
     COUNT: tl.constexpr,
     TILES_PAD: tl.constexpr,
 ):
-    """Return the interval [low, high) of y where the mass above y reaches the target, and the mass above each end."""
+    """Return the interval [low, high) of y in which the cutoff lies.
+
+    Within it the mass above y reaches the target. Returns the ends, low first, then the mass above each.
+    """
     j = tl.arange(0, COUNT)
     tile = tl.arange(0, TILES_PAD)
     mass_ptrs = above_ptr + ((index * 2 + level) * tiles + tile[:, None]) * NUM_PIVOTS + j[None, :]
@@ -99,13 +122,19 @@ def bracket(
 
 @triton.jit
 def exceeds_capacity(low, mass_low, mass_high, CAPACITY: tl.constexpr):
-    """Return true if the interval may hold more tokens than can be gathered: each of them weighs at least 2^low."""
+    """Return true if an interval may hold more tokens than can be gathered.
+
+    Each of its tokens weighs at least 2^low.
+    """
     return mass_low - mass_high > CAPACITY * tl.exp2(low)
 
 
 @triton.jit
 def kth_peak(peaks_ptr, index, tiles, k, GROUPS: tl.constexpr, PEAKS_PAD: tl.constexpr):
-    """Return the k-th largest group maximum of a row, or -inf if there are fewer groups."""
+    """Return the k-th largest group maximum of a row.
+
+    It is -inf if there are fewer groups.
+    """
     offsets = tl.arange(0, PEAKS_PAD)
     count = tiles * GROUPS
     x = tl.load(peaks_ptr + index * count + offsets, mask=offsets < count, other=float("-inf"))

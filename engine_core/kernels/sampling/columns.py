@@ -1,4 +1,7 @@
-"""Columns of the parameter tables, as constants for kernels. A column of one kernel alone is named beside it."""
+"""Columns of the parameter tables, as constants for kernels.
+
+A column that only one kernel reads is named beside that kernel.
+"""
 
 import triton.language as tl
 

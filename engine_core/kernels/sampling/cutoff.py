@@ -1,4 +1,6 @@
-"""Exact cutoff of top-k and top-p: the last token in rank that stays. One Triton program a row.
+"""Exact cutoff of top-k and top-p: the last token in rank that stays.
+
+One Triton program finds it for one row.
 
 Tokens rank by score, equal ones by lower id, as in `kernels.reference.sampling.truncate`; a rank is one integer, and no
 two are equal, so a bisection over integers ends at exactly one token. Weights are added in fixed point, so their sum
@@ -30,7 +32,10 @@ ROW_CHUNK = 4096
 
 @triton.jit
 def _ranks(x, ids, mask, top, temperature, slope):
-    """Return ranks and fixed-point weights; masked-out tokens rank below everything and weigh nothing."""
+    """Return the ranks and fixed-point weights of tokens.
+
+    Masked-out tokens rank below everything and weigh nothing.
+    """
     ranks = tl.where(mask, to_rank(scores_of(x, top, temperature), ids), NOTHING)
     weights = tl.where(mask, fast_exp2(log_weights(x, top, slope)) * ONE, 0.0).to(tl.int64)
     return ranks, weights
@@ -45,7 +50,10 @@ def _row_ranks(logits_ptr, adjusted_ptr, is_adjusted, first, vocab, top, tempera
 
 @triton.jit
 def _search(ranks, values, low, high, goal):
-    """Return the largest t in [low, high] for which the values of tokens that rank at t or before reach the goal."""
+    """Return the largest t in [low, high] for which values reach the goal.
+
+    The values of the tokens that rank at t or before are summed.
+    """
     while low < high:
         # Three sums that do not wait for each other halve the number of rounds.
         step = tl.maximum((high - low + 1) >> 2, 1)
@@ -62,7 +70,10 @@ def _search(ranks, values, low, high, goal):
 
 @triton.jit
 def _rank_few(ranks, weights, mask, above, target, top_p, top_k, mode):
-    """Return the cutoff among a few tokens by comparing all pairs. ranks, weights, mask: [N]."""
+    """Return the cutoff among a few tokens by comparing all pairs.
+
+    ranks, weights, mask: [N].
+    """
     ahead = ranks[None, :] > ranks[:, None]
     kept = mask
     if mode == BY_RANK:
@@ -81,7 +92,10 @@ def _row_sum(
     logits_ptr, adjusted_ptr, is_adjusted, vocab, top, temperature, slope, least, COUNT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return how many tokens of a whole row rank at `least` or before, or their weight."""
+    """Return the count or the weight of a row's leading tokens.
+
+    These are the tokens of the whole row that rank at `least` or before. COUNT: return the count.
+    """
     total = tl.zeros([CHUNK], tl.int64)
     for first in range(0, vocab, CHUNK):
         ranks, weights = _row_ranks(logits_ptr, adjusted_ptr, is_adjusted, first, vocab, top, temperature, slope, CHUNK)
@@ -200,9 +214,10 @@ def _cutoff_kernel(
 
 
 def find_cutoff(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
-    """Write `cutoff`, the rank of the last token of each row that stays, and zero `found`.
+    """Write the rank of the last token of each row that stays.
 
-    Reads what `narrow` leaves. A row whose state is KEEP_ALL keeps everything: its cutoff is NOTHING.
+    It is written to `cutoff`; `found` is zeroed. Reads what `narrow` leaves. A row whose state is KEEP_ALL keeps
+    everything: its cutoff is NOTHING.
     """
     logits, adjusted, tiles = batch.logits, scratch.adjusted, scratch.num_tiles
     capacity = scratch.found_ids.shape[1]

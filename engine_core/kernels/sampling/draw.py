@@ -1,4 +1,6 @@
-"""Tokens drawn from the softmax of every row, in two Triton kernels: the largest logits, then a Gumbel maximum.
+"""Tokens drawn from the softmax of every row, in two Triton kernels.
+
+The first finds the largest logits, the second a Gumbel maximum.
 
 score = (logit - largest) / temperature, and the largest sum of score and Gumbel noise is a draw from the softmax
 (Gumbel, 1954; Maddison et al., 2014). The second kernel also ends sampling with truncation (see `narrow`), so a request
@@ -48,19 +50,28 @@ def load_row_best(tile_best_ptr, index, tiles, TILES_PAD: tl.constexpr):
 
 @triton.jit
 def is_infinite(top):
-    """Return true if a row's largest logit is infinite: every finite one is infinitely far from it, with no draw."""
+    """Return true if a row's largest logit is infinite.
+
+    Every finite logit is then infinitely far from it, so that there is nothing to draw.
+    """
     return (top == float("-inf")) | (top == float("inf"))
 
 
 @triton.jit
 def scores_of(x, top, temperature):
-    """Return the scores of logits, rounded as the oracle rounds, so that what ties there ties here too."""
+    """Return the scores of logits, rounded as the oracle rounds them.
+
+    So logits that tie in the oracle tie here too.
+    """
     return quotient(x - top, temperature)
 
 
 @triton.jit
 def load_adjusted(logits_ptr, adjusted_ptr, is_adjusted, ids, mask):
-    """Load a tile of logits from where `penalties.adjust` left them. logits_ptr, adjusted_ptr: start of the row."""
+    """Load a tile of logits from where `penalties.adjust` left them.
+
+    logits_ptr, adjusted_ptr: start of the row.
+    """
     if is_adjusted:
         x = tl.load(adjusted_ptr + ids, mask=mask, other=float("-inf"))
     else:
@@ -70,7 +81,10 @@ def load_adjusted(logits_ptr, adjusted_ptr, is_adjusted, ids, mask):
 
 @triton.jit
 def _score_bound(cutoff, min_p):
-    """Return the lowest score that stays, the last id that stays at that score, and true if anything is dropped."""
+    """Return the bounds that truncation sets on scores and ids.
+
+    They are the lowest score that stays, the last id that stays at that score, and true if anything is dropped.
+    """
     keeps_all = cutoff == NOTHING
     least = tl.where(keeps_all, float("-inf"), rank_value(cutoff))
     bound = tl.where(min_p > 0.0, tl.log(tl.minimum(tl.maximum(min_p, 1e-38), 1.0)), float("-inf"))
@@ -137,7 +151,7 @@ def _draw_kernel(
         if tile == 0:
             write_token(sampled_ptr, tokens_ptr, token_stride, max_len, index, row, position, 0)
         return
-    # All loads that need nothing but the row go out together.
+    # All loads that depend only on the row are issued together.
     temperature = tl.load(floats_ptr + row * NUM_FLOATS + TEMPERATURE)
     seed = tl.load(ints_ptr + row * NUM_INTS + SEED)
     choice = tl.load(ints_ptr + row * NUM_INTS + CHOICE)

@@ -1,4 +1,7 @@
-"""Largest logit of every row, in one Triton kernel. Oracle: `kernels.reference.sampling.sample`."""
+"""Largest logit of every row, in one Triton kernel.
+
+Oracle: `kernels.reference.sampling.sample`.
+"""
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803
 
@@ -47,7 +50,7 @@ def _greedy_kernel(
 def sample_greedy(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
     """Sample the largest logit of each row, the lowest id among equal ones.
 
-    NaN counts as -inf, and a row with nothing but -inf yields 0. Writes the tokens to `batch.sampled` and to the token
+    NaN counts as -inf, and a row that is all -inf yields 0. Writes the tokens to `batch.sampled` and to the token
     table.
     """
     logits, tokens = batch.logits, tables.tokens

@@ -1,7 +1,9 @@
-"""Gumbel noise inside a Triton kernel, from the integers that `kernels.reference.philox` defines.
+"""Gumbel noise inside a Triton kernel.
 
-Philox4x32-10 (Salmon et al., SC 2011). Triton's own makes the same integers, but takes the halves of a product by two
-multiplications, where one that yields both is enough.
+It comes from the integers that `kernels.reference.philox` defines.
+
+Philox4x32-10 (Salmon et al., SC 2011). Triton's own generator makes the same integers, but takes the halves of a
+product by two multiplications, where one that yields both is enough.
 """
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803
@@ -44,11 +46,13 @@ def philox_words(seed, choice, position, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def gumbel(words):
-    """Return -log(-log(u)), float32, with u = ((word >> 9) + 0.5) * 2^-23. words: uint32.
+    """Return Gumbel noise, float32, from random words.
+
+    words: uint32. The noise is -log(-log(u)) with u = ((word >> 9) + 0.5) * 2^-23.
 
     The GPU's fast logarithm has an absolute error near 1, where -log(u) is tiny and the noise is largest: there the
-    series of log(1 - w) in w = 1 - u takes its place. The noise is right to about 5e-6. A float's mantissa is filled
-    rather than an integer converted, which is as slow as a logarithm; u and w are exact.
+    series of log(1 - w) in w = 1 - u takes its place. The noise is right to about 5e-6. The word fills a float's
+    mantissa, because converting an integer is as slow as a logarithm; u and w are exact.
     """
     u = ((words >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
     w = 1.0 - u

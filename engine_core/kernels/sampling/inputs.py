@@ -1,4 +1,7 @@
-"""Inputs of sampling: tables of what each row asks for, and the rows of one step. Free of Triton, for every device."""
+"""Inputs of sampling: tables of every row's parameters, and a step's rows.
+
+This module does not use Triton, so that it serves every device.
+"""
 
 from dataclasses import dataclass
 
@@ -40,7 +43,7 @@ class SamplingBatch:
     rows: Tensor
     """[S] int32, row of each in the tables."""
     positions: Tensor
-    """[S] int32, position whose logits these are; the sampled token takes the next one."""
+    """[S] int32, position that the logits belong to; the sampled token takes the next one."""
     sampled: Tensor
     """[S] int32, written: the sampled ids."""
     suppress: Tensor | None = None

@@ -1,4 +1,6 @@
-"""Log-probabilities of one token a row and of the row's most probable ones, in one pass over the logits.
+"""Log-probabilities of one token a row and of the row's most probable ones.
+
+They take one pass over the logits.
 
 Each tile gives its largest logit, the sum of exp(logit - largest) (Milakov and Gimelshein, 2018) and its best tokens;
 one program a row adds the sums up in a fixed order and merges the tokens. So a row's result does not depend on the
@@ -86,14 +88,17 @@ def _merge_kernel(
 
 
 class TritonScorer:
-    """Implement `sampling.scorer.TokenScorer` with scratch for steps of up to `max_batch` rows.
+    """Implement `sampling.scorer.TokenScorer` in Triton.
 
-    No call allocates, synchronises or reads the host. One instance serves all steps that are enqueued one after the
-    other on one stream.
+    Its scratch serves steps of up to `max_batch` rows. No call allocates, synchronises or reads the host. One instance
+    serves all steps that are enqueued one after the other on one stream.
     """
 
     def __init__(self, vocab_size: int, max_batch: int, max_top: int, device: torch.device, tile: int = TILE) -> None:
-        """max_top: most alternatives of a call; tile: tokens that a program holds, a power of two."""
+        """Allocate the scratch.
+
+        max_top: largest number of alternatives of a call; tile: tokens that a program holds, a power of two.
+        """
         self.vocab_size = vocab_size
         self.max_batch = max_batch
         self.max_top = max_top
@@ -105,7 +110,9 @@ class TritonScorer:
         self._tile_best = torch.zeros((*shape, max_top), dtype=torch.int64, device=device)
 
     def run(self, logits: Tensor, chosen: Tensor, top: int, records: Tensor) -> None:
-        """Write one record a row, [B, 1 + 2 * top] int32 contiguous, as `logprob_records` makes them.
+        """Write one record a row, as `logprob_records` makes them.
+
+        records: [B, 1 + 2 * top] int32, contiguous, written.
 
         logits: [B, V] float32, bfloat16 or float16, rows contiguous, not modified; chosen: [B] int32, ids of the
         vocabulary; top: at most V and `max_top`. Raises ValueError for other logits, a larger batch or more

@@ -1,4 +1,4 @@
-"""Candidates for the cutoff of top-k and top-p, found with no sort of the vocabulary.
+"""Candidates for the cutoff of top-k and top-p without sorting the vocabulary.
 
 Three kernels narrow down the tokens among which the cutoff lies, and a fourth (`cutoff`) finds it exactly. Let y be the
 binary logarithm of a token's weight, which is 1 for the row's best. The cutoff is searched as follows.
@@ -284,7 +284,7 @@ def narrow(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratc
         logits.stride(0),
         adjusted.stride(0),
         scratch.vocab_size,
-        # The compiler would take so many registers that one program filled a multiprocessor.
+        # Without a limit the compiler takes enough registers for one program to fill a multiprocessor.
         maxnreg=80,
         **sizes,
         **scratch.launch_options(num_warps_for(tile, 16)),

@@ -1,4 +1,6 @@
-"""Bias, penalties, suppression and masks applied to logits, in two Triton kernels without state between steps.
+"""Bias, penalties, suppression and masks of logits, in two Triton kernels.
+
+They keep no state between steps.
 
 `mark` records in one int32 a token what applies to it: it writes only where something does, by atomic integer
 operations, whose order does not matter. `adjust` reads logits and marks once, writes the adjusted logits of rows that
@@ -89,7 +91,8 @@ def _mark_kernel(
         valid = (ids >= 0) & (ids < vocab)
         biased = tl.max(valid.to(tl.int32), axis=0) > 0
         if biased:
-            # The value waits where the adjusted logit will be written. An id listed twice gets the sum, twice.
+            # The value waits where the adjusted logit will be written. An id that is listed twice gets the sum of its
+            # values, written twice.
             values = tl.load(bias_values_ptr + row * NUM_BIASES + offsets)
             for entry in range(NUM_BIASES):
                 token = tl.load(bias_ids_ptr + row * NUM_BIASES + entry)
@@ -108,7 +111,10 @@ def _mark_kernel(
 
 @triton.jit
 def _apply_marks(x, bias, mark_bits, repetition, presence, frequency):
-    """Return the logits of a tile after bias, penalties and suppression, each rounded as the oracle rounds."""
+    """Return the logits of a tile after bias, penalties and suppression.
+
+    Each step is rounded as the oracle rounds it.
+    """
     x = tl.where((mark_bits & BIASED) != 0, x + bias, x)
     count = (mark_bits & COUNT).to(tl.float32)
     held = (mark_bits & (COUNT | IN_PROMPT)) != 0
@@ -150,7 +156,7 @@ def _adjust_kernel(
     ids = tile * BLOCK + tl.arange(0, BLOCK)
     mask = ids < vocab
     x = load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, mask)
-    # All loads that need nothing but the row go out together.
+    # All loads that depend only on the row are issued together.
     float_ptrs = floats_ptr + row * NUM_FLOATS
     temperature = tl.load(float_ptrs + TEMPERATURE)
     top_k = tl.load(ints_ptr + row * NUM_INTS + TOP_K)
@@ -174,7 +180,7 @@ def _adjust_kernel(
 
 
 def mark(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
-    """Mark what applies to which token of each row.
+    """Mark each row's tokens with the adjustments that apply to them.
 
     Writes `marks`, the biases into `adjusted`, and `touched`.
     """

@@ -1,4 +1,4 @@
-"""Ranks of tokens, one int64 each, and the other steps that all sampling kernels share.
+"""Ranks of tokens, one int64 each, and other steps of all sampling kernels.
 
 A row is cut into tiles, one a program. Each program offers its best rank to the row by an atomic maximum, and the last
 one to arrive writes the token. So the result does not depend on the order of the programs.
@@ -23,14 +23,20 @@ MAX_VOCAB = (1 << 20) - 1
 
 @triton.jit
 def sortable_bits(x):
-    """Return an int32 that compares as the float32 x does; both zeros give 0. x must not be NaN."""
+    """Return an int32 that compares as the float32 x does.
+
+    Both zeros give 0. x must not be NaN.
+    """
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
 @triton.jit
 def to_rank(x, ids):
-    """Return the rank of a token, an int64 that compares by value x, equal values by lower id."""
+    """Return the rank of a token.
+
+    It is an int64 that compares by value x; among equal values the lower id ranks higher.
+    """
     return (sortable_bits(x).to(tl.int64) << ID_BITS) | (ids ^ ID_MASK).to(tl.int64)
 
 
@@ -64,9 +70,10 @@ def best_of(x, ids):
 
 @triton.jit
 def write_token(sampled_ptr, tokens_ptr, token_stride, max_len, index, row, position, token):
-    """Write a sampled token to the result and to the position after `position` in the token table.
+    """Write a sampled token to the result and to the token table.
 
-    A position past the end of the table is dropped, and the padding row only ever writes position 1.
+    In the table it takes the position after `position`. A position past the end of the table is dropped, and the
+    padding row only ever writes position 1.
     """
     tl.store(sampled_ptr + index, token)
     offset = position.to(tl.int64) + 1
@@ -75,7 +82,9 @@ def write_token(sampled_ptr, tokens_ptr, token_stride, max_len, index, row, posi
 
 @triton.jit
 def combine_tiles(winner_ptr, arrivals_ptr, index, offer, tiles):
-    """Offer a tile's best rank to its row; return the row's best to the last tile to arrive, NOTHING to the others.
+    """Offer a tile's best rank to its row, and return the row's best at the end.
+
+    The last tile to arrive gets the row's best, the others get NOTHING.
 
     winner: [B] int64, all NOTHING; arrivals: [B] int32 zeros. Both are reset.
     """
@@ -88,7 +97,10 @@ def combine_tiles(winner_ptr, arrivals_ptr, index, offer, tiles):
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raise ValueError for logits of a shape, layout or dtype that the sampling kernels cannot read."""
+    """Raise ValueError for logits that the sampling kernels cannot read.
+
+    Their shape, layout, dtype and vocabulary size are checked.
+    """
     if logits.dim() != 2 or logits.stride(1) != 1 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
             f"logits must be [B, V] with contiguous rows, in float32, bfloat16 or float16, not {tuple(logits.shape)} "

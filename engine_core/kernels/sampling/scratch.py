@@ -1,4 +1,4 @@
-"""Scratch memory that the sampling kernels hand results to each other in, and its layout."""
+"""Scratch memory by which the sampling kernels share results, and its layout."""
 
 from dataclasses import dataclass, fields
 
@@ -16,13 +16,18 @@ NUM_STATS = tl.constexpr(4)
 
 
 def num_warps_for(block: int, per_thread: int = 32) -> int:
-    """Return the warps of a program that holds `block` tokens, `per_thread` of them in each thread."""
+    """Return the number of warps of a program that holds `block` tokens.
+
+    per_thread: tokens in each thread.
+    """
     return max(1, min(8, block // (32 * per_thread)))
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingScratch:
-    """Buffers for steps of up to B rows in T tiles: about 8 bytes for each token of the vocabulary and row.
+    """Buffers of the sampling kernels, for steps of up to B rows in T tiles.
+
+    They take about 8 bytes for each token of the vocabulary and row.
 
     One instance serves all steps that are enqueued one after the other on one stream, graphs included; a captured
     graph holds these addresses, so the scratch lives at least as long as it.
@@ -50,7 +55,7 @@ class SamplingScratch:
     touched: Tensor
     """[B] int32, nonzero where the row's logits are in `adjusted`."""
     stats: Tensor
-    """[B, T, NUM_STATS] float32."""
+    """[B, T, NUM_STATS] float32, sums of each tile."""
     peaks: Tensor
     """[B, T, tile / group] float32, group maxima of rows that truncate by rank."""
     bound: Tensor
@@ -64,9 +69,9 @@ class SamplingScratch:
     found: Tensor
     """[B] int32, zeros between steps: tokens in the interval of the cutoff."""
     found_ids: Tensor
-    """[B, capacity] int32."""
+    """[B, capacity] int32, ids of the tokens in that interval."""
     found_logits: Tensor
-    """[B, capacity] float32."""
+    """[B, capacity] float32, logits of the tokens in that interval."""
     cutoff: Tensor
     """[B] int64, least rank that stays."""
     state: Tensor
@@ -76,7 +81,10 @@ class SamplingScratch:
     def allocate(
         cls, vocab_size: int, max_batch: int, tile: int, group: int, capacity: int, device: torch.device
     ) -> "SamplingScratch":
-        """Allocate the buffers. capacity: tokens of a row among which its cutoff is searched fast, a power of two."""
+        """Allocate the buffers.
+
+        capacity: tokens of a row among which its cutoff is searched fast, a power of two.
+        """
         tiles = triton.cdiv(vocab_size, tile)
         width = triton.cdiv(vocab_size, 64) * 64
 

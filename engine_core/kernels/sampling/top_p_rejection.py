@@ -1,11 +1,13 @@
-"""Test of a drawn token against top-p by the mass that ranks ahead of it, without knowing the cutoff.
+"""Test of a drawn token against top-p, without knowing the cutoff.
 
-The Gumbel maximum of all tokens, if top-p keeps it, is that of the tokens that top-p keeps; and it keeps a drawn token
-with a probability of p. If not, nothing that ranks behind the token is kept either, so the next draw is among the
-tokens ahead of it, and fails more rarely still. Few rows are left for the search of `narrow`. Rejection against a
-rising bound is FlashInfer's idea (Ye et al., 2025); with the noise of a token fixed by the seed, any number of rounds
-yields the very token that the search would, except where a mass is within rounding of top-p: the two add up in
-different orders.
+The test compares the mass that ranks ahead of the token with top-p.
+
+The Gumbel maximum of all tokens, if top-p keeps it, is also the maximum of the tokens that top-p keeps; and top-p keeps
+a drawn token with a probability of p. If not, nothing that ranks behind the token is kept either, so the next draw is
+among the tokens ahead of it, and fails more rarely still. Few rows are left for the search of `narrow`. Rejection
+against a rising bound is FlashInfer's idea (Ye et al., 2025); with the noise of a token fixed by the seed, any number
+of rounds yields the very token that the search would, except where a mass is within rounding of top-p: the two add up
+in different orders.
 """
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803
@@ -119,7 +121,7 @@ def _weigh_kernel(
 def weigh(
     batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch, *, first: bool, last: bool, accept: bool
 ) -> None:
-    """Weigh what ranks ahead of each row's drawn token, `batch.sampled`.
+    """Weigh the tokens that rank ahead of each row's drawn token, `batch.sampled`.
 
     Writes `state`, for every row if `first`, else for rows whose state is BY_MASS. For rows whose state is BY_MASS
     afterwards it writes `cutoff`, the least rank ahead of the token, and `stats`: the sum of weights and, if `last`, of
