@@ -39,7 +39,10 @@ CASES: dict[str, tuple[Mode, Parameters, float]] = {
 
 
 def build(batch: int, vocab: int, parameters: Parameters) -> tuple[TritonSampler, Callable[[Tensor], SamplingBatch]]:
-    """Make a sampler with a row for each of the batch, and the function that makes a batch of logits."""
+    """Make a sampler, and the function that makes a batch of logits.
+
+    The sampler has a row for each row of the batch.
+    """
     rows = batch + 1
     ints = torch.zeros(rows, len(INT_COLUMNS), dtype=torch.int64, device="cuda")
     ints[:, INT_COLUMNS.index("prompt_len")], ints[:, INT_COLUMNS.index("seed")] = 256, torch.arange(rows)
