@@ -1,4 +1,7 @@
-"""The inputs of a forward pass beside its weights, and the protocols of attention: planners, and steps they plan."""
+"""The inputs of a forward pass besides its weights, and attention protocols.
+
+A planner plans the attention of a step once for all layers; the result is a step of attention that each layer runs.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +14,15 @@ from tandem.engine_core.kernels.page_table import PageTable
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """The attention of a layer as its model defines it. Layers with equal ones are planned once for all of them."""
+    """The attention of a layer as its model defines it.
+
+    Layers whose attention is equal share one plan.
+    """
 
     scale: float
     """Factor of the products of queries and keys."""
     window: int | None = None
-    """Most positions that a query sees: at position p, those from p - window + 1 to p. None: all up to p."""
+    """Window of a query at position p: it sees positions p - window + 1 to p. None: it sees all up to p."""
     softcap: float | None = None
     """Bound c of the scaled scores s, which become c * tanh(s / c). None: they stay as they are."""
     rotary: int = 0
@@ -25,9 +31,9 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A row of a step as attention sees it, known on the host: `length` queries at positions from `start` on.
+    """A row of a step as attention sees it, known on the host.
 
-    Its keys are positions 0 to `start + length - 1`.
+    It has `length` queries at positions from `start` on. Its keys are positions 0 to `start + length - 1`.
     """
 
     row: int
@@ -44,21 +50,23 @@ class AttentionStep(Protocol):
     """The attention of one step, planned for all layers."""
 
     def run(self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention) -> Tensor:
-        """Attend causally in one layer, whose new keys and values are in the pool already.
+        """Attend causally in one layer.
+
+        The new keys and values of the layer are in the pool already.
 
         query: [T, heads, head_dim]; keys, values: [slots, kv_heads, head_dim], the pool from the layer's first slot on,
         indexed by `slot_mapping`, in the query's dtype or as in `kernels.kv_dtype`; layer: of a kind that the step was
-        planned for. Returns [T, heads, head_dim] in the query's dtype.
+        planned for. Return [T, heads, head_dim] in the query's dtype.
         """
 
 
 class AttentionPlanner(Protocol):
-    """Prepares the attention of steps with rows of any lengths."""
+    """Planner of the attention of steps with rows of any lengths."""
 
     def plan(self, spans: Sequence[Span], page_table: PageTable) -> AttentionStep:
         """Plan one step for all layers, without synchronising with the device.
 
-        spans: in the order of the step's tokens, without a gap between them.
+        spans: in the order of the step's tokens, without gaps between them.
         """
 
 
@@ -77,27 +85,34 @@ class PromptStep(Protocol):
     ) -> None:
         """Attend as `AttentionStep.run` does and write to `out`.
 
-        out: shaped like query; rows beyond the planned queries stay unchanged. beside_decode: whether the kernel right
-        before is `paged_decode` with `pdl`, for other queries of the same tensor.
+        out: shaped like query; rows beyond the planned queries stay unchanged. beside_decode: True if the
+        previous kernel is `paged_decode` with `pdl`, for other queries of the same tensor.
         """
 
 
 class GraphPromptPlanner(Protocol):
-    """Plans the rows of several tokens of one graph, anew before each replay."""
+    """Planner of the rows of several tokens in one graph, called before each replay."""
 
     @property
     def step(self) -> PromptStep:
-        """The step that the graph captures; it reads the newest plan from memory that this planner holds."""
+        """Step that the graph captures.
+
+        It reads the newest plan from memory that this planner holds.
+        """
 
     def plan(self, spans: Sequence[Span]) -> None:
-        """Write the plan of a step to the memory that the graph reads, without synchronising with the device."""
+        """Write the plan of a step to the memory that the graph reads.
+
+        Does not synchronise with the device.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """One forward pass of T tokens, those of all rows one after the other, on the model's device.
+    """Inputs of one forward pass over T tokens, on the model's device.
 
-    Passed explicitly from the runtime down to the layers: there is no ambient context.
+    The tokens of all rows follow one another. Passed explicitly from the runtime down to the layers: there is no
+    ambient context.
     """
 
     input_ids: Tensor
@@ -105,7 +120,7 @@ class ForwardBatch:
     positions: Tensor
     """[T] int64, position of each token in its sequence."""
     slot_mapping: Tensor
-    """[T] int64, slot of each token's key and value in every layer's pool; see `PageTable`."""
+    """[T] int64, slot of each token's key and value in the pool of every layer; see `PageTable`."""
     sample_index: Tensor | None
     """[S] int64, indices of the tokens that are sampled from. None: all T of them."""
     attention: AttentionStep

@@ -1,8 +1,8 @@
-"""Ragged attention over the paged pool through FlashInfer (Ye et al., 2025): prefill, chunks and mixed steps.
+"""Ragged attention over the paged pool through FlashInfer (Ye et al., 2025).
 
-One planner a slot (and, for graphs, a number of tokens), because planning writes into pinned memory that the device
-still reads (I6). Every host tensor given to the library is a pinned buffer of the planner: from pageable memory its
-copies would synchronise (I7).
+It serves prefill, chunks and mixed steps. Each slot (and, for graphs, each number of tokens) has its own planner,
+because planning writes into pinned memory that the device still reads (I6). Every host tensor given to the library is a
+pinned buffer of the planner: from pageable memory its copies would synchronise (I7).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.page_table import PageTable
 
 WORKSPACE_BYTES = 256 * 2**20
-"""Size of the floating-point workspace that all wrappers of a slot share."""
+"""Size in bytes of the floating-point workspace that all wrappers of a slot share."""
 GRAPH_PLAN_BYTES = 2 * 2**20
-"""Size of the plan of one graph and kind of layer: some hundred bytes for each tile of queries and head."""
+"""Size in bytes of the plan of one graph and kind of layer: some hundred bytes for each tile of queries and head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ Wrappers = dict[LayerAttention, BatchPrefillWithPagedKVCacheWrapper]
 
 @dataclass(frozen=True, slots=True)
 class FlashInferStep:
-    """An `AttentionStep` and a `PromptStep` whose plan is in the wrappers."""
+    """An `AttentionStep` and a `PromptStep` with the plan in the wrappers."""
 
     wrappers: Wrappers
     tokens: int
-    """Number of planned queries. A graph may give more, whose results stay unchanged."""
+    """Number of planned queries. A graph may pass more; the results of those stay unchanged."""
     page_table: PageTable
     """The pages of all rows."""
 
@@ -84,8 +84,11 @@ class FlashInferPlanner:
         device_index: Tensor,
         batch: int | None = None,
     ) -> None:
-        """workspace: of the wrappers; host: pinned int32; device_index: int32 on the device, as long as one step's page
-        tables may be; batch: rows that every plan is padded to, for wrappers that a graph holds."""
+        """Keep the wrappers and the memory that plans are written to.
+
+        workspace: of the wrappers; host: pinned int32; device_index: int32 on the device, as long as one step's page
+        tables may be; batch: rows that every plan is padded to, for wrappers that a graph holds.
+        """
         self.wrappers = wrappers
         self.workspace = workspace
         self.heads = heads
@@ -106,8 +109,9 @@ class FlashInferPlanner:
     ) -> "FlashInferPlanner":
         """Allocate workspace and staging memory.
 
-        kinds: distinct ones of the model's layers; pinned: makes int32 host memory of a length that copies without
-        synchronising; max_pages: most that the rows of one step can name, shared ones counted each time.
+        kinds: the distinct ones among the model's layers; pinned: allocates int32 host memory of a given length, from
+        which copies do not synchronise; max_pages: most that the rows of one step can name, shared ones counted each
+        time.
         """
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return cls(
@@ -119,7 +123,7 @@ class FlashInferPlanner:
         )
 
     def for_graph(self, batch: int, max_pages: int) -> "FlashInferPlanner":
-        """Return another planner for the same slot, whose steps can be captured.
+        """Return another planner for the same slot, with steps that can be captured.
 
         batch: most rows of a step; max_pages: most entries of their page tables. Kernels read the plan where the next
         call of `plan` will write it.
@@ -139,7 +143,10 @@ class FlashInferPlanner:
         return FlashInferPlanner(wrappers, self.workspace, self.heads, self.host, self.device_index, batch)
 
     def plan(self, spans: Sequence[Span], page_table: PageTable) -> FlashInferStep:
-        """Implement `AttentionPlanner.plan`. The plan is in the wrappers, so the next one replaces it."""
+        """Implement `AttentionPlanner.plan`.
+
+        The plan is in the wrappers, so the next one replaces it.
+        """
         page_size = page_table.page_size
         count = self.batch or len(spans)
         padding = count - len(spans)
@@ -175,7 +182,11 @@ class FlashInferPlanner:
         return FlashInferStep(self.wrappers, int(queries[-1]), page_table)
 
     def _page_ids(self, spans: Sequence[Span], used: np.ndarray, pages: Tensor) -> Tensor:
-        """Gather the used pages of the spans' rows, one row after the other, from the page table on the device."""
+        """Gather the used pages of the spans' rows from the page table on the device.
+
+        used: number of pages of each span, then padding; pages: [rows, pages_per_row] int32. Return the pages of one
+        row after the other, int32.
+        """
         used = used[: len(spans)]
         total, width = int(used.sum()), pages.shape[1]
         offset = 4 * self._stride
@@ -189,7 +200,7 @@ class FlashInferPlanner:
 
     @property
     def _stride(self) -> int:
-        """Length of each of the four arrays at the beginning of the host memory."""
+        """Words of each of the four arrays at the beginning of the host memory."""
         return (len(self.host) - len(self.device_index)) // 4
 
     def _part(self, index: int, length: int) -> np.ndarray:
@@ -203,7 +214,10 @@ class FlashInferGraphPlanner:
     """A `GraphPromptPlanner` for graphs of one number of tokens."""
 
     def __init__(self, planner: FlashInferPlanner, step: FlashInferStep, page_table: PageTable) -> None:
-        """planner: from `FlashInferPlanner.for_graph`; step: planned by it for as many tokens as the graphs have."""
+        """Keep a planner and the step that its graphs capture.
+
+        planner: from `FlashInferPlanner.for_graph`; step: planned by it for as many tokens as the graphs have.
+        """
         self.planner = planner
         self.step = step
         self.page_table = page_table

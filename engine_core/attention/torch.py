@@ -1,7 +1,7 @@
-"""Attention in plain torch: the CPU's, and what other implementations are compared with.
+"""Attention in plain torch, for the CPU and as a reference for the others.
 
 Adjacent rows of one query form one batch, padded to the longest; a longer row is computed alone. Grouped queries
-(Ainslie et al., 2023) never copy a key: with one query a row the queries of a group take the place of positions, with
+(Ainslie et al., 2023) never copy a key: with one query per row the queries of a group take the place of positions, with
 several a stride of 0 repeats the key head.
 """
 
@@ -24,7 +24,7 @@ class SingleQueries:
     offset: int
     """Index of the first query among the step's tokens."""
     count: int
-    """Number of queries, one a row."""
+    """Number of queries, one per row."""
     longest: int
     """Number of keys that each row is padded to."""
     slots: Tensor
@@ -33,7 +33,10 @@ class SingleQueries:
     """[count, 1, 1, longest] bool, True at keys that the query sees; None if it sees all of them."""
 
     def run(self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention) -> Tensor:
-        """Attend with these queries, [count, heads, head_dim]; otherwise as `AttentionStep.run`."""
+        """Attend with the queries of these rows.
+
+        query: [count, heads, head_dim]; everything else is as in `AttentionStep.run`.
+        """
         kv_heads, head_dim = keys.shape[1:]
         shape = (self.count, self.longest, kv_heads, head_dim)
         k = read_pool(keys, self.slots, query.dtype).view(shape).transpose(1, 2)
@@ -57,7 +60,10 @@ class QueryRun:
     """[count, keys] bool, True where a query sees a key; None if query i sees exactly keys 0 to i."""
 
     def run(self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention) -> Tensor:
-        """Attend with these queries, [count, heads, head_dim]; otherwise as `AttentionStep.run`."""
+        """Attend with the queries of this row.
+
+        query: [count, heads, head_dim]; everything else is as in `AttentionStep.run`.
+        """
         kv_heads, head_dim = keys.shape[1:]
         # The key heads take the place of a batch, the queries of a group that of heads.
         q = query.reshape(self.count, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
@@ -72,7 +78,7 @@ Part = SingleQueries | QueryRun
 
 @dataclass(frozen=True, slots=True)
 class TorchStep:
-    """An `AttentionStep` whose parts are computed one after the other."""
+    """Implement `AttentionStep` by computing its parts one after the other."""
 
     parts: dict[int | None, tuple[Part, ...]]
     """Parts of the step by the window of a layer, in the order of the step's tokens."""
@@ -87,10 +93,13 @@ class TorchStep:
 
 
 class TorchPlanner:
-    """The `AttentionPlanner` of every device that has torch."""
+    """Implement `AttentionPlanner` on any device that torch supports."""
 
     def __init__(self, kinds: Sequence[LayerAttention]) -> None:
-        """kinds: distinct ones of the model's layers."""
+        """Keep the kinds of attention to plan for.
+
+        kinds: the distinct ones among the model's layers.
+        """
         self.kinds = kinds
 
     def plan(self, spans: Sequence[Span], page_table: PageTable) -> TorchStep:
@@ -103,7 +112,10 @@ class TorchPlanner:
 
 
 def _parts(spans: Sequence[Span], page_table: PageTable, window: int | None) -> tuple[Part, ...]:
-    """Group the spans, whose pages the page table holds in their order."""
+    """Group the spans into parts.
+
+    page_table: row i holds the pages of span i.
+    """
     parts: list[Part] = []
     first = 0
     while first < len(spans):

@@ -1,4 +1,7 @@
-"""Attention through the project's own kernels: decode steps without any planning, and rows of any lengths."""
+"""Attention through the project's own Triton kernels.
+
+Decode steps need no planning; other steps may have rows of any lengths.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +18,10 @@ from tandem.engine_core.kernels.page_table import PageTable
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """An `AttentionStep` of one query a row. A captured graph keeps reading its tensors."""
+    """An `AttentionStep` of one query per row.
+
+    A captured graph keeps reading its tensors.
+    """
 
     rows: Tensor
     """[B] int32, rows of the page table."""
@@ -35,7 +41,10 @@ class DecodeStep:
         out: Tensor | None = None,
         scratch: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Implement `AttentionStep.run`. out: where to write, shaped like query; scratch: as in `paged_decode`."""
+        """Implement `AttentionStep.run`.
+
+        out: memory for the result, shaped like query; scratch: as in `paged_decode`.
+        """
         return paged_decode(
             *(query, keys, values, self.rows, self.positions, self.page_table, layer.scale, self.splits),
             window=layer.window,
@@ -48,7 +57,10 @@ class DecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class RaggedStep:
-    """An `AttentionStep` and a `PromptStep` of rows of any lengths. A captured graph keeps reading its tensors."""
+    """An `AttentionStep` and a `PromptStep` of rows of any lengths.
+
+    A captured graph keeps reading its tensors.
+    """
 
     tiles: Tensor
     """[N, TILE_WORDS] int32, as in `paged_prefill`."""
@@ -88,12 +100,15 @@ class RaggedStep:
 
 @dataclass(frozen=True, slots=True)
 class MixedStep:
-    """An `AttentionStep` whose single queries come first. A captured graph keeps reading its tensors."""
+    """An `AttentionStep` with the rows of one query before all others.
+
+    A captured graph keeps reading its tensors.
+    """
 
     decode: DecodeStep
-    """The attention of the single queries."""
+    """The attention of the rows of one query."""
     prompts: PromptStep
-    """The attention of the other queries."""
+    """The attention of the other rows."""
     out: Tensor
     """[T, heads, head_dim], the result of every layer.
 
@@ -102,7 +117,7 @@ class MixedStep:
     """
 
     def run(self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention) -> Tensor:
-        """Implement `AttentionStep.run`. Returns `out`."""
+        """Implement `AttentionStep.run`, returning `out`."""
         count = len(self.decode.rows)
         # Kept until both kernels are enqueued: they run side by side, and must not share memory.
         scratch = split_scratch(query[:count], self.decode.splits)
@@ -113,26 +128,33 @@ class MixedStep:
 
 
 def max_tiles(rows: int, tokens: int, queries: int) -> int:
-    """Return the most tiles of that many rows and queries: each row may end with a tile that is not full.
+    """Return the largest number of tiles that a step can take.
 
-    queries: of a full tile.
+    Each row may end with a tile that is not full. rows, tokens: of the step; queries: of a full tile.
     """
     return rows + tokens // queries
 
 
 def max_graph_tiles(rows: int, tokens: int, queries: int) -> int:
-    """Return the most tiles of a step that a graph for that many rows of several tokens has room for."""
+    """Return the largest number of tiles of a step that fits a graph.
+
+    rows: most rows of several tokens in the graph; tokens: most tokens in those rows; queries: of a full tile.
+    """
     return max_tiles(min(rows, max(1, tokens // 2)), tokens, queries)
 
 
 class RaggedPlanner:
-    """An `AttentionPlanner` where FlashInfer lacks the dtype or the shape, and for few tokens.
+    """An `AttentionPlanner` for what FlashInfer does not support, and for few tokens.
 
-    One instance a slot, because planning writes into pinned memory that the device still reads (I6).
+    FlashInfer lacks some dtypes and shapes. Each slot has an instance of its own, because planning writes into pinned
+    memory that the device still reads (I6).
     """
 
     def __init__(self, queries: int, host: Tensor, tiles: Tensor) -> None:
-        """queries: of one tile; host: pinned int32, shaped like tiles; tiles: [N, TILE_WORDS] int32 on the device."""
+        """Keep the memory that plans are written to.
+
+        queries: of one tile; host: pinned int32, shaped like tiles; tiles: [N, TILE_WORDS] int32 on the device.
+        """
         self.queries = queries
         self.host = host
         self.view = host.numpy()
@@ -149,7 +171,8 @@ class RaggedPlanner:
     ) -> "RaggedPlanner":
         """Allocate the tiles of the largest step.
 
-        pinned: makes int32 host memory of a shape that copies without synchronising.
+        pinned: allocates int32 host memory of a given shape, from which copies do not synchronise;
+        queries: of one tile.
         """
         shape = (max_tiles(max_rows, max_step_tokens, queries), TILE_WORDS)
         return cls(queries, pinned(*shape), torch.zeros(shape, dtype=torch.int32, device=device))
@@ -159,7 +182,10 @@ class RaggedPlanner:
         return RaggedStep(self.upload(spans), page_table)
 
     def upload(self, spans: Sequence[Span], num_tiles: int = 0) -> Tensor:
-        """Copy the spans' tiles to the device, followed by tiles without work up to `num_tiles`."""
+        """Copy the tiles of the spans to the device.
+
+        Tiles without work follow them up to `num_tiles`. Return the tiles on the device, [N, TILE_WORDS] int32.
+        """
         lengths = np.array([span.length for span in spans], dtype=np.int32)
         per_row = -(-lengths // self.queries)
         span = np.repeat(np.arange(len(spans), dtype=np.int32), per_row)
@@ -178,16 +204,25 @@ class RaggedPlanner:
 
 
 class RaggedGraphPlanner:
-    """A `GraphPromptPlanner` whose graphs have room for a fixed number of tiles; spare ones have no work."""
+    """A `GraphPromptPlanner` for graphs with a fixed number of tiles.
+
+    Spare tiles have no work.
+    """
 
     def __init__(self, ragged: RaggedPlanner, step: RaggedStep) -> None:
-        """ragged: of the slot; step: over the first tiles of `ragged`, as many as a graph has room for."""
+        """Keep a slot's planner and the step that its graphs capture.
+
+        ragged: of the slot; step: over the first tiles of `ragged`, as many as a graph has room for.
+        """
         self.ragged = ragged
         self.step = step
 
     @classmethod
     def build(cls, ragged: RaggedPlanner, num_tiles: int, splits: int, page_table: PageTable) -> "RaggedGraphPlanner":
-        """Build a planner for graphs of that many tiles. splits: programs that share a tile."""
+        """Build a planner for graphs of `num_tiles` tiles.
+
+        splits: programs that share a tile.
+        """
         return cls(ragged, RaggedStep(ragged.tiles[:num_tiles], page_table, splits))
 
     def plan(self, spans: Sequence[Span]) -> None:

@@ -24,11 +24,11 @@ CACHED_GRAMMARS = 64
 
 
 class Job(Struct):
-    """A grammar that is being compiled, or waits for a thread."""
+    """A grammar that is being compiled or waiting for a thread."""
 
     future: Future[None]
     waiting: set[int]
-    """Ids of the sequences that want it."""
+    """Ids of the sequences that wait for it."""
 
 
 class Waiter(Struct, frozen=True):
@@ -46,11 +46,11 @@ class Compiled(Struct, frozen=True):
     grammar: str
     result: CompiledGrammar | RequestError
     seconds: float
-    """Time that the compilation took."""
+    """Time that the compilation took, in seconds."""
 
 
 class GrammarCompiler:
-    """Implementation of `contracts.Compiler` with a cache.
+    """Implement `contracts.Compiler` with a cache.
 
     The cache is keyed by the grammar's text and drops the least recently used.
 
@@ -68,7 +68,10 @@ class GrammarCompiler:
         limit_seconds: float = COMPILE_TIMEOUT_SECONDS,
         cached: int = CACHED_GRAMMARS,
     ) -> None:
-        """compile_grammar: may raise RequestError; wake: called on a compile thread with each result."""
+        """Keep the parts of a compiler.
+
+        compile_grammar: may raise RequestError; wake: called on a compile thread with each result.
+        """
         self.compile_grammar = compile_grammar
         self.threads = threads
         self.wake = wake
@@ -79,7 +82,7 @@ class GrammarCompiler:
         self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._jobs: dict[str, Job] = {}
         self._waiters: dict[int, Waiter] = {}
-        """Open requests by sequence, the earliest deadline first."""
+        """Open requests by sequence id, the earliest deadline first."""
         self._ready: list[tuple[int, Constraint | RequestError]] = []
         self._compiled: SimpleQueue[Compiled] = SimpleQueue()
 

@@ -14,7 +14,7 @@ from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEX
 
 
 class GrammarConstraint:
-    """Implementation of `contracts.Constraint` over one llguidance matcher."""
+    """Implement `contracts.Constraint` over one llguidance matcher."""
 
     __slots__ = ("_ends", "compiled_grammar", "ignore_ends", "matcher")
 
@@ -70,7 +70,7 @@ class CompiledGrammar:
 
 
 def reason(matcher: LLMatcher) -> str:
-    """Return why a matcher is in its error state; empty if it is not.
+    """Return the reason for a matcher's error state; empty if it has none.
 
     The parser's dump is left out.
     """
@@ -82,14 +82,16 @@ class Grammars:
 
     Every method may run on any thread.
 
-    The tokenizer is built once, by whoever needs it first. That takes 30 ms for 4,096 tokens and 1.3 s for 128,000 on
-    one slow core, and llguidance holds the interpreter lock meanwhile, so `prepare` is for a thread beside the load
-    of the weights, before there are streams to hold up.
+    The tokenizer is built once, on first use. That takes 30 ms for 4,096 tokens and 1.3 s for 128,000 on
+    one slow core, and llguidance holds the interpreter lock meanwhile, so `prepare` should run on
+    another thread while the weights load, before there are streams to hold up.
     """
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
-        """vocab_size: size of the model's vocabulary, which may exceed the tokenizer's: ids beyond the tokenizer's are
-        never allowed. end_ids: ids allowed wherever a grammar may end; empty: the tokenizer's own end id.
+        """Keep the facts from which the tokenizer is built.
+
+        vocab_size: size of the model's vocabulary, which may exceed the tokenizer's: ids beyond the tokenizer's are
+        never allowed; end_ids: ids allowed wherever a grammar may end; empty: the tokenizer's own end id.
         """
         self.tokenizer_file = tokenizer_file
         self.vocab_size = vocab_size

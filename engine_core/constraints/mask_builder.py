@@ -1,4 +1,4 @@
-"""Token masks of many constraints at once, on several threads.
+"""Token masks of many constraints at once, built on several threads.
 
 Copies of one compiled grammar share a lock, so threads only contend there: 64 masks of one grammar took 0.6 ms on one
 thread and 1.1 ms on eight, 256 masks of as many grammars 3.6 ms and 1.2 ms.
@@ -18,16 +18,20 @@ from tandem.protocol.stats import EngineStats
 Ints = NDArray[np.int32]
 
 PARALLEL_GRAMMARS = 8
-"""Number of different grammars in a step from which on other threads are used."""
+"""Smallest number of different grammars in a step for which other threads are used."""
 
 
 class MaskBuilder:
-    """Fills the masks of `GrammarConstraint`s, and of no other constraints."""
+    """Implement `runtime.masks.MaskFiller` for `GrammarConstraint`s only."""
 
     def __init__(
         self, executor: LLExecutor | None, end_ids: Sequence[int], stats: EngineStats, clock: Callable[[], float]
     ) -> None:
-        """executor: threads besides the loop's, or None; clock: seconds, for the time that masks take."""
+        """Keep the threads, and the end ids as words and bits of a mask.
+
+        executor: threads besides the loop's, or None; end_ids: ids that end a sequence; clock: seconds, for the time
+        that masks take.
+        """
         self.executor = executor
         self._end_words = np.array(end_ids, dtype=np.int64) // 32
         self._end_bits = np.int32(1) << (np.array(end_ids, dtype=np.int32) % 32)
@@ -35,7 +39,7 @@ class MaskBuilder:
         self.clock = clock
 
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
-        """Implement `runtime.masks.MaskFiller.fill`, over matchers.
+        """Implement `runtime.masks.MaskFiller.fill` with the constraints' matchers.
 
         A matcher that has failed allows the end ids only, and `accept` rejects them.
         """

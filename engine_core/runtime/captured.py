@@ -11,13 +11,16 @@ from tandem.engine_core.sampling.sampler import Mode
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraphs:
-    """Graphs of a step of single tokens. Their outputs are held, so that no other graph gets that memory."""
+    """Graphs of a decode step, in which every row is a single token.
+
+    Their outputs are held, so that no other graph gets that memory.
+    """
 
     forward: torch.cuda.CUDAGraph
     logits: Tensor
     """[bucket, V], written by `forward`."""
     sampling: dict[Mode, torch.cuda.CUDAGraph]
-    """One graph a mode; that of MASKED reads the slot's `allowed`."""
+    """One graph per mode; that of MASKED reads the slot's `allowed`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class MixedBuffers:
 
 @dataclass(frozen=True, slots=True)
 class MixedGraph:
-    """Graph of a step with prompts, which writes to its buffers and is held together with them."""
+    """Graph of a step with prompts, held together with the buffers that it writes to."""
 
     forward: torch.cuda.CUDAGraph
     buffers: MixedBuffers

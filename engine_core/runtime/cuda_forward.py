@@ -15,10 +15,16 @@ from tandem.engine_core.runtime.tables import DeviceTables
 
 
 class CudaForward:
-    """Computes logits or hidden states from rows and positions of tokens; nothing comes from the host."""
+    """Forward passes from rows and positions of tokens to logits or hidden states.
+
+    Nothing comes from the host.
+    """
 
     def __init__(self, model: Model, kv: KVStorage, tables: DeviceTables, page_table: PageTable) -> None:
-        """page_table: of the tables' pages in that storage."""
+        """Keep a model and the memory that its forward passes read.
+
+        page_table: of the tables' pages in the KV storage.
+        """
         self.model = model
         self.kv = kv
         self.tables = tables
@@ -26,7 +32,10 @@ class CudaForward:
 
     @torch.inference_mode()
     def decode(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return the logits of one token a row, [B, V]. rows, positions: [B] int32."""
+        """Return the logits of one token per row, [B, V].
+
+        rows, positions: [B] int32.
+        """
         input_ids, slot_mapping = self._inputs(rows, positions)
         batch = ForwardBatch(input_ids, positions, slot_mapping, None, self._decode_step(rows, positions))
         return self.model.logits(self.model.forward(batch, self.kv))

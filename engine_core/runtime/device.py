@@ -1,4 +1,7 @@
-"""Streams, events and pinned memory, real on CUDA and inert on a CPU, so that the runtime is written once."""
+"""Streams, events and pinned memory, real on CUDA and inert on a CPU.
+
+The runtime is written once, against these.
+"""
 
 import os
 import sys
@@ -13,24 +16,32 @@ from torch import Tensor
 from tandem.engine_core.contracts import DeviceTimes
 
 EVERY = 8
+"""Steps from one timed step to the next."""
 
 
 class GpuClock:
-    """Times step n from its first enqueued work to the end of its sampling, and the gap from there to step n + 1.
+    """Timer of one step in EVERY, and of the gap after it.
 
-    `begin` and `end` are called around what a step enqueues, `read` once the step's results are on the host: by then
-    its events, and all before them, have been reached.
+    It times step n on the device from its first enqueued work to the end of its sampling, and the gap from there to
+    step n + 1. `begin` and `end` are called around what a step enqueues, `read` once the step's results are on the
+    host: by then its events, and all before them, have been reached.
     """
 
     def __init__(self, event: Callable[[], Any]) -> None:
-        """event: makes a CUDA event with timing."""
+        """Create the events of a timed step.
+
+        event: makes a CUDA event with timing.
+        """
         self.times = DeviceTimes()
         self._started, self._ended, self._next = event(), event(), event()
         self._timed = -1
         self._gap = False
 
     def begin(self, step_id: int, follows: bool) -> None:
-        """follows: whether the step before was still in flight or has only just been collected."""
+        """Mark the first enqueued work of a step.
+
+        follows: True if the step before was still in flight or has only just been collected.
+        """
         if step_id % EVERY == 0:
             self._started.record()
             self._timed, self._gap = step_id, False
@@ -39,11 +50,15 @@ class GpuClock:
             self._gap = True
 
     def end(self, step_id: int) -> None:
+        """Mark the end of a step's sampling."""
         if step_id == self._timed:
             self._ended.record()
 
     def read(self, step_id: int) -> None:
-        """Called when `step_id` has been collected; the pair is complete with the step after the timed one."""
+        """Add the times of a pair of steps once `step_id` has been collected.
+
+        The pair is complete with the step after the timed one.
+        """
         if step_id == self._timed + 1 and self._gap:
             self.times.busy += self._started.elapsed_time(self._ended) / 1000
             self.times.idle += max(0.0, self._ended.elapsed_time(self._next)) / 1000
@@ -55,45 +70,51 @@ class Event(Protocol):
     """A point in a stream."""
 
     def record(self) -> None:
-        """Marks the current end of the stream that is current."""
+        """Mark the current end of the current stream."""
 
     def wait(self) -> None:
-        """Makes the current stream wait for the mark."""
+        """Make the current stream wait for the mark."""
 
     def synchronize(self) -> None:
-        """Makes the host wait for the mark."""
+        """Make the host wait for the mark."""
 
 
 class Device(Protocol):
-    """One device and its two streams (I1). The compute stream is current unless `copy` says otherwise."""
+    """One device and its two streams (I1).
+
+    The compute stream is current outside of `copy`.
+    """
 
     torch_device: torch.device
 
     def copy(self) -> AbstractContextManager[Any]:
-        """Makes the copy stream current."""
+        """Return a context in which the copy stream is current."""
 
     def event(self) -> Event: ...
 
     def host_buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """Zeroed host memory that copies to and from the device without synchronising."""
+        """Allocate zeroed host memory.
+
+        Copies between it and the device do not synchronise.
+        """
 
     def synchronize(self) -> None: ...
 
     def free_bytes(self) -> int:
-        """Memory that could still be allocated."""
+        """Return the bytes that could still be allocated."""
 
     def total_bytes(self) -> int:
-        """Memory of the device in all."""
+        """Return the bytes of the device's whole memory."""
 
     def held_bytes(self) -> int:
-        """Memory that this process holds."""
+        """Return the bytes that this process holds."""
 
     def release_unused(self) -> None:
-        """Gives back what the allocator keeps for later."""
+        """Give back the memory that the allocator keeps for later."""
 
 
 class InertEvent:
-    """On a CPU everything has happened by the time the call returns."""
+    """Implement `Event` on a CPU, where all work is done by the time a call returns."""
 
     def record(self) -> None:
         return None
@@ -106,7 +127,7 @@ class InertEvent:
 
 
 class CpuDevice:
-    """Runs everything at once, in order."""
+    """Implement `Device` on a CPU, which runs everything at once and in order."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -137,7 +158,7 @@ class CpuDevice:
 
 
 class CudaEvent:
-    """Records on and waits in whatever stream is current."""
+    """Implement `Event` by a CUDA event, on the current stream."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -153,7 +174,10 @@ class CudaEvent:
 
 
 class CudaDevice:
-    """The current CUDA device. Its compute stream stays current on the thread that opened it; see `open_device`."""
+    """Implement `Device` by the current CUDA device.
+
+    Its compute stream stays current on the thread that opened it; see `open_device`.
+    """
 
     def __init__(self, compute: torch.cuda.Stream, copy: torch.cuda.Stream) -> None:
         self.torch_device = torch.device("cuda", compute.device_index)
@@ -188,7 +212,7 @@ class CudaDevice:
 
 
 def _available() -> int:
-    """What the kernel would give, page cache included."""
+    """Return the bytes that the operating system could allocate, page cache included."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -196,7 +220,10 @@ def _available() -> int:
 
 
 def _cgroup_room() -> int:
-    """What a container's limit leaves; effectively nothing less than everything where there is none."""
+    """Return the bytes that a container's memory limit leaves.
+
+    Without a limit, return `sys.maxsize`.
+    """
     folder = Path("/sys/fs/cgroup")
     try:
         limit, used = (folder / "memory.max").read_text().strip(), (folder / "memory.current").read_text()
@@ -206,9 +233,10 @@ def _cgroup_room() -> int:
 
 
 def open_device(kind: str) -> Device:
-    """The device of a resolved kind, "cpu" or "cuda".
+    """Open the device of a resolved kind, "cpu" or "cuda".
 
-    Makes the compute stream current on this thread for good: switching at each call would cost microseconds a step.
+    On CUDA this makes the compute stream current on this thread permanently: switching at each call would cost
+    microseconds per step.
     """
     if kind == "cuda":
         compute = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -1,4 +1,7 @@
-"""Layout of a step's tokens in the inputs of a CUDA graph, whose number of slots for tokens is fixed."""
+"""Layout of a step's tokens in the inputs of a CUDA graph.
+
+A graph has a fixed number of slots for tokens.
+"""
 
 from typing import NamedTuple
 
@@ -7,9 +10,10 @@ from tandem.engine_core.plan import StepPlan
 
 
 class GraphBucket(NamedTuple):
-    """Sizes of a graph's inputs: first a slot for each row of a single token, then slots for the tokens of longer rows.
+    """Sizes of a graph's inputs, in slots for tokens.
 
-    Slots that a step leaves free are padding: row 0, position 0, page 0.
+    A slot for each row of a single token comes first, then slots for the tokens of longer rows. Slots that a step
+    leaves free are padding: row 0, position 0, page 0.
     """
 
     num_decode_tokens: int
@@ -23,7 +27,10 @@ def exact_bucket(plan: StepPlan) -> GraphBucket:
 
 
 def long_spans(plan: StepPlan) -> list[Span]:
-    """Return the spans of the rows of several tokens, in order; offsets count from the first slot of such tokens."""
+    """Return the spans of the rows of several tokens, in order.
+
+    Their offsets count from the first slot for the tokens of such rows.
+    """
     spans = []
     offset = 0
     for row in plan.rows:

@@ -1,9 +1,10 @@
-"""Steps as CUDA graphs: a slot's inputs have fixed addresses, and the CPU only fills them and replays.
+"""Steps as CUDA graphs.
 
-A step takes the graph of the smallest bucket that it fits; what it leaves free is padding: row 0, position 0, page 0.
-The forward pass of a step of single tokens and its sampling modes are captured apart and replayed one after the other,
-so the number of graphs is a sum, not a product. The forward pass of a step with prompts is captured as far as the final
-hidden states. All graphs share one memory pool: they run one at a time, in stream order (I1).
+A slot's inputs have fixed addresses; the CPU only fills them and replays the graphs. A step takes the graph of the
+smallest bucket that it fits; what it leaves free is padding: row 0, position 0, page 0. The forward pass of a step of
+single tokens and its sampling modes are captured separately and replayed one after the other, so the number of graphs
+is a sum, not a product. The forward pass of a step with prompts is captured as far as the final hidden states. All
+graphs share one memory pool: they run one at a time, in stream order (I1).
 """
 
 from bisect import bisect_left
@@ -30,12 +31,12 @@ MixedForward = Callable[[Tensor, Tensor, GraphBucket, PromptStep, Tensor], Tenso
 """Step with prompts: (rows [T] int32, positions [T] int32, bucket, prompts, attended [T, heads, head_dim]) -> hidden
 [T, hidden]."""
 MAX_PROMPTS = 64
-"""Most rows of several tokens that a graph has room for; a step of more runs eagerly. FlashInfer plans for each of
+"""Most rows of several tokens that a graph has room for; a step with more runs eagerly. FlashInfer plans for each of
 them, used or not."""
 
 
 class StepGraphs:
-    """Captured steps by slot and bucket."""
+    """The captured steps, by slot and bucket."""
 
     def __init__(
         self,
@@ -45,9 +46,10 @@ class StepGraphs:
         decode: list[dict[int, DecodeGraphs]],
         mixed: list[dict[GraphBucket, MixedGraph]],
     ) -> None:
-        """rows: sizes of decode steps; singles, tokens: the two sizes of the buckets of mixed steps; all ascending.
+        """Keep captured steps and the sizes of their buckets.
 
-        decode, mixed: one dictionary a slot, by row count and by bucket.
+        rows: sizes of decode steps; singles, tokens: the two sizes of the buckets of mixed steps; all ascending;
+        decode, mixed: one dictionary per slot, by row count and by bucket.
         """
         self.rows = rows
         self.singles = singles
@@ -77,7 +79,10 @@ class StepGraphs:
 
 
 def _is_sampled(row: ScheduledSequence) -> bool:
-    """Return true if a row of a single token is sampled from and nothing else, as in a decode step's graph."""
+    """Return True if a row of a single token is sampled from and not scored.
+
+    A decode step's graph serves no other rows.
+    """
     return row.samples and not row.targets
 
 
@@ -94,10 +99,11 @@ def capture_decode(
     sampling: Sampling,
     progress: Callable[[int], None],
 ) -> list[dict[int, DecodeGraphs]]:
-    """Capture every slot's decode steps, the largest bucket first, so that the smaller ones reuse its memory.
+    """Capture the decode steps of every slot.
 
-    Every path runs once before it is captured, which compiles its kernels and allocates its scratch memory. The inputs
-    are padding meanwhile. progress: called with a percentage.
+    The largest bucket is captured first, so that the smaller ones reuse its memory. Every path runs once before it is
+    captured, which compiles its kernels and allocates its scratch memory. The inputs are padding meanwhile. progress:
+    called with a percentage.
     """
     steps: list[dict[int, DecodeGraphs]] = [{} for _ in slots]
     for done, bucket in enumerate(reversed(buckets)):
@@ -129,7 +135,7 @@ def capture_mixed(
     buffers: MixedBuffers,
     progress: Callable[[int], None],
 ) -> list[dict[GraphBucket, MixedGraph]]:
-    """Capture every slot's steps with prompts, the largest first.
+    """Capture the steps with prompts of every slot, the largest first.
 
     prompts: makes the planner of a slot, by its number, for graphs with that many tokens of prompts. progress: called
     with a percentage.
@@ -159,7 +165,10 @@ def _copy_into(out: Tensor, fn: Callable[[], Tensor]) -> None:
 
 
 def _batch(slot: StepSlot, logits: Tensor, mode: Mode) -> SamplingBatch:
-    """Make the batch that a slot's decode step of as many rows as there are logits samples from."""
+    """Return the sampling inputs of a slot's decode step.
+
+    logits: [rows, V], which determine the number of rows.
+    """
     bucket = len(logits)
     return SamplingBatch(
         logits=logits,
@@ -171,7 +180,7 @@ def _batch(slot: StepSlot, logits: Tensor, mode: Mode) -> SamplingBatch:
 
 
 def _record(pool: Any, fn: Callable[[], Tensor | None]) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
-    """Capture a call; return its graph and its result."""
+    """Capture a call, returning its graph and its result."""
     # `torch.cuda.graph` would collect garbage and empty caches at each of some hundred captures.
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool)

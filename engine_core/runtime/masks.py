@@ -9,18 +9,20 @@ from tandem.engine_core.runtime.staging import Ints
 
 
 class MaskFiller(Protocol):
-    """Computes masks from the constraints that its own package makes."""
+    """Computation of masks from the constraints that its own package makes."""
 
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
-        """Write what each constraint allows into the row of `out` that is paired with it.
+        """Write the tokens that each constraint allows into its row of `out`.
 
-        out: [rows, ceil(V / 32)] int32, contiguous; bit i % 32 of word i // 32 stands for token i. Bits beyond the
-        vocabulary do not matter.
+        masks: each constraint with its row of `out`; out: [rows, ceil(V / 32)] int32, contiguous; bit i % 32 of word i
+        // 32 stands for token i. Bits beyond the vocabulary do not matter.
         """
 
 
 def mask_indices(plan: StepPlan) -> dict[int, int]:
-    """Return the index of the mask of each constrained row that samples, by the row's number in the device's tables.
+    """Return the mask index of each constrained row that samples.
+
+    The keys are the rows' numbers in the device's tables.
 
     Index 0 is the mask that allows everything; the others follow in the plan's order.
     """

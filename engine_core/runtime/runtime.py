@@ -1,4 +1,4 @@
-"""Execution of step plans on a device: `contracts.Runtime`, written once for CUDA and CPU."""
+"""Execution of step plans on a device, written once for CUDA and CPU."""
 
 import time
 
@@ -26,7 +26,10 @@ CONTINUOUS_SECONDS = 0.02
 
 
 class TorchRuntime:
-    """One model on one device, with as many slots as the pipeline is deep."""
+    """Implement `contracts.Runtime` for one model on one device.
+
+    It has as many slots as the pipeline is deep.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,10 @@ class TorchRuntime:
 
     @torch.inference_mode()
     def launch(self, slot: int, plan: StepPlan) -> None:
-        """Enqueue one copy to the device, the updates of the tables, and the forward pass."""
+        """Enqueue a step up to its logits.
+
+        These are one copy to the device, the updates of the tables, and the forward pass.
+        """
         s = self.slots[slot]
         assert s.plan is None, f"slot {slot} launched while step {s.plan.step_id} holds it (I6)"
         bucket = self.graphs.bucket(plan) if self.graphs is not None else None
@@ -78,7 +84,10 @@ class TorchRuntime:
 
     @torch.inference_mode()
     def sample(self, slot: int, masks: Masks | None) -> None:
-        """Enqueue sampling, the write of the tokens into the table, and their copy to the host (I3)."""
+        """Enqueue the sampling of a launched step.
+
+        These are the sampling, the write of the tokens into the table, and their copy to the host (I3).
+        """
         s = self.slots[slot]
         assert s.plan is not None and s.packed is not None and s.logits is not None, f"slot {slot} was not launched"
         count = len(s.packed.sample_rows)
@@ -88,7 +97,7 @@ class TorchRuntime:
             # From the logits in a graph's buffer, before the next forward can overwrite them (I1).
             records = _record_view(s.records, 0, count, s.plan)
             self.scorer.run(s.logits[:count], s.sampled[:count], s.plan.logprobs, records)
-        # A step of chunks alone has no tokens, but its end has to be waited for like any other's (I6).
+        # A step of chunks alone has no tokens, but its end must be awaited like that of any other step (I6).
         s.sampling_done.record()
         if self.clock is not None:
             self.clock.end(s.plan.step_id)
@@ -123,7 +132,7 @@ class TorchRuntime:
         return self.clock.times if self.clock is not None else DeviceTimes()
 
     def _replay(self, slot: int, bucket: GraphBucket, inputs: Tensor) -> None:
-        """Enqueue the forward pass of a graph."""
+        """Enqueue the forward pass of a step by replaying its graph."""
         s, graphs = self.slots[slot], self.graphs
         assert graphs is not None and s.plan is not None and s.packed is not None
         if bucket.num_prefill_tokens == 0:
@@ -137,7 +146,9 @@ class TorchRuntime:
         self._compute_logits(s, mixed.buffers.hidden[field(inputs, s.packed, "sample_index").long()], inputs)
 
     def _compute_logits(self, s: StepSlot, hidden: Tensor, inputs: Tensor) -> None:
-        """Compute logits of the rows that sample, and log-probabilities of the positions that are scored.
+        """Compute the logits of the rows that sample, and score prompt positions.
+
+        The log-probabilities of the scored positions go to the slot's records.
 
         hidden: [S + P, hidden], final states of the samples first and then of the scored positions.
         """
@@ -148,7 +159,9 @@ class TorchRuntime:
             self._score_prompts(s, hidden[count:], field(inputs, s.packed, "targets"))
 
     def _score_prompts(self, s: StepSlot, hidden: Tensor, targets: Tensor) -> None:
-        """Score prompt positions slice by slice, so that the logits of one slice are all the memory it takes.
+        """Score prompt positions slice by slice.
+
+        Only the logits of one slice take memory at a time.
 
         hidden: [P, hidden] of the scored positions; targets: [P] int32, the tokens that follow them.
         """
@@ -161,7 +174,10 @@ class TorchRuntime:
             self.scorer.run(logits, chosen, s.plan.logprobs, records)
 
     def _sample(self, s: StepSlot, logits: Tensor, allowed: Tensor | None) -> None:
-        """Enqueue sampling, from a graph unless a row suppresses its end. logits: [S, V]; allowed: [S, words]."""
+        """Enqueue sampling, by a graph unless a row suppresses its end.
+
+        logits: [S, V]; allowed: [S, words].
+        """
         assert s.packed is not None
         if s.graphs is not None and "suppress" not in s.packed.fields:
             s.graphs.sampling[Mode.of(self.tables.sampling_needs(s.packed, allowed is not None))].replay()
@@ -183,9 +199,10 @@ class TorchRuntime:
         )
 
     def _upload_masks(self, s: StepSlot, masks: Masks) -> Tensor:
-        """Fill and copy the masks of the constrained rows only; return the mask of each row that samples, [S, words].
+        """Return the mask of each row that samples, [S, words].
 
-        The other rows get the mask that allows everything.
+        Only the masks of the constrained rows are filled and copied to the device. The other rows get the mask that
+        allows everything.
         """
         assert s.plan is not None and s.packed is not None
         indices = mask_indices(s.plan)
@@ -198,7 +215,10 @@ class TorchRuntime:
 
 
 def _num_record_words(plan: StepPlan) -> int:
-    """Return the number of words of the step's log-probabilities, as in `StepLogprobs`."""
+    """Return the number of words of a step's log-probabilities.
+
+    Their layout is that of `StepLogprobs`.
+    """
     records = sum([row.samples + len(row.targets) // 4 for row in plan.rows])
     return records * (1 + 2 * plan.logprobs)
 

@@ -1,4 +1,7 @@
-"""Buffers and events that one step in flight occupies; the slots are used in turn."""
+"""Slots: the buffers and events that one step in flight occupies.
+
+The slots are used in turn.
+"""
 
 from dataclasses import dataclass
 
@@ -21,18 +24,21 @@ RECORD_WORDS = 1 + 2 * MAX_TOP_LOGPROBS
 
 @dataclass(slots=True)
 class StepSlot:
-    """Buffers and events of one step. Its pinned memory is read and written until the step has committed (I6)."""
+    """Buffers and events of one step in flight.
+
+    Its pinned memory is read and written until the step has committed (I6).
+    """
 
     host_inputs: Tensor
     """[capacity] int32, pinned."""
     inputs_view: NDArray[np.int32]
-    """`host_inputs`, for writing."""
+    """View of `host_inputs`, for writing."""
     device_inputs: Tensor
     """[capacity] int32 on the device."""
     host_masks: Tensor
     """[max_rows, words] int32, pinned: bits of allowed ids, by mask index (`masks.mask_indices`) less one."""
     masks_view: NDArray[np.int32]
-    """`host_masks`, for writing."""
+    """View of `host_masks`, for writing."""
     device_masks: Tensor
     """[1 + max_rows, words] int32, by mask index."""
     allowed: Tensor
@@ -44,7 +50,7 @@ class StepSlot:
     records: Tensor
     """[most records * RECORD_WORDS] int32 on the device: log-probabilities, as in `StepLogprobs`."""
     host_records: Tensor
-    """`records` on the host, pinned."""
+    """Copy of `records` on the host, pinned."""
     sampling_done: Event
     copy_done: Event
     attention: AttentionPlanner
@@ -53,7 +59,7 @@ class StepSlot:
     packed: Packed | None = None
     logits: Tensor | None = None
     graphs: DecodeGraphs | None = None
-    """Graphs that the step runs from, if it is a decode step that fits some."""
+    """Graphs that the step is replayed from, if it is a decode step that fits one; None otherwise."""
 
     @classmethod
     def allocate(
@@ -65,7 +71,10 @@ class StepSlot:
         vocab_size: int,
         attention: AttentionPlanner,
     ) -> "StepSlot":
-        """Allocate a slot's buffers. capacity: int32 words of the largest packed step."""
+        """Allocate a slot's buffers.
+
+        capacity: int32 words of the largest packed step.
+        """
 
         def on_device(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device.torch_device)

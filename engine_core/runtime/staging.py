@@ -1,6 +1,7 @@
-"""A step plan as one packed array of int32, so that a single copy takes everything to the device.
+"""Packing of a step plan into one array of int32.
 
-The fields lie one after the other, each as long as this step needs it; floats travel as their bits.
+A single copy takes everything to the device. The fields follow one another, each as long as this step needs it; floats
+travel as their bits.
 
 Always there, in this order:
     token_rows, positions [T]: every token's row and position. Without a bucket the tokens are in the plan's order.
@@ -8,7 +9,7 @@ Always there, in this order:
     sample_index [S + P]: indices among the T tokens of the samples first and then of the scored positions; left out of
         a decode step in a bucket for such steps, in which token i is sample i.
     sample_rows, sample_positions [S]: row and position of each token whose logits are sampled from.
-Only with what a step has of it:
+Only in steps that need them:
     suppress [S]: 1 where a row may not sample its suppressed ids.
     mask_index [S]: index of the row's mask on the device, 0 for the mask that allows everything.
     targets [P]: tokens that follow the scored positions.
@@ -42,16 +43,19 @@ _INT_FIELDS = tuple(field.name for field in SAMPLING_FIELDS if field.is_integer)
 
 @dataclass(slots=True)
 class Packed:
-    """Location of each field of a step in the packed array, and what the host has to know of the step."""
+    """Location of each field of a step in the packed array.
+
+    It also holds the facts about the step that the host needs.
+    """
 
     out: Ints
     """Array that the fields are written to."""
     sample_rows: Ints
-    """[S], as in the field."""
+    """[S], the content of the field of that name."""
     longest: int
     """Most positions that any row's attention covers."""
     fields: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Offset and length by name."""
+    """Offset and length of each field, in words, by name."""
     total: int = 0
     """Number of words written."""
 
@@ -66,7 +70,7 @@ class Packed:
         self.total = start + length
 
     def share(self, name: str, other: str, length: int) -> None:
-        """Let a field be the beginning of another, whose content is the same."""
+        """Let a field be the beginning of another field with the same content."""
         self.fields[name] = (self.fields[other][0], length)
 
 
@@ -100,7 +104,10 @@ def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints, bucket: Gr
 
 
 def _pack_decode(row: Ints, start: Ints, out: Ints, bucket: GraphBucket | None) -> Packed:
-    """Begin a step in which every row is one sampled token, so that rows, tokens and samples are the same."""
+    """Pack the tokens of a step in which every row is one sampled token.
+
+    Rows, tokens and samples are the same there.
+    """
     count = len(row)
     packed = Packed(out, row, int(start.max()) + 1)
     size = count if bucket is None else sum(bucket)
@@ -114,7 +121,7 @@ def _pack_decode(row: Ints, start: Ints, out: Ints, bucket: GraphBucket | None) 
 
 
 def _pack_mixed(plan: StepPlan, row: Ints, start: Ints, out: Ints, bucket: GraphBucket | None) -> Packed:
-    """Begin a step of rows of any length, some of which may not sample."""
+    """Pack the tokens of a step of rows of any length, some of which may not sample."""
     length = np.array([r.length for r in plan.rows], dtype=np.int32)
     samples = np.array([r.samples for r in plan.rows], dtype=bool)
     before = np.cumsum(length, dtype=np.int32) - length
@@ -142,14 +149,17 @@ def _pack_mixed(plan: StepPlan, row: Ints, start: Ints, out: Ints, bucket: Graph
 
 
 def _first_slots(length: Ints, bucket: GraphBucket) -> Ints:
-    """Return each row's first slot: single tokens come first, then the tokens of longer rows."""
+    """Return the first slot of each row.
+
+    Single tokens come first, then the tokens of longer rows.
+    """
     single = length == 1
     long_before = np.cumsum(np.where(single, 0, length), dtype=np.int32) - length
     return np.where(single, np.cumsum(single, dtype=np.int32) - 1, bucket.num_decode_tokens + long_before)
 
 
 def _add_restrictions(plan: StepPlan, packed: Packed) -> None:
-    """Add suppress and mask_index, if any row that samples is restricted so."""
+    """Add suppress and mask_index, if they restrict any row that samples."""
     suppress = np.array([r.suppress_ends for r in plan.rows if r.samples], dtype=np.int32)
     if suppress.any():
         packed.add("suppress", suppress)

@@ -1,7 +1,8 @@
-"""Device memory that outlives a step: every row's tokens, pages and sampling parameters.
+"""Device memory that outlives a step.
 
-All token values are kept here: prompts and samples are written, every forward gathers. So the newest token, which
-exists only on the device, is no special case. Row 0 and page 0 are padding.
+It holds the tokens, pages and sampling parameters of every row. All token values are kept here: prompts and samples are
+written, every forward gathers. So the newest token, which exists only on the device, needs no special case. Row 0 and
+page 0 are padding.
 """
 
 import numpy as np
@@ -18,17 +19,20 @@ _SEED, _SEED_HIGH = INT_COLUMNS.index("seed"), INT_COLUMNS.index("seed_high")
 
 
 class DeviceTables:
-    """Tables by row. The launches that bring updates write them in stream order; every forward and sampling reads."""
+    """Tables on the device, indexed by row.
+
+    Launches that bring updates write them in stream order; every forward pass and sampling reads them.
+    """
 
     def __init__(self, pages: Tensor, sampling: SamplingTables, page_scratch: Tensor) -> None:
         self.pages = pages
-        """[rows, pages_per_row] int32."""
+        """Page table, [rows, pages_per_row] int32."""
         self.sampling = sampling
         """Tables that sampling reads, the tokens among them."""
         self.page_scratch = page_scratch
         """[4 * rows] int64: new pages of a decode step are written without an allocation (I7)."""
         self.needs = np.zeros(len(sampling.tokens), dtype=np.uint8)
-        """[rows] on the host: bits of what sampling each row needs."""
+        """[rows] on the host: the bits of what sampling each row needs, as `needs_of` returns them."""
 
     @classmethod
     def allocate(cls, max_rows: int, max_len: int, pages_per_row: int, device: torch.device) -> "DeviceTables":
@@ -88,7 +92,10 @@ class DeviceTables:
     def sampling_batch(
         self, logits: Tensor, inputs: Tensor, packed: Packed, allowed: Tensor | None, sampled: Tensor
     ) -> SamplingBatch:
-        """Make the batch of a step's S rows that sample. logits: [S, V]; sampled: [S] int32, to be written."""
+        """Return the sampling inputs of the S rows of a step that sample.
+
+        logits: [S, V]; allowed: [S, words] int32; sampled: [S] int32, to be written.
+        """
         suppress = field(inputs, packed, "suppress") if "suppress" in packed.fields else None
         return SamplingBatch(
             logits=logits,

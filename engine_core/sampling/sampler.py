@@ -11,7 +11,7 @@ RANDOM, TRUNCATES, PENALIZES, BIASED, SUPPRESSES, MASKED = 1, 2, 4, 8, 16, 32
 
 
 class Mode(Enum):
-    """A path of sampling; each serves what the ones before it serve."""
+    """A path of sampling, which also serves everything that the ones before it serve."""
 
     GREEDY = "greedy"
     """Every row takes its largest logit, whatever its parameters."""
@@ -31,7 +31,7 @@ class Mode(Enum):
 
 
 def needs_of(params: SamplingParams) -> int:
-    """Return the bits of what a request's parameters ask of sampling."""
+    """Return the bits of what sampling with a request's parameters needs."""
     return (
         RANDOM * (not params.greedy)
         | TRUNCATES * params.truncates
@@ -41,7 +41,10 @@ def needs_of(params: SamplingParams) -> int:
 
 
 class Sampler(Protocol):
-    """Samples a token for every row of a batch."""
+    """Sampling of a token for every row of a batch."""
 
     def sample(self, batch: SamplingBatch) -> None:
-        """Write the tokens to `batch.sampled` and, at the position after each row's own, to the token table."""
+        """Sample a token for each row of a batch.
+
+        Write the tokens to `batch.sampled` and, at the position after each row's own, to the token table.
+        """

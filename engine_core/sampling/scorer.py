@@ -11,10 +11,13 @@ PROMPT_SLICE = 256
 
 
 class TokenScorer(Protocol):
-    """Looks up one token a row in the row's log-softmax, and the row's most probable tokens."""
+    """Log-probabilities of one token per row and of the row's most probable tokens.
+
+    They are looked up in the log-softmax of the row.
+    """
 
     def run(self, logits: Tensor, chosen: Tensor, top: int, records: Tensor) -> None:
-        """Write one record a row, as `logprob_records` makes them.
+        """Write one record per row, as `logprob_records` makes them.
 
         logits: [S, V]; chosen: [S] int32; top: number of most probable tokens; records: [S, 1 + 2 * top] int32.
         """

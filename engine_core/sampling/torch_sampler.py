@@ -40,6 +40,6 @@ class TorchSampler:
         if needs & BIASED:
             bias = Bias(tables.bias[0, rows].long(), tables.bias[1, rows].view(torch.float32))
         if needs & SUPPRESSES:
-            assert batch.suppress is not None, "a batch that suppresses ids says in which rows"
+            assert batch.suppress is not None, "a batch that needs SUPPRESSES must have `suppress`"
             suppressed = torch.where(batch.suppress.bool().unsqueeze(1), tables.suppressed[rows], -1).long()
         return SamplingRows(draw, truncation, penalties, bias, suppressed)

@@ -1,8 +1,8 @@
-"""Sampling by Triton kernels on the device alone, so that a CUDA graph can hold it.
+"""Sampling by Triton kernels on the device alone.
 
-Everything about a row is read from device tables by row index; grids depend on the shapes only, and no call allocates,
-synchronises or reads the host. The modes give one row the same token wherever more than one of them applies.
-Semantics, in order: `kernels.reference.sampling.sample`.
+A CUDA graph can hold it. Everything about a row is read from device tables by row index; grids depend on the shapes
+only, and no call allocates, synchronises or reads the host. The modes give one row the same token wherever more than
+one of them applies. Semantics, in order: `kernels.reference.sampling.sample`.
 """
 
 from tandem.engine_core.kernels.sampling.cutoff import find_cutoff
@@ -23,14 +23,17 @@ GROUP = 64
 CAPACITY = 2048
 """Tokens of a row among which its cutoff is searched fast."""
 TRIES = 2
-"""Draws of a row with top-p before its cutoff is searched: at 0.9 one row in about two hundred is left for that."""
+"""Draws of a row with top-p before its cutoff is searched: at 0.9 about one row in two hundred needs the search."""
 
 
 class TritonSampler:
     """Implement `Sampler` by kernels that read parameters from the tables themselves."""
 
     def __init__(self, tables: SamplingTables, scratch: SamplingScratch, tries: int = TRIES) -> None:
-        """tries: 0 searches every cutoff, for tests."""
+        """Keep the tables and the kernels' scratch memory.
+
+        tries: draws before a cutoff is searched; 0 searches every cutoff, for tests.
+        """
         self.tables = tables
         self.scratch = scratch
         self.tries = tries
@@ -45,7 +48,7 @@ class TritonSampler:
         self.launch(Mode.of(batch.needs), batch)
 
     def launch(self, mode: Mode, batch: SamplingBatch) -> None:
-        """Launch the kernels of one mode, whatever the batch needs.
+        """Launch the kernels of one mode, regardless of the needs of the batch.
 
         Raises ValueError for logits of another kind, vocabulary or batch size than the scratch is for, and for masks
         that the mode would ignore.

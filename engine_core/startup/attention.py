@@ -1,4 +1,7 @@
-"""The choice of kernels for the attention of prompts on CUDA, in steps that no graph holds and in graphs."""
+"""The choice of kernels for the attention of prompts on CUDA.
+
+It covers steps that no graph holds, and graphs.
+"""
 
 import importlib.util
 import logging
@@ -24,7 +27,7 @@ logger = logging.getLogger(__name__)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 """Values of head_dim that FlashInfer's kernels are compiled for."""
 FLASHINFER_PAGE_ELEMENTS = 2**32
-"""Elements from a page to the next that FlashInfer's 32-bit stride cannot hold any more."""
+"""Smallest number of elements from one page to the next that FlashInfer's 32-bit stride cannot hold."""
 FEW_TOKENS = 256
 """Most tokens of prompts for which graphs use Triton.
 
@@ -36,7 +39,10 @@ idle: 128 tokens behind 8,064 take 46 us a layer and 113 (`benchmarks.kernels.be
 def eager_planner(
     device: Device, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> AttentionPlanner:
-    """Return a planner for the steps that no graph holds; each slot needs one of its own."""
+    """Return a planner for the steps that no graph holds.
+
+    Each slot needs its own.
+    """
     page_elements = 2 * model.layers * config.page_size * model.kv_heads * model.head_dim
     usable = (
         model.head_dim in FLASHINFER_HEAD_DIMS
@@ -71,7 +77,10 @@ def _ragged(device: Device, model: ModelConfig, config: StepConfig) -> "RaggedPl
 
 
 class GraphPlanners:
-    """Makes the planners of the prompts that graphs hold: one for each slot and number of tokens."""
+    """Factory of the planners of the prompts that graphs hold.
+
+    Each slot and number of tokens gets its own.
+    """
 
     def __init__(
         self,
@@ -81,7 +90,10 @@ class GraphPlanners:
         page_table: PageTable,
         eager: list[AttentionPlanner],
     ) -> None:
-        """page_table: of all rows; eager: of each slot, for the steps that no graph holds."""
+        """Keep the planners of each slot.
+
+        page_table: of all rows; eager: the planner of each slot for the steps that no graph holds.
+        """
         self.device = device
         self.model = model
         self.config = config
@@ -90,7 +102,7 @@ class GraphPlanners:
         self.ragged = [_as_ragged(one) or _ragged(device, model, config) for one in eager]
 
     def __call__(self, slot: int, tokens: int) -> GraphPromptPlanner:
-        """Return the planner of a slot for graphs with that many tokens of prompts."""
+        """Return the planner of a slot for graphs with `tokens` tokens of prompts."""
         from tandem.engine_core.attention.triton import RaggedGraphPlanner, max_graph_tiles
         from tandem.engine_core.kernels.attention.paged_prefill import choose_splits
 
@@ -112,9 +124,9 @@ class GraphPlanners:
 
 
 def further_graph_bytes(config: StepConfig, eager: AttentionPlanner) -> int:
-    """Return the bytes that the planners of all graphs hold beyond those of the largest graph of one slot.
+    """Return the bytes that the planners of further graphs hold.
 
-    eager: of any slot.
+    These are all graphs but the largest one of one slot. eager: the planner of any slot.
     """
     count = config.depth * sum(_in_flashinfer(eager, tokens) for tokens in config.graph_tokens)
     if not count:
@@ -136,6 +148,6 @@ def _in_flashinfer(eager: AttentionPlanner, tokens: int) -> bool:
 
 
 def _max_page_entries(config: StepConfig) -> int:
-    """Return the most entries of page tables that the prompts in a graph can name."""
+    """Return the most page table entries that the prompts in a graph can use."""
     longest = ceil_div(config.graph_tokens[-1], config.page_size)
     return max(min(MAX_PROMPTS, config.max_rows) * config.pages_per_row, longest)

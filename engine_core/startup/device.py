@@ -1,4 +1,7 @@
-"""The implementations that differ between devices when an engine is assembled; the structure does not."""
+"""The implementations that differ between devices.
+
+The structure of an engine is the same on every device.
+"""
 
 import importlib.util
 import logging
@@ -52,21 +55,27 @@ class DeviceParts(Protocol):
     device: Device
 
     def build_context(self, model: ModelConfig, dtype: torch.dtype) -> BuildContext:
-        """Choose the implementations of a model's layers. Raises ConfigError for an unsupported quantization."""
+        """Choose the implementations of a model's layers.
+
+        Raises ConfigError for an unsupported quantization.
+        """
 
     def check_kv(self, kv_dtype: torch.dtype) -> None:
-        """Raise ConfigError for a dtype of keys and values that the device's kernels cannot read."""
+        """Check the dtype of keys and values.
+
+        Raises ConfigError for one that the device's kernels cannot read.
+        """
 
     def attention(
         self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> AttentionPlanner:
-        """Allocate the planner of the steps that no graph holds, a new one for each slot."""
+        """Return a new planner of the steps that no graph holds, for one slot."""
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> Sampler:
-        """Allocate what draws the tokens of every step."""
+        """Allocate the sampler that draws the tokens of every step."""
 
     def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
-        """Allocate what computes log-probabilities."""
+        """Allocate the scorer that computes log-probabilities."""
 
     def graphs(
         self,
@@ -78,17 +87,23 @@ class DeviceParts(Protocol):
         slots: list[StepSlot],
         progress: Callable[[int], None],
     ) -> StepGraphs | None:
-        """Capture the graphs of a configuration, None if it has none. progress: called with the percentage done."""
+        """Capture the graphs of a configuration; return None if it has none.
+
+        progress: called with the percentage done.
+        """
 
     def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:
-        """Return the bytes that the attention of mixed graphs holds beyond that of the largest in one slot."""
+        """Return the bytes that the attention of further mixed graphs holds.
+
+        These are all mixed graphs but the largest one in one slot.
+        """
 
     def clock(self) -> GpuClock | None:
         """Return the clock of steps on the device, None on a CPU."""
 
 
 class CpuParts:
-    """Torch for everything."""
+    """Implement `DeviceParts` on a CPU, with torch for everything."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -129,7 +144,10 @@ class CpuParts:
 
 
 class CudaParts:
-    """Triton kernels, FlashInfer for ragged attention of shapes that it supports, CUDA graphs for most steps."""
+    """Implement `DeviceParts` on CUDA.
+
+    It uses Triton kernels, FlashInfer for ragged attention of shapes that it supports, and CUDA graphs for most steps.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device

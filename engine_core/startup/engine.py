@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 COMPILE_THREADS = 2
 """Number of grammars compiled at once."""
 MASK_THREADS = 8
+"""Most threads that fill masks besides the loop's."""
 DEFAULT_MODEL = Path(__file__).parents[1] / "default_model"
 
 
@@ -101,14 +102,17 @@ def _log_settings(config: EngineConfig, source: ModelSource) -> None:
 
 
 class Constraints(Struct, frozen=True):
-    """The compiler of grammars, and what advances and applies them."""
+    """The compiler of grammars, and the builder of their masks."""
 
     compiler: GrammarCompiler
     mask_builder: MaskBuilder
 
 
 def _start_constraints(source: ModelSource, mailbox: Mailbox, stats: EngineStats) -> Constraints:
-    """Start to load the tokenizer at once, so that it is ready by the time the weights are."""
+    """Build the constraints' parts and start to load the tokenizer.
+
+    The tokenizer loads on another thread, to be ready by the time the weights are.
+    """
     end_ids = source.model.eos_ids
     grammars = Grammars(source.directory / "tokenizer.json", source.model.vocab_size, end_ids)
     threads = ThreadPoolExecutor(COMPILE_THREADS, "grammars")
@@ -120,9 +124,10 @@ def _start_constraints(source: ModelSource, mailbox: Mailbox, stats: EngineStats
 
 
 def _executor() -> LLExecutor | None:
-    """Return the threads that fill masks: all cores but the loop's and one more.
+    """Return the threads that fill masks.
 
-    None for fewer than two: a single thread would only be another one to wake.
+    Up to MASK_THREADS run, on all cores but the loop's and one more. None for fewer than two: a single thread would
+    only be another one to wake.
     """
     threads = min(len(os.sched_getaffinity(0)) - 2, MASK_THREADS)
     return LLExecutor(threads) if threads > 1 else None
@@ -168,7 +173,10 @@ def _build_loop(
 
 
 def _kv_groups(model: ModelConfig) -> tuple[KVGroup, ...]:
-    """Return the groups of layers that share pages: all of them, since all attend to every position before."""
+    """Return the groups of layers that share pages.
+
+    All layers form one group, because all attend to every position before.
+    """
     return (KVGroup(tuple(range(model.layers))),)
 
 

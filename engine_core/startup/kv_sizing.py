@@ -1,4 +1,7 @@
-"""The number of KV pages of an engine, from its flags and the memory that the rest of it leaves. Pure."""
+"""The number of KV pages of an engine.
+
+It follows from the flags and the memory that the rest of the engine leaves. All functions are pure.
+"""
 
 from msgspec import Struct, structs
 
@@ -14,9 +17,9 @@ GIB = 2**30
 
 
 class Memory(Struct, frozen=True):
-    """Bytes of the machine once everything is in place but the KV pool, steps and graphs.
+    """The memory of a device before the KV pool is allocated, in bytes.
 
-    On a CPU only `free` counts.
+    Everything is in place but the KV pool, steps and graphs. On a CPU only `free` counts.
     """
 
     free: int
@@ -41,7 +44,7 @@ def check_memory_flags(options: EngineOptions, device: str) -> None:
     if options.gpu_memory is None:
         return
     if device == "cpu":
-        raise ConfigError("--gpu-memory with --device cpu: there is no GPU; use --kv-memory or --kv-tokens")
+        raise ConfigError("--gpu-memory with --device cpu: it sets the share of a GPU; use --kv-memory or --kv-tokens")
     for flag, value in (("--kv-memory", options.kv_memory), ("--kv-tokens", options.kv_tokens)):
         if value is not None:
             raise ConfigError(f"--gpu-memory and {flag} both size the KV pool; give one of them")
@@ -50,7 +53,9 @@ def check_memory_flags(options: EngineOptions, device: str) -> None:
 
 
 def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineConfig:
-    """Add the number of pages to the settings. token_bytes: of one token's keys and values over all layers.
+    """Add the number of pages to the settings.
+
+    token_bytes: bytes of one token's keys and values over all layers.
 
     Raises ConfigError if less than one page, or less than a requested --max-len, has room.
     """

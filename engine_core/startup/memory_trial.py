@@ -1,7 +1,7 @@
-"""The memory that steps and graphs will take of a device, measured before the KV pool gets the rest.
+"""The measurement of the memory that steps and graphs will take of a device.
 
-Both are tried over a pool of one page: `warm_up` runs the largest possible step, and the graphs of the largest shapes
-are captured and dropped.
+The KV pool gets the rest. Both are tried over a pool of one page: `warm_up` runs the largest possible step, and the
+graphs of the largest shapes are captured and dropped.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,10 @@ from tandem.engine_core.startup.warmup import warm_up
 
 
 def measure_step_bytes(device: Device, runtime: Runtime, config: StepConfig) -> int:
-    """Measure the bytes that the allocator holds for the largest step: activations, logits, unused parts of blocks."""
+    """Measure the bytes that the allocator holds for the largest step.
+
+    These are activations, logits and unused parts of blocks.
+    """
     device.release_unused()
     before = device.held_bytes()
     warm_up(runtime, config)
@@ -21,7 +24,9 @@ def measure_step_bytes(device: Device, runtime: Runtime, config: StepConfig) -> 
 
 
 def measure_graph_bytes(device: Device, config: StepConfig, row_bytes: int, trial: Callable[[int], object]) -> int:
-    """Estimate the bytes of the decode graphs of all row counts and slots from the largest.
+    """Estimate the bytes of all decode graphs from the largest.
+
+    There is a graph for each row count and slot.
 
     trial: captures the graphs of the largest row count the given number of times, and returns what holds them. The
     first brings the memory that all share; a further one costs the driver's part, the same for every row count, and

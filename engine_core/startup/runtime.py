@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelSource(Struct, frozen=True):
-    """The model folder that is loaded, and the dtypes in which it is served."""
+    """The directory of the model that is loaded, and the dtypes that it runs in."""
 
     directory: Path
     name: str
@@ -58,7 +58,10 @@ class ModelSource(Struct, frozen=True):
 
 
 class RuntimeBuilder(Struct, frozen=True):
-    """Everything that a runtime needs but its KV pool and its graphs, with the steps that make those."""
+    """The parts of a runtime other than its KV pool and graphs.
+
+    The methods build the KV pool, the graphs and the runtime.
+    """
 
     parts: DeviceParts
     source: ModelSource
@@ -71,7 +74,10 @@ class RuntimeBuilder(Struct, frozen=True):
     slots: list[StepSlot]
 
     def build_pool(self, pages: int) -> KVStorage:
-        """Allocate a KV pool. Raises ConfigError if the memory does not suffice."""
+        """Allocate a KV pool.
+
+        Raises ConfigError if the memory does not suffice.
+        """
         m, page_size = self.source.model, self.config.page_size
         try:
             return KVStorage.allocate(
@@ -92,7 +98,10 @@ class RuntimeBuilder(Struct, frozen=True):
         )  # fmt: skip
 
     def capture_graphs(self, kv: KVStorage, status: Status) -> StepGraphs | None:
-        """Capture all graphs of the configuration, reporting progress; None if it has none."""
+        """Capture all graphs of the configuration, reporting progress.
+
+        Return None if it has none.
+        """
 
         def progress(percent: int) -> None:
             status.enter(Phase.WARMING, percent * 9 // 10)
@@ -100,13 +109,19 @@ class RuntimeBuilder(Struct, frozen=True):
         return self.parts.graphs(self.config, self.model, kv, self.tables, self.sampler, self.slots, progress)
 
     def capture_decode_trial(self, kv: KVStorage, count: int) -> object:
-        """Capture the decode graph of the largest row count `count` times, and nothing else."""
+        """Capture the decode graph of the largest row count `count` times.
+
+        No other graph is captured.
+        """
         config = structs.replace(self.config, graph_rows=self.config.graph_rows[-1:], graph_tokens=())
         slots = self.slots[:1] * count
         return self.parts.graphs(config, self.model, kv, self.tables, self.sampler, slots, lambda _: None)
 
     def capture_mixed_trial(self, kv: KVStorage, count: int) -> object:
-        """Capture `count` of the largest mixed shapes of the largest token count, beside one decode graph."""
+        """Capture the `count` largest mixed shapes and one decode graph.
+
+        The mixed shapes are those of the largest token count.
+        """
         c = self.config
         config = structs.replace(
             c, graph_rows=c.graph_rows[-1:], mixed_graph_rows=c.mixed_graph_rows[-max(1, count) :],
@@ -117,8 +132,8 @@ class RuntimeBuilder(Struct, frozen=True):
     def measure(self, free_at_start: int) -> Memory:
         """Measure the memory of steps and graphs by a trial.
 
-        free_at_start: bytes that were free before the engine allocated any. There is no trial on a CPU, whose steps
-        take little and share their memory with other processes.
+        free_at_start: bytes that were free before the engine allocated any. A CPU skips the trial: its steps take
+        little and share their memory with other processes.
         """
         device = self.parts.device
         if device.torch_device.type == "cpu":
@@ -128,7 +143,10 @@ class RuntimeBuilder(Struct, frozen=True):
         return Memory(device.free_bytes(), device.total_bytes(), free_at_start, steps, graphs)
 
     def _run_trial(self, scratch: KVStorage) -> tuple[int, int]:
-        """Return the bytes of steps and of graphs, over a pool that is freed when this returns."""
+        """Return the bytes of steps and of graphs.
+
+        scratch: a pool of one page, freed when this returns.
+        """
         device = self.parts.device
         row_bytes = self.source.model.vocab_size * self.source.dtype.itemsize
         graphs = measure_graph_bytes(

@@ -7,10 +7,16 @@ logger = logging.getLogger(__name__)
 
 
 class StartLog:
-    """A log with one line for each stage: the time and the allocations since the stage before."""
+    """A log with one line for each stage of a start.
+
+    Each has the time and the allocations since the stage before.
+    """
 
     def __init__(self, clock: Callable[[], float], allocated: Callable[[], int]) -> None:
-        """clock: seconds; allocated: bytes held on the device."""
+        """Begin the first stage.
+
+        clock: seconds; allocated: bytes held on the device.
+        """
         self.clock = clock
         self.allocated = allocated
         self._time = clock()

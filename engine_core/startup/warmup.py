@@ -1,4 +1,7 @@
-"""One run of each path of the runtime on the padding row, so that no request pays for compilation."""
+"""One run of each path of the runtime on the padding row.
+
+No request then has to wait for compilation.
+"""
 
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.contracts import Runtime
@@ -12,10 +15,10 @@ FULL = SamplingParams(2, top_k=5, top_p=0.9, repetition_penalty=1.1)
 
 
 def warm_up(runtime: Runtime, config: StepConfig) -> None:
-    """Run the largest possible step in every slot, then a short prefill and a decode step.
+    """Run the largest possible step and some short ones in every slot.
 
-    The short steps run greedily and with every sampling feature on. Nothing is left in flight, and the allocator keeps
-    the memory that steps need.
+    A short prefill and decode steps follow the largest step. The short steps run greedily and with every sampling
+    feature on. Nothing is left in flight, and the allocator keeps the memory that steps need.
     """
     for slot in range(config.depth):
         _run(runtime, slot, full_step(config))
@@ -26,7 +29,10 @@ def warm_up(runtime: Runtime, config: StepConfig) -> None:
 
 
 def full_step(config: StepConfig) -> StepPlan:
-    """Plan the largest step: every row sampled, and as many positions as a step takes, all scored."""
+    """Plan the largest possible step.
+
+    Every row is sampled, and the step has as many positions as it can take, all scored.
+    """
     length, longer = divmod(config.max_step_tokens, config.max_rows)
     # The token that is sampled needs a position of its own.
     lengths = [min(length + (index < longer), config.max_len - 1) for index in range(config.max_rows)]
@@ -35,7 +41,10 @@ def full_step(config: StepConfig) -> StepPlan:
 
 
 def _short_steps(params: SamplingParams, max_len: int, logprobs: int) -> tuple[StepPlan, ...]:
-    """Plan a prefill and two decode steps; the decode row samples only where it has room for the token."""
+    """Plan a prefill and two decode steps.
+
+    The decode row samples only if it has room for the token.
+    """
     length = max(1, min(4, max_len - 2))
     decode = ScheduledSequence(-1, PADDING_ROW, length, 1, length + 1 < max_len)
     masked = ScheduledSequence(-1, PADDING_ROW, length, 1, length + 1 < max_len, constrained=True)
@@ -48,7 +57,10 @@ def _short_steps(params: SamplingParams, max_len: int, logprobs: int) -> tuple[S
 
 
 def _prompt(length: int, scored: bool) -> ScheduledSequence:
-    """The padding row's page table holds nothing but the padding page."""
+    """Return a prompt in the padding row.
+
+    The page table of that row holds nothing but the padding page.
+    """
     targets = pack_ids([0] * (length - 1)) if scored else b""
     return ScheduledSequence(-1, PADDING_ROW, 0, length, True, tokens=pack_ids([0] * length), targets=targets)
 
