@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tandem.engine_core.errors import ConfigError
+
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 """Dtypes, in the words of safetensors, that any floating-point parameter can be filled from by a cast."""
 
@@ -75,8 +77,17 @@ class WeightSlot:
         return self.parameter.narrow(self.dim, self.start, self.length)
 
     def fill(self, tensor: Tensor) -> None:
-        """Write a tensor read from the checkpoint, cast to the parameter's dtype."""
-        self.target.copy_(tensor if self.transform is None else self.transform(tensor))
+        """Write a tensor read from the checkpoint, cast to the parameter's dtype.
+
+        Raises ConfigError if what was read, or what the transform made of it, does not have the region's shape.
+        """
+        value = tensor if self.transform is None else self.transform(tensor)
+        if value.shape != self.target.shape:
+            raise ConfigError(
+                f"{self.name}: read {list(value.shape)} for a region of shape {list(self.target.shape)}; "
+                "the slice or the transform of its slot does not fit the checkpoint"
+            )
+        self.target.copy_(value)
 
 
 class Loadable(Protocol):

@@ -23,6 +23,7 @@ from tandem.frontend.request.kinds import (
     TokenBiases,
     TokenIds,
     Unsupported,
+    sized,
 )
 from tandem.frontend.request.schema import BOOLEAN, Schema, closed, nullable
 from tandem.frontend.request.values import decode_field, wrong_type
@@ -54,7 +55,7 @@ _STREAM_OPTIONS = BodyFormat(
 
 
 def _read_stream_options(raw: Raw) -> Mapping[str, Any]:
-    if not bytes(memoryview(raw)).startswith(b"{"):
+    if bytes(memoryview(sized("stream_options", raw))[:1]) != b"{":
         raise wrong_type("stream_options", "an object", decode_field(raw, "stream_options"))
     return _STREAM_OPTIONS.read(raw)
 

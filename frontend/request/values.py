@@ -8,6 +8,9 @@ from msgspec import Raw, inspect
 
 from tandem.frontend.errors import ApiError, malformed, unsupported
 
+MAX_EXPLAINED_BYTES = 256 * 1024
+"""Bytes of a value that is decoded once more to say which part of it does not fit."""
+
 _TYPE_NAMES: dict[type, str] = {
     dict: "an object", list: "an array", str: "a string", bool: "a boolean",
     int: "an integer", float: "a number", type(None): "null",
@@ -38,6 +41,12 @@ def decode_typed(raw: bytes | Raw, name: str, shape: Any) -> Any:
     try:
         return msgspec.json.decode(raw, type=shape)
     except msgspec.ValidationError:
+        size = memoryview(raw).nbytes
+        if size > MAX_EXPLAINED_BYTES:
+            # Millions of small values take seconds to build, while nothing else runs in this process.
+            raise malformed(
+                f"{{param}}: a part of its {size} bytes has the wrong type or an unknown name", name
+            ) from None
         raise mismatch(decode_field(raw, name), shape, name) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise malformed(f"{{param}} is not valid JSON: {error}", name) from None

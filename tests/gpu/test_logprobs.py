@@ -97,7 +97,7 @@ class Watch:
 
     def __init__(self, runtime: TorchRuntime) -> None:
         self.runtime = runtime
-        self.forward = CudaForward(runtime.model, runtime.kv, runtime.tables, runtime.page_size)
+        self.forward = CudaForward(runtime.model, runtime.kv, runtime.tables, runtime.page_table)
         self.logits: dict[int, Tensor] = {}
         self.lines: dict[int, Tensor] = {}
         self.equal: list[bool] = []

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.engine_core.contracts import StepResult
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.cuda_forward import CudaForward
@@ -123,7 +124,7 @@ class Eager:
     def __init__(self, runtime: TorchRuntime) -> None:
         assert isinstance(runtime.sampler, TritonSampler)
         self.runtime, self.sampler = runtime, runtime.sampler
-        self.forward = CudaForward(runtime.model, runtime.kv, runtime.tables, PAGE_SIZE)
+        self.forward = CudaForward(runtime.model, runtime.kv, runtime.tables, runtime.page_table)
         self.modes: set[Mode] = set()
         self.equal: list[Tensor] = []
         self.mixed = 0
@@ -144,7 +145,7 @@ class Eager:
                 rows, positions = s.device_inputs[:total], s.device_inputs[total : 2 * total]
                 model = self.runtime.model.config
                 attended = torch.zeros(total, model.heads, model.head_dim, dtype=torch.bfloat16, device="cuda")
-                again = self.forward.mixed(rows, positions, shape, mixed.prompts, attended)
+                again = self.forward.mixed(rows, positions, shape, mixed.prompts.step, attended)
                 # Padding of both kinds writes to one place, in any order.
                 self.equal.append(((mixed.buffers.hidden == again).all(1) | (rows == 0)).all())
                 self.mixed += 1
@@ -229,7 +230,7 @@ def test_late_copies_bring_the_right_tokens(recordings: dict[str, Recording], ru
             torch.cuda._sleep(SLEEP_CYCLES)
             yield
 
-    def on_collect(slot: int) -> list[int]:
+    def on_collect(slot: int) -> StepResult:
         other, mine = runtime.slots[1 - slot], runtime.slots[slot]
         if other.plan is not None and other.packed is not None and len(other.packed.sample_rows):
             until = time.monotonic() + 10

@@ -29,7 +29,7 @@ from tandem.frontend.request.tools import (
     checked_tools,
     tool_use,
 )
-from tandem.frontend.request.values import decode_field, wrong_type
+from tandem.frontend.request.values import decode_exact
 
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
@@ -101,10 +101,8 @@ _Choice = Literal["none", "auto", "required"] | _Named | _Allowed
 
 def _parse_instructions(raw: Raw) -> str:
     """Parse the instructions, which may be as long as the input."""
-    value = decode_field(raw, "instructions")
-    if not isinstance(value, str):
-        raise wrong_type("instructions", "a string", value)
-    return value
+    text: str = decode_exact(raw, "instructions", str, "a string")
+    return text
 
 
 _REASONING: Schema = nullable(
