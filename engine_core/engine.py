@@ -2,8 +2,8 @@
 
 `Engine.tick` calls scheduler, pipeline and runtime, which never call each other.
 
-`pipeline.py` draws the timeline and lists the invariants I1 to I8. In steady decode the device always has one whole
-step queued behind the running one: the tick commits step t-1 and launches t+1 while t runs.
+`pipeline.py` draws the timeline and lists the invariants I1 to I8. In steady decode the tick commits step t-1 and
+launches t+1 while the device runs t.
 """
 
 import logging

@@ -1,0 +1,58 @@
+"""The language of the code: how docstrings open, and words that a native reader stumbles over."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_architecture import MODULES
+
+MAX_OPENING = 80
+"""Characters of a docstring's first line."""
+RIDDLES = re.compile(r"(What|How|Whether|Who|Whoever|Whose|Where|Why|Of|As|That|Those|So many|The same)\b")
+"""Openings that leave the reader to guess the subject."""
+CALQUES = re.compile(
+    r"\b(is|are) no (?!longer|more|different|other|smaller|larger|less)[a-z]+|\bfor ever\b|\bso many\b|\bnobody\b"
+    r"|\bnot to be had\b|\bhis own\b|\bnone is\b|\ball is well\b",
+    re.IGNORECASE,
+)
+"""Turns of phrase that are another language's, word for word."""
+
+Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+
+
+def openings(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """Yield the first line of every docstring of a file, with what it documents."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, Documented) and (text := ast.get_docstring(node)):
+            yield node, text.splitlines()[0]
+
+
+def third_person(line: str) -> bool:
+    """Return True for "Returns ..." and the like, where an imperative belongs."""
+    first = line.split(" ")[0]
+    return bool(re.fullmatch(r"[A-Z][a-z]+s", first)) and not first.endswith("ss")
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_docstrings_open_with_a_short_line_that_names_its_subject(module: str) -> None:
+    path = MODULES[module]
+    wrong = []
+    for node, line in openings(path):
+        place = f"{path.name}:{getattr(node, 'lineno', 1)}: {line}"
+        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        prop = function and any("property" in ast.unparse(mark) for mark in node.decorator_list)
+        if len(line) >= MAX_OPENING or RIDDLES.match(line) or (function and not prop and third_person(line)):
+            wrong.append(place)
+        elif line[-1] not in ".:`)" and path.name != "die_with_parent.py":
+            wrong.append(f"{place} (no full stop)")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_sentences_are_plain_english(module: str) -> None:
+    path = MODULES[module]
+    lines = enumerate(path.read_text().splitlines(), 1)
+    assert [f"{path.name}:{number}: {line.strip()}" for number, line in lines if CALQUES.search(line)] == []
