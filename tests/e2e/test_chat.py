@@ -159,7 +159,7 @@ def test_choices_differ_and_seeds_repeat(client: openai.OpenAI) -> None:
     assert len(set(draw(7))) == 3
 
 
-def test_errors(client: openai.OpenAI) -> None:
+def test_chat_errors_raise_the_clients_exceptions(client: openai.OpenAI) -> None:
     def refuse(**fields: Any) -> openai.APIStatusError:
         with pytest.raises(openai.APIStatusError) as caught:
             client.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, **fields})

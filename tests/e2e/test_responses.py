@@ -91,7 +91,7 @@ def test_a_required_tool_call_and_its_result_round_trip(client: openai.OpenAI, s
     until(lambda: all_is_free(serving), "rows and pages to come back")
 
 
-def test_errors(client: openai.OpenAI) -> None:
+def test_responses_errors_raise_the_clients_exceptions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="other", input=QUESTION)
     with pytest.raises(openai.NotFoundError):

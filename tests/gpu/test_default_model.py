@@ -113,7 +113,7 @@ def test_pipelined_tokens_equal_blocking_tokens(temperature: float) -> None:
     assert answers("cuda", "float32", "on", temperature) == answers("cuda", "float32", "off", temperature)
 
 
-def test_a_steady_step_never_synchronises() -> None:
+def test_steady_step_never_synchronises() -> None:
     """Launch and sampling under torch's sync debug mode, which raises at each call that waits for the device (I7)."""
     engine = DrivenEngine.build(EngineOptions(device="cuda", dtype="bfloat16", kv_tokens=16384))
     params = SamplingParams(40, temperature=0.9, top_p=0.9, top_k=20, repetition_penalty=1.1, ignore_eos=True, seed=3)

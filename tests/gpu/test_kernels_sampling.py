@@ -32,7 +32,7 @@ def case_of(batch: int, vocab: int, dtype: torch.dtype, seed: int = 0, scale: fl
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_greedy_and_plain(vocab: int, dtype: torch.dtype) -> None:
+def test_greedy_and_untruncated_kernels_equal_the_oracle(vocab: int, dtype: torch.dtype) -> None:
     case = case_of(67, vocab, dtype)
     case.logits[3] = torch.nan
     case.floats[::7, TEMPERATURE] = 0
@@ -53,7 +53,7 @@ def test_greedy_and_plain(vocab: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0, 10.0])
-def test_truncation(vocab: int, dtype: torch.dtype, scale: float) -> None:
+def test_truncation_kernels_equal_the_oracle(vocab: int, dtype: torch.dtype, scale: float) -> None:
     case = case_of(48, vocab, dtype, 1, scale)
     truncations(case, [0, 50, 0, 0, 1, 900, 0, 5000, 200000], [0.9, 0.99, 1.0, 0.3, 0.999, 0.0], [0.0, 0.0, 0.03])
     check_full(case.to("cuda"))
@@ -61,7 +61,7 @@ def test_truncation(vocab: int, dtype: torch.dtype, scale: float) -> None:
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("masked", [False, True])
-def test_everything(vocab: int, masked: bool) -> None:
+def test_full_sampling_equals_the_oracle(vocab: int, masked: bool) -> None:
     case = case_of(48, vocab, torch.bfloat16, 2)
     ask_everything(case)
     truncations(case, [0, 40, 0], [0.9, 0.95, 1.0], [0.0, 0.01])
@@ -71,7 +71,7 @@ def test_everything(vocab: int, masked: bool) -> None:
     check_full(case.to("cuda"))
 
 
-def test_rows_with_thousands_of_equal_logits() -> None:
+def test_sampling_among_thousands_of_equal_logits_equals_the_oracle() -> None:
     case = case_of(12, 128256, torch.float32, 4)
     case.logits[:3] = 0.25
     case.logits[3:6] = case.logits[3:6].round()
@@ -118,7 +118,7 @@ def test_one_row_is_the_same_in_every_batch() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logprobs(dtype: torch.dtype) -> None:
+def test_logprob_kernels_equal_the_oracle(dtype: torch.dtype) -> None:
     generator = torch.Generator(device="cuda").manual_seed(1)
     logits = (torch.randn(40, 128256, device="cuda", generator=generator) * 5).to(dtype)
     chosen = torch.randint(0, 128256, (40,), device="cuda", generator=generator, dtype=torch.int32)

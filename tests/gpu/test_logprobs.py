@@ -56,7 +56,7 @@ def answers(device: Device, dtype: Dtype) -> list[tuple[list[int], Found]]:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 0.04), ("bfloat16", 2.0)])
-def test_beside_the_cpus(dtype: Dtype, bound: float) -> None:
+def test_cuda_logprobs_agree_with_those_of_the_cpu(dtype: Dtype, bound: float) -> None:
     """Compared up to the first token that differs; a log-probability is off by at most twice its logits' error."""
     error, compared, swapped = 0.0, 0, 0
     for (tokens, mine), (expected, theirs) in zip(answers("cuda", dtype), answers("cpu", "float32"), strict=True):

@@ -110,7 +110,7 @@ def test_pipelined_and_blocking_replay_bit_for_bit(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_earlier_steps_left_is_not_seen(
+def test_replay_does_not_see_what_earlier_steps_left(
     recordings: dict[str, Recording], runtime: TorchRuntime, kind: str
 ) -> None:
     """Slots, rows and pages are used again, after steps that were larger and sampled with everything."""

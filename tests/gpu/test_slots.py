@@ -105,7 +105,7 @@ def test_a_step_that_samples_nothing_holds_its_slot(runtime: TorchRuntime) -> No
     assert not wrong, f"the prompts of rows {wrong} were overwritten on the host before the device had read them"
 
 
-def test_the_clock_with_a_step_that_samples_nothing(runtime: TorchRuntime) -> None:
+def test_clock_counts_a_step_that_samples_nothing_once(runtime: TorchRuntime) -> None:
     """Busy time does not shrink, and no more time is counted than has passed."""
     assert runtime.clock is not None
     for row in (1, 2):

@@ -65,7 +65,7 @@ def steady(driven: DrivenEngine, params: SamplingParams, rows: int = 7) -> Itera
         engine.tick()
 
 
-def test_the_guard_refuses_what_it_should() -> None:
+def test_guards_refuse_waits_and_pageable_copies() -> None:
     device = torch.zeros(4, 4, device="cuda")
     pinned = torch.zeros(4, 4, pin_memory=True)
     with PinnedCopies() as guard:

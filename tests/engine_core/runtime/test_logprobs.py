@@ -107,7 +107,7 @@ PARAMS = [
 
 
 @pytest.mark.parametrize("pipeline", ["on", "off"])
-def test_as_transformers(folder: Path, reference: Any, pipeline: str) -> None:
+def test_logprobs_equal_those_of_transformers(folder: Path, reference: Any, pipeline: str) -> None:
     engine = build(folder, pipeline=pipeline, prefill_chunk=16, max_step_tokens=40)
     prompts = [prompt_of(length, length) for length in (1, 5, 33)]
     tops = {}
@@ -127,7 +127,7 @@ def test_as_transformers(folder: Path, reference: Any, pipeline: str) -> None:
 
 
 @pytest.mark.parametrize(("chunk", "step"), [(256, 256), (256, 512), (100, 128), (LONG, LONG)])
-def test_a_long_prompt_in_chunks(
+def test_logprobs_of_a_long_prompt_in_chunks_equal_those_of_transformers(
     folder: Path, reference: Any, chunk: int, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build(folder, prefill_chunk=chunk, max_step_tokens=step)
@@ -152,7 +152,7 @@ def test_a_long_prompt_in_chunks(
     assert not found(engine, beside)
 
 
-def test_prompt_and_output_are_asked_for_apart(folder: Path) -> None:
+def test_prompt_and_output_logprobs_are_requested_apart(folder: Path) -> None:
     engine = build(folder)
     params = SamplingParams(4, temperature=0.0, ignore_eos=True)
     prompt = prompt_of(6)
@@ -169,7 +169,7 @@ def test_prompt_and_output_are_asked_for_apart(folder: Path) -> None:
     assert [len(ids) for _, ids, _ in found(engine, both).values()] == [3] * 5 + [1] * 4
 
 
-def test_alone_or_batched(folder: Path) -> None:
+def test_logprobs_are_equal_alone_or_batched(folder: Path) -> None:
     prompts = [prompt_of(length, length) for length in (3, 40, 17, 2)]
     params = SamplingParams(12, temperature=0.0, ignore_eos=True)
     together, alone = build(folder), build(folder, max_rows=1)
@@ -187,7 +187,7 @@ def test_alone_or_batched(folder: Path) -> None:
             assert [own, *values] == pytest.approx([other, *other_values], abs=TOLERANCE)
 
 
-def test_two_steps_in_flight_are_the_same_bits(folder: Path) -> None:
+def test_logprobs_with_two_steps_in_flight_have_the_same_bits(folder: Path) -> None:
     """One request alone makes the same steps at either depth."""
     lines = []
     for pipeline in ("on", "off"):
@@ -199,7 +199,7 @@ def test_two_steps_in_flight_are_the_same_bits(folder: Path) -> None:
     assert len(lines[0]) == 28
 
 
-def test_an_end_comes_with_its_own(folder: Path) -> None:
+def test_end_token_comes_with_its_own_logprob(folder: Path) -> None:
     """The token that ended a sequence is reported; what a step computed past the end is not."""
     engine = build(folder, pipeline="on")
     prompt = prompt_of(5)

@@ -32,14 +32,14 @@ def many(logits: Tensor, count: int, temperature: float = 1.0, truncation: Trunc
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_from_the_softmax(temperature: float) -> None:
+def test_draws_follow_the_softmax(temperature: float) -> None:
     logits = torch.tensor([1.0, 0.0, 2.0, -1.0, 0.5, LOW, 1.5, 0.2, -0.7])
     tokens = many(logits, 40000, temperature)
     # 7 degrees of freedom: 29.9 is passed by chance once in 10,000.
     assert chi_square(tokens, (logits / temperature).softmax(0)) < 29.9
 
 
-def test_draws_from_a_large_vocabulary_in_groups() -> None:
+def test_draws_from_a_large_vocabulary_follow_the_softmax_in_groups() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(901, generator=generator) * 2
     tokens = many(logits, 5000)
@@ -49,7 +49,7 @@ def test_draws_from_a_large_vocabulary_in_groups() -> None:
     assert chi_square(groups[tokens], expected) < 58.6
 
 
-def test_draws_from_what_truncation_leaves() -> None:
+def test_draws_follow_what_truncation_leaves() -> None:
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
     count = 30000
     all_rows = torch.ones(count)
@@ -65,7 +65,7 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     assert sample(logits, SamplingRows(draws(torch.zeros(3)))).tolist() == [1, 0, 2]
 
 
-def test_greedy_rows_among_others() -> None:
+def test_greedy_rows_among_others_take_their_argmax() -> None:
     logits = torch.randn(64, 50)
     temperature = torch.ones(64)
     temperature[::2] = 0
@@ -145,7 +145,7 @@ def test_neutral_groups_change_nothing() -> None:
     assert torch.equal(sample(logits, neutral, everything), sample(logits, SamplingRows(draw)))
 
 
-def test_bias_before_penalties_and_both_before_greedy() -> None:
+def test_bias_applies_before_penalties_and_both_before_greedy() -> None:
     logits = torch.tensor([[1.0, 0.0, 0.8]])
     one = torch.ones(1)
     bias = Bias(torch.tensor([[1]]), torch.tensor([[3.0]]))
@@ -190,7 +190,7 @@ def test_a_row_without_a_choice_yields_id_0(value: float) -> None:
     assert sample(logits, SamplingRows())[1:3].tolist() == [0, 0]
 
 
-def test_nan_and_infinity_among_numbers() -> None:
+def test_sampling_with_nan_or_infinite_logits_yields_an_id() -> None:
     logits = torch.tensor([[torch.nan, 1.0, 2.0, torch.nan], [0.0, torch.inf, 5.0, torch.nan]])
     assert sample(logits, SamplingRows()).tolist() == [2, 1]
     tokens = many(logits[0], 500)

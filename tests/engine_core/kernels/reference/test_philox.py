@@ -30,7 +30,7 @@ def philox_by_hand(counter: list[int], key: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
-def test_known_answers(counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]) -> None:
+def test_philox_gives_the_known_answers(counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]) -> None:
     c = [torch.tensor([word]) for word in counter]
     k = [torch.tensor([word]) for word in key]
     assert philox((c[0], c[1], c[2], c[3]), (k[0], k[1])).tolist() == [list(words)]

@@ -128,7 +128,7 @@ def test_suppress_unused_entries_do_nothing() -> None:
 
 
 @pytest.mark.parametrize("vocab", [31, 32, 33, 100])
-def test_bitmask(vocab: int) -> None:
+def test_bitmask_forbids_the_ids_whose_bit_is_unset(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
     allowed = torch.randint(0, 2, (3, vocab), generator=generator)
     words = torch.zeros(3, -(-vocab // 32), dtype=torch.int64)
