@@ -56,7 +56,7 @@ class Sessions:
         return list(self._known.values())
 
     def check(self, name: str) -> None:
-        """Raise RequestError if a turn of this session cannot begin now."""
+        """Raise RequestError if a turn of the session cannot begin now."""
         if self.tree is None or not self.max_sessions:
             raise RequestError(
                 ErrorCode.SESSIONS_OFF,
