@@ -35,7 +35,7 @@ from tests.support.plan_recording import (
 
 pytestmark = pytest.mark.gpu
 
-VOCAB, PAGE_SIZE = 4096, 16
+VOCAB = 4096
 SLEEP_CYCLES = 40_000_000
 """Some 20 ms of the device's clock: long beside any step here."""
 
