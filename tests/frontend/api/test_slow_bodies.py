@@ -19,6 +19,7 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.workers import Workers
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import DEADLINE, RunningServer, post, until
+from tests.support.stopped_process import stop_process
 
 LARGE = 100_000
 
@@ -115,8 +116,7 @@ def checker(chatting: RunningServer) -> int:
     body = {"model": "fake-model", "prompt": "a", "max_tokens": 1, "regex": "b"}
     assert post(chatting.url + "/v1/completions", json=body).status_code == 200
     (pid,) = [process.pid for process in chatting.server._service.grammars._idle if process.pid is not None]
-    os.kill(pid, signal.SIGSTOP)
-    return pid
+    return stop_process(pid)
 
 
 JSON = {"type": "json_object"}

@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tandem.frontend.cli.main import main
@@ -44,6 +45,7 @@ class Session:
             argv, cwd=ROOT, env=environment, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
         )
         os.close(terminal)
+        self._process = psutil.Process(self.process.pid)
 
     def read(self, pattern: str) -> str:
         """Read the output up to and including this text."""
@@ -57,6 +59,16 @@ class Session:
 
     def write(self, text: str) -> None:
         os.write(self.fd, text.encode())
+
+    def interrupt_input(self, text: str) -> None:
+        """Type part of a line, then Ctrl-C once the program waits for the rest.
+
+        An interrupt between the echo and that wait would be noticed only at the next key.
+        """
+        self.write(text)
+        self.read(text)
+        until(lambda: self._process.status() == psutil.STATUS_SLEEPING, "the program waits for a key")
+        self.write("\x03")
 
     def ask(self, line: str) -> str:
         """Send a line at the prompt; return the output up to the next prompt, without the echo."""
@@ -144,7 +156,7 @@ def test_interrupt_stops_the_answer_but_not_the_chat(session: Session, engine: F
     until(lambda: engine.num_running == 0, "the engine is told")
     engine.step_seconds = 0.001
     say(engine, "done")
-    session.write("half a line\x03")
+    session.interrupt_input("half a line")
     session.read(">>> ")
     assert session.ask("and then?") == "done\n"
     assert prompts(engine)[1].startswith("user: count\nassistant: one two three")

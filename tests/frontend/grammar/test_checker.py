@@ -13,6 +13,7 @@ from tandem.frontend.grammar import checker as checker_module
 from tandem.frontend.grammar.checker import GrammarChecker
 from tandem.frontend.grammar.grammar import Grammar, lark, output_grammar, schema_grammar
 from tandem.frontend.grammar.process import TOO_COMPLEX
+from tests.support.stopped_process import stop_process
 
 SPECIAL = {"<|end|>": 7}
 FINE = Grammar(lark("start: /a+/"), "grammar", "'grammar'")
@@ -110,7 +111,7 @@ def test_results_are_cached() -> None:
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
         first = await refusal(checker, NOWHERE)
-        os.kill(pid(checker), signal.SIGSTOP)  # any further request to it would hang
+        stop_process(pid(checker))  # any further request to it would hang
         await checker.check(FINE)
         assert str(await refusal(checker, NOWHERE)) == str(first)
 
@@ -133,8 +134,7 @@ def test_slow_grammar_does_not_block_others() -> None:
 
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
-        stopped = pid(checker)
-        os.kill(stopped, signal.SIGSTOP)
+        stopped = stop_process(pid(checker))
         slow = [asyncio.create_task(checker.check(named("s"))) for _ in range(5)]
         await asyncio.sleep(0)
         for letter in "abc":
@@ -181,9 +181,7 @@ def test_waiting_too_long_for_a_process_is_503(monkeypatch: pytest.MonkeyPatch) 
 
     async def body(checker: GrammarChecker) -> None:
         await asyncio.gather(*(checker.check(named(letter)) for letter in "ab"))
-        stopped = pids(checker)
-        for one in stopped:
-            os.kill(one, signal.SIGSTOP)
+        stopped = [stop_process(one) for one in pids(checker)]
         ahead = [asyncio.create_task(checker.check(named(letter))) for letter in "cd"]
         await asyncio.sleep(0)
         error = await refusal(checker, named("e"))
@@ -198,8 +196,7 @@ def test_waiting_too_long_for_a_process_is_503(monkeypatch: pytest.MonkeyPatch) 
 def test_cancelled_request_leaves_the_result_for_others() -> None:
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
-        stopped = pid(checker)
-        os.kill(stopped, signal.SIGSTOP)
+        stopped = stop_process(pid(checker))
         given_up, other = (asyncio.create_task(refusal(checker, NOWHERE)) for _ in range(2))
         await asyncio.sleep(0.05)
         given_up.cancel()
@@ -213,7 +210,7 @@ def test_cancelled_request_leaves_the_result_for_others() -> None:
 def test_close_does_not_wait_for_results() -> None:
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
-        os.kill(pid(checker), signal.SIGSTOP)
+        stop_process(pid(checker))
         asked = asyncio.create_task(checker.check(named("b")))
         await asyncio.sleep(0.05)
         await checker.close()

@@ -2,10 +2,7 @@
 
 import asyncio
 import os
-import signal
-import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.grammar import process as grammar_process
 from tandem.frontend.grammar.grammar import Grammar, lark
 from tandem.frontend.grammar.process import GrammarProcess
+from tests.support.stopped_process import stop_process
 
 
 def text(source: str) -> str:
@@ -35,12 +33,8 @@ def with_process(body: Callable[[GrammarProcess], Coroutine[Any, Any, None]]) ->
 
 
 def stop(process: GrammarProcess) -> int:
-    """Stop the process and return its id once it has stopped; on a loaded machine it may still answer in between."""
     assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.001)
-    return process.pid
+    return stop_process(process.pid)
 
 
 def test_process_starts_on_first_use_and_checks_many_grammars() -> None:
