@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable
 
 import numpy as np
+from msgspec import structs
 
 from tandem.engine_core.contracts import Compiler
 from tandem.engine_core.errors import RequestError
@@ -190,10 +191,8 @@ class Control:
         self._sequences += 1
         identity = self._identities[client]
         return Sequence(
-            self._sequences, identity, submit.request_id, prompt, params, end_ids, arrival=self.clock(),
-            logprobs=submit.logprobs, prompt_logprobs=submit.prompt_logprobs, compiling=submit.constraint is not None,
-            priority=submit.priority, session=submit.session, namespace=submit.cache_salt.encode(),
-        )  # fmt: skip
+            self._sequences, identity, structs.replace(submit, prompt_ids=b""), prompt, end_ids, self.clock()
+        )
 
     def _check_ids(self, what: str, ids: list[int]) -> None:
         """Raise RequestError for the first id outside the vocabulary.

@@ -6,8 +6,8 @@ from array import array
 from contextlib import ExitStack
 
 from tandem.engine_core.contracts import Constraint
+from tandem.protocol.commands import Submit
 from tandem.protocol.events import Failure, Finished
-from tandem.protocol.params import SamplingParams
 
 
 class CacheState:
@@ -90,23 +90,20 @@ class Sequence:
         "in_steady_decode",
         "inflight",
         "leases",
-        "logprobs",
         "min_tokens",
         "next_page_boundary",
         "num_inflight_samples",
         "num_scheduled_tokens",
         "outcome",
         "pages",
-        "params",
         "preemptions",
         "priority",
         "prompt_len",
-        "prompt_logprobs",
         "queued_at",
         "request_id",
         "row",
-        "session",
         "steps_skipped",
+        "submit",
         "tokens",
         "total_len",
         "wire",
@@ -114,6 +111,9 @@ class Sequence:
 
     id: int
     """Number of the sequence, ascending in the order of arrival."""
+    submit: Submit
+    """Request of the sequence, without the ids of its prompt: `tokens` begins with them. What the steady loop reads of
+    it is copied into attributes of the sequence."""
     total_len: int
     """Largest number of tokens that the sequence can ever have."""
     cache: CacheState
@@ -130,10 +130,6 @@ class Sequence:
     """True if each row of the sequence is one position, with no tokens to upload and no suppressed end."""
     compiling: bool
     """True while the sequence's grammar is being compiled."""
-    logprobs: int | None
-    """Alternatives wanted with the log-probability of each generated token; None: no log-probabilities."""
-    prompt_logprobs: int | None
-    """Alternatives wanted with the log-probability of each prompt token; None: no log-probabilities."""
     queued_at: float
     """Time, in seconds, when the sequence was queued, at its arrival or after its last preemption."""
     steps_skipped: int
@@ -143,37 +139,26 @@ class Sequence:
         self,
         seq_id: int,
         client: bytes,
-        request_id: int,
+        submit: Submit,
         prompt: array[int],
-        params: SamplingParams,
         end_ids: frozenset[int],
-        *,
         arrival: float = 0.0,
-        constraint: Constraint | None = None,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        compiling: bool = False,
-        priority: int = 0,
-        session: str = "",
-        namespace: bytes = b"",
     ) -> None:
         self.id = seq_id
         self.client = client
-        self.request_id = request_id
+        self.submit = submit
+        self.request_id = submit.request_id
+        self.priority = submit.priority
+        self.min_tokens = submit.sampling.min_tokens
         self.tokens = prompt
         self.prompt_len = len(prompt)
-        self.params = params
-        self.total_len = len(prompt) + params.max_tokens
-        self.min_tokens = params.min_tokens
+        self.total_len = len(prompt) + submit.sampling.max_tokens
         self.end_ids = end_ids
         self.arrival = self.queued_at = arrival
-        self.constraint = constraint
-        self.compiling = compiling
-        self.logprobs = logprobs
-        self.prompt_logprobs = prompt_logprobs
-        self.priority = priority
-        self.session = session
-        self.cache, self.device, self.wire = CacheState(namespace), DeviceState(len(prompt)), WireState()
+        self.constraint: Constraint | None = None
+        self.compiling = submit.constraint is not None
+        self.cache, self.device = CacheState(submit.cache_salt.encode()), DeviceState(len(prompt))
+        self.wire = WireState()
         self.in_steady_decode = False
         self.num_scheduled_tokens = self.num_inflight_samples = self.inflight = 0
         self.row = -1
@@ -198,7 +183,7 @@ class Sequence:
 
         Their log-probabilities are wanted, which the cache does not hold.
         """
-        return self.prompt_logprobs is not None
+        return self.submit.prompt_logprobs is not None
 
     @property
     def pending(self) -> int:

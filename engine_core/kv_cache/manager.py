@@ -88,9 +88,10 @@ class KVManager:
         """
         needed = ceil_div(seq.kv_len, self._page_size)
         if needed > self.pages.total:
+            max_tokens = seq.total_len - seq.prompt_len
             raise RequestError(
                 ErrorCode.KV_CAPACITY,
-                f"{seq.prompt_len} prompt tokens and max_tokens {seq.params.max_tokens} need {needed} KV pages of "
+                f"{seq.prompt_len} prompt tokens and max_tokens {max_tokens} need {needed} KV pages of "
                 f"{self._page_size} tokens, the pool has {self.pages.total}; lower max_tokens or raise --kv-tokens",
             )
 
@@ -137,8 +138,8 @@ class KVManager:
         if tree is not None and not (seq.preemptions or seq.scored):
             self.num_queried_tokens += len(seq.tokens)
             self._count_hit(seq, start)
-        if seq.session:
-            self.sessions.resume(seq.session, seq.id, path)
+        if seq.submit.session:
+            self.sessions.resume(seq.submit.session, seq.id, path)
         self._register_pending(seq)
         return True
 
@@ -218,7 +219,7 @@ class KVManager:
         if seq.pages:
             self._release_own(seq, self._publish(seq))
             path = seq.cache.nodes
-        self.sessions.end_turn(seq.session, seq.id, now, path)
+        self.sessions.end_turn(seq.submit.session, seq.id, now, path)
 
     def release(self, seq: Sequence) -> None:
         """Take all pages back from a sequence that no step in flight holds.

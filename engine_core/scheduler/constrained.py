@@ -70,7 +70,7 @@ def jump_forward(seq: Sequence, delta: TokenDelta) -> Finished | Failure | None:
     """
     constraint = seq.constraint
     assert constraint is not None and seq.num_inflight_samples == 0, f"no jump for {seq}"
-    if seq.logprobs is not None or seq.scored:
+    if seq.submit.logprobs is not None or seq.scored:
         return None
     tokens = constraint.fast_forward_tokens()
     for index, token in enumerate(tokens):

@@ -97,6 +97,6 @@ def _sequence(seq: Sequence, state: SequenceState, now: float, wait: float = 0.0
         seq.priority,
         seq.preemptions,
         now - seq.arrival,
-        seq.session,
+        seq.submit.session,
         wait,
     )

@@ -13,7 +13,8 @@ def max_logprobs(seq: Sequence) -> int:
 
     -1 if it wants no log-probabilities.
     """
-    return max([-1 if top is None else top for top in (seq.logprobs, seq.prompt_logprobs)])
+    wanted = seq.submit.logprobs, seq.submit.prompt_logprobs
+    return max([-1 if top is None else top for top in wanted])
 
 
 def add_logprobs(
@@ -37,12 +38,12 @@ def add_logprobs(
         targets = len(row.targets) // 4
         if seq is not None:
             reported = min(targets, max(0, seq.wire.reported_len - row.start))
-            if targets > reported and seq.prompt_logprobs is not None:
+            if targets > reported and (top := seq.submit.prompt_logprobs) is not None:
                 first = row.start + reported
-                _add(deltas, seq, first + 1, seq.prompt_logprobs, logprobs, scored + reported, targets - reported)
+                _add(deltas, seq, first + 1, top, logprobs, scored + reported, targets - reported)
             taken = min(count, len(seq.tokens) - row.end)
-            if taken > 0 and seq.logprobs is not None:
-                _add(deltas, seq, row.end, seq.logprobs, logprobs, sampled, taken)
+            if taken > 0 and (top := seq.submit.logprobs) is not None:
+                _add(deltas, seq, row.end, top, logprobs, sampled, taken)
         sampled += count
         scored += targets
 

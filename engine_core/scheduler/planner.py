@@ -93,7 +93,7 @@ def new_sequence(seq: Sequence) -> NewSequence:
         seq.id,
         seq.row,
         seq.prompt_len,
-        seq.params,
+        seq.submit.sampling,
         tuple(seq.end_ids) if seq.min_tokens else (),
     )
 

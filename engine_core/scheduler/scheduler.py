@@ -94,9 +94,9 @@ class Scheduler:
                 f"{waiting} requests are waiting already; with {self.rows.free} free rows "
                 f"--max-waiting allows {self.limits.max_waiting}; retry later",
             )
-        if seq.session:
-            self.memory.sessions.check(seq.session)
-            self.memory.sessions.begin_turn(seq.session, seq.id)
+        if seq.submit.session:
+            self.memory.sessions.check(seq.submit.session)
+            self.memory.sessions.begin_turn(seq.submit.session, seq.id)
         self._open[seq.client, seq.request_id] = seq
         if seq.compiling:
             self.compiling[seq.id] = seq
@@ -343,7 +343,7 @@ class Scheduler:
         del self._open[seq.client, seq.request_id]
         self.updates.ended.append(seq)
         self._running.remove(seq)
-        if seq.session:
+        if seq.submit.session:
             self.memory.end_turn(seq, self._now)
         if self.compiling.pop(seq.id, None) is not None:
             return

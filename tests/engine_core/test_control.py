@@ -90,7 +90,7 @@ class TestScheduling:
         asked = Submit(9, PROMPT, SamplingParams(4), priority=3, session="talk", cache_salt="pepper")
         assert control.apply(b"a", asked) is None
         (seq,) = control.scheduler.waiting
-        assert (seq.priority, seq.session, seq.cache.namespace) == (3, "talk", b"pepper")
+        assert (seq.priority, seq.submit.session, seq.cache.namespace) == (3, "talk", b"pepper")
 
     @pytest.mark.parametrize(
         ("field", "value", "text"),
@@ -163,7 +163,7 @@ class TestSubmit:
         assert control.apply(b"a", submit(stop_token_ids=pack_ids([8]))) is None
         (seq,) = control.scheduler.waiting
         assert list(seq.tokens) == [5, 6, 7]
-        assert (seq.client, seq.request_id, seq.params.max_tokens, seq.arrival) == (b"a", 9, 4, 1005.0)
+        assert (seq.client, seq.request_id, seq.submit.sampling.max_tokens, seq.arrival) == (b"a", 9, 4, 1005.0)
         assert seq.end_ids == {8, END, 2}
         assert control.stats.requests_accepted == 1
 

@@ -1,7 +1,5 @@
 """One arithmetic for prompts, chunks and decoded tokens."""
 
-from array import array
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,11 +8,12 @@ from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import FinishReason
 from tandem.protocol.events import Finished
 from tandem.protocol.params import SamplingParams
+from tests.support.scheduling import submitted
 
 
 def new(prompt: int, max_tokens: int, end_ids: frozenset[int] = frozenset(), min_tokens: int = 0) -> Sequence:
     params = SamplingParams(max_tokens, min_tokens=min_tokens)
-    return Sequence(1, b"c", 7, array("i", range(10, 10 + prompt)), params, end_ids)
+    return submitted(1, range(10, 10 + prompt), params, end_ids, request_id=7)
 
 
 @given(st.integers(1, 40), st.integers(1, 20), st.lists(st.integers(1, 15), min_size=1, max_size=8), st.integers(1, 2))

@@ -1,6 +1,8 @@
 """A scheduler of real parts, and the calls that an engine makes on it."""
 
 from array import array
+from collections.abc import Iterable
+from typing import Any
 
 from tandem.engine_core.contracts import StepResult
 from tandem.engine_core.plan import StepPlan
@@ -9,6 +11,7 @@ from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.updates import SchedulerUpdates
 from tandem.engine_core.sequence import Sequence
+from tandem.protocol.commands import Submit
 from tandem.protocol.engine_options import Policy
 from tandem.protocol.params import SamplingParams
 from tests.support.kv_pool import kv_memory
@@ -33,6 +36,23 @@ def new(
     return Scheduler(RowGate(rows), kv_memory(pages, page_size, cache), limits, policy)
 
 
+def submitted(
+    number: int,
+    prompt: Iterable[int],
+    params: SamplingParams,
+    end_ids: frozenset[int] = frozenset(),
+    client: bytes = b"c",
+    request_id: int | None = None,
+    **fields: Any,
+) -> Sequence:
+    """Build the sequence of a request, which has the sequence's number by default.
+
+    fields: further ones of `Submit`.
+    """
+    submit = Submit(number if request_id is None else request_id, b"", params, **fields)
+    return Sequence(number, client, submit, array("i", prompt), end_ids)
+
+
 def sequence(
     number: int,
     prompt: int = 5,
@@ -46,8 +66,8 @@ def sequence(
 ) -> Sequence:
     """Build a sequence whose prompt counts up from `first`."""
     params = SamplingParams(max_tokens, min_tokens=min_tokens)
-    ids = array("i", range(first, first + prompt))
-    return Sequence(number, client, number, ids, params, frozenset({END}), priority=priority, session=session)
+    ids = range(first, first + prompt)
+    return submitted(number, ids, params, frozenset({END}), client, priority=priority, session=session)
 
 
 def added(scheduler: Scheduler, *sequences: Sequence) -> None:

@@ -11,13 +11,11 @@ from tandem.protocol.errors import FinishReason
 from tandem.protocol.events import Finished, Started
 from tandem.protocol.params import SamplingParams
 from tests.support.kv_pool import drop_page, occupy, vacate
-from tests.support.scheduling import added, commit, launched, new, run, sequence
+from tests.support.scheduling import added, commit, launched, new, run, sequence, submitted
 
 
-def with_prompt(number: int, *prompt: int, max_tokens: int = 3, namespace: bytes = b"") -> Sequence:
-    return Sequence(
-        number, b"c", number, array("i", prompt), SamplingParams(max_tokens), frozenset(), namespace=namespace
-    )
+def with_prompt(number: int, *prompt: int, max_tokens: int = 3, salt: str = "", **fields: int) -> Sequence:
+    return submitted(number, prompt, SamplingParams(max_tokens), cache_salt=salt, **fields)
 
 
 SYSTEM = tuple(range(100, 112))
@@ -125,8 +123,8 @@ def test_waiters_go_on_when_the_producer_is_aborted() -> None:
 
 def test_sequences_of_different_salts_share_no_pages() -> None:
     scheduler = new()
-    run(scheduler, with_prompt(1, *SYSTEM, 1, namespace=b"a"))
-    other, same = with_prompt(2, *SYSTEM, 1, namespace=b"b"), with_prompt(3, *SYSTEM, 1, namespace=b"a")
+    run(scheduler, with_prompt(1, *SYSTEM, 1, salt="a"))
+    other, same = with_prompt(2, *SYSTEM, 1, salt="b"), with_prompt(3, *SYSTEM, 1, salt="a")
     added(scheduler, other, same)
     assert (other.num_scheduled_tokens, same.num_scheduled_tokens) == (0, 12)
 
@@ -195,8 +193,7 @@ def test_pages_of_leaves_without_a_page_are_not_evicted_twice() -> None:
 def test_scored_prompt_is_computed_whole_and_cached() -> None:
     scheduler = new(step=64, chunk=64)
     run(scheduler, with_prompt(1, *SYSTEM, 1))
-    scored = with_prompt(2, *SYSTEM, 1)
-    scored.prompt_logprobs = 0
+    scored = with_prompt(2, *SYSTEM, 1, prompt_logprobs=0)
     queried = scheduler.memory.num_queried_tokens
     run(scheduler, scored, first_step=40)
     assert (scored.cache.num_cached_tokens, scheduler.memory.num_queried_tokens) == (0, queried)
@@ -206,8 +203,7 @@ def test_scored_prompt_is_computed_whole_and_cached() -> None:
 
 def test_pages_computed_twice_are_kept_once() -> None:
     scheduler = new(step=64, chunk=64)
-    first, second = with_prompt(1, *SYSTEM, 1), with_prompt(2, *SYSTEM, 2, max_tokens=9)
-    second.prompt_logprobs = 0
+    first, second = with_prompt(1, *SYSTEM, 1), with_prompt(2, *SYSTEM, 2, max_tokens=9, prompt_logprobs=0)
     added(scheduler, first, second)
     plan = launched(scheduler, 1)
     assert second.pages[:3] == first.pages[:3]
@@ -223,8 +219,7 @@ def test_pages_computed_twice_are_kept_once() -> None:
 def overtaken(step: int) -> tuple[Scheduler, Sequence, Sequence]:
     """One prompt whose first chunk is in flight, and an urgent one that computes the same from its beginning."""
     scheduler = new(step=step, chunk=step, policy="priority")
-    behind, ahead = with_prompt(1, *SYSTEM, 1), with_prompt(2, *SYSTEM, 2)
-    ahead.prompt_logprobs, ahead.priority = 0, 5
+    behind, ahead = with_prompt(1, *SYSTEM, 1), with_prompt(2, *SYSTEM, 2, prompt_logprobs=0, priority=5)
     added(scheduler, behind)
     launched(scheduler, 1)
     added(scheduler, ahead)

@@ -1,7 +1,5 @@
 """Conversations: what is kept between turns, what goes, and who is refused."""
 
-from array import array
-
 import pytest
 
 from tandem.engine_core.errors import RequestError
@@ -12,12 +10,12 @@ from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Finished
 from tandem.protocol.params import SamplingParams
 from tests.support.kv_pool import evict_unused, occupy, vacate
-from tests.support.scheduling import added, commit, launched, new, run, sequence
+from tests.support.scheduling import added, commit, launched, new, run, sequence, submitted
 
 
 def turn(number: int, *prompt: int, session: str = "talk", max_tokens: int = 4, client: bytes = b"c") -> Sequence:
     params = SamplingParams(max_tokens)
-    return Sequence(number, client, number, array("i", prompt), params, frozenset(), session=session)
+    return submitted(number, prompt, params, client=client, session=session)
 
 
 FIRST = tuple(range(30, 39))

@@ -1,6 +1,5 @@
 """Admission gates: all or nothing, and every resource returned."""
 
-from array import array
 from collections.abc import Callable
 
 import pytest
@@ -10,10 +9,11 @@ from tandem.engine_core.scheduler.admission import PageGate, RowGate, admit
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.params import SamplingParams
 from tests.support.kv_pool import kv_memory
+from tests.support.scheduling import submitted
 
 
 def new(seq_id: int, prompt: int = 5, max_tokens: int = 4) -> Sequence:
-    return Sequence(seq_id, b"c", seq_id, array("i", range(prompt)), SamplingParams(max_tokens), frozenset())
+    return submitted(seq_id, range(prompt), SamplingParams(max_tokens))
 
 
 class Closed:

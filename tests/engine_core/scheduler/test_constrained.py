@@ -16,7 +16,7 @@ from tandem.protocol.params import SamplingParams
 from tests.fakes.constraint import FakeConstraint
 from tests.fakes.model import END
 from tests.support.kv_pool import kv_memory
-from tests.support.scheduling import commit
+from tests.support.scheduling import commit, submitted
 
 PROMPT = [10, 11, 12]
 
@@ -31,11 +31,10 @@ def sequence(
 ) -> Sequence:
     """Build a sequence whose grammar is compiled already, unless it is called "later"."""
     params = SamplingParams(max_tokens, min_tokens=min_tokens)
-    constraint = FakeConstraint(grammar) if grammar not in (None, "later") else None
-    return Sequence(
-        number, b"c", number, array("i", PROMPT), params, frozenset({END}),
-        constraint=constraint, logprobs=logprobs, compiling=grammar == "later",
-    )  # fmt: skip
+    seq = submitted(number, PROMPT, params, frozenset({END}), constraint=grammar, logprobs=logprobs)
+    if grammar not in (None, "later"):
+        seq.constraint, seq.compiling = FakeConstraint(grammar), False
+    return seq
 
 
 def sent(updates: SchedulerUpdates) -> list[int]:
@@ -212,12 +211,13 @@ class TestJumps:
         assert array("i", row.tokens).tolist() == [*PROMPT, *forced, 4]
 
     def test_start_is_reported_with_the_first_forced_tokens(self) -> None:
-        prompt, params, ends = array("i", [*PROMPT, 13, 14]), SamplingParams(9), frozenset({END})
+        prompt, params, ends = [*PROMPT, 13, 14], SamplingParams(9), frozenset({END})
         scheduler = new()
-        scheduler.add(Sequence(1, b"c", 1, prompt[:], params, ends))
+        scheduler.add(submitted(1, prompt, params, ends))
         scheduler.admit_waiting()
         step(scheduler, 1, END)
-        again = Sequence(2, b"c", 2, prompt, params, ends, constraint=FakeConstraint("runs 2"))
+        again = submitted(2, prompt, params, ends)
+        again.constraint = FakeConstraint("runs 2")
         scheduler.add(again)
         scheduler.admit_waiting()
         updates = scheduler.take_updates()

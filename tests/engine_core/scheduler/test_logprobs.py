@@ -1,7 +1,5 @@
 """Distribution of a step's log-probability records over frontends."""
 
-from array import array
-
 import pytest
 
 from tandem.engine_core.contracts import StepLogprobs, StepResult, TokenDelta
@@ -12,15 +10,13 @@ from tandem.protocol.codec import pack_floats, pack_ids, read_logprobs
 from tandem.protocol.errors import FinishReason
 from tandem.protocol.events import Finished, TokenLogprobs
 from tandem.protocol.params import SamplingParams
+from tests.support.scheduling import submitted
 
 
 def sequence(number: int, logprobs: int | None = None, prompt_logprobs: int | None = None) -> Sequence:
     client = b"odd" if number % 2 else b"even"
-    prompt = array("i", range(10, 16))
-    return Sequence(
-        number, client, 100 + number, prompt, SamplingParams(3), frozenset(),
-        logprobs=logprobs, prompt_logprobs=prompt_logprobs,
-    )  # fmt: skip
+    wanted = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    return submitted(number, range(10, 16), SamplingParams(3), client=client, request_id=100 + number, **wanted)
 
 
 def step(top: int, count: int) -> StepLogprobs:

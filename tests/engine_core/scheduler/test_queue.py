@@ -1,7 +1,5 @@
 """Order of the waiting queue, and the bound on overtaking."""
 
-from array import array
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,10 +7,11 @@ from hypothesis import strategies as st
 from tandem.engine_core.scheduler.queue import ARRIVALS_PER_PRIORITY, WaitingQueue
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.params import SamplingParams
+from tests.support.scheduling import submitted
 
 
 def new(number: int, priority: int = 0) -> Sequence:
-    return Sequence(number, b"c", number, array("i", [1]), SamplingParams(1), frozenset(), priority=priority)
+    return submitted(number, [1], SamplingParams(1), priority=priority)
 
 
 def order(queue: WaitingQueue) -> list[int]:

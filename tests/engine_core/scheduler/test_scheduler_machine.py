@@ -1,6 +1,5 @@
 """The scheduler alone, under a state machine that plays engine and device in every order."""
 
-from array import array
 from collections import Counter
 
 from hypothesis import strategies as st
@@ -18,7 +17,7 @@ from tandem.protocol.events import Failure
 from tandem.protocol.params import SamplingParams
 from tests.support.effort import machine
 from tests.support.kv_pool import end_sessions, kv_memory
-from tests.support.scheduling import commit
+from tests.support.scheduling import commit, submitted
 
 END = 1
 CLIENTS = st.sampled_from([b"a", b"b"])
@@ -67,8 +66,8 @@ class Traffic(RuleBasedStateMachine):
     ) -> None:
         number = len(self.sequences) + 1
         params = SamplingParams(max_tokens, min_tokens=min(low, max_tokens))
-        ids = array("i", range(first, first + prompt))
-        seq = Sequence(number, client, number, ids, params, frozenset({END}), priority=priority, session=session)
+        ids = range(first, first + prompt)
+        seq = submitted(number, ids, params, frozenset({END}), client, priority=priority, session=session)
         try:
             self.scheduler.add(seq)
         except RequestError:
@@ -159,7 +158,7 @@ class Traffic(RuleBasedStateMachine):
             held = seq in scheduler.held
             assert held == (seq.id in scheduler.running or seq.inflight > 0), seq
             assert bool(seq.pages) == held == (seq.row > 0)
-            assert seq.generated <= seq.params.max_tokens
+            assert seq.generated <= seq.submit.sampling.max_tokens
         rows = [seq.row for seq in scheduler.held]
         assert len(set(rows)) == len(rows)
 
