@@ -205,9 +205,9 @@ def test_an_engine_on_a_cpu_needs_neither_triton_nor_flashinfer() -> None:
     )
 
 
-def test_the_only_marker_is_gpu(pytestconfig: pytest.Config) -> None:
-    own = [line for line in pytestconfig.getini("markers") if line.startswith("gpu:")]
-    assert len(own) == 1
+def test_the_only_markers_are_gpu_and_slow(pytestconfig: pytest.Config) -> None:
+    own = [line for line in pytestconfig.getini("markers") if line.startswith(("gpu:", "slow:"))]
+    assert len(own) == 2
     text = (ROOT / "pyproject.toml").read_text()
     assert text.count("markers = [") == 1
-    assert text.split("markers = [")[1].split("]")[0].count('"') == 2
+    assert text.split("markers = [")[1].split("]")[0].count('"') == 4
