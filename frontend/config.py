@@ -16,6 +16,7 @@ from msgspec import Struct, structs
 from tandem.frontend.api_keys import add_key_arguments, api_keys
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.request.options import MAX_N, MAX_STOPS
+from tandem.frontend.store.store import StoreLimits
 from tandem.protocol.engine_options import flag_name
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 from tandem.protocol.sockets import Transport
@@ -58,6 +59,11 @@ class FrontendConfig(Struct, frozen=True):
     """Limit on the bytes of a request body."""
     limits: RequestLimits = RequestLimits()
     chat: ChatOptions = ChatOptions()
+    store: bool = True
+    """True if responses are stored unless their request says otherwise."""
+    state_dir: Path | None = None
+    """Directory of the store; None for a private one that is removed at the end."""
+    store_limits: StoreLimits = StoreLimits()
     api_keys: tuple[str, ...] = ()
     """Keys that requests may present; without any, requests need no key."""
     cors_origins: tuple[str, ...] = ()
@@ -136,6 +142,7 @@ MAX_SECONDS = 1e7
 _COUNT = (1, MAX_INT32)
 _SECONDS = (0.001, MAX_SECONDS)
 _HTTP, _CHAT, _LIMITS, _ACCESS, _WATCH = "http", "chat", "request limits", "access control", "engine watchdog"
+_STORE = "stored responses"
 
 # fmt: off
 HTTP_FLAGS = (
@@ -166,6 +173,18 @@ HTTP_FLAGS = (
     Flag("max_prompt_tokens", _LIMITS, "maximum number of tokens of a prompt", int, _COUNT, struct=RequestLimits,
          default_text="the model's context length"),
 )
+STORE_FLAGS = (
+    Flag("store", _STORE, "on: store the responses of /v1/responses unless a request says otherwise; off: store none",
+         choices=("on", "off"), default="on", struct=FrontendConfig, to_field=lambda word: word == "on"),
+    Flag("state_dir", _STORE, "directory of the store, which survives a restart; all frontends of a service on one "
+         "machine share it", Path, metavar="DIR", struct=FrontendConfig, is_forwarded=False,
+         default_text="a private directory that is removed at the end"),
+    Flag("store_size", _STORE, "maximum size of the store in MiB; conversations unused for longest make room", int,
+         (1, 2**20), default=StoreLimits().max_bytes // MEBIBYTE, struct=StoreLimits, field="max_bytes",
+         to_field=lambda size: size * MEBIBYTE),
+    Flag("store_ttl", _STORE, "seconds that a conversation is stored after its last response", float,
+         (1, 1e10), struct=StoreLimits, field="ttl"),
+)
 ACCESS_FLAGS = (
     Flag("cors_origin", _ACCESS, "web origin whose pages may send requests, * for all; may be given several times",
          metavar="ORIGIN", is_repeated=True, default=[], default_text="none", struct=FrontendConfig,
@@ -184,7 +203,7 @@ WATCH_FLAGS = (
          struct=FrontendConfig),
 )
 # fmt: on
-FRONTEND_FLAGS = (*HTTP_FLAGS, *ACCESS_FLAGS, *WATCH_FLAGS)
+FRONTEND_FLAGS = (*HTTP_FLAGS, *STORE_FLAGS, *ACCESS_FLAGS, *WATCH_FLAGS)
 """All flags of an HTTP process but those of its keys and its link to the engine."""
 
 
@@ -199,7 +218,7 @@ def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
 
 def add_http_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of an HTTP process that a supervisor takes as well."""
-    add_flags(parser, HTTP_FLAGS)
+    add_flags(parser, (*HTTP_FLAGS, *STORE_FLAGS))
     access = parser.add_argument_group(_ACCESS)
     add_key_arguments(access)
     for flag in ACCESS_FLAGS:
@@ -274,6 +293,7 @@ def frontend_config(arguments: argparse.Namespace) -> FrontendConfig:
         fd=arguments.fd,
         limits=RequestLimits(**_fields(arguments, RequestLimits)),
         chat=ChatOptions(**_fields(arguments, ChatOptions)),
+        store_limits=StoreLimits(**_fields(arguments, StoreLimits)),
         api_keys=api_keys(arguments),
         **_fields(arguments, FrontendConfig),
     )

@@ -49,6 +49,12 @@ class FrontendMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.store_failures = Counter(
+            "tandem_store_failures",
+            "Calls of the store of responses that failed.",
+            ["operation"],
+            registry=registry,
+        )
         self.engine_connected = Gauge(
             "tandem_frontend_engine_connected",
             "1 while a link to the engine is open and its handshake done.",

@@ -15,7 +15,7 @@ MAX_MODULES = 16
 LEVELS = {
     "frontend": (
         {"errors", "api_keys", "die_with_parent", "listening", "metrics", "process", "progress", "workers"},
-        {"request", "engine"},
+        {"request", "engine", "store"},
         {"config", "grammar"},
         {"generation", "supervisor"},
         {"chat"},
@@ -38,8 +38,8 @@ LEVELS = {
     ),
 }
 """Rooms (the folders and the loose modules of a package), from the ground up. One imports only from lower levels."""
-MAX_ROOMS = {"frontend": 22, "engine_core": 24}
-MAX_ARROWS = {"frontend": 60}
+MAX_ROOMS = {"frontend": 23, "engine_core": 24}
+MAX_ARROWS = {"frontend": 64}
 """Pairs of rooms of which the first imports the second."""
 
 Arrows = dict[tuple[str, str], set[str]]

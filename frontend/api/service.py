@@ -18,6 +18,7 @@ from tandem.frontend.grammar.builder import GrammarBuilder
 from tandem.frontend.grammar.checker import GrammarChecker
 from tandem.frontend.grammar.grammar import THINK_END
 from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.store.store_worker import StoreWorker, open_store_worker
 from tandem.frontend.workers import Workers
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Ready
@@ -40,11 +41,14 @@ class Service:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         metrics: FrontendMetrics,
+        store: StoreWorker | None = None,
     ) -> None:
+        """Connect the components; without `store` no response is stored."""
         self.config = config
         self.client = client
         self.tokenizer = tokenizer
         self.metrics = metrics
+        self.store = store
         # One thread: large bodies are parsed in turn, so that other requests wait for one decoder at most.
         self.parser = Workers(1, "parse")
         self.body_budget = BodyBudget()
@@ -93,6 +97,8 @@ class Service:
         self.tokenizer.close()
         self.parser.close()
         self.renderer.close()
+        if self.store is not None:
+            await self.store.close()
         await self.grammars.close()
 
     async def _wait_until_answered(self, timeout: float) -> None:
@@ -105,11 +111,12 @@ def build_service(config: FrontendConfig) -> Service:
     """Build the components from the settings of one process.
 
     Raises TokenizerError if the model directory has no usable tokenizer, ChatTemplateError for a chat template that
-    cannot be used.
+    cannot be used, StoreError for a store that cannot be opened.
     """
     metrics = FrontendMetrics(CollectorRegistry())
     tokenizer = load_tokenizer(config.model_dir)
     watch = EngineWatch(config.beat_timeout, config.step_timeout)
     client = EngineClient(config.endpoint, config.transport, tokenizer.fingerprint, watch, metrics)
     template = load_chat_template(config.model_dir, config.chat.template, tokenizer)
-    return Service(config, client, tokenizer, template, metrics)
+    store = open_store_worker(config.state_dir, config.store_limits, metrics) if config.store else None
+    return Service(config, client, tokenizer, template, metrics, store)

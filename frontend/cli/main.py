@@ -165,6 +165,7 @@ def run_frontend(arguments: argparse.Namespace) -> int:
     from tandem.frontend.chat.chat_template import ChatTemplateError
     from tandem.frontend.generation.tokenizer import TokenizerError
     from tandem.frontend.server.server import serve
+    from tandem.frontend.store.store import StoreError
 
     try:
         config = frontend_config(arguments)
@@ -172,7 +173,7 @@ def run_frontend(arguments: argparse.Namespace) -> int:
         return _refuse(str(error))
     try:
         serve(config)
-    except (TokenizerError, ChatTemplateError) as error:
+    except (TokenizerError, ChatTemplateError, StoreError) as error:
         return _refuse(str(error))
     except OSError as error:
         return _refuse(f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror or error}")

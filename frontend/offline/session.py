@@ -62,7 +62,7 @@ class OfflineSession:
         folder = model_dir(self._options.model)
         endpoint = self._resources.enter_context(private_endpoint(None))
         self._service = build_service(
-            FrontendConfig(endpoint, folder, max_concurrent=_UNLIMITED, max_queued_tokens=_UNLIMITED)
+            FrontendConfig(endpoint, folder, max_concurrent=_UNLIMITED, max_queued_tokens=_UNLIMITED, store=False)
         )
         self._engine = ManagedProcess("engine core", engine_command(endpoint, self._options))
         await self._engine.start()

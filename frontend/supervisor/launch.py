@@ -59,6 +59,18 @@ def model_dir(model: str | None) -> Path:
 
 
 @contextmanager
+def run_directory() -> Iterator[Path]:
+    """Yield a new directory of mode 0700 for sockets and state, removed at the end."""
+    # A long TMPDIR leaves no room for the name of a socket.
+    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_IPC_PATH // 2 else "/tmp"
+    folder = tempfile.mkdtemp(prefix="tandem-", dir=parent)
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
 def private_endpoint(given: str | None) -> Iterator[str]:
     """Yield the endpoint given, or a private one that is removed at the end.
 
@@ -68,13 +80,8 @@ def private_endpoint(given: str | None) -> Iterator[str]:
         _check_ipc_length(given)
         yield given
         return
-    # A long TMPDIR leaves no room for the name of a socket.
-    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_IPC_PATH // 2 else "/tmp"
-    folder = tempfile.mkdtemp(prefix="tandem-", dir=parent)
-    try:
+    with run_directory() as folder:
         yield f"ipc://{folder}/engine"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_ipc_length(endpoint: str) -> None:
@@ -121,7 +128,8 @@ async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
     """
     with ExitStack() as stack:
         folder = model_dir(arguments.model)
-        endpoint = stack.enter_context(private_endpoint(arguments.endpoint))
+        private = stack.enter_context(run_directory())
+        endpoint = stack.enter_context(private_endpoint(arguments.endpoint or f"ipc://{private}/engine"))
         settings = _transport(arguments, endpoint)
         ops_socket = stack.enter_context(_listen(arguments.ops_host, arguments.ops_port, "--ops-port"))
         watch = EngineWatch(arguments.beat_timeout, arguments.step_timeout)
@@ -133,7 +141,7 @@ async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
             http_socket = stack.enter_context(_listen(arguments.host, arguments.port, "--port"))
             frontend = ManagedProcess(
                 "frontend",
-                frontend_command(arguments, endpoint, folder, http_socket.fileno()),
+                frontend_command(arguments, endpoint, folder, http_socket.fileno(), arguments.state_dir or private),
                 pass_fds=[http_socket.fileno()],
                 environment=key_environment(_http_keys(arguments)),
             )
@@ -160,11 +168,14 @@ def engine_command(endpoint: str, options: EngineOptions, transport_flags: Seque
     return [*command, *engine_argv(options), *transport_flags]
 
 
-def frontend_command(arguments: argparse.Namespace, endpoint: str, folder: Path, fd: int) -> list[str]:
-    """Return the command line of an HTTP process that serves on an inherited socket."""
+def frontend_command(arguments: argparse.Namespace, endpoint: str, folder: Path, fd: int, state_dir: Path) -> list[str]:
+    """Return the command line of an HTTP process that serves on an inherited socket.
+
+    All HTTP processes of a service have the same `state_dir`, and with it the same stored responses.
+    """
     return [
         *(sys.executable, "-P", "-m", "tandem.frontend", "--endpoint", endpoint),
-        *("--model-dir", str(folder), "--fd", str(fd)),
+        *("--model-dir", str(folder), "--fd", str(fd), "--state-dir", str(state_dir)),
         *http_argv(arguments),
         *transport_argv(arguments),
     ]

@@ -16,14 +16,15 @@ from tandem.frontend.config import (
     http_argv,
 )
 from tandem.frontend.request.limits import RequestLimits
+from tandem.frontend.store.store import StoreLimits
 from tandem.protocol.engine_options import flag_name
 
 ARGV = ["frontend", "--model-dir", "m", "--endpoint", "ipc:///x"]
-OTHERWISE_FILLED = {"endpoint", "model_dir", "transport", "fd", "limits", "chat", "api_keys"}
+OTHERWISE_FILLED = {"endpoint", "model_dir", "transport", "fd", "limits", "chat", "api_keys", "store_limits"}
 BOUNDED = [flag for flag in FRONTEND_FLAGS if flag.bounds is not None]
 
 
-@pytest.mark.parametrize("struct", [FrontendConfig, ChatOptions, RequestLimits])
+@pytest.mark.parametrize("struct", [FrontendConfig, ChatOptions, RequestLimits, StoreLimits])
 def test_every_setting_is_filled_by_one_flag(struct: type[Struct]) -> None:
     filled = [flag.field_name for flag in FRONTEND_FLAGS if flag.struct is struct]
     assert sorted(filled) == sorted(set(struct.__struct_fields__) - OTHERWISE_FILLED)

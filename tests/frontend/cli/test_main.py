@@ -10,6 +10,7 @@ from tandem.frontend.cli.main import build_parser, main
 from tandem.frontend.config import ChatOptions, frontend_config
 from tandem.frontend.listening import listen
 from tandem.frontend.request.limits import RequestLimits
+from tandem.frontend.store.store import StoreLimits
 from tandem.frontend.supervisor import launch
 from tandem.protocol.engine_options import engine_options
 from tandem.protocol.transport_options import transport_argv
@@ -91,7 +92,7 @@ def test_supervisor_forwards_its_flags(tmp_path: Path) -> None:
     assert command[:6] == [sys.executable, "-P", "-m", "tandem.engine_core", "--endpoint", "ipc:///e"]
     engine = build_parser().parse_args(["engine", *command[4:]])
     assert engine_options(engine) == engine_options(arguments)
-    command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5)
+    command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5, tmp_path / "state")
     config = frontend_config(build_parser().parse_args(["frontend", *command[4:]]))
     assert (config.endpoint, config.model_dir, config.fd) == ("ipc:///e", tmp_path, 5)
     assert (config.max_concurrent, config.drain_timeout, config.step_timeout) == (7, 3.5, 9.0)
@@ -101,14 +102,17 @@ def test_supervisor_forwards_limits_and_access_flags(tmp_path: Path) -> None:
     argv = ["--max-body", "2", "--max-n", "3", "--max-top-logprobs", "0", "--max-stop-strings", "1"]
     argv += ["--max-queued-tokens", "9", "--max-prompt-tokens", "8", "--cors-origin", "*"]
     argv += ["--cors-origin", "https://a.example", "--api-key", "secret"]
+    argv += ["--store", "off", "--store-size", "7", "--store-ttl", "60"]
     arguments = build_parser().parse_args(["serve", *argv])
-    command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5)
+    command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5, tmp_path / "state")
     assert "secret" not in " ".join(command)
     config = frontend_config(build_parser().parse_args(["frontend", *command[4:]]))
     assert config.limits == RequestLimits(3, 0, 1, 8)
     assert (config.max_body, config.load_limits) == (2 * 2**20, (1024, 9))
     assert config.cors_origins == ("*", "https://a.example")
     assert config.api_keys == ()
+    assert (config.store, config.state_dir) == (False, tmp_path / "state")
+    assert config.store_limits == StoreLimits(7 * 2**20, 60.0)
 
 
 def test_access_flags_are_checked_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +145,7 @@ def test_supervisor_forwards_chat_flags(tmp_path: Path) -> None:
         ([*argv, "--reasoning-parser", "none"], ChatOptions(9, Path("t.jinja"), "mistral", "none")),
     ):
         arguments = build_parser().parse_args(["serve", *given])
-        command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5)
+        command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5, tmp_path / "state")
         assert frontend_config(build_parser().parse_args(["frontend", *command[4:]])).chat == expected
 
 

@@ -1,0 +1,114 @@
+"""The SQLite file of a store: its tables, its version and its settings."""
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tandem.frontend.store.sqlite_store import SqliteStore
+from tandem.frontend.store.store import StoreError, StoreLimits
+
+FILE_NAME = "store.sqlite3"
+SCHEMA_VERSION = 1
+BUSY_SECONDS = 5.0
+"""Seconds that a write waits for those of other frontends before it fails."""
+MIN_BYTES = 2**20
+"""Smallest bound on the bytes of a store: its empty tables take 60 KiB of it."""
+
+_APPLICATION_ID = 0x7464_6D73
+"""Marks a file as a store of this server."""
+_TABLES = """
+CREATE TABLE threads(num INTEGER PRIMARY KEY, used REAL NOT NULL);
+CREATE INDEX threads_used ON threads(used);
+CREATE TABLE responses(
+    num INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
+    thread INTEGER NOT NULL REFERENCES threads(num) ON DELETE CASCADE,
+    previous INTEGER REFERENCES responses(num), hidden INTEGER NOT NULL DEFAULT 0, body BLOB NOT NULL);
+CREATE INDEX responses_thread ON responses(thread);
+CREATE INDEX responses_previous ON responses(previous);
+CREATE TABLE items(
+    num INTEGER PRIMARY KEY, response INTEGER NOT NULL REFERENCES responses(num) ON DELETE CASCADE,
+    side INTEGER NOT NULL, id TEXT NOT NULL, body BLOB NOT NULL);
+CREATE INDEX items_response ON items(response);
+CREATE INDEX items_id ON items(id);
+"""
+
+
+def open_store(directory: Path, limits: StoreLimits, clock: Callable[[], float] = time.time) -> SqliteStore:
+    """Open the store of a directory.
+
+    The directory is created with mode 0700 if it does not exist. Raises StoreError if the file cannot be used, or was
+    written by a newer version.
+    """
+    path = directory / FILE_NAME
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            # SQLite gives its other files the mode of this one.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    except (OSError, sqlite3.Error) as error:
+        raise StoreError(f"the store {path} cannot be opened: {error}; choose another --state-dir") from None
+    try:
+        with _alone(directory):
+            _prepare(connection, path, limits)
+    except BaseException:
+        connection.close()
+        raise
+    return SqliteStore(connection, limits, clock)
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Keep other processes from preparing the same file.
+
+    A change of a file's journal does not wait for them.
+    """
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _prepare(connection: sqlite3.Connection, path: Path, limits: StoreLimits) -> None:
+    """Check or create the tables, and set up the connection."""
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("BEGIN IMMEDIATE")
+        create_tables(connection, path)
+        connection.execute("COMMIT")
+        page_size = connection.execute("PRAGMA page_size").fetchone()[0]
+        connection.execute(f"PRAGMA max_page_count = {limits.max_bytes // page_size}")
+    except sqlite3.Error as error:
+        raise StoreError(
+            f"the store {path} cannot be used: {error}; move it away, or choose another --state-dir"
+        ) from None
+
+
+def create_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """Create the tables of an empty database, or check its version.
+
+    Raises StoreError for a database of another program or a newer version; `path` is its name in the message.
+    """
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    if (version, application) == (0, 0) and not connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+        for statement in _TABLES.split(";"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    elif application != _APPLICATION_ID:
+        raise StoreError(f"{path} is a database of another program; choose another --state-dir")
+    elif version > SCHEMA_VERSION:
+        raise StoreError(
+            f"the store {path} has schema version {version}; this server knows {SCHEMA_VERSION}: start the newer "
+            "version that wrote it, or choose another --state-dir"
+        )

@@ -1,0 +1,166 @@
+"""A store of responses in one SQLite file.
+
+The frontends of a service share it.
+"""
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from tandem.frontend.store.store import ConversationTooLargeError, StoreError, StoreLimits
+from tandem.frontend.store.stored_response import StoredItem, StoredResponse
+
+ROW_BYTES = 320
+"""Estimate of what a row takes beside its body: ids, indexes and the slack of its last page."""
+PURGED_AT_ONCE = 64
+"""Maximum number of expired conversations that one write removes."""
+
+_LIVE = "NOT r.hidden AND t.used >= ?"
+_ONE = f"""SELECT r.num, r.body, r.thread, p.id FROM responses r JOIN threads t ON t.num = r.thread
+LEFT JOIN responses p ON p.num = r.previous WHERE r.id = ? AND r.owner = ? AND {_LIVE}"""
+_CHAIN = f"""WITH RECURSIVE chain(num, previous) AS (
+SELECT r.num, r.previous FROM responses r JOIN threads t ON t.num = r.thread WHERE r.id = ? AND r.owner = ? AND {_LIVE}
+UNION ALL SELECT r.num, r.previous FROM responses r JOIN chain ON r.num = chain.previous)"""
+_ITEM = f"""SELECT i.id, i.body FROM items i JOIN responses r ON r.num = i.response JOIN threads t ON t.num = r.thread
+WHERE i.id = ? AND r.owner = ? AND {_LIVE} ORDER BY i.num DESC LIMIT 1"""
+
+
+class SqliteStore:
+    """Responses in SQLite.
+
+    Responses that continue one another are a thread. A thread expires and makes room as a whole, so that what exists
+    can be continued. Every method is one transaction.
+    """
+
+    def __init__(
+        self, connection: sqlite3.Connection, limits: StoreLimits, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._connection = connection
+        self._limits = limits
+        self._clock = clock
+
+    def save(self, owner: str, response: StoredResponse) -> None:
+        with self._transaction("BEGIN IMMEDIATE"):
+            now = self._clock()
+            previous, thread = self._continued(owner, response.previous)
+            if thread is None:
+                thread = self._execute("INSERT INTO threads(used) VALUES (?)", now).lastrowid
+            else:
+                self._execute("UPDATE threads SET used = max(used, ?) WHERE num = ?", now, thread)
+            self._make_room(response, thread)
+            added = self._execute(
+                "INSERT INTO responses(id, owner, thread, previous, body) VALUES (?, ?, ?, ?, ?)",
+                *(response.id, owner, thread, previous, response.body),
+            )
+            sides = ((response.input, 0), (response.output, 1))
+            rows = [(added.lastrowid, side, item.id, item.body) for items, side in sides for item in items]
+            self._connection.executemany("INSERT INTO items(response, side, id, body) VALUES (?, ?, ?, ?)", rows)
+
+    def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        with self._transaction():
+            row = self._execute(_ONE, response_id, owner, self._oldest).fetchone()
+            if row is None:
+                return None
+            num, body, _, previous = row
+            items: tuple[list[StoredItem], list[StoredItem]] = ([], [])
+            for side, item_id, text in self._execute(
+                "SELECT side, id, body FROM items WHERE response = ? ORDER BY num", num
+            ):
+                items[side].append(StoredItem(item_id, text))
+            return StoredResponse(response_id, body, tuple(items[0]), tuple(items[1]), previous)
+
+    def delete(self, owner: str, response_id: str) -> bool:
+        with self._transaction("BEGIN IMMEDIATE"):
+            row = self._execute(_ONE, response_id, owner, self._oldest).fetchone()
+            if row is None:
+                return False
+            num, _, thread, _ = row
+            self._execute("UPDATE responses SET hidden = 1 WHERE num = ?", num)
+            unused = "hidden AND num NOT IN (SELECT previous FROM responses WHERE thread = ? AND previous NOT NULL)"
+            while self._execute(f"DELETE FROM responses WHERE thread = ? AND {unused}", thread, thread).rowcount:
+                pass
+            self._execute("DELETE FROM threads WHERE num = ? AND num NOT IN (SELECT thread FROM responses)", thread)
+            return True
+
+    def conversation(self, owner: str, response_id: str, max_bytes: int) -> list[StoredItem] | None:
+        wanted = (response_id, owner, self._oldest)
+        with self._transaction():
+            size, count = self._execute(
+                f"{_CHAIN} SELECT (SELECT sum(length(body)) FROM items WHERE response IN (SELECT num FROM chain)), "
+                "(SELECT count(*) FROM chain)",
+                *wanted,
+            ).fetchone()
+            if not count:
+                return None
+            if (size or 0) > max_bytes:
+                raise ConversationTooLargeError(size)
+            # A response is saved after the one that it continues, so its numbers are higher.
+            found = f"{_CHAIN} SELECT id, body FROM items WHERE response IN (SELECT num FROM chain) ORDER BY num"
+            return [StoredItem(*row) for row in self._execute(found, *wanted)]
+
+    def find_items(self, owner: str, item_ids: Sequence[str]) -> dict[str, StoredItem]:
+        with self._transaction():
+            rows = [self._execute(_ITEM, item_id, owner, self._oldest).fetchone() for item_id in item_ids]
+            return {row[0]: StoredItem(*row) for row in rows if row is not None}
+
+    def close(self) -> None:
+        self._connection.close()
+
+    @property
+    def _oldest(self) -> float:
+        """Time of the last use before which a thread is expired."""
+        return self._clock() - self._limits.ttl
+
+    @contextmanager
+    def _transaction(self, begin: str = "BEGIN") -> Iterator[None]:
+        """Run one transaction; anything that fails undoes all of it."""
+        try:
+            self._connection.execute(begin)
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                # A full disk has ended the transaction already.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            raise StoreError(f"the store failed: {error}") from None
+
+    def _execute(self, statement: str, *values: object) -> sqlite3.Cursor:
+        return self._connection.execute(statement, values)
+
+    def _continued(self, owner: str, previous: str | None) -> tuple[int | None, int | None]:
+        """Return the numbers of the response that a new one continues, and of its thread."""
+        if previous is None:
+            return None, None
+        row = self._execute(_ONE, previous, owner, self._oldest).fetchone()
+        if row is None:
+            raise StoreError(f"the response {previous} was deleted while it was continued")
+        return row[0], row[2]
+
+    def _make_room(self, response: StoredResponse, thread: int | None) -> None:
+        """Remove expired threads, then the least recently used until the response fits.
+
+        Raises StoreError if removing everything but its own thread is not enough.
+        """
+        expired = "SELECT num FROM threads WHERE used < ? ORDER BY used LIMIT ?"
+        self._execute(f"DELETE FROM threads WHERE num IN ({expired})", self._oldest, PURGED_AT_ONCE)
+        items = (*response.input, *response.output)
+        needed = len(response.body) + sum([len(item.body) for item in items]) + ROW_BYTES * (len(items) + 1)
+        # A few pages of every index are partly empty.
+        room = self._limits.max_bytes - self._limits.max_bytes // 16 - needed
+        while self._used_bytes() > room:
+            oldest = "SELECT num FROM threads WHERE num != ? ORDER BY used LIMIT 1"
+            if not self._execute(f"DELETE FROM threads WHERE num IN ({oldest})", thread).rowcount:
+                raise StoreError(
+                    f"the response needs {needed} bytes beside the {self._used_bytes()} of its conversation; the store "
+                    f"holds {self._limits.max_bytes}: raise --store-size"
+                )
+
+    def _used_bytes(self) -> int:
+        pages, free, size = (
+            self._execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+        )
+        return int((pages - free) * size)

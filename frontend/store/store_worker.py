@@ -1,0 +1,128 @@
+"""A store behind a thread of its own, off the event loop."""
+
+import asyncio
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar, TypeVarTuple
+
+from tandem.frontend.errors import unavailable
+from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.store.sqlite_file import open_store
+from tandem.frontend.store.store import ResponseStore, StoreError, StoreLimits
+from tandem.frontend.store.stored_response import StoredItem, StoredResponse
+from tandem.frontend.workers import Workers
+
+SAVE_SECONDS = 10.0
+"""Seconds that a response waits to be stored; after that it ends unstored."""
+LOG_SECONDS = 60.0
+"""Seconds between two log lines about a failing store."""
+
+logger = logging.getLogger(__name__)
+
+_Arguments = TypeVarTuple("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class StoreWorker:
+    """Run the calls of one frontend on a store, one after another in a thread.
+
+    `private_dir` is removed at the end. Failures are counted, and logged at most once a minute.
+    """
+
+    def __init__(
+        self,
+        store: ResponseStore,
+        metrics: FrontendMetrics,
+        private_dir: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._private_dir = private_dir
+        self._clock = clock
+        self._thread = Workers(1, "store")
+        self._next_log = float("-inf")
+        self._unlogged = 0
+
+    async def save(self, owner: str, response: StoredResponse) -> bool:
+        """Store a response and tell whether that succeeded.
+
+        A failure does not concern the client's answer.
+        """
+        try:
+            async with asyncio.timeout(SAVE_SECONDS):
+                await self._thread.run(self._store.save, owner, response)
+        except (StoreError, TimeoutError) as error:
+            self._failed("save", str(error) or f"not stored within {SAVE_SECONDS:g} s")
+            return False
+        return True
+
+    async def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        """Return a response, or None if it does not exist.
+
+        Raises ApiError 503 if the store fails.
+        """
+        return await self._run("get", self._store.get, owner, response_id)
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        """Delete a response and tell whether it existed.
+
+        Raises ApiError 503 if the store fails.
+        """
+        return await self._run("delete", self._store.delete, owner, response_id)
+
+    async def conversation(self, owner: str, response_id: str, max_bytes: int) -> list[StoredItem] | None:
+        """Return all items up to the end of a response, or None if it does not exist.
+
+        Raises ConversationTooLargeError for more than `max_bytes`, and ApiError 503 if the store fails.
+        """
+        return await self._run("get", self._store.conversation, owner, response_id, max_bytes)
+
+    async def find_items(self, owner: str, item_ids: Sequence[str]) -> dict[str, StoredItem]:
+        """Return those of the items that exist, by id.
+
+        Raises ApiError 503 if the store fails.
+        """
+        return await self._run("get", self._store.find_items, owner, item_ids)
+
+    async def close(self) -> None:
+        """Close the store after the calls in progress."""
+        await self._thread.run(self._store.close)
+        self._thread.close()
+        if self._private_dir is not None:
+            shutil.rmtree(self._private_dir, ignore_errors=True)
+
+    async def _run(
+        self, operation: str, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments
+    ) -> _Result:
+        try:
+            return await self._thread.run(function, *arguments)
+        except StoreError as error:
+            self._failed(operation, str(error))
+            raise unavailable("stored responses cannot be read at the moment; try again later") from None
+
+    def _failed(self, operation: str, reason: str) -> None:
+        self._metrics.store_failures.labels(operation).inc()
+        self._unlogged += 1
+        if self._clock() >= self._next_log:
+            logger.error("stored responses: %s failed (%d since the last line): %s", operation, self._unlogged, reason)
+            self._next_log, self._unlogged = self._clock() + LOG_SECONDS, 0
+
+
+def open_store_worker(state_dir: Path | None, limits: StoreLimits, metrics: FrontendMetrics) -> StoreWorker:
+    """Open the store of a directory, or of a private one that is removed at the end.
+
+    Raises StoreError if the store cannot be opened.
+    """
+    if state_dir is not None:
+        return StoreWorker(open_store(state_dir, limits), metrics)
+    private = Path(tempfile.mkdtemp(prefix="tandem-store-"))
+    try:
+        return StoreWorker(open_store(private, limits), metrics, private)
+    except BaseException:
+        shutil.rmtree(private, ignore_errors=True)
+        raise
