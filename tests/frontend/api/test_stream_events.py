@@ -10,6 +10,7 @@ import pytest
 from tests.fakes.engine import END_ID, FakeEngine
 from tests.fakes.tokenizer import byte_level_tokenizer
 from tests.frontend.conftest import RunningServer, post
+from tests.support.broken_stream import LONG, post_broken_stream
 
 RAW = byte_level_tokenizer()
 TEXT = "one köln two three"
@@ -90,8 +91,9 @@ def test_event_stream_sends_half_a_character_with_the_last_token(server: Running
 
 
 def test_event_stream_reports_a_failure_as_one_error(server: RunningServer, engine: FakeEngine) -> None:
-    engine.break_after = 3
-    *tokens, (last, error) = events(ask(server, "/v1/completions"))
+    body = {"model": "fake-model", "max_tokens": LONG, "stream_format": "events", "prompt": "one two"}
+    *tokens, (last, error) = events(post_broken_stream(engine, server.url + "/v1/completions", body))
+    assert tokens
     assert [name for name, _ in tokens] == ["token"] * len(tokens)
     assert (last, error["error"]["code"]) == ("error", "engine_failed")
 

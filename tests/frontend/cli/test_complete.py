@@ -14,6 +14,7 @@ from tandem.frontend.cli.main import main
 from tests.fakes.engine import FakeEngine
 from tests.fakes.http_server import Answer, scripted_server
 from tests.frontend.conftest import DEADLINE, RunningServer
+from tests.support.broken_stream import LONG, slow_down
 from tests.support.scripted_server import RAW, say
 
 ROOT = Path(__file__).parents[3]
@@ -67,14 +68,28 @@ def test_refused_request_prints_one_line(server: RunningServer, capsys: pytest.C
         assert capsys.readouterr() == ("", f"tandem: {reason}\n")
 
 
+class BreakAtFirstWrite(io.StringIO):
+    """Output that breaks the engine's answer once its beginning has been written."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def write(self, text: str) -> int:
+        self._engine.break_after = 1
+        return super().write(text)
+
+
 def test_error_within_the_stream_prints_one_line(
-    server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say(engine, TEXT)
-    engine.break_after = 4
-    assert complete(server, "--max-tokens", "100", "x") == 1
-    out, err = capsys.readouterr()
-    assert TEXT.startswith(out.rstrip("\n"))
+    say(engine, TEXT * LONG)
+    slow_down(engine)
+    monkeypatch.setattr(sys, "stdout", BreakAtFirstWrite(engine))
+    assert complete(server, "--max-tokens", str(LONG), "x") == 1
+    out, err = sys.stdout.getvalue(), capsys.readouterr().err
+    assert out != "\n"
+    assert (TEXT * LONG).startswith(out.rstrip("\n"))
     assert out.endswith("\n")
     assert err == "tandem: broken by the fake engine\n"
 

@@ -10,6 +10,7 @@ import pytest
 
 from tandem.frontend.errors import ApiError
 from tandem.frontend.grammar import checker as checker_module
+from tandem.frontend.grammar import process as process_module
 from tandem.frontend.grammar.checker import GrammarChecker
 from tandem.frontend.grammar.grammar import Grammar, lark, output_grammar, schema_grammar
 from tandem.frontend.grammar.process import TOO_COMPLEX
@@ -25,6 +26,12 @@ ENDLESS = schema_grammar(
 OVERFLOWING = Grammar(
     lark("start: A0\n" + "\n".join(f'A{i}: A{i + 1} "x"' for i in range(20_000)) + '\nA20000: "x"'), "p", "'p'"
 )
+
+
+@pytest.fixture(autouse=True)
+def patient_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the limit on CPU time end a hostile grammar, however long that takes on a loaded machine."""
+    monkeypatch.setattr(process_module, "CHECK_SECONDS", 200.0)
 
 
 def with_checker(body: Callable[[GrammarChecker], Coroutine[Any, Any, None]]) -> None:

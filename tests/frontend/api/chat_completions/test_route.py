@@ -16,6 +16,7 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.tokenizer import write_tokenizer
 from tests.frontend.conftest import RunningServer
 from tests.frontend.conftest import post as send
+from tests.support.broken_stream import LONG, post_broken_stream
 from tests.support.reasoning_model import RAW, answer_with, encode, with_reasoning, write_reasoning_model
 
 TEMPLATE = (
@@ -259,8 +260,8 @@ def test_chat_errors_have_the_openai_format(server: RunningServer, engine: FakeE
     ):
         response = post(server, **fields)
         assert (response.status_code, response.json()["error"]["param"]) == (status, param)
-    engine.break_after = 80
-    *chunks, last = events(post(server, stream=True, max_tokens=100))
+    body = {"model": "fake-model", "messages": [QUESTION], "max_tokens": LONG}
+    *chunks, last = events(post_broken_stream(engine, server.url + "/v1/chat/completions", body))
     assert chunks
     assert last["error"]["code"] == "engine_failed"
 

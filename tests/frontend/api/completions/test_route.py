@@ -16,6 +16,7 @@ from tests.fakes.engine import END_ID, FakeEngine
 from tests.fakes.tokenizer import byte_level_tokenizer
 from tests.frontend.conftest import RunningServer, get, until
 from tests.frontend.conftest import post as send
+from tests.support.broken_stream import LONG, post_broken_stream, slow_down
 
 RAW: tokenizers.Tokenizer = byte_level_tokenizer()
 TEXT = "how do I join two paths? 你好 🙂"
@@ -234,8 +235,8 @@ def test_failure_before_the_first_token_is_an_http_status(server: RunningServer,
 
 
 def test_failure_within_a_stream_is_an_event(server: RunningServer, engine: FakeEngine) -> None:
-    engine.break_after = 80
-    *chunks, last = events(post(server, stream=True, max_tokens=100))
+    body = {"model": "fake-model", "prompt": TEXT, "max_tokens": LONG}
+    *chunks, last = events(post_broken_stream(engine, server.url + "/v1/completions", body))
     assert chunks
     assert last["error"]["code"] == "engine_failed"
     assert set(last["error"]) == {"message", "type", "param", "code"}
@@ -279,9 +280,12 @@ def test_openai_client_reads_completions_and_streams(server: RunningServer, engi
         assert client.models.retrieve("fake-model").id == "fake-model"
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             client.completions.create(model="other", prompt="x")
-        engine.break_after = 3
+        slow_down(engine)
+        stream = client.completions.create(model="fake-model", prompt=TEXT, max_tokens=LONG, stream=True)
+        next(stream)
+        engine.break_after = 1
         with pytest.raises(openai.APIError, match="broken"):
-            list(client.completions.create(model="fake-model", prompt=TEXT, max_tokens=50, stream=True))
+            list(stream)
 
 
 def test_concurrent_clients_get_their_own_completions(server: RunningServer) -> None:

@@ -14,6 +14,7 @@ from tests.fakes.engine import FakeEngine
 from tests.frontend.api.responses.test_response import anonymous, events_of, replay
 from tests.frontend.conftest import RunningServer
 from tests.frontend.conftest import post as send
+from tests.support.broken_stream import LONG, post_broken_stream
 from tests.support.reasoning_model import RAW, answer_with, with_reasoning, write_reasoning_model
 
 TEMPLATE = (
@@ -103,9 +104,10 @@ def test_text_format_schema_becomes_a_constraint(server: RunningServer, engine: 
 def test_engine_failure_is_reported_before_and_within_a_stream(server: RunningServer, engine: FakeEngine) -> None:
     engine.refusal = ErrorCode.OVERLOADED
     assert post(server, stream=True).status_code == 503
-    engine.refusal, engine.break_after = None, 3
-    engine.script = answer_with("one two three four five")
-    *_, error, last = events_of(post(server, stream=True).content)
+    engine.refusal = None
+    engine.script = answer_with("one two three four five " * LONG)
+    body = {"model": "fake-model", "input": QUESTION}
+    *_, error, last = events_of(post_broken_stream(engine, server.url + "/v1/responses", body).content)
     assert (error["type"], error["code"]) == ("error", "engine_failed")
     assert (last["type"], last["response"]["error"]["code"]) == ("response.failed", "server_error")
     assert post(server).status_code == 500
