@@ -74,10 +74,14 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     options: EngineOptions = EngineOptions()
     """The options as given; settings that need no decision are read from here."""
 
+    def num_pages(self, positions: int) -> int:
+        """Return the number of pages that this many positions of a row take."""
+        return ceil_div(positions, self.page_size)
+
     @property
     def pages_per_row(self) -> int:
         """Largest number of pages of one row."""
-        return ceil_div(self.max_len, self.page_size)
+        return self.num_pages(self.max_len)
 
     @property
     def max_page_entries(self) -> int:

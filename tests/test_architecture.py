@@ -14,11 +14,20 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 L0 = {"tandem.protocol"}
 L1 = {
     f"tandem.engine_core.{name}"
-    for name in ("config", "errors", "plan", "contracts", "sequence", "startup.kv_sizing", "integers")
+    for name in (
+        "config",
+        "errors",
+        "plan",
+        "contracts",
+        "sequence",
+        "startup.kv_sizing",
+        "kv_cache.groups",
+        "integers",
+    )
 }
 L2 = {"tandem.engine_core.pipeline", "tandem.engine_core.scheduler"} | {
     f"tandem.engine_core.kv_cache.{name}"
-    for name in ("manager", "pages", "radix", "eviction", "groups", "pending_pages", "sessions")
+    for name in ("manager", "pages", "radix", "eviction", "pending_pages", "sessions")
 }
 L3_NAMES = (
     "kernels",

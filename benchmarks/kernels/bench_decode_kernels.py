@@ -28,7 +28,8 @@ from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.rope import rope_and_kv_write
-from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.kv_cache.groups import KVGroup
+from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 
 CEILING = 4385
 """GB/s: `torch.sum` over 8 GB on an H200."""
@@ -85,10 +86,9 @@ def paged_sets(
     table[1:] = (torch.randperm(batch * pages) + 1).view(batch, pages)
     rows = torch.arange(1, batch + 1, dtype=torch.int32, device="cuda")
     positions = torch.full((batch,), context - 1, dtype=torch.int32, device="cuda")
-    storage = KVStorage.allocate(
-        layers=sets(size), pages=batch * pages + 1, page_size=PAGE, kv_heads=kv_heads, head_dim=head_dim,
-        dtype=torch.bfloat16, device="cuda",
-    )  # fmt: skip
+    group = KVGroup(tuple(range(sets(size))))
+    layout = KVLayout(group=group, page_size=PAGE, kv_heads=kv_heads, head_dim=head_dim, dtype=torch.bfloat16)
+    storage = KVStorage.allocate(layout, batch * pages + 1, "cuda")
     storage.pool.normal_()
     shared = (rows, positions, storage.page_table(table.cuda()), head_dim**-0.5)
     pools = zip(storage.keys, storage.values, strict=True)

@@ -25,7 +25,8 @@ from tandem.engine_core.attention.triton import RaggedPlanner
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention import paged_decode, paged_prefill
 from tandem.engine_core.kernels.attention.paged_prefill import TileShape
-from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.kv_cache.groups import KVGroup
+from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 
 LAYERS, PAGE = 16, 16
 BYTES_PER_SECOND, FLOPS = 4.385e12, 7.9e14
@@ -47,10 +48,9 @@ class Setup:
         self.table[0] = ids[:used]
         self.table[1:, :decoding] = ids[used:].view(DECODE_ROWS, decoding)
         self.table = self.table.cuda()
-        self.storage = KVStorage.allocate(
-            layers=LAYERS, pages=pages, page_size=PAGE, kv_heads=kv_heads, head_dim=head_dim,
-            dtype=torch.bfloat16, device="cuda",
-        )  # fmt: skip
+        group = KVGroup(tuple(range(LAYERS)))
+        layout = KVLayout(group=group, page_size=PAGE, kv_heads=kv_heads, head_dim=head_dim, dtype=torch.bfloat16)
+        self.storage = KVStorage.allocate(layout, pages, "cuda")
         self.storage.pool.normal_(0, 0.5)
         self.page_table = self.storage.page_table(self.table)
         self.scale = head_dim**-0.5

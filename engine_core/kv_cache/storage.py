@@ -3,14 +3,48 @@
 It is one allocation, page after page, with a view for each layer.
 """
 
+import math
+
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kv_cache.groups import KVGroup
+
+
+class KVLayout(Struct, frozen=True, kw_only=True):
+    """Contents of a page: the keys and values of a group's layers for consecutive positions."""
+
+    group: KVGroup
+    page_size: int
+    """Positions in a page, a power of two."""
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def page_shape(self) -> tuple[int, int, int, int, int]:
+        """Shape of a page, [layers, 2, page_size, kv_heads, head_dim]."""
+        return len(self.group.layers), 2, self.page_size, self.kv_heads, self.head_dim
+
+    @property
+    def page_elements(self) -> int:
+        """Number of elements from one page to the next."""
+        return math.prod(self.page_shape)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_elements * self.dtype.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return self.page_bytes // self.page_size
 
 
 class KVStorage:
-    """Keys and values of every layer, page-major.
+    """Keys and values of the layers of a group, page-major.
 
     All that a page holds is one run of bytes, and all pages have the same size.
 
@@ -23,39 +57,26 @@ class KVStorage:
     by the KV manager.
     """
 
-    def __init__(self, pool: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
+    def __init__(self, layout: KVLayout, pool: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
         """Keep the pool and its views.
 
-        pool: [pages, layers, 2, page_size, kv_heads, head_dim]; keys, values: one view of it for each layer,
+        pool: [pages, *layout.page_shape]; keys, values: one view of it for each layer of the group,
         [slots, kv_heads, head_dim], contiguous, from the layer's first slot to its last.
         """
+        self.layout = layout
         self.pool = pool
         self.keys = keys
         self.values = values
 
     @classmethod
-    def allocate(
-        cls,
-        *,
-        layers: int,
-        pages: int,
-        page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> "KVStorage":
-        """Allocate `pages` pages, page 0 included, of `page_size` positions each."""
-        pool = torch.zeros((pages, layers, 2, page_size, kv_heads, head_dim), dtype=dtype, device=device)
-        flat = pool.view(-1, kv_heads, head_dim)
-        slots = (pages - 1) * 2 * layers * page_size + page_size
-        views = [flat[first : first + slots] for first in range(0, 2 * layers * page_size, page_size)]
-        return cls(pool, tuple(views[0::2]), tuple(views[1::2]))
-
-    @staticmethod
-    def bytes_per_token(*, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Return the bytes that one token's keys and values take over all layers."""
-        return 2 * layers * kv_heads * head_dim * dtype.itemsize
+    def allocate(cls, layout: KVLayout, pages: int, device: torch.device | str) -> "KVStorage":
+        """Allocate `pages` pages, page 0 included."""
+        pool = torch.zeros((pages, *layout.page_shape), dtype=layout.dtype, device=device)
+        flat = pool.view(-1, layout.kv_heads, layout.head_dim)
+        size, stride = layout.page_size, _page_stride(layout)
+        slots = (pages - 1) * stride + size
+        views = [flat[first : first + slots] for first in range(0, stride, size)]
+        return cls(layout, pool, tuple(views[0::2]), tuple(views[1::2]))
 
     @property
     def pages(self) -> int:
@@ -67,5 +88,10 @@ class KVStorage:
 
         pages: pages of each row, [rows, pages_per_row] int32.
         """
-        _, layers, _, page_size, _, _ = self.pool.shape
-        return PageTable(pages, page_size, 2 * layers * page_size)
+        return PageTable(pages, self.layout.page_size, _page_stride(self.layout))
+
+
+def _page_stride(layout: KVLayout) -> int:
+    """Return the slots of head vectors from the beginning of a page to that of the next."""
+    layers, both, page_size, _, _ = layout.page_shape
+    return layers * both * page_size

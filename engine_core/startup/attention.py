@@ -13,6 +13,7 @@ from tandem.engine_core.attention.base import AttentionPlanner, GraphPromptPlann
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.runtime.device import Device
@@ -37,21 +38,20 @@ idle: 128 tokens behind 8,064 take 46 us a layer and 113 (`benchmarks.kernels.be
 
 
 def eager_planner(
-    device: Device, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
+    device: Device, model: ModelConfig, config: StepConfig, dtype: torch.dtype, layout: KVLayout
 ) -> AttentionPlanner:
     """Return a planner for the steps that no graph holds.
 
     Each slot needs its own.
     """
-    page_elements = 2 * model.layers * config.page_size * model.kv_heads * model.head_dim
     usable = (
         model.head_dim in FLASHINFER_HEAD_DIMS
         and dtype.itemsize == 2
-        and kv_dtype == dtype
-        and page_elements < FLASHINFER_PAGE_ELEMENTS
+        and layout.dtype == dtype
+        and layout.page_elements < FLASHINFER_PAGE_ELEMENTS
     )
     if not usable or importlib.util.find_spec("flashinfer") is None:
-        logger.info("prefill runs on Triton: head_dim %d, %s, keys in %s", model.head_dim, dtype, kv_dtype)
+        logger.info("prefill runs on Triton: head_dim %d, %s, keys in %s", model.head_dim, dtype, layout.dtype)
         return _ragged(device, model, config)
     from tandem.engine_core.attention.flashinfer import FlashInferPlanner, HeadShape
 
@@ -149,5 +149,5 @@ def _in_flashinfer(eager: AttentionPlanner, tokens: int) -> bool:
 
 def _max_page_entries(config: StepConfig) -> int:
     """Return the most page table entries that the prompts in a graph can use."""
-    longest = ceil_div(config.graph_tokens[-1], config.page_size)
+    longest = config.num_pages(config.graph_tokens[-1])
     return max(min(MAX_PROMPTS, config.max_rows) * config.pages_per_row, longest)

@@ -14,7 +14,7 @@ from tandem.engine_core.attention.base import AttentionPlanner
 from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import torch_build_context, triton_build_context
@@ -67,7 +67,7 @@ class DeviceParts(Protocol):
         """
 
     def attention(
-        self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
+        self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, layout: KVLayout
     ) -> AttentionPlanner:
         """Return a new planner of the steps that no graph holds, for one slot."""
 
@@ -117,7 +117,7 @@ class CpuParts:
         return None
 
     def attention(
-        self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
+        self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, layout: KVLayout
     ) -> AttentionPlanner:
         """Implement `DeviceParts.attention`."""
         return TorchPlanner(attention_kinds(model))
@@ -166,10 +166,10 @@ class CudaParts:
             )
 
     def attention(
-        self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, kv_dtype: torch.dtype
+        self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, layout: KVLayout
     ) -> AttentionPlanner:
         """Implement `DeviceParts.attention`."""
-        return eager_planner(self.device, model, config, dtype, kv_dtype)
+        return eager_planner(self.device, model, config, dtype, layout)
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> Sampler:
         """Implement `DeviceParts.sampler`."""

@@ -13,7 +13,7 @@ from llguidance import LLExecutor
 from msgspec import Struct, structs
 
 from tandem.engine_core import config as configuration
-from tandem.engine_core.config import EngineConfig
+from tandem.engine_core.config import EngineConfig, ModelShape, StepConfig
 from tandem.engine_core.constraints.compiler import GrammarCompiler
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
@@ -25,6 +25,7 @@ from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
+from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.layers.linear_choice import check_quantization
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.runtime.device import open_device
@@ -65,19 +66,21 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
     if len(model_config.eos_ids) > MAX_END_IDS:
         raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")
     dtype = configuration.resolve_dtype(options, kind, model_config.dtype or "float32")
+    name = "tandem-default" if directory == DEFAULT_MODEL else directory.resolve().name
+    step_config = configuration.resolve(options, ModelShape(name, model_config.max_positions), kind, dtype)
+    groups = _kv_groups(model_config)
+    layout = _kv_layout(groups[0], step_config, model_config)
+    source = ModelSource(directory, model_config, getattr(torch, dtype), layout)
     if kind == "cpu":
         torch.set_num_threads(configuration.resolve_threads(options, len(os.sched_getaffinity(0))))
     if kind == "cuda":
         check_installed()
     device = open_device(kind)
-    name = "tandem-default" if directory == DEFAULT_MODEL else directory.resolve().name
-    kv_dtype = torch.float8_e4m3fn if options.kv_dtype == "fp8" else getattr(torch, dtype)
-    source = ModelSource(directory, name, model_config, getattr(torch, dtype), kv_dtype)
     log = StartLog(time.monotonic, device.held_bytes)
     constraints = _start_constraints(source, mailbox, status.stats)
-    runtime, config = build_runtime(options, source, device, constraints.mask_builder, status, log)
+    runtime, config = build_runtime(step_config, source, device, constraints.mask_builder, status, log)
     facts = _facts(config, model_config, directory)
-    engine = _build_loop(config, _kv_groups(model_config), runtime, mailbox, constraints, status, facts)
+    engine = _build_loop(config, groups, runtime, mailbox, constraints, status, facts)
     _log_settings(config, source)
     if options.page_size == "max" and config.page_size > config.max_len:
         text = "--page-size max: %d positions a sequence, --max-len %d rounded up to a power of two"
@@ -94,7 +97,7 @@ def _log_settings(config: EngineConfig, source: ModelSource) -> None:
     """Log all settings of this engine on one line of JSON."""
     settings = {name: value for name, value in structs.asdict(config).items() if name != "options"} | {
         "kv_tokens": config.kv_tokens,
-        "kv_dtype": str(source.kv_dtype).removeprefix("torch."),
+        "kv_dtype": str(source.layout.dtype).removeprefix("torch."),
     }
     if config.device == "cpu":
         settings["threads"] = torch.get_num_threads()
@@ -178,6 +181,13 @@ def _kv_groups(model: ModelConfig) -> tuple[KVGroup, ...]:
     All layers form one group, because all attend to every position before.
     """
     return (KVGroup(tuple(range(model.layers))),)
+
+
+def _kv_layout(group: KVGroup, config: StepConfig, model: ModelConfig) -> KVLayout:
+    dtype = torch.float8_e4m3fn if config.options.kv_dtype == "fp8" else getattr(torch, config.dtype)
+    return KVLayout(
+        group=group, page_size=config.page_size, kv_heads=model.kv_heads, head_dim=model.head_dim, dtype=dtype
+    )
 
 
 def _kv_manager(config: EngineConfig, groups: tuple[KVGroup, ...]) -> KVManager:

@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from msgspec import Struct, structs
 
-from tandem.engine_core import config as configuration
-from tandem.engine_core.config import EngineConfig, ModelShape, StepConfig
+from tandem.engine_core.config import EngineConfig, StepConfig
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
@@ -42,19 +41,12 @@ logger = logging.getLogger(__name__)
 
 
 class ModelSource(Struct, frozen=True):
-    """The directory of the model that is loaded, and the dtypes that it runs in."""
+    """The directory of the model that is loaded, the dtype that it runs in, and the layout of its keys and values."""
 
     directory: Path
-    name: str
     model: ModelConfig
     dtype: torch.dtype
-    kv_dtype: torch.dtype
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        m = self.model
-        return KVStorage.bytes_per_token(layers=m.layers, kv_heads=m.kv_heads, head_dim=m.head_dim, dtype=self.kv_dtype)
+    layout: KVLayout
 
 
 class RuntimeBuilder(Struct, frozen=True):
@@ -78,16 +70,14 @@ class RuntimeBuilder(Struct, frozen=True):
 
         Raises ConfigError if the memory does not suffice.
         """
-        m, page_size = self.source.model, self.config.page_size
+        layout = self.source.layout
         try:
-            return KVStorage.allocate(
-                layers=m.layers, pages=pages, page_size=page_size, kv_heads=m.kv_heads, head_dim=m.head_dim,
-                dtype=self.source.kv_dtype, device=self.parts.device.torch_device,
-            )  # fmt: skip
+            return KVStorage.allocate(layout, pages, self.parts.device.torch_device)
         except RuntimeError as error:
+            size = pages * layout.page_bytes / kv_sizing.GIB
             raise ConfigError(
-                f"a KV pool of {pages * page_size} tokens cannot be allocated ({error}); lower --kv-tokens, "
-                "--kv-memory or --gpu-memory"
+                f"a KV pool of {size:.2f} GiB cannot be allocated ({error}); lower --kv-tokens, --kv-memory or "
+                "--gpu-memory"
             ) from error
 
     def build_runtime(self, kv: KVStorage, graphs: StepGraphs | None = None) -> TorchRuntime:
@@ -160,15 +150,15 @@ class RuntimeBuilder(Struct, frozen=True):
 
 
 def build_runtime(
-    options: EngineOptions, source: ModelSource, device: Device, filler: MaskFiller, status: Status, log: StartLog
+    config: StepConfig, source: ModelSource, device: Device, filler: MaskFiller, status: Status, log: StartLog
 ) -> tuple[TorchRuntime, EngineConfig]:
     """Load, measure and allocate everything, and run each path once.
 
-    Raises ConfigError if the settings contradict each other, the model cannot be loaded or the memory does not suffice.
+    Raises ConfigError if the model cannot be loaded or the memory does not suffice.
     """
     free_at_start = device.free_bytes()
     try:
-        return _build(_new_builder(options, source, device, filler, status, log), free_at_start, status, log)
+        return _build(_new_builder(config, source, device, filler, status, log), free_at_start, status, log)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the memory is too small for weights, steps, graphs and KV pool ({error}); lower --gpu-memory, "
@@ -183,7 +173,7 @@ def _build(
     status.enter(Phase.WARMING)
     memory = builder.measure(free_at_start)
     log.mark("trial of steps and graphs")
-    config = kv_sizing.size_pool(builder.config, memory, source.token_bytes)
+    config = kv_sizing.size_pool(builder.config, memory, source.layout.token_bytes)
     kv = builder.build_pool(config.pages)
     _log_memory(config, memory, source)
     log.mark("KV pool")
@@ -202,14 +192,11 @@ def _build(
 
 
 def _new_builder(
-    options: EngineOptions, source: ModelSource, device: Device, filler: MaskFiller, status: Status, log: StartLog
+    config: StepConfig, source: ModelSource, device: Device, filler: MaskFiller, status: Status, log: StartLog
 ) -> RuntimeBuilder:
     parts: DeviceParts = CudaParts(device) if device.torch_device.type == "cuda" else CpuParts(device)
-    parts.check_kv(source.kv_dtype)
-    shape = ModelShape(source.name, source.model.max_positions)
-    dtype_name = str(source.dtype).removeprefix("torch.")
-    config = configuration.resolve(options, shape, device.torch_device.type, dtype_name)
-    model = _load_model(options, source, parts.build_context(source.model, source.dtype), status)
+    parts.check_kv(source.layout.dtype)
+    model = _load_model(config.options, source, parts.build_context(source.model, source.dtype), status)
     log.mark("weights")
     vocab_size = source.model.vocab_size
     tables = DeviceTables.allocate(config.max_rows, config.max_len, config.pages_per_row, device.torch_device)
@@ -217,7 +204,7 @@ def _new_builder(
     slots = [
         StepSlot.allocate(
             device, words, config.max_rows, config.max_step_tokens, vocab_size,
-            parts.attention(source.model, config, source.dtype, source.kv_dtype),
+            parts.attention(source.model, config, source.dtype, source.layout),
         )
         for _ in range(config.depth)
     ]  # fmt: skip
@@ -242,7 +229,8 @@ def _log_memory(config: EngineConfig, memory: Memory, source: ModelSource) -> No
     def gib(count: int) -> float:
         return count / kv_sizing.GIB
 
-    pool = config.pages * config.page_size * source.token_bytes
+    layout = source.layout
+    pool = config.pages * layout.page_bytes
     if config.device != "cpu":
         logger.info(
             "memory in GiB: %.2f in all, %.2f free at start; weights and tables %.2f, steps %.2f, graphs %.2f "
@@ -251,6 +239,6 @@ def _log_memory(config: EngineConfig, memory: Memory, source: ModelSource) -> No
             gib(memory.steps), gib(memory.graphs), gib(pool),
         )  # fmt: skip
     logger.info(
-        "KV pool: %.2f GiB, %d pages of %d tokens in %s, %d bytes a token",
-        gib(pool), config.pages, config.page_size, str(source.kv_dtype).removeprefix("torch."), source.token_bytes,
+        "KV pool: %.2f GiB, %d pages, %d tokens of %d bytes in %s",
+        gib(pool), config.pages, config.kv_tokens, layout.token_bytes, str(layout.dtype).removeprefix("torch."),
     )  # fmt: skip

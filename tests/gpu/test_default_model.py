@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 
 from tandem.engine_core.attention.base import ForwardBatch, Span
 from tandem.engine_core.attention.torch import TorchPlanner
-from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.kv_cache.groups import KVGroup
+from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.checkpoint import Checkpoint
@@ -57,10 +58,9 @@ def logits_of(sequence: Sequence[int], device: str, dtype: torch.dtype) -> torch
     where = torch.device(device)
     model = build_model(config, torch_build_context(where, dtype))
     load_weights(model, Checkpoint.open(DEFAULT_MODEL))
-    kv = KVStorage.allocate(
-        layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim,
-        pages=12, page_size=16, dtype=dtype, device=where,
-    )  # fmt: skip
+    group = KVGroup(tuple(range(config.layers)))
+    layout = KVLayout(group=group, page_size=16, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=dtype)
+    kv = KVStorage.allocate(layout, 12, where)
     positions = torch.arange(len(sequence), device=where)
     page_table = kv.page_table(torch.arange(1, 12, dtype=torch.int32, device=where)[None])
     planner = TorchPlanner(attention_kinds(config))

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, Span
 from tandem.engine_core.attention.torch import TorchPlanner
-from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.kv_cache.groups import KVGroup
+from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.checkpoint import Checkpoint
@@ -42,15 +43,14 @@ class PagedRun:
         self.pages = torch.randint(1, sum(need) + 1, (len(tokens), max(need)), generator=generator, dtype=torch.int32)
         for row, pages in enumerate(order.split(need)):
             self.pages[row, : len(pages)] = pages
-        self.storage = KVStorage.allocate(
-            layers=config.layers,
-            pages=sum(need) + 1,
+        layout = KVLayout(
+            group=KVGroup(tuple(range(config.layers))),
             page_size=page_size,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             dtype=torch.float32,
-            device="cpu",
         )
+        self.storage = KVStorage.allocate(layout, sum(need) + 1, "cpu")
         self.page_table = self.storage.page_table(self.pages)
         self.storage.pool.normal_(0, 100, generator=generator)
 

@@ -11,7 +11,8 @@ from tandem.engine_core.contracts import Masks, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.kernels.reference.philox import gumbel_noise
 from tandem.engine_core.kernels.reference.sampling import truncate
-from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.kv_cache.groups import KVGroup
+from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.model_config import ModelConfig, RopeConfig
@@ -206,15 +207,14 @@ class Shape:
 def build_runtime(model: LlamaModel, shape: Shape) -> RecordingTorchRuntime:
     pages = shape.pages or shape.max_rows * -(-MAX_LEN // shape.page_size) + 1
     device = CpuDevice()
-    kv = KVStorage.allocate(
-        layers=CONFIG.layers,
-        pages=pages,
+    layout = KVLayout(
+        group=KVGroup(tuple(range(CONFIG.layers))),
         page_size=shape.page_size,
         kv_heads=CONFIG.kv_heads,
         head_dim=CONFIG.head_dim,
         dtype=torch.float32,
-        device="cpu",
     )
+    kv = KVStorage.allocate(layout, pages, "cpu")
     tables = DeviceTables.allocate(shape.max_rows, MAX_LEN, -(-MAX_LEN // shape.page_size), device.torch_device)
     words = capacity(shape.max_rows, shape.step_tokens, shape.max_rows * -(-MAX_LEN // shape.page_size), 1024)
     attention = TorchPlanner(attention_kinds(CONFIG))

@@ -4,13 +4,18 @@ import pytest
 import torch
 
 from tandem.engine_core.kernels.kv_dtype import read_pool, write_pool
-from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.kv_cache.groups import KVGroup
+from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 
 PAGES = torch.tensor([[0, 0], [4, 1], [2, 3]], dtype=torch.int32)
 
 
+def layout(dtype: torch.dtype = torch.float32) -> KVLayout:
+    return KVLayout(group=KVGroup((0, 1, 2)), page_size=4, kv_heads=2, head_dim=8, dtype=dtype)
+
+
 def allocate(dtype: torch.dtype = torch.float32, pages: int = 5) -> KVStorage:
-    return KVStorage.allocate(layers=3, pages=pages, page_size=4, kv_heads=2, head_dim=8, dtype=dtype, device="cpu")
+    return KVStorage.allocate(layout(dtype), pages, "cpu")
 
 
 def test_the_pool_is_one_zeroed_allocation_with_views_for_each_layer() -> None:
@@ -64,9 +69,9 @@ def test_views_by_page_share_the_memory_of_the_pool() -> None:
 def test_slots_beyond_32_bits_are_addressed_in_full() -> None:
     """Page 300 of 2^17 positions in 40 layers begins beyond slot 2^31."""
     page_size, layers = 1 << 17, 40
-    storage = KVStorage.allocate(
-        layers=layers, pages=1, page_size=page_size, kv_heads=1, head_dim=1, dtype=torch.float32, device="meta"
-    )
+    group = KVGroup(tuple(range(layers)))
+    long = KVLayout(group=group, page_size=page_size, kv_heads=1, head_dim=1, dtype=torch.float32)
+    storage = KVStorage.allocate(long, 1, "meta")
     table = storage.page_table(torch.tensor([[300]], dtype=torch.int32))
     slot = table.slots(torch.tensor([0]), torch.tensor([7]))
     assert slot.tolist() == [300 * 2 * layers * page_size + 7] and slot.item() > 2**31
@@ -78,7 +83,8 @@ def test_a_pool_of_the_reserved_page_alone_has_slots_for_it() -> None:
     assert all(len(tensor) == 4 for tensor in (*storage.keys, *storage.values))
 
 
-def test_bytes_per_token_equal_the_allocation() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        each = KVStorage.bytes_per_token(layers=3, kv_heads=2, head_dim=8, dtype=dtype)
-        assert each * 20 == allocate(dtype).pool.untyped_storage().nbytes()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_bytes_of_tokens_and_pages_equal_the_allocation(dtype: torch.dtype) -> None:
+    size = allocate(dtype).pool.untyped_storage().nbytes()
+    assert layout(dtype).token_bytes * 20 == layout(dtype).page_bytes * 5 == size
+    assert layout(dtype).page_elements * dtype.itemsize * 5 == size
