@@ -27,6 +27,7 @@ DEFAULT_BODY_MIB = 32
 
 ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral", "json"]
 ReasoningParserName = Literal["auto", "think", "none"]
+UnknownFields = Literal["ignore", "refuse"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -57,6 +58,8 @@ class FrontendConfig(Struct, frozen=True):
     """Limit on prompt tokens that wait for their first output; requests beyond it get a 503."""
     max_body: int = DEFAULT_BODY_MIB * MEBIBYTE
     """Limit on the bytes of a request body."""
+    unknown_fields: UnknownFields = "ignore"
+    """What happens to a field that has no effect: it is ignored and named in the response, or refused."""
     limits: RequestLimits = RequestLimits()
     chat: ChatOptions = ChatOptions()
     store: bool = True
@@ -170,6 +173,8 @@ HTTP_FLAGS = (
          struct=RequestLimits),
     Flag("max_queued_tokens", _LIMITS, "maximum number of prompt tokens that wait for their first output; further "
          "requests get a 503", int, _COUNT, struct=FrontendConfig),
+    Flag("unknown_fields", _LIMITS, "what to do with request fields that have no effect: ignore them and name them in "
+         "the header x-tandem-ignored, or refuse the request", choices=get_args(UnknownFields), struct=FrontendConfig),
     Flag("max_prompt_tokens", _LIMITS, "maximum number of tokens of a prompt", int, _COUNT, struct=RequestLimits,
          default_text="the model's context length"),
 )

@@ -15,14 +15,14 @@ RETRY_AFTER_SECONDS = 1
 
 _STATUS: dict[ErrorCode, int] = {
     ErrorCode.INVALID_REQUEST: 400,
-    ErrorCode.INVALID_VALUE: 422,
+    ErrorCode.INVALID_VALUE: 400,
     ErrorCode.CONTEXT_LENGTH: 400,
     ErrorCode.KV_CAPACITY: 400,
     ErrorCode.INVALID_GRAMMAR: 400,
     ErrorCode.GRAMMAR_FAILED: 400,
     ErrorCode.OVERLOADED: 503,
     ErrorCode.SESSION_BUSY: 409,
-    ErrorCode.SESSIONS_OFF: 422,
+    ErrorCode.SESSIONS_OFF: 400,
     ErrorCode.SHUTTING_DOWN: 503,
     ErrorCode.ENGINE_UNAVAILABLE: 503,
     ErrorCode.ENGINE_FAILED: 500,
@@ -99,11 +99,16 @@ def malformed(template: str, param: str | None = None) -> ApiError:
 
 
 def unsupported(template: str, param: str, other: str | None = None) -> ApiError:
-    """Return the 422 for a well-formed field with a value that cannot be served.
+    """Return the 400 for a well-formed field with a value that cannot be served.
 
     The value is out of range, not supported, or contradicts another field.
     """
-    return ApiError(422, template, param, "invalid_value", other)
+    return ApiError(400, template, param, "invalid_value", other)
+
+
+def unsupported_field(template: str, param: str) -> ApiError:
+    """Return the 400 for a field that would change the output and is not supported."""
+    return ApiError(400, template, param, "unsupported_parameter")
 
 
 def unavailable(message: str, code: ErrorCode = ErrorCode.ENGINE_UNAVAILABLE) -> ApiError:

@@ -19,6 +19,12 @@ class FrontendMetrics:
         self.requests = Counter(
             "tandem_http_requests", "HTTP requests answered.", ["route", "status"], registry=registry
         )
+        self.ignored_fields = Counter(
+            "tandem_ignored_fields",
+            "Requests with a field that has no effect; fields that no table knows are counted as other.",
+            ["field"],
+            registry=registry,
+        )
         self.running = Gauge(
             "tandem_frontend_num_requests_running", "Sequences open in this frontend.", registry=registry
         )

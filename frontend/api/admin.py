@@ -1,5 +1,6 @@
 """Routes of `/admin/scheduler`: the scheduler's state and its policy."""
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -8,6 +9,7 @@ from tandem.frontend.api.openapi import error_response, json_response, takes
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import unsupported
 from tandem.frontend.request.fields import BodyFormat, Field
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.kinds import String
 from tandem.frontend.request.schema import STRING, Schema, closed
 from tandem.protocol.engine_options import POLICIES
@@ -134,12 +136,12 @@ INSPECTION = closed(
 _BODY = BodyFormat((Field("policy", String(), required=True),))
 
 
-def parse_policy(body: bytes) -> str:
+def parse_policy(body: bytes, ignored: IgnoredFields) -> str:
     """Read the name of a policy, which the engine checks.
 
-    Raises ApiError 400 for a malformed body, 422 for an unknown field.
+    Raises ApiError 400 for a malformed body, and for an unknown field.
     """
-    policy: str = _BODY.read(body)["policy"]
+    policy: str = _BODY.read(body, ignored)["policy"]
     return policy
 
 
@@ -168,7 +170,8 @@ def scheduler_router(service: Service) -> APIRouter:
 
         The new policy applies to running and waiting sequences.
         """
-        async with service.pending.receive(request, parse_policy) as policy:
+        parse = partial(parse_policy, ignored=service.ignored_fields(request))
+        async with service.pending.receive(request, parse) as policy:
             if refusal := await service.client.calls.set_policy(policy):
                 raise unsupported(refusal, "policy")
         return {"policy": policy}

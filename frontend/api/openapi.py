@@ -28,11 +28,10 @@ def takes(body: Schema, response: Schema, names_model: bool = True) -> Schema:
     `response` is its response of status 200.
     """
     errors = {
-        "400": "The body is malformed, or more than the model can take.",
+        "400": "The body is malformed, a value cannot be served, or it is more than the model can take.",
         **({"404": "The model does not exist."} if names_model else {}),
         "413": "The body is too large.",
         "415": "The body is compressed, or not JSON.",
-        "422": "A value is out of range or not supported.",
         "503": "Not ready, or too busy; try again later.",
     }
     return {

@@ -3,6 +3,7 @@
 import asyncio
 
 from prometheus_client import CollectorRegistry
+from starlette.requests import Request
 
 from tandem.frontend.api.request_body import BodyBudget, PendingRequests
 from tandem.frontend.chat.chat import Chat
@@ -18,6 +19,7 @@ from tandem.frontend.grammar.builder import GrammarBuilder
 from tandem.frontend.grammar.checker import GrammarChecker
 from tandem.frontend.grammar.grammar import THINK_END
 from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.request.ignored_fields import IGNORED_KEY, IgnoredFields
 from tandem.frontend.store.store_worker import StoreWorker, open_store_worker
 from tandem.frontend.workers import Workers
 from tandem.protocol.errors import ErrorCode
@@ -79,6 +81,15 @@ class Service:
         if self.draining:
             raise unavailable("the server is shutting down", ErrorCode.SHUTTING_DOWN)
         return self.client.ready()
+
+    def ignored_fields(self, request: Request) -> IgnoredFields:
+        """Begin to record the fields of a request that have no effect.
+
+        They are named in the header of its response and counted, whatever the response is.
+        """
+        ignored = IgnoredFields(refuse=self.config.unknown_fields == "refuse")
+        request.scope[IGNORED_KEY] = ignored
+        return ignored
 
     async def drain(self) -> None:
         """Accept no new request, and finish or end the open ones.

@@ -1,5 +1,7 @@
 """The routes `POST /tokenize` and `POST /detokenize`: text to token ids and back."""
 
+from functools import partial
+
 import msgspec
 from fastapi import APIRouter, Request
 from msgspec import Raw, Struct
@@ -12,6 +14,7 @@ from tandem.frontend.generation.admission import MANY_IDS, check_ids, check_mode
 from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.request.conversation import MESSAGES_FIELD, RENDERING_FIELDS, Conversation, conversation
 from tandem.frontend.request.fields import BodyFormat, Field
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.kinds import Boolean, Parsed, String
 from tandem.frontend.request.messages import parse_messages
 from tandem.frontend.request.schema import ANY, ID, STRING, Schema, closed
@@ -23,7 +26,7 @@ MAX_IDS_BYTES = 4 * 2**20
 """Maximum number of bytes of JSON of `tokens`: half a million ids of a large vocabulary."""
 
 
-def _parse_text(raw: Raw) -> str:
+def _parse_text(raw: Raw, _: IgnoredFields) -> str:
     text = decode_field(raw, "prompt")
     if not isinstance(text, str):
         raise wrong_type("prompt", "a string", text)
@@ -32,7 +35,7 @@ def _parse_text(raw: Raw) -> str:
     return text
 
 
-def _parse_ids(raw: Raw) -> list[int]:
+def _parse_ids(raw: Raw, _: IgnoredFields) -> list[int]:
     if (size := len(memoryview(raw))) > MAX_IDS_BYTES:
         raise unsupported(f"{{param}} has {size} bytes of JSON; at most {MAX_IDS_BYTES} are allowed", "tokens")
     ids: list[int] = decode_exact(raw, "tokens", list[int], "an array of token ids")
@@ -46,7 +49,7 @@ _IDS = Field("tokens", Parsed(_parse_ids, {"type": "array", "items": ID}), requi
 
 _TOKENIZE_TEXT = BodyFormat((_TEXT, *_SHARED))
 _TOKENIZE_CHAT = BodyFormat((MESSAGES_FIELD, *_SHARED, *RENDERING_FIELDS))
-_SOURCES = tuple(Field(name, Parsed(lambda raw: raw, ANY)) for name in ("prompt", "messages"))
+_SOURCES = tuple(Field(name, Parsed(lambda raw, _: raw, ANY)) for name in ("prompt", "messages"))
 _TOKENIZE = BodyFormat((*_SOURCES, *_SHARED, *RENDERING_FIELDS))
 _DETOKENIZE = BodyFormat((_IDS, _MODEL, Field("skip_special_tokens", Boolean())))
 
@@ -79,20 +82,20 @@ class DetokenizeRequest(Struct, frozen=True):
     skip_special_tokens: bool
 
 
-def parse_tokenize(body: bytes) -> TokenizeRequest:
+def parse_tokenize(body: bytes, ignored: IgnoredFields) -> TokenizeRequest:
     """Parse the body of `/tokenize`.
 
-    Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported.
+    Raises ApiError 400 if it is malformed, and for a value out of range or not supported.
     """
-    values = _TOKENIZE.read(body)
+    values = _TOKENIZE.read(body, ignored)
     text, messages = values["prompt"], values["messages"]
     if (text is None) == (messages is None):
         raise malformed("give either {param}, a text, or 'messages', a conversation", "prompt")
     source: str | Conversation
     if text is None:
-        source = conversation({**values, "messages": parse_messages(messages)}, chat_tool_use(values))
+        source = conversation({**values, "messages": parse_messages(messages, ignored)}, chat_tool_use(values))
     else:
-        source = _parse_text(text)
+        source = _parse_text(text, ignored)
     special = values["add_special_tokens"]
     return TokenizeRequest(
         model=values["model"],
@@ -103,12 +106,12 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     )
 
 
-def parse_detokenize(body: bytes) -> DetokenizeRequest:
+def parse_detokenize(body: bytes, ignored: IgnoredFields) -> DetokenizeRequest:
     """Parse the body of `/detokenize`.
 
-    Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported.
+    Raises ApiError 400 if it is malformed, and for a value out of range or not supported.
     """
-    values = _DETOKENIZE.read(body)
+    values = _DETOKENIZE.read(body, ignored)
     return DetokenizeRequest(values["model"], values["tokens"], values["skip_special_tokens"])
 
 
@@ -134,7 +137,8 @@ def tokenize_router(service: Service) -> APIRouter:
     @router.post("/tokenize", openapi_extra=takes(TOKENIZE, json_response("The token ids.", TOKENIZED)))
     async def tokenize(request: Request) -> Response:
         """Encode a text or a rendered conversation as token ids."""
-        async with service.pending.receive(request, parse_tokenize) as parsed:
+        parse = partial(parse_tokenize, ignored=service.ignored_fields(request))
+        async with service.pending.receive(request, parse) as parsed:
             model = service.ready().model
             check_model(parsed.model or model.name, model)
             text = parsed.source if isinstance(parsed.source, str) else await service.chat.render(parsed.source)
@@ -147,7 +151,8 @@ def tokenize_router(service: Service) -> APIRouter:
     @router.post("/detokenize", openapi_extra=takes(DETOKENIZE, json_response("The text.", DETOKENIZED)))
     async def detokenize(request: Request) -> Response:
         """Decode token ids, including special tokens unless they are to be skipped."""
-        async with service.pending.receive(request, parse_detokenize) as parsed:
+        parse = partial(parse_detokenize, ignored=service.ignored_fields(request))
+        async with service.pending.receive(request, parse) as parsed:
             model = service.ready().model
             check_model(parsed.model or model.name, model)
             check_ids(parsed.tokens, model.vocab_size, "tokens")

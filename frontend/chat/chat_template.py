@@ -71,7 +71,7 @@ class ChatTemplate:
     def render(self, conversation: Conversation) -> str:
         """Render the prompt of a conversation.
 
-        Raises ApiError 400 if the template rejects the messages, fails or is stopped, and 422 for a `reasoning_effort`
+        Raises ApiError 400 if the template rejects the messages, fails or is stopped, and for a `reasoning_effort`
         that the template does not read.
         """
         name = "tool_use" if conversation.tools and "tool_use" in self.source.texts else "default"
@@ -218,7 +218,7 @@ def _adapt_role(message: dict[str, Any], template: str) -> dict[str, Any]:
 def _reasoning_variables(conversation: Conversation, template: str) -> dict[str, Any]:
     """Translate `reasoning_effort` to template variables.
 
-    Raises ApiError 422 if the template reads none of them.
+    Raises ApiError 400 if the template reads none of them.
     """
     effort = conversation.reasoning_effort
     if effort is None:

@@ -126,7 +126,7 @@ class Admission:
         return Admitted(options, model, admitted, _sampling(options), constraint)
 
     def _check_count(self, options: GenerationOptions, prompts: int, limits: Limits) -> None:
-        """Raise ApiError 422 for more sequences than this server can hold at once.
+        """Raise ApiError 400 for more sequences than this server can hold at once.
 
         The server can never hold them, so a retry would not help.
         """
@@ -213,7 +213,7 @@ def _room(prompt_len: int, options: GenerationOptions, ready: Ready) -> int:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
-    """Raise ApiError 422 for an id outside the model's vocabulary.
+    """Raise ApiError 400 for an id outside the model's vocabulary.
 
     `name` is the field at fault.
     """
@@ -249,7 +249,7 @@ def _check_length(prompt_len: int, max_tokens: int, ready: Ready, field: str, qu
 
 
 def _check_scored(options: GenerationOptions, prompt_tokens: int) -> None:
-    """Raise ApiError 422 for too many log-probabilities of prompt tokens.
+    """Raise ApiError 400 for too many log-probabilities of prompt tokens.
 
     One response reports at most `MAX_SCORED` of them.
     """

@@ -34,7 +34,7 @@ class GrammarBuilder:
         """Build the grammar text for the engine, or return None for unconstrained output.
 
         `syntax` is the format in which the model writes the calls of `use`; without it, calls are not constrained.
-        Raises ApiError 400 with the place of an error in a grammar, 422 for fields that cannot be combined, and 503
+        Raises ApiError 400 with the place of an error in a grammar, and for fields that cannot be combined, and 503
         while too many other grammars are being compiled.
         """
         if not self._is_constrained(options, use):

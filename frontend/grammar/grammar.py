@@ -22,7 +22,8 @@ from tandem.frontend.grammar.json_schema import (
     invalid_schema,
     with_options,
 )
-from tandem.frontend.request.values import unknown_field, wrong_type
+from tandem.frontend.request.ignored_fields import unknown_field
+from tandem.frontend.request.values import wrong_type
 
 THINK_START, THINK_END = "<think>", "</think>"
 """Tags around the reasoning of a model."""
@@ -85,7 +86,7 @@ def output_grammar(
 ) -> Grammar | None:
     """Build the grammar that the request fields ask for; None if they ask for none.
 
-    Raises ApiError 422 if two of the fields are given, and 400 for a schema that is not supported.
+    Raises ApiError 400 if two of the fields are given, and for a schema that is not supported.
     """
     format_grammar = None if response_format is None else _response_format_grammar(response_format)
     given = {
@@ -223,7 +224,7 @@ def _json_schema_grammar(given: object) -> Grammar:
 
 
 def _check_keys(fields: Mapping[str, Any], parent: str, known: Sequence[str]) -> None:
-    """Raise ApiError 422 for a key that is not known and not null."""
+    """Raise ApiError 400 for a key that is not known and not null."""
     for name, value in fields.items():
         if name not in known and value is not None:
             raise unknown_field(f"{parent}.{name}")

@@ -52,7 +52,7 @@ def tool_grammar(
 
     A required call always follows its format and the supported part of its arguments' schema; the arguments of a
     strict tool follow the whole schema. `special_tokens` maps the text of the tokenizer's special tokens to their id;
-    `content` constrains an output without calls. Raises ApiError 400 for a schema that is not supported, and 422 for a
+    `content` constrains an output without calls. Raises ApiError 400 for a schema that is not supported, and for a
     `content` that cannot be combined with tools.
     """
     free = use.choice.mode == "auto"

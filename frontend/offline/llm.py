@@ -5,12 +5,15 @@ with LLM(model="/models/qwen3") as llm:
         print(result.text)
 """
 
+import difflib
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from tandem.frontend.api.chat_completions.request import BODY as CHAT
+from tandem.frontend.api.completions.request import BODY as COMPLETION
 from tandem.frontend.config import ChatOptions
 from tandem.frontend.offline.loop_thread import LoopThread
 from tandem.frontend.offline.result import EngineError, Output, RequestError, Result
@@ -68,10 +71,13 @@ class LLM:
 
         Each prompt is a text or a list of token ids. `fields` are those of `POST /v1/completions` (`max_tokens`,
         `temperature`, `seed`, `stop`, `n`, ...), with the same defaults, and apply to every prompt. Raises RequestError
-        for the first prompt that is refused or fails, EngineError if the engine has ended.
+        for the first prompt that is refused or fails, TypeError for a name that is not a field, EngineError if the
+        engine has ended.
         """
         self._check_open()
-        return self._thread.run(self._session.generate(_as_batch(prompts), _check_fields(fields), progress))
+        return self._thread.run(
+            self._session.generate(_as_batch(prompts), _check_fields(fields, COMPLETION.names), progress)
+        )
 
     def chat(
         self, conversations: Conversation | Sequence[Conversation], *, progress: bool = True, **fields: Any
@@ -84,7 +90,7 @@ class LLM:
         self._check_open()
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         several = [conversations] if one else list(conversations)
-        return self._thread.run(self._session.chat(several, _check_fields(fields), progress))
+        return self._thread.run(self._session.chat(several, _check_fields(fields, CHAT.names), progress))
 
     def close(self) -> None:
         """Stop the engine process and wait for its end. Idempotent."""
@@ -120,12 +126,17 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [list(prompts)] if one else list(prompts)  # type: ignore[arg-type]
 
 
-def _check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _check_fields(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return the fields of a request that the caller may set.
 
-    Raises TypeError for those that this interface sets; the others are checked like a request.
+    A server ignores fields that it does not know, for the sake of its clients; here such a name is a typing error.
+    Raises TypeError for it and for the fields that this interface sets; the others are checked like a request.
     """
-    for name in _RESERVED_FIELDS:
-        if name in fields:
+    for name in fields:
+        if name in _RESERVED_FIELDS:
             raise TypeError(f"{name!r} is not a sampling field")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{name!r} is not a field of this request{hint}")
     return dict(fields)

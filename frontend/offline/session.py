@@ -24,6 +24,7 @@ from tandem.frontend.generation.generation import Generation, Usage
 from tandem.frontend.offline.result import EngineError, RequestError, Result, chat_result, completion_result
 from tandem.frontend.process import ManagedProcess
 from tandem.frontend.progress import Progress
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.supervisor.launch import engine_command, model_dir, private_endpoint
 from tandem.protocol.engine_options import EngineOptions
@@ -137,7 +138,9 @@ class OfflineSession:
     async def _complete(self, prompt: Prompt, fields: dict[str, Any]) -> Result:
         service = self._running()
         ready = service.ready()
-        parsed = parse_completion(msgspec.json.encode({"model": ready.model.name, **fields, "prompt": prompt}))
+        parsed = parse_completion(
+            msgspec.json.encode({"model": ready.model.name, **fields, "prompt": prompt}), IgnoredFields()
+        )
         admitted = await service.admission.admit(parsed.options, parsed.prompts, ready)
         return completion_result(admitted, *await self._generate(admitted))
 
@@ -145,7 +148,7 @@ class OfflineSession:
         service = self._running()
         ready = service.ready()
         body = msgspec.json.encode({"model": ready.model.name, **fields, "messages": conversation})
-        parsed = parse_chat(body, self._chat.default_max_tokens)
+        parsed = parse_chat(body, self._chat.default_max_tokens, IgnoredFields())
         admitted, shape = await service.chat.admit(parsed.options, parsed.conversation, parsed.tool_use, ready)
         return chat_result(admitted, shape, *await self._generate(admitted))
 

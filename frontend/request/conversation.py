@@ -41,7 +41,7 @@ class Conversation(Struct, frozen=True):
 def conversation(values: Mapping[str, Any], tool_use: ToolUse) -> Conversation:
     """Build a conversation from the parsed fields of a body.
 
-    Raises ApiError 422 for contradicting fields.
+    Raises ApiError 400 for contradicting fields.
     """
     continues = values["continue_final_message"]
     generation_prompt = values["add_generation_prompt"]
@@ -66,7 +66,7 @@ def conversation(values: Mapping[str, Any], tool_use: ToolUse) -> Conversation:
 def template_kwargs(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the further variables of the template.
 
-    Raises ApiError 422 for a variable named like a request field.
+    Raises ApiError 400 for a variable named like a request field.
     """
     kwargs: dict[str, Any] = values["chat_template_kwargs"] or {}
     for name in kwargs:

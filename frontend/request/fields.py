@@ -10,9 +10,11 @@ import msgspec
 from msgspec import Raw, Struct
 
 from tandem.frontend.errors import malformed
-from tandem.frontend.request.kinds import Ignored, Kind, Unsupported
-from tandem.frontend.request.schema import Schema, closed
-from tandem.frontend.request.values import unknown_field
+from tandem.frontend.request.ignored_fields import IgnoredFields
+from tandem.frontend.request.kinds import Kind
+from tandem.frontend.request.known_names import split_object
+from tandem.frontend.request.schema import Schema, opened
+from tandem.frontend.request.unserved_kinds import Ignored
 
 
 class Field(Struct, frozen=True):
@@ -41,27 +43,26 @@ class Field(Struct, frozen=True):
         """
         return (self.text[:1].lower() + self.text[1:]).rstrip(".")
 
-    @property
-    def is_documented(self) -> bool:
-        """False for a field that is not supported and can only be null."""
-        return not (isinstance(self.kind, Unsupported) and not self.kind.accepted)
-
 
 IGNORED_FIELDS = tuple(
-    Field(name, Ignored())
-    for name in (
-        *("user", "metadata", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    Field(name, Ignored(never_refused=True), text)
+    for name, text in (
+        ("user", "Names the end user; nothing here depends on it."),
+        ("metadata", "Pairs for the sender's own use."),
+        ("safety_identifier", "Names the end user; nothing here depends on it."),
+        ("prompt_cache_key", "Prompts share the cache without a key; `cache_salt` separates them."),
+        ("prompt_cache_retention", "The cache keeps what it has room for."),
+        ("prompt_cache_options", "The cache keeps what it has room for."),
     )
 )
 """Fields that cannot change the output, whatever their values. Every body may have them."""
 
 
 class BodyFormat:
-    """A JSON object with the fields of a table and no others.
+    """A JSON object with the fields of a table.
 
-    The body is first split into the JSON of its fields. Nothing is decoded of an ignored field, and the first unknown
-    name ends the parsing, so that a rejected body costs at most one pass over its bytes.
+    The body is first split into the JSON of its fields, and nothing is decoded of an ignored field. Other fields are
+    recorded as ignored, or refused.
     """
 
     def __init__(self, fields: Iterable[Field]) -> None:
@@ -70,19 +71,25 @@ class BodyFormat:
         self._readers = {name: field.kind.reader(name) for name, field in table.items()}
         self._required = tuple(field.name for field in self.fields if field.required)
         self._absent = {field.name: field.kind.absent for field in self.fields}
-        shape = msgspec.defstruct("Body", [(name, Raw, Raw()) for name in table], forbid_unknown_fields=True)
-        self._decoder = msgspec.json.Decoder(shape)
-        self._names = msgspec.json.Decoder(dict[_FieldName, Raw], dec_hook=self._check_name)
+        slots = [(name, Raw, Raw()) for name in table]
+        self._decoder = msgspec.json.Decoder(msgspec.defstruct("Body", slots, forbid_unknown_fields=True))
+        self._tolerant = msgspec.json.Decoder(msgspec.defstruct("TolerantBody", slots))
 
-    def read(self, body: bytes | Raw) -> dict[str, Any]:
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all fields of the table."""
+        return frozenset(self._readers)
+
+    def read(self, body: bytes | Raw, ignored: IgnoredFields) -> dict[str, Any]:
         """Parse every field of the table; an absent or null field has its default.
 
-        Raises ApiError 400 for a malformed body or field, 422 for an unknown field or a value that is not supported.
+        Raises ApiError 400 for a malformed body or field, for a value that is not supported, and for an unknown field
+        if those are refused.
         """
         values = dict(self._absent)
-        for name, raw in self._split(body).items():
+        for name, raw in self._split(body, ignored).items():
             if bytes(memoryview(raw)[:4]) != b"null":
-                values[name] = self._readers[name](raw)
+                values[name] = self._readers[name](raw, ignored)
         for name in self._required:
             if values[name] is None:
                 raise malformed("the field {param} is required", name)
@@ -90,34 +97,26 @@ class BodyFormat:
 
     def schema(self) -> Schema:
         """Describe the whole body as a JSON Schema."""
-        shown = [field for field in self.fields if field.is_documented]
-        required = {field.name: field.schema() for field in shown if field.required}
-        return closed(required, {field.name: field.schema() for field in shown if not field.required})
+        required = {field.name: field.schema() for field in self.fields if field.required}
+        return opened(required, {field.name: field.schema() for field in self.fields if not field.required})
 
-    def _split(self, body: bytes | Raw) -> dict[str, Raw]:
+    def _split(self, body: bytes | Raw, ignored: IgnoredFields) -> dict[str, Raw]:
         try:
-            fields = msgspec.structs.asdict(self._decoder.decode(body))
+            fields = self._decode(body, ignored)
         except RecursionError:
             raise malformed("the body is nested too deeply") from None
         except msgspec.ValidationError as error:
-            self._check_names(body)
             raise malformed(f"the body must be a JSON object: {error}") from None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise malformed(f"the body is not valid JSON: {error}") from None
-        return {name: raw for name, raw in fields.items() if len(memoryview(raw))}
+        return {name: raw for name, raw in msgspec.structs.asdict(fields).items() if len(memoryview(raw))}
 
-    def _check_names(self, body: bytes | Raw) -> None:
-        """Raise ApiError 422 for the first field of an object that is not in the table."""
+    def _decode(self, body: bytes | Raw, ignored: IgnoredFields) -> msgspec.Struct:
         try:
-            self._names.decode(body)
+            return self._decoder.decode(body)
         except msgspec.ValidationError:
-            return
-
-    def _check_name(self, _: type, name: str) -> "_FieldName":
-        if name not in self._readers:
-            raise unknown_field(name)
-        return _FieldName(name)
-
-
-class _FieldName(str):
-    """The name of a field, which the decoder checks as soon as it has read it."""
+            fields: msgspec.Struct = self._tolerant.decode(body)
+        for name in split_object(body):
+            if name not in self._readers:
+                ignored.add(name)
+        return fields

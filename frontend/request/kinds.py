@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 from msgspec import Raw, Struct
 
 from tandem.frontend.errors import malformed, unsupported
-from tandem.frontend.request.schema import ANY, BOOLEAN, ID, Schema, array, constant, nullable, of_type
-from tandem.frontend.request.values import decode_field, decode_typed, type_name, wrong_type
+from tandem.frontend.request.ignored_fields import IgnoredFields
+from tandem.frontend.request.schema import BOOLEAN, ID, Schema, array, constant, nullable, of_type
+from tandem.frontend.request.values import TypedDecoder, decode_field, type_name, wrong_type
+
+Reader = Callable[[Raw, IgnoredFields], Any]
+"""A function that parses the JSON of one field and records the names within it that have no effect."""
 
 MAX_FIELD_BYTES = 256 * 1024
 """Maximum bytes of JSON of a field of ordinary size: more than any valid value needs, and decoded quickly."""
@@ -25,8 +28,8 @@ _MAX_ID_DIGITS = 10
 class Kind(Struct, frozen=True):
     """Base class of all kinds.
 
-    An absent field and a null both mean the default. A wrong JSON type is ApiError 400, a value that is out of range
-    or not supported 422; both name the field.
+    An absent field and a null both mean the default. A wrong JSON type, and a value that is out of range or not
+    supported, are ApiError 400 with the name of the field.
     """
 
     @property
@@ -39,24 +42,24 @@ class Kind(Struct, frozen=True):
         """The type of a command-line flag for this value."""
         return str
 
-    def reader(self, name: str) -> Callable[[Raw], Any]:
+    def reader(self, name: str) -> Reader:
         """Return the function that parses the JSON of a field of this name.
 
         The JSON is not null.
         """
         return partial(self.read, name)
 
-    def read(self, name: str, raw: Raw) -> Any:
+    def read(self, name: str, raw: Raw, ignored: IgnoredFields) -> Any:
         """Parse the JSON of a field, which is not null.
 
-        Raises ApiError 400 for a wrong JSON type and 422 for a value out of range or not supported.
+        Raises ApiError 400 for a wrong JSON type, and for a value out of range or not supported.
         """
         return self.check(name, decode_field(sized(name, raw), name))
 
     def check(self, name: str, value: Any) -> Any:
         """Check a decoded value and return the value that it stands for.
 
-        Raises ApiError 400 for a wrong JSON type and 422 for a value out of range or not supported.
+        Raises ApiError 400 for a wrong JSON type, and for a value out of range or not supported.
         """
         raise NotImplementedError
 
@@ -313,8 +316,9 @@ class Typed(Kind, frozen=True):
     shape: Any
     content: Schema | None = None
 
-    def read(self, name: str, raw: Raw) -> Any:
-        return decode_typed(sized(name, raw), name, self.shape)
+    def reader(self, name: str) -> Reader:
+        decoder = TypedDecoder(self.shape)
+        return lambda raw, ignored: decoder.read(sized(name, raw), name, ignored)
 
     def schema(self) -> Schema:
         return of_type(self.shape | None) if self.content is None else self.content
@@ -323,48 +327,20 @@ class Typed(Kind, frozen=True):
 class Parsed(Kind, frozen=True):
     """A value that a function parses from JSON of any size; `content` describes it."""
 
-    parse: Callable[[Raw], Any]
+    parse: Reader
     content: Schema
 
-    def reader(self, name: str) -> Callable[[Raw], Any]:
+    def reader(self, name: str) -> Reader:
         return self.parse
 
     def schema(self) -> Schema:
         return self.content
 
 
-class Unsupported(Kind, frozen=True):
-    """A field that is not supported, except for values that change nothing.
-
-    These are null and the values of `accepted`.
-    """
-
-    accepted: tuple[Any, ...] = ()
-
-    def check(self, name: str, value: Any) -> None:
-        if not any(type(value) is type(known) and value == known for known in self.accepted):
-            values = ", ".join(["null", *(msgspec.json.encode(known).decode() for known in self.accepted)])
-            raise unsupported(f"{{param}} is not supported; only {values} is accepted", name)
-
-    def schema(self) -> Schema:
-        # 1 and 1.0 are the same number in JSON.
-        return constant(*(value for index, value in enumerate(self.accepted) if value not in self.accepted[:index]))
-
-
-class Ignored(Kind, frozen=True):
-    """A field that cannot change the output: checked to be JSON, and never decoded."""
-
-    def read(self, name: str, raw: Raw) -> None:
-        return None
-
-    def schema(self) -> Schema:
-        return ANY
-
-
 def sized(name: str, raw: Raw) -> Raw:
     """Return the JSON of a field of ordinary size.
 
-    Raises ApiError 422 for more than MAX_FIELD_BYTES.
+    Raises ApiError 400 for more than MAX_FIELD_BYTES.
     """
     if (size := len(memoryview(raw))) > MAX_FIELD_BYTES:
         raise unsupported(f"{{param}} has {size} bytes of JSON; at most {MAX_FIELD_BYTES} are allowed", name)

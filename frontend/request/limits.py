@@ -19,7 +19,7 @@ class RequestLimits(Struct, frozen=True):
     def check(self, options: GenerationOptions) -> None:
         """Check the options of a request.
 
-        Raises ApiError 422, with the limit and its flag, for options beyond the limits.
+        Raises ApiError 400, with the limit and its flag, for options beyond the limits.
         """
         for name, value, most, flag in (
             ("n", options.n, self.max_n, "--max-n"),

@@ -5,59 +5,60 @@ from typing import Any, Literal
 from msgspec import Raw, Struct
 
 from tandem.frontend.errors import ApiError, malformed, unsupported
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.schema import Schema, array, of_type
-from tandem.frontend.request.values import decode_field, decode_typed
+from tandem.frontend.request.values import TypedDecoder, decode_field
 
 MAX_MESSAGES = 8192
 MAX_PARTS = 16384
 """Maximum number of content parts and tool calls of all messages together."""
 
 
-class _Text(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+class _Text(Struct, tag_field="type", tag="text"):
     text: str
 
 
-class _Refusal(Struct, tag_field="type", tag="refusal", forbid_unknown_fields=True):
+class _Refusal(Struct, tag_field="type", tag="refusal"):
     refusal: str
 
 
-class _Function(Struct, forbid_unknown_fields=True):
+class _Function(Struct):
     name: str
     arguments: str
 
 
-class _ToolCall(Struct, forbid_unknown_fields=True):
+class _ToolCall(Struct):
     id: str
     function: _Function
     type: Literal["function"] = "function"
     index: int | None = None
 
 
-class _System(Struct, tag_field="role", tag="system", forbid_unknown_fields=True):
+class _System(Struct, tag_field="role", tag="system"):
     content: str | list[_Text]
     name: str | None = None
 
 
-class _Developer(_System, tag_field="role", tag="developer", forbid_unknown_fields=True):
+class _Developer(_System, tag_field="role", tag="developer"):
     pass
 
 
-class _User(_System, tag_field="role", tag="user", forbid_unknown_fields=True):
+class _User(_System, tag_field="role", tag="user"):
     pass
 
 
-class _Tool(Struct, tag_field="role", tag="tool", forbid_unknown_fields=True):
+class _Tool(Struct, tag_field="role", tag="tool"):
     content: str | list[_Text]
     tool_call_id: str
     name: str | None = None
 
 
-class _FunctionResult(Struct, tag_field="role", tag="function", forbid_unknown_fields=True):
+class _FunctionResult(Struct, tag_field="role", tag="function"):
     name: str
     content: str | None = None
 
 
-class _Assistant(Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True):
+class _Assistant(Struct, tag_field="role", tag="assistant"):
     content: str | list[_Text | _Refusal] | None = None
     refusal: str | None = None
     name: str | None = None
@@ -71,13 +72,14 @@ class _Assistant(Struct, tag_field="role", tag="assistant", forbid_unknown_field
 _Message = _System | _Developer | _User | _Tool | _FunctionResult | _Assistant
 
 MESSAGES: Schema = array(of_type(_Message), MAX_MESSAGES, 1)
+_DECODER = TypedDecoder(list[_Message])
 
 
-def parse_messages(raw: Raw) -> list[dict[str, Any]]:
+def parse_messages(raw: Raw, ignored: IgnoredFields) -> list[dict[str, Any]]:
     """Parse the messages of a conversation.
 
     In the result, content is one string, arguments of tool calls are an object, and nulls are left out. Several text
-    parts of one message are joined by line breaks. Raises ApiError 400 for a malformed message, 422 for one that is not
+    parts of one message are joined by line breaks. Raises ApiError 400 for a malformed message, and for one that is not
     supported; `param` is the path of the fault.
     """
     data = bytes(memoryview(raw))
@@ -85,7 +87,7 @@ def parse_messages(raw: Raw) -> list[dict[str, Any]]:
     for name, most, items in ((b'"role"', MAX_MESSAGES, "messages"), (b'"type"', MAX_PARTS, "parts and tool calls")):
         if (count := data.count(name)) > most:
             raise unsupported(f"{{param}} takes at most {most} {items}, not {count}", "messages")
-    messages: list[_Message] = decode_typed(data, "messages", list[_Message])
+    messages: list[_Message] = _DECODER.read(data, "messages", ignored)
     if not messages:
         raise malformed("{param} is an empty array; give at least one message", "messages")
     return [_plain(message, index) for index, message in enumerate(messages)]

@@ -6,10 +6,11 @@ They are the request fields that all generating routes share, and their validate
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from tandem.frontend.errors import ApiError, unsupported
-from tandem.frontend.request.fields import IGNORED_FIELDS, BodyFormat, Field
+from tandem.frontend.request.extra_fields import NO_EFFECT_FIELDS, REFUSED_FIELDS
+from tandem.frontend.request.fields import IGNORED_FIELDS, Field
 from tandem.frontend.request.kinds import (
     Boolean,
     Integer,
@@ -17,16 +18,13 @@ from tandem.frontend.request.kinds import (
     Kind,
     Number,
     OneOf,
-    Parsed,
     String,
     Strings,
     TokenBiases,
     TokenIds,
-    Unsupported,
-    sized,
+    Typed,
 )
 from tandem.frontend.request.schema import BOOLEAN, Schema, closed, nullable
-from tandem.frontend.request.values import decode_field, wrong_type
 from tandem.protocol.commands import MAX_NAME_BYTES, MAX_PRIORITY
 from tandem.protocol.params import (
     MAX_LOGIT_BIAS,
@@ -45,19 +43,13 @@ MAX_CHOICES = 1024
 MAX_PATTERN_CHARS = 64 * 1024
 INT32_MAX = 2**31 - 1
 
-_STREAM_OPTIONS = BodyFormat(
-    (
-        Field("include_usage", Boolean()),
-        # Padding against guesses from the lengths of encrypted chunks: the output itself does not change.
-        Field("include_obfuscation", Boolean()),
-    )
-)
 
+class StreamOptions(Struct, frozen=True):
+    """The content of `stream_options`."""
 
-def _read_stream_options(raw: Raw) -> Mapping[str, Any]:
-    if bytes(memoryview(sized("stream_options", raw))[:1]) != b"{":
-        raise wrong_type("stream_options", "an object", decode_field(raw, "stream_options"))
-    return _STREAM_OPTIONS.read(raw)
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """Padding against guesses from the lengths of encrypted chunks; accepted without effect on the output."""
 
 
 def _sampling_kind(field: SamplingField) -> Kind:
@@ -88,11 +80,7 @@ OPTION_FIELDS = (
     Field("n", Integer(1, MAX_N, 1), "Number of choices for each prompt."),
     Field("stream", Boolean(), "Send the output as server-sent events while it is generated."),
     Field("stream_format", OneOf(("events",)), "Send one event a token, in a format of this server."),
-    Field(
-        "stream_options",
-        Parsed(_read_stream_options, nullable(_STREAM_OPTIONS.schema())),
-        "Options of a stream: a final chunk with the usage.",
-    ),
+    Field("stream_options", Typed(StreamOptions), "Options of a stream: a final chunk with the usage."),
     Field("min_tokens", Integer(0, INT32_MAX, 0), "No end of sequence before this many tokens."),
     *_SAMPLING,
     _SEED,
@@ -123,15 +111,8 @@ OPTION_FIELDS = (
         String(MAX_NAME_BYTES, MAX_NAME_BYTES, ""),
         "The cached KV of prompts is shared only among requests of the same salt.",
     ),
-    Field("store", Unsupported((False,))),
-    Field("service_tier", Unsupported(("auto", "default"))),
-    Field("prompt_logprobs", Unsupported()),
-    Field("truncate_prompt_tokens", Unsupported()),
-    Field("allowed_token_ids", Unsupported()),
-    Field("use_beam_search", Unsupported((False,))),
-    Field("length_penalty", Unsupported((1, 1.0))),
-    Field("early_stopping", Unsupported((False,))),
-    Field("spaces_between_special_tokens", Unsupported((True,))),
+    *NO_EFFECT_FIELDS,
+    *REFUSED_FIELDS,
     *IGNORED_FIELDS,
 )
 """The fields of all generating routes. A route adds its own, and may lack or replace some."""
@@ -194,7 +175,7 @@ def generation_options(
 ) -> GenerationOptions:
     """Build the options from the parsed fields of a body.
 
-    The other arguments are the values of fields that each route names in its own way. Raises ApiError 422 for fields
+    The other arguments are the values of fields that each route names in its own way. Raises ApiError 400 for fields
     that contradict each other.
     """
     length = default_max_tokens if max_tokens is None else max_tokens
@@ -208,7 +189,7 @@ def generation_options(
         "max_tokens_by_default": max_tokens is None,
         "logprobs": logprobs,
         "stream_events": values.get("stream_format") is not None,
-        "include_usage": (values["stream_options"] or {}).get("include_usage", False),
+        "include_usage": bool((values["stream_options"] or StreamOptions()).include_usage),
         "include_stop": values["include_stop_str_in_output"],
         "sampling": _sampling_params(values, length),
     }
@@ -244,12 +225,12 @@ def _check_events(options: GenerationOptions) -> None:
 
 
 def rejected_with_events(name: str) -> ApiError:
-    """Return the 422 for a field that cannot be combined with a stream of events."""
+    """Return the 400 for a field that cannot be combined with a stream of events."""
     return unsupported("{param} cannot be combined with 'stream_format': \"events\"; leave one of them out", name)
 
 
 def rejected_with_session(name: str) -> ApiError:
-    """Return the 422 for a field that asks a session for several sequences.
+    """Return the 400 for a field that asks a session for several sequences.
 
     A turn of a session has one sequence.
     """

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from msgspec import Raw
 
 from tandem.frontend.errors import ApiError, malformed, unsupported
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.schema import ID, STRING, Schema, array
 from tandem.frontend.request.values import decode_exact, decode_field, wrong_type
 
@@ -32,10 +33,10 @@ _NO_MIXTURE = f"{_SHAPES}, not a mixture"
 _BLANK = b" \t\r\n"
 
 
-def parse_prompts(raw: Raw) -> list[Prompt]:
+def parse_prompts(raw: Raw, _: IgnoredFields) -> list[Prompt]:
     """Parse the prompts of a request, at least one.
 
-    Raises ApiError 400 for another form, 422 for too many.
+    Raises ApiError 400 for another form, and for too many.
     """
     data = bytes(memoryview(raw))
     if data.startswith(b'"'):

@@ -31,6 +31,11 @@ def closed(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None
     return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
 
 
+def opened(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None) -> Schema:
+    """Describe an object with these fields, and maybe others."""
+    return {"type": "object", "properties": {**required, **(optional or {})}, "required": [*required]}
+
+
 def nullable(*schemas: Schema) -> Schema:
     """Describe a value of any of these schemas, or null."""
     return {"anyOf": [*schemas, {"type": "null"}]}

@@ -56,7 +56,7 @@ class ToolUse(Struct, frozen=True):
         return tuple(tool.template_form for tool in self.tools) if self.active else ()
 
 
-class FunctionSpec(Struct, forbid_unknown_fields=True):
+class FunctionSpec(Struct):
     """A function as a request describes it."""
 
     name: ToolName
@@ -76,30 +76,30 @@ class RequestedChoice(Struct, frozen=True):
     allowed: tuple[str, ...] | None = None
 
 
-class _Tool(Struct, forbid_unknown_fields=True):
+class _Tool(Struct):
     type: Literal["function"]
     function: FunctionSpec
 
 
-class _Named(Struct, forbid_unknown_fields=True):
+class _Named(Struct):
     name: str
 
 
-class _NamedChoice(Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+class _NamedChoice(Struct, tag_field="type", tag="function"):
     function: _Named
 
 
-class _NamedTool(Struct, forbid_unknown_fields=True):
+class _NamedTool(Struct):
     type: Literal["function"]
     function: _Named
 
 
-class _Allowed(Struct, forbid_unknown_fields=True):
+class _Allowed(Struct):
     mode: Literal["auto", "required"]
     tools: list[_NamedTool]
 
 
-class _AllowedChoice(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
+class _AllowedChoice(Struct, tag_field="type", tag="allowed_tools"):
     allowed_tools: _Allowed
 
 
@@ -119,7 +119,7 @@ TOOL_FIELDS = (
 def chat_tool_use(values: Mapping[str, Any]) -> ToolUse:
     """Build the tool use from the parsed fields of a chat.
 
-    Raises ApiError 400 or 422 for invalid tools, or for a choice of a tool that is missing.
+    Raises ApiError 400 for invalid tools, or for a choice of a tool that is missing.
     """
     found: list[_Tool] = values["tools"] or []
     tools = checked_tools([tool.function for tool in found], "function.name")
@@ -141,7 +141,7 @@ def _requested(choice: Any) -> RequestedChoice | None:
 def tool_use(tools: tuple[Tool, ...], choice: RequestedChoice | None, parallel: bool) -> ToolUse:
     """Combine tools with the choice among them.
 
-    Raises ApiError 400 for a choice that allows no tool, 422 for a choice of a tool that is missing.
+    Raises ApiError 400 for a choice that allows no tool, and for a choice of a tool that is missing.
     """
     if not tools:
         if choice is not None and choice not in (RequestedChoice("none"), RequestedChoice("auto")):
@@ -162,7 +162,7 @@ def tool_use(tools: tuple[Tool, ...], choice: RequestedChoice | None, parallel: 
 def checked_tools(functions: Sequence[FunctionSpec], name_path: str) -> tuple[Tool, ...]:
     """Validate the functions of `tools`.
 
-    Raises ApiError 422 for too many functions, and with the path of a name that is invalid or not unique. `name_path`
+    Raises ApiError 400 for too many functions, and with the path of a name that is invalid or not unique. `name_path`
     is the path of the name within an element of `tools`.
     """
     if len(functions) > MAX_TOOLS:

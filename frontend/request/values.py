@@ -6,7 +6,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw, inspect
 
-from tandem.frontend.errors import ApiError, malformed, unsupported
+from tandem.frontend.errors import ApiError, malformed, unsupported, unsupported_field
+from tandem.frontend.request.ignored_fields import IgnoredFields, unknown_field
+from tandem.frontend.request.known_names import known_names
 
 MAX_EXPLAINED_BYTES = 256 * 1024
 """Bytes of a value that is decoded once more to say which part of it does not fit."""
@@ -33,23 +35,44 @@ def decode_field(raw: bytes | Raw, name: str) -> Any:
         raise malformed(f"{{param}} is not valid JSON: {error}", name) from None
 
 
-def decode_typed(raw: bytes | Raw, name: str, shape: Any) -> Any:
-    """Decode the JSON of a field as a msgspec type.
+class TypedDecoder:
+    """Decode JSON as a msgspec type.
 
-    Raises ApiError with the path of what does not fit: 422 for an unknown name or value, otherwise 400.
+    Names that its structs lack are recorded as ignored; a struct with `forbid_unknown_fields` never accepts them.
     """
-    try:
-        return msgspec.json.decode(raw, type=shape)
-    except msgspec.ValidationError:
-        size = memoryview(raw).nbytes
-        if size > MAX_EXPLAINED_BYTES:
-            # Millions of small values take seconds to build, while nothing else runs in this process.
-            raise malformed(
-                f"{{param}}: a part of its {size} bytes has the wrong type or an unknown name", name
-            ) from None
-        raise mismatch(decode_field(raw, name), shape, name) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise malformed(f"{{param}} is not valid JSON: {error}", name) from None
+
+    def __init__(self, shape: Any) -> None:
+        self._shape = shape
+        self._decoder = msgspec.json.Decoder(shape)
+        self._names = known_names(inspect.type_info(shape))
+
+    def read(self, raw: bytes | Raw, path: str, ignored: IgnoredFields) -> Any:
+        """Decode the JSON of the field at `path`, and record the names without effect.
+
+        Raises ApiError 400 with the path of what does not fit, or of an unknown name if those are refused.
+        """
+        value = self.decode(raw, path)
+        if self._names is not None:
+            self._names.report(raw, path, ignored)
+        return value
+
+    def decode(self, raw: bytes | Raw, path: str) -> Any:
+        """Decode the JSON of the field at `path`.
+
+        Raises ApiError 400 with the path of what does not fit.
+        """
+        try:
+            return self._decoder.decode(raw)
+        except msgspec.ValidationError:
+            size = memoryview(raw).nbytes
+            if size > MAX_EXPLAINED_BYTES:
+                # Millions of small values take seconds to build, while nothing else runs in this process.
+                raise malformed(
+                    f"{{param}}: a part of its {size} bytes has the wrong type or an unknown name", path
+                ) from None
+            raise mismatch(decode_field(raw, path), self._shape, path) from None
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise malformed(f"{{param}} is not valid JSON: {error}", path) from None
 
 
 def decode_exact(raw: bytes | Raw, name: str, shape: Any, expected: str) -> Any:
@@ -78,11 +101,6 @@ def wrong_type(name: str, expected: str, value: object) -> ApiError:
     return malformed(f"{{param}} must be {expected}, not {type_name(value)}", name)
 
 
-def unknown_field(name: str) -> ApiError:
-    """Return the 422 for a field that this server does not know."""
-    return unsupported("the field {param} is not supported", name[:100])
-
-
 def mismatch(value: Any, shape: Any, path: str) -> ApiError:
     """Return the error for a decoded value that does not fit a msgspec type.
 
@@ -107,7 +125,7 @@ def _mismatch(value: Any, shape: inspect.Type, path: str) -> ApiError | None:
         case inspect.LiteralType(values=values) if isinstance(value, str):
             return None if value in values else _unknown_value(value, values, path)
         case inspect.NoneType() if value is not None:
-            return unsupported("{param} is not supported; leave it out", path)
+            return unsupported_field("{param} is not supported; leave it out", path)
         case inspect.StrType(min_length=int(least)) if isinstance(value, str) and len(value) < least:
             return malformed(f"{{param}} must have at least {least} character", path)
         case inspect.AnyType() | inspect.RawType():

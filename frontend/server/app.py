@@ -23,6 +23,7 @@ from tandem.frontend.api.sessions import sessions_router
 from tandem.frontend.api.tokenize import tokenize_router
 from tandem.frontend.api_keys import ApiKeys
 from tandem.frontend.errors import ApiError, error_body, error_headers
+from tandem.frontend.request.ignored_fields import IGNORED_HEADER
 from tandem.frontend.server.middleware import Access, RequireKey
 from tandem.frontend.server.openapi import document
 from tandem.protocol.version import distribution_version
@@ -80,7 +81,7 @@ def _wrap_middleware(app: ASGIApp, service: Service) -> ASGIApp:
             allow_origins=config.cors_origins,
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", IGNORED_HEADER],
         )
     return Access(app, service.metrics)
 
@@ -106,7 +107,7 @@ def _install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def validation_error(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        return _json_error(422, error_body(422, first["msg"], str(first["loc"][-1]), "invalid_value"), {})
+        return _json_error(400, error_body(400, first["msg"], str(first["loc"][-1]), "invalid_value"), {})
 
     @app.exception_handler(Exception)
     async def server_error(_: Request, error: Exception) -> Response:

@@ -12,6 +12,8 @@ from tandem.frontend.api.request_body import drain
 from tandem.frontend.api_keys import ApiKeys
 from tandem.frontend.errors import ApiError, error_body
 from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.request.extra_fields import ignored_label
+from tandem.frontend.request.ignored_fields import IGNORED_HEADER, IGNORED_KEY, IgnoredFields
 
 _OPEN_PREFIX = "/health/"
 """Prefix of the health checks, which orchestrators and load balancers send without a key."""
@@ -124,7 +126,7 @@ class Access:
         async def marking_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._answered(scope, message["status"], own_id)
-                message["headers"] = [*message["headers"], (REQUEST_ID, own_id)]
+                message["headers"] = [*message["headers"], (REQUEST_ID, own_id), *self._ignored(scope)]
             await send(message)
 
         try:
@@ -132,6 +134,15 @@ class Access:
         except Exception:
             # The framework has sent a 500 if the response had not started.
             logger.exception("%s failed, request id %s", _request_line(scope), own_id.decode())
+
+    def _ignored(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+        """Count the fields without effect and return the header that names them."""
+        ignored: IgnoredFields | None = scope.get(IGNORED_KEY)
+        if ignored is None or not ignored.paths:
+            return []
+        for label in {ignored_label(path) for path in ignored.paths}:
+            self._metrics.ignored_fields.labels(label).inc()
+        return [(IGNORED_HEADER.encode(), ignored.header())]
 
     def _answered(self, scope: Scope, status: int, own_id: bytes) -> None:
         self._metrics.requests.labels(route_label(scope["path"]), str(status)).inc()

@@ -62,7 +62,7 @@ def structured_stream() -> None:
 
 def errors() -> None:
     raises(openai.NotFoundError, lambda: ChatOpenAI(**{**SERVER, "model": "other"}).invoke(QUESTION), 404)
-    raises(openai.UnprocessableEntityError, lambda: ChatOpenAI(**{**SERVER, "temperature": 9}).invoke(QUESTION), 422)
+    raises(openai.BadRequestError, lambda: ChatOpenAI(**{**SERVER, "temperature": 9}).invoke(QUESTION), 400)
 
 
 def timeouts() -> None:

@@ -117,7 +117,7 @@ def parsed_into_a_model() -> None:
 def errors() -> None:
     raises(openai.NotFoundError, lambda: chat.create(model="other", messages=MESSAGES), 404)
     raises(openai.BadRequestError, lambda: chat.create(model=MODEL, messages=[]), 400)
-    raises(openai.UnprocessableEntityError, lambda: chat.create(model=MODEL, messages=MESSAGES, temperature=9), 422)
+    raises(openai.BadRequestError, lambda: chat.create(model=MODEL, messages=MESSAGES, temperature=9), 400)
     body = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}}
     error = raises(openai.BadRequestError, lambda: chat.create(model=MODEL, messages=MESSAGES, extra_body=body), 400)
     expect(error.code == "invalid_json_schema" and "'not'" in error.message, error)

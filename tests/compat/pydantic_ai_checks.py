@@ -67,7 +67,7 @@ def tools_beside_text() -> None:
 def errors() -> None:
     other = OpenAIChatModel("other", provider=provider)
     raises(ModelHTTPError, lambda: Agent(other).run_sync(QUESTION), 404)
-    raises(ModelHTTPError, lambda: Agent(model, model_settings={"temperature": 9.0}).run_sync(QUESTION), 422)
+    raises(ModelHTTPError, lambda: Agent(model, model_settings={"temperature": 9.0}).run_sync(QUESTION), 400)
 
 
 run(text, stream, output_by_tool, output_by_schema, output_streamed, tools_beside_text, errors)

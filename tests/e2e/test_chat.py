@@ -166,7 +166,7 @@ def test_chat_errors_raise_the_clients_exceptions(client: openai.OpenAI) -> None
         return caught.value
 
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}]
-    assert (refuse(messages=image).status_code, refuse(messages=image).param) == (422, "messages[0].content[0].type")
+    assert (refuse(messages=image).status_code, refuse(messages=image).param) == (400, "messages[0].content[0].type")
     assert isinstance(refuse(model="other"), openai.NotFoundError)
     assert isinstance(refuse(messages=[]), openai.BadRequestError)
     assert refuse(messages=[{"role": "user", "content": "word " * 3000}]).code == "context_length_exceeded"

@@ -98,7 +98,7 @@ def test_responses_errors_raise_the_clients_exceptions(client: openai.OpenAI) ->
         client.responses.retrieve("resp_1")
     with pytest.raises(openai.BadRequestError, match="context length"):
         client.responses.create(model=MODEL, input="word " * 3000)
-    with pytest.raises(openai.UnprocessableEntityError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model=MODEL, input=QUESTION, previous_response_id="resp_1")
     assert caught.value.param == "previous_response_id"
 

@@ -164,7 +164,7 @@ def test_the_policy_is_switched_at_run_time(own: openai.OpenAI) -> None:
         assert own.post(path, body={"policy": policy}, cast_to=dict[str, Any]) == {"policy": policy}
         assert inspected(own)["policy"] == policy
         assert turn(own, [user(TURNS[0])]).choices[0].message.content == before
-    with pytest.raises(openai.UnprocessableEntityError, match="lottery") as caught:
+    with pytest.raises(openai.BadRequestError, match="lottery") as caught:
         own.post(path, body={"policy": "lottery"}, cast_to=dict[str, Any])
     assert caught.value.param == "policy"
     with pytest.raises(openai.AuthenticationError):

@@ -8,7 +8,8 @@ from msgspec import Struct
 from tandem.frontend.errors import unsupported
 from tandem.frontend.request.conversation import MESSAGES_FIELD, RENDERING_FIELDS, Conversation, conversation
 from tandem.frontend.request.fields import BodyFormat, Field
-from tandem.frontend.request.kinds import Boolean, Integer, Unsupported
+from tandem.frontend.request.ignored_fields import IgnoredFields
+from tandem.frontend.request.kinds import Boolean, Integer
 from tandem.frontend.request.options import (
     INT32_MAX,
     OPTION_FIELDS,
@@ -17,6 +18,7 @@ from tandem.frontend.request.options import (
     rejected_with_events,
 )
 from tandem.frontend.request.tools import ToolUse, chat_tool_use
+from tandem.frontend.request.unserved_kinds import Unsupported
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 BODY = BodyFormat(
@@ -40,6 +42,8 @@ BODY = BodyFormat(
         Field("verbosity", Unsupported(("medium",))),
         Field("web_search_options", Unsupported()),
         Field("moderation", Unsupported()),
+        Field("echo", Unsupported((False,)), "A chat returns the answer alone."),
+        Field("best_of", Unsupported((1,)), "A chat returns all `n` choices."),
         Field("functions", Unsupported()),
         Field("function_call", Unsupported()),
     )
@@ -54,12 +58,12 @@ class ChatRequest(Struct, frozen=True):
     tool_use: ToolUse
 
 
-def parse_chat(body: bytes, default_max_tokens: int) -> ChatRequest:
+def parse_chat(body: bytes, default_max_tokens: int, ignored: IgnoredFields) -> ChatRequest:
     """Parse the body of `/v1/chat/completions`.
 
-    Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported.
+    Raises ApiError 400 if it is malformed, and for a value out of range or not supported.
     """
-    values = BODY.read(body)
+    values = BODY.read(body, ignored)
     options = generation_options(values, _max_tokens(values), default_max_tokens, _logprobs(values))
     tool_use = chat_tool_use(values)
     if options.stream_events and tool_use.active:

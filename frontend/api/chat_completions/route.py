@@ -24,7 +24,8 @@ def chat_router(service: Service) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Continue a conversation."""
         arrived = monotonic()
-        async with service.pending.receive(request, parse) as parsed:
+        ignored = service.ignored_fields(request)
+        async with service.pending.receive(request, partial(parse, ignored=ignored)) as parsed:
             admitted, shape = await service.chat.admit(
                 parsed.options, parsed.conversation, parsed.tool_use, service.ready()
             )

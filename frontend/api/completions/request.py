@@ -7,7 +7,8 @@ from msgspec import Struct, structs
 
 from tandem.frontend.errors import unsupported
 from tandem.frontend.request.fields import BodyFormat, Field
-from tandem.frontend.request.kinds import Boolean, Integer, Parsed, Unsupported
+from tandem.frontend.request.ignored_fields import IgnoredFields
+from tandem.frontend.request.kinds import Boolean, Integer, Parsed
 from tandem.frontend.request.options import (
     INT32_MAX,
     MAX_N,
@@ -18,6 +19,7 @@ from tandem.frontend.request.options import (
     rejected_with_session,
 )
 from tandem.frontend.request.prompts import PROMPTS, Prompt, parse_prompts
+from tandem.frontend.request.unserved_kinds import Unsupported
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 MAX_SEQUENCES = 256
@@ -46,12 +48,12 @@ class CompletionRequest(Struct, frozen=True):
     echo: bool
 
 
-def parse_completion(body: bytes) -> CompletionRequest:
+def parse_completion(body: bytes, ignored: IgnoredFields) -> CompletionRequest:
     """Parse the body of `/v1/completions`.
 
-    Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported.
+    Raises ApiError 400 if it is malformed, and for a value out of range or not supported.
     """
-    values = BODY.read(body)
+    values = BODY.read(body, ignored)
     echo, max_tokens, logprobs = values["echo"], values["max_tokens"], values["logprobs"]
     if max_tokens == 0 and not echo:
         raise unsupported(f"{{param}} must be between 1 and {INT32_MAX} without 'echo', not 0", "max_tokens")

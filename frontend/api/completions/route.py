@@ -1,5 +1,6 @@
 """The route `POST /v1/completions`."""
 
+from functools import partial
 from time import monotonic
 
 from fastapi import APIRouter, Request
@@ -22,7 +23,8 @@ def completions_router(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
         arrived = monotonic()
-        async with service.pending.receive(request, parse_completion) as parsed:
+        parse = partial(parse_completion, ignored=service.ignored_fields(request))
+        async with service.pending.receive(request, parse) as parsed:
             # `text_offset` counts characters from the beginning of the prompt.
             with_text = parsed.echo or parsed.options.logprobs is not None
             admitted = await service.admission.admit(

@@ -9,37 +9,38 @@ from typing import Any, Literal
 from msgspec import Raw, Struct, field
 
 from tandem.frontend.errors import malformed, unsupported
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.messages import MAX_MESSAGES, MAX_PARTS, tool_call
 from tandem.frontend.request.schema import STRING, Schema, array, of_type
-from tandem.frontend.request.values import decode_typed
+from tandem.frontend.request.values import TypedDecoder
 
 _Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class _InputText(Struct, tag_field="type", tag="input_text", forbid_unknown_fields=True):
+class _InputText(Struct, tag_field="type", tag="input_text"):
     text: str
     prompt_cache_breakpoint: Raw = field(default_factory=Raw)
 
 
-class _OutputText(Struct, tag_field="type", tag="output_text", forbid_unknown_fields=True):
+class _OutputText(Struct, tag_field="type", tag="output_text"):
     text: str
     annotations: Raw = field(default_factory=Raw)
     logprobs: Raw = field(default_factory=Raw)
 
 
-class _Refusal(Struct, tag_field="type", tag="refusal", forbid_unknown_fields=True):
+class _Refusal(Struct, tag_field="type", tag="refusal"):
     refusal: str
 
 
-class _Summary(Struct, tag_field="type", tag="summary_text", forbid_unknown_fields=True):
+class _Summary(Struct, tag_field="type", tag="summary_text"):
     text: str
 
 
-class _ReasoningText(Struct, tag_field="type", tag="reasoning_text", forbid_unknown_fields=True):
+class _ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
     text: str
 
 
-class _Message(Struct, forbid_unknown_fields=True):
+class _Message(Struct):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[_InputText | _OutputText | _Refusal]
     type: Literal["message"] = "message"
@@ -48,7 +49,7 @@ class _Message(Struct, forbid_unknown_fields=True):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class _Call(Struct, forbid_unknown_fields=True):
+class _Call(Struct):
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -59,7 +60,7 @@ class _Call(Struct, forbid_unknown_fields=True):
     caller: None = None
 
 
-class _Output(Struct, forbid_unknown_fields=True):
+class _Output(Struct):
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[_InputText]
@@ -70,7 +71,7 @@ class _Output(Struct, forbid_unknown_fields=True):
     caller: None = None
 
 
-class _Reasoning(Struct, forbid_unknown_fields=True):
+class _Reasoning(Struct):
     type: Literal["reasoning"]
     summary: list[_Summary] = []
     content: list[_ReasoningText] | None = None
@@ -92,14 +93,18 @@ _ITEMS: dict[str, type[_Item]] = {
 }
 
 
+_INPUT_DECODER = TypedDecoder(str | list[Raw])
+_TYPE_DECODER = TypedDecoder(_ItemType)
+_ITEM_DECODERS = {name: TypedDecoder(item) for name, item in _ITEMS.items()}
+
 INPUT: Schema = {"anyOf": [STRING, array({"anyOf": [of_type(item) for item in _ITEMS.values()]}, MAX_PARTS, 1)]}
 
 
-def parse_input(raw: Raw) -> list[dict[str, Any]]:
+def parse_input(raw: Raw, ignored: IgnoredFields) -> list[dict[str, Any]]:
     """Parse the input as messages.
 
     A call belongs to the assistant's message before it, reasoning to the one after it; summaries and encrypted
-    reasoning mean nothing to a model and are dropped. Raises ApiError 400 for a malformed item, 422 for one that is
+    reasoning mean nothing to a model and are dropped. Raises ApiError 400 for a malformed item, and for one that is
     not supported; `param` is the path of the fault.
     """
     found = _split(raw)
@@ -107,7 +112,7 @@ def parse_input(raw: Raw) -> list[dict[str, Any]]:
         return [{"role": "user", "content": found}]
     if not found:
         raise malformed("{param} is an empty array; give at least one item", "input")
-    return _messages([_item(data, index) for index, data in enumerate(found)])
+    return _messages([_item(data, index, ignored) for index, data in enumerate(found)])
 
 
 def _split(raw: Raw) -> str | list[Raw]:
@@ -117,21 +122,21 @@ def _split(raw: Raw) -> str | list[Raw]:
         for name, most in ((b'"role"', MAX_MESSAGES), (b'"type"', MAX_PARTS)):
             if (count := data.count(name)) > most:
                 raise unsupported(f"{{param}} takes at most {most} of {name.decode()}, not {count}", "input")
-    found: str | list[Raw] = decode_typed(data, "input", str | list[Raw])
+    found: str | list[Raw] = _INPUT_DECODER.decode(data, "input")
     if len(found) > MAX_PARTS and not isinstance(found, str):
         raise unsupported(f"{{param}} takes at most {MAX_PARTS} items, not {len(found)}", "input")
     return found
 
 
-def _item(data: Raw, index: int) -> _Item:
+def _item(data: Raw, index: int, ignored: IgnoredFields) -> _Item:
     path = f"input[{index}]"
-    item_type = decode_typed(data, path, _ItemType).type
+    item_type = _TYPE_DECODER.decode(data, path).type
     if item_type not in _ITEMS:
         known = ", ".join(_ITEMS)
         raise unsupported(
             f"{{param}}: {item_type[:40]!r} is not supported; this server accepts {known}", f"{path}.type"
         )
-    item: _Item = decode_typed(data, path, _ITEMS[item_type])
+    item: _Item = _ITEM_DECODERS[item_type].read(data, path, ignored)
     return item
 
 

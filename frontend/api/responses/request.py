@@ -16,7 +16,8 @@ from tandem.frontend.request.conversation import (
     template_kwargs,
 )
 from tandem.frontend.request.fields import BodyFormat, Field
-from tandem.frontend.request.kinds import Integer, Parsed, String, Typed, Unsupported
+from tandem.frontend.request.ignored_fields import IgnoredFields
+from tandem.frontend.request.kinds import Integer, Parsed, String, Typed
 from tandem.frontend.request.options import INT32_MAX, OPTION_FIELDS, GenerationOptions, generation_options
 from tandem.frontend.request.schema import Schema, array, closed, constant, nullable, of_type
 from tandem.frontend.request.tools import (
@@ -29,6 +30,7 @@ from tandem.frontend.request.tools import (
     checked_tools,
     tool_use,
 )
+from tandem.frontend.request.unserved_kinds import Unsupported
 from tandem.frontend.request.values import decode_exact
 
 MAX_METADATA = 16
@@ -56,42 +58,42 @@ class ResponsesRequest(Struct, frozen=True):
     """The fields of a response that repeat the settings of its request."""
 
 
-class _Plain(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+class _Plain(Struct, tag_field="type", tag="text"):
     pass
 
 
-class _JsonObject(Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
+class _JsonObject(Struct, tag_field="type", tag="json_object"):
     pass
 
 
-class _JsonSchema(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
+class _JsonSchema(Struct, tag_field="type", tag="json_schema"):
     name: Annotated[str, Meta(min_length=1)]
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
 
 
-class _Text(Struct, forbid_unknown_fields=True):
+class _Text(Struct):
     format: _Plain | _JsonObject | _JsonSchema | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class _Reasoning(Struct, forbid_unknown_fields=True):
+class _Reasoning(Struct):
     effort: str | None = None
     summary: Literal["auto"] | None = None
     """Accepted without effect, because this server writes no summaries."""
     generate_summary: Literal["auto"] | None = None
 
 
-class _Tool(FunctionSpec, tag_field="type", tag="function", forbid_unknown_fields=True):
+class _Tool(FunctionSpec, tag_field="type", tag="function"):
     pass
 
 
-class _Named(Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+class _Named(Struct, tag_field="type", tag="function"):
     name: str
 
 
-class _Allowed(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
+class _Allowed(Struct, tag_field="type", tag="allowed_tools"):
     mode: Literal["auto", "required"]
     tools: Annotated[list[_Named], Meta(extra_json_schema={"minItems": 1})]
 
@@ -99,7 +101,7 @@ class _Allowed(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fie
 _Choice = Literal["none", "auto", "required"] | _Named | _Allowed
 
 
-def _parse_instructions(raw: Raw) -> str:
+def _parse_instructions(raw: Raw, _: IgnoredFields) -> str:
     """Parse the instructions, which may be as long as the input."""
     text: str = decode_exact(raw, "instructions", str, "a string")
     return text
@@ -142,6 +144,7 @@ _OWN_FIELDS = (
     Field("include", Typed(list[str], nullable({"type": "array", "items": {"enum": [*INCLUDES]}}))),
     Field("metadata", Typed(dict[str, str], _METADATA), "Repeated in the response."),
     *(Field(name, String(), "Repeated in the response.") for name in ("prompt_cache_key", "safety_identifier", "user")),
+    Field("store", Unsupported((False,))),
     Field("background", Unsupported((False,))),
     Field("background_options", Unsupported()),
     Field("previous_response_id", Unsupported()),
@@ -159,12 +162,12 @@ _OWN_NAMES = {field.name for field in _OWN_FIELDS}
 BODY = BodyFormat((*(field for field in OPTION_FIELDS if field.name not in {*NOT_HERE, *_OWN_NAMES}), *_OWN_FIELDS))
 
 
-def parse_responses(body: bytes, default_max_tokens: int) -> ResponsesRequest:
+def parse_responses(body: bytes, default_max_tokens: int, ignored: IgnoredFields) -> ResponsesRequest:
     """Parse the body of `/v1/responses`.
 
-    Raises ApiError 400 if it is malformed, 422 for a value out of range or not supported.
+    Raises ApiError 400 if it is malformed, and for a value out of range or not supported.
     """
-    values = BODY.read(body)
+    values = BODY.read(body, ignored)
     _check_include(values["include"] or [])
     options = generation_options(values, values["max_output_tokens"], default_max_tokens, None)
     text: _Text = values["text"] or _Text()

@@ -38,7 +38,8 @@ def responses_router(service: Service) -> APIRouter:
     async def responses(request: Request) -> Response:
         """Continue a conversation; OpenAI's newer interface, without its stored state."""
         arrived = monotonic()
-        async with service.pending.receive(request, parse) as parsed:
+        ignored = service.ignored_fields(request)
+        async with service.pending.receive(request, partial(parse, ignored=ignored)) as parsed:
             with _own_names():
                 admitted, shape = await service.chat.admit(
                     parsed.options, parsed.conversation, parsed.tool_use, service.ready()

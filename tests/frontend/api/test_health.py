@@ -72,12 +72,12 @@ def test_version_route_reports_distribution_and_protocol(server: RunningServer) 
 def test_metrics_count_answered_requests(server: RunningServer) -> None:
     body = {"model": "fake-model", "prompt": [5, 6, 7], "max_tokens": 4, "n": 2}
     assert post(server.url + "/v1/completions", json=body).status_code == 200
-    assert post(server.url + "/v1/completions", json={**body, "n": 0}).status_code == 422
+    assert post(server.url + "/v1/completions", json={**body, "n": 0}).status_code == 400
     get(server.url + "/made/up/by/a/client")
     lines = get(server.url + "/metrics").text.splitlines()
     for line in (
         'tandem_http_requests_total{route="/v1/completions",status="200"} 1.0',
-        'tandem_http_requests_total{route="/v1/completions",status="422"} 1.0',
+        'tandem_http_requests_total{route="/v1/completions",status="400"} 1.0',
         'tandem_http_requests_total{route="other",status="404"} 1.0',
         "tandem_frontend_prompt_tokens_total 3.0",
         "tandem_frontend_generation_tokens_total 8.0",

@@ -172,7 +172,7 @@ def test_page_shows_errors_in_full(page: "Page", engine: FakeEngine) -> None:
     page.locator(".error").wait_for()
     assert page.locator(".error").text_content() == (
         "'temperature' must be between 0 and 2, not 3\n"
-        "status: 422, type: invalid_request_error, param: temperature, code: invalid_value"
+        "status: 400, type: invalid_request_error, param: temperature, code: invalid_value"
     )
     page.get_by_label("Temperature").fill("")
     say(engine, "on and on " * 200)

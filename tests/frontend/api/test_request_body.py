@@ -12,6 +12,7 @@ from tandem.frontend.api.completions import route as completions
 from tandem.frontend.api.completions.request import CompletionRequest, parse_completion
 from tandem.frontend.api.request_body import MAX_INLINE_BODY, BodyBudget, read_body
 from tandem.frontend.errors import ApiError
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tests.frontend.conftest import RunningServer, get, post
 
 CHUNK = b" " * 50_000
@@ -61,12 +62,12 @@ def test_large_bodies_are_parsed_outside_the_event_loop(server: RunningServer, m
     entered, leave = threading.Event(), threading.Event()
     threads: list[str] = []
 
-    def slow(body: bytes) -> CompletionRequest:
+    def slow(body: bytes, ignored: IgnoredFields) -> CompletionRequest:
         threads.append(threading.current_thread().name)
         if len(body) > MAX_INLINE_BODY:
             entered.set()
             assert leave.wait(30)
-        return parse_completion(body)
+        return parse_completion(body, ignored)
 
     monkeypatch.setattr(completions, "parse_completion", slow)
     body = {"model": "fake-model", "prompt": "one", "user": "x" * MAX_INLINE_BODY}
@@ -107,4 +108,4 @@ def test_many_token_ids_are_packed_outside_the_event_loop(server: RunningServer)
     assert post(server.url + "/v1/completions", json=body).status_code == 200
     assert ran == ["_pack"]
     body["prompt"] = [5] * 5000 + [420]
-    assert post(server.url + "/v1/completions", json=body).status_code == 422
+    assert post(server.url + "/v1/completions", json=body).status_code == 400

@@ -124,14 +124,14 @@ def test_session_id_is_rejected_by_an_engine_without_sessions(
     engine.refusal = ErrorCode.SESSIONS_OFF
     response = post(chatting.url + path, json={**GOOD[path], "session_id": "talk"})
     error = error_of(response)
-    assert (response.status_code, error["code"], error["param"]) == (422, "sessions_off", "session_id")
+    assert (response.status_code, error["code"], error["param"]) == (400, "sessions_off", "session_id")
     assert "retry-after" not in response.headers
 
 
 def test_session_is_rejected_when_nothing_is_computed(server: RunningServer, engine: FakeEngine) -> None:
     fields = {"echo": True, "max_tokens": 0, "session_id": "talk"}
     response = post(server.url + "/v1/completions", json={**GOOD["/v1/completions"], **fields})
-    assert (response.status_code, error_of(response)["param"]) == (422, "session_id")
+    assert (response.status_code, error_of(response)["param"]) == (400, "session_id")
     assert "'logprobs'" in error_of(response)["message"]
     assert engine.submits == []
 

@@ -214,7 +214,7 @@ def test_reasoning_effort_is_passed_to_templates_that_read_it() -> None:
     assert template("{{ enable_thinking }}").render(effort("none")) == "False"
     assert template("{{ enable_thinking }}").render(effort("high")) == "True"
     error = refused(CHATML, effort("low"))
-    assert (error.status, error.param) == (422, "reasoning_effort")
+    assert (error.status, error.param) == (400, "reasoning_effort")
 
 
 def write(folder: Path, **files: Any) -> None:

@@ -14,6 +14,7 @@ from tandem.frontend.generation.admission import Admitted, AdmittedPrompt, _samp
 from tandem.frontend.generation.detokenizer import Detokenizer
 from tandem.frontend.generation.generation import Generation
 from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.protocol.commands import Submit
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, ModelFacts
@@ -46,7 +47,7 @@ class Streams:
 
 
 def generation(client: Any) -> Generation:
-    options = parse_completion(b'{"model": "m", "prompt": [5], "n": 3}').options
+    options = parse_completion(b'{"model": "m", "prompt": [5], "n": 3}', IgnoredFields()).options
     admitted = Admitted(options, MODEL, [AdmittedPrompt("", [5], b"\x05\0\0\0", 16)], _sampling(options))
     return Generation(client, client, FrontendMetrics(CollectorRegistry()), admitted, 0.0, lambda: 1.0)
 

@@ -133,7 +133,7 @@ def test_regex_cannot_be_combined_with_tools() -> None:
     content = output_grammar(None, "a", (), None)
     with pytest.raises(ApiError, match="'regex' and 'tools' cannot be combined") as caught:
         tool_grammar(use(STRICT), HERMES, {}, content)
-    assert (caught.value.status, caught.value.param) == (422, "regex")
+    assert (caught.value.status, caught.value.param) == (400, "regex")
 
 
 @pytest.mark.parametrize(

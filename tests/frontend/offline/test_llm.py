@@ -63,8 +63,12 @@ def test_a_refused_request_is_named_and_the_next_call_works(llm: LLM) -> None:
     assert (caught.value.index, caught.value.code) == (1, "context_length_exceeded")
     with pytest.raises(RequestError, match="'temperature' must be between 0 and 2, not 3"):
         llm.generate("a", temperature=3)
-    with pytest.raises(RequestError, match="'nonsense' is not supported"):
-        llm.generate("a", nonsense=3)
+    with pytest.raises(RequestError, match="'suffix' is not supported"):
+        llm.generate("a", suffix="x")
+    with pytest.raises(TypeError, match="'temprature' is not a field of this request; did you mean 'temperature'"):
+        llm.generate("a", temprature=1)
+    with pytest.raises(TypeError, match="'echo_' is not a field"):
+        llm.chat([{"role": "user", "content": "a"}], echo_=True)
     with pytest.raises(TypeError, match="'stream' is not a sampling field"):
         llm.generate("a", stream=True)
     with pytest.raises(RequestError, match="chat template"):

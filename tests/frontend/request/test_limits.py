@@ -34,9 +34,9 @@ def complete(server: RunningServer, timeout_s: float = DEADLINE, **fields: Any) 
 @pytest.mark.parametrize(
     ("fields", "status", "param", "text"),
     [
-        ({"n": 3}, 422, "n", "asks for 3; this server allows at most 2 (--max-n)"),
-        ({"logprobs": 4}, 422, "logprobs", "asks for 4; this server allows at most 3 (--max-top-logprobs)"),
-        ({"stop": ["a", "b"]}, 422, "stop", "asks for 2; this server allows at most 1 (--max-stop-strings)"),
+        ({"n": 3}, 400, "n", "asks for 3; this server allows at most 2 (--max-n)"),
+        ({"logprobs": 4}, 400, "logprobs", "asks for 4; this server allows at most 3 (--max-top-logprobs)"),
+        ({"stop": ["a", "b"]}, 400, "stop", "asks for 2; this server allows at most 1 (--max-stop-strings)"),
         ({"prompt": [5] * 21}, 400, "prompt", "has 21 tokens; this server allows at most 20 (--max-prompt-tokens)"),
         ({"prompt": "x" * 4000}, 400, "prompt", "has at least "),
     ],

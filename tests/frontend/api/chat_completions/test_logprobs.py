@@ -65,6 +65,6 @@ def test_chat_has_no_logprobs_unless_requested(client: openai.OpenAI, engine: Fa
 
 @pytest.mark.parametrize("fields", [{"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}])
 def test_invalid_top_logprobs_are_rejected_by_name(client: openai.OpenAI, fields: dict[str, Any]) -> None:
-    with pytest.raises(openai.UnprocessableEntityError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         chat(client, **fields)
     assert caught.value.param == "top_logprobs"

@@ -19,6 +19,7 @@ from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Usage
 from tandem.frontend.generation.scored_tokens import ScoredToken
 from tandem.frontend.grammar.grammar import ThinkingMode
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.tools import Tool, ToolChoice, ToolUse
 from tandem.protocol.events import ModelFacts
 from tandem.protocol.params import SamplingParams
@@ -40,7 +41,7 @@ PIECES = [
 
 def admitted(**fields: Any) -> Admitted:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
-    options = parse_chat(msgspec.json.encode(body), 16).options
+    options = parse_chat(msgspec.json.encode(body), 16, IgnoredFields()).options
     return Admitted(options, MODEL, [AdmittedPrompt("x", [3, 4], b"", 16)], SamplingParams(16))
 
 

@@ -251,12 +251,12 @@ def test_special_tokens_are_included_on_request(server: RunningServer, engine: F
 def test_chat_errors_have_the_openai_format(server: RunningServer, engine: FakeEngine) -> None:
     for fields, status, param in (
         ({"model": "other"}, 404, "model"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 422, "messages[0].content[0].type"),
-        ({"functions": []}, 422, "functions"),
-        ({"reasoning_effort": "low"}, 422, "reasoning_effort"),
-        ({"chat_template_kwargs": {"messages": 1}}, 422, "messages"),
-        ({"stop_token_ids": [10_000]}, 422, "stop_token_ids"),
-        ({"tools": [TOOL], "tool_choice": "always"}, 422, "tool_choice"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content[0].type"),
+        ({"functions": []}, 400, "functions"),
+        ({"reasoning_effort": "low"}, 400, "reasoning_effort"),
+        ({"chat_template_kwargs": {"messages": 1}}, 400, "messages"),
+        ({"stop_token_ids": [10_000]}, 400, "stop_token_ids"),
+        ({"tools": [TOOL], "tool_choice": "always"}, 400, "tool_choice"),
     ):
         response = post(server, **fields)
         assert (response.status_code, response.json()["error"]["param"]) == (status, param)

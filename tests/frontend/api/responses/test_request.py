@@ -10,6 +10,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from tandem.frontend.api.responses.input_items import parse_input
 from tandem.frontend.api.responses.request import BODY, INCLUDES, NOT_HERE, ResponsesRequest, parse_responses
 from tandem.frontend.errors import ApiError
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.tools import ToolChoice
 from tests.support.refusals import refusal
 
@@ -22,7 +23,7 @@ VALIDATOR = jsonschema.Draft202012Validator(SCHEMA_OF_BODY)
 
 
 def parse(**fields: Any) -> ResponsesRequest:
-    return parse_responses(msgspec.json.encode({**BASE, **fields}), 1024)
+    return parse_responses(msgspec.json.encode({**BASE, **fields}), 1024, IgnoredFields(refuse=True))
 
 
 def refused(**fields: Any) -> ApiError:
@@ -55,31 +56,31 @@ def test_responses_accepts_values_that_change_nothing(name: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("name", "value", "status", "param"),
     [
-        ("store", True, 422, "store"), ("previous_response_id", "resp_1", 422, "previous_response_id"),
-        ("conversation", "conv_1", 422, "conversation"), ("background", True, 422, "background"),
-        ("prompt", {"id": "pmpt_1"}, 422, "prompt"), ("priority", 101, 422, "priority"),
-        ("session_id", "", 422, "session_id"), ("session_id", 3, 400, "session_id"),
-        ("cache_salt", "", 422, "cache_salt"), ("truncation", "auto", 422, "truncation"),
-        ("max_tool_calls", 1, 422, "max_tool_calls"), ("top_logprobs", 2, 422, "top_logprobs"),
-        ("include", ["message.output_text.logprobs"], 422, "include[0]"), ("include", "x", 400, "include"),
-        ("context_management", [{"type": "compaction"}], 422, "context_management"),
-        ("moderation", {"model": "m"}, 422, "moderation"), ("n", 2, 422, "n"), ("messages", [], 422, "messages"),
-        ("response_format", {"type": "text"}, 422, "response_format"), ("max_tokens", 5, 422, "max_tokens"),
-        ("stream_format", "events", 422, "stream_format"), ("return_token_ids", True, 422, "return_token_ids"),
-        ("max_output_tokens", 0, 422, "max_output_tokens"), ("max_output_tokens", "x", 400, "max_output_tokens"),
-        ("text", {"verbosity": "low"}, 422, "text.verbosity"), ("text", {"more": 1}, 422, "text.more"),
-        ("text", {"format": {"type": "xml"}}, 422, "text.format.type"),
+        ("store", True, 400, "store"), ("previous_response_id", "resp_1", 400, "previous_response_id"),
+        ("conversation", "conv_1", 400, "conversation"), ("background", True, 400, "background"),
+        ("prompt", {"id": "pmpt_1"}, 400, "prompt"), ("priority", 101, 400, "priority"),
+        ("session_id", "", 400, "session_id"), ("session_id", 3, 400, "session_id"),
+        ("cache_salt", "", 400, "cache_salt"), ("truncation", "auto", 400, "truncation"),
+        ("max_tool_calls", 1, 400, "max_tool_calls"), ("top_logprobs", 2, 400, "top_logprobs"),
+        ("include", ["message.output_text.logprobs"], 400, "include[0]"), ("include", "x", 400, "include"),
+        ("context_management", [{"type": "compaction"}], 400, "context_management"),
+        ("moderation", {"model": "m"}, 400, "moderation"), ("n", 2, 400, "n"), ("messages", [], 400, "messages"),
+        ("response_format", {"type": "text"}, 400, "response_format"), ("max_tokens", 5, 400, "max_tokens"),
+        ("stream_format", "events", 400, "stream_format"), ("return_token_ids", True, 400, "return_token_ids"),
+        ("max_output_tokens", 0, 400, "max_output_tokens"), ("max_output_tokens", "x", 400, "max_output_tokens"),
+        ("text", {"verbosity": "low"}, 400, "text.verbosity"), ("text", {"more": 1}, 400, "text.more"),
+        ("text", {"format": {"type": "xml"}}, 400, "text.format.type"),
         ("text", {"format": {"type": "json_schema", "name": "x"}}, 400, "text.format"),
         ("text", {"format": {"type": "json_schema", "name": "", "schema": {}}}, 400, "text.format.name"),
-        ("reasoning", {"effort": "most"}, 422, "reasoning.effort"),
-        ("reasoning", {"summary": "detailed"}, 422, "reasoning.summary"),
-        ("tools", [{"type": "web_search"}], 422, "tools[0].type"), ("tools", [{"type": "function"}], 400, "tools[0]"),
-        ("tools", [LOOK, LOOK], 422, "tools[1].name"), ("tools", [{**LOOK, "name": "a b"}], 422, "tools[0].name"),
-        ("tool_choice", "required", 422, "tool_choice"), ("tool_choice", {"type": "mcp"}, 422, "tool_choice.type"),
-        ("metadata", {"a": 1}, 400, "metadata[...]"), ("metadata", {str(i): "" for i in range(17)}, 422, "metadata"),
-        ("metadata", {"k" * 65: ""}, 422, "metadata"), ("metadata", {"k": "v" * 513}, 422, "metadata"),
-        ("user", 3, 400, "user"), ("instructions", ["x"], 400, "instructions"), ("surprise", 1, 422, "surprise"),
-        ("chat_template_kwargs", {"messages": 1}, 422, "messages"),
+        ("reasoning", {"effort": "most"}, 400, "reasoning.effort"),
+        ("reasoning", {"summary": "detailed"}, 400, "reasoning.summary"),
+        ("tools", [{"type": "web_search"}], 400, "tools[0].type"), ("tools", [{"type": "function"}], 400, "tools[0]"),
+        ("tools", [LOOK, LOOK], 400, "tools[1].name"), ("tools", [{**LOOK, "name": "a b"}], 400, "tools[0].name"),
+        ("tool_choice", "required", 400, "tool_choice"), ("tool_choice", {"type": "mcp"}, 400, "tool_choice.type"),
+        ("metadata", {"a": 1}, 400, "metadata[...]"), ("metadata", {str(i): "" for i in range(17)}, 400, "metadata"),
+        ("metadata", {"k" * 65: ""}, 400, "metadata"), ("metadata", {"k": "v" * 513}, 400, "metadata"),
+        ("user", 3, 400, "user"), ("instructions", ["x"], 400, "instructions"), ("surprise", 1, 400, "surprise"),
+        ("chat_template_kwargs", {"messages": 1}, 400, "messages"),
     ],
 )  # fmt: skip
 def test_responses_rejects_unsupported_values_by_name(name: str, value: Any, status: int, param: str) -> None:
@@ -92,7 +93,7 @@ def test_schema_of_responses_matches_the_parser() -> None:
     assert set(BASE) == set(SCHEMA_OF_BODY["required"])
     assert not set(NOT_HERE) & set(SCHEMA_OF_BODY["properties"])
     wrong: list[dict[str, Any]] = [
-        {"n": 1}, {"store": True}, {"tools": [{"type": "web_search"}]}, {"input": []}, {"include": ["x"]},
+        {"store": True}, {"tools": [{"type": "web_search"}]}, {"input": []}, {"include": ["x"]},
     ]  # fmt: skip
     assert not any(described(**fields) for fields in wrong)
     taken: list[dict[str, Any]] = [
@@ -214,15 +215,15 @@ def test_input_items_become_messages() -> None:
     [
         (None, 400, "input"), ([], 400, "input"), (3, 400, "input"), ({}, 400, "input"), (["x"], 400, "input[0]"),
         ([{}], 400, "input[0]"), ([{"role": "user"}], 400, "input[0]"),
-        ([{"role": "tool", "content": "x"}], 422, "input[0].role"),
-        ([{"type": "item_reference", "id": "x"}], 422, "input[0].type"),
-        ([{"type": "computer_call_output"}], 422, "input[0].type"),
-        ([{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "input_image"}]}], 422,
+        ([{"role": "tool", "content": "x"}], 400, "input[0].role"),
+        ([{"type": "item_reference", "id": "x"}], 400, "input[0].type"),
+        ([{"type": "computer_call_output"}], 400, "input[0].type"),
+        ([{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "input_image"}]}], 400,
          "input[1].content[0].type"),
         ([{"role": "user", "content": [{"type": "input_text"}]}], 400, "input[0].content[0]"),
-        ([{"role": "user", "content": "x", "more": 1}], 422, "input[0].more"),
+        ([{"role": "user", "content": "x", "more": 1}], 400, "input[0].more"),
         ([{"type": "function_call", "name": "f", "arguments": "{}"}], 400, "input[0]"),
-        ([{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}], 422,
+        ([{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}], 400,
          "input[0].output[0].type"),
         ([{"type": 3}], 400, "input[0].type"),
     ],
@@ -235,7 +236,7 @@ def test_invalid_input_is_rejected_with_its_path(given: Any, status: int, param:
 def test_number_of_input_items_is_bounded_before_decoding() -> None:
     for items, many in (([{"role": "user", "content": "x"}], 9000), ([0], 20_000)):
         with pytest.raises(ApiError, match="takes at most"):
-            parse_input(msgspec.Raw(msgspec.json.encode(items * many)))
+            parse_input(msgspec.Raw(msgspec.json.encode(items * many)), IgnoredFields())
 
 
 def test_responses_reads_scheduling_fields() -> None:

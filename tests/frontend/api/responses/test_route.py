@@ -80,9 +80,9 @@ def test_errors_use_the_field_names_of_responses(server: RunningServer) -> None:
         ({"input": "x" * 9000}, 400, "input"),
         ({"max_output_tokens": 4000}, 400, "max_output_tokens"),
         ({"text": {"format": schema}}, 400, "text.format.schema"),
-        ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, 422, "regex"),
-        ({"reasoning": {"effort": "low"}}, 422, "reasoning.effort"),
-        ({"previous_response_id": "resp_1"}, 422, "previous_response_id"),
+        ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, 400, "regex"),
+        ({"reasoning": {"effort": "low"}}, 400, "reasoning.effort"),
+        ({"previous_response_id": "resp_1"}, 400, "previous_response_id"),
     ):
         response = post(server, **fields)
         error = response.json()["error"]
@@ -128,5 +128,5 @@ def test_openai_client_parses_responses(server: RunningServer, engine: FakeEngin
         assert final.usage is not None
         assert whole.usage is not None
         assert final.usage.total_tokens == whole.usage.total_tokens
-        with pytest.raises(openai.UnprocessableEntityError, match="previous_response_id"):
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             client.responses.create(**create, previous_response_id="resp_1")

@@ -1,0 +1,107 @@
+"""Fields of OpenAI and of other servers that this server does not serve.
+
+Those that do not change the output are ignored; the others are refused, except for neutral values.
+"""
+
+from collections.abc import Iterable
+
+from tandem.frontend.request.fields import IGNORED_FIELDS, Field
+from tandem.frontend.request.unserved_kinds import Ignored, Unsupported
+
+_ROUTING = "Chooses among providers or models; this server has one."
+_TEXT_ONLY = "Prepares images, audio or video, which this server does not take."
+_CACHE = "The KV cache of prompts is always on and manages its memory itself."
+_BEAMS = "Only has a meaning for beam search."
+
+NO_EFFECT_FIELDS = (
+    Field("service_tier", Ignored(("auto", "default")), "One tier serves all requests; chats answer `default`."),
+    Field("store", Ignored((False,)), "Completions and chats are not stored."),
+    Field("request_id", Ignored(), "The header `x-request-id` names a request."),
+    Field("rid", Ignored(), "The header `x-request-id` names a request."),
+    *(Field(name, Ignored(), _ROUTING) for name in ("provider", "models", "route", "transforms", "plugins", "usage")),
+    *(Field(name, Ignored(), _CACHE) for name in ("cache_prompt", "id_slot", "n_keep", "keep_alive")),
+    Field("options", Ignored(), "Ollama's own options, which its OpenAI routes ignore as well."),
+    *(Field(name, Ignored(), _TEXT_ONLY) for name in ("mm_processor_kwargs", "media_io_kwargs")),
+    Field("kv_transfer_params", Ignored(), "Moves KV between servers."),
+    Field("vllm_xargs", Ignored(), "Arguments of vLLM's extensions."),
+    Field("guided_decoding_backend", Ignored(), "There is one backend, llguidance."),
+    Field("guided_whitespace_pattern", Ignored(), "White space is that of ordinary JSON."),
+    Field("timings_per_token", Ignored((False,)), "Timings are in `/metrics`."),
+    Field("return_progress", Ignored((False,)), "The progress of a prompt is not reported."),
+    Field("length_penalty", Ignored((1, 1.0)), _BEAMS),
+    Field("early_stopping", Ignored((False,)), _BEAMS),
+)
+"""Fields of generating routes that do not change the output. Accepted values are not even named as ignored."""
+
+_OTHER_SAMPLER = "A method of sampling that this server does not have."
+_OTHER_LIMIT = "Another server's name of the limit; give `max_tokens`, or `max_output_tokens` for a response."
+
+REFUSED_FIELDS = (
+    Field("prompt_logprobs", Unsupported((0,)), "`echo` with `logprobs` scores the prompt of a completion."),
+    Field("truncate_prompt_tokens", Unsupported(), "A prompt is never cut."),
+    Field("truncation", Unsupported(("disabled",)), "A prompt is never cut."),
+    Field("allowed_token_ids", Unsupported(), "`logit_bias` and the constraints restrict the tokens."),
+    Field("bad_words", Unsupported(([],)), "`logit_bias` and the constraints restrict the tokens."),
+    Field("use_beam_search", Unsupported((False,)), "Outputs are sampled."),
+    Field("spaces_between_special_tokens", Unsupported((True,)), "Text is what the tokenizer decodes."),
+    Field("return_tokens_as_token_ids", Unsupported((False,)), "`return_token_ids` returns the ids."),
+    Field("logits_processors", Unsupported(([],)), "No code of clients runs in the server."),
+    Field("custom_logit_processor", Unsupported(), "No code of clients runs in the server."),
+    Field("lora_path", Unsupported(), "Adapters are not supported."),
+    Field("ebnf", Unsupported(), "`grammar` takes Lark."),
+    Field("stop_regex", Unsupported(([],)), "`stop` takes texts."),
+    Field("json_schema", Unsupported(), "`response_format` takes a JSON schema."),
+    *(Field(name, Unsupported(), _OTHER_LIMIT) for name in ("n_predict", "num_predict", "max_new_tokens")),
+    *(
+        Field(name, Unsupported(neutral), _OTHER_SAMPLER)
+        for name, neutral in (
+            ("mirostat", (0,)),
+            ("mirostat_mode", (0,)),
+            ("typical_p", (1, 1.0)),
+            ("tfs_z", (1, 1.0)),
+            ("top_a", (0, 0.0)),
+            ("dynatemp_range", (0, 0.0)),
+            ("xtc_probability", (0, 0.0)),
+            ("dry_multiplier", (0, 0.0)),
+        )
+    ),
+)
+"""Fields of generating routes that would change the output and are refused, except for neutral values."""
+
+IGNORED_PATHS = (
+    ("messages[].id", "Names a message for its sender."),
+    ("messages[].timestamp", "Names a message for its sender."),
+    ("messages[].created_at", "Names a message for its sender."),
+    ("messages[].cache_control", "Prompts are cached without it."),
+    ("messages[].content[].cache_control", "Prompts are cached without it."),
+    ("messages[].provider_specific_fields", "What another provider added to its answer."),
+    ("messages[].reasoning_details", "Signed or encrypted reasoning of another provider."),
+    ("messages[].thinking_blocks", "Signed or encrypted reasoning of another provider."),
+    ("messages[].annotations", "Links in an earlier answer."),
+    ("messages[].tool_calls[].provider_specific_fields", "What another provider added to its answer."),
+    ("tools[].cache_control", "Prompts are cached without it."),
+    ("tools[].function.cache_control", "Prompts are cached without it."),
+)
+"""Known names within a body that are ignored, with the reason."""
+
+CONDITIONAL_NAMES = ("reasoning_effort", "verbosity", "stream_options", "enable_thinking", "thinking", "think")
+"""Known names that are ignored where the model's template or the rest of the request leaves them without effect."""
+
+OTHER = "other"
+
+
+def _names(fields: Iterable[Field]) -> set[str]:
+    return {field.name for field in fields if isinstance(field.kind, Ignored)}
+
+
+_LABELS = frozenset(
+    {*_names((*IGNORED_FIELDS, *NO_EFFECT_FIELDS)), *(path for path, _ in IGNORED_PATHS), *CONDITIONAL_NAMES}
+)
+
+
+def ignored_label(path: str) -> str:
+    """Return the metric label of an ignored field.
+
+    The labels are a bounded set that clients cannot extend.
+    """
+    return path if path in _LABELS else OTHER

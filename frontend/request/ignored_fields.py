@@ -1,0 +1,66 @@
+"""The fields of a request that have no effect on its answer."""
+
+import re
+
+from tandem.frontend.errors import ApiError
+
+IGNORED_HEADER = "x-tandem-ignored"
+"""Response header that names the fields without effect, separated by commas."""
+IGNORED_KEY = "tandem.ignored_fields"
+"""Key of the IgnoredFields of a request in its ASGI scope."""
+MAX_HEADER_NAMES = 16
+MAX_HEADER_BYTES = 512
+MAX_RECORDED = 64
+"""Maximum number of fields that are recorded of one request."""
+_MAX_PATH_CHARS = 100
+
+_INDEX = re.compile(r"\[\d+\]")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.$\[\]-]")
+
+
+class IgnoredFields:
+    """Record the fields of one request that have no effect.
+
+    With `refuse`, such a field ends the request instead (`--unknown-fields refuse`).
+    """
+
+    def __init__(self, refuse: bool = False) -> None:
+        self.refuse = refuse
+        self._paths: dict[str, None] = {}
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The recorded paths, each once.
+
+        They have no indices, for example `messages[].cache_control`.
+        """
+        return tuple(self._paths)
+
+    def add(self, path: str) -> None:
+        """Record a field by its path in the body.
+
+        Raises ApiError 400 if such fields are refused.
+        """
+        if self.refuse:
+            raise unknown_field(path)
+        if len(self._paths) < MAX_RECORDED:
+            self._paths[_INDEX.sub("[]", path[:_MAX_PATH_CHARS])] = None
+
+    def header(self) -> bytes:
+        """Return the value of IGNORED_HEADER; empty if every field has an effect.
+
+        It has at most MAX_HEADER_NAMES names and MAX_HEADER_BYTES bytes. Characters that are unusual in a field name
+        are replaced by underscores, since clients choose the names.
+        """
+        value = ""
+        for path in self.paths[:MAX_HEADER_NAMES]:
+            longer = f"{value},{_UNSAFE.sub('_', path)}" if value else _UNSAFE.sub("_", path)
+            if len(longer) > MAX_HEADER_BYTES:
+                break
+            value = longer
+        return value.encode()
+
+
+def unknown_field(path: str) -> ApiError:
+    """Return the 400 for a field that this server does not know."""
+    return ApiError(400, "the field {param} is not supported", path[:_MAX_PATH_CHARS], "unknown_parameter")
