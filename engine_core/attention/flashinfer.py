@@ -210,6 +210,17 @@ class FlashInferPlanner:
         return self.host[index * self._stride : index * self._stride + length]
 
 
+def load_kernel(kind: LayerAttention, pinned: Callable[[int], Tensor], device: torch.device, heads: HeadShape) -> None:
+    """Load the kernel for a kind of layer, which compiles it if the library has no prebuilt one.
+
+    pinned: as in `FlashInferPlanner.allocate`. Raises RuntimeError or OSError if it cannot be compiled, for example
+    because there is no CUDA compiler.
+    """
+    planner = FlashInferPlanner.allocate([kind], pinned, device, heads, 1, 1)
+    page = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    planner.plan([Span(0, 0, 0, 1)], PageTable(page, page_size=1, page_stride=1))
+
+
 class FlashInferGraphPlanner:
     """A `GraphPromptPlanner` for graphs of one number of tokens."""
 

@@ -5,11 +5,12 @@ It covers steps that no graph holds, and graphs.
 
 import importlib.util
 import logging
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from tandem.engine_core.attention.base import AttentionPlanner, GraphPromptPlanner
+from tandem.engine_core.attention.base import AttentionPlanner, GraphPromptPlanner, LayerAttention
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.page_table import PageTable
@@ -37,33 +38,67 @@ idle: 128 tokens behind 8,064 take 46 us a layer and 113 (`benchmarks.kernels.be
 """
 
 
-def eager_planner(
+def eager_planners(
     device: Device, model: ModelConfig, config: StepConfig, dtype: torch.dtype, layout: KVLayout
-) -> AttentionPlanner:
-    """Return a planner for the steps that no graph holds.
+) -> Callable[[], AttentionPlanner]:
+    """Return a factory of planners for the steps that no graph holds.
 
-    Each slot needs its own.
+    Each slot needs its own. All of them use FlashInfer if it can serve every layer of the model, else Triton.
     """
-    usable = (
-        model.head_dim in FLASHINFER_HEAD_DIMS
-        and dtype.itemsize == 2
-        and layout.dtype == dtype
-        and layout.page_elements < FLASHINFER_PAGE_ELEMENTS
-    )
-    if not usable or importlib.util.find_spec("flashinfer") is None:
-        logger.info("prefill runs on Triton: head_dim %d, %s, keys in %s", model.head_dim, dtype, layout.dtype)
-        return _ragged(device, model, config)
+    kinds = attention_kinds(model)
+    obstacle = find_obstacle(model.head_dim, dtype, layout, kinds, _kernel_loader(device, model, dtype))
+    if obstacle:
+        logger.info("prompts run on Triton instead of FlashInfer: %s", obstacle)
+        return lambda: _ragged(device, model, config)
     from tandem.engine_core.attention.flashinfer import FlashInferPlanner, HeadShape
 
     heads = HeadShape(model.heads, model.kv_heads, model.head_dim, dtype)
-    return FlashInferPlanner.allocate(
-        attention_kinds(model),
-        device.host_buffer,
-        device.torch_device,
-        heads,
-        config.max_rows,
-        config.max_page_entries,
+    return lambda: FlashInferPlanner.allocate(
+        kinds, device.host_buffer, device.torch_device, heads, config.max_rows, config.max_page_entries
     )
+
+
+def find_obstacle(
+    head_dim: int,
+    dtype: torch.dtype,
+    layout: KVLayout,
+    kinds: Sequence[LayerAttention],
+    load: Callable[[LayerAttention], None] | None,
+) -> str:
+    """Return why FlashInfer cannot serve the prompts of a model; empty if it can.
+
+    kinds: the distinct ones among the model's layers; load: loads FlashInfer's kernel for a kind, or raises
+    RuntimeError or OSError; None: the library is not installed.
+    """
+    if load is None:
+        return "flashinfer is not installed"
+    if head_dim not in FLASHINFER_HEAD_DIMS:
+        return f"head_dim {head_dim} is not one of {', '.join(map(str, FLASHINFER_HEAD_DIMS))}"
+    if dtype.itemsize != 2 or layout.dtype != dtype:
+        return f"queries in {dtype} and keys in {layout.dtype} are not of one 16-bit dtype"
+    if layout.page_elements >= FLASHINFER_PAGE_ELEMENTS:
+        return f"pages of {layout.page_elements} elements exceed its 32-bit stride; lower --page-size"
+    for kind in kinds:
+        try:
+            load(kind)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, OSError) as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            return (
+                f"its kernel for window {kind.window} and soft cap {kind.softcap} is not prebuilt and cannot be "
+                f"compiled ({reason})"
+            )
+    return ""
+
+
+def _kernel_loader(device: Device, model: ModelConfig, dtype: torch.dtype) -> Callable[[LayerAttention], None] | None:
+    if importlib.util.find_spec("flashinfer") is None:
+        return None
+    from tandem.engine_core.attention.flashinfer import HeadShape, load_kernel
+
+    heads = HeadShape(model.heads, model.kv_heads, model.head_dim, dtype)
+    return lambda kind: load_kernel(kind, device.host_buffer, device.torch_device, heads)
 
 
 def _ragged(device: Device, model: ModelConfig, config: StepConfig) -> "RaggedPlanner":

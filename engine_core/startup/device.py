@@ -29,7 +29,7 @@ from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.sampling.sampler import Sampler
 from tandem.engine_core.sampling.scorer import PROMPT_SLICE, TokenScorer, TorchScorer
 from tandem.engine_core.sampling.torch_sampler import TorchSampler
-from tandem.engine_core.startup.attention import GraphPlanners, eager_planner, further_graph_bytes
+from tandem.engine_core.startup.attention import GraphPlanners, eager_planners, further_graph_bytes
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
@@ -68,8 +68,11 @@ class DeviceParts(Protocol):
 
     def attention(
         self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, layout: KVLayout
-    ) -> AttentionPlanner:
-        """Return a new planner of the steps that no graph holds, for one slot."""
+    ) -> Callable[[], AttentionPlanner]:
+        """Return a factory of planners for the steps that no graph holds.
+
+        Each slot needs its own.
+        """
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> Sampler:
         """Allocate the sampler that draws the tokens of every step."""
@@ -118,9 +121,9 @@ class CpuParts:
 
     def attention(
         self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, layout: KVLayout
-    ) -> AttentionPlanner:
+    ) -> Callable[[], AttentionPlanner]:
         """Implement `DeviceParts.attention`."""
-        return TorchPlanner(attention_kinds(model))
+        return lambda: TorchPlanner(attention_kinds(model))
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> Sampler:
         """Implement `DeviceParts.sampler`."""
@@ -167,9 +170,9 @@ class CudaParts:
 
     def attention(
         self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, layout: KVLayout
-    ) -> AttentionPlanner:
+    ) -> Callable[[], AttentionPlanner]:
         """Implement `DeviceParts.attention`."""
-        return eager_planner(self.device, model, config, dtype, layout)
+        return eager_planners(self.device, model, config, dtype, layout)
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> Sampler:
         """Implement `DeviceParts.sampler`."""

@@ -201,10 +201,10 @@ def _new_builder(
     vocab_size = source.model.vocab_size
     tables = DeviceTables.allocate(config.max_rows, config.max_len, config.pages_per_row, device.torch_device)
     words = capacity(config.max_rows, config.max_step_tokens, config.max_page_entries, config.max_uploads)
+    new_planner = parts.attention(source.model, config, source.dtype, source.layout)
     slots = [
         StepSlot.allocate(
-            device, words, config.max_rows, config.max_step_tokens, vocab_size,
-            parts.attention(source.model, config, source.dtype, source.layout),
+            device, words, config.max_rows, config.max_step_tokens, vocab_size, new_planner()
         )
         for _ in range(config.depth)
     ]  # fmt: skip

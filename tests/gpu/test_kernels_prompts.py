@@ -7,8 +7,8 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tandem.engine_core.attention.base import LayerAttention, Span
-from tandem.engine_core.attention.flashinfer import FlashInferPlanner, HeadShape
+from tandem.engine_core.attention.base import AttentionPlanner, LayerAttention, Span
+from tandem.engine_core.attention.flashinfer import FlashInferPlanner, HeadShape, load_kernel
 from tandem.engine_core.attention.triton import (
     DecodeStep,
     MixedStep,
@@ -89,29 +89,60 @@ KINDS = [LayerAttention(0.25, window, softcap) for window in (None, 1, 63, 64, 3
 WORK: Work = [(0, 40), (777, 1), (63, 1), (300, 128), (4000, 97)]
 
 
-@pytest.mark.parametrize("apart", [1, 8])
-@pytest.mark.parametrize("dtype", list(STEP))
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 64), (32, 8, 128), (8, 4, 256)])
-def test_windows_and_soft_caps_equal_the_oracle(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, apart: int
-) -> None:
-    """Triton and FlashInfer, the latter planned once for all kinds of layers."""
+def pinned(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, pin_memory=True)
+
+
+def check_kinds(kinds: list[LayerAttention], heads: HeadShape, apart: int, library: bool) -> None:
+    """Compare layers of these kinds, planned once, with the oracle.
+
+    library: FlashInfer instead of Triton.
+    """
     table, slots = scattered([start + length for start, length in WORK], apart)
-    keys, values = (randn(slots, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+    keys, values = (randn(slots, heads.kv, heads.head_dim, dtype=heads.dtype) for _ in range(2))
     spans = spans_of(WORK)
-    query = randn(sum(span.length for span in spans), heads, head_dim, dtype=dtype)
-    own = ragged(heads, kv_heads, head_dim, dtype, len(spans), len(query))
-    library = FlashInferPlanner.allocate(
-        KINDS, lambda count: torch.zeros(count, dtype=torch.int32, pin_memory=True), torch.device("cuda"),
-        HeadShape(heads, kv_heads, head_dim, dtype), len(spans), slots // PAGE,
-    )  # fmt: skip
-    for step in (own.plan(spans, table), library.plan(spans, table)):
-        for layer in KINDS:
-            exact = reference_attention.paged_prefill(
-                query, keys, values, WORK, table, layer.scale, layer.window, layer.softcap
-            )
-            found = step.run(query, keys, values, layer)
-            torch.testing.assert_close(found.float(), exact, atol=3 * STEP[dtype], rtol=3 * STEP[dtype])
+    query = randn(sum(span.length for span in spans), heads.query, heads.head_dim, dtype=heads.dtype)
+    planner: AttentionPlanner = ragged(heads.query, heads.kv, heads.head_dim, heads.dtype, len(spans), len(query))
+    if library:
+        planner = FlashInferPlanner.allocate(kinds, pinned, torch.device("cuda"), heads, len(spans), slots // PAGE)
+    step, tolerance = planner.plan(spans, table), 3 * STEP[heads.dtype]
+    for layer in kinds:
+        exact = reference_attention.paged_prefill(
+            query, keys, values, WORK, table, layer.scale, layer.window, layer.softcap
+        )
+        found = step.run(query, keys, values, layer)
+        torch.testing.assert_close(found.float(), exact, atol=tolerance, rtol=tolerance)
+
+
+SHAPES = [
+    HeadShape(heads, kv_heads, head_dim, dtype)
+    for heads, kv_heads, head_dim in ((32, 8, 64), (32, 8, 128), (8, 4, 256))
+    for dtype in STEP
+]
+
+
+@pytest.mark.parametrize("apart", [1, 8])
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_windows_and_soft_caps_equal_the_oracle(heads: HeadShape, apart: int) -> None:
+    check_kinds(KINDS, heads, apart, library=False)
+
+
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("apart", [1, 8])
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_flashinfer_serves_the_kinds_whose_kernel_it_can_load(
+    heads: HeadShape, apart: int, windowed: bool, capped: bool
+) -> None:
+    """The plain kernel is always there; the others come prebuilt, or need a CUDA compiler."""
+    kinds = [kind for kind in KINDS if ((kind.window is not None), (kind.softcap is not None)) == (windowed, capped)]
+    try:
+        load_kernel(kinds[0], pinned, torch.device("cuda"), heads)
+    except (RuntimeError, OSError) as error:
+        if not (windowed or capped):
+            raise
+        pytest.skip(f"FlashInfer has no kernel for this: {error}")
+    check_kinds(kinds, heads, apart, library=True)
 
 
 def test_addresses_beyond_32_bits_equal_the_oracle() -> None:
@@ -131,9 +162,8 @@ def test_addresses_beyond_32_bits_equal_the_oracle() -> None:
     exact = reference_attention.paged_prefill(query, keys, values, work, table, 0.125)
     layer, spans = LayerAttention(0.125), spans_of(work)
     library = FlashInferPlanner.allocate(
-        [layer], lambda count: torch.zeros(count, dtype=torch.int32, pin_memory=True), torch.device("cuda"),
-        HeadShape(heads, kv_heads, head_dim, torch.bfloat16), len(spans), 6,
-    )  # fmt: skip
+        [layer], pinned, torch.device("cuda"), HeadShape(heads, kv_heads, head_dim, torch.bfloat16), len(spans), 6
+    )
     own = ragged(heads, kv_heads, head_dim, torch.bfloat16, len(spans), len(query))
     decode = DecodeStep(rows.int(), positions.int(), table, 2)
     for step in (own.plan(spans, table), library.plan(spans, table), decode):

@@ -115,7 +115,9 @@ def test_steady_steps_allocate_nothing(driven: DrivenEngine, runtime: TorchRunti
 def test_a_profile_shows_no_wait(driven: DrivenEngine) -> None:
     """Beside the one wait for a step's own event there is no call that waits in a steady tick."""
     engine = driven.engine
-    with steady(driven, MODES["full"]), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+    # Some versions of torch warn that events are cleared between cycles, unless these are to be kept.
+    profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
+    with steady(driven, MODES["full"]), profiler as found:
         engine.tick()
         for _ in range(PROFILED_STEPS):
             with record_function("steady tick"):

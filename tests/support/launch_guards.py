@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
-from warnings import catch_warnings, simplefilter
+from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def sync_is_an_error() -> Iterator[None]:
     """
     try:
         with catch_warnings():
-            simplefilter("ignore")
+            filterwarnings("ignore", message=".*prototype feature")
             torch.cuda.set_sync_debug_mode("error")
         yield
     finally:

@@ -1,0 +1,78 @@
+"""The choice of FlashInfer or Triton for the attention of prompts."""
+
+import pytest
+import torch
+
+from tandem.engine_core.attention.base import LayerAttention
+from tandem.engine_core.kv_cache.groups import KVGroup
+from tandem.engine_core.kv_cache.storage import KVLayout
+from tandem.engine_core.startup.attention import find_obstacle
+
+PLAIN, LOCAL = LayerAttention(0.125), LayerAttention(0.125, window=1024)
+CAPPED = LayerAttention(0.125, softcap=50.0)
+BF16 = torch.bfloat16
+
+
+def layout(dtype: torch.dtype = BF16, page_size: int = 16) -> KVLayout:
+    return KVLayout(group=KVGroup((0, 1)), page_size=page_size, kv_heads=8, head_dim=128, dtype=dtype)
+
+
+class Library:
+    """A FlashInfer that has some kernels and fails to compile the others."""
+
+    def __init__(self, *kinds: LayerAttention, error: Exception | None = None) -> None:
+        self.kinds = kinds
+        self.error = error or RuntimeError("Could not find nvcc\nand more lines")
+        self.asked: list[LayerAttention] = []
+
+    def load(self, kind: LayerAttention) -> None:
+        self.asked.append(kind)
+        if kind not in self.kinds:
+            raise self.error
+
+
+def test_flashinfer_is_chosen_once_every_kind_of_layer_has_a_kernel() -> None:
+    library = Library(PLAIN, LOCAL)
+    assert find_obstacle(128, BF16, layout(), [PLAIN, LOCAL], library.load) == ""
+    assert library.asked == [PLAIN, LOCAL]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no nvcc"), FileNotFoundError("no ninja"), OSError()], ids=repr)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [(LOCAL, "window 1024 and soft cap None"), (CAPPED, "window None and soft cap 50.0")],
+)
+def test_a_kind_without_a_kernel_rules_flashinfer_out(kind: LayerAttention, text: str, error: Exception) -> None:
+    obstacle = find_obstacle(128, BF16, layout(), [PLAIN, kind], Library(PLAIN, error=error).load)
+    assert text in obstacle and (str(error) or "OSError") in obstacle
+
+
+def test_an_obstacle_is_one_line() -> None:
+    obstacle = find_obstacle(128, BF16, layout(), [LOCAL], Library().load)
+    assert "Could not find nvcc" in obstacle and "\n" not in obstacle
+
+
+def test_a_library_that_is_not_installed_is_not_chosen() -> None:
+    assert find_obstacle(128, BF16, layout(), [PLAIN], None) == "flashinfer is not installed"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "stored", "page_size", "text"),
+    [
+        (96, BF16, BF16, 16, "head_dim 96"),
+        (128, torch.float32, torch.float32, 16, "float32"),
+        (128, BF16, torch.float8_e4m3fn, 16, "float8_e4m3fn"),
+        (128, BF16, BF16, 1 << 20, "pages of 4294967296 elements"),
+    ],
+)
+def test_shapes_that_flashinfer_lacks_load_nothing(
+    head_dim: int, dtype: torch.dtype, stored: torch.dtype, page_size: int, text: str
+) -> None:
+    library = Library(PLAIN)
+    assert text in find_obstacle(head_dim, dtype, layout(stored, page_size), [PLAIN], library.load)
+    assert library.asked == []
+
+
+def test_too_little_memory_is_not_taken_for_a_missing_kernel() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        find_obstacle(128, BF16, layout(), [PLAIN], Library(error=torch.OutOfMemoryError("256 MiB")).load)
