@@ -211,10 +211,10 @@ class FlashInferPlanner:
 
 
 def load_kernel(kind: LayerAttention, pinned: Callable[[int], Tensor], device: torch.device, heads: HeadShape) -> None:
-    """Load the kernel for a kind of layer, which compiles it if the library has no prebuilt one.
+    """Load the kernel for a kind of layer.
 
-    pinned: as in `FlashInferPlanner.allocate`. Raises RuntimeError or OSError if it cannot be compiled, for example
-    because there is no CUDA compiler.
+    The library compiles a kernel that does not come prebuilt. pinned: as in `FlashInferPlanner.allocate`. Raises
+    RuntimeError or OSError if it cannot be compiled, for example without a CUDA compiler.
     """
     planner = FlashInferPlanner.allocate([kind], pinned, device, heads, 1, 1)
     page = torch.zeros(1, 1, dtype=torch.int32, device=device)

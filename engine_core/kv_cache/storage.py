@@ -14,7 +14,10 @@ from tandem.engine_core.kv_cache.groups import KVGroup
 
 
 class KVLayout(Struct, frozen=True, kw_only=True):
-    """Contents of a page: the keys and values of a group's layers for consecutive positions."""
+    """Layout of a page.
+
+    A page holds the keys and values of a group's layers for consecutive positions.
+    """
 
     group: KVGroup
     page_size: int
@@ -92,6 +95,6 @@ class KVStorage:
 
 
 def _page_stride(layout: KVLayout) -> int:
-    """Return the slots of head vectors from the beginning of a page to that of the next."""
+    """Return the number of slots from the beginning of a page to that of the next."""
     layers, both, page_size, _, _ = layout.page_shape
     return layers * both * page_size

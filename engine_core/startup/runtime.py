@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelSource(Struct, frozen=True):
-    """The directory of the model that is loaded, the dtype that it runs in, and the layout of its keys and values."""
+    """The model that is loaded, its dtype, and the layout of its keys and values."""
 
     directory: Path
     model: ModelConfig
