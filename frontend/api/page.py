@@ -1,4 +1,7 @@
-"""The playground page at `/`: static files of the package, without secrets."""
+"""The playground at `/` and the reference at `/docs`.
+
+Both are static files of the package, without secrets.
+"""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -23,16 +26,20 @@ _HEADERS = {
 
 
 def page_paths() -> dict[str, Path]:
-    """Map each URL path of the page to its file.
+    """Map each URL path of the pages to its file.
 
     A browser requests them before the user can enter an API key.
     """
-    files = {f"/page/{file.name}": file for file in sorted(_FOLDER.iterdir()) if file.suffix in _TYPES}
-    return {"/": files.pop("/page/index.html"), **files}
+    files = {
+        f"/page/{file.relative_to(_FOLDER).as_posix()}": file
+        for file in sorted(_FOLDER.rglob("*"))
+        if file.suffix in _TYPES
+    }
+    return {"/": files.pop("/page/index.html"), "/docs": files.pop("/page/docs.html"), **files}
 
 
 def page_router() -> APIRouter:
-    """Build the routes of the playground page."""
+    """Build the routes of the playground and of the reference."""
     router = APIRouter()
     for path, file in page_paths().items():
         router.add_api_route(path, _serving(file), methods=["GET", "HEAD"], include_in_schema=False)

@@ -1,4 +1,4 @@
-// Client of the server's HTTP interface: the list of models, and answers as streams of events.
+// Client of the server's HTTP interface: its health, the list of models, and answers as streams of events.
 
 export class ApiError extends Error {
   // `details` are the other members of OpenAI's error object, and the HTTP status if there is one.
@@ -6,11 +6,33 @@ export class ApiError extends Error {
     super(message);
     this.details = details;
   }
+
+  get unauthorized() {
+    return this.details.status === 401;
+  }
+
+  get unreachable() {
+    return this.details.status === undefined && this.details.type === undefined;
+  }
+}
+
+// Returns { status, reason, percent, model }. Throws ApiError if the server cannot be reached.
+export async function health() {
+  const response = await send("health/ready", { cache: "no-store" });
+  try {
+    return await response.json();
+  } catch {
+    return { status: "failing", reason: `the health check answered ${response.status}` };
+  }
 }
 
 export async function models(key) {
   const response = await request("v1/models", { headers: headers(key) });
   return (await response.json()).data.map((model) => model.id);
+}
+
+export async function openapi(key) {
+  return (await request("openapi.json", { headers: headers(key) })).json();
 }
 
 // Yields the parsed events of a streamed answer. Throws ApiError, or AbortError once the signal is given.
@@ -35,16 +57,19 @@ function headers(key) {
 }
 
 async function request(path, options) {
-  let response;
-  try {
-    response = await fetch(path, options);
-  } catch (error) {
-    throw error.name === "AbortError" ? error : new ApiError("The server cannot be reached.", {});
-  }
+  const response = await send(path, options);
   if (!response.ok) {
     throw await refusal(response);
   }
   return response;
+}
+
+async function send(path, options) {
+  try {
+    return await fetch(path, options);
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new ApiError("The server cannot be reached.", {});
+  }
 }
 
 async function refusal(response) {
@@ -64,7 +89,7 @@ async function* eventData(reader) {
   const decoder = new TextDecoder();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await read(reader);
     if (done) {
       throw new ApiError("The connection ended before the answer did.", {});
     }
@@ -77,5 +102,13 @@ async function* eventData(reader) {
       }
       yield data;
     }
+  }
+}
+
+async function read(reader) {
+  try {
+    return await reader.read();
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new ApiError("The connection ended before the answer did.", {});
   }
 }

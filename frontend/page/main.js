@@ -1,134 +1,290 @@
-// Wires the form, the keyboard and the transcript together.
+// Wires the form, the keyboard, the transcript and the kept conversations together.
 
-import { answer, models } from "./api.js";
-import { apiKey, mode, parseSchema, requestFields, showModels, systemPrompt } from "./settings.js";
-import { Turn, addPrompt, clear } from "./transcript.js";
+import { answer } from "./api.js";
+import { apiKey, askForKey, onKey } from "./api_key.js";
+import { ChatList } from "./chat_list.js";
+import { closeOnNarrow, openSettings, startPanels } from "./panels.js";
+import { ServerState } from "./server_state.js";
+import {
+  mode,
+  parseSchema,
+  requestFields,
+  restoreSettings,
+  saveSettings,
+  showModels,
+  systemPrompt,
+} from "./settings.js";
+import * as storage from "./storage.js";
+import { Answer, addQuestion, isSendKey } from "./transcript.js";
 
-const RETRY_MILLISECONDS = 2000;
+const TITLE_CHARACTERS = 60;
 
-const [status, prompt, send, stop, settings] = ["status", "prompt", "send", "stop", "settings"].map((id) =>
-  document.getElementById(id),
-);
+const [prompt, send, stop, clear, examples, announcement, storageNote] = [
+  "prompt", "send", "stop", "clear", "examples", "announcement", "storage_note",
+].map((id) => document.getElementById(id));
 const sections = { chat: document.getElementById("chat"), completion: document.getElementById("completion") };
 
-let messages = [];
+let chat = newChat();
 let running = null;
-let retry = null;
+// Conversations that were deleted, perhaps while an answer arrived.
+const discarded = new WeakSet();
 
-async function loadModels() {
-  clearTimeout(retry);
-  try {
-    const names = await models(apiKey());
-    showModels(names);
-    say(names.join(", "), false);
-  } catch (error) {
-    say(error.message, true);
-    if (error.details?.status === 401) {
-      settings.open = true;
-    } else {
-      retry = setTimeout(loadModels, RETRY_MILLISECONDS);
-    }
-  }
+const server = new ServerState(showModels);
+const list = new ChatList({ current: () => chat.id, open: openChat, gone: discardChat });
+
+function newChat() {
+  const id = Date.now().toString(36) + Math.random().toString(36).slice(2, 10);
+  return { id, title: "", updated: 0, messages: [] };
 }
 
-function say(text, bad) {
-  status.textContent = text;
-  status.classList.toggle("bad", bad);
-}
-
-function setRunning(controller) {
-  running = controller;
-  send.disabled = controller !== null;
-  stop.hidden = controller === null;
-}
-
-async function ask() {
-  const text = prompt.value;
-  if (running !== null || text.trim() === "") {
+async function ask(text) {
+  const fields = text.trim() === "" ? undefined : checkedFields();
+  if (fields === undefined) {
     return;
+  }
+  closeOnNarrow();
+  prompt.value = "";
+  if (mode() === "completion") {
+    await askCompletion(text, fields);
+    return;
+  }
+  showQuestion(text, chat.messages.length);
+  chat.title ||= text.trim().replace(/\s+/g, " ").slice(0, TITLE_CHARACTERS);
+  chat.messages.push({ role: "user", content: text });
+  save(chat);
+  await answerLast(fields);
+}
+
+// Returns the request fields, or undefined if nothing can be sent now.
+function checkedFields() {
+  if (running !== null) {
+    return undefined;
   }
   const fields = requestFields();
   if (fields === undefined) {
-    settings.open = true;
+    openSettings();
     document.getElementById("schema").focus();
-    return;
   }
-  await (mode() === "chat" ? askChat(text, fields) : askCompletion(text, fields));
+  return fields;
 }
 
-async function askChat(text, fields) {
+// Answers the last question of the conversation.
+async function answerLast(fields) {
+  const asked = chat;
+  showExamples();
   const system = systemPrompt() ? [{ role: "system", content: systemPrompt() }] : [];
-  const question = { role: "user", content: text };
-  const history = messages;
-  addPrompt(sections.chat, "You", text);
-  prompt.value = "";
-  const body = { ...fields, messages: [...system, ...history, question] };
-  const turn = await follow(new Turn(sections.chat, fields.model), "v1/chat/completions", body);
-  if (turn.content !== "" && history === messages) {
-    messages.push(question, { role: "assistant", content: turn.content });
-  } else if (turn.content === "" && prompt.value === "") {
-    prompt.value = text;
+  const body = { ...fields, messages: [...system, ...answered(asked.messages), asked.messages.at(-1)] };
+  const shown = new Answer(sections.chat, { title: fields.model, onRetry: retry });
+  await follow(shown, "v1/chat/completions", { ...body, messages: body.messages.map(asSent) }, asked);
+  asked.messages.push(shown.message());
+  save(asked);
+}
+
+const asSent = ({ role, content }) => ({ role, content });
+
+// Returns the messages up to the last question, without questions that got no answer.
+function answered(messages) {
+  const kept = [];
+  for (let index = 0; index + 1 < messages.length; index++) {
+    const [question, reply] = [messages[index], messages[index + 1]];
+    if (question.role === "user" && reply.role === "assistant" && reply.content !== "") {
+      kept.push(question, reply);
+    }
+  }
+  return kept;
+}
+
+function retry() {
+  const fields = checkedFields();
+  if (fields === undefined) {
+    return;
+  }
+  const question = chat.messages.findLastIndex((message) => message.role === "user");
+  truncate(question + 1);
+  prompt.focus();
+  answerLast(fields);
+}
+
+function editQuestion(index, text) {
+  if (checkedFields() !== undefined) {
+    truncate(index);
+    prompt.focus();
+    ask(text);
+  }
+}
+
+function truncate(count) {
+  chat.messages.length = count;
+  while (sections.chat.children.length > count) {
+    sections.chat.lastChild.remove();
   }
 }
 
 async function askCompletion(text, fields) {
-  await follow(new Turn(sections.completion, "", text), "v1/completions", { ...fields, prompt: text });
+  const again = () => {
+    const now = checkedFields();
+    if (now !== undefined) {
+      shown.article.remove();
+      askCompletion(text, now);
+    }
+  };
+  const shown = new Answer(sections.completion, { given: text, onRetry: again });
+  await follow(shown, "v1/completions", { ...fields, prompt: text }, null);
 }
 
-// Streams an answer into a turn. Never throws.
-async function follow(turn, path, body) {
+// Streams an answer into the transcript. Never throws.
+async function follow(shown, path, body, asked) {
   const controller = new AbortController();
-  setRunning(controller);
+  setRunning({ controller, shown, asked });
   let how = null;
   let failure = null;
   try {
-    const request = { ...body, stream: true, stream_options: { include_usage: true } };
+    const request = { ...body, stream: true, stream_options: { include_usage: true }, return_token_ids: true };
     for await (const event of answer(path, request, apiKey(), controller.signal)) {
-      turn.take(event);
+      shown.take(event);
     }
   } catch (error) {
     how = controller.signal.aborted ? "stopped" : "failed";
     failure = controller.signal.aborted ? null : error;
   }
   setRunning(null);
-  turn.end(how, failure);
-  return turn;
+  shown.end(how, failure);
+  announcement.textContent = failure ? "The answer failed." : "The answer is complete.";
+  if (failure?.unauthorized) {
+    askForKey();
+  } else if (failure) {
+    server.check();
+  }
+}
+
+function setRunning(now) {
+  running = now;
+  send.disabled = now !== null;
+  stop.hidden = now === null;
+  document.getElementById("transcript").classList.toggle("running", now !== null);
+  if (now !== null) {
+    announcement.textContent = "Answering.";
+  }
+}
+
+function save(kept) {
+  if (discarded.has(kept)) {
+    return;
+  }
+  kept.updated = Date.now();
+  storageNote.hidden = storage.keep(kept);
+  storage.setCurrentId(chat.id);
+  list.show();
+}
+
+function showQuestion(text, index) {
+  addQuestion(sections.chat, text, (changed) => editQuestion(index, changed));
+}
+
+function showChat(next) {
+  running?.controller.abort();
+  chat = next;
+  storage.setCurrentId(chat.id);
+  sections.chat.replaceChildren();
+  chat.messages.forEach((message, index) => {
+    if (message.role === "user") {
+      showQuestion(message.content, index);
+    } else {
+      Answer.restore(sections.chat, message, retry);
+    }
+  });
+  if (chat.messages.at(-1)?.role === "user") {
+    Answer.restore(sections.chat, { content: "", error: "This question was not answered." }, retry);
+  }
+  list.show();
+  showExamples();
+  closeOnNarrow();
+}
+
+function openChat(id) {
+  document.querySelector("input[name=mode][value=chat]").checked = true;
+  showChat(storage.chat(id) ?? newChat());
+  showMode();
+  prompt.focus();
+}
+
+function startChat() {
+  showChat(newChat());
+  prompt.focus();
+}
+
+function discardChat() {
+  discarded.add(chat);
+  startChat();
+}
+
+function showExamples() {
+  examples.hidden = mode() !== "chat" || chat.messages.length > 0;
 }
 
 function showMode() {
-  const chat = mode() === "chat";
-  sections.chat.hidden = !chat;
-  sections.completion.hidden = chat;
-  document.getElementById("system_field").hidden = !chat;
-  prompt.placeholder = chat ? "Type a message" : "Type a text to continue";
+  const chatting = mode() === "chat";
+  sections.chat.hidden = !chatting;
+  sections.completion.hidden = chatting;
+  document.getElementById("system_field").hidden = !chatting;
+  clear.textContent = chatting ? "New chat" : "Clear";
+  prompt.placeholder = chatting ? "Ask something" : "Type a text to continue";
+  showExamples();
 }
 
 document.getElementById("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  ask();
+  ask(prompt.value);
+});
+prompt.addEventListener("keydown", (event) => {
+  if (isSendKey(event)) {
+    event.preventDefault();
+    ask(prompt.value);
+  }
 });
 document.getElementById("fields").addEventListener("submit", (event) => event.preventDefault());
-document.getElementById("modes").addEventListener("change", showMode);
+document.getElementById("fields").addEventListener("change", saveSettings);
+document.getElementById("modes").addEventListener("change", () => {
+  showMode();
+  saveSettings();
+});
 document.getElementById("schema").addEventListener("change", parseSchema);
-document.getElementById("api_key").addEventListener("change", loadModels);
-document.getElementById("clear").addEventListener("click", () => {
-  running?.abort();
+onKey(() => server.recheck());
+for (const example of examples.querySelectorAll("button")) {
+  example.addEventListener("click", () => ask(example.textContent));
+}
+clear.addEventListener("click", () => {
   if (mode() === "chat") {
-    messages = [];
+    startChat();
+  } else {
+    running?.controller.abort();
+    sections.completion.replaceChildren();
+    prompt.focus();
   }
-  clear(sections[mode()]);
+});
+stop.addEventListener("click", () => {
+  running?.controller.abort();
   prompt.focus();
 });
-stop.addEventListener("click", () => running?.abort());
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
-    event.preventDefault();
-    ask();
-  } else if (event.key === "Escape") {
-    running?.abort();
+  if (event.key === "Escape") {
+    running?.controller.abort();
   }
 });
+window.addEventListener("pagehide", () => {
+  if (running?.asked) {
+    const { asked, shown } = running;
+    shown.measured = shown.measures("left while it was answering");
+    storage.keep({ ...asked, messages: [...asked.messages, shown.message()] });
+    // The end of the connection is not the end of the answer.
+    discarded.add(asked);
+  }
+});
+// A page that the browser has kept shows the conversation as it was saved.
+window.addEventListener("pageshow", (event) => event.persisted && window.location.reload());
 
-settings.open = !window.matchMedia("(max-width: 52rem)").matches;
+restoreSettings();
+startPanels();
 showMode();
-loadModels();
+showChat(storage.chat(storage.currentId()) ?? chat);
+server.start();

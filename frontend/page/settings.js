@@ -1,18 +1,35 @@
-// The parameters in the form, and the request fields they fill.
+// The parameters in the form, and the request fields they fill. They are kept in this browser.
+
+import { keepSettings, settings } from "./storage.js";
 
 const field = (id) => document.getElementById(id);
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
-
-export const apiKey = () => field("api_key").value;
+const KEPT = [...NUMBERS, "model", "stop_strings", "system", "schema"];
 
 export const mode = () => document.querySelector("input[name=mode]:checked").value;
 
 export const systemPrompt = () => field("system").value.trim();
 
+export function restoreSettings() {
+  const values = settings();
+  for (const id of KEPT.filter((one) => one !== "model" && typeof values[one] === "string")) {
+    field(id).value = values[id];
+  }
+  if (values.mode === "completion") {
+    document.querySelector("input[name=mode][value=completion]").checked = true;
+  }
+  parseSchema();
+}
+
+export function saveSettings() {
+  const values = Object.fromEntries(KEPT.map((id) => [id, field(id).value]));
+  keepSettings({ ...values, mode: mode() });
+}
+
 export function showModels(names) {
   const select = field("model");
-  const chosen = select.value;
+  const chosen = select.value || settings().model;
   select.replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
 }
 

@@ -1,100 +1,247 @@
-// The transcript: one article per turn. Text from the server or the user is only set as text, never as HTML.
+// The transcript: one article for each question and answer. Text from the server or the user is only set as text.
+
+import { MarkdownView, renderMarkdown } from "./markdown.js";
 
 const view = document.getElementById("transcript");
 
-export function clear(section) {
-  section.replaceChildren();
+// Adds a question. `onEdit`, if given, gets its new text.
+export function addQuestion(section, text, onEdit) {
+  const prompt = addText("prompt", text);
+  const tools = element("p", "tools");
+  const article = addArticle(section, "question", "You", prompt, tools);
+  tools.append(copyButton("Copy question", () => text));
+  if (onEdit) {
+    tools.append(button("Edit", "edit", "Edit question", () => editQuestion(article, prompt, text, onEdit)));
+  }
 }
 
-export function addPrompt(section, title, text) {
-  addArticle(section, title, addText("prompt", text));
-}
-
-export class Turn {
-  // `given` is the text that the answer continues, if any.
-  constructor(section, title, given) {
+export class Answer {
+  // `given` is the text that a completion continues; without it the answer is Markdown.
+  constructor(section, { title = "", given, onRetry }) {
     this.content = "";
+    this.thoughts = "";
+    this.title = title;
     this.started = performance.now();
     this.first = null;
     this.last = null;
     this.usage = null;
+    this.counts = null;
     this.finishReason = null;
-    const thoughts = addText("reasoning", "");
-    this.reasoning = thoughts.appendChild(new Text());
-    const answer = addText("answer", "");
-    if (given) {
-      const prompt = document.createElement("span");
-      prompt.className = "given";
+    this.onRetry = onRetry;
+    this.reasoning = addText("reasoning", "");
+    this.answer = element(given === undefined ? "div" : "p", "answer");
+    if (given !== undefined) {
+      const prompt = element("span", "given");
       prompt.textContent = given;
-      answer.append(prompt);
+      this.answer.append(prompt);
     }
-    this.text = answer.appendChild(new Text());
-    this.article = addArticle(section, title, thoughts, answer);
+    this.markdown = given === undefined ? new MarkdownView(this.answer, stayAtEnd) : null;
+    this.article = addArticle(section, "reply", title, this.reasoning, this.answer);
     this.article.classList.add("streaming");
+  }
+
+  // Shows an answer of a kept conversation.
+  static restore(section, message, onRetry) {
+    const answer = new Answer(section, { title: message.model ?? "", onRetry });
+    answer.content = message.content;
+    answer.reasoning.textContent = message.reasoning ?? "";
+    answer.markdown = null;
+    renderMarkdown(answer.answer, message.content);
+    answer.close(message.measures ?? "", message.error);
   }
 
   take(event) {
     this.usage = event.usage ?? this.usage;
     for (const choice of event.choices) {
+      this.count(choice);
       const delta = choice.delta ?? choice;
       this.finishReason = choice.finish_reason ?? this.finishReason;
-      this.show(this.reasoning, delta.reasoning_content);
+      if (delta.reasoning_content) {
+        this.thoughts += delta.reasoning_content;
+        this.show(() => this.reasoning.append(delta.reasoning_content));
+      }
       const text = delta.content ?? choice.text ?? "";
-      this.content += text;
-      this.show(this.text, text);
+      if (text) {
+        this.content += text;
+        this.show(() => (this.markdown ? this.markdown.push(text) : this.answer.append(text)));
+      }
     }
   }
 
-  show(node, text) {
-    if (!text) {
-      return;
+  // Counts tokens by their ids: the usage comes at the end, which an answer that is stopped never sees.
+  count({ prompt_token_ids: prompt, token_ids: output }) {
+    if (prompt) {
+      this.counts = { prompt_tokens: prompt.length, completion_tokens: 0 };
     }
+    if (output && this.counts) {
+      this.counts.completion_tokens += output.length;
+    }
+  }
+
+  show(change) {
     this.last = performance.now();
     this.first ??= this.last;
-    stayAtEnd(() => node.appendData(text));
+    stayAtEnd(change);
   }
 
   // Ends the turn: shows its figures, and the whole error if there is one.
   end(how, error) {
+    this.markdown?.end();
+    this.error = error ? errorText(error) : undefined;
+    this.measured = this.measures(how);
+    this.close(this.measured, this.error);
+  }
+
+  close(measures, error) {
     this.article.classList.remove("streaming");
-    if (error) {
-      const details = Object.entries(error.details ?? {}).filter(([, value]) => value !== null && value !== undefined);
-      const list = details.map(([name, value]) => `${name}: ${value}`).join(", ");
-      const box = addText("error", list ? `${error.message}\n${list}` : error.message);
-      box.setAttribute("role", "alert");
-      stayAtEnd(() => this.article.append(box));
+    const tools = element("p", "tools");
+    if (this.content) {
+      tools.append(copyButton("Copy answer", () => this.content));
     }
-    stayAtEnd(() => this.article.append(addText("measures", this.measures(how))));
+    if (this.onRetry) {
+      tools.append(button("Retry", "retry", "Ask again", this.onRetry));
+    }
+    stayAtEnd(() => {
+      if (error) {
+        const box = addText("error", error);
+        box.setAttribute("role", "alert");
+        this.article.append(box);
+      }
+      if (measures) {
+        this.article.append(addText("measures", measures));
+      }
+      this.article.append(tools);
+    });
+  }
+
+  // The answer as a message of a conversation, with what is shown beside it.
+  message() {
+    const shown = { model: this.title, reasoning: this.thoughts, measures: this.measured, error: this.error };
+    const kept = Object.entries(shown).filter(([, value]) => value);
+    return { role: "assistant", content: this.content, ...Object.fromEntries(kept) };
   }
 
   measures(how) {
     const parts = [];
-    if (this.usage) {
-      parts.push(`${this.usage.prompt_tokens} tokens in, ${this.usage.completion_tokens} out`);
+    const usage = this.usage ?? this.counts;
+    if (usage) {
+      parts.push(`${usage.prompt_tokens} tokens in, ${usage.completion_tokens} out`);
     }
     if (this.first !== null) {
       parts.push(`TTFT ${Math.round(this.first - this.started)} ms`);
-      const rest = (this.usage?.completion_tokens ?? 0) - 1;
+      const rest = (usage?.completion_tokens ?? 0) - 1;
       if (rest > 0 && this.last > this.first) {
         parts.push(`${((1000 * rest) / (this.last - this.first)).toFixed(1)} tokens/s`);
       }
     }
-    parts.push(how ?? `ended by ${this.finishReason}`);
+    parts.push(how ?? this.ending(usage));
     return parts.join(" \u00b7 ");
+  }
+
+  ending(usage) {
+    if (this.finishReason !== "length") {
+      return `ended by ${this.finishReason}`;
+    }
+    return `cut at max_tokens (${usage?.completion_tokens ?? "its limit"}); raise Max tokens for more`;
   }
 }
 
+// Copies text. Browsers offer the clipboard's own interface only over HTTPS and on the same machine.
+export async function copyText(text, from) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const box = document.createElement("textarea");
+    box.value = text;
+    document.body.append(box);
+    box.select();
+    document.execCommand("copy");
+    box.remove();
+    from.focus();
+  }
+  from.textContent = "Copied";
+  setTimeout(() => (from.textContent = "Copy"), 1500);
+}
+
+// Shows the code's own button at work: it is part of the Markdown, which has no listeners.
+view.addEventListener("click", ({ target }) => {
+  if (target.matches(".copy-code")) {
+    copyText(target.closest(".code-block").querySelector("code").textContent, target);
+  }
+});
+
+function editQuestion(article, prompt, text, onEdit) {
+  if (article.querySelector("form")) {
+    return;
+  }
+  const form = element("form", "edit-box");
+  const box = form.appendChild(element("textarea"));
+  box.value = text;
+  box.rows = Math.min(10, text.split("\n").length + 1);
+  box.setAttribute("aria-label", "Question");
+  const close = () => {
+    form.replaceWith(prompt);
+    article.querySelector(".edit").focus();
+  };
+  const send = () => box.value.trim() !== "" && onEdit(box.value);
+  const save = button("Send again", "primary", "", send);
+  const hint = element("span", "hint");
+  hint.textContent = "What followed is removed.";
+  const row = form.appendChild(element("div", "actions"));
+  row.append(hint, button("Cancel", "", "", close), save);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  box.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") {
+      event.stopPropagation();
+      close();
+    } else if (isSendKey(event)) {
+      event.preventDefault();
+      event.stopPropagation();
+      send();
+    }
+  });
+  prompt.replaceWith(form);
+  box.focus();
+}
+
+// Enter sends, unless it is a new line (Shift) or ends a word of an input method.
+export const isSendKey = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
+
+function errorText(error) {
+  if (error.unauthorized) {
+    return "The server needs an API key. Enter it above, then press Retry.";
+  }
+  const details = Object.entries(error.details ?? {}).filter(([, value]) => value !== null && value !== undefined);
+  const list = details.map(([name, value]) => `${name}: ${value}`).join(", ");
+  return list ? `${error.message}\n${list}` : error.message;
+}
+
+function copyButton(label, text) {
+  const made = button("Copy", "copy", label, () => copyText(text(), made));
+  return made;
+}
+
+function button(text, kind, label, onClick) {
+  const made = element("button", kind);
+  made.type = "button";
+  made.textContent = text;
+  if (label) {
+    made.setAttribute("aria-label", label);
+  }
+  made.addEventListener("click", onClick);
+  return made;
+}
+
 function addText(kind, text) {
-  const paragraph = document.createElement("p");
-  paragraph.className = kind;
+  const paragraph = element("p", kind);
   paragraph.textContent = text;
   return paragraph;
 }
 
-function addArticle(section, title, ...parts) {
-  const article = document.createElement("article");
+function addArticle(section, kind, title, ...parts) {
+  const article = element("article", kind);
   if (title) {
-    const heading = document.createElement("h2");
+    const heading = element("h2");
     heading.textContent = title;
     article.append(heading);
   }
@@ -102,6 +249,12 @@ function addArticle(section, title, ...parts) {
   section.append(article);
   view.scrollTop = view.scrollHeight;
   return article;
+}
+
+function element(tag, kind) {
+  const made = document.createElement(tag);
+  made.className = kind ?? "";
+  return made;
 }
 
 // Scrolls to new text, unless the user has scrolled up.

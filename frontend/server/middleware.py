@@ -75,7 +75,7 @@ _SANE_ID = re.compile(rb"[\x20-\x7e]{1,128}")
 
 _ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize"),
-    *("/health/live", "/health/ready", "/metrics", "/version", "/openapi.json", "/", "/admin/scheduler"),
+    *("/health/live", "/health/ready", "/metrics", "/version", "/openapi.json", "/", "/docs", "/admin/scheduler"),
 )
 _NAMED = {"/v1/models/": "/v1/models/{model}", "/v1/sessions/": "/v1/sessions/{session_id}"}
 """Labels of routes whose paths end with a name, by their prefix."""

@@ -46,6 +46,8 @@ def test_the_wheel_holds_one_package(wheel: Path) -> None:
         "tandem/py.typed",
         "tandem/engine_core/default_model/model.safetensors",
         "tandem/frontend/page/index.html",
+        "tandem/frontend/page/vendor/marked/marked.esm.js",
+        "tandem/frontend/page/vendor/marked/LICENSE",
         "tandem/frontend/templates/llama3.jinja",
     ):
         assert needed in names

@@ -40,8 +40,8 @@ def until(condition: Callable[[], object], what: str = "") -> None:
 class RunningServer:
     """A frontend under uvicorn in a thread."""
 
-    def __init__(self, config: FrontendConfig) -> None:
-        self.sock = listen("127.0.0.1", 0)
+    def __init__(self, config: FrontendConfig, port: int = 0) -> None:
+        self.sock = listen("127.0.0.1", port)
         self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
         self.server: DrainingServer = build_server(config)
         self.thread = threading.Thread(target=self.server.run, args=([self.sock],), name="server")

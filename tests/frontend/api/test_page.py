@@ -1,5 +1,6 @@
-"""The files of the playground page and their headers."""
+"""The files of the playground and of the reference, and their headers."""
 
+import hashlib
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,12 +15,16 @@ from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer, get, head
 
 FOLDER = Path(frontend.__path__[0]) / "page"
+VENDOR = FOLDER / "vendor"
+OWN = sorted(file for file in FOLDER.iterdir() if file.is_file())
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 def test_page_files_have_their_type_and_a_strict_policy(server: RunningServer) -> None:
     paths = page_paths()
-    assert sorted(file.name for file in paths.values()) == sorted(file.name for file in FOLDER.iterdir())
+    served = {file for file in FOLDER.rglob("*") if file.suffix in TYPES}
+    assert {file.resolve() for file in paths.values()} == {file.resolve() for file in served}
+    assert set(OWN) <= served
     for path, file in paths.items():
         response = get(server.url + path)
         assert response.status_code == 200
@@ -68,13 +73,28 @@ class Reader(HTMLParser):
 
 
 def test_page_has_no_inline_or_external_resources() -> None:
-    reader = Reader()
-    reader.feed((FOLDER / "index.html").read_text())
-    assert reader.inline == []
-    assert len(reader.ids) == len(set(reader.ids))
-    assert {"/" + source for source in reader.sources} <= page_paths().keys()
-    for file in FOLDER.iterdir():
+    for document in FOLDER.glob("*.html"):
+        reader = Reader()
+        reader.feed(document.read_text())
+        assert reader.inline == []
+        assert len(reader.ids) == len(set(reader.ids))
+        assert {"/" + source.removeprefix(".") for source in reader.sources} <= {*page_paths(), "/openapi.json"}
+    for file in OWN:
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
         assert "//" not in re.sub(r"^\s*//.*$", "", text, flags=re.MULTILINE), file
-        for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "localStorage"):
+        for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
             assert sink not in text, f"{file} uses {sink}"
+        assert "localStorage" not in text or file.name == "storage.js", file
+
+
+def test_libraries_of_others_are_named_unchanged_and_licensed() -> None:
+    rows = re.findall(
+        r"^\| `([\w-]+)` \| `[\w-]+` \| [\d.]+ \| [\w.-]+ \(`(\w+)`\) \| `[\w./-]+/([\w.-]+)` \| `(\w{64})` \|$",
+        (VENDOR / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    assert [folder for folder, *_ in rows] == sorted(path.name for path in VENDOR.iterdir() if path.is_dir())
+    for folder, licence, name, digest in rows:
+        assert sorted(path.name for path in (VENDOR / folder).iterdir()) == sorted([licence, name])
+        assert hashlib.sha256((VENDOR / folder / name).read_bytes()).hexdigest() == digest
+        assert "Permission is hereby granted" in (VENDOR / folder / licence).read_text()

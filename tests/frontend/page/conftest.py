@@ -1,0 +1,62 @@
+"""A browser for each file of tests, in front of a server with a fake engine."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tandem.frontend.config import FrontendConfig
+from tests.fakes.engine import FakeEngine
+from tests.frontend.conftest import RunningServer
+from tests.support.browser import CHROMIUM, open_page
+from tests.support.scripted_server import write_chat_model
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("chat-model"))
+
+
+# Not of the session: while the driver runs there is an event loop in this thread, which other tests could not bear.
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed; its package is called chromium")
+    if importlib.util.find_spec("playwright") is None:
+        pytest.skip("playwright is not installed")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture(params=[{"width": 1280, "height": 800}], ids=["desktop"])
+def page(request: pytest.FixtureRequest, browser: "Browser", server: RunningServer) -> "Iterator[Page]":
+    """Yield the loaded page; fail the test for anything its policy blocks or its scripts throw."""
+    context = browser.new_context(viewport=request.param)
+    opened = open_page(context, server.url)
+    opened.locator("#status", has_text="fake-model").wait_for()
+    yield opened
+    context.close()
+    assert opened.complaints == []
+
+
+@pytest.fixture
+def other_server(engine: FakeEngine) -> Iterator[Callable[[FrontendConfig], RunningServer]]:
+    """Start a server with a changed configuration."""
+    running: list[RunningServer] = []
+
+    def start(config: FrontendConfig) -> RunningServer:
+        engine.start()
+        running.append(RunningServer(config).start().ready())
+        return running[0]
+
+    yield start
+    running[0].stop()
