@@ -30,7 +30,9 @@ logger = logging.getLogger("engine_core")
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line of the process."""
-    parser = argparse.ArgumentParser(prog="python -m tandem.engine_core", description="Tandem's engine core.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tandem.engine_core", description="Tandem's engine core.", allow_abbrev=False
+    )
     add_transport_arguments(parser, endpoint_required=True)
     add_engine_arguments(parser)
     return parser.parse_args(argv)

@@ -4,11 +4,11 @@ Each kind parses its JSON and describes it as a schema.
 """
 
 import math
+from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, StructMeta
 
 from tandem.frontend.errors import malformed, unsupported
 from tandem.frontend.request.ignored_fields import IgnoredFields
@@ -25,7 +25,11 @@ MAX_BIAS = 100.0
 _MAX_ID_DIGITS = 10
 
 
-class Kind(Struct, frozen=True):
+class _AbstractStruct(StructMeta, ABCMeta):
+    """Metaclass of structs with abstract methods."""
+
+
+class Kind(Struct, metaclass=_AbstractStruct, frozen=True):
     """Base class of all kinds.
 
     An absent field and a null both mean the default. A wrong JSON type, and a value that is out of range or not
@@ -42,33 +46,33 @@ class Kind(Struct, frozen=True):
         """The type of a command-line flag for this value."""
         return str
 
+    @abstractmethod
     def reader(self, name: str) -> Reader:
         """Return the function that parses the JSON of a field of this name.
 
         The JSON is not null.
         """
-        return partial(self.read, name)
 
-    def read(self, name: str, raw: Raw, ignored: IgnoredFields) -> Any:
-        """Parse the JSON of a field, which is not null.
+    @abstractmethod
+    def schema(self) -> Schema:
+        """Describe the accepted values as a JSON Schema."""
 
-        Raises ApiError 400 for a wrong JSON type, and for a value out of range or not supported.
-        """
-        return self.check(name, decode_field(sized(name, raw), name))
 
+class Checked(Kind, frozen=True):
+    """Base class of the kinds that check a decoded value of ordinary size."""
+
+    def reader(self, name: str) -> Reader:
+        return lambda raw, _ignored: self.check(name, decode_field(sized(name, raw), name))
+
+    @abstractmethod
     def check(self, name: str, value: Any) -> Any:
         """Check a decoded value and return the value that it stands for.
 
         Raises ApiError 400 for a wrong JSON type, and for a value out of range or not supported.
         """
-        raise NotImplementedError
-
-    def schema(self) -> Schema:
-        """Describe the accepted values as a JSON Schema."""
-        raise NotImplementedError
 
 
-class Integer(Kind, frozen=True):
+class Integer(Checked, frozen=True):
     """An integer within bounds, both inclusive."""
 
     minimum: int
@@ -98,7 +102,7 @@ class Integer(Kind, frozen=True):
         return {"type": ["integer", "null"], "minimum": self.minimum, "maximum": self.maximum, **default}
 
 
-class Number(Kind, frozen=True):
+class Number(Checked, frozen=True):
     """A finite number within bounds.
 
     The bounds are inclusive; with `above_minimum`, the minimum itself is excluded.
@@ -136,7 +140,7 @@ class Number(Kind, frozen=True):
         }
 
 
-class Boolean(Kind, frozen=True):
+class Boolean(Checked, frozen=True):
     """A boolean."""
 
     default: bool | None = False
@@ -154,7 +158,7 @@ class Boolean(Kind, frozen=True):
         return BOOLEAN
 
 
-class String(Kind, frozen=True):
+class String(Checked, frozen=True):
     """A string of any content, or within bounds on its length.
 
     The bounds are 1 to `max_chars` characters, and at most `max_bytes` bytes of UTF-8.
@@ -182,7 +186,7 @@ class String(Kind, frozen=True):
         return found if self.max_chars is None else {**found, "minLength": 1, "maxLength": self.max_chars}
 
 
-class OneOf(Kind, frozen=True):
+class OneOf(Checked, frozen=True):
     """One of a few strings."""
 
     values: tuple[str, ...]
@@ -199,7 +203,7 @@ class OneOf(Kind, frozen=True):
         return constant(*self.values)
 
 
-class Strings(Kind, frozen=True):
+class Strings(Checked, frozen=True):
     """A string or an array of strings; a tuple once parsed.
 
     It holds at most `max_items` strings, each of 1 to `max_chars` characters.
@@ -231,7 +235,7 @@ class Strings(Kind, frozen=True):
         return nullable(item, array(item, self.max_items))
 
 
-class TokenIds(Kind, frozen=True):
+class TokenIds(Checked, frozen=True):
     """An array of at most `max_items` token ids; a tuple once parsed."""
 
     max_items: int
@@ -252,7 +256,7 @@ class TokenIds(Kind, frozen=True):
         return nullable(array(ID, self.max_items))
 
 
-class TokenBiases(Kind, frozen=True):
+class TokenBiases(Checked, frozen=True):
     """An object that maps token ids to biases.
 
     It has at most `max_items` ids; biases are between -MAX_BIAS and MAX_BIAS.
@@ -293,7 +297,7 @@ class TokenBiases(Kind, frozen=True):
         )
 
 
-class JsonObject(Kind, frozen=True):
+class JsonObject(Checked, frozen=True):
     """An object whose content the consumer checks; `content` describes it."""
 
     content: Schema | None = None

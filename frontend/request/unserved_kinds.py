@@ -1,6 +1,7 @@
 """Kinds of fields that this server does not serve: refused, or ignored."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -8,14 +9,14 @@ from msgspec import Raw
 
 from tandem.frontend.errors import ApiError, unsupported_field
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.kinds import Kind
+from tandem.frontend.request.kinds import Checked, Kind, Reader
 from tandem.frontend.request.schema import ANY, Schema, constant
 
 _MAX_NEUTRAL_BYTES = 64
 """Bytes of JSON within which a value of an ignored field is compared with those that mean nothing."""
 
 
-class Unsupported(Kind, frozen=True):
+class Unsupported(Checked, frozen=True):
     """A field that would change the output and is refused.
 
     Null and the values of `accepted`, which change nothing, are taken.
@@ -42,7 +43,10 @@ class Ignored(Kind, frozen=True):
     accepted: tuple[Any, ...] = ()
     never_refused: bool = False
 
-    def read(self, name: str, raw: Raw, ignored: IgnoredFields) -> None:
+    def reader(self, name: str) -> Reader:
+        return partial(self._record, name)
+
+    def _record(self, name: str, raw: Raw, ignored: IgnoredFields) -> None:
         written = bytes(memoryview(raw)[:_MAX_NEUTRAL_BYTES])
         if any(written == msgspec.json.encode(value) for value in self.accepted):
             return
@@ -50,9 +54,6 @@ class Ignored(Kind, frozen=True):
             ignored.add(name)
         elif not self.never_refused:
             raise _only(name, self.accepted)
-
-    def check(self, name: str, value: Any) -> None:
-        return None
 
     def schema(self) -> Schema:
         return ANY

@@ -40,6 +40,13 @@ def context() -> Iterator[Any]:
     context.destroy(linger=0)
 
 
+def test_a_shortened_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        process.parse(["--endpoint", "ipc:///nowhere", "--max-row", "4"])
+    assert caught.value.code == 2
+    assert "unrecognized arguments: --max-row" in capsys.readouterr().err
+
+
 def event(sock: Any) -> Any:
     assert sock.poll(WAIT_MS), "nothing arrived"
     return decode_event(sock.recv())
