@@ -28,6 +28,7 @@ DEFAULT_BODY_MIB = 32
 ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral", "json"]
 ReasoningParserName = Literal["auto", "think", "none"]
 UnknownFields = Literal["ignore", "refuse"]
+GenerationConfigSource = Literal["auto", "off"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -47,6 +48,8 @@ class FrontendConfig(Struct, frozen=True):
 
     endpoint: str
     model_dir: Path
+    generation_config: GenerationConfigSource = "auto"
+    """Source of sampling defaults: the checkpoint's generation_config.json, or none ("off")."""
     transport: Transport = Transport()
     host: str = "127.0.0.1"
     port: int = 8000
@@ -160,6 +163,9 @@ HTTP_FLAGS = (
          default_text="the checkpoint's, or else a built-in one for its type"),
     Flag("default_max_tokens", _CHAT, "maximum number of tokens of an answer whose request sets no limit", int, _COUNT,
          struct=ChatOptions),
+    Flag("generation_config", _HTTP, "auto takes the sampling defaults (temperature, top_p, top_k, min_p, penalties) "
+         "of the checkpoint's generation_config.json; off takes neutral ones",
+         choices=get_args(GenerationConfigSource), struct=FrontendConfig),
     Flag("tool_parser", _CHAT, "format in which the model writes tool calls; auto depends on the model's type",
          choices=get_args(ToolParserName), struct=ChatOptions),
     Flag("reasoning_parser", _CHAT, "parsing of <think>...</think> at the start of an answer; auto parses it if the "

@@ -1,5 +1,6 @@
 """The routes `GET /v1/models`: the one model that the engine serves."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,13 +12,14 @@ from tandem.frontend.request.schema import STRING, closed
 from tandem.protocol.events import ModelFacts
 
 
-def _card(model: ModelFacts) -> dict[str, Any]:
+def _card(model: ModelFacts, sampling_defaults: Mapping[str, float]) -> dict[str, Any]:
     return {
         "id": model.name,
         "object": "model",
         "created": model.created,
         "owned_by": "tandem",
         "max_model_len": model.max_len,
+        "default_sampling_params": sampling_defaults,
     }
 
 
@@ -28,6 +30,7 @@ _CARD = closed(
         "created": {"type": "integer"},
         "owned_by": STRING,
         "max_model_len": {"type": "integer"},
+        "default_sampling_params": {"type": "object", "additionalProperties": {"type": "number"}},
     }
 )
 _LIST = closed({"object": {"const": "list"}, "data": {"type": "array", "items": _CARD}})
@@ -44,7 +47,7 @@ def models_router(service: Service) -> APIRouter:
     )
     async def list_models() -> dict[str, Any]:
         """List the served model."""
-        return {"object": "list", "data": [_card(service.ready().model)]}
+        return {"object": "list", "data": [_card(service.ready().model, service.sampling_defaults)]}
 
     @router.get(
         "/v1/models/{model:path}",
@@ -63,6 +66,6 @@ def models_router(service: Service) -> APIRouter:
             raise ApiError(
                 404, f"the model {model!r} does not exist; this server has {served.name!r}", "model", "model_not_found"
             )
-        return _card(served)
+        return _card(served, service.sampling_defaults)
 
     return router

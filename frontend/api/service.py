@@ -1,6 +1,7 @@
 """The components that the routes of one app share."""
 
 import asyncio
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from tandem.frontend.engine.client import EngineClient
 from tandem.frontend.engine.health import EngineHealth, EngineWatch
 from tandem.frontend.errors import unavailable
 from tandem.frontend.generation.admission import Admission
+from tandem.frontend.generation.sampling_defaults import load_sampling_defaults
 from tandem.frontend.generation.tokenizer import Tokenizer, load_tokenizer
 from tandem.frontend.grammar.builder import GrammarBuilder
 from tandem.frontend.grammar.checker import GrammarChecker
@@ -44,13 +46,18 @@ class Service:
         template: ChatTemplate | None,
         metrics: FrontendMetrics,
         store: StoreWorker | None = None,
+        sampling_defaults: Mapping[str, float] | None = None,
     ) -> None:
-        """Connect the components; without `store` no response is stored."""
+        """Connect the components; without `store` no response is stored.
+
+        `sampling_defaults` are the values of sampling parameters that requests leave out; by default, neutral ones.
+        """
         self.config = config
         self.client = client
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.store = store
+        self.sampling_defaults = sampling_defaults or {}
         # One thread: large bodies are parsed in turn, so that other requests wait for one decoder at most.
         self.parser = Workers(1, "parse")
         self.body_budget = BodyBudget()
@@ -58,7 +65,9 @@ class Service:
         special = tokenizer.special_tokens()
         self.grammars = GrammarChecker(tokenizer.vocab_size, special)
         grammars = GrammarBuilder(self.grammars, self.parser, special)
-        self.admission = Admission(tokenizer, self.parser, grammars, config.max_concurrent, config.limits)
+        self.admission = Admission(
+            tokenizer, self.parser, grammars, config.max_concurrent, config.limits, self.sampling_defaults
+        )
         self.renderer = Workers(1, "render")
         form = tool_format(config.chat.tool_parser, model_type(config.model_dir))
         think_end_id = tokenizer.token_id(THINK_END)
@@ -130,4 +139,5 @@ def build_service(config: FrontendConfig) -> Service:
     client = EngineClient(config.endpoint, config.transport, tokenizer.fingerprint, watch, metrics)
     template = load_chat_template(config.model_dir, config.chat.template, tokenizer)
     store = open_store_worker(config.state_dir, config.store_limits, metrics) if config.store else None
-    return Service(config, client, tokenizer, template, metrics, store)
+    defaults = load_sampling_defaults(config.model_dir) if config.generation_config == "auto" else {}
+    return Service(config, client, tokenizer, template, metrics, store, defaults)

@@ -4,7 +4,7 @@ It encodes prompts, checks limits and builds what the engine needs.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, structs
 
@@ -80,12 +80,14 @@ class Admission:
         grammars: GrammarBuilder,
         max_concurrent: int,
         limits: RequestLimits,
+        sampling_defaults: Mapping[str, float],
     ) -> None:
         self._tokenizer = tokenizer
         self._workers = workers
         self._grammars = grammars
         self._max_concurrent = max_concurrent
         self._limits = limits
+        self._sampling_defaults = sampling_defaults
 
     async def admit(
         self,
@@ -123,7 +125,7 @@ class Admission:
             admitted.append(self._pack(*arguments) if few else await self._workers.run(self._pack, *arguments))
         _check_scored(options, sum(len(prompt.ids) for prompt in admitted))
         constraint = await self._grammars.build(options, tool_use, syntax, thinking)
-        return Admitted(options, model, admitted, _sampling(options), constraint)
+        return Admitted(options, model, admitted, _sampling(options, self._sampling_defaults), constraint)
 
     def _check_count(self, options: GenerationOptions, prompts: int, limits: Limits) -> None:
         """Raise ApiError 400 for more sequences than this server can hold at once.
@@ -264,13 +266,14 @@ def _check_scored(options: GenerationOptions, prompt_tokens: int) -> None:
         )
 
 
-def _sampling(options: GenerationOptions) -> SamplingParams:
+def _sampling(options: GenerationOptions, defaults: Mapping[str, float]) -> SamplingParams:
     """Complete the sampling parameters for choice 0.
 
-    Without a seed in the request, draw one.
+    What the request leaves out has the model's `defaults`. Without a seed in the request, draw one.
     """
     return structs.replace(
         options.sampling,
+        **{name: value for name, value in defaults.items() if name not in options.given_sampling},
         seed=secrets.randbelow(MAX_SEED + 1) if options.seed is None else options.seed,
         stop_token_ids=pack_ids(options.stop_token_ids),
         logit_bias_ids=pack_ids(tuple(options.logit_bias)),

@@ -110,11 +110,11 @@ class Number(Checked, frozen=True):
 
     minimum: float
     maximum: float
-    default: float
+    default: float | None = None
     above_minimum: bool = False
 
     @property
-    def absent(self) -> float:
+    def absent(self) -> float | None:
         return self.default
 
     @property
@@ -132,12 +132,9 @@ class Number(Checked, frozen=True):
 
     def schema(self) -> Schema:
         lowest = "exclusiveMinimum" if self.above_minimum else "minimum"
-        return {
-            "type": ["number", "null"],
-            lowest: _as_written(self.minimum),
-            "maximum": _as_written(self.maximum),
-            "default": _as_written(self.default),
-        }
+        default = {} if self.default is None else {"default": _as_written(self.default)}
+        bounds = {lowest: _as_written(self.minimum), "maximum": _as_written(self.maximum)}
+        return {"type": ["number", "null"], **bounds, **default}
 
 
 class Boolean(Checked, frozen=True):

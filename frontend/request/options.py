@@ -53,11 +53,15 @@ class StreamOptions(Struct, frozen=True):
 
 
 def _sampling_kind(field: SamplingField) -> Kind:
+    """Return the kind of a sampling field.
+
+    An absent one is None: it has the default of the served model.
+    """
     if not field.is_integer:
-        return Number(field.minimum, field.maximum, field.neutral, field.above_minimum)
+        return Number(field.minimum, field.maximum, above_minimum=field.above_minimum)
     # Clients also write -1 for a top_k that keeps every token.
     minimum = -1 if field.name == "top_k" else int(field.minimum)
-    return Integer(minimum, int(field.maximum), int(field.neutral))
+    return Integer(minimum, int(field.maximum))
 
 
 _RESPONSE_FORMAT: Schema = nullable(
@@ -139,7 +143,9 @@ class GenerationOptions(Struct, frozen=True, kw_only=True):
     """True if `max_tokens` is a default, which is lowered to the room that the model and the KV pool have."""
     min_tokens: int
     sampling: SamplingParams
-    """Parameters of sampling; admission adds the seed, the stop tokens and the biases."""
+    """Parameters of sampling; admission adds the seed, the stop tokens, the biases and the model's defaults."""
+    given_sampling: frozenset[str] = frozenset()
+    """Names of the sampling parameters that the request sets; the others have the defaults of the served model."""
     seed: int | None
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
@@ -192,6 +198,7 @@ def generation_options(
         "include_usage": bool((values["stream_options"] or StreamOptions()).include_usage),
         "include_stop": values["include_stop_str_in_output"],
         "sampling": _sampling_params(values, length),
+        "given_sampling": frozenset(field.name for field in SAMPLING_FIELDS if values[field.name] is not None),
     }
     shared = {name: values[name] for name in _SAME_NAME if name in values and name not in own}
     options = GenerationOptions(**shared, **own)
@@ -202,8 +209,10 @@ def generation_options(
 
 
 def _sampling_params(values: Mapping[str, Any], max_tokens: int) -> SamplingParams:
-    numbers = {field.name: values[field.name] for field in SAMPLING_FIELDS}
-    numbers["top_k"] = max(numbers["top_k"], 0)
+    numbers: dict[str, Any] = {
+        field.name: field.neutral if values[field.name] is None else values[field.name] for field in SAMPLING_FIELDS
+    }
+    numbers["top_k"] = max(int(numbers["top_k"]), 0)
     return SamplingParams(max_tokens, min_tokens=values["min_tokens"], ignore_eos=values["ignore_eos"], **numbers)
 
 

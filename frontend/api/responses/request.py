@@ -196,9 +196,11 @@ def parse_responses(body: bytes, default_max_tokens: int, ignored: IgnoredFields
     return ResponsesRequest(constrained, conversation, use, settings)
 
 
+SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+"""Sampling parameters that the response repeats, with the served model's defaults for those left out."""
 _ECHOED = (
     *("instructions", "max_output_tokens", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user"),
-    *("temperature", "top_p", "presence_penalty", "frequency_penalty"),
+    *SAMPLED,
 )
 """Fields that the response repeats as they were parsed."""
 _FIXED = {

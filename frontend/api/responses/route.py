@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from tandem.frontend.api.generation_response import GenerationResponse
 from tandem.frontend.api.openapi import generates
-from tandem.frontend.api.responses.request import BODY, parse_responses
+from tandem.frontend.api.responses.request import BODY, SAMPLED, parse_responses
 from tandem.frontend.api.responses.response import ResponsesFormatter
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
@@ -45,7 +45,8 @@ def responses_router(service: Service) -> APIRouter:
                     parsed.options, parsed.conversation, parsed.tool_use, service.ready()
                 )
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
-        return GenerationResponse(generation, ResponsesFormatter(admitted.model.name, shape, parsed.settings), service)
+        settings = parsed.settings | {name: getattr(admitted.sampling, name) for name in SAMPLED}
+        return GenerationResponse(generation, ResponsesFormatter(admitted.model.name, shape, settings), service)
 
     return router
 

@@ -97,7 +97,7 @@ def test_every_sampling_field_is_an_option_with_its_own_bounds_and_flag() -> Non
         field = table[sampling.name]
         kind: Kind = field.kind
         assert isinstance(kind, Integer if sampling.is_integer else Number)
-        assert (kind.maximum, kind.absent) == (sampling.maximum, sampling.neutral)
+        assert (kind.maximum, kind.absent) == (sampling.maximum, None)
         assert field in FLAG_FIELDS
         assert field.help
         assert sampling.name in SamplingParams.__struct_fields__

@@ -45,7 +45,7 @@ def described(**fields: Any) -> bool:
         ("reasoning", {}), ("reasoning", {"effort": None, "summary": "auto"}), ("instructions", None),
         ("max_output_tokens", None), ("stream_options", None), ("priority", 0),
         ("session_id", None), ("cache_salt", None), ("prompt_cache_retention", "24h"),
-        ("chat_template_kwargs", {}), ("parallel_tool_calls", True), ("temperature", 1), ("user", None),
+        ("chat_template_kwargs", {}), ("parallel_tool_calls", True), ("temperature", None), ("user", None),
     ],
 )  # fmt: skip
 def test_responses_accepts_values_that_change_nothing(name: str, value: Any) -> None:
