@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from msgspec import Struct, structs
 
 from tandem.frontend.api_keys import add_key_arguments, api_keys
+from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.request.options import MAX_N, MAX_STOPS
 from tandem.frontend.store.store import StoreLimits
@@ -64,6 +65,7 @@ class FrontendConfig(Struct, frozen=True):
     unknown_fields: UnknownFields = "ignore"
     """What happens to a field that has no effect: it is ignored and named in the response, or refused."""
     limits: RequestLimits = RequestLimits()
+    connections: ConnectionLimits = ConnectionLimits()
     chat: ChatOptions = ChatOptions()
     store: bool = True
     """True if responses are stored unless their request says otherwise."""
@@ -149,6 +151,7 @@ _COUNT = (1, MAX_INT32)
 _SECONDS = (0.001, MAX_SECONDS)
 _HTTP, _CHAT, _LIMITS, _ACCESS, _WATCH = "http", "chat", "request limits", "access control", "engine watchdog"
 _STORE = "stored responses"
+_CONNECTIONS = "connections"
 
 # fmt: off
 HTTP_FLAGS = (
@@ -183,6 +186,17 @@ HTTP_FLAGS = (
          "the header x-tandem-ignored, or refuse the request", choices=get_args(UnknownFields), struct=FrontendConfig),
     Flag("max_prompt_tokens", _LIMITS, "maximum number of tokens of a prompt", int, _COUNT, struct=RequestLimits,
          default_text="the model's context length"),
+    Flag("limit_concurrency", _CONNECTIONS, "maximum number of open connections; beyond it the oldest one without a "
+         "request is closed", int, (2, MAX_INT32), struct=ConnectionLimits, field="max_connections",
+         default_text="16384, or what ulimit -n has room for"),
+    Flag("timeout_keep_alive", _CONNECTIONS, "seconds for which a connection waits for its next request", float,
+         _SECONDS, struct=ConnectionLimits, field="keep_alive_timeout"),
+    Flag("client_header_timeout", _CONNECTIONS, "seconds in which all headers of a request, or a TLS handshake, must "
+         "arrive", float, _SECONDS, struct=ConnectionLimits, field="header_timeout"),
+    Flag("client_body_timeout", _CONNECTIONS, "seconds in which a body must arrive, plus 1 s for each 16 KiB received",
+         float, _SECONDS, struct=ConnectionLimits, field="body_timeout"),
+    Flag("send_timeout", _CONNECTIONS, "seconds after which a client that reads nothing of its answer is given up",
+         float, _SECONDS, struct=ConnectionLimits),
 )
 STORE_FLAGS = (
     Flag("store", _STORE, "on: store the responses of /v1/responses unless a request says otherwise; off: store none",
@@ -303,6 +317,7 @@ def frontend_config(arguments: argparse.Namespace) -> FrontendConfig:
         transport=settings,
         fd=arguments.fd,
         limits=RequestLimits(**_fields(arguments, RequestLimits)),
+        connections=ConnectionLimits(**_fields(arguments, ConnectionLimits)),
         chat=ChatOptions(**_fields(arguments, ChatOptions)),
         store_limits=StoreLimits(**_fields(arguments, StoreLimits)),
         api_keys=api_keys(arguments),

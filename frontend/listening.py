@@ -1,6 +1,43 @@
-"""Listening sockets, for this process or for a child process that inherits them."""
+"""Listening sockets and the limits of their connections.
 
+The sockets are for this process or for a child process that inherits them.
+"""
+
+import contextlib
+import resource
 import socket
+
+from msgspec import Struct
+
+MAX_CONNECTIONS = 16384
+"""Largest number of connections of one process where neither a flag nor the limit of open files says less."""
+RESERVED_FILES = 128
+"""Descriptors that are left for everything but connections: logs, the link to the engine, grammar processes."""
+
+
+class ConnectionLimits(Struct, frozen=True):
+    """Limits of connections, which hold before any authentication.
+
+    Times are in seconds, sizes in bytes.
+    """
+
+    max_connections: int | None = None
+    """Limit on open connections; None for the one that the limit of open files allows."""
+    max_headers_size: int = 64 * 1024
+    """Limit on the names and values of all headers of a request together."""
+    max_headers: int = 128
+    """Limit on the number of headers of a request."""
+    max_url: int = 16 * 1024
+    header_timeout: float = 10.0
+    """Time for all headers of a request, or a TLS handshake, to arrive."""
+    body_timeout: float = 30.0
+    """Time for a body to arrive, to which each received `body_rate` bytes add 1 s."""
+    body_rate: int = 16 * 1024
+    keep_alive_timeout: float = 75.0
+    """Time for which a connection waits for its next request. Longer than proxies keep idle connections, so that this
+    side never closes one while a request is on its way."""
+    send_timeout: float = 60.0
+    """Time after which a client that reads nothing of what waits to be sent is given up."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -10,3 +47,20 @@ def listen(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
+
+
+def raise_file_limit() -> None:
+    """Raise this process's limit of open files as far as the system allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Some systems accept no value as large as the one they report; the limit then stays as it is.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def allowed_connections() -> int:
+    """Return the number of connections that the limit of open files has room for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    # Half of a limit that is smaller than the reserve.
+    return min(MAX_CONNECTIONS, max(soft - RESERVED_FILES, soft // 2))

@@ -8,6 +8,19 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
+class ConnectionMetrics:
+    """Prometheus instruments of the connections of one server."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.open = Gauge("tandem_frontend_num_connections", "Open connections of clients.", registry=registry)
+        self.closed = Counter(
+            "tandem_frontend_connections_closed",
+            "Connections that the server closed, or refused a request of, for a limit of the transport.",
+            ["reason"],
+            registry=registry,
+        )
+
+
 class FrontendMetrics:
     """Prometheus instruments of one app.
 
@@ -16,6 +29,7 @@ class FrontendMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self.connections = ConnectionMetrics(registry)
         self.requests = Counter(
             "tandem_http_requests", "HTTP requests answered.", ["route", "status"], registry=registry
         )

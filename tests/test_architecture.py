@@ -56,8 +56,8 @@ GPU = {"msgspec", "torch", "numpy", "triton", "flashinfer", "safetensors", "hugg
 MAY_LOAD = [WIRE, {"msgspec"}, {"msgspec"}, GPU, GPU | {"llguidance"}, GPU | {"zmq", "llguidance", "prometheus_client"}]
 MAY_IMPORT = [L0, L0 | L1, L0 | L1 | L2, L0 | L1 | L3, L0 | L1 | L3 | L4, set().union(*LEVELS)]
 FRONTEND_LOADS = {
-    "fastapi", "starlette", "uvicorn", "tokenizers", "llguidance", "jinja2", "prometheus_client", "pydantic",
-    "msgspec", "zmq", "numpy", "anyio", "httpx",
+    "fastapi", "starlette", "uvicorn", "httptools", "tokenizers", "llguidance", "jinja2", "prometheus_client",
+    "pydantic", "msgspec", "zmq", "numpy", "anyio", "httpx",
 }  # fmt: skip
 
 

@@ -4,7 +4,6 @@ Each body has a limit of its own and counts against a common budget until its re
 """
 
 import asyncio
-import contextlib
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -25,15 +24,6 @@ MAX_INLINE_BODY = 64 * 1024
 
 MAX_BUFFERED_BYTES = 256 * 2**20
 """Total bytes of the larger bodies that are read, parsed and admitted at the same time."""
-
-DRAIN_BYTES = 64 * 2**20
-"""Maximum number of bytes of an oversized body that are read and discarded before the connection is closed.
-
-Many clients do not read the response before they have sent their whole body, and would lose it if the connection were
-closed with unread bytes."""
-
-DRAIN_SECONDS = 10.0
-"""Seconds for which the rest of an oversized body is read and discarded."""
 
 
 class BodyBudget:
@@ -155,30 +145,18 @@ async def read_body(request: Request, max_body: int, reservation: BodyReservatio
         raise ApiError(415, message, None, "unsupported_content_encoding")
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > max_body:
-        # A client that waits for "100 Continue" has sent nothing yet.
-        raise await _too_large(request, max_body, request.headers.get("expect", "").lower() != "100-continue")
+        raise _too_large(max_body)
     chunks: list[bytes] = []
     size, more = 0, True
     while more:
         chunk, more = await _next_chunk(request.receive)
         size += len(chunk)
         if size > max_body:
-            chunks.clear()
-            raise await _too_large(request, max_body, more)
+            raise _too_large(max_body)
         reservation.grow(size)
         chunks.append(chunk)
     _check_content_type(request.headers.get("content-type"))
     return b"".join(chunks)
-
-
-async def drain(receive: Receive) -> None:
-    """Read and discard the rest of a body, up to DRAIN_BYTES and DRAIN_SECONDS."""
-    size, more = 0, True
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DRAIN_SECONDS):
-            while more and size <= DRAIN_BYTES:
-                chunk, more = await _next_chunk(receive)
-                size += len(chunk)
 
 
 def _check_content_type(content_type: str | None) -> None:
@@ -207,8 +185,5 @@ async def _next_chunk(receive: Receive) -> tuple[bytes, bool]:
     return message.get("body", b""), message.get("more_body", False)
 
 
-async def _too_large(request: Request, max_body: int, more: bool) -> ApiError:
-    """Return the error to raise, after draining the rest of the body."""
-    if more:
-        await drain(request.receive)
+def _too_large(max_body: int) -> ApiError:
     return ApiError(413, f"the body exceeds {max_body} bytes; send a smaller one", None, "request_too_large")

@@ -1,6 +1,5 @@
 """ASGI middleware: API keys, request ids, and the count and log of responses."""
 
-import contextlib
 import logging
 import re
 import secrets
@@ -8,12 +7,12 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.frontend.api.request_body import drain
 from tandem.frontend.api_keys import ApiKeys
-from tandem.frontend.errors import ApiError, error_body
+from tandem.frontend.errors import error_body
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.request.extra_fields import ignored_label
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER, IGNORED_KEY, IgnoredFields
+from tandem.frontend.server.rate_limited_log import RateLimitedLog
 
 _OPEN_PREFIX = "/health/"
 """Prefix of the health checks, which orchestrators and load balancers send without a key."""
@@ -34,7 +33,6 @@ class RequireKey:
         if scope["type"] != "http" or self._is_open(scope["path"]) or self._keys.accepts(_key(scope)):
             await self._app(scope, receive, send)
             return
-        await _read(scope, receive)
         message = "a valid API key is required; send the header 'authorization: Bearer KEY'"
         body = error_body(401, message, None, "invalid_api_key")
         headers = [
@@ -42,21 +40,14 @@ class RequireKey:
             (b"content-length", b"%d" % len(body)),
             (b"www-authenticate", b"Bearer"),
         ]
+        if any(name == b"expect" for name, _ in scope["headers"]):
+            # The client may send its body or not; what comes next on the connection cannot be told.
+            headers.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": 401, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     def _is_open(self, path: str) -> bool:
         return path.startswith(_OPEN_PREFIX) or path in self._open_paths
-
-
-async def _read(scope: Scope, receive: Receive) -> None:
-    """Read the body of a request, unless the client waits for 100-continue.
-
-    The body is read because many clients read no response before it is sent.
-    """
-    if not any(name == b"expect" for name, _ in scope["headers"]):
-        with contextlib.suppress(ApiError):
-            await drain(receive)
 
 
 def _key(scope: Scope) -> bytes:
@@ -116,6 +107,7 @@ class Access:
     def __init__(self, app: ASGIApp, metrics: FrontendMetrics) -> None:
         self._app = app
         self._metrics = metrics
+        self._log = RateLimitedLog(logger)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -149,8 +141,11 @@ class Access:
         if status >= 400:
             # A health check reports its 503 in the response; it is not logged as a failure.
             is_fault = status >= 500 and not scope["path"].startswith("/health/")
-            level = logging.WARNING if is_fault else logging.DEBUG
-            logger.log(level, "%d for %s, request id %s", status, _request_line(scope), own_id.decode())
+            line = f"{status} for {_request_line(scope)}, request id {own_id.decode()}"
+            if is_fault and status == 503:
+                self._log.warning("503", line)  # of which there are many under overload
+            else:
+                logger.log(logging.WARNING if is_fault else logging.DEBUG, "%s", line)
 
 
 def _request_line(scope: Scope) -> str:

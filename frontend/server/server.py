@@ -2,33 +2,28 @@
 
 import asyncio
 import gc
+import logging
 import socket
+import ssl
+from functools import partial
 from types import FrameType
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tandem.frontend.api.service import Service, build_service
 from tandem.frontend.config import FrontendConfig
-from tandem.frontend.errors import error_body
-from tandem.frontend.listening import listen
+from tandem.frontend.listening import allowed_connections, listen, raise_file_limit
 from tandem.frontend.server.app import create_app
-from tandem.frontend.server.middleware import REQUEST_ID, fresh_id
+from tandem.frontend.server.connections import Connection, Connections
+from tandem.frontend.server.protocol import LimitedProtocol
+from tandem.frontend.server.rate_limited_log import RateLimitedLog
+from tandem.frontend.server.tls import TlsListener, server_context
 
+logger = logging.getLogger(__name__)
 
-class JsonErrorProtocol(HttpToolsProtocol):
-    """HTTP protocol that answers malformed HTTP with the OpenAI error body.
-
-    Malformed HTTP never reaches the app.
-    """
-
-    def send_400_response(self, msg: str) -> None:
-        body = error_body(400, msg, None, "invalid_http")
-        lines = [b"%b: %b\r\n" % header for header in self.server_state.default_headers]
-        lines += [b"%b: %b\r\n" % (REQUEST_ID, fresh_id()), b"content-type: application/json\r\n"]
-        lines += [b"content-length: %d\r\n" % len(body)]
-        self.transport.write(b"".join([STATUS_LINE[400], *lines, b"connection: close\r\n\r\n", body]))
-        self.transport.close()
+_CHECKS_PER_TIMEOUT = 4
+_CHECK_SECONDS = 1.0
+"""Longest time between two checks of the deadlines of a connection."""
 
 
 class DrainingServer(uvicorn.Server):
@@ -37,18 +32,47 @@ class DrainingServer(uvicorn.Server):
     While it drains it is not ready, and open streams get `drain_timeout` seconds to end.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, connections: Connections, tls: ssl.SSLContext | None
+    ) -> None:
         super().__init__(config)
+        self.connections = connections
         self._service = service
+        self._tls = tls
+        self._listeners: list[TlsListener] = []
+        self._watch: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        self._watch = asyncio.create_task(self.connections.watch())
+        await super().startup(sockets if self._tls is None else [])
+        if self._tls is not None:
+            timeout = self._service.config.connections.header_timeout
+            for sock in sockets or ():
+                self._listeners.append(TlsListener(sock, self._tls, timeout, self.connections, self._make_protocol))
+                self._listeners[-1].start()
         # Objects loaded so far live as long as the process; frozen, they are skipped by every later collection.
         gc.collect()
         gc.freeze()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in self._listeners:
+            listener.close()
+        await super().shutdown(sockets)
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def _make_protocol(self, successor_of: Connection) -> LimitedProtocol:
+        return LimitedProtocol(
+            self.config,
+            self.server_state,
+            self.lifespan.state,
+            limits=self._service.config.connections,
+            connections=self.connections,
+            successor_of=successor_of,
+        )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal by draining, or by exiting at once if it is the second.
@@ -80,23 +104,44 @@ def build_server(config: FrontendConfig) -> DrainingServer:
     Raises TokenizerError if the model directory has no usable tokenizer.
     """
     service = build_service(config)
+    connections = _build_connections(config, service)
     settings = uvicorn.Config(
         create_app(service),
         host=config.host,
         port=config.port,
-        http=JsonErrorProtocol,
+        # Not a class, but called like one.
+        http=partial(LimitedProtocol, limits=config.connections, connections=connections),  # type: ignore[arg-type]
         log_level=config.log_level,
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=2,
-        # Longer than proxies keep idle connections, so that this side never closes one while a request is on its way.
-        timeout_keep_alive=75,
+        timeout_keep_alive=config.connections.keep_alive_timeout,  # type: ignore[arg-type]
         ws="none",
-        ssl_certfile=config.tls_cert,
-        ssl_keyfile=config.tls_key,
     )
-    return DrainingServer(settings, service)
+    tls = None
+    if config.tls_cert is not None and config.tls_key is not None:
+        tls = server_context(config.tls_cert, config.tls_key)
+    return DrainingServer(settings, service, connections, tls)
+
+
+def _build_connections(config: FrontendConfig, service: Service) -> Connections:
+    """Build the table of connections.
+
+    Its size follows from the flag and from the limit of open files.
+    """
+    limits, allowed = config.connections, allowed_connections()
+    wanted = limits.max_connections or allowed
+    if wanted > allowed or allowed < config.max_concurrent:
+        logger.warning(
+            "the limit of open files has room for %d connections, fewer than --limit-concurrency or --max-concurrent "
+            "ask for; raise ulimit -n (LimitNOFILE of systemd)", allowed,
+        )  # fmt: skip
+    shortest = min(limits.header_timeout, limits.body_timeout, limits.keep_alive_timeout, limits.send_timeout)
+    interval = min(_CHECK_SECONDS, shortest / _CHECKS_PER_TIMEOUT)
+    connections = Connections(min(wanted, allowed), interval, service.metrics.connections, RateLimitedLog(logger))
+    service.metrics.connections.open.set_function(lambda: len(connections))
+    return connections
 
 
 def serve(config: FrontendConfig) -> None:
@@ -105,5 +150,6 @@ def serve(config: FrontendConfig) -> None:
     The address is bound first, so that early clients wait instead of being refused. Raises OSError if the address is in
     use, TokenizerError if the model directory has no usable tokenizer.
     """
+    raise_file_limit()
     with listen(config.host, config.port) if config.fd is None else socket.socket(fileno=config.fd) as sock:
         build_server(config).run(sockets=[sock])

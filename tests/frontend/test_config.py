@@ -20,7 +20,17 @@ from tandem.frontend.store.store import StoreLimits
 from tandem.protocol.engine_options import flag_name
 
 ARGV = ["frontend", "--model-dir", "m", "--endpoint", "ipc:///x"]
-OTHERWISE_FILLED = {"endpoint", "model_dir", "transport", "fd", "limits", "chat", "api_keys", "store_limits"}
+OTHERWISE_FILLED = {
+    "endpoint",
+    "model_dir",
+    "transport",
+    "fd",
+    "limits",
+    "chat",
+    "connections",
+    "api_keys",
+    "store_limits",
+}
 BOUNDED = [flag for flag in FRONTEND_FLAGS if flag.bounds is not None]
 
 

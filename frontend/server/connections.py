@@ -1,0 +1,144 @@
+"""Table of the open connections of one process.
+
+It bounds their number, chooses the one to close when there are too many, and checks their deadlines.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from enum import StrEnum
+from typing import Protocol
+
+from tandem.frontend.metrics import ConnectionMetrics
+from tandem.frontend.server.rate_limited_log import RateLimitedLog
+
+logger = logging.getLogger(__name__)
+
+_SLICE = 256
+"""Connections that are checked in one turn of the event loop."""
+_MAX_SPARE = 64
+
+
+class Closed(StrEnum):
+    """Reason for which the server closed a connection or refused a request.
+
+    It is a label of the metrics.
+    """
+
+    MALFORMED = "malformed"
+    HEADERS_TOO_LARGE = "headers_too_large"
+    TOO_MANY_HEADERS = "too_many_headers"
+    URL_TOO_LONG = "url_too_long"
+    TOO_MANY_PIPELINED = "too_many_pipelined"
+    HANDSHAKE = "tls_handshake"
+    HEADER_TIMEOUT = "header_timeout"
+    BODY_TIMEOUT = "body_timeout"
+    KEEP_ALIVE_TIMEOUT = "keep_alive_timeout"
+    UNREAD_BODY = "unread_body"
+    SEND_TIMEOUT = "send_timeout"
+    EVICTED = "evicted"
+    BUSY = "connection_limit"
+
+
+class Connection(Protocol):
+    """One connection of a client."""
+
+    @property
+    def peer(self) -> str:
+        """Address of the client, for logs."""
+        ...
+
+    def check(self, now: float) -> None:
+        """End the connection if it is over one of its deadlines.
+
+        `now` is in seconds of the event loop's clock.
+        """
+        ...
+
+    def evict(self) -> None:
+        """Close the connection now, to make room for another."""
+        ...
+
+
+class Connections:
+    """The table of open connections, of which there are at most `limit`.
+
+    A connection has a request from the last byte of its headers to the last byte of the answer. A connection beyond the
+    limit takes the place of the one that has been without a request for the longest time. A few places are kept for
+    connections without one, so that there always is such a connection and a request beyond the others can be answered.
+    """
+
+    def __init__(self, limit: int, interval: float, metrics: ConnectionMetrics, log: RateLimitedLog) -> None:
+        """Create an empty table; deadlines are checked every `interval` seconds."""
+        self.limit = limit
+        self.max_requests = limit - max(1, min(_MAX_SPARE, limit // 8))
+        """Limit on connections that have a request."""
+        self._interval = interval
+        self._metrics = metrics
+        self._log = log
+        self._waiting: OrderedDict[Connection, None] = OrderedDict()
+        """Connections without a request, the one that has been so for the longest time first."""
+        self._busy: set[Connection] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._busy)
+
+    @property
+    def num_requests(self) -> int:
+        """Number of connections that have a request."""
+        return len(self._busy)
+
+    def add(self, connection: Connection, successor_of: Connection | None = None) -> None:
+        """Add a new connection.
+
+        If the table is full, close the connection that has been without a request for the longest time.
+        `successor_of` is the entry whose place it takes, if there is one.
+        """
+        if successor_of is not None:
+            self.remove(successor_of)
+        if len(self) >= self.limit:
+            oldest, _ = self._waiting.popitem(last=False)
+            why = f"all {self.limit} connections are taken, so the oldest without a request is closed"
+            self.report(Closed.EVICTED, oldest, f"{why}; raise --limit-concurrency and ulimit -n if clients need more")
+            oldest.evict()
+        self._waiting[connection] = None
+
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection that has ended. Idempotent."""
+        self._waiting.pop(connection, None)
+        self._busy.discard(connection)
+
+    def claim(self, connection: Connection) -> bool:
+        """Mark a connection as one with a request.
+
+        Returns False if too many have one.
+        """
+        if connection not in self._busy:
+            if len(self._busy) >= self.max_requests:
+                return False
+            self._waiting.pop(connection, None)
+            self._busy.add(connection)
+        return True
+
+    def release(self, connection: Connection) -> None:
+        """Mark a connection as one without a request, unless it was removed."""
+        if connection in self._busy:
+            self._busy.remove(connection)
+            self._waiting[connection] = None
+
+    def report(self, reason: Closed, connection: Connection, message: str = "") -> None:
+        """Count a closed connection or a refusal, and log the message if given."""
+        self._metrics.closed.labels(reason.value).inc()
+        if message:
+            self._log.warning(reason.value, f"connection from {connection.peer}: {message}")
+
+    async def watch(self) -> None:
+        """Check the deadlines of all connections until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._interval)
+            everyone = [*self._waiting, *self._busy]
+            for start in range(0, len(everyone), _SLICE):
+                for connection in everyone[start : start + _SLICE]:
+                    connection.check(loop.time())
+                await asyncio.sleep(0)

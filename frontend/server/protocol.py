@@ -1,0 +1,351 @@
+"""HTTP/1.1 of one connection.
+
+Its limits hold before a request reaches the app.
+"""
+
+import asyncio
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+import httptools
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from tandem.frontend.listening import ConnectionLimits
+from tandem.frontend.server import refusal
+from tandem.frontend.server.connections import Closed, Connection, Connections
+from tandem.frontend.server.refusal import Refusal
+
+MAX_PIPELINED = 64
+"""Requests of one connection that may wait for the answer to an earlier one."""
+
+UNREAD_BYTES = 64 * 2**20
+"""Bytes of a body that are read and discarded after the answer to its request.
+
+Many clients read no answer before they have sent everything, and would lose it if the connection were closed with
+unread bytes."""
+UNREAD_SECONDS = 10.0
+"""Seconds for which the rest of a body is read and discarded."""
+
+REFUSED_BYTES = 2**20
+REFUSED_SECONDS = 2.0
+"""Bytes and seconds of the same for a request that never reached the app."""
+
+_HEADER_OVERHEAD = len(b": \r\n")
+
+
+class _Input(Enum):
+    """Place of the next byte that the client sends."""
+
+    NEW = auto()
+    """Start of a request."""
+    HEADERS = auto()
+    BODY = auto()
+    UNREAD = auto()
+    """Rest of a request that was answered; it is discarded and the connection closed."""
+
+
+class _ParsingStoppedError(Exception):
+    """A callback of the parser has refused the request.
+
+    The parser raises an error of its own in its place.
+    """
+
+
+class _LingeringTransport(asyncio.Transport):
+    """Transport of an answer that is sent before the body of its request has arrived.
+
+    It closes only after the client had the chance to send the rest and to read the answer.
+    """
+
+    def __init__(self, transport: asyncio.Transport, linger: Callable[[], None]) -> None:
+        super().__init__()
+        self._transport = transport
+        self._linger = linger
+
+    def write(self, data: Any) -> None:
+        self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self._linger()
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """Protocol of one connection that ends when the client goes beyond a limit.
+
+    Everything that it refuses is answered with the OpenAI error body, if there is still an answer to give.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: ConnectionLimits,
+        connections: Connections,
+        successor_of: Connection | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = limits
+        self._connections = connections
+        self._successor_of = successor_of
+        self._input = _Input.NEW
+        self._refused: Refusal | None = None
+        """Refusal that a callback of the parser ended with."""
+        self._num_headers = 0
+        self._num_hosts = 0
+        self._headers_size = 0
+        self._unparsed = 0
+        """Bytes received of the headers that have not arrived completely, or of a body since its last content."""
+        self._unread_allowance = 0
+        """Bytes that may still be discarded before the connection is closed."""
+        self._running: RequestResponseCycle | None = None
+        """Request that the app has; the last one to arrive is in `cycle`, and may wait in `pipeline`."""
+        self._deadline: float | None = None
+        self._overdue = Closed.HEADER_TIMEOUT
+        """Reason to close the connection when the deadline has passed."""
+        self._backlog = 0
+        """Bytes that waited to be sent when the client last read some."""
+        self._backlog_since = 0.0
+
+    @property
+    def peer(self) -> str:
+        return f"{self.client[0]}:{self.client[1]}" if self.client else "an unknown address"
+
+    @property
+    def _is_answering(self) -> bool:
+        """True while a request has no complete answer."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    # What the transport calls.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expire_after(self._limits.header_timeout, Closed.HEADER_TIMEOUT)
+        self._connections.add(self, self._successor_of)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.remove(self)
+        self._unset_keepalive_if_required()
+        self._disconnect_app()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if self._input is _Input.UNREAD:
+            self._discard(len(data))
+            return
+        if self._input is _Input.NEW:
+            self._begin_headers()
+        self._unparsed += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # No protocol but HTTP/1.1 is served; the request was answered as one.
+            pass
+        except httptools.HttpParserError:
+            self._refuse(self._refused or refusal.malformed())
+        else:
+            self._after_parsing()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._input is _Input.UNREAD:
+            self.transport.close()
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        if self._input is _Input.NEW:  # behind another request in the same data
+            self._begin_headers()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > self._limits.max_url:
+            self._stop_parsing(refusal.url_too_long(self._limits))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        self._headers_size += len(name) + len(value) + _HEADER_OVERHEAD
+        if self._num_headers > self._limits.max_headers:
+            self._stop_parsing(refusal.too_many_headers(self._limits))
+        if self._headers_size > self._limits.max_headers_size:
+            self._stop_parsing(refusal.headers_too_large(self._limits))
+        if self._input is _Input.BODY:
+            return  # a trailer, which must not pass for a header that was there from the start
+        self._num_hosts += name.lower() == b"host"
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._num_hosts > 1 or (self._num_hosts == 0 and self.parser.get_http_version() == "1.1"):
+            self._stop_parsing(refusal.malformed(f"the request has {self._num_hosts} Host headers; send exactly one"))
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop_parsing(refusal.too_many_pipelined(MAX_PIPELINED))
+        if not self._connections.claim(self):
+            self._stop_parsing(refusal.too_busy(self._connections.max_requests))
+        self._input = _Input.BODY
+        self._unparsed = 0
+        self._expire_after(self._limits.body_timeout, Closed.BODY_TIMEOUT)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed = 0
+        super().on_body(body)
+        if not self._is_answering:
+            self._discard(len(body))
+        elif self._deadline is not None:
+            self._deadline += len(body) / self._limits.body_rate
+
+    def on_message_complete(self) -> None:
+        self._input = _Input.NEW
+        self._deadline = None
+        if self._is_answering:
+            self.cycle.transport = self.transport
+        else:
+            self._wait_for_request()
+        super().on_message_complete()
+
+    # What answers call.
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._is_answering and self._input is not _Input.UNREAD:
+            self._wait_for_request()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._connections.report(Closed.KEEP_ALIVE_TIMEOUT, self)
+        super().timeout_keep_alive_handler()
+
+    # What the table of connections calls.
+
+    def check(self, now: float) -> None:
+        if self._deadline is not None and now >= self._deadline and not self.transport.is_closing():
+            if self.flow.read_paused:
+                # The app has not taken what has arrived, so the client is not late.
+                self._expire_after(self._limits.body_timeout, self._overdue)
+            else:
+                self._deadline = None
+                self._expire()
+        self._check_backlog(now)
+
+    def evict(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def _check_backlog(self, now: float) -> None:
+        """Close the connection of a client that reads nothing of what waits to be sent.
+
+        Only while nothing is added to it does a change of its size mean that the client has read.
+        """
+        backlog = self.transport.get_write_buffer_size()
+        if not self.flow.write_paused and self._is_answering:
+            backlog = 0
+        if backlog != self._backlog:
+            self._backlog, self._backlog_since = backlog, now
+        elif backlog and now - self._backlog_since >= self._limits.send_timeout:
+            why = f"the client has read nothing for {self._limits.send_timeout:g} s, {backlog} bytes wait to be sent"
+            self._connections.report(Closed.SEND_TIMEOUT, self, why)
+            self.transport.abort()
+
+    # The rest.
+
+    def _begin_headers(self) -> None:
+        self._input = _Input.HEADERS
+        self._num_headers = self._num_hosts = self._headers_size = self._unparsed = 0
+        if self._deadline is not None and self._overdue is Closed.KEEP_ALIVE_TIMEOUT:
+            self._expire_after(self._limits.header_timeout, Closed.HEADER_TIMEOUT)
+
+    def _wait_for_request(self) -> None:
+        """Set the deadline of a connection whose requests have all been answered."""
+        self._connections.release(self)
+        if self._input is _Input.NEW:
+            self._expire_after(self._limits.keep_alive_timeout, Closed.KEEP_ALIVE_TIMEOUT)
+        elif self._input is _Input.HEADERS:
+            self._expire_after(self._limits.header_timeout, Closed.HEADER_TIMEOUT)
+        else:
+            self._unread_allowance = UNREAD_BYTES
+            self._expire_after(UNREAD_SECONDS, Closed.UNREAD_BODY)
+
+    def _expire_after(self, seconds: float, overdue: Closed) -> None:
+        self._deadline = self.loop.time() + seconds
+        self._overdue = overdue
+
+    def _expire(self) -> None:
+        """End the connection, whose deadline has passed."""
+        if self._overdue is Closed.BODY_TIMEOUT:
+            self._refuse(refusal.body_timeout(self._limits))
+        elif self._overdue is Closed.HEADER_TIMEOUT and self._input is _Input.HEADERS:
+            self._refuse(refusal.header_timeout(self._limits))
+        else:
+            # Nothing is left to answer.
+            if self._input is not _Input.UNREAD:
+                self._connections.report(self._overdue, self)
+            self.transport.close()
+
+    def _after_parsing(self) -> None:
+        """Refuse endless headers, trailers and chunk lines; prepare for a late body."""
+        limits = self._limits
+        most = limits.max_headers_size + (limits.max_url if self._input is _Input.HEADERS else 0)
+        if self._unparsed > most and self._input in (_Input.HEADERS, _Input.BODY):
+            self._refuse(refusal.headers_too_large(limits))
+        elif self._input is _Input.BODY and self._is_answering and self.cycle.transport is self.transport:
+            self.cycle.transport = _LingeringTransport(self.transport, self._linger_with_body)
+
+    def _stop_parsing(self, refused: Refusal) -> None:
+        """Leave the parser, from one of its callbacks, with a refusal."""
+        self._refused = refused
+        raise _ParsingStoppedError
+
+    def _refuse(self, refused: Refusal) -> None:
+        """Answer with an error unless another answer has begun; end the connection."""
+        self._connections.report(refused.reason, self, f"{refused.message} ({refused.status})")
+        if self.transport.is_closing():
+            return
+        if self._is_answering and (self._running is not self.cycle or self.cycle.response_started):
+            self.transport.close()
+        else:
+            self.transport.write(refused.response(self.server_state.default_headers))
+            self._linger(REFUSED_BYTES, REFUSED_SECONDS)
+        self.pipeline.clear()
+        self._disconnect_app()
+
+    def _disconnect_app(self) -> None:
+        """Let the app know that its client is gone."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def _linger_with_body(self) -> None:
+        self._linger(UNREAD_BYTES, UNREAD_SECONDS)
+
+    def _linger(self, allowance: int, seconds: float) -> None:
+        """Close the connection after the client, or at these bounds of what it sends."""
+        self._input = _Input.UNREAD
+        self._unread_allowance = allowance
+        self._connections.release(self)
+        self._expire_after(seconds, Closed.UNREAD_BODY)
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    def _discard(self, size: int) -> None:
+        """Count bytes of a request that was answered before they arrived."""
+        self._unread_allowance -= size
+        if self._unread_allowance < 0:
+            if self._input is not _Input.UNREAD:
+                self._connections.report(Closed.UNREAD_BODY, self)
+            self.transport.abort()
