@@ -32,6 +32,7 @@ from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.layers.triton_linear import TritonLinear
+from tandem.engine_core.runtime.device import read_gpu_traits
 
 CEILING = 4385.0
 """GB/s of a large read on the H200."""
@@ -103,11 +104,11 @@ def candidates(rows: int, outputs: int, inputs: int) -> Iterator[Plan]:
 def product(plan: Plan) -> Apply:
     """Return the product that a plan stands for."""
     if isinstance(plan, GemvPlan):
-        return lambda x, linear: gemv(x, linear.weight, None, plan)
+        return lambda x, linear: gemv(x, linear.weight, None, plan, pdl=linear.gpu.pdl)
     if isinstance(plan, SplitKPlan):
         partials = torch.empty(1 << 24, device="cuda")
         counters = torch.zeros(1 << 12, device="cuda", dtype=torch.int32)
-        return lambda x, linear: splitk_gemm(x, linear.weight, None, plan, partials, counters)
+        return lambda x, linear: splitk_gemm(x, linear.weight, None, plan, partials, counters, pdl=linear.gpu.pdl)
     return library
 
 
@@ -117,7 +118,7 @@ def graph_time(chain: Callable[[], object]) -> float:
 
 
 def new_context() -> BuildContext:
-    return triton_build_context(torch.device("cuda"), torch.bfloat16)
+    return triton_build_context(torch.device("cuda"), torch.bfloat16, read_gpu_traits())
 
 
 def make_weights(context: BuildContext, shape: Shape, copies: int) -> list[TritonLinear]:

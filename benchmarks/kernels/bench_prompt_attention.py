@@ -27,6 +27,7 @@ from tandem.engine_core.kernels.attention import paged_decode, paged_prefill
 from tandem.engine_core.kernels.attention.paged_prefill import TileShape
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
+from tandem.engine_core.runtime.device import read_gpu_traits
 
 LAYERS, PAGE = 16, 16
 BYTES_PER_SECOND, FLOPS = 4.385e12, 7.9e14
@@ -54,7 +55,7 @@ class Setup:
         self.storage.pool.normal_(0, 0.5)
         self.page_table = self.storage.page_table(self.table)
         self.scale = head_dim**-0.5
-        self.sms = torch.cuda.get_device_properties(0).multi_processor_count
+        self.gpu = read_gpu_traits()
 
     def queries(self, shape: TileShape) -> int:
         """Return the queries of one tile."""
@@ -85,7 +86,7 @@ def triton_layer(
 ) -> Callable[[int], Tensor]:
     queries = setup.queries(shape)
     host = partial(torch.empty, dtype=torch.int32)
-    ragged = RaggedPlanner.allocate(host, torch.device("cuda"), queries, 1, tokens)
+    ragged = RaggedPlanner.allocate(host, torch.device("cuda"), setup.gpu, queries, 1, tokens)
     tiles = ragged.plan([Span(0, 0, context, tokens)], setup.page_table).tiles
     query, out = setup.query(tokens), torch.zeros_like(setup.query(tokens))
 
@@ -133,7 +134,7 @@ def compare(setup: Setup, shapes: list[TileShape]) -> list[dict[str, object]]:
         found = {}
         for shape in shapes:
             tiles = ceil_div(tokens, setup.queries(shape))
-            best = paged_prefill.choose_splits(tiles, setup.kv_heads, setup.sms)
+            best = paged_prefill.choose_splits(tiles, setup.kv_heads, setup.gpu.multiprocessors)
             for splits in sorted({1, best, min(2 * best, paged_decode.MAX_SPLITS)} if len(shapes) > 1 else {1, best}):
                 found[f"{'x'.join(map(str, shape))}/{splits}"] = graph_us(
                     triton_layer(setup, tokens, context, shape, splits)
@@ -156,7 +157,7 @@ def beside_decode(setup: Setup, shape: TileShape) -> list[dict[str, object]]:
     query = setup.query(DECODE_ROWS)
     out = torch.zeros_like(query)
     for decode_rows in (DECODE_ROWS, 2 * DECODE_ROWS):
-        splits = paged_decode.choose_splits(decode_rows, setup.kv_heads, setup.sms, 16384)
+        splits = paged_decode.choose_splits(decode_rows, setup.kv_heads, setup.gpu.multiprocessors, 16384)
 
         def decode(index: int, splits: int = splits) -> None:
             keys, values = setup.storage.keys[index], setup.storage.values[index]
@@ -167,7 +168,7 @@ def beside_decode(setup: Setup, shape: TileShape) -> list[dict[str, object]]:
         print(f"decode of {DECODE_ROWS} rows, {splits} splits: {graph_us(decode):.1f} us")
         for tokens, context in product((64, 128), (4096, 8064)):
             tiles = ceil_div(tokens, setup.queries(shape))
-            shares = paged_prefill.choose_splits(tiles, setup.kv_heads, setup.sms)
+            shares = paged_prefill.choose_splits(tiles, setup.kv_heads, setup.gpu.multiprocessors)
             times: dict[str, float] = {}
             for name, pdl, beside in (("alone", False, False), ("pdl", True, False), ("beside", True, True)):
                 chunk = triton_layer(setup, tokens, context, shape, shares, pdl, beside)

@@ -16,6 +16,7 @@ from benchmarks.graph_timing import graph_seconds
 from benchmarks.results import save
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
 from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
+from tandem.engine_core.runtime.device import read_gpu_traits
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.sampling.triton_sampler import TritonSampler
 from tandem.protocol.params import SAMPLING_FIELDS
@@ -57,7 +58,7 @@ def build(batch: int, vocab: int, parameters: Parameters) -> tuple[TritonSampler
     )
     index = torch.arange(1, rows, dtype=torch.int32, device="cuda")
     positions, sampled = index * 0 + 448, index * 0
-    sampler = TritonSampler.allocate(tables, vocab, batch)
+    sampler = TritonSampler.allocate(tables, vocab, batch, read_gpu_traits().pdl)
     return sampler, lambda logits: SamplingBatch(logits, index, positions, sampled)
 
 

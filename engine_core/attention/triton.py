@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import LayerAttention, PromptStep, Span
-from tandem.engine_core.kernels.attention.paged_decode import paged_decode, split_scratch
-from tandem.engine_core.kernels.attention.paged_prefill import TILE_WORDS, paged_prefill
+from tandem.engine_core.kernels.attention.paged_decode import choose_tile, fit_tile, paged_decode, split_scratch
+from tandem.engine_core.kernels.attention.paged_prefill import (
+    TILE_WORDS,
+    TileShape,
+    choose_shape,
+    fit_shape,
+    paged_prefill,
+)
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
 
 
@@ -31,6 +38,7 @@ class DecodeStep:
     """The pages of all rows."""
     splits: int
     """Programs that share one row's positions."""
+    gpu: GpuTraits
 
     def run(
         self,
@@ -45,11 +53,13 @@ class DecodeStep:
 
         out: memory for the result, shaped like query; scratch: as in `paged_decode`.
         """
+        tile = choose_tile(query.shape[2], len(query) * keys.shape[1], query.dtype)
         return paged_decode(
             *(query, keys, values, self.rows, self.positions, self.page_table, layer.scale, self.splits),
             window=layer.window,
             softcap=layer.softcap,
-            pdl=True,
+            pdl=self.gpu.pdl,
+            tile=fit_tile(tile, query, keys, self.gpu),
             out=out,
             scratch=scratch,
         )
@@ -66,6 +76,7 @@ class RaggedStep:
     """[N, TILE_WORDS] int32, as in `paged_prefill`."""
     page_table: PageTable
     """The pages of all rows."""
+    gpu: GpuTraits
     splits: int = 1
     """Programs that share one tile's positions."""
 
@@ -75,6 +86,7 @@ class RaggedStep:
             *(query, keys, values, self.tiles, self.page_table, layer.scale, self.splits),
             window=layer.window,
             softcap=layer.softcap,
+            shape=self._shape(query, keys),
         )
 
     def run_into(
@@ -92,10 +104,14 @@ class RaggedStep:
             *(query, keys, values, self.tiles, self.page_table, layer.scale, self.splits),
             window=layer.window,
             softcap=layer.softcap,
-            pdl=True,
+            pdl=self.gpu.pdl,
             beside=beside_decode,
+            shape=self._shape(query, keys),
             out=out,
         )
+
+    def _shape(self, query: Tensor, keys: Tensor) -> TileShape:
+        return fit_shape(choose_shape(query.shape[2], query.dtype), query, keys, self.gpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +166,12 @@ class RaggedPlanner:
     memory that the device still reads (I6).
     """
 
-    def __init__(self, queries: int, host: Tensor, tiles: Tensor) -> None:
+    def __init__(self, gpu: GpuTraits, queries: int, host: Tensor, tiles: Tensor) -> None:
         """Keep the memory that plans are written to.
 
         queries: of one tile; host: pinned int32, shaped like tiles; tiles: [N, TILE_WORDS] int32 on the device.
         """
+        self.gpu = gpu
         self.queries = queries
         self.host = host
         self.view = host.numpy()
@@ -165,6 +182,7 @@ class RaggedPlanner:
         cls,
         pinned: Callable[..., Tensor],
         device: torch.device,
+        gpu: GpuTraits,
         queries: int,
         max_rows: int,
         max_step_tokens: int,
@@ -175,11 +193,11 @@ class RaggedPlanner:
         queries: of one tile.
         """
         shape = (max_tiles(max_rows, max_step_tokens, queries), TILE_WORDS)
-        return cls(queries, pinned(*shape), torch.zeros(shape, dtype=torch.int32, device=device))
+        return cls(gpu, queries, pinned(*shape), torch.zeros(shape, dtype=torch.int32, device=device))
 
     def plan(self, spans: Sequence[Span], page_table: PageTable) -> RaggedStep:
         """Implement `AttentionPlanner.plan`."""
-        return RaggedStep(self.upload(spans), page_table)
+        return RaggedStep(self.upload(spans), page_table, self.gpu)
 
     def upload(self, spans: Sequence[Span], num_tiles: int = 0) -> Tensor:
         """Copy the tiles of the spans to the device.
@@ -223,7 +241,7 @@ class RaggedGraphPlanner:
 
         splits: programs that share a tile.
         """
-        return cls(ragged, RaggedStep(ragged.tiles[:num_tiles], page_table, splits))
+        return cls(ragged, RaggedStep(ragged.tiles[:num_tiles], page_table, ragged.gpu, splits))
 
     def plan(self, spans: Sequence[Span]) -> None:
         """Implement `GraphPromptPlanner.plan`."""

@@ -36,18 +36,18 @@ def torch_kernels() -> KernelSet:
     )
 
 
-def triton_kernels() -> KernelSet:
+def triton_kernels(pdl: bool) -> KernelSet:
     """Return the Triton kernels, one launch for each operation.
 
-    They are chained by programmatic dependent launch: a kernel's prologue overlaps its predecessor's end.
+    pdl: chain them by programmatic dependent launch, where a kernel's prologue overlaps its predecessor's end.
     """
     from tandem.engine_core.kernels.gated_activation import gated_activation
     from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
     from tandem.engine_core.kernels.rope import rope_and_kv_write
 
     return KernelSet(
-        partial(rms_norm, pdl=True),
-        partial(add_rms_norm, pdl=True),
-        partial(rope_and_kv_write, pdl=True),
-        partial(gated_activation, pdl=True),
+        partial(rms_norm, pdl=pdl),
+        partial(add_rms_norm, pdl=pdl),
+        partial(rope_and_kv_write, pdl=pdl),
+        partial(gated_activation, pdl=pdl),
     )

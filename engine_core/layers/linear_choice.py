@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import torch_kernels, triton_kernels
 from tandem.engine_core.layers.build_context import BuildContext, LinearMethod
 from tandem.engine_core.layers.torch_linear import CpuMethod, TorchMethod
@@ -30,16 +31,16 @@ def torch_build_context(
 
 
 def triton_build_context(
-    device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None
+    device: torch.device, dtype: torch.dtype, gpu: GpuTraits, quantization: Quantization | None = None
 ) -> BuildContext:
-    """Return a context of Triton kernels.
+    """Return a context of Triton kernels for a GPU.
 
     Raises ConfigError for a quantization that is not supported.
     """
     from tandem.engine_core.layers.triton_linear import TritonMethod
 
-    plain = TritonMethod()
-    return BuildContext(device, dtype, _choose_method(quantization, plain), plain, triton_kernels())
+    plain = TritonMethod(gpu)
+    return BuildContext(device, dtype, _choose_method(quantization, plain), plain, triton_kernels(gpu.pdl))
 
 
 def check_quantization(quantization: Quantization | None) -> None:

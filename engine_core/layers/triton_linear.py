@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
 from tandem.engine_core.kernels.linear.plans import (
@@ -44,16 +45,16 @@ class SplitKWorkspace:
         self._counters: Tensor | None = None
         self._outgrown: list[Tensor] = []
 
-    def reserve(self, outputs: int, inputs: int, device: torch.device, itemsize: int) -> None:
+    def reserve(self, outputs: int, inputs: int, device: torch.device, itemsize: int, gpu: GpuTraits) -> None:
         """Grow to the size that a weight of this shape needs for any rows.
 
         itemsize: bytes of an element.
         """
         needs = [(0, 0)]
         for rows in BUCKETS:
-            plans: list[tuple[Plan, int, bool]] = [(choose(rows, outputs, inputs, itemsize), outputs, False)]
+            plans: list[tuple[Plan, int, bool]] = [(choose(rows, outputs, inputs, itemsize, gpu), outputs, False)]
             if outputs % 2 == 0:
-                plans.append((choose_gated(rows, outputs // 2, inputs, itemsize), outputs // 2, True))
+                plans.append((choose_gated(rows, outputs // 2, inputs, itemsize, gpu), outputs // 2, True))
             for plan, columns, gated in plans:
                 if isinstance(plan, SplitKPlan):
                     needs.append(workspace_size(rows, columns, plan, gated))
@@ -84,22 +85,25 @@ class TritonLinear(TorchLinear):
     They are in the model's dtype.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: KernelSet, workspace: SplitKWorkspace) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, kernels: KernelSet, workspace: SplitKWorkspace, gpu: GpuTraits
+    ) -> None:
         """Keep the weights of a map.
 
-        weight: [outputs, inputs], contiguous, on a CUDA device; bias: [outputs].
+        weight: [outputs, inputs], contiguous, on the GPU; bias: [outputs].
         """
         super().__init__(weight, bias, kernels)
         self.workspace = workspace
+        self.gpu = gpu
 
     def apply(self, x: Tensor) -> Tensor:
         """Implement `LinearWeights.apply`."""
         weight = self.weight
-        plan = _choose(x.shape[0], *weight.shape, weight.itemsize) if _fits(x, weight) else None
+        plan = _choose(x.shape[0], *weight.shape, weight.itemsize, self.gpu) if _fits(x, weight) else None
         if isinstance(plan, GemvPlan):
-            return gemv(x, weight, self.bias, plan)
+            return gemv(x, weight, self.bias, plan, pdl=self.gpu.pdl)
         if isinstance(plan, SplitKPlan) and (space := self.workspace.find(x.shape[0], weight.shape[0], plan, False)):
-            return splitk_gemm(x, weight, self.bias, plan, *space)
+            return splitk_gemm(x, weight, self.bias, plan, *space, pdl=self.gpu.pdl)
         return functional.linear(x, weight, self.bias)
 
     def apply_normed(
@@ -110,9 +114,10 @@ class TritonLinear(TorchLinear):
         fused = x.shape[0] == 1 and _fits(x, weight)
         plan = _choose_normed(weight.shape[1], activation is not None) if fused else None
         if plan is not None and residual is None:
-            return norm_gemv(x, norm.weight, norm.eps, weight, self.bias, plan, activation), x
+            return norm_gemv(x, norm.weight, norm.eps, weight, self.bias, plan, activation, self.gpu.pdl), x
         if plan is not None and residual is not None and residual.is_contiguous():
-            return add_norm_gemv(x, residual, norm.weight, norm.eps, weight, self.bias, plan, activation)
+            given = (x, residual, norm.weight, norm.eps, weight, self.bias, plan, activation)
+            return add_norm_gemv(*given, self.gpu.pdl)
         normed, stream = norm(x, residual)
         return (self.apply(normed) if activation is None else self._apply_gated(normed, activation)), stream
 
@@ -123,30 +128,31 @@ class TritonLinear(TorchLinear):
         """
         weight = self.weight
         width, inputs = weight.shape[0] // 2, weight.shape[1]
-        plan = _choose_gated(x.shape[0], width, inputs, weight.itemsize) if _fits(x, weight) else None
+        plan = _choose_gated(x.shape[0], width, inputs, weight.itemsize, self.gpu) if _fits(x, weight) else None
         if isinstance(plan, GemvPlan):
-            return gemv(x, weight, self.bias, plan, activation)
+            return gemv(x, weight, self.bias, plan, activation, self.gpu.pdl)
         if isinstance(plan, SplitKPlan) and (space := self.workspace.find(x.shape[0], width, plan, True)):
-            return splitk_gemm(x, weight, self.bias, plan, *space, activation=activation)
+            return splitk_gemm(x, weight, self.bias, plan, *space, activation=activation, pdl=self.gpu.pdl)
         return self.kernels.gated_activation(self.apply(x), activation)
 
 
 class TritonMethod:
-    """Linear method for one CUDA device, on which all weights share a workspace.
+    """Linear method for one GPU, on which all weights share a workspace.
 
     Weights are stored row after row in the model's dtype.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: GpuTraits) -> None:
+        self.gpu = gpu
         self.workspace = SplitKWorkspace()
 
     def build(self, outputs: int, inputs: int, bias: bool, context: BuildContext) -> LinearWeights:
         """Implement `LinearMethod.build`."""
-        self.workspace.reserve(outputs, inputs, context.device, context.dtype.itemsize)
+        self.workspace.reserve(outputs, inputs, context.device, context.dtype.itemsize, self.gpu)
         weight = torch.empty(outputs, inputs, device=context.device, dtype=context.dtype)
-        return TritonLinear(weight, empty_bias(outputs, bias, context), context.kernels, self.workspace)
+        return TritonLinear(weight, empty_bias(outputs, bias, context), context.kernels, self.workspace, self.gpu)
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
     """Return whether the kernels can read these tensors."""
-    return x.is_cuda and x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype
+    return x.device == weight.device and x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype

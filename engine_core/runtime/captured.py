@@ -1,12 +1,49 @@
-"""CUDA graphs of one step and slot, with the memory that they write to."""
+"""CUDA graphs of one step and slot, with the memory that they write to, and their recorder."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import GraphPromptPlanner
 from tandem.engine_core.sampling.sampler import Mode
+
+
+class Graph(Protocol):
+    """A recorded call, which can be enqueued again over the same memory."""
+
+    def replay(self) -> None:
+        """Enqueue all that the call enqueued, without running its Python."""
+
+
+class GraphRecorder(Protocol):
+    """Capture of calls as graphs that share one memory pool."""
+
+    def record(self, fn: Callable[[], Tensor | None]) -> tuple[Graph, Tensor | None]:
+        """Capture a call, returning its graph and its result, whose memory each replay writes."""
+
+    def synchronize(self) -> None:
+        """Wait until everything enqueued so far has run, as a capture requires."""
+
+
+class CudaGraphRecorder:
+    """Implement `GraphRecorder` on the current CUDA stream, with a new memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, fn: Callable[[], Tensor | None]) -> tuple[Graph, Tensor | None]:
+        # `torch.cuda.graph` would collect garbage and empty caches at each of some hundred captures.
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool)
+        result = fn()
+        graph.capture_end()
+        return graph, result
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream().synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +53,10 @@ class DecodeGraphs:
     Their outputs are held, so that no other graph gets that memory.
     """
 
-    forward: torch.cuda.CUDAGraph
+    forward: Graph
     logits: Tensor
     """[bucket, V], written by `forward`."""
-    sampling: dict[Mode, torch.cuda.CUDAGraph]
+    sampling: dict[Mode, Graph]
     """One graph per mode; that of MASKED reads the slot's `allowed`."""
 
 
@@ -44,7 +81,7 @@ class MixedBuffers:
 class MixedGraph:
     """Graph of a step with prompts, held together with the buffers that it writes to."""
 
-    forward: torch.cuda.CUDAGraph
+    forward: Graph
     buffers: MixedBuffers
     """As long as the bucket: `hidden` holds the final states of all of its tokens."""
     prompts: GraphPromptPlanner

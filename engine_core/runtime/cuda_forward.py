@@ -7,6 +7,7 @@ from tandem.engine_core.attention.base import ForwardBatch, PromptStep
 from tandem.engine_core.attention.triton import DecodeStep, MixedStep
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.paged_decode import choose_splits
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
@@ -20,7 +21,9 @@ class CudaForward:
     Nothing comes from the host.
     """
 
-    def __init__(self, model: Model, kv: KVStorage, tables: DeviceTables, page_table: PageTable) -> None:
+    def __init__(
+        self, model: Model, kv: KVStorage, tables: DeviceTables, page_table: PageTable, gpu: GpuTraits
+    ) -> None:
         """Keep a model and the memory that its forward passes read.
 
         page_table: of the tables' pages in the KV storage.
@@ -29,6 +32,7 @@ class CudaForward:
         self.kv = kv
         self.tables = tables
         self.page_table = page_table
+        self.gpu = gpu
 
     @torch.inference_mode()
     def decode(self, rows: Tensor, positions: Tensor) -> Tensor:
@@ -56,10 +60,9 @@ class CudaForward:
         return self.model.forward(batch, self.kv)
 
     def _inputs(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return decode_inputs(self.tables.tokens, self.page_table, rows, positions, pdl=True)
+        return decode_inputs(self.tables.tokens, self.page_table, rows, positions, pdl=self.gpu.pdl)
 
     def _decode_step(self, rows: Tensor, positions: Tensor) -> DecodeStep:
-        device = torch.cuda.get_device_properties(rows.device)
         kv_heads, longest = self.kv.keys[0].shape[1], self.tables.tokens.shape[1]
-        splits = choose_splits(max(1, len(rows)), kv_heads, device.multi_processor_count, longest)
-        return DecodeStep(rows, positions, self.page_table, splits)
+        splits = choose_splits(max(1, len(rows)), kv_heads, self.gpu.multiprocessors, longest)
+        return DecodeStep(rows, positions, self.page_table, splits, self.gpu)

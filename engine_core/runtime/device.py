@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from tandem.engine_core.contracts import DeviceTimes
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 
 EVERY = 8
 """Steps from one timed step to the next."""
@@ -85,6 +86,8 @@ class Device(Protocol):
     The compute stream is current outside of `copy`.
     """
 
+    kind: Literal["cpu", "cuda"]
+    """What `--device` calls it."""
     torch_device: torch.device
 
     def copy(self) -> AbstractContextManager[Any]:
@@ -112,6 +115,9 @@ class Device(Protocol):
     def release_unused(self) -> None:
         """Give back the memory that the allocator keeps for later."""
 
+    def clock(self) -> GpuClock | None:
+        """Return a new clock of steps on the device, None on a CPU."""
+
 
 class InertEvent:
     """Implement `Event` on a CPU, where all work is done by the time a call returns."""
@@ -128,6 +134,8 @@ class InertEvent:
 
 class CpuDevice:
     """Implement `Device` on a CPU, which runs everything at once and in order."""
+
+    kind: Literal["cpu", "cuda"] = "cpu"
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -156,6 +164,9 @@ class CpuDevice:
     def release_unused(self) -> None:
         return None
 
+    def clock(self) -> GpuClock | None:
+        return None
+
 
 class CudaEvent:
     """Implement `Event` by a CUDA event, on the current stream."""
@@ -178,6 +189,8 @@ class CudaDevice:
 
     Its compute stream stays current on the thread that opened it; see `open_device`.
     """
+
+    kind: Literal["cpu", "cuda"] = "cuda"
 
     def __init__(self, compute: torch.cuda.Stream, copy: torch.cuda.Stream) -> None:
         self.torch_device = torch.device("cuda", compute.device_index)
@@ -210,6 +223,9 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
 
+    def clock(self) -> GpuClock | None:
+        return GpuClock(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+
 
 def _available() -> int:
     """Return the bytes that the operating system could allocate, page cache included."""
@@ -230,6 +246,20 @@ def _cgroup_room() -> int:
     except OSError:
         return sys.maxsize
     return sys.maxsize if limit == "max" else max(0, int(limit) - int(used))
+
+
+def read_gpu_traits() -> GpuTraits:
+    """Read the traits of the current CUDA device.
+
+    Nothing else asks CUDA what kind of device it runs on.
+    """
+    found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return GpuTraits(
+        name=found.name,
+        capability=(found.major, found.minor),
+        multiprocessors=found.multi_processor_count,
+        shared_memory=found.shared_memory_per_block_optin,
+    )
 
 
 def open_device(kind: str) -> Device:

@@ -10,15 +10,13 @@ graphs share one memory pool: they run one at a time, in stream order (I1).
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import GraphPromptPlanner, PromptStep
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
-from tandem.engine_core.runtime.captured import DecodeGraphs, MixedBuffers, MixedGraph
+from tandem.engine_core.runtime.captured import DecodeGraphs, GraphRecorder, MixedBuffers, MixedGraph
 from tandem.engine_core.runtime.graph_bucket import GraphBucket, exact_bucket
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.sampling.sampler import Mode
@@ -92,7 +90,7 @@ def _at_least(wanted: int, sizes: tuple[int, ...]) -> int | None:
 
 
 def capture_decode(
-    pool: Any,
+    recorder: GraphRecorder,
     buckets: tuple[int, ...],
     slots: list[StepSlot],
     forward: Forward,
@@ -114,11 +112,11 @@ def capture_decode(
                 logits = forward(rows, positions)
                 for mode in Mode:
                     sampling(mode, _batch(slot, logits, mode))
-                torch.cuda.current_stream().synchronize()
-            graph, captured_logits = _record(pool, partial(forward, rows, positions))
+                recorder.synchronize()
+            graph, captured_logits = recorder.record(partial(forward, rows, positions))
             assert captured_logits is not None
             sampled = {
-                mode: _record(pool, partial(sampling, mode, _batch(slot, captured_logits, mode)))[0] for mode in Mode
+                mode: recorder.record(partial(sampling, mode, _batch(slot, captured_logits, mode)))[0] for mode in Mode
             }
             captured[bucket] = DecodeGraphs(graph, captured_logits, sampled)
         progress(100 * (done + 1) // len(buckets))
@@ -126,7 +124,7 @@ def capture_decode(
 
 
 def capture_mixed(
-    pool: Any,
+    recorder: GraphRecorder,
     singles: tuple[int, ...],
     tokens: tuple[int, ...],
     slots: list[StepSlot],
@@ -153,8 +151,8 @@ def capture_mixed(
                 run = partial(forward, rows, positions, bucket, planner.step, own.attended)
                 if slot is slots[0]:
                     run()
-                    torch.cuda.current_stream().synchronize()
-                graph, _ = _record(pool, partial(_copy_into, own.hidden, run))
+                    recorder.synchronize()
+                graph, _ = recorder.record(partial(_copy_into, own.hidden, run))
                 captured[bucket] = MixedGraph(graph, own, planner)
         progress(100 * (done + 1) // len(tokens))
     return steps
@@ -177,13 +175,3 @@ def _batch(slot: StepSlot, logits: Tensor, mode: Mode) -> SamplingBatch:
         sampled=slot.sampled[:bucket],
         allowed=slot.allowed[:bucket] if mode is Mode.MASKED else None,
     )
-
-
-def _record(pool: Any, fn: Callable[[], Tensor | None]) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
-    """Capture a call, returning its graph and its result."""
-    # `torch.cuda.graph` would collect garbage and empty caches at each of some hundred captures.
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool)
-    result = fn()
-    graph.capture_end()
-    return graph, result

@@ -39,10 +39,13 @@ class TritonSampler:
         self.tries = tries
 
     @classmethod
-    def allocate(cls, tables: SamplingTables, vocab_size: int, max_rows: int) -> "TritonSampler":
-        """Allocate the kernels' scratch memory for steps of up to `max_rows` rows."""
+    def allocate(cls, tables: SamplingTables, vocab_size: int, max_rows: int, pdl: bool) -> "TritonSampler":
+        """Allocate the kernels' scratch memory for steps of up to `max_rows` rows.
+
+        pdl: chain the kernels by programmatic dependent launch.
+        """
         device = tables.tokens.device
-        return cls(tables, SamplingScratch.allocate(vocab_size, max_rows, TILE, GROUP, CAPACITY, device))
+        return cls(tables, SamplingScratch.allocate(vocab_size, max_rows, TILE, GROUP, CAPACITY, device, pdl))
 
     def sample(self, batch: SamplingBatch) -> None:
         self.launch(Mode.of(batch.needs), batch)

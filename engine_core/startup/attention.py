@@ -13,6 +13,7 @@ import torch
 from tandem.engine_core.attention.base import AttentionPlanner, GraphPromptPlanner, LayerAttention
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.layers.attention import attention_kinds
@@ -39,7 +40,7 @@ idle: 128 tokens behind 8,064 take 46 us a layer and 113 (`benchmarks.kernels.be
 
 
 def eager_planners(
-    device: Device, model: ModelConfig, config: StepConfig, dtype: torch.dtype, layout: KVLayout
+    device: Device, gpu: GpuTraits, model: ModelConfig, config: StepConfig, dtype: torch.dtype, layout: KVLayout
 ) -> Callable[[], AttentionPlanner]:
     """Return a factory of planners for the steps that no graph holds.
 
@@ -49,7 +50,7 @@ def eager_planners(
     obstacle = find_obstacle(model.head_dim, dtype, layout, kinds, _kernel_loader(device, model, dtype))
     if obstacle:
         logger.info("prompts run on Triton instead of FlashInfer: %s", obstacle)
-        return lambda: _ragged(device, model, config)
+        return lambda: _ragged(device, gpu, model, config)
     from tandem.engine_core.attention.flashinfer import FlashInferPlanner, HeadShape
 
     heads = HeadShape(model.heads, model.kv_heads, model.head_dim, dtype)
@@ -101,13 +102,13 @@ def _kernel_loader(device: Device, model: ModelConfig, dtype: torch.dtype) -> Ca
     return lambda kind: load_kernel(kind, device.host_buffer, device.torch_device, heads)
 
 
-def _ragged(device: Device, model: ModelConfig, config: StepConfig) -> "RaggedPlanner":
+def _ragged(device: Device, gpu: GpuTraits, model: ModelConfig, config: StepConfig) -> "RaggedPlanner":
     from tandem.engine_core.attention.triton import RaggedPlanner
     from tandem.engine_core.kernels.attention.paged_prefill import tile_queries
 
     queries = tile_queries(model.heads, model.kv_heads, model.head_dim, getattr(torch, config.dtype))
     return RaggedPlanner.allocate(
-        device.host_buffer, device.torch_device, queries, config.max_rows, config.max_step_tokens
+        device.host_buffer, device.torch_device, gpu, queries, config.max_rows, config.max_step_tokens
     )
 
 
@@ -120,6 +121,7 @@ class GraphPlanners:
     def __init__(
         self,
         device: Device,
+        gpu: GpuTraits,
         model: ModelConfig,
         config: StepConfig,
         page_table: PageTable,
@@ -129,12 +131,12 @@ class GraphPlanners:
 
         page_table: of all rows; eager: the planner of each slot for the steps that no graph holds.
         """
-        self.device = device
+        self.gpu = gpu
         self.model = model
         self.config = config
         self.page_table = page_table
         self.eager = eager
-        self.ragged = [_as_ragged(one) or _ragged(device, model, config) for one in eager]
+        self.ragged = [_as_ragged(one) or _ragged(device, gpu, model, config) for one in eager]
 
     def __call__(self, slot: int, tokens: int) -> GraphPromptPlanner:
         """Return the planner of a slot for graphs with `tokens` tokens of prompts."""
@@ -150,8 +152,7 @@ class GraphPlanners:
             return FlashInferGraphPlanner.build(eager, rows, tokens, entries, self.page_table)
         ragged = self.ragged[slot]
         num_tiles = max_graph_tiles(rows, tokens, ragged.queries)
-        sms = torch.cuda.get_device_properties(self.device.torch_device).multi_processor_count
-        splits = choose_splits(ceil_div(tokens, ragged.queries), self.model.kv_heads, sms)
+        splits = choose_splits(ceil_div(tokens, ragged.queries), self.model.kv_heads, self.gpu.multiprocessors)
         planner = RaggedGraphPlanner.build(ragged, num_tiles, splits, self.page_table)
         # Captured with padding alone: tiles that an eager step left would lead outside a smaller graph's queries.
         planner.plan([])

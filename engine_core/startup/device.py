@@ -6,7 +6,7 @@ The structure of an engine is the same on every device.
 import importlib.util
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -14,14 +14,15 @@ from tandem.engine_core.attention.base import AttentionPlanner
 from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kernels.gpu_traits import LOWEST_CAPABILITY, GpuTraits
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import torch_build_context, triton_build_context
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model
-from tandem.engine_core.runtime.captured import MixedBuffers, MixedGraph
-from tandem.engine_core.runtime.device import Device, GpuClock
+from tandem.engine_core.runtime.captured import CudaGraphRecorder, GraphRecorder, MixedBuffers, MixedGraph
+from tandem.engine_core.runtime.device import Device, open_device, read_gpu_traits
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.graphs import StepGraphs, capture_decode, capture_mixed
 from tandem.engine_core.runtime.slots import StepSlot
@@ -47,6 +48,36 @@ def check_installed() -> None:
     """Raise ConfigError if the compiler of the CUDA kernels is not installed."""
     if importlib.util.find_spec("triton") is None:
         raise ConfigError("--device cuda needs triton: pip install 'tandem-llm[cuda]'")
+
+
+def check_gpu(gpu: GpuTraits) -> None:
+    """Raise ConfigError for a GPU that is too old for the kernels."""
+    if gpu.capability < LOWEST_CAPABILITY:
+        raise ConfigError(
+            f"--device cuda: the {gpu.name} has compute capability {_version(gpu.capability)}, but the kernels need "
+            f"{_version(LOWEST_CAPABILITY)} or higher (Ampere or newer); use such a GPU, or --device cpu"
+        )
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def open_parts(kind: str) -> "DeviceParts":
+    """Open the device of a resolved kind, "cpu" or "cuda".
+
+    Raises ConfigError if the compiler of the kernels is not installed or the GPU is too old for them.
+    """
+    if kind == "cpu":
+        return CpuParts(open_device(kind))
+    check_installed()
+    gpu = read_gpu_traits()
+    check_gpu(gpu)
+    logger.info(
+        "%s: compute capability %s, %d multiprocessors, %d bytes of shared memory, programmatic dependent launch %s",
+        gpu.name, _version(gpu.capability), gpu.multiprocessors, gpu.shared_memory, "on" if gpu.pdl else "off",
+    )  # fmt: skip
+    return CudaParts(open_device(kind), gpu)
 
 
 class DeviceParts(Protocol):
@@ -101,9 +132,6 @@ class DeviceParts(Protocol):
         These are all mixed graphs but the largest one in one slot.
         """
 
-    def clock(self) -> GpuClock | None:
-        """Return the clock of steps on the device, None on a CPU."""
-
 
 class CpuParts:
     """Implement `DeviceParts` on a CPU, with torch for everything."""
@@ -141,10 +169,6 @@ class CpuParts:
         """Implement `DeviceParts.prompt_graph_bytes`."""
         return 0
 
-    def clock(self) -> None:
-        """Implement `DeviceParts.clock`."""
-        return None
-
 
 class CudaParts:
     """Implement `DeviceParts` on CUDA.
@@ -152,33 +176,40 @@ class CudaParts:
     It uses Triton kernels, FlashInfer for ragged attention of shapes that it supports, and CUDA graphs for most steps.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(
+        self, device: Device, gpu: GpuTraits, new_recorder: Callable[[], GraphRecorder] = CudaGraphRecorder
+    ) -> None:
+        """Keep a device and what is known of it.
+
+        new_recorder: makes a recorder of graphs with a memory pool of its own.
+        """
         self.device = device
+        self.gpu = gpu
+        self.new_recorder = new_recorder
 
     def build_context(self, model: ModelConfig, dtype: torch.dtype) -> BuildContext:
         """Implement `DeviceParts.build_context`."""
-        return triton_build_context(self.device.torch_device, dtype, model.quantization)
+        return triton_build_context(self.device.torch_device, dtype, self.gpu, model.quantization)
 
     def check_kv(self, kv_dtype: torch.dtype) -> None:
         """Implement `DeviceParts.check_kv`."""
-        major, minor = torch.cuda.get_device_capability(self.device.torch_device)
-        if kv_dtype == torch.float8_e4m3fn and (major, minor) < FP8_CAPABILITY:
+        if kv_dtype == torch.float8_e4m3fn and self.gpu.capability < FP8_CAPABILITY:
             raise ConfigError(
-                f"--kv-dtype fp8 with --device cuda: the GPU's compute capability is {major}.{minor}, "
-                f"but converting fp8 needs {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]}; use --kv-dtype auto"
+                f"--kv-dtype fp8: the {self.gpu.name} has compute capability {_version(self.gpu.capability)}, "
+                f"but converting fp8 needs {_version(FP8_CAPABILITY)}; use --kv-dtype auto"
             )
 
     def attention(
         self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, layout: KVLayout
     ) -> Callable[[], AttentionPlanner]:
         """Implement `DeviceParts.attention`."""
-        return eager_planners(self.device, model, config, dtype, layout)
+        return eager_planners(self.device, self.gpu, model, config, dtype, layout)
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> Sampler:
         """Implement `DeviceParts.sampler`."""
         from tandem.engine_core.sampling.triton_sampler import TritonSampler
 
-        return TritonSampler.allocate(tables.sampling, vocab_size, max_rows)
+        return TritonSampler.allocate(tables.sampling, vocab_size, max_rows, self.gpu.pdl)
 
     def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
         """Implement `DeviceParts.scorer`."""
@@ -204,17 +235,19 @@ class CudaParts:
             return None
         assert isinstance(sampler, TritonSampler)
 
-        forward = CudaForward(model, kv, tables, kv.page_table(tables.pages))
-        pool = torch.cuda.graph_pool_handle()
+        forward = CudaForward(model, kv, tables, kv.page_table(tables.pages), self.gpu)
+        recorder = self.new_recorder()
         with torch.inference_mode():
-            mixed = self._mixed(pool, config, forward, slots, lambda p: progress(p // 2))
+            mixed = self._mixed(recorder, config, forward, slots, lambda p: progress(p // 2))
             rows = config.graph_rows
-            decode = capture_decode(pool, rows, slots, forward.decode, sampler.launch, lambda p: progress(50 + p // 2))
+            decode = capture_decode(
+                recorder, rows, slots, forward.decode, sampler.launch, lambda p: progress(50 + p // 2)
+            )
         return StepGraphs(rows, config.mixed_graph_rows, config.graph_tokens, decode, mixed)
 
     def _mixed(
         self,
-        pool: Any,
+        recorder: GraphRecorder,
         config: StepConfig,
         forward: "CudaForward",
         slots: list[StepSlot],
@@ -224,7 +257,7 @@ class CudaParts:
             return []
         model = forward.model.config
         eager = [slot.attention for slot in slots]
-        prompts = GraphPlanners(self.device, model, config, forward.page_table, eager)
+        prompts = GraphPlanners(self.device, self.gpu, model, config, forward.page_table, eager)
         largest = config.mixed_graph_rows[-1] + config.graph_tokens[-1]
 
         def zeros(*shape: int) -> "Tensor":
@@ -232,13 +265,9 @@ class CudaParts:
 
         buffers = MixedBuffers(zeros(largest, model.heads, model.head_dim), zeros(largest, model.hidden_size))
         return capture_mixed(
-            pool, config.mixed_graph_rows, config.graph_tokens, slots, forward.mixed, prompts, buffers, progress
+            recorder, config.mixed_graph_rows, config.graph_tokens, slots, forward.mixed, prompts, buffers, progress
         )
 
     def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:
         """Implement `DeviceParts.prompt_graph_bytes`."""
         return further_graph_bytes(config, slots[0].attention)
-
-    def clock(self) -> GpuClock:
-        """Implement `DeviceParts.clock`."""
-        return GpuClock(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]

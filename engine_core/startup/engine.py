@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,13 +29,12 @@ from tandem.engine_core.kv_cache.sessions import Sessions
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.layers.linear_choice import check_quantization
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.runtime.device import open_device
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.runtime.staging import MAX_END_IDS
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
-from tandem.engine_core.startup.device import check_installed
+from tandem.engine_core.startup.device import DeviceParts, open_parts
 from tandem.engine_core.startup.kv_sizing import check_memory_flags
 from tandem.engine_core.startup.runtime import ModelSource, build_runtime
 from tandem.engine_core.startup.start_log import StartLog
@@ -52,8 +52,15 @@ MASK_THREADS = 8
 DEFAULT_MODEL = Path(__file__).parents[1] / "default_model"
 
 
-def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> Engine:
+def build_engine(
+    options: EngineOptions,
+    mailbox: Mailbox,
+    status: Status,
+    new_parts: Callable[[str], DeviceParts] = open_parts,
+) -> Engine:
     """Load the model, size and allocate everything, and run each path once.
+
+    new_parts: opens a device of the resolved kind, "cpu" or "cuda".
 
     Raises ConfigError if the engine cannot start as asked; the text says what to change.
     """
@@ -73,12 +80,10 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
     source = ModelSource(directory, model_config, getattr(torch, dtype), layout)
     if kind == "cpu":
         torch.set_num_threads(configuration.resolve_threads(options, len(os.sched_getaffinity(0))))
-    if kind == "cuda":
-        check_installed()
-    device = open_device(kind)
-    log = StartLog(time.monotonic, device.held_bytes)
+    parts = new_parts(kind)
+    log = StartLog(time.monotonic, parts.device.held_bytes)
     constraints = _start_constraints(source, mailbox, status.stats)
-    runtime, config = build_runtime(step_config, source, device, constraints.mask_builder, status, log)
+    runtime, config = build_runtime(step_config, source, parts, constraints.mask_builder, status, log)
     facts = _facts(config, model_config, directory)
     engine = _build_loop(config, groups, runtime, mailbox, constraints, status, facts)
     _log_settings(config, source)

@@ -18,7 +18,6 @@ from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model, build_model
-from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.masks import MaskFiller
 from tandem.engine_core.runtime.runtime import TorchRuntime
@@ -28,7 +27,7 @@ from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.sampling.sampler import Sampler
 from tandem.engine_core.sampling.scorer import TokenScorer
 from tandem.engine_core.startup import kv_sizing
-from tandem.engine_core.startup.device import CpuParts, CudaParts, DeviceParts
+from tandem.engine_core.startup.device import DeviceParts
 from tandem.engine_core.startup.kv_sizing import Memory
 from tandem.engine_core.startup.memory_trial import measure_graph_bytes, measure_mixed_graph_bytes, measure_step_bytes
 from tandem.engine_core.startup.start_log import StartLog
@@ -84,7 +83,7 @@ class RuntimeBuilder(Struct, frozen=True):
         """Join everything into a runtime over a KV pool."""
         return TorchRuntime(
             self.parts.device, self.model, kv, self.tables, self.sampler, self.scorer, self.filler, self.slots,
-            kv.page_table(self.tables.pages), graphs, self.parts.clock(),
+            kv.page_table(self.tables.pages), graphs, self.parts.device.clock(),
         )  # fmt: skip
 
     def capture_graphs(self, kv: KVStorage, status: Status) -> StepGraphs | None:
@@ -126,7 +125,7 @@ class RuntimeBuilder(Struct, frozen=True):
         little and share their memory with other processes.
         """
         device = self.parts.device
-        if device.torch_device.type == "cpu":
+        if device.kind == "cpu":
             return Memory(free=device.free_bytes())
         steps, graphs = self._run_trial(self.build_pool(1))
         device.release_unused()
@@ -150,15 +149,15 @@ class RuntimeBuilder(Struct, frozen=True):
 
 
 def build_runtime(
-    config: StepConfig, source: ModelSource, device: Device, filler: MaskFiller, status: Status, log: StartLog
+    config: StepConfig, source: ModelSource, parts: DeviceParts, filler: MaskFiller, status: Status, log: StartLog
 ) -> tuple[TorchRuntime, EngineConfig]:
     """Load, measure and allocate everything, and run each path once.
 
     Raises ConfigError if the model cannot be loaded or the memory does not suffice.
     """
-    free_at_start = device.free_bytes()
+    free_at_start = parts.device.free_bytes()
     try:
-        return _build(_new_builder(config, source, device, filler, status, log), free_at_start, status, log)
+        return _build(_new_builder(config, source, parts, filler, status, log), free_at_start, status, log)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the memory is too small for weights, steps, graphs and KV pool ({error}); lower --gpu-memory, "
@@ -192,9 +191,9 @@ def _build(
 
 
 def _new_builder(
-    config: StepConfig, source: ModelSource, device: Device, filler: MaskFiller, status: Status, log: StartLog
+    config: StepConfig, source: ModelSource, parts: DeviceParts, filler: MaskFiller, status: Status, log: StartLog
 ) -> RuntimeBuilder:
-    parts: DeviceParts = CudaParts(device) if device.torch_device.type == "cuda" else CpuParts(device)
+    device = parts.device
     parts.check_kv(source.layout.dtype)
     model = _load_model(config.options, source, parts.build_context(source.model, source.dtype), status)
     log.mark("weights")

@@ -19,6 +19,7 @@ from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference_attention
 from tandem.engine_core.kernels.reference.layer import qk_norm_rope_and_kv_write
 from tandem.engine_core.kernels.rope import rope_and_kv_write
+from tandem.engine_core.runtime.device import read_gpu_traits
 from tests.support.fp8_kv import Loss, build, logits, runtime_of, texts
 
 pytestmark = pytest.mark.gpu
@@ -102,7 +103,7 @@ def test_rows_of_any_lengths_equal_the_oracle(
     query = randn(offset, heads, head_dim, dtype=dtype)
     scale = head_dim**-0.5
     ragged = RaggedPlanner.allocate(
-        lambda *of: torch.zeros(of, dtype=torch.int32, pin_memory=True), torch.device("cuda"),
+        lambda *of: torch.zeros(of, dtype=torch.int32, pin_memory=True), torch.device("cuda"), read_gpu_traits(),
         tile_queries(heads, kv_heads, head_dim, dtype), len(spans), offset,
     )  # fmt: skip
     found = ragged.plan(spans, page_table).run(query, keys, values, LayerAttention(scale))

@@ -18,6 +18,7 @@ from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.layers.triton_linear import TritonLinear
+from tandem.engine_core.runtime.device import read_gpu_traits
 
 pytestmark = pytest.mark.gpu
 
@@ -65,11 +66,11 @@ def exact_float32() -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [(3072, 2048), (1001, 1984)])
 def test_gemv_is_exact_enough(outputs: int, inputs: int, plan: GemvPlan, dtype: torch.dtype) -> None:
     x, weight, bias = operands(1, outputs, inputs, dtype)
-    assert error(gemv(x, weight, bias, plan), product(x, weight, bias)) < TOLERANCE[dtype]
+    assert error(gemv(x, weight, bias, plan, pdl=True), product(x, weight, bias)) < TOLERANCE[dtype]
 
 
 def new_context() -> BuildContext:
-    return triton_build_context(torch.device("cuda"), torch.bfloat16)
+    return triton_build_context(torch.device("cuda"), torch.bfloat16, read_gpu_traits())
 
 
 def linear_of(context: BuildContext, outputs: int, inputs: int, bias: Tensor | None = None) -> TritonLinear:
@@ -93,15 +94,17 @@ def test_gemv_behind_a_norm_and_before_an_activation_is_exact_enough(
     plan = GemvPlan(4, 1 << (inputs - 1).bit_length(), 2)
     normed, total = add_rms_norm(x, residual[None], norm_weight, EPS)
     exact = product(normed, weight, None)
-    y, stream = add_norm_gemv(x, residual[None], norm_weight, EPS, weight, None, plan)
+    y, stream = add_norm_gemv(x, residual[None], norm_weight, EPS, weight, None, plan, pdl=True)
     assert error(y, exact) < FUSED_TOLERANCE[dtype]
     assert torch.equal(stream, total)
-    fused = add_norm_gemv(x, residual[None], norm_weight, EPS, weight, None, plan, activation)[0]
+    fused = add_norm_gemv(x, residual[None], norm_weight, EPS, weight, None, plan, activation, pdl=True)[0]
     assert error(fused, gated_activation(exact, activation)) < FUSED_TOLERANCE[dtype]
     alone = gated_activation(product(rms_norm(x, norm_weight, EPS), weight, None), activation)
-    assert error(norm_gemv(x, norm_weight, EPS, weight, None, plan, activation), alone) < FUSED_TOLERANCE[dtype]
+    assert (
+        error(norm_gemv(x, norm_weight, EPS, weight, None, plan, activation, pdl=True), alone) < FUSED_TOLERANCE[dtype]
+    )
     without_norm = gated_activation(product(x, weight, None), activation)
-    assert error(gemv(x, weight, None, plan, activation), without_norm) < FUSED_TOLERANCE[dtype]
+    assert error(gemv(x, weight, None, plan, activation, pdl=True), without_norm) < FUSED_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -111,14 +114,14 @@ def test_splitk_is_exact_enough(split: int, rows: int, dtype: torch.dtype) -> No
     plan = SplitKPlan(64, 128, split, 3)
     x, weight, bias = operands(rows, 1999, 2048, dtype)
     space = workspace(rows, 1999, plan)
-    y = splitk_gemm(x, weight, bias, plan, *space)
+    y = splitk_gemm(x, weight, bias, plan, *space, pdl=True)
     assert error(y, product(x, weight, bias)) < TOLERANCE[dtype]
     assert not space[1].any()
     x, weight, _ = operands(rows, 2000, 2048, dtype)
     space = workspace(rows, 1000, plan, True)
     exact = product(x, weight, None)
     for activation in Activation:
-        gated = splitk_gemm(x, weight, None, plan, *space, activation=activation)
+        gated = splitk_gemm(x, weight, None, plan, *space, activation=activation, pdl=True)
         assert error(gated, gated_activation(exact, activation)) < FUSED_TOLERANCE[dtype]
 
 

@@ -24,6 +24,7 @@ from tandem.engine_core.kernels.norm import add_rms_norm
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference_attention
 from tandem.engine_core.kernels.rope import rope_and_kv_write
+from tandem.engine_core.runtime.device import read_gpu_traits
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +61,7 @@ def spans_of(work: Work, first_row: int = 0) -> list[Span]:
 
 def ragged(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, rows: int, tokens: int) -> RaggedPlanner:
     return RaggedPlanner.allocate(
-        lambda *of: torch.zeros(of, dtype=torch.int32, pin_memory=True), torch.device("cuda"),
+        lambda *of: torch.zeros(of, dtype=torch.int32, pin_memory=True), torch.device("cuda"), read_gpu_traits(),
         tile_queries(heads, kv_heads, head_dim, dtype), rows, tokens,
     )  # fmt: skip
 
@@ -165,7 +166,7 @@ def test_addresses_beyond_32_bits_equal_the_oracle() -> None:
         [layer], pinned, torch.device("cuda"), HeadShape(heads, kv_heads, head_dim, torch.bfloat16), len(spans), 6
     )
     own = ragged(heads, kv_heads, head_dim, torch.bfloat16, len(spans), len(query))
-    decode = DecodeStep(rows.int(), positions.int(), table, 2)
+    decode = DecodeStep(rows.int(), positions.int(), table, 2, read_gpu_traits())
     for step in (own.plan(spans, table), library.plan(spans, table), decode):
         found = step.run(query, keys, values, layer)
         torch.testing.assert_close(found.float(), exact, atol=2 * 2.0**-8, rtol=2 * 2.0**-8)
@@ -196,7 +197,7 @@ class Chain:
         prompts = RaggedGraphPlanner.build(self.own, self.tiles, self.SPLITS, self.table)
         prompts.plan([Span(decoding, 0, self.start, self.length)])
         out = torch.zeros(len(rows), self.HEADS, self.HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-        decode = DecodeStep(self.rows, self.positions, self.table, self.SPLITS)
+        decode = DecodeStep(self.rows, self.positions, self.table, self.SPLITS, read_gpu_traits())
         self.step = MixedStep(decode, prompts.step, out)
 
     def run(self, early: bool) -> Tensor:

@@ -15,6 +15,7 @@ from tandem.engine_core.contracts import StepResult
 from tandem.engine_core.kernels.reference.sampling import logprob_records
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.cuda_forward import CudaForward
+from tandem.engine_core.runtime.device import read_gpu_traits
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.protocol.codec import read_logprobs
@@ -97,7 +98,8 @@ class Watch:
 
     def __init__(self, runtime: TorchRuntime) -> None:
         self.runtime = runtime
-        self.forward = CudaForward(runtime.model, runtime.kv, runtime.tables, runtime.page_table)
+        page_table = runtime.page_table
+        self.forward = CudaForward(runtime.model, runtime.kv, runtime.tables, page_table, read_gpu_traits())
         self.logits: dict[int, Tensor] = {}
         self.lines: dict[int, Tensor] = {}
         self.equal: list[bool] = []

@@ -15,6 +15,7 @@ from tandem.engine_core.contracts import StepResult
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.cuda_forward import CudaForward
+from tandem.engine_core.runtime.device import read_gpu_traits
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.sampling.triton_sampler import TritonSampler
@@ -124,7 +125,8 @@ class Eager:
     def __init__(self, runtime: TorchRuntime) -> None:
         assert isinstance(runtime.sampler, TritonSampler)
         self.runtime, self.sampler = runtime, runtime.sampler
-        self.forward = CudaForward(runtime.model, runtime.kv, runtime.tables, runtime.page_table)
+        page_table = runtime.page_table
+        self.forward = CudaForward(runtime.model, runtime.kv, runtime.tables, page_table, read_gpu_traits())
         self.modes: set[Mode] = set()
         self.equal: list[Tensor] = []
         self.mixed = 0

@@ -10,6 +10,7 @@ from tandem.engine_core.kernels.reference.sampling import SamplingRows, Truncati
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
 from tandem.engine_core.kernels.sampling.rank import ID_BITS, ID_MASK
 from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch
+from tandem.engine_core.runtime.device import read_gpu_traits
 from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, SUPPRESSES, TRUNCATES, Mode
 from tandem.engine_core.sampling.torch_sampler import TorchSampler
 from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE, TRIES, TritonSampler
@@ -51,7 +52,9 @@ class Case:
         self, tile: int = TILE, group: int = GROUP, capacity: int = CAPACITY, tries: int = TRIES
     ) -> TritonSampler:
         vocab, batch, device = self.logits.shape[1], len(self.rows), self.logits.device
-        return TritonSampler(self.tables, SamplingScratch.allocate(vocab, batch, tile, group, capacity, device), tries)
+        pdl = device.type == "cuda" and read_gpu_traits().pdl
+        scratch = SamplingScratch.allocate(vocab, batch, tile, group, capacity, device, pdl)
+        return TritonSampler(self.tables, scratch, tries)
 
     def batch(self, sampled: Tensor, needs: int = 0, allowed: Tensor | None = None) -> SamplingBatch:
         """Make the batch of the step; its history is as long as the token table."""

@@ -7,8 +7,29 @@ Paper: Milakov and Gimelshein, 2018.
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 
 LOG2_E = 1.4426950408889634
+WARPGROUP_ROWS = 64
+"""Rows of a tile from which the products take the large instructions of Hopper and Blackwell."""
+
+
+def max_stages(rows: int, positions: int, query: Tensor, keys: Tensor, gpu: GpuTraits) -> int:
+    """Return the depth of the deepest pipeline that fits the shared memory.
+
+    A stage loads the keys and values of a block; the tile's queries and the powers of its scores stay. Large
+    instructions read keys and values of a narrower dtype after a conversion, which is stored too.
+
+    rows: of the tile, query heads times queries; positions: of a block; query: [.., heads, D]; keys: [.., kv_heads, D].
+    """
+    head_dim, itemsize = query.shape[-1], query.element_size()
+    warpgroup = rows >= WARPGROUP_ROWS
+    held = rows * (head_dim + positions) * itemsize
+    if warpgroup and keys.element_size() < itemsize:
+        held += 2 * positions * head_dim * itemsize
+    return gpu.max_stages(2 * positions * head_dim * keys.element_size(), held, warpgroup=warpgroup)
 
 
 def kernel_scale(scale: float, softcap: float | None) -> float:

@@ -19,8 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.integers import ceil_div
-from tandem.engine_core.kernels.attention.online_softmax import attend, kernel_cap, kernel_scale
+from tandem.engine_core.kernels.attention.online_softmax import attend, kernel_cap, kernel_scale, max_stages
 from tandem.engine_core.kernels.attention.split_counters import COUNTERS, split_counters
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.paged_pool import (
     check_band,
@@ -84,6 +85,15 @@ def choose_tile(head_dim: int, pairs: int, dtype: torch.dtype) -> Tile:
     if dtype.itemsize > 2:
         return Tile(16, 4, 1)
     return next(tile for least, tile in reversed(TILES[head_dim].items()) if pairs >= least)
+
+
+def fit_tile(tile: Tile, query: Tensor, keys: Tensor, gpu: GpuTraits) -> Tile:
+    """Return a tile with no more pipeline stages than fit the shared memory.
+
+    query, keys: as in `paged_decode`.
+    """
+    rows = _tile_rows(query.shape[1] // keys.shape[1])
+    return tile._replace(stages=min(tile.stages, max_stages(rows, tile.positions, query, keys, gpu)))
 
 
 @triton.jit
@@ -300,12 +310,20 @@ def split_scratch(query: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     return partial, torch.empty(count, dtype=torch.float32, device=query.device)
 
 
+def _tile_rows(group: int) -> int:
+    """Return the rows of a tile, at least the 16 that `tl.dot` takes.
+
+    group: query heads of a KV head.
+    """
+    return max(16, int(triton.next_power_of_2(group)))
+
+
 def _options(tile: Tile, group: int, head_dim: int, dtype: torch.dtype, pdl: bool) -> dict[str, object]:
     combine_rows = triton.next_power_of_2(group)
     return {
         "D": head_dim,
         "GROUP": group,
-        "ROWS": max(16, combine_rows),
+        "ROWS": _tile_rows(group),
         "BLOCK": tile.positions,
         "STAGES": tile.stages,
         "COMBINE_ROWS": combine_rows,

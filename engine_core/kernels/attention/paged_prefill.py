@@ -18,9 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.integers import ceil_div
-from tandem.engine_core.kernels.attention.online_softmax import attend, kernel_cap, kernel_scale
+from tandem.engine_core.kernels.attention.online_softmax import attend, kernel_cap, kernel_scale, max_stages
 from tandem.engine_core.kernels.attention.paged_decode import MAX_SPLITS
 from tandem.engine_core.kernels.attention.split_counters import COUNTERS, split_counters
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.paged_pool import (
     check_band,
@@ -63,6 +64,15 @@ def choose_shape(head_dim: int, dtype: torch.dtype) -> TileShape:
     if dtype.itemsize > 2:
         return TileShape(16, 16, 4, 1)
     return TileShape(64, 64 if head_dim <= 128 else 32, 4, 2)
+
+
+def fit_shape(shape: TileShape, query: Tensor, keys: Tensor, gpu: GpuTraits) -> TileShape:
+    """Return a shape with no more pipeline stages than fit the shared memory.
+
+    query, keys: as in `paged_prefill`.
+    """
+    rows = max(shape.rows, int(triton.next_power_of_2(query.shape[1] // keys.shape[1])))
+    return shape._replace(stages=min(shape.stages, max_stages(rows, shape.positions, query, keys, gpu)))
 
 
 def tile_queries(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -144,6 +144,7 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     activation: Activation | None,
+    pdl: bool,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
@@ -160,7 +161,6 @@ def _launch(
     plain = activation is None and norm_weight is None and plan.tiles == 1
     assert plain or plan.block_k >= inputs, "only whole rows are fused or tiled"
     y = torch.empty(1, outputs, device=x.device, dtype=x.dtype)
-    pdl = x.is_cuda
     gemv_kernel[(triton.cdiv(outputs, plan.rows * plan.tiles),)](
         x,
         weight,
@@ -186,16 +186,21 @@ def _launch(
 
 
 def gemv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemvPlan, activation: Activation | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: GemvPlan,
+    activation: Activation | None = None,
+    pdl: bool = False,
 ) -> Tensor:
     """Return the product of one row and a weight, plain or gated.
 
     The result is x W^T + b, [1, N], or activation(x G^T) * (x U^T) of a fused gate and up projection.
 
     x: [1, K]; weight: [N, K], with an activation [2 N, K], G before U, and plan.block_k >= K; bias: [N] or [2 N].
-    x, weight and bias have one dtype, here and below.
+    x, weight and bias have one dtype, here and below. With `pdl` the kernel right before may write all but the weights.
     """
-    return _launch(plan, x, weight, bias, activation)
+    return _launch(plan, x, weight, bias, activation, pdl)
 
 
 def norm_gemv(
@@ -206,12 +211,13 @@ def norm_gemv(
     bias: Tensor | None,
     plan: GemvPlan,
     activation: Activation | None = None,
+    pdl: bool = False,
 ) -> Tensor:
     """Return `gemv` of rms_norm(x).
 
     norm_weight: [K], in x's dtype or float32; plan.block_k >= K.
     """
-    return _launch(plan, x, weight, bias, activation, norm_weight, eps)
+    return _launch(plan, x, weight, bias, activation, pdl, norm_weight, eps)
 
 
 def add_norm_gemv(
@@ -223,7 +229,8 @@ def add_norm_gemv(
     bias: Tensor | None,
     plan: GemvPlan,
     activation: Activation | None = None,
+    pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return `norm_gemv` of x + residual, and that sum, [1, K]. residual: [1, K]."""
     total = torch.empty_like(x)
-    return _launch(plan, x, weight, bias, activation, norm_weight, eps, residual, total), total
+    return _launch(plan, x, weight, bias, activation, pdl, norm_weight, eps, residual, total), total

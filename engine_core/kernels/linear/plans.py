@@ -1,14 +1,15 @@
 """Kernels for each weight shape and number of rows, as measured on one H200.
 
 The measurements are over bf16 weights of Llama-3.2-1B, Llama-3.1-8B and Qwen3-4B. The rules hold the plans that were
-best or nearly so there, the tables the exceptions. None stands for the library (cuBLAS).
+best or nearly so there, the tables the exceptions. None stands for the library (cuBLAS). On other GPUs the rules
+count with their multiprocessors, and every plan has as many pipeline stages, up to the measured number, as fit.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 
-MULTIPROCESSORS = 132
 TILE = 64
 """Number of weight rows in a tensor core tile."""
 BUCKETS = (1, 16, 32, 64, 128)
@@ -70,7 +71,7 @@ _GEMM: dict[tuple[int, int], dict[int, Plan]] = {
     (2048, 8192): {128: SplitKPlan(64, 64, 4, 6, 8)},
 }
 _LONE_STAGES = {16: 6, 32: 5, 64: 4}
-"""Pipeline stages by bucket that take more than half of a multiprocessor's shared memory.
+"""Pipeline stages by bucket that take more than half of an H200 multiprocessor's shared memory.
 
 A kernel launched early finds the previous one's programs still there. Where two of its own fit side by side, they crowd
 onto the multiprocessors that empty first and leave others idle: the products of a step then took up to 15 % longer
@@ -83,11 +84,33 @@ def bucket(rows: int) -> int | None:
     return next((size for size in BUCKETS if rows <= size), None)
 
 
-def choose(rows: int, outputs: int, inputs: int, itemsize: int) -> Plan:
+def choose(rows: int, outputs: int, inputs: int, itemsize: int, gpu: GpuTraits) -> Plan:
     """Choose the plan of y = x W^T.
 
     rows: of x; outputs, inputs: of W; itemsize: bytes of an element of both.
     """
+    return _fitted(_measured(rows, outputs, inputs, itemsize, gpu.multiprocessors), rows, itemsize, gpu, False)
+
+
+def choose_gated(rows: int, width: int, inputs: int, itemsize: int, gpu: GpuTraits) -> Plan:
+    """Choose the plan of activation(x G^T) * (x U^T) in one kernel.
+
+    width: number of outputs. Measured with SiLU. None stands for a product followed by `gated_activation`.
+    """
+    return _fitted(_measured_gated(rows, width, inputs, itemsize, gpu.multiprocessors), rows, itemsize, gpu, True)
+
+
+def _fitted(plan: Plan, rows: int, itemsize: int, gpu: GpuTraits, gated: bool) -> Plan:
+    """Return a plan with no more pipeline stages than fit the shared memory."""
+    size = bucket(rows)
+    if not isinstance(plan, SplitKPlan) or size is None:
+        return plan
+    weight_rows = plan.block_n * (2 if gated else 1)
+    most = gpu.max_stages((weight_rows + size) * plan.block_k * itemsize, warpgroup=True)
+    return plan if plan.stages <= most else replace(plan, stages=most)
+
+
+def _measured(rows: int, outputs: int, inputs: int, itemsize: int, multiprocessors: int) -> Plan:
     size = bucket(rows)
     if size is None or inputs % 8:
         return None
@@ -104,15 +127,11 @@ def choose(rows: int, outputs: int, inputs: int, itemsize: int) -> Plan:
         return None
     if size > 32 and tiles < 256 and inputs < 8192:
         return None
-    stages = _LONE_STAGES[size] if tiles <= MULTIPROCESSORS else 3 if size > 32 else 4
-    return SplitKPlan(TILE, 128, _split(tiles, inputs), stages)
+    stages = _LONE_STAGES[size] if tiles <= multiprocessors else 3 if size > 32 else 4
+    return SplitKPlan(TILE, 128, _split(tiles, inputs, multiprocessors), stages)
 
 
-def choose_gated(rows: int, width: int, inputs: int, itemsize: int) -> Plan:
-    """Choose the plan of activation(x G^T) * (x U^T) in one kernel.
-
-    width: number of outputs. Measured with SiLU. None stands for a product followed by `gated_activation`.
-    """
+def _measured_gated(rows: int, width: int, inputs: int, itemsize: int, multiprocessors: int) -> Plan:
     size = bucket(rows)
     if size is None or inputs % 8:
         return None
@@ -121,13 +140,13 @@ def choose_gated(rows: int, width: int, inputs: int, itemsize: int) -> Plan:
     if itemsize != 2 or inputs % 128:
         return None
     tiles = ceil_div(width, TILE)
-    split, lone = _split(tiles, inputs), tiles <= MULTIPROCESSORS
+    split, lone = _split(tiles, inputs, multiprocessors), tiles <= multiprocessors
     if size <= 16:
         return SplitKPlan(TILE, 128, split, 4 if lone else 3)
     if size > 64:
         # One program fills a multiprocessor, and a second wave has to be nearly full to be worth its time.
-        waves = ceil_div(tiles, MULTIPROCESSORS)
-        return SplitKPlan(TILE, 64, split, 6) if tiles > 0.8 * waves * MULTIPROCESSORS else None
+        waves = ceil_div(tiles, multiprocessors)
+        return SplitKPlan(TILE, 64, split, 6) if tiles > 0.8 * waves * multiprocessors else None
     return SplitKPlan(TILE, 64, split, 6 if lone else 4)
 
 
@@ -165,9 +184,9 @@ def workspace_size(rows: int, outputs: int, plan: SplitKPlan, gated: bool = Fals
     return tiles * plan.split * plan.block_n * block_rows(rows) * (2 if gated else 1), tiles
 
 
-def _split(tiles: int, inputs: int) -> int:
+def _split(tiles: int, inputs: int, multiprocessors: int) -> int:
     """Return the number of parts into which to divide K.
 
     It makes about as many programs as multiprocessors, never more.
     """
-    return max(1, min(MULTIPROCESSORS // tiles, MAX_SPLIT, inputs // 128))
+    return max(1, min(multiprocessors // tiles, MAX_SPLIT, inputs // 128))

@@ -117,6 +117,7 @@ def splitk_gemm(
     partials: Tensor,
     counters: Tensor,
     activation: Activation | None = None,
+    pdl: bool = False,
 ) -> Tensor:
     """Return x W^T + b, [M, N], or its gated activation.
 
@@ -124,7 +125,7 @@ def splitk_gemm(
 
     activation: weight and bias hold the gate's rows before the up projection's, and activation(gate) * up is returned,
     [M, N / 2]. partials: float32; counters: int32, zero before and after the call; at least `workspace_size` of each.
-    Calls on one stream may share them.
+    Calls on one stream may share them. With `pdl` the kernel right before may write x, and use the workspace.
     """
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
     rows, inputs = x.shape
@@ -135,7 +136,6 @@ def splitk_gemm(
     floats, tiles = workspace_size(rows, outputs, plan, activation is not None)
     assert partials.numel() >= floats and counters.numel() >= tiles, "workspace too small"
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
-    pdl = x.is_cuda
     splitk_gemm_kernel[(triton.cdiv(outputs, plan.block_n), plan.split)](
         x,
         weight,

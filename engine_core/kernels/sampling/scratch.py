@@ -39,7 +39,7 @@ class SamplingScratch:
     group: int
     """Tokens of which only the largest counts when top-k looks for its bound, a power of two."""
     pdl: bool
-    """Kernels overlap by programmatic dependent launch, which Triton's interpreter does not know."""
+    """Kernels overlap by programmatic dependent launch."""
     no_suppression: Tensor
     """[B] int32 zeros, for steps in which no row suppresses ids."""
     winner: Tensor
@@ -79,11 +79,18 @@ class SamplingScratch:
 
     @classmethod
     def allocate(
-        cls, vocab_size: int, max_batch: int, tile: int, group: int, capacity: int, device: torch.device
+        cls,
+        vocab_size: int,
+        max_batch: int,
+        tile: int,
+        group: int,
+        capacity: int,
+        device: torch.device,
+        pdl: bool = False,
     ) -> "SamplingScratch":
         """Allocate the buffers.
 
-        capacity: tokens of a row among which its cutoff is searched fast, a power of two.
+        capacity: tokens of a row among which its cutoff is searched fast, a power of two; pdl: as in the field.
         """
         tiles = triton.cdiv(vocab_size, tile)
         width = triton.cdiv(vocab_size, 64) * 64
@@ -95,7 +102,7 @@ class SamplingScratch:
             vocab_size=vocab_size,
             tile=tile,
             group=group,
-            pdl=device.type == "cuda",
+            pdl=pdl,
             no_suppression=buffer(dtype=torch.int32),
             winner=buffer(dtype=torch.int64, fill=NOTHING.value),
             arrivals=buffer(dtype=torch.int32),

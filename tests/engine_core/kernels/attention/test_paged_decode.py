@@ -6,10 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine_core.kernels.attention.paged_decode import Tile, choose_splits, choose_tile, paged_decode
+from tandem.engine_core.kernels.attention.paged_decode import (
+    TILES,
+    Tile,
+    choose_splits,
+    choose_tile,
+    fit_tile,
+    paged_decode,
+)
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference
+from tests.fakes.gpus import A100, B200, H20, H200, L4, RTX_3090, RTX_4090, RTX_5090
 
 SMALL = Tile(16, 4, 1)
 
@@ -171,6 +180,36 @@ def test_tiles_depend_on_the_number_of_pairs() -> None:
     tiles = [choose_tile(64, pairs, torch.bfloat16) for pairs in (8, 64, 256, 2048)]
     assert len(set(tiles)) == 4
     assert choose_tile(256, 8, torch.float32).stages == 1
+
+
+def test_splits_follow_the_number_of_multiprocessors() -> None:
+    splits = {gpu.name: choose_splits(2, 8, gpu.multiprocessors, 8192) for gpu in (L4, H20, A100, B200, RTX_5090)}
+    assert list(splits.values()) == [8, 10, 14, 19, 22], splits
+
+
+def fitted(gpu: GpuTraits, head_dim: int, heads: int = 4, dtype: torch.dtype = torch.bfloat16) -> list[int]:
+    """Return the stages of the tiles for few to many pairs on a GPU, with one KV head."""
+    query, keys = torch.empty(1, heads, head_dim, dtype=torch.bfloat16), torch.empty(1, 1, head_dim, dtype=dtype)
+    tiles = [choose_tile(head_dim, pairs, torch.bfloat16) for pairs in TILES[head_dim]]
+    return [fit_tile(tile, query, keys, gpu).stages for tile in tiles]
+
+
+@pytest.mark.parametrize("gpu", [A100, H20, H200, B200], ids=lambda gpu: gpu.name)
+def test_tiles_of_gpus_with_enough_shared_memory_are_the_measured_ones(gpu: GpuTraits) -> None:
+    for head_dim, tiles in TILES.items():
+        measured = [tile.stages for tile in tiles.values()]
+        for heads in (1, 8, 32):
+            assert fitted(gpu, head_dim, heads) == measured
+            assert fitted(gpu, head_dim, heads, torch.float8_e4m3fn) == measured
+
+
+@pytest.mark.parametrize("gpu", [RTX_3090, L4, RTX_4090, RTX_5090], ids=lambda gpu: gpu.name)
+def test_tiles_have_as_many_stages_as_fit(gpu: GpuTraits) -> None:
+    """Four stages of head_dim 128 keep 96 KiB of keys and values, 6 KiB of queries and scores beside them."""
+    assert [tile.stages for tile in TILES[128].values()] == [3, 3, 4, 2]
+    assert fitted(gpu, 128) == [3, 3, 3, 2]
+    assert fitted(gpu, 64) == [tile.stages for tile in TILES[64].values()]
+    assert fitted(gpu, 128, dtype=torch.float8_e4m3fn) == [3, 3, 4, 2]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tandem.engine_core.attention import triton as triton_attention
 from tandem.engine_core.attention.base import LayerAttention, Span
 from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.attention.triton import (
@@ -21,12 +20,14 @@ from tandem.engine_core.attention.triton import (
     max_tiles,
 )
 from tandem.engine_core.kernels.attention import paged_prefill as kernel
-from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.attention.paged_prefill import choose_shape, choose_splits, paged_prefill, tile_queries
 from tandem.engine_core.kernels.attention.split_counters import split_counters
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kernels.paged_pool import HEAD_DIMS
 from tandem.engine_core.kernels.reference import attention as reference
+from tests.fakes.gpus import A100, L4, SUPPORTED
 
 Work = Sequence[tuple[int, int]]
 """(start, length) a row."""
@@ -97,7 +98,7 @@ def planner_for(heads: int, kv_heads: int, head_dim: int, spans: Sequence[Span],
     def host(*shape: int) -> Tensor:
         return torch.full(shape, -9, dtype=torch.int32)
 
-    return RaggedPlanner.allocate(host, torch.device(device), queries, len(spans), tokens)
+    return RaggedPlanner.allocate(host, torch.device(device), A100, queries, len(spans), tokens)
 
 
 def assert_equals_the_oracle(work: Work, given: Inputs, layer: LayerAttention) -> None:
@@ -180,18 +181,6 @@ def test_programs_that_share_a_tile_equal_the_oracle(
     assert not split_counters("paged_prefill", query.device).any(), "the last program resets its counter to zero"
 
 
-@pytest.fixture
-def without_pdl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launch a step's kernels one after the other, as the interpreter has to."""
-
-    def plainly(launcher: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *given, **options: launcher(*given, **(options | {"pdl": False}))
-
-    monkeypatch.setattr(triton_attention, "paged_decode", plainly(paged_decode))
-    monkeypatch.setattr(triton_attention, "paged_prefill", plainly(paged_prefill))
-
-
-@pytest.mark.usefixtures("without_pdl")
 @pytest.mark.parametrize("decoding", [0, 3])
 @pytest.mark.parametrize(
     "layer", [LAYER, LayerAttention(0.2, 20), LayerAttention(0.3, 7, 2.0)], ids=["full", "window", "window, soft cap"]
@@ -205,7 +194,7 @@ def test_a_mixed_step_equals_the_oracle(layer: LayerAttention, decoding: int, de
     graph = RaggedGraphPlanner.build(ragged, len(ragged.tiles), 2, table)
     graph.plan(prompts)
     positions = torch.tensor([start for start, _ in work[:decoding]], dtype=torch.int32, device=device)
-    decode = DecodeStep(torch.arange(decoding, dtype=torch.int32, device=device), positions, table, 2)
+    decode = DecodeStep(torch.arange(decoding, dtype=torch.int32, device=device), positions, table, 2, A100)
     out = torch.full((len(query) + 2, *query.shape[1:]), 7.0, device=device)
     padded = torch.cat((query, torch.zeros(2, *query.shape[1:], device=device)))
     found = MixedStep(decode, graph.step, out).run(padded, keys, values, layer)
@@ -302,6 +291,22 @@ def test_a_tile_holds_whole_groups(heads: int, kv_heads: int, dtype: torch.dtype
 def test_tile_shapes_depend_on_head_dim_and_dtype() -> None:
     assert choose_shape(256, torch.bfloat16).positions < choose_shape(128, torch.bfloat16).positions
     assert choose_shape(64, torch.float32).stages == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("gpu", SUPPORTED, ids=lambda gpu: gpu.name)
+def test_shapes_fit_every_gpu_as_measured(gpu: GpuTraits, dtype: torch.dtype) -> None:
+    for head_dim in HEAD_DIMS:
+        for heads in (1, 8, 64):
+            query, keys = torch.empty(1, heads, head_dim).bfloat16(), torch.empty(1, 1, head_dim).to(dtype)
+            shape = choose_shape(head_dim, torch.bfloat16)
+            assert kernel.fit_shape(shape, query, keys, gpu) == shape
+
+
+def test_a_shape_that_does_not_fit_gets_fewer_stages() -> None:
+    query, keys = torch.empty(1, 128, 256).bfloat16(), torch.empty(1, 1, 256).bfloat16()
+    shape = choose_shape(256, torch.bfloat16)
+    assert [kernel.fit_shape(shape, query, keys, gpu).stages for gpu in (A100, L4)] == [2, 1]
 
 
 @pytest.mark.parametrize(

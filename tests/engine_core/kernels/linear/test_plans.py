@@ -1,10 +1,12 @@
-"""Plans are ones the kernels accept, for the measured shapes and for any other."""
+"""Plans are ones the kernels accept, for the measured shapes and for any other, and fit the GPU that runs them."""
 
 import pytest
 
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.linear.plans import (
     BUCKETS,
     GemvPlan,
+    Plan,
     SplitKPlan,
     block_rows,
     bucket,
@@ -13,6 +15,7 @@ from tandem.engine_core.kernels.linear.plans import (
     choose_normed,
     workspace_size,
 )
+from tests.fakes.gpus import A100, B200, H20, H200, L4, RTX_4090, RTX_5090, SUPPORTED
 
 OUTPUTS = [16, 64, 576, 2048, 3072, 6144, 16384, 19456, 28672, 128256, 151936]
 INPUTS = [64, 128, 576, 1024, 2048, 2560, 4096, 8192, 9728, 14336]
@@ -23,7 +26,10 @@ INPUTS = [64, 128, 576, 1024, 2048, 2560, 4096, 8192, 9728, 14336]
 @pytest.mark.parametrize("outputs", OUTPUTS)
 def test_plans_are_ones_that_the_kernels_accept(outputs: int, inputs: int, itemsize: int) -> None:
     for rows in (1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 500):
-        for plan in (choose(rows, outputs, inputs, itemsize), choose_gated(rows, outputs, inputs, itemsize)):
+        for plan in (
+            choose(rows, outputs, inputs, itemsize, H200),
+            choose_gated(rows, outputs, inputs, itemsize, H200),
+        ):
             if isinstance(plan, GemvPlan):
                 assert rows == 1
             elif isinstance(plan, SplitKPlan):
@@ -34,28 +40,28 @@ def test_plans_are_ones_that_the_kernels_accept(outputs: int, inputs: int, items
 def test_one_row_is_always_a_gemv() -> None:
     for outputs in OUTPUTS:
         for inputs in INPUTS:
-            assert isinstance(choose(1, outputs, inputs, 4), GemvPlan)
+            assert isinstance(choose(1, outputs, inputs, 4, H200), GemvPlan)
 
 
 def test_shapes_that_no_kernel_accepts_are_left_to_the_library() -> None:
-    assert choose(1, 64, 50, 2) is None
-    assert choose(8, 2048, 2000, 2) is None
-    assert choose(8, 2048, 2048, 4) is None
-    assert choose(129, 2048, 8192, 2) is None
-    assert choose_gated(129, 8192, 2048, 2) is None
+    assert choose(1, 64, 50, 2, H200) is None
+    assert choose(8, 2048, 2000, 2, H200) is None
+    assert choose(8, 2048, 2048, 4, H200) is None
+    assert choose(129, 2048, 8192, 2, H200) is None
+    assert choose_gated(129, 8192, 2048, 2, H200) is None
     assert choose_normed(16384, False) is None
 
 
 def test_gated_plans_above_64_rows_need_nearly_full_waves() -> None:
-    assert choose_gated(65, 8192, 2048, 2) == SplitKPlan(64, 64, 1, 6)
-    assert choose_gated(128, 14336, 4096, 2) == SplitKPlan(64, 64, 1, 6)
-    assert choose_gated(128, 9728, 2560, 2) is None
-    assert choose(128, 4096, 14336, 2) is None
+    assert choose_gated(65, 8192, 2048, 2, H200) == SplitKPlan(64, 64, 1, 6)
+    assert choose_gated(128, 14336, 4096, 2, H200) == SplitKPlan(64, 64, 1, 6)
+    assert choose_gated(128, 9728, 2560, 2, H200) is None
+    assert choose(128, 4096, 14336, 2, H200) is None
 
 
 def test_small_weights_are_split_into_one_wave() -> None:
     for outputs, inputs, split in ((3072, 2048, 2), (2048, 8192, 4), (4096, 4096, 2), (6144, 4096, 1), (64, 8192, 8)):
-        plan = choose(16, outputs, inputs, 2)
+        plan = choose(16, outputs, inputs, 2, H200)
         assert isinstance(plan, SplitKPlan)
         assert plan.split == split
 
@@ -79,3 +85,47 @@ def test_workspace_grows_with_rows_up_to_the_bucket() -> None:
         size = bucket(rows)
         assert size is not None
         assert workspace_size(rows, 2048, plan) <= workspace_size(size, 2048, plan)
+
+
+def stages(plan: Plan) -> int:
+    assert isinstance(plan, SplitKPlan)
+    return plan.stages
+
+
+def stage_bytes(plan: SplitKPlan, rows: int, gated: bool) -> int:
+    """Return the bytes of what one pipeline stage loads in bfloat16."""
+    return (plan.block_n * (2 if gated else 1) + block_rows(rows)) * plan.block_k * 2
+
+
+@pytest.mark.parametrize("gpu", SUPPORTED, ids=lambda gpu: gpu.name)
+def test_plans_fit_the_shared_memory_of_every_gpu(gpu: GpuTraits) -> None:
+    """Before sm_90 and on sm_120 the stage in use sits in registers; in between it takes a buffer, too."""
+    for outputs in OUTPUTS:
+        for inputs in INPUTS:
+            for rows in (2, 16, 17, 32, 33, 64, 65, 128):
+                plans = choose(rows, outputs, inputs, 2, gpu), choose_gated(rows, outputs, inputs, 2, gpu)
+                for gated, plan in enumerate(plans):
+                    if isinstance(plan, SplitKPlan):
+                        buffers = plan.stages - (gpu.capability[0] in (8, 12))
+                        size = BUCKETS[[rows <= most for most in BUCKETS].index(True)]
+                        assert buffers * stage_bytes(plan, size, bool(gated)) < gpu.shared_memory
+                        assert plan.stages >= 3
+
+
+def test_an_h200_keeps_the_measured_number_of_stages() -> None:
+    assert [stages(choose(rows, 3072, 2048, 2, H200)) for rows in (16, 32)] == [6, 5]
+    assert [stages(choose_gated(rows, 8192, 2048, 2, H200)) for rows in (16, 64, 128)] == [4, 6, 6]
+    assert choose(128, 2048, 8192, 2, H200) == SplitKPlan(64, 64, 4, 6, 8)
+
+
+def test_gpus_with_less_shared_memory_get_fewer_stages() -> None:
+    assert [stages(choose(16, 3072, 2048, 2, gpu)) for gpu in (A100, L4, RTX_4090, RTX_5090)] == [6, 5, 5, 5]
+    assert [stages(choose_gated(128, width, 2048, 2, gpu)) for width, gpu in ((6400, A100), (8192, RTX_4090))] == [6, 4]
+    assert stages(choose_gated(16, 8192, 2048, 2, RTX_5090)) == 3
+
+
+def test_splits_follow_the_number_of_multiprocessors() -> None:
+    for gpu, split in ((L4, 1), (H20, 1), (A100, 2), (RTX_4090, 2), (H200, 2), (B200, 3), (RTX_5090, 3)):
+        plan = choose(16, 3072, 2048, 2, gpu)
+        assert isinstance(plan, SplitKPlan)
+        assert plan.split == split, gpu.name

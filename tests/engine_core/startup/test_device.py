@@ -1,0 +1,61 @@
+"""A GPU is refused or accepted by its traits, which are read in one place."""
+
+import ast
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.runtime import device as devices
+from tandem.engine_core.runtime.device import CpuDevice
+from tandem.engine_core.startup import device as startup
+from tandem.engine_core.startup.device import CpuParts, CudaParts
+from tests.fakes.gpus import A100, H200, L4, SUPPORTED, T4, GpuTraits
+from tests.test_architecture import MODULES
+
+
+@pytest.mark.parametrize("gpu", SUPPORTED, ids=lambda gpu: gpu.name)
+def test_gpus_from_ampere_on_are_accepted(gpu: GpuTraits) -> None:
+    startup.check_gpu(gpu)
+    assert gpu.pdl == (gpu.capability >= (9, 0))
+
+
+def test_an_older_gpu_is_refused_by_name_before_anything_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "read_gpu_traits", lambda: T4)
+    with pytest.raises(ConfigError, match=r"the Tesla T4 has compute capability 7\.5, .* need 8\.0 or higher"):
+        startup.open_parts("cuda")
+
+
+def test_fp8_keys_need_a_gpu_that_converts_them() -> None:
+    CudaParts(CpuDevice(), L4).check_kv(torch.float8_e4m3fn)
+    CudaParts(CpuDevice(), A100).check_kv(torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"the NVIDIA A100-SXM4-80GB has compute capability 8\.0, .* needs 8\.9"):
+        CudaParts(CpuDevice(), A100).check_kv(torch.float8_e4m3fn)
+
+
+def test_a_cpu_is_opened_without_asking_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "read_gpu_traits", lambda: pytest.fail("there is no GPU to read"))
+    parts = startup.open_parts("cpu")
+    assert isinstance(parts, CpuParts)
+    assert parts.device.kind == "cpu"
+
+
+def test_traits_are_those_that_cuda_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = SimpleNamespace(
+        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, shared_memory_per_block=48 * 1024,
+        shared_memory_per_block_optin=227 * 1024, shared_memory_per_multiprocessor=228 * 1024,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {1: reported}.__getitem__)
+    assert devices.read_gpu_traits() == H200
+
+
+def test_only_one_function_asks_cuda_for_the_kind_of_device() -> None:
+    asking = {
+        module
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("get_device_properties", "get_device_capability")
+    }
+    assert asking == {"tandem.engine_core.runtime.device"}
