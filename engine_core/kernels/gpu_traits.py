@@ -1,4 +1,4 @@
-"""What the kernels and their choosers know of a GPU.
+"""Traits of a GPU that kernels and their choosers depend on.
 
 It is read once at start (`runtime.device.read_gpu_traits`) and handed down from there.
 """
@@ -25,7 +25,7 @@ class GpuTraits:
 
     @property
     def pdl(self) -> bool:
-        """Whether kernels can be chained by programmatic dependent launch."""
+        """True if kernels can be chained by programmatic dependent launch."""
         return self.capability >= (9, 0)
 
     def max_stages(self, stage_bytes: int, other_bytes: int = 0, *, warpgroup: bool) -> int:

@@ -1,4 +1,4 @@
-"""CUDA graphs of one step and slot, with the memory that they write to, and their recorder."""
+"""CUDA graphs of a step in a slot, the memory that they write to, and recorders."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,10 @@ class GraphRecorder(Protocol):
     """Capture of calls as graphs that share one memory pool."""
 
     def record(self, fn: Callable[[], Tensor | None]) -> tuple[Graph, Tensor | None]:
-        """Capture a call, returning its graph and its result, whose memory each replay writes."""
+        """Capture a call; return its graph and its result.
+
+        Each replay writes the memory of the result.
+        """
 
     def synchronize(self) -> None:
         """Wait until everything enqueued so far has run, as a capture requires."""
