@@ -40,13 +40,17 @@ class StepLogprobs(Struct, frozen=True):
     plan's order."""
 
 
+NO_TOKEN = -1
+"""Sampled id of a row whose logits hold NaN or +inf, or nothing but -inf: there was nothing to sample from."""
+
+
 class StepResult(Struct, frozen=True):
     """Tokens that one step sampled: a run of zero or more for each row of its plan."""
 
     counts: list[int]
     """Number of tokens of each row, in the plan's order; 0 for a row that does not sample."""
     tokens: list[int]
-    """The runs of all rows, concatenated in the plan's order: `sum(counts)` ids."""
+    """The runs of all rows, concatenated in the plan's order: `sum(counts)` ids, each of the vocabulary or NO_TOKEN."""
     logprobs: StepLogprobs | None = None
     """Log-probabilities, or None if no row wanted any."""
 
@@ -150,7 +154,7 @@ class Runtime(Protocol):
         """Enqueue sampling of the launched step, and the copy of its tokens to the host.
 
         masks: constrained rows of a step that `needs_mask`, without those whose sequence has ended; None for other
-        steps. A row whose mask allows nothing yields id 0.
+        steps. A row whose mask allows nothing yields id 0, one whose logits are no distribution NO_TOKEN.
         """
 
     def collect(self, slot: int) -> StepResult:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 from tandem.engine_core.contracts import Constraint
 from tandem.protocol.commands import Submit
+from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Finished
 
 
@@ -184,6 +185,11 @@ class Sequence:
         Their log-probabilities are wanted, which the cache does not hold.
         """
         return self.submit.prompt_logprobs is not None
+
+    @property
+    def is_broken(self) -> bool:
+        """True if the model failed: the KV that the sequence computed may hold NaN."""
+        return isinstance(self.outcome, Failure) and self.outcome.code is ErrorCode.MODEL_FAILED
 
     @property
     def pending(self) -> int:

@@ -26,6 +26,7 @@ _STATUS: dict[ErrorCode, int] = {
     ErrorCode.SHUTTING_DOWN: 503,
     ErrorCode.ENGINE_UNAVAILABLE: 503,
     ErrorCode.ENGINE_FAILED: 500,
+    ErrorCode.MODEL_FAILED: 500,
 }
 _PARAM = {ErrorCode.SESSION_BUSY: "session_id", ErrorCode.SESSIONS_OFF: "session_id"}
 """The request field at fault, for the codes that imply one."""

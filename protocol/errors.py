@@ -24,6 +24,7 @@ class ErrorCode(StrEnum):
     SHUTTING_DOWN = "shutting_down"
     ENGINE_UNAVAILABLE = "engine_unavailable"
     ENGINE_FAILED = "engine_failed"
+    MODEL_FAILED = "model_failed"
 
 
 class FinishReason(StrEnum):

@@ -213,10 +213,10 @@ class KVManager:
     def end_turn(self, seq: Sequence, now: float) -> None:
         """End the session turn of a sequence that has its outcome.
 
-        The KV that the sequence has computed is kept for the next turn.
+        The KV that the sequence has computed is kept for the next turn, unless the model failed.
         """
-        path = None
-        if seq.pages:
+        path: list[int] | None = [] if seq.is_broken else None
+        if seq.pages and not seq.is_broken:
             self._release_own(seq, self._publish(seq))
             path = seq.cache.nodes
         self.sessions.end_turn(seq.submit.session, seq.id, now, path)
@@ -224,13 +224,15 @@ class KVManager:
     def release(self, seq: Sequence) -> None:
         """Take all pages back from a sequence that no step in flight holds.
 
-        The full pages that it computed stay in the prefix cache until they are evicted.
+        Its full pages stay in the prefix cache until they are evicted; if the model failed, they leave it with the NaN.
         """
         own: list[int] = []
         if self.tree is not None:
-            own = self._publish(seq)
+            own = self._publish(seq) if not seq.is_broken else []
             self.pending.remove(seq)
             self.tree.unlock(seq.cache.nodes)
+            if seq.is_broken:
+                self.pages.release(CACHE, self.tree.discard(seq.cache.nodes))
         own += seq.pages[len(seq.cache.nodes) :]
         self._release_own(seq, own)
         self.epoch += 1

@@ -254,6 +254,21 @@ class RadixTree:
         self.num_evicted += len(pages)
         return pages
 
+    def discard(self, nodes: Sequence[int]) -> list[int]:
+        """Take the pages from the unused nodes of a path; return the pages.
+
+        Leaves go with their pages. Other nodes stay without them and are not matched until they are computed again.
+        """
+        pages: list[int] = []
+        for node in reversed(nodes):
+            if self._locks[node] or self._pins[node]:
+                break
+            groups = range(self.num_groups)
+            pages += [self.drop(node, group) for group in groups if self._pages[group][node] != ABSENT]
+            if self._is_evictable(node, self._last_use[node]):
+                self._remove(node, [])
+        return pages
+
     def _remove(self, node: int, pages: list[int]) -> int:
         """Take a leaf out of the tree; return its parent.
 

@@ -46,5 +46,7 @@ class Sampler(Protocol):
     def sample(self, batch: SamplingBatch) -> None:
         """Sample a token for each row of a batch.
 
-        Write the tokens to `batch.sampled` and, at the position after each row's own, to the token table.
+        Write the tokens to `batch.sampled` and, at the position after each row's own, to the token table. A row whose
+        logits hold NaN or +inf, or nothing but -inf, gets -1 in `batch.sampled` and 0 in the table, so that the next
+        step can read an embedding there.
         """

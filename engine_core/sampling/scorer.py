@@ -19,7 +19,8 @@ class TokenScorer(Protocol):
     def run(self, logits: Tensor, chosen: Tensor, top: int, records: Tensor) -> None:
         """Write one record per row, as `logprob_records` makes them.
 
-        logits: [S, V]; chosen: [S] int32; top: number of most probable tokens; records: [S, 1 + 2 * top] int32.
+        logits: [S, V]; chosen: [S] int32, -1 for none; top: number of most probable tokens; records: [S, 1 + 2 * top]
+        int32.
         """
 
 

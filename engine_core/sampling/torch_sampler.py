@@ -15,7 +15,8 @@ class TorchSampler:
 
     def sample(self, batch: SamplingBatch) -> None:
         batch.sampled[:] = sample(batch.logits, self.gather(batch), batch.allowed)
-        self.tables.tokens.index_put_((batch.rows.long(), batch.positions.long() + 1), batch.sampled)
+        known = batch.sampled.clamp(min=0)
+        self.tables.tokens.index_put_((batch.rows.long(), batch.positions.long() + 1), known)
 
     def gather(self, batch: SamplingBatch) -> SamplingRows:
         """Gather the parameters of a batch; a group that no row needs is left out."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from tandem.engine_core.contracts import Constraint, Masks, TokenDelta
+from tandem.engine_core.contracts import NO_TOKEN, Constraint, Masks, TokenDelta
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -17,6 +17,8 @@ def append_tokens(seq: Sequence, tokens: Iterable[int], delta: TokenDelta) -> Fi
     """
     constraint = seq.constraint
     for token in tokens:
+        if token == NO_TOKEN:
+            return _model_error(seq)
         if constraint is not None and not constraint.accept(token):
             return _grammar_error(seq, constraint)
         seq.tokens.append(token)
@@ -92,3 +94,12 @@ def _grammar_error(seq: Sequence, constraint: Constraint) -> Failure:
     """
     message = f"the grammar cannot be followed any further after {seq.generated} tokens: {constraint.problem}"
     return Failure(seq.request_id, ErrorCode.GRAMMAR_FAILED, message)
+
+
+def _model_error(seq: Sequence) -> Failure:
+    """Return the outcome of a sequence for which the model computed no distribution."""
+    message = (
+        f"the model gave no usable logits (NaN or infinite) after {seq.generated} generated tokens; a --dtype with a "
+        "larger range (bfloat16 or float32) helps if its numbers overflow, otherwise check the checkpoint's weights"
+    )
+    return Failure(seq.request_id, ErrorCode.MODEL_FAILED, message)

@@ -5,7 +5,7 @@ The scheduler composes the gates, the planner and the stop checks; it knows neit
 
 from collections.abc import Iterable, Mapping
 
-from tandem.engine_core.contracts import Constraint, Masks, StepResult, TokenDelta
+from tandem.engine_core.contracts import NO_TOKEN, Constraint, Masks, StepResult, TokenDelta
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
@@ -28,11 +28,10 @@ class Scheduler:
     """Continuous batching, or static batching if the limits say so.
 
     Life of a sequence: `add` (-> compiling -> `set_constraint`) -> waiting -> `admit_waiting` -> running -> rows in
-    steps (`plan_step`, `on_launch`, `commit`) -> an outcome -> leases closed once no step in flight holds it (I4). A
-    preempted sequence returns to waiting, also once no step holds it.
+    steps (`plan_step`, `on_launch`, `commit`) -> an outcome -> leases closed once no step in flight holds it (I4).
 
-    Starts, tokens and ends collect in `updates`. `commit` returns them with those of its step; `take_updates` is the
-    way out for what happens between commits, such as aborts.
+    A preempted sequence returns to waiting, also once no step holds it. Starts, tokens and ends collect in `updates`.
+    `commit` returns them with those of its step, `take_updates` what happens between commits, such as aborts.
     """
 
     def __init__(self, rows: RowGate, memory: KVManager, limits: SchedulerLimits, policy: Policy = "fcfs") -> None:
@@ -212,15 +211,16 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> SchedulerUpdates:
         """Apply the results of the oldest step; return the updates.
 
-        Appends tokens, ends sequences and releases zombies. The run of a row may have any length; tokens after the one
-        that ends the sequence are dropped. Plans foresee one token for each row, so no later step may hold a sequence
-        whose run is longer: its next row computes the rest.
+        Appends tokens, ends sequences and releases zombies. A run may have any length; tokens after the one that ends
+        the sequence are dropped. Plans foresee one token a row: no later step may hold a sequence with a longer run.
         """
         held = self._held
         sequences = [held[row.seq_id] for row in plan.rows] if result.logprobs is not None else []
         live = [seq if seq.outcome is None else None for seq in sequences]
-        if plan.is_unconstrained_decode and len(result.tokens) == len(plan.rows) and 0 not in result.counts:
-            self._commit_single_tokens(plan, result.tokens)
+        tokens = result.tokens
+        one_each = len(tokens) == len(plan.rows) and 0 not in result.counts and NO_TOKEN not in tokens
+        if one_each and plan.is_unconstrained_decode:
+            self._commit_single_tokens(plan, tokens)
         else:
             self._commit_runs(plan, result)
         if result.logprobs is not None:

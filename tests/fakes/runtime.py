@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Callable
 
-from tandem.engine_core.contracts import Constraint, DeviceTimes, Masks, StepLogprobs, StepResult
+from tandem.engine_core.contracts import NO_TOKEN, Constraint, DeviceTimes, Masks, StepLogprobs, StepResult
 from tandem.engine_core.plan import PADDING_PAGE, PADDING_ROW, NewSequence, ScheduledSequence, StepPlan
 from tests.fakes.constraint import own
 from tests.fakes.model import choose, fold, logprob_record
@@ -40,6 +40,9 @@ class FakeRuntime:
         """Function that says whether a page lies in the prefix cache, where no row may write."""
         self.uploads = 0
         """Tokens uploaded by the step launched last."""
+        self.breaks: Callable[[ScheduledSequence], bool] = lambda _: False
+        """Function that says whether the model computes NaN for a row: it samples NO_TOKEN then, and the table gets 0.
+        """
 
     def launch(self, slot: int, plan: StepPlan) -> None:
         assert slot not in self.launched and slot not in self.results, f"slot {slot} launched before it was collected"
@@ -138,5 +141,7 @@ class FakeRuntime:
         forbidden = frozenset(self.admissions[row.seq_id].end_ids) if row.suppress_ends else frozenset()
         token = choose(state, forbidden, own(constraint).allows if constraint else lambda _: True)
         assert row.end not in self.tokens[row.row], f"{row} samples a position that has a token"
-        self.tokens[row.row][row.end] = token
+        if self.breaks(row):
+            token = NO_TOKEN
+        self.tokens[row.row][row.end] = max(token, 0)
         return token

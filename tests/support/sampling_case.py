@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.kernels.reference.philox import gumbel_noise
-from tandem.engine_core.kernels.reference.sampling import SamplingRows, Truncation, adjust_logits, truncate
+from tandem.engine_core.kernels.reference.sampling import SamplingRows, Truncation, adjust_logits, sample, truncate
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
 from tandem.engine_core.kernels.sampling.rank import ID_BITS, ID_MASK
 from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch
@@ -171,6 +171,12 @@ def expect(case: Case, full: bool = True) -> Expected:
     return Expected(scores, scores + noise, torch.where(greedy, only, kept), doubtful & ~greedy, best)
 
 
+def expect_tokens(case: Case, mode: Mode) -> Tensor:
+    """Return the oracle's tokens, [B] int64."""
+    rows = case.sampling_rows(mode is Mode.FULL)
+    return sample(case.logits, SamplingRows() if mode is Mode.GREEDY else rows, case.allowed)
+
+
 def _doubtful(scores: Tensor, t: Truncation) -> Tensor:
     ordered, ids = scores.double().sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scores.shape[1], device=scores.device)
@@ -228,7 +234,7 @@ def run(sampler: TritonSampler, case: Case, mode: Mode) -> Tensor:
         sampler.launch(Mode.MASKED, case.batch(sampled, allowed=case.allowed))
     else:
         sampler.launch(mode, case.batch(sampled))
-    before[case.rows.long(), case.positions.long() + 1] = sampled
+    before[case.rows.long(), case.positions.long() + 1] = sampled.clamp(min=0)
     assert torch.equal(case.tokens, before)
     assert torch.equal(case.logits.view(torch.uint8), logits.view(torch.uint8))
     for buffer in (sampler.scratch.marks, sampler.scratch.arrivals, sampler.scratch.found):

@@ -83,20 +83,28 @@ def sample(logits: Tensor, rows: SamplingRows, allowed: Tensor | None = None) ->
     mask; then a greedy row takes the largest logit, and any other row divides by its temperature, truncates and takes
     the largest sum of logit and Gumbel noise, which is a draw from the softmax (Gumbel, 1954; Maddison et al., 2014).
     Among equal ones the lowest id wins. The noise depends on the row's seed, choice and position only (see `philox`).
-    NaN counts as -inf, and a row that is all -inf yields id 0.
+    A row that holds NaN or +inf, or nothing but -inf, has no softmax and yields -1. A row to which suppression and mask
+    leave nothing yields id 0.
     """
+    largest = logits.amax(-1)
     logits = adjust_logits(logits, rows, allowed)
     best = logits.argmax(-1)
-    if rows.draw is None:
-        return best
-    temperature = rows.draw.temperature
+    return torch.where(largest.isfinite(), best if rows.draw is None else _draw(logits, best, rows.draw, rows), -1)
+
+
+def _draw(logits: Tensor, best: Tensor, draw: Draw, rows: SamplingRows) -> Tensor:
+    """Draw a token for each row, or take its best where the temperature is 0.
+
+    logits: [S, V], adjusted; best: [S], id of the largest. Returns [S] int64.
+    """
+    temperature = draw.temperature
     greedy = temperature == 0
     # The largest logit becomes 0 before the division, so that no temperature is small enough to overflow.
     scores = logits - logits.gather(1, best.unsqueeze(1))
     scores = scores / torch.where(greedy, 1.0, temperature).unsqueeze(1)
     if rows.truncation is not None:
         scores = truncate(scores, rows.truncation.top_k, rows.truncation.top_p, rows.truncation.min_p)
-    noise = gumbel_noise(rows.draw.seed, rows.draw.choice, rows.draw.position, logits.shape[1])
+    noise = gumbel_noise(draw.seed, draw.choice, draw.position, logits.shape[1])
     return torch.where(greedy, best, (scores + noise).argmax(-1))
 
 
@@ -123,13 +131,15 @@ def logprob_records(logits: Tensor, chosen: Tensor, top: int) -> Tensor:
 
     They are the row's log-softmax, in float32, at one token and at its `top` largest logits.
 
-    logits: [S, V], not modified, NaN counts as -inf; chosen: [S] integer ids; top: 0 to V. Returns [S, 1 + 2 * top]
-    int32: the bits of the chosen token's float32 log-probability, the bits of the largest ones in descending order, and
-    their ids. Equal ones are in order of their ids. The log-probability is -inf where a token has no probability.
+    logits: [S, V], not modified, NaN counts as -inf; chosen: [S] integer ids, -1 for none; top: 0 to V. Returns [S, 1 +
+    2 * top] int32: the bits of the chosen token's float32 log-probability, the bits of the largest ones in descending
+    order, and their ids. Equal ones are in order of their ids. The log-probability is -inf where a token has no
+    probability, and where none was chosen.
     """
     x = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     logprobs = x.log_softmax(-1).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    own = logprobs.gather(1, chosen.long().unsqueeze(1))
+    ids = chosen.long().unsqueeze(1)
+    own = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
     # Integers that compare as (logit, lower id): no two are equal, so the order is certain.
     bits = (x + 0.0).view(torch.int32)
     rank = torch.where(bits >= 0, bits, bits ^ 0x7FFF_FFFF).long()

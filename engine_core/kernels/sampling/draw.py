@@ -21,9 +21,11 @@ from tandem.engine_core.kernels.sampling.rank import (
     ID_MASK,
     best_of,
     combine_tiles,
+    judge,
     load_logits,
     rank_id,
     rank_value,
+    token_of,
     write_token,
 )
 from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch, num_warps_for
@@ -50,11 +52,11 @@ def load_row_best(tile_best_ptr, index, tiles, TILES_PAD: tl.constexpr):
 
 @triton.jit
 def is_infinite(top):
-    """Return true if a row's largest logit is infinite.
+    """Return true if a row's largest logit is infinite or NaN.
 
     Every finite logit is then infinitely far from it, so that there is nothing to draw.
     """
-    return (top == float("-inf")) | (top == float("inf"))
+    return (top == float("-inf")) | (top == float("inf")) | (top != top)
 
 
 @triton.jit
@@ -103,7 +105,8 @@ def _tile_best_kernel(logits_ptr, rows_ptr, tile_best_ptr, logit_stride, vocab, 
         return
     ids = tile * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, ids < vocab)
-    tl.store(tile_best_ptr + index * tl.num_programs(0) + tile, best_of(x, ids))
+    best = best_of(x, ids)
+    tl.store(tile_best_ptr + index * tl.num_programs(0) + tile, judge(best, rank_value(best)))
 
 
 @triton.jit
@@ -169,7 +172,7 @@ def _draw_kernel(
     top = rank_value(largest)
     if (temperature == 0.0) | is_infinite(top):
         if tile == 0:
-            write_token(sampled_ptr, tokens_ptr, token_stride, max_len, index, row, position, rank_id(largest))
+            write_token(sampled_ptr, tokens_ptr, token_stride, max_len, index, row, position, token_of(largest))
         return
     raw = logits_ptr + index.to(tl.int64) * logit_stride
     # A few tokens a thread at a time, so that registers do not keep programs from running side by side.
@@ -216,8 +219,9 @@ def row_best(batch: SamplingBatch, scratch: SamplingScratch) -> None:
 def draw(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch, turn: int) -> None:
     """Draw each row's token, or take its best where the temperature is 0.
 
-    Reads `tile_best` and, in every turn but UNTRUNCATED, `adjusted`, `touched`, `state` and `cutoff`. Writes the tokens
-    to `batch.sampled` and to the token table.
+    A row without a distribution yields -1 (see `rank`). Reads `tile_best` and, in every turn but UNTRUNCATED,
+    `adjusted`, `touched`, `state` and `cutoff`. Writes the tokens to `batch.sampled` and to the token table, which gets
+    0 for -1.
     """
     logits, tokens = batch.logits, tables.tokens
     rows, tiles = len(logits), scratch.num_tiles

@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
-from tandem.engine_core.kernels.sampling.rank import best_of, combine_tiles, load_logits, rank_id, write_token
+from tandem.engine_core.kernels.sampling.rank import (
+    best_of,
+    combine_tiles,
+    judge,
+    load_logits,
+    rank_value,
+    token_of,
+    write_token,
+)
 from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch, num_warps_for
 
 
@@ -42,16 +50,17 @@ def _greedy_kernel(
         return
     ids = tile * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, ids < vocab)
-    best = combine_tiles(winner_ptr, arrivals_ptr, index, best_of(x, ids), tl.num_programs(0))
+    best = best_of(x, ids)
+    best = combine_tiles(winner_ptr, arrivals_ptr, index, judge(best, rank_value(best)), tl.num_programs(0))
     if best != NOTHING:
-        write_token(sampled_ptr, tokens_ptr, token_stride, max_len, index, row, position, rank_id(best))
+        write_token(sampled_ptr, tokens_ptr, token_stride, max_len, index, row, position, token_of(best))
 
 
 def sample_greedy(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
     """Sample the largest logit of each row, the lowest id among equal ones.
 
-    NaN counts as -inf, and a row that is all -inf yields 0. Writes the tokens to `batch.sampled` and to the token
-    table.
+    A row that holds NaN or +inf, or nothing but -inf, yields -1. Writes the tokens to `batch.sampled` and to the token
+    table, which gets 0 for -1.
     """
     logits, tokens = batch.logits, tables.tokens
     _greedy_kernel[scratch.grid(len(logits))](

@@ -45,7 +45,7 @@ class SamplingBatch:
     positions: Tensor
     """[S] int32, position that the logits belong to; the sampled token takes the next one."""
     sampled: Tensor
-    """[S] int32, written: the sampled ids."""
+    """[S] int32, written: the sampled ids, -1 for a row without usable logits."""
     suppress: Tensor | None = None
     """[S] int32, nonzero where the row's suppressed ids may not be sampled now; None suppresses none."""
     allowed: Tensor | None = None

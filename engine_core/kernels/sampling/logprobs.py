@@ -4,7 +4,7 @@ They take one pass over the logits.
 
 Each tile gives its largest logit, the sum of exp(logit - largest) (Milakov and Gimelshein, 2018) and its best tokens;
 one program a row adds the sums up in a fixed order and merges the tokens. So a row's result does not depend on the
-batch. Oracle: `kernels.reference.sampling.logprob_records`. NaN counts as -inf, as in sampling.
+batch. Oracle: `kernels.reference.sampling.logprob_records`. NaN counts as -inf.
 """
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803
@@ -14,11 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.sampling.rank import check_logits, load_logits, rank_id, rank_value, to_rank
+from tandem.engine_core.kernels.fast_math import INTERPRETED
+from tandem.engine_core.kernels.sampling.rank import check_logits, rank_id, rank_value, to_rank
 from tandem.engine_core.kernels.sampling.scratch import NOTHING, num_warps_for
 
 TILE = 4096
 """Tokens that a program holds."""
+
+
+@triton.jit
+def _load_logits(logits_ptr, offsets, mask):
+    """Load logits as float32; NaN and masked-out elements become -inf."""
+    x = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32)
+    # On the GPU a maximum drops NaN, in one instruction; the interpreter's keeps it.
+    return tl.where(x == x, x, float("-inf")) if INTERPRETED else tl.maximum(x, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["num_top"])
@@ -36,7 +45,7 @@ def _tile_kernel(
     index = tl.program_id(1)
     ids = tile * BLOCK + tl.arange(0, BLOCK)
     mask = ids < vocab
-    x = load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, mask)
+    x = _load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, mask)
     top = tl.max(x, axis=0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     offset = index * tl.num_programs(0) + tile
@@ -72,7 +81,8 @@ def _merge_kernel(
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     normalizer = shift + tl.log(tl.sum(mass * tl.exp(top - shift), axis=0))
     record_ptr = records_ptr + index * (1 + 2 * num_top)
-    x = load_logits(logits_ptr + index * logit_stride, tl.load(chosen_ptr + index), True)
+    chosen = tl.load(chosen_ptr + index)
+    x = _load_logits(logits_ptr + index * logit_stride, chosen, chosen >= 0)
     own = tl.where(x == float("-inf"), x, x - normalizer)
     tl.store(record_ptr, own.to(tl.int32, bitcast=True))
     best_offsets = tl.arange(0, BEST_PAD)
@@ -115,8 +125,8 @@ class TritonScorer:
         records: [B, 1 + 2 * top] int32, contiguous, written.
 
         logits: [B, V] float32, bfloat16 or float16, rows contiguous, not modified; chosen: [B] int32, ids of the
-        vocabulary; top: at most V and `max_top`. Raises ValueError for other logits, a larger batch or more
-        alternatives.
+        vocabulary, or -1 for none; top: at most V and `max_top`. Raises ValueError for other logits, a larger batch or
+        more alternatives.
         """
         check_logits(logits)
         batch, vocab = logits.shape

@@ -16,7 +16,7 @@ import triton.language as tl
 from tandem.engine_core.kernels.fast_math import quotient
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, NUM_INTS, TEMPERATURE, TOP_K
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
-from tandem.engine_core.kernels.sampling.rank import best_of, load_logits
+from tandem.engine_core.kernels.sampling.rank import best_of, judge, load_logits
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch, num_warps_for
 
 PROMPT_LEN = tl.constexpr(INT_COLUMNS.index("prompt_len"))
@@ -156,6 +156,8 @@ def _adjust_kernel(
     ids = tile * BLOCK + tl.arange(0, BLOCK)
     mask = ids < vocab
     x = load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, mask)
+    # Before the adjustments, because a mask may hide a NaN.
+    largest = tl.max(x, axis=0)
     # All loads that depend only on the row are issued together.
     float_ptrs = floats_ptr + row * NUM_FLOATS
     temperature = tl.load(float_ptrs + TEMPERATURE)
@@ -172,7 +174,7 @@ def _adjust_kernel(
             x = tl.where(((word >> (ids % 32)) & 1) != 0, x, float("-inf"))
         tl.store(adjusted_ptr + offsets, x, mask=mask)
         tl.store(marks_ptr + offsets, 0, mask=mask & (mark_bits != 0))
-    tl.store(tile_best_ptr + index * tiles + tile, best_of(x, ids))
+    tl.store(tile_best_ptr + index * tiles + tile, judge(best_of(x, ids), largest))
     if (temperature != 0.0) & (top_k > 0) & (top_k < vocab):
         groups: tl.constexpr = BLOCK // GROUP
         tops = tl.max(tl.reshape(x, [groups, GROUP]), axis=1)

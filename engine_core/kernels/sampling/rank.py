@@ -4,6 +4,8 @@ A row is cut into tiles, one a program. Each program offers its best rank to the
 one to arrive writes the token. So the result does not depend on the order of the programs.
 
 Row 0 is padding: its sampled token is 0, and no kernel writes anything else for it.
+
+A row of which the model's logits hold NaN or +inf, or nothing but -inf, has no distribution: its sampled token is -1.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -19,6 +21,12 @@ ID_BITS = tl.constexpr(20)
 """Bits of a token id within a rank."""
 ID_MASK = tl.constexpr((1 << 20) - 1)
 MAX_VOCAB = (1 << 20) - 1
+BROKEN = tl.constexpr(0x7F800001 << 20)
+"""Rank of a tile of which a logit is NaN or +inf; it is above that of every token, and its value is NaN."""
+EMPTY = tl.constexpr(-0x7F800001 << 20)
+"""Rank of a tile whose logits are all -inf: that value with an id that no token has."""
+STARVED = tl.constexpr((-0x7F800001 << 20) | ((1 << 20) - 1))
+"""Rank of a tile to which bias, penalties, suppression and mask leave nothing but -inf: that value with id 0."""
 
 
 @triton.jit
@@ -55,10 +63,10 @@ def rank_value(rank):
 
 @triton.jit
 def load_logits(logits_ptr, offsets, mask):
-    """Load logits as float32; NaN and masked-out elements become -inf."""
+    """Load logits as float32; NaN becomes +inf, and masked-out elements -inf."""
     x = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32)
-    # On the GPU a maximum drops NaN, in one instruction; the interpreter's keeps it.
-    return tl.where(x == x, x, float("-inf")) if INTERPRETED else tl.maximum(x, float("-inf"))
+    # On the GPU a minimum drops NaN, in one instruction; the interpreter's keeps it.
+    return tl.where(x == x, x, float("inf")) if INTERPRETED else tl.minimum(x, float("inf"))
 
 
 @triton.jit
@@ -69,15 +77,37 @@ def best_of(x, ids):
 
 
 @triton.jit
+def judge(best, largest):
+    """Return the best rank of a tile, or the one that marks it as unusable.
+
+    best: the rank after adjustments; largest: the tile's largest logit before them, as `load_logits` returns it.
+    """
+    starved = rank_value(best) == float("-inf")
+    best = tl.where(largest == float("-inf"), EMPTY, tl.where(starved, STARVED, best))
+    return tl.where(largest == float("inf"), BROKEN, best)
+
+
+@triton.jit
+def token_of(rank):
+    """Return the token to sample for the best rank of a row.
+
+    It is the rank's id, or -1 if the row has no distribution.
+    """
+    return tl.where((rank == BROKEN) | (rank == EMPTY), -1, rank_id(rank))
+
+
+@triton.jit
 def write_token(sampled_ptr, tokens_ptr, token_stride, max_len, index, row, position, token):
     """Write a sampled token to the result and to the token table.
 
     In the table it takes the position after `position`. A position past the end of the table is dropped, and the
-    padding row only ever writes position 1.
+    padding row only ever writes position 1. For -1 the table gets id 0, because the next step, which may be launched
+    already, reads an embedding there.
     """
     tl.store(sampled_ptr + index, token)
     offset = position.to(tl.int64) + 1
-    tl.store(tokens_ptr + row * token_stride + offset, token, mask=(offset < max_len) & ((row > 0) | (offset == 1)))
+    mask = (offset < max_len) & ((row > 0) | (offset == 1))
+    tl.store(tokens_ptr + row * token_stride + offset, tl.maximum(token, 0), mask=mask)
 
 
 @triton.jit

@@ -295,6 +295,24 @@ class Prefixes(RuleBasedStateMachine):
             self.absent.add((node, group))
             self.filled.free.append(page)
 
+    @precondition(lambda self: self.reading)
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        """A reader leaves, and the pages of its path that nobody else uses go with it."""
+        tree, path = self.filled.tree, self.reading.pop(data.draw(st.integers(0, len(self.reading) - 1)))
+        tree.unlock(path)
+        pages = {node: {p for group in range(tree.num_groups) for p in tree.pages([node], group)} for node in path}
+        gone = tree.discard(path)
+        unused = set(self._unused()) & set(path)
+        assert sorted(gone) == sorted(page for node in unused for page in pages[node] - {ABSENT})
+        self.known = {key: node for key, node in self.known.items() if node in tree}
+        parents = {(key[0], key[1][: -4 * self.size]) for key in self.known}
+        for key, node in self.known.items():
+            assert node not in unused or key in parents, "an unused leaf stayed"
+        self.absent |= {(node, group) for node in unused for group in range(tree.num_groups)}
+        self.absent = {(node, group) for node, group in self.absent if node in tree}
+        self.filled.free += gone
+
     @rule(count=st.integers(1, 5))
     def evict(self, count: int) -> None:
         tree, unused = self.filled.tree, self._unused()

@@ -174,8 +174,8 @@ def test_masked_tokens_never_come() -> None:
     assert set(sample(logits, SamplingRows(), allowed).tolist()) == {3, 17, 36}
 
 
-@pytest.mark.parametrize("value", [LOW, torch.nan])
-def test_a_row_without_a_choice_yields_id_0(value: float) -> None:
+@pytest.mark.parametrize("value", [LOW, torch.nan, torch.inf])
+def test_a_row_without_a_distribution_yields_no_token(value: float) -> None:
     logits = torch.randn(4, 11)
     logits[1:3] = value
     ones = torch.ones(4)
@@ -183,19 +183,27 @@ def test_a_row_without_a_choice_yields_id_0(value: float) -> None:
     for truncation in (None, Truncation(ones.long() * 3, ones * 0.9, ones * 0.1)):
         rows = SamplingRows(draws(temperature), truncation)
         tokens = sample(logits, rows)
-        assert tokens[1:3].tolist() == [0, 0]
+        assert tokens[1:3].tolist() == [-1, -1]
         logits[1:3] = 0
         assert torch.equal(sample(logits, rows)[[0, 3]], tokens[[0, 3]])
         logits[1:3] = value
-    assert sample(logits, SamplingRows())[1:3].tolist() == [0, 0]
+    assert sample(logits, SamplingRows())[1:3].tolist() == [-1, -1]
 
 
-def test_sampling_with_nan_or_infinite_logits_yields_an_id() -> None:
-    logits = torch.tensor([[torch.nan, 1.0, 2.0, torch.nan], [0.0, torch.inf, 5.0, torch.nan]])
-    assert sample(logits, SamplingRows()).tolist() == [2, 1]
-    tokens = many(logits[0], 500)
-    assert set(tokens.tolist()) == {1, 2}
-    assert set(many(logits[1], 50).tolist()) == {1}
+def test_one_nan_or_infinite_logit_is_enough_to_yield_no_token() -> None:
+    logits = torch.tensor([[torch.nan, 1.0, 2.0], [0.0, torch.inf, 5.0], [LOW, 1.0, LOW]])
+    assert sample(logits, SamplingRows()).tolist() == [-1, -1, 1]
+    assert set(many(logits[0], 50).tolist()) == {-1}
+    allowed = torch.tensor([[0b110], [0b001], [0b010]], dtype=torch.int32)
+    suppressed = torch.tensor([[0], [1], [-1]])
+    assert sample(logits, SamplingRows(suppressed=suppressed), allowed).tolist() == [-1, -1, 1]
+
+
+def test_a_row_to_which_mask_or_suppression_leave_nothing_yields_id_0() -> None:
+    logits = torch.zeros(2, 3)
+    allowed = torch.tensor([[0], [0b111]], dtype=torch.int32)
+    suppressed = torch.tensor([[-1, -1, -1], [0, 1, 2]])
+    assert sample(logits, SamplingRows(suppressed=suppressed), allowed).tolist() == [0, 0]
 
 
 def test_nothing_is_modified() -> None:

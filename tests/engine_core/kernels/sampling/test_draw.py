@@ -66,12 +66,13 @@ def test_untruncated_tokens_equal_the_oracle(vocab: int, device: str) -> None:
 def test_rows_without_a_choice_sample_their_only_token(device: str) -> None:
     case = make_case(5, 200).to(device)
     case.logits[0] = -torch.inf
-    case.logits[1] = torch.nan
-    case.logits[2, 77] = torch.inf
+    case.logits[0, 199] = -3e38
+    case.logits[1] = -torch.inf
+    case.logits[2, 77] = 3e38
     case.floats[case.rows[3].long(), TEMPERATURE] = 1e-44
     case.logits[4] = -torch.inf
     case.logits[4, 150] = -1e30
-    expected = [0, 0, 77, int(case.logits[3].argmax()), 150]
+    expected = [199, -1, 77, int(case.logits[3].argmax()), 150]
     for mode in (Mode.UNTRUNCATED, Mode.FULL):
         assert run(case.sampler(**SIZES), case, mode).tolist() == expected
 

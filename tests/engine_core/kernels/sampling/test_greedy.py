@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from tandem.engine_core.sampling.sampler import Mode
-from tests.support.sampling_case import make_case, run
+from tests.support.sampling_case import (
+    MIN_P,
+    REPETITION,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    expect_tokens,
+    make_case,
+    run,
+    truncations,
+)
 
 # The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -19,18 +29,61 @@ def test_greedy_samples_the_argmax(vocab: int, device: str) -> None:
     assert torch.equal(run(case.sampler(**SIZES), case, Mode.GREEDY).long(), case.logits.argmax(-1))
 
 
-def test_equal_logits_yield_the_lowest_id_and_nan_is_least(device: str) -> None:
-    case = make_case(6, 200).to(device)
+def test_equal_logits_yield_the_lowest_id(device: str) -> None:
+    case = make_case(4, 200).to(device)
     case.logits[0] = 2.0
-    case.logits[1, :] = -torch.inf
-    case.logits[2, [70, 199]] = 50.0
-    case.logits[3, :] = torch.nan
-    case.logits[4, ::2] = torch.nan
-    case.logits[5] = -0.0
-    case.logits[5, 100] = 0.0
-    expected = case.logits.nan_to_num(nan=-torch.inf).argmax(-1)
-    assert expected.tolist()[:4] == [0, 0, 70, 0]
-    assert torch.equal(run(case.sampler(**SIZES), case, Mode.GREEDY).long(), expected)
+    case.logits[1, [70, 199]] = 50.0
+    case.logits[2] = -0.0
+    case.logits[2, 100] = 0.0
+    case.logits[3] = -torch.inf
+    case.logits[3, [130, 190]] = -1e30
+    assert run(case.sampler(**SIZES), case, Mode.GREEDY).tolist() == [0, 70, 0, 130]
+
+
+@pytest.mark.parametrize("mode", [Mode.GREEDY, Mode.UNTRUNCATED, Mode.FULL])
+def test_rows_without_a_distribution_yield_no_token_in_any_mode(mode: Mode, device: str) -> None:
+    """Every way for a row to be broken, each beside a sound row, and with the rows' own parameters in full mode."""
+    case = make_case(12, 300)
+    truncations(case, [0, 5, 0, 200], [0.9, 1.0], [0.0, 0.05])
+    case.floats[:6, TEMPERATURE] = 0
+    if mode is not Mode.FULL:
+        case.ints[:, TOP_K], case.floats[:, TOP_P], case.floats[:, MIN_P] = 0, 1, 0
+    case = case.to(device)
+    sound = run(case.sampler(**SIZES), case, mode)
+    case.logits[1, 0] = torch.nan
+    case.logits[3, 299] = torch.nan
+    case.logits[5] = torch.nan
+    case.logits[7] = -torch.inf
+    case.logits[9, 100] = torch.inf
+    case.logits[11] = -torch.inf
+    case.logits[11, 150] = torch.nan
+    assert (expect_tokens(case, mode) == -1).tolist() == [False, True] * 6
+    found = run(case.sampler(**SIZES), case, mode)
+    assert found[1::2].tolist() == [-1] * 6
+    assert torch.equal(found[::2], sound[::2]), "a broken row changed another"
+
+
+def test_a_nan_is_found_behind_masks_suppression_and_bias(device: str) -> None:
+    """Only the model's own logits decide: a mask that leaves nothing yields id 0, which the grammar rejects."""
+    vocab = 300
+    case = make_case(6, vocab)
+    for row in case.rows[:3].tolist():
+        case.bias[0, row, 0], case.bias[1, row, 0] = 7, torch.tensor(3.0).view(torch.int32)
+        case.suppressed[row, 0] = 9
+    case.suppress[:3] = 1
+    case.floats[case.rows[1].long(), REPETITION] = 1.5
+    case.logits[0, 9] = torch.nan
+    case.logits[1, 150] = torch.nan
+    case.logits[2, 7] = torch.nan
+    case.logits[4] = -torch.inf
+    case.allowed = torch.full((6, -(-vocab // 32)), -1, dtype=torch.int32)
+    case.allowed[1] = 0
+    case.allowed[1, 0] = 1 << 4
+    case.allowed[3:5] = 0
+    case = case.to(device)
+    found = run(case.sampler(**SIZES), case, Mode.FULL)
+    assert found.tolist()[:5] == [-1, -1, -1, 0, -1]
+    assert torch.equal(expect_tokens(case, Mode.FULL), found.long())
 
 
 def test_padding_rows_sample_id_0_and_write_nothing_else(device: str) -> None:

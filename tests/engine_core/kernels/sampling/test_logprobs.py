@@ -75,6 +75,16 @@ def test_tokens_without_probability_score_minus_infinity(device: str) -> None:
     torch.testing.assert_close(lines, expected, atol=1e-5, rtol=0)
 
 
+def test_rows_without_a_token_score_minus_infinity_for_it(device: str) -> None:
+    logits = torch.zeros(3, 100, device=device)
+    logits[0] = torch.nan
+    chosen = torch.tensor([-1, -1, 4], dtype=torch.int32, device=device)
+    check(logits, chosen, 2)
+    lines = values(found(logits, chosen, 2), 2)
+    assert lines[:, 0].isneginf().tolist() == [True, True, False]
+    assert (lines[1, 1:] > -5).all()
+
+
 def test_a_row_is_the_same_in_every_batch(device: str) -> None:
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(3)).to(device)
     chosen = torch.arange(6, dtype=torch.int32, device=device)
