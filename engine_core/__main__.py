@@ -15,6 +15,7 @@ import zmq
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.startup.engine import build_engine
+from tandem.engine_core.startup.heap import freeze_heap
 from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.heartbeat import HeartbeatPublisher, Status
 from tandem.engine_core.wire.mailbox import ZmqMailbox
@@ -56,6 +57,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
+        freeze_heap()
         status.enter(Phase.READY, 100)
         engine.run()
     except Exception as error:

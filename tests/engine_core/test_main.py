@@ -1,11 +1,13 @@
 """Process of the engine core: its life and its exit codes."""
 
+import gc
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +154,36 @@ class TestExitCodes:
         while found.phase is not Phase.FAILED:
             found = event(listener)
         assert found.detail == str(error)
+
+
+@pytest.fixture
+def collector() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.usefixtures("collector")
+def test_nothing_from_the_start_is_collected_while_requests_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full collection would stop all streams for some 40 ms."""
+    generations: list[int] = []
+
+    def note(_phase: str, info: dict[str, int]) -> None:
+        generations.append(info["generation"])
+
+    def run() -> None:
+        assert gc.get_freeze_count() > 10_000
+        gc.callbacks.append(note)
+        kept = [[number] for number in range(300_000)]
+        gc.callbacks.remove(note)
+        assert len(kept) == 300_000
+
+    monkeypatch.setattr(process, "build_engine", lambda *_: SimpleNamespace(run=run, stopping=False))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert run_main(monkeypatch, "--endpoint", f"ipc://{run_dir}/engine") == ExitCode.OK
+    assert generations, "the youngest generation is still collected"
+    assert 2 not in generations
 
 
 def test_open_request_gets_a_terminal_event_at_shutdown(run_dir: Path, context: Any) -> None:
