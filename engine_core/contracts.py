@@ -154,7 +154,7 @@ class Runtime(Protocol):
         """Enqueue sampling of the launched step, and the copy of its tokens to the host.
 
         masks: constrained rows of a step that `needs_mask`, without those whose sequence has ended; None for other
-        steps. A row whose mask allows nothing yields id 0, one whose logits are no distribution NO_TOKEN.
+        steps. A row whose mask allows nothing yields id 0, one without usable logits NO_TOKEN.
         """
 
     def collect(self, slot: int) -> StepResult:
@@ -178,8 +178,11 @@ class Runtime(Protocol):
 class Mailbox(Protocol):
     """The engine's end of the wire."""
 
-    def drain(self) -> list[tuple[bytes, AnyCommand]]:
-        """Return the commands that have arrived, with their senders. Never blocks."""
+    def drain(self) -> Iterator[tuple[bytes, AnyCommand]]:
+        """Yield commands that have arrived, with their senders. Never blocks.
+
+        One call yields a limited number; what the caller leaves stays queued for the next one.
+        """
 
     def wait(self, seconds: float) -> None:
         """Block until a command arrives, `wake` is called or the time is up."""

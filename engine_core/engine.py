@@ -28,6 +28,9 @@ IDLE_SECONDS = 0.25
 """Longest sleep of an idle loop in seconds. A command wakes it at once, a stop signal within this time."""
 RETRY_SECONDS = 0.005
 """Sleep of an idle loop, in seconds, while it holds output for a frontend that does not read."""
+DRAIN_SECONDS = 0.001
+"""Time, in seconds, after which a tick takes no more commands while sequences run; the next tick goes on. A prompt of
+32k tokens takes about 0.1 ms to decode and check."""
 MAX_FINAL_FLUSHES = 200
 """Flushes tried, RETRY_SECONDS apart, before an engine exits with output unsent."""
 
@@ -133,8 +136,14 @@ class Engine:
         return plan is not None or not idle
 
     def _drain(self) -> None:
-        """Apply the commands that have arrived, and take the grammars that were compiled."""
+        """Apply the commands that have arrived, and take the grammars that were compiled.
+
+        While sequences run, commands get DRAIN_SECONDS of a tick and the others wait for the next one, so that a burst
+        of arrivals does not hold up the running streams.
+        """
         rejected = False
+        busy = bool(self.pipeline.in_flight or self.scheduler.running)
+        deadline = self.stages.clock() + DRAIN_SECONDS
         for client, command in self.mailbox.drain():
             answer = self.control.apply(client, command)
             if isinstance(answer, Failure):
@@ -142,6 +151,8 @@ class Engine:
                 rejected = True
             elif answer is not None:
                 self.mailbox.reply(client, answer)
+            if busy and self.stages.clock() >= deadline:
+                break
         if self.scheduler.compiling:
             for seq_id, result in self.compiler.take_finished():
                 self.scheduler.set_constraint(seq_id, result)
@@ -248,7 +259,8 @@ class Engine:
         for _ in range(MAX_FINAL_FLUSHES):
             if not self.mailbox.has_backlog:
                 return
-            self.mailbox.drain()
+            for _ in self.mailbox.drain():
+                pass  # Commands that still arrive are dropped; left in the queue they would end every wait at once.
             self.mailbox.wait(RETRY_SECONDS)
             self._send(self.scheduler.take_updates())
         logger.error("exiting with output that a frontend did not read")

@@ -22,6 +22,16 @@ logger = logging.getLogger(__name__)
 SEND_HIGH_WATER_MARK = 64
 """Messages queued for one frontend before a send fails with EAGAIN and the engine merges step outputs."""
 
+RECEIVE_HIGH_WATER_MARK = 256
+"""Commands of one frontend that the engine queues while its loop does not take them; later ones stay with their sender,
+which bounds its requests itself."""
+MAX_COMMAND_BYTES = 64 * 2**20
+"""Largest message that the engine accepts; libzmq closes the connection of a peer that sends a larger one. The largest
+command of a frontend is far below it: four bytes for each position of the context, and a grammar of 2^20 characters."""
+MAX_OUTPUT_BYTES = 2**30
+"""Largest message that a frontend accepts. One step's output is below 2 MiB; that of many steps can be merged into one
+message while the frontend does not read."""
+
 CURVE_KEY_LENGTH = 40
 """Characters of a CURVE key in Z85."""
 
@@ -176,7 +186,8 @@ def bind_router(context: Any, endpoint: str, transport: Transport = Transport())
     router = context.socket(zmq.ROUTER)
     router.router_mandatory = True
     router.sndhwm = SEND_HIGH_WATER_MARK
-    router.rcvhwm = 0
+    router.rcvhwm = RECEIVE_HIGH_WATER_MARK
+    router.maxmsgsize = MAX_COMMAND_BYTES
     _bind(router, endpoint, transport)
     return router
 
@@ -184,11 +195,13 @@ def bind_router(context: Any, endpoint: str, transport: Transport = Transport())
 def connect_dealer(context: Any, endpoint: str, transport: Transport = Transport()) -> Any:
     """Connect a frontend's socket, with a random identity.
 
-    A second peer with the same identity would be silently ignored.
+    A second peer with the same identity would be silently ignored. The queue of commands has no limit, so a send never
+    fails while the engine takes no more.
     """
     dealer = context.socket(zmq.DEALER)
     dealer.identity = b"f" + os.urandom(15)
     dealer.sndhwm = 0
+    dealer.maxmsgsize = MAX_OUTPUT_BYTES
     _connect(dealer, endpoint, transport)
     return dealer
 

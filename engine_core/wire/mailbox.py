@@ -5,6 +5,7 @@ libzmq's threads do the I/O, so the loop needs neither thread nor lock for it.
 
 import errno
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import zmq
@@ -58,7 +59,7 @@ class Outbox:
 logger = logging.getLogger(__name__)
 
 MAX_DRAINED_MESSAGES = 256
-"""Messages taken in one tick, so that a flood of them cannot starve the running streams."""
+"""Messages taken in one tick even if nothing runs, so that a flood of them cannot keep the first step from coming."""
 
 
 class ZmqMailbox:
@@ -77,20 +78,20 @@ class ZmqMailbox:
     def has_backlog(self) -> bool:
         return self._kept
 
-    def drain(self) -> list[tuple[bytes, AnyCommand]]:
-        commands: list[tuple[bytes, AnyCommand]] = []
+    def drain(self) -> Iterator[tuple[bytes, AnyCommand]]:
         for _ in range(MAX_DRAINED_MESSAGES):
             if not self.router.events & zmq.POLLIN:
-                break
+                return
             frames = self.router.recv_multipart(zmq.NOBLOCK)
             if len(frames) != 2:
                 logger.warning("ignored a message of %d frames", len(frames))
                 continue
             try:
-                commands.append((frames[0], decode_command(frames[1])))
+                command = decode_command(frames[1])
             except ProtocolError as error:
                 logger.warning("ignored from %s: %s", frames[0].hex(), error)
-        return commands
+                continue
+            yield frames[0], command
 
     def wait(self, seconds: float) -> None:
         self._poller.poll(int(seconds * 1000))

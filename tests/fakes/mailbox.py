@@ -1,7 +1,7 @@
 """Mailbox over lists instead of a socket."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tandem.engine_core.contracts import TokenDelta
 from tandem.protocol.commands import AnyCommand
@@ -32,11 +32,10 @@ class FakeMailbox:
     def has_backlog(self) -> bool:
         return self.stuck
 
-    def drain(self) -> list[tuple[bytes, AnyCommand]]:
+    def drain(self) -> Iterator[tuple[bytes, AnyCommand]]:
         self.on_drain()
-        commands = list(self.inbox)
-        self.inbox.clear()
-        return commands
+        while self.inbox:
+            yield self.inbox.popleft()
 
     def wait(self, seconds: float) -> None:
         assert seconds > 0

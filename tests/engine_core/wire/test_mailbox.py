@@ -16,7 +16,13 @@ from tandem.protocol.codec import decode_event, encode, runs
 from tandem.protocol.commands import Abort, AnyCommand, Goodbye, Hello
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, Refused, Started, StepOutput
-from tandem.protocol.sockets import SEND_HIGH_WATER_MARK, bind_router, connect_dealer
+from tandem.protocol.sockets import (
+    MAX_COMMAND_BYTES,
+    RECEIVE_HIGH_WATER_MARK,
+    SEND_HIGH_WATER_MARK,
+    bind_router,
+    connect_dealer,
+)
 from tests.support.zmq_context import KeepingContext
 
 WAIT_MS = 10_000
@@ -79,7 +85,7 @@ def send_all(dealer: Any, bodies: list[bytes | list[bytes]]) -> None:
 
 class TestDrain:
     def test_drain_of_an_empty_mailbox_returns_nothing(self, wire: Wire) -> None:
-        assert wire.mailbox.drain() == []
+        assert list(wire.mailbox.drain()) == []
 
     def test_drain_returns_commands_in_order_with_their_senders(self, wire: Wire) -> None:
         first, second = wire.dealer(), wire.dealer()
@@ -96,10 +102,41 @@ class TestDrain:
         received: list[AnyCommand] = []
         while len(received) < 2 * MAX_DRAINED_MESSAGES + 10:
             assert wire.router.poll(WAIT_MS)
-            part = wire.mailbox.drain()
+            part = list(wire.mailbox.drain())
             assert len(part) <= MAX_DRAINED_MESSAGES
             received += [command for _, command in part]
         assert received == [Abort([number]) for number in range(2 * MAX_DRAINED_MESSAGES + 10)]
+
+    def test_what_a_drain_leaves_is_taken_by_the_next(self, wire: Wire) -> None:
+        dealer = wire.dealer()
+        send_all(dealer, [encode(Abort([number])) for number in range(10)])
+        received: list[AnyCommand] = []
+        while len(received) < 10:
+            assert wire.router.poll(WAIT_MS)
+            _, command = next(wire.mailbox.drain())
+            received.append(command)
+        assert received == [Abort([number]) for number in range(10)]
+
+    def test_commands_beyond_the_high_water_mark_wait_with_their_sender(self, wire: Wire) -> None:
+        """A frontend's sends never fail, and the engine loses nothing, however far behind its loop is."""
+        dealer = wire.dealer()
+        count = 40 * RECEIVE_HIGH_WATER_MARK
+        for number in range(count):
+            dealer.send(encode(Abort([number, *range(100)])), zmq.DONTWAIT)
+        assert wire.router.rcvhwm == RECEIVE_HIGH_WATER_MARK
+        received = [command for _, command in wire.drained(count)]
+        assert received == [Abort([number, *range(100)]) for number in range(count)]
+
+    def test_a_message_above_the_limit_ends_its_connection_and_no_other(self, wire: Wire) -> None:
+        other, dealer = wire.dealer(), wire.dealer()
+        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        send_all(other, [encode(Abort([1]))])
+        wire.drained(1)
+        dealer.send(b"\0" * (MAX_COMMAND_BYTES + 1))
+        assert monitor.poll(WAIT_MS), "the connection stays open"
+        send_all(other, [encode(Abort([2]))])
+        assert [command for _, command in wire.drained(1)] == [Abort([2])]
+        dealer.disable_monitor()
 
     def test_malformed_messages_are_ignored(self, wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
         dealer = wire.dealer()
@@ -122,7 +159,7 @@ class TestDrain:
                 return [b"client", b"junk"]
 
         wakeup = LoopWaker.open()
-        assert ZmqMailbox(Endless(), wakeup).drain() == []
+        assert list(ZmqMailbox(Endless(), wakeup).drain()) == []
         assert len(calls) <= MAX_DRAINED_MESSAGES + 1
         wakeup.close()
 
@@ -136,7 +173,7 @@ class TestDrain:
         thread.start()
         wire.mailbox.wait(WAIT_MS / 1000)
         thread.join()
-        assert wire.mailbox.drain() == []
+        assert list(wire.mailbox.drain()) == []
 
     def test_wake_before_the_wait_ends_that_wait_only(self, wire: Wire) -> None:
         for _ in range(200_000):
