@@ -74,6 +74,8 @@ class FrontendConfig(Struct, frozen=True):
     store_limits: StoreLimits = StoreLimits()
     api_keys: tuple[str, ...] = ()
     """Keys that requests may present; without any, requests need no key."""
+    served_names: tuple[str, ...] = ()
+    """Names that requests may give for the model, `*` for any; without names it is the engine's."""
     cors_origins: tuple[str, ...] = ()
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -108,6 +110,8 @@ class Flag(Struct, frozen=True):
     metavar: str | None = None
     is_repeated: bool = False
     """True for a flag that may be given several times; its values are collected in a list."""
+    is_list: bool = False
+    """True for a flag that takes one or more values after it, collected in a list."""
     default: Any = None
     """Default of the argument; None for the default of the attribute that the flag fills."""
     default_text: str = ""
@@ -139,6 +143,10 @@ class Flag(Struct, frozen=True):
         name = flag_name(self.name)
         if self.is_repeated:
             group.add_argument(name, action="append", default=default, metavar=self.metavar, help=help_text)
+        elif self.is_list:
+            group.add_argument(
+                name, nargs="+", action="extend", type=self.parse, default=default, metavar=self.metavar, help=help_text
+            )
         elif self.choices is not None:
             group.add_argument(name, choices=self.choices, default=default, help=help_text)
         else:
@@ -153,11 +161,22 @@ _HTTP, _CHAT, _LIMITS, _ACCESS, _WATCH = "http", "chat", "request limits", "acce
 _STORE = "stored responses"
 _CONNECTIONS = "connections"
 
+
+def _served_name(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a name of the model must have at least one character that is not blank")
+    return text
+
+
 # fmt: off
 HTTP_FLAGS = (
     Flag("host", _HTTP, "address to listen on", struct=FrontendConfig, is_forwarded=False),
     Flag("port", _HTTP, "port to listen on, 0 for any free port", int, (0, 65535), struct=FrontendConfig,
          is_forwarded=False),
+    Flag("served_model_name", _HTTP, "names by which requests select the model; the name * stands for any, quoted in a "
+         "shell", _served_name, metavar="NAME", is_list=True, default=[],
+         default_text="the one that the engine reports, its directory's",
+         struct=FrontendConfig, field="served_names", to_field=tuple),
     Flag("max_concurrent", _HTTP, "maximum number of sequences in progress; further requests get a 503", int, _COUNT,
          struct=FrontendConfig),
     Flag("drain_timeout", _HTTP, "seconds that open streams may take to finish at shutdown", float, (0, MAX_SECONDS),
@@ -263,9 +282,13 @@ def http_argv(arguments: argparse.Namespace) -> list[str]:
     argv: list[str] = []
     for flag in FRONTEND_FLAGS:
         value = getattr(arguments, flag.name)
-        if flag.is_forwarded and value is not None:
-            for item in value if flag.is_repeated else (value,):
-                argv += [flag_name(flag.name), str(item)]
+        if not flag.is_forwarded or value in (None, []):
+            continue
+        if flag.is_list:
+            argv += [f"{flag_name(flag.name)}={item}" for item in value]
+            continue
+        for item in value if flag.is_repeated else (value,):
+            argv += [flag_name(flag.name), str(item)]
     return argv
 
 

@@ -5,7 +5,7 @@ on follow from the declaration.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -22,6 +22,9 @@ Policy = Literal["fcfs", "prefill_first", "decode_first", "decode_round_robin", 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 Batching = Literal["continuous", "static"]
 Parse = Callable[[str], Any]
+
+ANY_NAME = "*"
+"""Name of a model that stands for every name."""
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -199,11 +202,16 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add all engine flags to a parser."""
+def add_engine_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """Add the engine flags to a parser.
+
+    It defines those named by `without` itself.
+    """
     group = parser.add_argument_group("engine core")
     hints = get_type_hints(EngineOptions, include_extras=True)
     for info in structs.fields(EngineOptions):
+        if info.name in without:
+            continue
         annotated, flag = get_args(hints[info.name])
         choices, parse = _choices_and_parse(annotated)
         group.add_argument(
@@ -226,8 +234,14 @@ def _choices_and_parse(annotated: Any) -> tuple[tuple[str, ...] | None, Parse]:
 
 
 def engine_options(arguments: argparse.Namespace) -> EngineOptions:
-    """Collect the engine's settings from parsed arguments."""
-    return EngineOptions(**{name: getattr(arguments, name) for name in EngineOptions.__struct_fields__})
+    """Collect the engine's settings from parsed arguments.
+
+    Of several names of the model, which only a frontend takes, the engine has the first.
+    """
+    values = {name: getattr(arguments, name) for name in EngineOptions.__struct_fields__}
+    if isinstance(names := values["served_model_name"], list):
+        values["served_model_name"] = next((name for name in names if name != ANY_NAME), None)
+    return EngineOptions(**values)
 
 
 def engine_argv(options: EngineOptions) -> Sequence[str]:

@@ -116,7 +116,8 @@ def _concatenate(index: int, parts: list[ChoiceDelta]) -> ChoiceDelta:
     ids = [token_id for part in parts for token_id in part.token_ids]
     logprobs = [token for part in parts for token in part.logprobs]
     text = "".join([part.text for part in parts])
-    return ChoiceDelta(index, text, ids, parts[-1].finish_reason, logprobs, parts[-1].mean_logprob)
+    last = parts[-1]
+    return ChoiceDelta(index, text, ids, last.finish_reason, logprobs, last.mean_logprob, last.stop_string)
 
 
 async def _send_body(send: Send, body: bytes, more: bool = True) -> None:

@@ -1,25 +1,40 @@
-"""The routes `GET /v1/models`: the one model that the engine serves."""
+"""The routes `GET /v1/models`.
+
+They tell the one model that the engine serves, under each of its names.
+"""
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
+from tandem.frontend.api.messages.errors import speaks_anthropic
 from tandem.frontend.api.openapi import error_response, json_response
 from tandem.frontend.api.service import Service
-from tandem.frontend.errors import ApiError
 from tandem.frontend.request.schema import STRING, closed
 from tandem.protocol.events import ModelFacts
 
 
-def _card(model: ModelFacts, sampling_defaults: Mapping[str, float]) -> dict[str, Any]:
+def _card(model: ModelFacts, name: str, sampling_defaults: Mapping[str, float], anthropic: bool) -> dict[str, Any]:
+    """Describe the model under one of its names, in OpenAI's shape or in Anthropic's."""
+    if not anthropic:
+        return {
+            "id": name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "tandem",
+            "max_model_len": model.max_len,
+            "default_sampling_params": sampling_defaults,
+        }
     return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "tandem",
-        "max_model_len": model.max_len,
-        "default_sampling_params": sampling_defaults,
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": model.max_len,
+        "max_tokens": model.max_len,
     }
 
 
@@ -33,39 +48,68 @@ _CARD = closed(
         "default_sampling_params": {"type": "object", "additionalProperties": {"type": "number"}},
     }
 )
+_ANTHROPIC_CARD = closed(
+    {
+        "type": {"const": "model"},
+        "id": STRING,
+        "display_name": STRING,
+        "created_at": STRING,
+        "lifecycle": {"const": "active"},
+        "max_input_tokens": {"type": "integer"},
+        "max_tokens": {"type": "integer"},
+    }
+)
 _LIST = closed({"object": {"const": "list"}, "data": {"type": "array", "items": _CARD}})
+_ANTHROPIC_LIST = closed(
+    {
+        "data": {"type": "array", "items": _ANTHROPIC_CARD},
+        "has_more": {"const": False},
+        "first_id": STRING,
+        "last_id": STRING,
+    }
+)
 _NOT_READY = error_response("Not ready; try again later.")
 
 
 def models_router(service: Service) -> APIRouter:
-    """Build the routes of `/v1/models`."""
+    """Build the routes of `/v1/models`.
+
+    A request with the header `anthropic-version` is answered in the shape of Anthropic's API.
+    """
     router = APIRouter()
 
     @router.get(
         "/v1/models",
-        openapi_extra={"responses": {"200": json_response("The served model.", _LIST), "503": _NOT_READY}},
+        openapi_extra={
+            "responses": {
+                "200": json_response("The served model.", {"anyOf": [_LIST, _ANTHROPIC_LIST]}),
+                "503": _NOT_READY,
+            }
+        },
     )
-    async def list_models() -> dict[str, Any]:
-        """List the served model."""
-        return {"object": "list", "data": [_card(service.ready().model, service.sampling_defaults)]}
+    async def list_models(request: Request) -> dict[str, Any]:
+        """List the names of the served model."""
+        model, anthropic = service.ready().model, speaks_anthropic(request.scope)
+        names = service.names.listed(model.name)
+        cards = [_card(model, name, service.sampling_defaults, anthropic) for name in names]
+        if not anthropic:
+            return {"object": "list", "data": cards}
+        return {"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
     @router.get(
         "/v1/models/{model:path}",
         openapi_extra={
             "responses": {
-                "200": json_response("The served model.", _CARD),
+                "200": json_response("The served model.", {"anyOf": [_CARD, _ANTHROPIC_CARD]}),
                 "404": error_response("The model does not exist."),
                 "503": _NOT_READY,
             }
         },
     )
-    async def get_model(model: str) -> dict[str, Any]:
-        """Describe the served model, given its name."""
+    async def get_model(model: str, request: Request) -> dict[str, Any]:
+        """Describe the served model, given one of its names."""
         served = service.ready().model
-        if model != served.name:
-            raise ApiError(
-                404, f"the model {model!r} does not exist; this server has {served.name!r}", "model", "model_not_found"
-            )
-        return _card(served, service.sampling_defaults)
+        service.names.check(model, served.name)
+        return _card(served, model, service.sampling_defaults, speaks_anthropic(request.scope))
 
     return router

@@ -12,9 +12,21 @@ ERROR_BODY = closed(
 )  # fmt: skip
 
 
-def error_response(description: str) -> Schema:
+_OUTPUT: Schema = {
+    "description": "The output, or its events if `stream` is true.",
+    "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": STRING}},
+}
+_BUSY = "The session has a turn in progress; try again later."
+
+ANTHROPIC_ERROR_BODY = closed(
+    {"type": {"const": "error"}, "error": closed({"type": STRING, "message": STRING}), "request_id": STRING}
+)
+"""Body of an error in the shape of Anthropic's API."""
+
+
+def error_response(description: str, body: Schema = ERROR_BODY) -> Schema:
     """Describe a response with an error body."""
-    return {"description": description, "content": {"application/json": {"schema": ERROR_BODY}}}
+    return {"description": description, "content": {"application/json": {"schema": body}}}
 
 
 def json_response(description: str, schema: Schema) -> Schema:
@@ -40,9 +52,33 @@ def takes(body: Schema, response: Schema, names_model: bool = True) -> Schema:
     }
 
 
+def takes_anthropic(body: Schema, response: Schema) -> Schema:
+    """Describe a route of Anthropic's API that takes this body.
+
+    `response` is its response of status 200.
+    """
+    errors = {
+        "400": "The body is malformed, not JSON, or more than the model can take; or a value is not supported.",
+        "404": "The model does not exist.",
+        "413": "The body is too large.",
+        "529": "Not ready, or too busy; try again later.",
+    }
+    described = {status: error_response(text, ANTHROPIC_ERROR_BODY) for status, text in errors.items()}
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {"200": response, **described},
+    }
+
+
+def generates_anthropic(body: Schema) -> Schema:
+    """Describe a route of Anthropic's API that answers with the model's output."""
+    described = takes_anthropic(body, _OUTPUT)
+    described["responses"]["409"] = error_response(_BUSY, ANTHROPIC_ERROR_BODY)
+    return described
+
+
 def generates(body: Schema) -> Schema:
     """Describe a route that takes this body and answers with the output of the model."""
-    content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": STRING}}
-    described = takes(body, {"description": "The output, or its events if `stream` is true.", "content": content})
-    described["responses"]["409"] = error_response("The session has a turn in progress; try again later.")
+    described = takes(body, _OUTPUT)
+    described["responses"]["409"] = error_response(_BUSY)
     return described

@@ -22,6 +22,7 @@ from tandem.frontend.grammar.checker import GrammarChecker
 from tandem.frontend.grammar.grammar import THINK_END
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.request.ignored_fields import IGNORED_KEY, IgnoredFields
+from tandem.frontend.request.served_names import ServedNames
 from tandem.frontend.store.store_worker import StoreWorker, open_store_worker
 from tandem.frontend.workers import Workers
 from tandem.protocol.errors import ErrorCode
@@ -65,8 +66,15 @@ class Service:
         special = tokenizer.special_tokens()
         self.grammars = GrammarChecker(tokenizer.vocab_size, special)
         grammars = GrammarBuilder(self.grammars, self.parser, special)
+        self.names = ServedNames(config.served_names)
         self.admission = Admission(
-            tokenizer, self.parser, grammars, config.max_concurrent, config.limits, self.sampling_defaults
+            tokenizer,
+            self.parser,
+            grammars,
+            config.max_concurrent,
+            config.limits,
+            self.sampling_defaults,
+            self.names,
         )
         self.renderer = Workers(1, "render")
         form = tool_format(config.chat.tool_parser, model_type(config.model_dir))

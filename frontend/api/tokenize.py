@@ -10,7 +10,7 @@ from starlette.responses import Response
 from tandem.frontend.api.openapi import json_response, takes
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import malformed, unsupported
-from tandem.frontend.generation.admission import MANY_IDS, check_ids, check_model
+from tandem.frontend.generation.admission import MANY_IDS, check_ids
 from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.request.conversation import MESSAGES_FIELD, RENDERING_FIELDS, Conversation, conversation
 from tandem.frontend.request.fields import BodyFormat, Field
@@ -140,7 +140,8 @@ def tokenize_router(service: Service) -> APIRouter:
         parse = partial(parse_tokenize, ignored=service.ignored_fields(request))
         async with service.pending.receive(request, parse) as parsed:
             model = service.ready().model
-            check_model(parsed.model or model.name, model)
+            if parsed.model is not None:
+                service.admission.named(parsed.model, model)
             text = parsed.source if isinstance(parsed.source, str) else await service.chat.render(parsed.source)
             ids = await service.tokenizer.encode(text, parsed.add_special_tokens)
         arguments = (service.tokenizer, ids, model.max_len, parsed.return_token_strs)
@@ -154,7 +155,8 @@ def tokenize_router(service: Service) -> APIRouter:
         parse = partial(parse_detokenize, ignored=service.ignored_fields(request))
         async with service.pending.receive(request, parse) as parsed:
             model = service.ready().model
-            check_model(parsed.model or model.name, model)
+            if parsed.model is not None:
+                service.admission.named(parsed.model, model)
             check_ids(parsed.tokens, model.vocab_size, "tokens")
             text = await service.tokenizer.decode_many(parsed.tokens, parsed.skip_special_tokens)
         return _json_response(Detokenized(text))

@@ -8,7 +8,7 @@ from msgspec import structs
 from tandem.frontend.chat.chat_template import ChatTemplate, no_template
 from tandem.frontend.chat.message_parser import MessageShape, prompt_opens_thinking
 from tandem.frontend.chat.tool_formats import ToolFormat
-from tandem.frontend.generation.admission import Admission, Admitted, check_model
+from tandem.frontend.generation.admission import Admission, Admitted
 from tandem.frontend.grammar.grammar import THINK_END, ThinkingMode
 from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.options import GenerationOptions
@@ -48,6 +48,10 @@ class Chat:
             raise no_template("its directory has no chat template, and its type has no built-in one")
         return await self._workers.run(self._template.render, conversation)
 
+    def reads(self, variable: str) -> bool:
+        """Tell whether the chat template reads a variable of this name."""
+        return self._template is not None and self._template.mentions(variable)
+
     async def admit(
         self, options: GenerationOptions, conversation: Conversation, tool_use: ToolUse, ready: Ready
     ) -> tuple[Admitted, MessageShape]:
@@ -55,7 +59,7 @@ class Chat:
 
         Raises ApiError if the conversation cannot be rendered, or if the request cannot be admitted.
         """
-        check_model(options.model, ready.model)
+        self._admission.named(options.model, ready.model)
         prompt = await self.render(conversation)
         shape = self._shape(tool_use, prompt)
         if shape.tool_format is not None and shape.tool_format.special_tokens:

@@ -77,7 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="start an engine core and an HTTP process", allow_abbrev=False)
-    add_engine_arguments(serve)
+    # The frontend takes several names, and the engine the first of them.
+    add_engine_arguments(serve, without=["served_model_name"])
     add_http_arguments(serve)
     add_watch_arguments(serve)
     add_flags(serve, OPS_FLAGS)

@@ -16,6 +16,7 @@ from tandem.frontend.grammar.tool_calls import CallSyntax
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.request.options import GenerationOptions
 from tandem.frontend.request.prompts import Prompt
+from tandem.frontend.request.served_names import ServedNames
 from tandem.frontend.request.tools import ToolUse
 from tandem.frontend.workers import Workers
 from tandem.protocol.codec import pack_floats, pack_ids
@@ -81,6 +82,7 @@ class Admission:
         max_concurrent: int,
         limits: RequestLimits,
         sampling_defaults: Mapping[str, float],
+        names: ServedNames,
     ) -> None:
         self._tokenizer = tokenizer
         self._workers = workers
@@ -88,6 +90,15 @@ class Admission:
         self._max_concurrent = max_concurrent
         self._limits = limits
         self._sampling_defaults = sampling_defaults
+        self._names = names
+
+    def named(self, name: str, model: ModelFacts) -> ModelFacts:
+        """Return the facts of the model under the name that a request gave it.
+
+        Raises ApiError 404 for a name that the model does not have.
+        """
+        self._names.check(name, model.name)
+        return structs.replace(model, name=name)
 
     async def admit(
         self,
@@ -108,8 +119,7 @@ class Admission:
         for errors. A rendered chat contains its special tokens already (`add_special_tokens`). `with_text` decodes
         prompts that came as ids. `syntax` is how the model writes calls of the tools in use.
         """
-        model = ready.model
-        check_model(options.model, model)
+        model = self.named(options.model, ready.model)
         self._limits.check(options)
         check_ids(options.stop_token_ids, model.vocab_size, "stop_token_ids")
         check_ids(tuple(options.logit_bias), model.vocab_size, "logit_bias")
@@ -166,14 +176,6 @@ class Admission:
         check_ids(ids, vocab_size, field)
         text = prompt if isinstance(prompt, str) else self._tokenizer.decode(ids) if with_text else ""
         return AdmittedPrompt(text, ids, pack_ids(ids), max_tokens)
-
-
-def check_model(name: str, model: ModelFacts) -> None:
-    """Raise ApiError 404 unless this is the name of the served model."""
-    if name != model.name:
-        raise ApiError(
-            404, f"the model {name!r} does not exist; this server has {model.name!r}", "model", "model_not_found"
-        )
 
 
 def check_overload(open_sequences: int, wanted: int, most: int) -> None:

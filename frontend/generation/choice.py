@@ -26,6 +26,8 @@ class ChoiceDelta(Struct, frozen=True):
     """Log-probabilities of the tokens of `text`, if requested; those of an echoed prompt come with the first delta."""
     mean_logprob: float | None = None
     """Mean log-probability of all tokens of the choice, in the delta that ends it."""
+    stop_string: str | None = None
+    """The stop string that ended the choice, in the delta that ends it; None for any other end."""
 
     @property
     def is_empty(self) -> bool:
@@ -97,28 +99,28 @@ class Choice:
         # The id that ended a sequence counts, but is part of its text only on request.
         hidden = int(finished is not None and finished.stop_token_id is not None and not self._include_stop)
         shown = tokens[: len(tokens) - hidden]
-        text, used, stopped = self._decode(shown)
-        if stopped:
+        text, used, stop = self._decode(shown)
+        if stop is not None:
             self._cut = True
             self.num_tokens += used
-            return ChoiceDelta(self.index, text, tokens[:used], FinishReason.STOP.value)
+            return ChoiceDelta(self.index, text, tokens[:used], FinishReason.STOP.value, stop_string=stop)
         self.num_tokens += len(tokens)
         if finished is None or finished.reason is FinishReason.ABORT:
             return ChoiceDelta(self.index, text, tokens, None)
-        tail, stopped = self._close()
-        self._cut = stopped
-        reason = FinishReason.STOP if stopped else finished.reason
-        return ChoiceDelta(self.index, text + tail, tokens, reason.value)
+        tail, stop = self._close()
+        self._cut = stop is not None
+        reason = finished.reason if stop is None else FinishReason.STOP
+        return ChoiceDelta(self.index, text + tail, tokens, reason.value, stop_string=stop)
 
-    def _decode(self, tokens: Sequence[int]) -> tuple[str, int, bool]:
+    def _decode(self, tokens: Sequence[int]) -> tuple[str, int, str | None]:
         """Decode tokens, up to the end of a stop string.
 
-        Return their text, the number of tokens used, and True if a stop string ended the text.
+        Return their text, the number of tokens used, and the stop string that ended the text, or None.
         """
         push = self._detokenizer.push if self._scored is None else self._push_scored
         matcher = self._matcher
         if matcher is None:
-            return "".join([push(token) for token in tokens]), len(tokens), False
+            return "".join([push(token) for token in tokens]), len(tokens), None
         parts: list[str] = []
         for used, token in enumerate(tokens, 1):
             text = push(token)
@@ -129,8 +131,8 @@ class Choice:
             parts.append(safe)
             if stop is not None:
                 parts.append(stop if self._include_stop else "")
-                return "".join(parts), used, True
-        return "".join(parts), len(tokens), False
+                return "".join(parts), used, stop
+        return "".join(parts), len(tokens), None
 
     def _push_scored(self, token: int) -> str:
         assert self._scored is not None
@@ -138,15 +140,15 @@ class Choice:
         self._scored.push(token, len(text))
         return text
 
-    def _close(self) -> tuple[str, bool]:
+    def _close(self) -> tuple[str, str | None]:
         """Flush the decoder and the matcher at the end of the sequence.
 
-        Return the last text, and True if a stop string ends it after all.
+        Return the last text, and the stop string that ends it after all, or None.
         """
         tail = self._detokenizer.flush()
         if self._matcher is None:
-            return tail, False
+            return tail, None
         safe, stop = self._matcher.push(tail)
         if stop is not None:
-            return safe + (stop if self._include_stop else ""), True
-        return safe + self._matcher.flush(), False
+            return safe + (stop if self._include_stop else ""), stop
+        return safe + self._matcher.flush(), None

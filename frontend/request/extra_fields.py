@@ -33,6 +33,16 @@ NO_EFFECT_FIELDS = (
 )
 """Fields of generating routes that do not change the output. Accepted values are not even named as ignored."""
 
+ANTHROPIC_FIELDS = (
+    Field("context_management", Ignored(), "No part of a conversation is cleared; what is sent is rendered."),
+    Field("container", Ignored(), "No code runs in this server."),
+    Field("service_tier", Ignored(("auto", "standard_only")), "One tier serves all requests."),
+    Field("speed", Ignored(("standard",)), "One speed serves all requests."),
+    *(Field(name, Ignored(), _ROUTING) for name in ("fallbacks", "inference_geo")),
+    Field("diagnostics", Ignored(), "Misses of the prefix cache are not explained."),
+)
+"""Fields of Anthropic's routes that do not change the output."""
+
 _OTHER_SAMPLER = "A method of sampling that this server does not have."
 _OTHER_LIMIT = "Another server's name of the limit; give `max_tokens`, or `max_output_tokens` for a response."
 
@@ -84,7 +94,10 @@ IGNORED_PATHS = (
 )
 """Known names within a body that are ignored, with the reason."""
 
-CONDITIONAL_NAMES = ("reasoning_effort", "verbosity", "stream_options", "enable_thinking", "thinking", "think")
+CONDITIONAL_NAMES = (
+    *("reasoning_effort", "verbosity", "stream_options", "enable_thinking", "thinking", "think"),
+    *("thinking.budget_tokens", "output_config.effort"),
+)
 """Known names that are ignored where the model's template or the rest of the request leaves them without effect."""
 
 OTHER = "other"
@@ -95,7 +108,11 @@ def _names(fields: Iterable[Field]) -> set[str]:
 
 
 _LABELS = frozenset(
-    {*_names((*IGNORED_FIELDS, *NO_EFFECT_FIELDS)), *(path for path, _ in IGNORED_PATHS), *CONDITIONAL_NAMES}
+    {
+        *_names((*IGNORED_FIELDS, *NO_EFFECT_FIELDS, *ANTHROPIC_FIELDS)),
+        *(path for path, _ in IGNORED_PATHS),
+        *CONDITIONAL_NAMES,
+    }
 )
 
 

@@ -14,7 +14,9 @@ from starlette.types import ASGIApp
 from tandem.frontend.api.admin import scheduler_router
 from tandem.frontend.api.chat_completions.route import chat_router
 from tandem.frontend.api.completions.route import completions_router
+from tandem.frontend.api.error_response import error_answer
 from tandem.frontend.api.health import health_router
+from tandem.frontend.api.messages.route import messages_router
 from tandem.frontend.api.models import models_router
 from tandem.frontend.api.page import page_paths, page_router
 from tandem.frontend.api.responses.route import responses_router
@@ -22,7 +24,7 @@ from tandem.frontend.api.service import Service
 from tandem.frontend.api.sessions import sessions_router
 from tandem.frontend.api.tokenize import tokenize_router
 from tandem.frontend.api_keys import ApiKeys
-from tandem.frontend.errors import ApiError, error_body, error_headers
+from tandem.frontend.errors import ApiError
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER
 from tandem.frontend.server.middleware import Access, RequireKey
 from tandem.frontend.server.openapi import document
@@ -44,7 +46,7 @@ def create_app(service: Service) -> ASGIApp:
         title="Tandem", version=distribution_version(), lifespan=lifespan, docs_url=None, redoc_url=None,
         redirect_slashes=False,
     )  # fmt: skip
-    generating = (completions_router, chat_router, responses_router)
+    generating = (completions_router, chat_router, responses_router, messages_router)
     others = (models_router, tokenize_router, sessions_router, scheduler_router, health_router)
     routers = [*(maker(service) for maker in (*generating, *others)), page_router()]
     for router in routers:
@@ -61,8 +63,9 @@ def _install_openapi(app: FastAPI, routers: Sequence[APIRouter], service: Servic
     """
 
     def openapi() -> dict[str, Any]:
-        served = service.client.ready().model if service.client.health().ready else None
-        return document(app, routers, bool(service.config.api_keys), served)
+        own = service.client.ready().model.name if service.client.health().ready else None
+        names = None if own is None or service.names.accepts_any else service.names.listed(own)
+        return document(app, routers, bool(service.config.api_keys), names)
 
     app.openapi = openapi  # type: ignore[method-assign]
 
@@ -81,35 +84,33 @@ def _wrap_middleware(app: ASGIApp, service: Service) -> ASGIApp:
             allow_origins=config.cors_origins,
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", IGNORED_HEADER],
+            expose_headers=["x-request-id", "request-id", "retry-after", IGNORED_HEADER],
         )
     return Access(app, service.metrics)
 
 
-def _json_error(status: int, body: bytes, headers: dict[str, str]) -> Response:
-    return Response(body, status, {**headers, **error_headers(status)}, "application/json")
-
-
 def _install_error_handlers(app: FastAPI) -> None:
-    """Give every error the OpenAI body, including those that the framework raises."""
+    """Give every error the body of its API, even those that the framework raises."""
 
     @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
-        return _json_error(error.status, error.body(), {})
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return error_answer(request.scope, error)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-        body = error_body(error.status_code, message, None, code)
-        return _json_error(error.status_code, body, dict(error.headers or {}))
+        answer = error_answer(request.scope, ApiError(error.status_code, message, None, code))
+        answer.headers.update(error.headers or {})
+        return answer
 
     @app.exception_handler(RequestValidationError)
-    async def validation_error(_: Request, error: RequestValidationError) -> Response:
+    async def validation_error(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        return _json_error(400, error_body(400, first["msg"], str(first["loc"][-1]), "invalid_value"), {})
+        return error_answer(request.scope, ApiError(400, first["msg"], str(first["loc"][-1]), "invalid_value"))
 
     @app.exception_handler(Exception)
-    async def server_error(_: Request, error: Exception) -> Response:
+    async def server_error(request: Request, error: Exception) -> Response:
         # The framework logs the traceback; the client gets only the type.
-        return _json_error(500, error_body(500, f"internal error ({type(error).__name__})", None, "internal_error"), {})
+        message = f"internal error ({type(error).__name__})"
+        return error_answer(request.scope, ApiError(500, message, None, "internal_error"))

@@ -7,13 +7,16 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tandem.frontend.api.error_response import error_answer
+from tandem.frontend.api.messages.errors import REQUEST_ID_KEY, speaks_anthropic
 from tandem.frontend.api_keys import ApiKeys
-from tandem.frontend.errors import error_body
+from tandem.frontend.errors import ApiError
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.request.extra_fields import ignored_label
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER, IGNORED_KEY, IgnoredFields
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
 
+_BEARER = "'authorization: Bearer KEY'"
 _OPEN_PREFIX = "/health/"
 """Prefix of the health checks, which orchestrators and load balancers send without a key."""
 
@@ -30,21 +33,26 @@ class RequireKey:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_open(scope["path"]) or self._keys.accepts(_key(scope)):
+        if scope["type"] != "http" or self._is_open(scope["path"]) or self._has_key(scope):
             await self._app(scope, receive, send)
             return
-        message = "a valid API key is required; send the header 'authorization: Bearer KEY'"
-        body = error_body(401, message, None, "invalid_api_key")
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            (b"www-authenticate", b"Bearer"),
-        ]
+        header = "'x-api-key: KEY' or 'authorization: Bearer KEY'" if speaks_anthropic(scope) else _BEARER
+        error = ApiError(401, f"a valid API key is required; send the header {header}", None, "invalid_api_key")
+        response = error_answer(scope, error)
+        response.headers["www-authenticate"] = "Bearer"
         if any(name == b"expect" for name, _ in scope["headers"]):
             # The client may send its body or not; what comes next on the connection cannot be told.
-            headers.append((b"connection", b"close"))
-        await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+            response.headers["connection"] = "close"
+        await response(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        """Tell whether a request has a valid key.
+
+        Clients of Anthropic's API send it in a header of their own, `x-api-key`.
+        """
+        if self._keys.accepts(_key(scope)):
+            return True
+        return speaks_anthropic(scope) and self._keys.accepts(_only(scope, b"x-api-key"))
 
     def _is_open(self, path: str) -> bool:
         return path.startswith(_OPEN_PREFIX) or path in self._open_paths
@@ -52,20 +60,25 @@ class RequireKey:
 
 def _key(scope: Scope) -> bytes:
     """Return the bearer token of a request; empty if it has none or several."""
-    given = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(given) != 1:
-        return b""
-    scheme, _, key = bytes(given[0]).partition(b" ")
+    scheme, _, key = _only(scope, b"authorization").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _only(scope: Scope, header: bytes) -> bytes:
+    """Return the value of a header; empty if a request has none or several of it."""
+    given = [value for name, value in scope["headers"] if name == header]
+    return bytes(given[0]) if len(given) == 1 else b""
 
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = b"x-request-id"
+ANTHROPIC_REQUEST_ID = b"request-id"
 _SANE_ID = re.compile(rb"[\x20-\x7e]{1,128}")
 
 _ROUTES = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize"),
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/models", "/tokenize", "/detokenize"),
     *("/health/live", "/health/ready", "/metrics", "/version", "/openapi.json", "/", "/docs", "/admin/scheduler"),
 )
 _NAMED = {"/v1/models/": "/v1/models/{model}", "/v1/sessions/": "/v1/sessions/{session_id}"}
@@ -114,11 +127,15 @@ class Access:
             await self._app(scope, receive, send)
             return
         own_id = request_id(scope)
+        scope[REQUEST_ID_KEY] = own_id.decode()
+        id_headers = [(REQUEST_ID, own_id)]
+        if speaks_anthropic(scope):
+            id_headers.append((ANTHROPIC_REQUEST_ID, own_id))
 
         async def marking_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._answered(scope, message["status"], own_id)
-                message["headers"] = [*message["headers"], (REQUEST_ID, own_id), *self._ignored(scope)]
+                message["headers"] = [*message["headers"], *id_headers, *self._ignored(scope)]
             await send(message)
 
         try:

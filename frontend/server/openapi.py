@@ -3,7 +3,7 @@
 It has the descriptions of the routes, and what applies to all of them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -11,9 +11,9 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
-from tandem.frontend.api.openapi import error_response
+from tandem.frontend.api.messages.errors import PREFIX
+from tandem.frontend.api.openapi import ANTHROPIC_ERROR_BODY, ERROR_BODY, error_response
 from tandem.frontend.request.schema import Schema
-from tandem.protocol.events import ModelFacts
 
 _EVERYWHERE = {
     "405": "The path does not support this method.",
@@ -28,10 +28,10 @@ _REQUEST_ID: Schema = {
 }
 
 
-def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, served: ModelFacts | None) -> dict[str, Any]:
+def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, names: Sequence[str] | None) -> dict[str, Any]:
     """Build the OpenAPI document of an app made of these routers.
 
-    `guarded` says that requests need an API key; `served` is the model, or None before the engine is ready.
+    `guarded` says that requests need an API key; `names` are those of the model, or None if they are any or unknown.
     """
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
     # The bodies are those of the routes: the framework converts integer bounds to floats, which changes large ones.
@@ -44,19 +44,20 @@ def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, served: 
     }
     for path, operations in found["paths"].items():
         keyless = path.startswith(_KEYLESS)
+        error_body = ANTHROPIC_ERROR_BODY if path.startswith(PREFIX) else ERROR_BODY
         for method, operation in operations.items():
             responses = operation["responses"]
             # The framework's own error for invalid parameters, which no route here returns.
             if "HTTPValidationError" in str(responses.get("422")):
                 del responses["422"]
             for status, description in _EVERYWHERE.items():
-                responses.setdefault(status, error_response(description))
+                responses.setdefault(status, error_response(description, error_body))
             if guarded and not keyless:
                 operation["security"] = [{"apiKey": []}]
-                responses["401"] = error_response("The API key is missing or unknown.")
+                responses["401"] = error_response("The API key is missing or unknown.", error_body)
             body = bodies.get((path, method))
             if body is not None:
-                operation["requestBody"] = body if served is None else _about(served, body)
+                operation["requestBody"] = body if names is None else _about(names, body)
             for response in responses.values():
                 response["headers"] = {**response.get("headers", {}), **_REQUEST_ID}
     components = found.setdefault("components", {})
@@ -67,10 +68,10 @@ def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, served: 
     return found
 
 
-def _about(served: ModelFacts, body: Schema) -> Schema:
-    """Add the name of the served model to the description of a body.
+def _about(known: Sequence[str], body: Schema) -> Schema:
+    """Add the names of the served model to the description of a body.
 
-    It is added wherever the body has a field for it.
+    They are added wherever the body has a field for them.
     """
     body = deepcopy(body)
     schema = body["content"]["application/json"]["schema"]
@@ -78,6 +79,6 @@ def _about(served: ModelFacts, body: Schema) -> Schema:
         properties = shape.get("properties", {})
         if "model" in properties:
             # Replaced, not changed: descriptions share their parts.
-            names = [served.name] if "model" in shape["required"] else [served.name, None]
+            names = [*known] if "model" in shape["required"] else [*known, None]
             properties["model"] = {**properties["model"], "enum": names}
     return body

@@ -1,0 +1,19 @@
+"""Responses to requests that fail before their answer has begun.
+
+They have the shape of the API that a request uses.
+"""
+
+from starlette.responses import Response
+from starlette.types import Scope
+
+from tandem.frontend.api.messages.errors import anthropic_error, anthropic_status, request_id, speaks_anthropic
+from tandem.frontend.errors import ApiError, error_headers
+
+
+def error_answer(scope: Scope, error: ApiError) -> Response:
+    """Build the response of an error."""
+    headers = error_headers(error.status)
+    if not speaks_anthropic(scope):
+        return Response(error.body(), error.status, headers, "application/json")
+    status = anthropic_status(error.status, error.code)
+    return Response(anthropic_error(status, error.message, request_id(scope)), status, headers, "application/json")

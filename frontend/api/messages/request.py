@@ -1,0 +1,177 @@
+"""The bodies of `POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, structs
+
+from tandem.frontend.api.messages.conversation import MESSAGES, SYSTEM, parse_messages, parse_system
+from tandem.frontend.api.messages.tools import TOOLS, GivenTools, ToolChoiceBlock, messages_tool_use, parse_tools
+from tandem.frontend.request.conversation import TEMPLATE_KWARGS_FIELD, Conversation, template_kwargs
+from tandem.frontend.request.extra_fields import ANTHROPIC_FIELDS
+from tandem.frontend.request.fields import BodyFormat, Field
+from tandem.frontend.request.ignored_fields import IgnoredFields
+from tandem.frontend.request.kinds import Integer, JsonObject, Parsed, String, Strings, Typed
+from tandem.frontend.request.options import (
+    INT32_MAX,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    OPTION_FIELDS,
+    GenerationOptions,
+    generation_options,
+)
+from tandem.frontend.request.tools import ToolUse
+from tandem.frontend.request.unserved_kinds import Unsupported
+
+NOT_HERE = ("n", "response_format", "return_token_ids", "stream_format", "stream_options", "stop", "store")
+"""Shared options that a message lacks, or has under another name."""
+
+_EFFORTS = {"max": "xhigh"}
+"""Effort of Anthropic's API to `reasoning_effort` of a chat, where the words differ."""
+
+NAMES = {
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+    "continue_final_message": "messages",
+    "reasoning_effort": "output_config.effort",
+}
+"""Field of a chat to field of these routes."""
+
+
+class MessagesRequest(Struct, frozen=True):
+    """A validated request to `/v1/messages`."""
+
+    options: GenerationOptions
+    prompt: "PromptRequest"
+    hide_thinking: bool
+    """True if blocks of thinking are to have no text (`thinking.display`)."""
+
+
+class PromptRequest(Struct, frozen=True):
+    """The part of a request that determines its prompt.
+
+    It is all that `/v1/messages/count_tokens` takes.
+    """
+
+    model: str
+    conversation: Conversation
+    tool_use: ToolUse
+    has_thinking: bool
+    """True if the request says whether the model is to reason (`thinking`)."""
+    effort: str | None
+    """How much the model should reason (`output_config.effort`), for templates that read it."""
+    output_schema: dict[str, Any] | None
+    """JSON Schema that the output has to follow; None for text."""
+
+
+_Display = Literal["summarized", "omitted"] | None
+
+
+class _Enabled(Struct, tag_field="type", tag="enabled"):
+    budget_tokens: int | None = None
+    display: _Display = None
+
+
+class _Adaptive(Struct, tag_field="type", tag="adaptive"):
+    display: _Display = None
+
+
+class _Disabled(Struct, tag_field="type", tag="disabled"):
+    display: _Display = None
+
+
+_Thinking = _Enabled | _Adaptive | _Disabled
+
+
+class _JsonSchema(Struct, tag_field="type", tag="json_schema"):
+    schema: dict[str, Any]
+    name: Annotated[str, Meta(min_length=1)] | None = None
+
+
+class _OutputConfig(Struct):
+    effort: str | None = None
+    format: _JsonSchema | None = None
+
+
+_PROMPT_FIELDS = (
+    Field("model", String(), required=True),
+    Field("messages", Parsed(parse_messages, MESSAGES), "The conversation so far.", required=True),
+    Field("system", Parsed(parse_system, SYSTEM), "The system prompt."),
+    Field("tools", Parsed(parse_tools, TOOLS), "Tools that the model may call."),
+    Field("tool_choice", Typed(ToolChoiceBlock), "Whether the model may or must call a tool, and which."),
+    Field("thinking", Typed(_Thinking), "Whether the model reasons before it answers."),
+    Field("output_config", Typed(_OutputConfig), "The JSON Schema of the output, and how much effort to make."),
+    Field("output_format", Typed(_JsonSchema), "The older name of `output_config.format`."),
+    TEMPLATE_KWARGS_FIELD,
+    Field("cache_control", JsonObject(), "Prompts are cached without it."),
+    Field("mcp_servers", Unsupported(([],)), "No tools run in this server."),
+    Field("thread", Unsupported(), "No state of conversations is kept; send all messages."),
+    Field("compaction", Unsupported(), "No conversation is summarized."),
+    *ANTHROPIC_FIELDS,
+)
+_GENERATION_FIELDS = (
+    Field("max_tokens", Integer(1, INT32_MAX), "At most this many; fewer if the context has less room.", required=True),
+    Field("stop_sequences", Strings(MAX_STOPS, MAX_STOP_CHARS), "Strings that end the output."),
+)
+_OWN_NAMES = {field.name for field in (*_PROMPT_FIELDS, *_GENERATION_FIELDS)}
+BODY = BodyFormat(
+    (
+        *(field for field in OPTION_FIELDS if field.name not in {*NOT_HERE, *_OWN_NAMES}),
+        *_PROMPT_FIELDS,
+        *_GENERATION_FIELDS,
+    )
+)
+COUNT_BODY = BodyFormat(_PROMPT_FIELDS)
+
+
+def parse_message_request(body: bytes, ignored: IgnoredFields) -> MessagesRequest:
+    """Parse the body of `/v1/messages`.
+
+    Raises ApiError 400 if it is malformed, and for a value out of range or not supported.
+    """
+    values = BODY.read(body, ignored)
+    prompt = _prompt(values, ignored)
+    # The field is required, so clients ask for more than there may be room for: it is lowered like a default.
+    absent = dict.fromkeys(NOT_HERE) | {"stop": values["stop_sequences"], "n": 1, "return_token_ids": False}
+    options = generation_options({**values, **absent}, None, values["max_tokens"], None)
+    if prompt.output_schema is not None:
+        wanted = {"name": "output", "schema": prompt.output_schema, "strict": True}
+        options = structs.replace(options, response_format={"type": "json_schema", "json_schema": wanted})
+    hidden = values["thinking"] is not None and values["thinking"].display == "omitted"
+    return MessagesRequest(options, prompt, hidden)
+
+
+def parse_count_request(body: bytes, ignored: IgnoredFields) -> PromptRequest:
+    """Parse the body of `/v1/messages/count_tokens`.
+
+    Raises ApiError 400 if it is malformed, and for a value out of range or not supported.
+    """
+    return _prompt(COUNT_BODY.read(body, ignored), ignored)
+
+
+def _prompt(values: Mapping[str, Any], ignored: IgnoredFields) -> PromptRequest:
+    use = messages_tool_use(values["tools"] or GivenTools(), values["tool_choice"], ignored)
+    if isinstance(values["thinking"], _Enabled):
+        # A budget cannot be enforced: the model ends its reasoning itself.
+        ignored.add("thinking.budget_tokens")
+    output: _OutputConfig = values["output_config"] or _OutputConfig()
+    output_format = output.format or values["output_format"]
+    system = [{"role": "system", "content": values["system"]}] if values["system"] else []
+    # A last message of the assistant is the beginning of the answer.
+    continues = values["messages"][-1]["role"] == "assistant"
+    conversation = Conversation(
+        messages=[*system, *values["messages"]],
+        tools=use.template_tools,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        template_kwargs={**_thinking_kwargs(values["thinking"]), **template_kwargs(values)},
+    )
+    schema = None if output_format is None else output_format.schema
+    effort = _EFFORTS.get(output.effort or "", output.effort)
+    return PromptRequest(values["model"], conversation, use, values["thinking"] is not None, effort, schema)
+
+
+def _thinking_kwargs(thinking: _Thinking | None) -> dict[str, Any]:
+    """Return the variable by which templates switch reasoning on and off."""
+    return {} if thinking is None else {"enable_thinking": not isinstance(thinking, _Disabled)}

@@ -1,0 +1,103 @@
+"""The response of `POST /v1/messages`: one message, or the events that build it."""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tandem.frontend.api.formatter import named_event
+from tandem.frontend.api.messages.blocks import BlockEvent, ContentBlocks
+from tandem.frontend.api.messages.errors import anthropic_error, anthropic_status
+from tandem.frontend.chat.message_parser import MessageShape
+from tandem.frontend.errors import ApiError
+from tandem.frontend.generation.admission import Admitted
+from tandem.frontend.generation.choice import ChoiceDelta
+from tandem.frontend.generation.generation import Usage
+from tandem.protocol.errors import FinishReason
+
+PING = named_event("ping", {"type": "ping"})
+"""Event that keeps a connection open while nothing else is sent."""
+
+_STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
+
+
+class MessagesFormatter:
+    """Format one response of `/v1/messages`.
+
+    `request_id` is repeated in the error that ends a stream.
+    """
+
+    def __init__(self, admitted: Admitted, shape: MessageShape, hide_thinking: bool, request_id: str) -> None:
+        self._parser = shape.new_parser()
+        self._blocks = ContentBlocks(hide_thinking)
+        self._request_id = request_id
+        self._prompt_tokens = admitted.prompt_tokens
+        self._is_lowered = admitted.prompt_of(0).max_tokens < admitted.options.max_tokens
+        """True if the context has less room than `max_tokens`."""
+        self._ending: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
+        self._head = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": admitted.model.name,
+        }
+
+    def opening(self) -> bytes:
+        # How much of the prompt was cached is known later; the last event has the final counts.
+        usage = {**_usage(self._prompt_tokens, 0), "output_tokens": 0}
+        return _encoded([("message_start", {"message": {**self._head, "content": [], **self._ending, "usage": usage}})])
+
+    def batch(self, pieces: Sequence[ChoiceDelta]) -> bytes:
+        return _encoded([event for piece in pieces for event in self._read(piece)])
+
+    def closing(self, usage: Usage) -> bytes:
+        last = ("message_delta", {"delta": self._ending, "usage": self._usage(usage)})
+        return _encoded([*self._blocks.end(), last, ("message_stop", {})])
+
+    def failure(self, error: ApiError) -> bytes:
+        status = anthropic_status(error.status, error.code)
+        return b"event: error\ndata: " + anthropic_error(status, error.message, self._request_id) + b"\n\n"
+
+    def whole(self, choices: Sequence[ChoiceDelta], usage: Usage) -> bytes:
+        for piece in choices:
+            self._read(piece)
+        self._blocks.end()
+        content = {"content": self._blocks.blocks, **self._ending, "usage": self._usage(usage)}
+        return msgspec.json.encode({**self._head, **content})
+
+    def _read(self, piece: ChoiceDelta) -> list[BlockEvent]:
+        events = [event for delta in self._parser.push(piece) for event in self._blocks.write(delta)]
+        if piece.finish_reason is not None:
+            self._ending = {"stop_reason": self._stop_reason(piece), "stop_sequence": piece.stop_string}
+        return events
+
+    def _stop_reason(self, piece: ChoiceDelta) -> str:
+        if piece.stop_string is not None:
+            return "stop_sequence"
+        if piece.finish_reason == FinishReason.LENGTH.value:
+            return "model_context_window_exceeded" if self._is_lowered else "max_tokens"
+        return _STOP_REASONS[self._parser.finish_reason(piece.finish_reason or "stop")]
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        counts = _usage(usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens)
+        shown: dict[str, Any] = {**counts, "output_tokens": usage.completion_tokens}
+        if self._parser.reasoning_tokens is not None:
+            shown["output_tokens_details"] = {"thinking_tokens": self._parser.reasoning_tokens}
+        return shown
+
+
+def _usage(prompt_tokens: int, cached_tokens: int) -> dict[str, int]:
+    """Count the tokens of a prompt as Anthropic does.
+
+    It leaves the cached ones out of `input_tokens`.
+    """
+    return {
+        "input_tokens": prompt_tokens - cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached_tokens,
+    }
+
+
+def _encoded(events: Sequence[BlockEvent]) -> bytes:
+    return b"".join([named_event(event, {"type": event, **fields}) for event, fields in events])

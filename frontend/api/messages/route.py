@@ -1,0 +1,92 @@
+"""The routes of Anthropic's API: `POST /v1/messages` and its `count_tokens`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from time import monotonic
+
+from fastapi import APIRouter, Request
+from msgspec import structs
+from starlette.responses import Response
+
+from tandem.frontend.api.generation_response import GenerationResponse
+from tandem.frontend.api.messages.errors import request_id
+from tandem.frontend.api.messages.request import (
+    BODY,
+    COUNT_BODY,
+    NAMES,
+    PromptRequest,
+    parse_count_request,
+    parse_message_request,
+)
+from tandem.frontend.api.messages.response import MessagesFormatter
+from tandem.frontend.api.openapi import generates_anthropic, json_response, takes_anthropic
+from tandem.frontend.api.service import Service
+from tandem.frontend.errors import ApiError
+from tandem.frontend.generation.generation import Generation
+from tandem.frontend.request.conversation import Conversation
+from tandem.frontend.request.ignored_fields import IgnoredFields
+from tandem.frontend.request.schema import ID, closed
+
+_COUNTED = closed({"input_tokens": ID})
+
+
+def messages_router(service: Service) -> APIRouter:
+    """Build the routes of `/v1/messages`."""
+    router = APIRouter()
+
+    @router.post("/v1/messages", openapi_extra=generates_anthropic(BODY.schema()))
+    async def messages(request: Request) -> Response:
+        """Continue a conversation; Anthropic's interface."""
+        arrived = monotonic()
+        ignored = service.ignored_fields(request)
+        async with service.pending.receive(request, partial(parse_message_request, ignored=ignored)) as parsed:
+            with _own_names():
+                conversation = _read_by_template(service, parsed.prompt, ignored)
+                admitted, shape = await service.chat.admit(
+                    parsed.options, conversation, parsed.prompt.tool_use, service.ready()
+                )
+        generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
+        formatter = MessagesFormatter(admitted, shape, parsed.hide_thinking, request_id(request.scope))
+        return GenerationResponse(generation, formatter, service)
+
+    @router.post(
+        "/v1/messages/count_tokens",
+        openapi_extra=takes_anthropic(COUNT_BODY.schema(), json_response("The number of tokens.", _COUNTED)),
+    )
+    async def count_tokens(request: Request) -> dict[str, int]:
+        """Count the tokens of the prompt that a message with these fields would have."""
+        ignored = service.ignored_fields(request)
+        async with service.pending.receive(request, partial(parse_count_request, ignored=ignored)) as prompt:
+            with _own_names():
+                service.admission.named(prompt.model, service.ready().model)
+                text = await service.chat.render(_read_by_template(service, prompt, ignored))
+            ids = await service.tokenizer.encode(text, False)
+        return {"input_tokens": len(ids)}
+
+    return router
+
+
+def _read_by_template(service: Service, prompt: PromptRequest, ignored: IgnoredFields) -> Conversation:
+    """Return the conversation with the settings of reasoning that its template reads.
+
+    The others are recorded as ignored.
+    """
+    conversation = prompt.conversation
+    if prompt.has_thinking and not service.chat.reads("enable_thinking"):
+        ignored.add("thinking")
+    if prompt.effort is None:
+        return conversation
+    if not service.chat.reads("reasoning_effort"):
+        ignored.add("output_config.effort")
+        return conversation
+    return structs.replace(conversation, reasoning_effort=prompt.effort)
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Raise the errors of a chat's admission with the field names of these routes."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(NAMES) from None
