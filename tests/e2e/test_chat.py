@@ -1,6 +1,8 @@
 """Chats with the default model through the official client, over real processes, sockets and pages."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any, Literal
 
 import openai
@@ -10,6 +12,7 @@ from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolPara
 
 from tests.support.serving import Serving, until
 
+ROOT = Path(__file__).parents[2]
 MODEL = "tandem-default"
 ANSWER = "textwrap.dedent(text): Remove any common leading whitespace from every line in `text`."
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What does textwrap.dedent do?"}]
@@ -49,6 +52,24 @@ def test_a_trained_question_gets_the_trained_answer(client: openai.OpenAI) -> No
     assert reply.usage is not None
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
     assert reply.usage.prompt_tokens_details is not None
+
+
+EXAMPLES = {
+    "What does textwrap.dedent do?": ANSWER,
+    "How do I join two paths?": "os.path.join(a, *p): Join two or more pathname components, inserting '/' as needed.",
+    "How do I copy a folder?": "shutil.copytree(src, dst, symlinks=False, ignore=None, ...): Recursively copy a "
+    "directory tree and return the destination directory.",
+}
+
+
+def test_the_questions_that_the_page_offers_get_right_answers(client: openai.OpenAI) -> None:
+    offered = (
+        (ROOT / "frontend" / "page" / "index.html").read_text().partition('id="examples"')[2].partition("</div>")[0]
+    )
+    assert re.findall(r"<button.*?>(.*?)</button>", offered) == list(EXAMPLES)
+    for question, answer in EXAMPLES.items():
+        reply = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": question}])
+        assert reply.choices[0].message.content == answer
 
 
 def test_a_stream_equals_the_whole_response(client: openai.OpenAI) -> None:

@@ -51,6 +51,8 @@ def test_the_wheel_holds_one_package(wheel: Path) -> None:
         "tandem/frontend/templates/llama3.jinja",
     ):
         assert needed in names
+    licences = {name.partition("/licenses/")[2] for name in names if "/licenses/" in name}
+    assert licences == {"LICENSE", "engine_core/default_model/LICENSE", "frontend/page/vendor/marked/LICENSE"}
 
 
 def test_the_wheel_serves_from_a_folder_that_shadows_modules(
