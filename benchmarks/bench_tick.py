@@ -29,8 +29,8 @@ from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.contracts import DeviceTimes, Masks, StepResult
 from tandem.engine_core.engine import Engine
-from tandem.engine_core.kv_cache.manager import CACHE, KVManager
-from tandem.engine_core.kv_cache.pages import PageAllocator
+from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.masks import MaskFiller

@@ -14,7 +14,8 @@ from msgspec import Struct
 
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.integers import ceil_div
-from tandem.engine_core.kv_cache.pages import PageAllocator
+from tandem.engine_core.kv_cache.audit import audit_owners, audit_readers
+from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.pending_pages import PendingPages
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
@@ -22,8 +23,6 @@ from tandem.engine_core.plan import ScheduledSequence
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode
 
-CACHE = -1
-"""Owner of the pages in the prefix cache; other owners are ids of sequences."""
 EVICT_AHEAD = 4096
 """Number of evictable pages for each of which one page more than needed is evicted: together they cost less."""
 
@@ -355,43 +354,10 @@ class KVManager:
         The list is empty if there are none. held: every sequence that holds pages.
         """
         sequences = list(held)
-        problems = [*self.pages.audit(), *self._audit_pages(sequences), *self._audit_nodes(sequences)]
+        problems = [*audit_owners(self.pages, self.tree, sequences), *audit_readers(self.tree, sequences)]
         num_registered = sum([bool(seq.cache.pending_key) for seq in sequences])
         if num_registered != len(self.pending):
             problems.append(f"{len(self.pending)} pages are pending, sequences have registered {num_registered}")
-        return problems
-
-    def _audit_pages(self, sequences: Items[Sequence]) -> list[str]:
-        """Compare the owner of every page with the sequences and nodes that hold it."""
-        owned = {owner: sorted(pages) for owner, pages in self.pages.owned().items()}
-        expected = {seq.id: sorted(seq.pages[len(seq.cache.nodes) :]) for seq in sequences}
-        if self.tree is not None:
-            groups = range(self.tree.num_groups)
-            held = [page for group in groups for page in self.tree.pages(list(self.tree), group) if page >= 0]
-            expected[CACHE] = sorted(held)
-        if {owner: pages for owner, pages in expected.items() if pages} != owned:
-            return [f"pages belong to {owned}, expected {expected}"]
-        return []
-
-    def _audit_nodes(self, sequences: Items[Sequence]) -> list[str]:
-        """Compare the locks of every node with its readers.
-
-        Also compare the readers' page tables with the pages of their nodes.
-        """
-        tree = self.tree
-        if tree is None:
-            return [f"{seq} holds nodes without a prefix cache" for seq in sequences if seq.cache.nodes]
-        problems = tree.audit()
-        readers: dict[int, int] = {}
-        for seq in sequences:
-            nodes = seq.cache.nodes
-            if tree.pages(nodes) != seq.pages[: len(nodes)]:
-                problems.append(f"{seq} has pages {seq.pages[: len(nodes)]}, its nodes hold {tree.pages(nodes)}")
-            for node in nodes:
-                readers[node] = readers.get(node, 0) + 1
-        for node in {*tree, *readers}:
-            if tree.num_readers(node) != readers.get(node, 0):
-                problems.append(f"node {node} has {tree.num_readers(node)} locks, {readers.get(node, 0)} readers")
         return problems
 
 

@@ -4,12 +4,15 @@ from collections.abc import Sequence
 
 from tandem.engine_core.plan import PADDING_PAGE
 
+CACHE = -1
+"""Owner of the pages in the prefix cache; other owners are ids of sequences."""
+
 
 class PageAllocator:
     """Allocator of pages, in O(1) each, that records the owner of every page.
 
     With the owners known, a double free or a leak is found at the place of the error.
-    Owners are integers: ids of sequences, and negative numbers for others.
+    Owners are integers: ids of sequences, and CACHE.
     """
 
     def __init__(self, pages: int) -> None:

@@ -1,4 +1,4 @@
-"""Gates to the resources of a running sequence, and leases on them.
+"""Admission of waiting sequences through gates to rows and pages.
 
 A gate declines with None, or returns the call that undoes the admission. Those calls are kept on `sequence.leases`,
 which the scheduler closes once, when no step in flight holds the sequence any more.
@@ -11,10 +11,13 @@ from typing import Protocol
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import PADDING_ROW
+from tandem.engine_core.scheduler.queue import WaitingQueue
 from tandem.engine_core.sequence import Sequence
 
 MAX_RESERVE_FRACTION = 16
 """An admission leaves one page for each sequence that may still grow, but at most 1/16 of the pool."""
+MAX_BYPASSED = 64
+"""Sequences at the head of the queue that may wait for a shared page while those behind them are admitted."""
 
 
 class Gate(Protocol):
@@ -103,3 +106,41 @@ def admit(seq: Sequence, gates: Iterable[Gate]) -> bool:
             stack.callback(release)
         seq.leases = stack.pop_all()
         return True
+
+
+class Admission:
+    """Admission of waiting sequences, in the order of the queue."""
+
+    def __init__(self, rows: RowGate, memory: KVManager, chunk: int) -> None:
+        """Start with nothing declined.
+
+        chunk: positions that a first step could compute; 0: all of them.
+        """
+        self.memory = memory
+        self._gates = (rows, PageGate(memory, chunk))
+        self._declined = (-1, -1)
+        """Id of the sequence that the gates declined last, and `KVManager.epoch` then: until that changes they would
+        decline it again."""
+
+    def admit(self, waiting: WaitingQueue) -> list[Sequence]:
+        """Take sequences out of the queue while every gate accepts them.
+
+        Return those taken. One whose next page is being computed by a running sequence waits for it without blocking
+        the others.
+        """
+        admitted: list[Sequence] = []
+        num_bypassed = 0
+        for seq in waiting:
+            if self.memory.waits_for_prefix(seq):
+                num_bypassed += 1
+                if num_bypassed > MAX_BYPASSED:
+                    break
+                continue
+            if self._declined == (seq.id, self.memory.epoch):
+                break
+            if not admit(seq, self._gates):
+                self._declined = (seq.id, self.memory.epoch)
+                break
+            waiting.remove(seq)
+            admitted.append(seq)
+        return admitted

@@ -9,7 +9,7 @@ from tandem.engine_core.contracts import NO_TOKEN, Constraint, Masks, StepResult
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
-from tandem.engine_core.scheduler.admission import PageGate, RowGate, admit
+from tandem.engine_core.scheduler.admission import Admission, RowGate
 from tandem.engine_core.scheduler.constrained import append_tokens, check_stop, get_masks, jump_forward
 from tandem.engine_core.scheduler.logprobs import add_logprobs
 from tandem.engine_core.scheduler.planner import Planner, SchedulerLimits
@@ -19,9 +19,6 @@ from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, Started
-
-MAX_BYPASSED = 64
-"""Sequences at the head of the queue that may wait for a shared page while those behind them are admitted."""
 
 
 class Scheduler:
@@ -44,16 +41,13 @@ class Scheduler:
         self.updates = SchedulerUpdates()
         self.preemptions = 0
         self.planner = Planner(memory, limits, policy, self.preempt)
-        self._gates = (rows, PageGate(memory, limits.prefill_chunk and limits.max_step_tokens))
+        self._admission = Admission(rows, memory, limits.prefill_chunk and limits.max_step_tokens)
         self._running = RunningSequences()
         self._open: dict[tuple[bytes, int], Sequence] = {}
         self._held: dict[int, Sequence] = {}
         """Sequences whose leases are open, zombies included, by id."""
         self._preempting: list[Sequence] = []
         """Preempted sequences that a step in flight still holds."""
-        self._declined = (-1, -1)
-        """Id of the sequence that the gates declined last, and `KVManager.epoch` then: until that changes they would
-        decline it again."""
         self._now = 0.0
 
     @property
@@ -120,29 +114,15 @@ class Scheduler:
     def admit_waiting(self) -> list[Sequence]:
         """Move sequences from the queue to running while every gate accepts them.
 
-        Return those moved, in the order of the queue. One whose next page is being computed by a running sequence waits
-        for it without blocking the others. A sequence with a grammar takes at once what the grammar forces at its
-        beginning, which may end it: call again until nothing is moved.
+        Return those moved, in the order of the queue. A sequence with a grammar takes at once what the grammar forces
+        at its beginning, which may end it: call again until nothing is moved.
         """
         if not self.rows.free or (self.running and self.planner.out_of_pages) or (self.limits.static and self._held):
             return []
-        moved: list[Sequence] = []
-        num_bypassed = 0
-        for seq in self.waiting:
-            if self.memory.waits_for_prefix(seq):
-                num_bypassed += 1
-                if num_bypassed > MAX_BYPASSED:
-                    break
-                continue
-            if self._declined == (seq.id, self.memory.epoch):
-                break
-            if not admit(seq, self._gates):
-                self._declined = (seq.id, self.memory.epoch)
-                break
-            self.waiting.remove(seq)
+        moved = self._admission.admit(self.waiting)
+        for seq in moved:
             self._held[seq.id] = seq
             self._running.add(seq)
-            moved.append(seq)
         for seq in moved:
             if seq.constraint is not None:
                 self._begin_constrained(seq)

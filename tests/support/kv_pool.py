@@ -1,7 +1,7 @@
 """A KV pool of the real parts, and what tests do to one from outside."""
 
-from tandem.engine_core.kv_cache.manager import CACHE, KVManager
-from tandem.engine_core.kv_cache.pages import PageAllocator
+from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Items
 
 from tandem.engine_core.contracts import Masks, StepResult
 from tandem.engine_core.engine import Engine
-from tandem.engine_core.kv_cache.manager import CACHE, KVManager
-from tandem.engine_core.kv_cache.pages import PageAllocator
+from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
 from tandem.engine_core.plan import StepPlan
