@@ -156,6 +156,18 @@ def test_a_failure_is_logged_with_its_id(
     assert 'route="/v1/models",status="500"' in get(server.url + "/metrics").text
 
 
+def test_a_flood_of_503s_is_few_lines_of_the_log(config: FrontendConfig, caplog: pytest.LogCaptureFixture) -> None:
+    running = RunningServer(config).start()
+    try:
+        for _ in range(20):
+            assert post(running.url + "/v1/completions", json=BODY).status_code == 503
+    finally:
+        running.stop()
+    assert (
+        sum(message.startswith("503 for POST '/v1/completions', request id req_") for message in caplog.messages) == 1
+    )
+
+
 def test_route_labels_are_bounded() -> None:
     assert route_label("/v1/chat/completions") == "/v1/chat/completions"
     assert route_label("/v1/models/a/b") == "/v1/models/{model}"

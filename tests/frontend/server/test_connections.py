@@ -1,0 +1,137 @@
+"""The table of connections: whom it closes to make room, and how many may have a request."""
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from tandem.frontend.metrics import ConnectionMetrics
+from tandem.frontend.server.connections import Closed, Connections
+from tandem.frontend.server.rate_limited_log import RateLimitedLog
+
+
+class Recorded(RateLimitedLog):
+    """A log that keeps all messages, without an event loop."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.getLogger("connections"))
+        self.messages: list[tuple[str, str]] = []
+
+    def warning(self, kind: str, message: str) -> None:
+        self.messages.append((kind, message))
+
+
+class Peer:
+    """A connection that knows whether it was closed and when it was checked."""
+
+    def __init__(self, name: int = 0) -> None:
+        self.peer = f"peer {name}"
+        self.is_evicted = False
+        self.checks: list[float] = []
+
+    def check(self, now: float) -> None:
+        self.checks.append(now)
+
+    def evict(self) -> None:
+        assert not self.is_evicted
+        self.is_evicted = True
+
+
+class Table(Connections):
+    def __init__(self, limit: int) -> None:
+        self.registry = CollectorRegistry()
+        self.log = Recorded()
+        super().__init__(limit, 0.001, ConnectionMetrics(self.registry), self.log)
+
+
+@pytest.mark.parametrize(("limit", "most"), [(2, 1), (8, 7), (16, 14), (64, 56), (512, 448), (16384, 16320)])
+def test_an_eighth_of_the_places_but_at_most_64_is_kept_from_requests(limit: int, most: int) -> None:
+    assert Table(limit).max_requests == most
+
+
+STEPS = st.lists(st.tuples(st.sampled_from(["add", "claim", "release", "remove"]), st.integers(0, 30)))
+
+
+@given(st.integers(2, 12), STEPS)
+def test_table_keeps_its_limits_and_evicts_the_longest_waiting(limit: int, steps: list[tuple[str, int]]) -> None:
+    table = Table(limit)
+    waiting: list[Peer] = []
+    busy: list[Peer] = []
+    for step, number in steps:
+        everyone = waiting + busy
+        chosen = everyone[number % len(everyone)] if everyone else Peer()
+        if step == "add":
+            new = Peer(number)
+            expected = waiting.pop(0) if len(everyone) >= limit else None
+            table.add(new)
+            assert expected is None or expected.is_evicted
+            waiting.append(new)
+        elif step == "claim" and everyone:
+            accepted = table.claim(chosen)
+            assert accepted == (chosen in busy or len(busy) < table.max_requests)
+            if accepted and chosen in waiting:
+                waiting.remove(chosen)
+                busy.append(chosen)
+        elif step == "release" and chosen in busy:
+            table.release(chosen)
+            busy.remove(chosen)
+            waiting.append(chosen)
+        elif step == "remove" and everyone:
+            table.remove(chosen)
+            (busy if chosen in busy else waiting).remove(chosen)
+        assert len(table) == len(waiting) + len(busy) <= limit
+        assert table.num_requests == len(busy) <= table.max_requests
+        assert not any(peer.is_evicted for peer in waiting + busy)
+
+
+def test_successor_takes_the_place_of_its_entry_in_a_full_table() -> None:
+    table = Table(2)
+    first, second, third = Peer(1), Peer(2), Peer(3)
+    table.add(first)
+    table.add(second)
+    table.add(third, successor_of=second)
+    assert len(table) == 2
+    assert not first.is_evicted
+    assert not second.is_evicted
+
+
+def test_removed_connection_is_not_taken_back_by_its_release() -> None:
+    table, peer = Table(2), Peer()
+    table.add(peer)
+    assert table.claim(peer)
+    table.remove(peer)
+    table.release(peer)
+    assert len(table) == 0
+
+
+def test_eviction_is_counted_and_says_what_to_raise() -> None:
+    table = Table(2)
+    for number in range(3):
+        table.add(Peer(number))
+    ((kind, message),) = table.log.messages
+    assert kind == Closed.EVICTED
+    assert message.startswith("connection from peer 0: all 2 connections are taken")
+    assert "--limit-concurrency" in message
+    name = "tandem_frontend_connections_closed_total"
+    assert table.registry.get_sample_value(name, {"reason": "evicted"}) == 1
+
+
+def test_every_connection_is_checked_again_and_again() -> None:
+    async def run() -> None:
+        table = Table(2000)
+        peers = [Peer(number) for number in range(1000)]
+        for peer in peers:
+            table.add(peer)
+            if peer is not peers[0]:
+                table.claim(peer)
+        watch: asyncio.Task[Any] = asyncio.create_task(table.watch())
+        async with asyncio.timeout(30):
+            while min(len(peer.checks) for peer in peers) < 2:
+                await asyncio.sleep(0)
+        watch.cancel()
+
+    asyncio.run(run())
