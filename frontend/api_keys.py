@@ -76,5 +76,13 @@ class ApiKeys:
         return found
 
 
+def owner_name(key: bytes) -> str:
+    """Return the name under which objects of an API key are stored.
+
+    It is a digest, which does not tell the key.
+    """
+    return _digest(key).hex()
+
+
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()

@@ -4,7 +4,8 @@ It ends as soon as the client disconnects.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeVar, TypeVarTuple
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -13,10 +14,13 @@ from tandem.frontend.api.formatter import Formatter
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
-from tandem.frontend.generation.generation import Generation
+from tandem.frontend.generation.generation import Generation, Usage
 
 MAX_INLINE_LOGPROBS = 1024
 """Maximum number of tokens with log-probabilities for which a whole response is encoded in the event loop."""
+
+_Arguments = TypeVarTuple("_Arguments")
+_Result = TypeVar("_Result")
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -81,21 +85,40 @@ class GenerationResponse(Response):
                 if body := formatter.batch(batch):
                     await _send_body(send, body)
         except ApiError as error:
-            await _send_body(send, formatter.failure(error), more=False)
+            await _send_body(send, await self.fail(error), more=False)
             return
-        await _send_body(send, formatter.closing(generation.usage()), more=False)
+        await _send_body(send, await self.end(generation.usage()), more=False)
 
     async def _whole(self, send: Send) -> None:
         generation = self._generation
         generation.start(*self._service.config.load_limits)
         choices = await collect_choices(generation.batches(), generation.admitted.num_choices)
-        whole, usage = self._formatter.whole, generation.usage()
-        num_logprobs = sum([len(choice.logprobs) for choice in choices])
-        inline = num_logprobs <= MAX_INLINE_LOGPROBS
-        body = whole(choices, usage) if inline else await self._service.parser.run(whole, choices, usage)
+        body = await self.encode(choices, generation.usage())
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await _send_body(send, body, more=False)
+
+    async def end(self, usage: Usage) -> bytes:
+        """Return the end of a stream that succeeded."""
+        return self._formatter.closing(usage)
+
+    async def fail(self, error: ApiError) -> bytes:
+        """Return the end of a stream that failed."""
+        return self._formatter.failure(error)
+
+    async def encode(self, choices: Sequence[ChoiceDelta], usage: Usage) -> bytes:
+        """Encode a response that is not streamed."""
+        return await self.run_apart(choices, self._formatter.whole, choices, usage)
+
+    async def run_apart(
+        self, choices: Sequence[ChoiceDelta], format_choices: Callable[[*_Arguments], _Result], *arguments: *_Arguments
+    ) -> _Result:
+        """Run a function that formats choices.
+
+        It runs in a thread if they have many log-probabilities.
+        """
+        inline = sum([len(choice.logprobs) for choice in choices]) <= MAX_INLINE_LOGPROBS
+        return format_choices(*arguments) if inline else await self._service.parser.run(format_choices, *arguments)
 
 
 async def collect_choices(batches: AsyncIterator[list[ChoiceDelta]], count: int) -> list[ChoiceDelta]:

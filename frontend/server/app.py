@@ -20,6 +20,7 @@ from tandem.frontend.api.messages.route import messages_router
 from tandem.frontend.api.models import models_router
 from tandem.frontend.api.page import page_paths, page_router
 from tandem.frontend.api.responses.route import responses_router
+from tandem.frontend.api.responses.stored_route import stored_responses_router
 from tandem.frontend.api.service import Service
 from tandem.frontend.api.sessions import sessions_router
 from tandem.frontend.api.tokenize import tokenize_router
@@ -47,7 +48,7 @@ def create_app(service: Service) -> ASGIApp:
         redirect_slashes=False,
     )  # fmt: skip
     generating = (completions_router, chat_router, responses_router, messages_router)
-    others = (models_router, tokenize_router, sessions_router, scheduler_router, health_router)
+    others = (stored_responses_router, models_router, tokenize_router, sessions_router, scheduler_router, health_router)
     routers = [*(maker(service) for maker in (*generating, *others)), page_router()]
     for router in routers:
         app.include_router(router)

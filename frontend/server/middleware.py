@@ -9,7 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.frontend.api.error_response import error_answer
 from tandem.frontend.api.messages.errors import REQUEST_ID_KEY, speaks_anthropic
-from tandem.frontend.api_keys import ApiKeys
+from tandem.frontend.api.owner import OWNER_KEY
+from tandem.frontend.api_keys import ApiKeys, owner_name
 from tandem.frontend.errors import ApiError
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.request.extra_fields import ignored_label
@@ -33,7 +34,12 @@ class RequireKey:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_open(scope["path"]) or self._has_key(scope):
+        if scope["type"] != "http" or self._is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        key = self._valid_key(scope)
+        if key is not None:
+            scope[OWNER_KEY] = owner_name(key)
             await self._app(scope, receive, send)
             return
         header = "'x-api-key: KEY' or 'authorization: Bearer KEY'" if speaks_anthropic(scope) else _BEARER
@@ -45,14 +51,13 @@ class RequireKey:
             response.headers["connection"] = "close"
         await response(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
-        """Tell whether a request has a valid key.
+    def _valid_key(self, scope: Scope) -> bytes | None:
+        """Return the key of a request if it is valid.
 
         Clients of Anthropic's API send it in a header of their own, `x-api-key`.
         """
-        if self._keys.accepts(_key(scope)):
-            return True
-        return speaks_anthropic(scope) and self._keys.accepts(_only(scope, b"x-api-key"))
+        given = [_key(scope), *([_only(scope, b"x-api-key")] if speaks_anthropic(scope) else [])]
+        return next((key for key in given if self._keys.accepts(key)), None)
 
     def _is_open(self, path: str) -> bool:
         return path.startswith(_OPEN_PREFIX) or path in self._open_paths
@@ -81,7 +86,11 @@ _ROUTES = (
     *("/v1/models", "/tokenize", "/detokenize"),
     *("/health/live", "/health/ready", "/metrics", "/version", "/openapi.json", "/", "/docs", "/admin/scheduler"),
 )
-_NAMED = {"/v1/models/": "/v1/models/{model}", "/v1/sessions/": "/v1/sessions/{session_id}"}
+_NAMED = {
+    "/v1/models/": "/v1/models/{model}",
+    "/v1/sessions/": "/v1/sessions/{session_id}",
+    "/v1/responses/": "/v1/responses/{response_id}",
+}
 """Labels of routes whose paths end with a name, by their prefix."""
 
 

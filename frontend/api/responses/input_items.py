@@ -1,118 +1,267 @@
-"""The field `input` of `/v1/responses`.
+"""The field `input` of `/v1/responses`: the items of a conversation."""
 
-Its conversation items are converted to messages for chat templates.
-"""
-
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Raw, Struct, field
 
 from tandem.frontend.errors import malformed, unsupported
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.messages import MAX_MESSAGES, MAX_PARTS, tool_call
+from tandem.frontend.request.messages import MAX_MESSAGES, MAX_PARTS
 from tandem.frontend.request.schema import STRING, Schema, array, of_type
 from tandem.frontend.request.values import TypedDecoder
+from tandem.frontend.store.stored_response import StoredItem
 
 _Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class _InputText(Struct, tag_field="type", tag="input_text"):
+class InputText(Struct, tag_field="type", tag="input_text"):
+    """A text of the user, or of a tool."""
+
     text: str
     prompt_cache_breakpoint: Raw = field(default_factory=Raw)
 
 
-class _OutputText(Struct, tag_field="type", tag="output_text"):
+class OutputText(Struct, tag_field="type", tag="output_text"):
+    """A text of the model."""
+
     text: str
     annotations: Raw = field(default_factory=Raw)
     logprobs: Raw = field(default_factory=Raw)
 
 
-class _Refusal(Struct, tag_field="type", tag="refusal"):
+class Refusal(Struct, tag_field="type", tag="refusal"):
+    """A refusal of the model."""
+
     refusal: str
 
 
-class _Summary(Struct, tag_field="type", tag="summary_text"):
+class SummaryText(Struct, tag_field="type", tag="summary_text"):
+    """A summary of reasoning."""
+
     text: str
 
 
-class _ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
+class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
+    """Reasoning itself."""
+
     text: str
 
 
-class _Message(Struct):
+class Message(Struct):
+    """A message of any role but a tool's."""
+
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_InputText | _OutputText | _Refusal]
+    content: str | list[InputText | OutputText | Refusal]
     type: Literal["message"] = "message"
     id: str | None = None
     status: _Status | None = None
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class _Call(Struct):
+class FunctionCall(Struct):
+    """A call of a function."""
+
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
     id: str | None = None
     status: _Status | None = None
-    namespace: None = None
-    caller: None = None
+    namespace: str | None = None
+    caller: Raw = field(default_factory=Raw)
 
 
-class _Output(Struct):
-    type: Literal["function_call_output"]
+class CustomCall(Struct):
+    """A call of a custom tool."""
+
+    type: Literal["custom_tool_call"]
     call_id: str
-    output: str | list[_InputText]
+    name: str
+    input: str
+    id: str | None = None
+    status: _Status | None = None
+    namespace: str | None = None
+    caller: Raw = field(default_factory=Raw)
+
+
+class CallOutput(Struct):
+    """The result of a call of a function or a custom tool."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: str | list[InputText]
     id: str | None = None
     status: _Status | None = None
     name: str | None = None
-    namespace: None = None
-    caller: None = None
+    namespace: str | None = None
+    caller: Raw = field(default_factory=Raw)
 
 
-class _Reasoning(Struct):
+class LocalCall(Struct):
+    """A call of a tool that OpenAI's models know and that runs at the client."""
+
+    type: Literal["local_shell_call", "shell_call", "apply_patch_call"]
+    call_id: str
+    id: str | None = None
+    status: str | None = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+    environment: Raw = field(default_factory=Raw)
+    caller: Raw = field(default_factory=Raw)
+
+
+class ShellText(Struct):
+    """The output of one command of a shell."""
+
+    stdout: str = ""
+    stderr: str = ""
+    outcome: dict[str, Any] = {}
+
+
+class LocalOutput(Struct):
+    """The result of a call of a tool that OpenAI's models know."""
+
+    type: Literal["local_shell_call_output", "shell_call_output", "apply_patch_call_output"]
+    output: str | list[ShellText] | None = None
+    call_id: str | None = None
+    id: str | None = None
+    status: str | None = None
+    max_output_length: int | None = None
+    caller: Raw = field(default_factory=Raw)
+
+
+class Reasoning(Struct):
+    """Reasoning of the model ahead of what it said or called."""
+
     type: Literal["reasoning"]
-    summary: list[_Summary] = []
-    content: list[_ReasoningText] | None = None
+    summary: list[SummaryText] = []
+    content: list[ReasoningText] | None = None
     encrypted_content: str | None = None
     id: str | None = None
     status: _Status | None = None
 
 
-class _ItemType(Struct):
-    type: str = "message"
+class Reference(Struct):
+    """An item that is stored, by its id."""
+
+    id: str
+    type: Literal["item_reference"] | None = None
 
 
-_Item = _Message | _Call | _Output | _Reasoning
-_ITEMS: dict[str, type[_Item]] = {
-    "message": _Message,
-    "function_call": _Call,
-    "function_call_output": _Output,
-    "reasoning": _Reasoning,
+class Dropped(Struct):
+    """A record of a tool that OpenAI hosts, which says nothing to another model."""
+
+    type: str
+    id: str | None = None
+
+
+class _ItemHead(Struct):
+    type: str | None = None
+    role: Raw = field(default_factory=Raw)
+    id: Raw = field(default_factory=Raw)
+
+    @property
+    def kind(self) -> str:
+        """The type, which a message and a reference may leave out."""
+        is_reference = self.type is None and memoryview(self.id) and not memoryview(self.role)
+        return self.type or ("item_reference" if is_reference else "message")
+
+
+Item = Message | FunctionCall | CustomCall | CallOutput | LocalCall | LocalOutput | Reasoning | Reference | Dropped
+_ITEMS: dict[str, type[Item]] = {
+    "message": Message,
+    "function_call": FunctionCall,
+    "function_call_output": CallOutput,
+    "custom_tool_call": CustomCall,
+    "custom_tool_call_output": CallOutput,
+    "reasoning": Reasoning,
+    "item_reference": Reference,
+    **dict.fromkeys(("local_shell_call", "shell_call", "apply_patch_call"), LocalCall),
+    **dict.fromkeys(("local_shell_call_output", "shell_call_output", "apply_patch_call_output"), LocalOutput),
 }
+HOSTED_ITEMS = (
+    "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call",
+    "computer_call_output", "mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response",
+    "tool_search_call", "tool_search_output", "compaction", "context_compaction", "compaction_trigger",
+    "ghost_snapshot",
+)  # fmt: skip
+"""Items that are dropped, and recorded as ignored."""
 
-
+_HOSTED: Schema = {"type": "object", "properties": {"type": {"enum": [*HOSTED_ITEMS]}}, "required": ["type"]}
+INPUT: Schema = {
+    "anyOf": [
+        STRING,
+        array({"anyOf": [*(of_type(item) for item in dict.fromkeys(_ITEMS.values())), _HOSTED]}, MAX_PARTS, 1),
+    ]
+}
 _INPUT_DECODER = TypedDecoder(str | list[Raw])
-_TYPE_DECODER = TypedDecoder(_ItemType)
-_ITEM_DECODERS = {name: TypedDecoder(item) for name, item in _ITEMS.items()}
-
-INPUT: Schema = {"anyOf": [STRING, array({"anyOf": [of_type(item) for item in _ITEMS.values()]}, MAX_PARTS, 1)]}
+_HEAD_DECODER = TypedDecoder(_ItemHead)
+_DECODERS = {name: TypedDecoder(item) for name, item in _ITEMS.items()}
 
 
-def parse_input(raw: Raw, ignored: IgnoredFields) -> list[dict[str, Any]]:
-    """Parse the input as messages.
+class InputItem(Struct, frozen=True):
+    """One item of the input."""
 
-    A call belongs to the assistant's message before it, reasoning to the one after it; summaries and encrypted
-    reasoning mean nothing to a model and are dropped. Raises ApiError 400 for a malformed item, and for one that is
-    not supported; `param` is the path of the fault.
+    item: Item
+    raw: bytes
+    """Its JSON as the client wrote it."""
+
+    @property
+    def is_kept(self) -> bool:
+        """True for an item that is stored with its response."""
+        return not isinstance(self.item, Dropped)
+
+
+def parse_input(raw: Raw, ignored: IgnoredFields) -> list[InputItem]:
+    """Parse the items of an input.
+
+    Raises ApiError 400 for an item that is malformed or not supported; `param` is the path of the fault.
     """
     found = _split(raw)
     if isinstance(found, str):
-        return [{"role": "user", "content": found}]
+        return [InputItem(Message("user", found), b"")]
     if not found:
         raise malformed("{param} is an empty array; give at least one item", "input")
-    return _messages([_item(data, index, ignored) for index, data in enumerate(found)])
+    return [_item(data, index, ignored) for index, data in enumerate(found)]
+
+
+def parse_stored(items: Sequence[StoredItem]) -> list[InputItem]:
+    """Parse items of a store, which were checked when they arrived."""
+    unnoticed = IgnoredFields()
+    return [_item(Raw(item.body), index, unnoticed) for index, item in enumerate(items)]
+
+
+def check_count(items: Sequence[InputItem]) -> None:
+    """Raise ApiError 400 for more items than a conversation may have."""
+    if len(items) > MAX_PARTS:
+        raise unsupported(
+            f"{{param}} and the stored items are {len(items)} items; at most {MAX_PARTS} are allowed", "input"
+        )
+
+
+def stored_item(given: InputItem) -> StoredItem:
+    """Return an item as it is stored: with an id, and texts in parts."""
+    item = given.item
+    if isinstance(item, Message) and isinstance(item.content, str):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        part = {"type": kind, "text": item.content, **({"annotations": []} if item.role == "assistant" else {})}
+        fields: dict[str, Any] = {"type": "message", "role": item.role, "status": "completed", "content": [part]}
+    elif item.id is not None:
+        return StoredItem(item.id, given.raw)
+    else:
+        fields = {**({"type": "message"} if isinstance(item, Message) else {}), **msgspec.json.decode(given.raw)}
+    prefix = _ID_PREFIXES.get(fields["type"], "item")
+    item_id = item.id or f"{prefix}_{secrets.token_hex(24)}"
+    return StoredItem(item_id, msgspec.json.encode({**fields, "id": item_id}))
+
+
+_ID_PREFIXES: Mapping[str, str] = {
+    "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
+    "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
+}  # fmt: skip
 
 
 def _split(raw: Raw) -> str | list[Raw]:
@@ -128,45 +277,13 @@ def _split(raw: Raw) -> str | list[Raw]:
     return found
 
 
-def _item(data: Raw, index: int, ignored: IgnoredFields) -> _Item:
+def _item(data: Raw, index: int, ignored: IgnoredFields) -> InputItem:
     path = f"input[{index}]"
-    item_type = _TYPE_DECODER.decode(data, path).type
-    if item_type not in _ITEMS:
+    kind = _HEAD_DECODER.decode(data, path).kind
+    if kind in HOSTED_ITEMS and not ignored.refuse:
+        ignored.add(f"{path}.{kind}")
+        return InputItem(Dropped(kind), bytes(data))
+    if kind not in _ITEMS:
         known = ", ".join(_ITEMS)
-        raise unsupported(
-            f"{{param}}: {item_type[:40]!r} is not supported; this server accepts {known}", f"{path}.type"
-        )
-    item: _Item = _ITEM_DECODERS[item_type].read(data, path, ignored)
-    return item
-
-
-def _messages(items: Sequence[_Item]) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    reasoning: dict[str, Any] = {}
-    for item in items:
-        match item:
-            case _Reasoning():
-                text = _joined(item.content or [])
-                reasoning = {"reasoning_content": text} if text else {}
-                continue
-            case _Message(role="assistant"):
-                messages.append({"role": "assistant", "content": _joined(item.content), **reasoning})
-            case _Message():
-                messages.append({"role": item.role, "content": _joined(item.content)})
-            case _Output():
-                messages.append({"role": "tool", "content": _joined(item.output), "tool_call_id": item.call_id})
-            case _Call():
-                if reasoning or not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", **reasoning})
-                call = tool_call(item.call_id, item.name, item.arguments)
-                messages[-1].setdefault("tool_calls", []).append(call)
-        reasoning = {}
-    if reasoning:
-        messages.append({"role": "assistant", **reasoning})
-    return messages
-
-
-def _joined(content: str | Sequence[_InputText | _OutputText | _Refusal | _ReasoningText]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join([part.refusal if isinstance(part, _Refusal) else part.text for part in content])
+        raise unsupported(f"{{param}}: {kind[:40]!r} is not supported; this server accepts {known}", f"{path}.type")
+    return InputItem(_DECODERS[kind].read(data, path, ignored), bytes(data))

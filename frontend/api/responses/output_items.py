@@ -1,8 +1,12 @@
 """The output items of a response, and the stream events of their changes."""
 
 import secrets
+from collections.abc import Mapping
 from typing import Any, Literal
 
+from tandem.frontend.api.responses.custom_input import CustomInput
+from tandem.frontend.api.responses.message_logprobs import MessageLogprobs
+from tandem.frontend.api.responses.tools import ToolName
 from tandem.frontend.chat.message import CallArguments, CallStart, Content, MessageDelta, Reasoning
 
 StreamEvent = tuple[str, dict[str, Any]]
@@ -17,15 +21,20 @@ class OutputItems:
     """Assemble the deltas of one choice into items, in the order in which they begin.
 
     Another kind of output, or another call, ends the item before it. The items do not depend on how the text is split
-    into deltas.
+    into deltas. `names` are the client's names of the tools, by those that the model writes; `logprobs` has the
+    log-probabilities of the output's tokens, which each message gets when it ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[str, ToolName], logprobs: MessageLogprobs) -> None:
         self.items: list[dict[str, Any]] = []
+        self._logprobs = logprobs
+        self._names = names
         self._open: str | None = None
         """The type of the last item, while it is open."""
         self._parts: list[str] = []
         """The text of the open item so far, in parts."""
+        self._input = CustomInput()
+        """The input of the open item, if it is a call of a custom tool."""
 
     def write(self, delta: MessageDelta) -> list[StreamEvent]:
         """Append a delta and return its events."""
@@ -35,8 +44,9 @@ class OutputItems:
             case Reasoning(text):
                 return [*self._text_item("reasoning"), self._text_delta("reasoning", text)]
             case CallStart(_, call_id, name):
-                ended = self.end("completed")
-                return [*ended, self._add("function_call", "fc", call_id=call_id, name=name, arguments="")]
+                return [*self.end("completed"), self._begin_call(call_id, self._names.get(name) or ToolName(name))]
+            case CallArguments(_, text) if self._open == "custom_tool_call":
+                return self._input_delta(self._input.push(text))
             case CallArguments(_, text):
                 assert self._open == "function_call", f"arguments within {self._open}: {text!r}"
                 self._parts.append(text)
@@ -58,14 +68,29 @@ class OutputItems:
         if kind == "function_call":
             item["arguments"] = text
             events = [self._event("response.function_call_arguments.done", name=item["name"], arguments=text)]
+        elif kind == "custom_tool_call":
+            rest = self._input_delta(self._input.finish())
+            item["input"] = self._input.text
+            events = [*rest, self._event("response.custom_tool_call_input.done", input=item["input"])]
         else:
-            part = _part(kind, text)
+            logprobs = self._logprobs.take(text) if kind == "message" else []
+            part = _part(kind, text, logprobs)
             item["content"] = [part]
             events = [
-                self._event(f"{_STREAMED[kind]}.done", content_index=0, text=text, **_logprobs(kind)),
+                self._event(f"{_STREAMED[kind]}.done", content_index=0, text=text, **_logprobs(kind, logprobs)),
                 self._event("response.content_part.done", content_index=0, part=part),
             ]
         return [*events, self._item_event("response.output_item.done")]
+
+    def _begin_call(self, call_id: str, tool: ToolName) -> StreamEvent:
+        namespace = {} if tool.namespace is None else {"namespace": tool.namespace}
+        if tool.is_custom:
+            self._input = CustomInput()
+            return self._add("custom_tool_call", "ctc", call_id=call_id, name=tool.name, input="", **namespace)
+        return self._add("function_call", "fc", call_id=call_id, name=tool.name, arguments="", **namespace)
+
+    def _input_delta(self, text: str) -> list[StreamEvent]:
+        return [self._event("response.custom_tool_call_input.delta", delta=text)] if text else []
 
     def _text_item(self, kind: _TextKind) -> list[StreamEvent]:
         """Begin an item of text, unless one of this kind is open."""
@@ -76,11 +101,11 @@ class OutputItems:
             added = self._add(kind, "msg", role="assistant", content=[])
         else:
             added = self._add(kind, "rs", summary=[], content=[])
-        return [*ended, added, self._event("response.content_part.added", content_index=0, part=_part(kind, ""))]
+        return [*ended, added, self._event("response.content_part.added", content_index=0, part=_part(kind, "", []))]
 
     def _text_delta(self, kind: _TextKind, text: str) -> StreamEvent:
         self._parts.append(text)
-        return self._event(f"{_STREAMED[kind]}.delta", content_index=0, delta=text, **_logprobs(kind))
+        return self._event(f"{_STREAMED[kind]}.delta", content_index=0, delta=text, **_logprobs(kind, []))
 
     def _add(self, kind: str, prefix: str, **fields: Any) -> StreamEvent:
         self._open = kind
@@ -95,12 +120,15 @@ class OutputItems:
         return event, {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     if kind == "message":
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
     return {"type": "reasoning_text", "text": text}
 
 
-def _logprobs(kind: str) -> dict[str, Any]:
-    """Return the empty `logprobs` that OpenAI's types require of message text."""
-    return {"logprobs": []} if kind == "message" else {}
+def _logprobs(kind: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the `logprobs` that OpenAI's types require of message text.
+
+    They are required even if they are empty.
+    """
+    return {"logprobs": logprobs} if kind == "message" else {}

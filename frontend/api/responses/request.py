@@ -1,14 +1,15 @@
 """The body of `POST /v1/responses`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct, structs
 
-from tandem.frontend.api.responses.input_items import INPUT, parse_input
+from tandem.frontend.api.responses.input_items import INPUT, InputItem, parse_input
+from tandem.frontend.api.responses.item_messages import item_messages
+from tandem.frontend.api.responses.tools import TOOLS, ResponseTools, parse_tools
 from tandem.frontend.errors import unsupported
-from tandem.frontend.grammar.json_schema import SchemaError, check_schema
 from tandem.frontend.request.conversation import (
     REASONING_EFFORT,
     TEMPLATE_KWARGS_FIELD,
@@ -17,22 +18,16 @@ from tandem.frontend.request.conversation import (
 )
 from tandem.frontend.request.fields import BodyFormat, Field
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.kinds import Integer, Parsed, String, Typed
+from tandem.frontend.request.kinds import Boolean, Integer, OneOf, Parsed, String, Typed
 from tandem.frontend.request.options import INT32_MAX, OPTION_FIELDS, GenerationOptions, generation_options
-from tandem.frontend.request.schema import Schema, array, closed, constant, nullable, of_type
-from tandem.frontend.request.tools import (
-    MAX_TOOLS,
-    PARALLEL_FIELD,
-    FunctionSpec,
-    RequestedChoice,
-    Tool,
-    ToolUse,
-    checked_tools,
-    tool_use,
-)
-from tandem.frontend.request.unserved_kinds import Unsupported
+from tandem.frontend.request.schema import Schema, closed, constant, nullable
+from tandem.frontend.request.tools import PARALLEL_FIELD, RequestedChoice, ToolUse, tool_use
+from tandem.frontend.request.unserved_kinds import Ignored, Unsupported
 from tandem.frontend.request.values import decode_exact
+from tandem.protocol.params import MAX_TOP_LOGPROBS
 
+MAX_ID_CHARS = 256
+"""Maximum length of the id of a response in a request."""
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
@@ -43,6 +38,8 @@ INCLUDES = (
     "code_interpreter_call.outputs",
 )  # fmt: skip
 """Values of `include` that change nothing: reasoning is returned unencrypted, and the other outputs never exist."""
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+"""Value of `include` that asks for the log-probabilities of the text."""
 
 NOT_HERE = ("n", "response_format", "return_token_ids", "stream_format")
 """Shared options that a response lacks, or has under another name."""
@@ -52,10 +49,29 @@ class ResponsesRequest(Struct, frozen=True):
     """A validated request to `/v1/responses`."""
 
     options: GenerationOptions
-    conversation: Conversation
+    input: list[InputItem]
+    instructions: str | None
+    """System message of this response alone; it does not carry over to the next."""
+    tools: ResponseTools
     tool_use: ToolUse
+    template_kwargs: dict[str, Any]
+    reasoning_effort: str | None
+    previous_response_id: str | None
+    """Id of the stored response that this one continues."""
+    store: bool
+    """True if the response is to be stored."""
     settings: dict[str, Any]
     """The fields of a response that repeat the settings of its request."""
+
+    def conversation(self, items: Sequence[InputItem]) -> Conversation:
+        """Build the conversation of all items that the model reads."""
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        return Conversation(
+            messages=[*system, *item_messages(items, self.tools)],
+            tools=self.tool_use.template_tools,
+            template_kwargs=self.template_kwargs,
+            reasoning_effort=self.reasoning_effort,
+        )
 
 
 class _Plain(Struct, tag_field="type", tag="text"):
@@ -75,30 +91,39 @@ class _JsonSchema(Struct, tag_field="type", tag="json_schema"):
 
 class _Text(Struct):
     format: _Plain | _JsonObject | _JsonSchema | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Accepted without effect: no model here was trained to read it."""
 
 
 class _Reasoning(Struct):
     effort: str | None = None
-    summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
     """Accepted without effect, because this server writes no summaries."""
-    generate_summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class _Tool(FunctionSpec, tag_field="type", tag="function"):
-    pass
-
-
-class _Named(Struct, tag_field="type", tag="function"):
+class _Function(Struct, tag_field="type", tag="function", omit_defaults=True):
     name: str
+    namespace: str | None = None
+
+
+class _Custom(Struct, tag_field="type", tag="custom", omit_defaults=True):
+    name: str
+    namespace: str | None = None
+
+
+class _AllowedTool(Struct, omit_defaults=True):
+    type: str
+    name: str = ""
+    namespace: str | None = None
 
 
 class _Allowed(Struct, tag_field="type", tag="allowed_tools"):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[_Named], Meta(extra_json_schema={"minItems": 1})]
+    tools: Annotated[list[_AllowedTool], Meta(extra_json_schema={"minItems": 1})]
 
 
-_Choice = Literal["none", "auto", "required"] | _Named | _Allowed
+_Choice = Literal["none", "auto", "required"] | _Function | _Custom | _Allowed
 
 
 def _parse_instructions(raw: Raw, _: IgnoredFields) -> str:
@@ -112,8 +137,7 @@ _REASONING: Schema = nullable(
         {},
         {
             "effort": REASONING_EFFORT.schema(),
-            "summary": constant("auto"),
-            "generate_summary": constant("auto"),
+            **{name: constant("auto", "concise", "detailed") for name in ("summary", "generate_summary")},
         },
     )
 )
@@ -134,29 +158,26 @@ _OWN_FIELDS = (
         "By default as many as there is room for, at most the server's --default-max-tokens.",
     ),
     Field("text", Typed(_Text), "Constrain the output to JSON, or to a JSON Schema."),
-    Field(
-        "tools", Typed(list[_Tool], nullable(array(of_type(_Tool), MAX_TOOLS))), "Functions that the model may call."
-    ),
+    Field("tools", Parsed(parse_tools, TOOLS), "Functions that the model may call."),
     Field("tool_choice", Typed(_Choice), "Which functions may or must be called."),
     PARALLEL_FIELD,
     Field("reasoning", Typed(_Reasoning, _REASONING), "How much the model should reason before it answers."),
     TEMPLATE_KWARGS_FIELD,
-    Field("include", Typed(list[str], nullable({"type": "array", "items": {"enum": [*INCLUDES]}}))),
+    Field("include", Typed(list[str]), "Further parts of the response: log-probabilities of its text."),
     Field("metadata", Typed(dict[str, str], _METADATA), "Repeated in the response."),
     *(Field(name, String(), "Repeated in the response.") for name in ("prompt_cache_key", "safety_identifier", "user")),
-    Field("store", Unsupported((False,))),
-    Field("background", Unsupported((False,))),
-    Field("background_options", Unsupported()),
-    Field("previous_response_id", Unsupported()),
-    Field("conversation", Unsupported()),
-    Field("prompt", Unsupported()),
-    Field("truncation", Unsupported(("disabled",))),
-    Field("max_tool_calls", Unsupported()),
-    Field("top_logprobs", Unsupported((0,))),
-    Field("context_management", Unsupported()),
-    Field("moderation", Unsupported()),
-    Field("access_programs", Unsupported()),
-    Field("image", Unsupported()),
+    Field("store", Boolean(None), "Store the response, so that another can continue it. By default true."),
+    Field("previous_response_id", String(MAX_ID_CHARS), "The stored response that this one continues."),
+    Field("top_logprobs", Integer(0, MAX_TOP_LOGPROBS), "Alternatives reported for each token of the text."),
+    Field("truncation", OneOf(("auto", "disabled")), "A conversation that is too long is refused, never cut."),
+    Field("max_tool_calls", Integer(1, INT32_MAX), "Limits tools that OpenAI hosts, of which this server has none."),
+    Field("client_metadata", Ignored(), "What a client says about itself."),
+    Field("background", Unsupported((False,)), "Responses are made while the client waits."),
+    Field("background_options", Unsupported(), "Responses are made while the client waits."),
+    Field("conversation", Unsupported(), "`previous_response_id` continues a conversation."),
+    Field("prompt", Unsupported(), "Prompts are not stored."),
+    Field("context_management", Unsupported(), "A conversation is never shortened."),
+    *(Field(name, Unsupported()) for name in ("moderation", "access_programs", "image")),
 )
 _OWN_NAMES = {field.name for field in _OWN_FIELDS}
 BODY = BodyFormat((*(field for field in OPTION_FIELDS if field.name not in {*NOT_HERE, *_OWN_NAMES}), *_OWN_FIELDS))
@@ -168,32 +189,36 @@ def parse_responses(body: bytes, default_max_tokens: int, ignored: IgnoredFields
     Raises ApiError 400 if it is malformed, and for a value out of range or not supported.
     """
     values = BODY.read(body, ignored)
-    _check_include(values["include"] or [])
-    options = generation_options(values, values["max_output_tokens"], default_max_tokens, None)
+    logprobs = _logprobs(values, ignored)
+    options = generation_options(values, values["max_output_tokens"], default_max_tokens, logprobs)
     text: _Text = values["text"] or _Text()
     reasoning: _Reasoning = values["reasoning"] or _Reasoning()
     if reasoning.effort is not None:
         REASONING_EFFORT.check("reasoning.effort", reasoning.effort)
-    tools = _tools(values["tools"] or [])
-    use = tool_use(tools, _requested(values["tool_choice"]), values["parallel_tool_calls"])
-    system = [] if values["instructions"] is None else [{"role": "system", "content": values["instructions"]}]
-    conversation = Conversation(
-        messages=[*system, *values["input"]],
-        tools=use.template_tools,
-        template_kwargs=template_kwargs(values),
-        reasoning_effort=reasoning.effort,
-    )
+    _report_ignored(values, text, reasoning, ignored)
+    tools: ResponseTools = values["tools"] or ResponseTools()
     settings = {
         **{name: values[name] for name in _ECHOED},
         "metadata": _checked_metadata(values["metadata"] or {}),
         "reasoning": {"effort": reasoning.effort, "summary": None},
-        "text": {"format": msgspec.to_builtins(text.format or _Plain()), "verbosity": "medium"},
+        "text": {"format": msgspec.to_builtins(text.format or _Plain()), "verbosity": text.verbosity or "medium"},
         "tool_choice": msgspec.to_builtins(values["tool_choice"] or "auto"),
-        "tools": [_described(tool) for tool in tools],
+        "tools": list(tools.described),
+        "top_logprobs": values["top_logprobs"] or 0,
         **_FIXED,
     }
-    constrained = structs.replace(options, response_format=_response_format(text))
-    return ResponsesRequest(constrained, conversation, use, settings)
+    return ResponsesRequest(
+        options=structs.replace(options, response_format=_response_format(text)),
+        input=values["input"],
+        instructions=values["instructions"],
+        tools=tools,
+        tool_use=_tool_use(tools, values["tool_choice"], values["parallel_tool_calls"]),
+        template_kwargs=template_kwargs(values),
+        reasoning_effort=reasoning.effort,
+        previous_response_id=values["previous_response_id"],
+        store=values["store"] is not False,
+        settings=settings,
+    )
 
 
 SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
@@ -201,18 +226,36 @@ SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 _ECHOED = (
     *("instructions", "max_output_tokens", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user"),
     *SAMPLED,
+    *("previous_response_id", "max_tool_calls"),
 )
 """Fields that the response repeats as they were parsed."""
-_FIXED = {
-    "background": False, "max_tool_calls": None, "previous_response_id": None, "service_tier": "default",
-    "store": False, "top_logprobs": 0, "truncation": "disabled",
-}  # fmt: skip
+_FIXED = {"background": False, "service_tier": "default", "truncation": "disabled"}
 
 
-def _check_include(names: Sequence[str]) -> None:
-    for index, name in enumerate(names):
-        if name not in INCLUDES:
-            raise unsupported(f"{{param}}: {name[:80]!r} is not supported", f"include[{index}]")
+def _logprobs(values: Mapping[str, Any], ignored: IgnoredFields) -> int | None:
+    """Return the number of alternatives to report with each token.
+
+    None stands for no log-probabilities.
+    """
+    wanted = values["top_logprobs"] is not None and values["top_logprobs"] > 0
+    for name in values["include"] or []:
+        if name == INCLUDE_LOGPROBS:
+            wanted = True
+        elif name not in INCLUDES:
+            ignored.add(f"include.{name}")
+    return (values["top_logprobs"] or 0) if wanted else None
+
+
+def _report_ignored(values: Mapping[str, Any], text: _Text, reasoning: _Reasoning, ignored: IgnoredFields) -> None:
+    """Record the values that are accepted without effect."""
+    for name, value, neutral in (
+        ("truncation", values["truncation"], "disabled"),
+        ("text.verbosity", text.verbosity, "medium"),
+        ("reasoning.summary", reasoning.summary, "auto"),
+        ("reasoning.generate_summary", reasoning.generate_summary, "auto"),
+    ):
+        if value not in (None, neutral):
+            ignored.add(name)
 
 
 def _checked_metadata(metadata: dict[str, str]) -> dict[str, str]:
@@ -239,36 +282,21 @@ def _response_format(text: _Text) -> dict[str, Any] | None:
             return {"type": "json_schema", "json_schema": structs.asdict(wanted)}
 
 
-def _tools(tools: Sequence[_Tool]) -> tuple[Tool, ...]:
-    return checked_tools([structs.replace(tool, strict=_strict(tool)) for tool in tools], "name")
+def _tool_use(tools: ResponseTools, choice: Any, parallel: bool) -> ToolUse:
+    """Combine the tools with the choice among them.
 
-
-def _strict(tool: _Tool) -> bool:
-    """Tell whether the arguments of a tool are constrained to their schema.
-
-    By default they are if the schema is supported.
+    Raises ApiError 400 for a choice of a tool that is missing, or that this server cannot call.
     """
-    if tool.strict is not None or tool.parameters is None:
-        return bool(tool.strict)
-    try:
-        check_schema(tool.parameters)
-    except SchemaError:
-        return False
-    return True
-
-
-def _requested(choice: Any) -> RequestedChoice | None:
-    match choice:
-        case None:
-            return None
-        case _Named(name=name):
-            return RequestedChoice("required", name=name)
-        case _Allowed(mode=mode, tools=tools):
-            return RequestedChoice(mode, allowed=tuple(tool.name for tool in tools))
-        case mode:
-            return RequestedChoice(mode)
-
-
-def _described(tool: Tool) -> dict[str, Any]:
-    function = {"description": None, "parameters": None, **tool.template_form["function"]}
-    return {"type": "function", **function, "strict": tool.strict}
+    if isinstance(choice, _Allowed):
+        named = [tool for tool in choice.tools if tool.type in ("function", "custom")]
+        if not named:
+            raise unsupported("{param} allows only tools that this server does not have", "tool_choice")
+        allowed = tuple(tools.model_name(tool.name, tool.namespace) for tool in named)
+        return tool_use(tools.tools, RequestedChoice(choice.mode, allowed=allowed), parallel)
+    if isinstance(choice, _Function | _Custom):
+        name = tools.model_name(choice.name, choice.namespace)
+        return tool_use(tools.tools, RequestedChoice("required", name=name), parallel)
+    if choice == "required" and tools.hosted and not tools.tools:
+        kinds = ", ".join([repr(kind[:40]) for kind in tools.hosted[:8]])
+        raise unsupported(f"{{param}} requires a call, but this server does not have the tools {kinds}", "tool_choice")
+    return tool_use(tools.tools, None if choice is None else RequestedChoice(choice), parallel)

@@ -5,29 +5,44 @@ It is one response object, or the numbered events that build it.
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from tandem.frontend.api.formatter import named_event
+from tandem.frontend.api.responses.message_logprobs import MessageLogprobs
 from tandem.frontend.api.responses.output_items import OutputItems, OutputStatus, StreamEvent
+from tandem.frontend.api.responses.tools import ToolName
 from tandem.frontend.chat.message_parser import MessageShape
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Usage
+from tandem.frontend.store.stored_response import StoredItem, StoredResponse
 from tandem.protocol.errors import FinishReason
 
 
 class ResponsesFormatter:
     """Format one response of `/v1/responses`.
 
-    `settings` are its fields that repeat the settings of the request.
+    `settings` are its fields that repeat the settings of the request, `names` the client's names of its tools.
     """
 
-    def __init__(self, model: str, shape: MessageShape, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: str,
+        shape: MessageShape,
+        settings: dict[str, Any],
+        names: Mapping[str, ToolName] = MappingProxyType({}),
+    ) -> None:
+        self.is_stored = False
+        """The response's `store`: true if it is going to be stored, and at the end, if it was."""
         self._parser = shape.new_parser()
-        self._items = OutputItems()
+        self._logprobs = MessageLogprobs()
+        self._items = OutputItems(names, self._logprobs)
+        self._last: dict[str, Any] = {}
+        """The response object of the end."""
         self._finish_reason = FinishReason.STOP.value
         self._number = 0
         self._head = {
@@ -46,23 +61,58 @@ class ResponsesFormatter:
         return self._encoded([event for piece in pieces for event in self._read(piece)])
 
     def closing(self, usage: Usage) -> bytes:
-        ended = self._items.finish(self._ending)
-        return self._encoded([*ended, self._last(self._ended(usage))])
+        return self.end(usage) + self.last_event()
 
     def failure(self, error: ApiError) -> bytes:
+        return self.fail(error) + self.last_event()
+
+    def whole(self, choices: Sequence[ChoiceDelta], usage: Usage) -> bytes:
+        self.read(choices, usage)
+        return self.encoded()
+
+    def end(self, usage: Usage) -> bytes:
+        """End the output and return its last events but for the end of the response."""
+        ended = self._items.finish(self._ending)
+        self._last = self._ended(usage)
+        return self._encoded(ended)
+
+    def fail(self, error: ApiError) -> bytes:
+        """End the output with an error.
+
+        Returns the events but for the end of the response.
+        """
         ended = self._items.end("incomplete")
         fields = {"code": error.code, "message": error.message, "param": error.param}
         code = "server_error" if error.status >= 500 else "invalid_prompt"
-        response = self._response("failed", error={"code": code, "message": error.message})
-        return self._encoded([*ended, ("error", fields), self._last(response)])
+        self._last = self._response("failed", error={"code": code, "message": error.message})
+        return self._encoded([*ended, ("error", fields)])
 
-    def whole(self, choices: Sequence[ChoiceDelta], usage: Usage) -> bytes:
+    def last_event(self) -> bytes:
+        """Return the event that ends the response."""
+        response = {**self._last, "store": self.is_stored}
+        return self._encoded([(f"response.{response['status']}", {"response": response})])
+
+    def read(self, choices: Sequence[ChoiceDelta], usage: Usage) -> None:
+        """Read a whole output."""
         for piece in choices:
             self._read(piece)
-        self._items.finish(self._ending)
-        return msgspec.json.encode(self._ended(usage))
+        self.end(usage)
+
+    def encoded(self) -> bytes:
+        """Encode the response object of the end."""
+        return msgspec.json.encode({**self._last, "store": self.is_stored})
+
+    def stored_form(self, given: Sequence[StoredItem], previous: str | None) -> StoredResponse:
+        """Return the ended response in the form in which it is stored.
+
+        `given` is its input, `previous` the id of the response that it continues.
+        """
+        fields = {**self._last, "store": True, "output": []}
+        output = tuple(StoredItem(item["id"], msgspec.json.encode(item)) for item in self._items.items)
+        return StoredResponse(self._last["id"], msgspec.json.encode(fields), tuple(given), output, previous)
 
     def _read(self, piece: ChoiceDelta) -> list[StreamEvent]:
+        self._logprobs.add(piece.logprobs)
         if piece.finish_reason:
             self._finish_reason = piece.finish_reason
         return [event for delta in self._parser.push(piece) for event in self._items.write(delta)]
@@ -88,6 +138,7 @@ class ResponsesFormatter:
             "usage": None,
             **fields,
             **self._settings,
+            "store": self.is_stored,
         }
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
@@ -102,9 +153,6 @@ class ResponsesFormatter:
             "output_tokens_details": {"reasoning_tokens": self._parser.reasoning_tokens or 0},
             "total_tokens": usage.total_tokens,
         }
-
-    def _last(self, response: dict[str, Any]) -> StreamEvent:
-        return f"response.{response['status']}", {"response": response}
 
     def _encoded(self, events: Sequence[StreamEvent]) -> bytes:
         parts: list[bytes] = []

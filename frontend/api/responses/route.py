@@ -1,7 +1,4 @@
-"""The stateless route `POST /v1/responses`.
-
-It stores no response, so none can be retrieved later.
-"""
+"""The route `POST /v1/responses`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +10,12 @@ from starlette.responses import Response
 
 from tandem.frontend.api.generation_response import GenerationResponse
 from tandem.frontend.api.openapi import generates
-from tandem.frontend.api.responses.request import BODY, SAMPLED, parse_responses
+from tandem.frontend.api.owner import owner_of
+from tandem.frontend.api.responses.context import Context, ContextLoader
+from tandem.frontend.api.responses.input_items import stored_item
+from tandem.frontend.api.responses.request import BODY, SAMPLED, ResponsesRequest, parse_responses
 from tandem.frontend.api.responses.response import ResponsesFormatter
+from tandem.frontend.api.responses.stored_generation import ResponseRecord, StoredGenerationResponse
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.generation import Generation
@@ -33,22 +34,37 @@ def responses_router(service: Service) -> APIRouter:
     """Build the route of `/v1/responses`."""
     router = APIRouter()
     parse = partial(parse_responses, default_max_tokens=service.config.chat.default_max_tokens)
+    loader = ContextLoader(service.store, service.parser, service.config.max_body)
 
     @router.post("/v1/responses", openapi_extra=generates(BODY.schema()))
     async def responses(request: Request) -> Response:
-        """Continue a conversation; OpenAI's newer interface, without its stored state."""
+        """Continue a conversation; OpenAI's newer interface, with stored responses."""
         arrived = monotonic()
         ignored = service.ignored_fields(request)
+        owner = owner_of(request.scope)
         async with service.pending.receive(request, partial(parse, ignored=ignored)) as parsed:
+            context = await loader.load(owner, parsed.previous_response_id, parsed.input)
             with _own_names():
                 admitted, shape = await service.chat.admit(
-                    parsed.options, parsed.conversation, parsed.tool_use, service.ready()
+                    parsed.options, parsed.conversation(context.items), parsed.tool_use, service.ready()
                 )
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
         settings = parsed.settings | {name: getattr(admitted.sampling, name) for name in SAMPLED}
-        return GenerationResponse(generation, ResponsesFormatter(admitted.model.name, shape, settings), service)
+        formatter = ResponsesFormatter(admitted.model.name, shape, settings, parsed.tools.names)
+        record = _record(service, owner, parsed, context)
+        if record is None:
+            return GenerationResponse(generation, formatter, service)
+        return StoredGenerationResponse(generation, formatter, service, record)
 
     return router
+
+
+def _record(service: Service, owner: str, parsed: ResponsesRequest, context: Context) -> ResponseRecord | None:
+    """Prepare to store a response; None if it is not to be stored."""
+    if service.store is None or not parsed.store:
+        return None
+    given = [stored_item(item) for item in context.own if item.is_kept]
+    return ResponseRecord(service.store, owner, given, parsed.previous_response_id)
 
 
 @contextmanager

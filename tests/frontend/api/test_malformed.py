@@ -210,7 +210,7 @@ def contradictions() -> Iterator[Case]:
     schema = {"type": "json_schema", "name": "x", "schema": {"not": {}}}
     for response_fields, field in (
         ({"input": [{"role": "user"}]}, "input[0]"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference"}]}, "input[0]"),
         ({"input": [{"type": "function_call", "call_id": "x"}]}, "input[0]"),
         ({"tools": [{"type": "mcp"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),

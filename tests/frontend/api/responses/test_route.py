@@ -128,5 +128,5 @@ def test_openai_client_parses_responses(server: RunningServer, engine: FakeEngin
         assert final.usage is not None
         assert whole.usage is not None
         assert final.usage.total_tokens == whole.usage.total_tokens
-        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        with pytest.raises(openai.BadRequestError, match="Previous response with id 'resp_1' not found"):
             client.responses.create(**create, previous_response_id="resp_1")

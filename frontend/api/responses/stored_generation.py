@@ -1,0 +1,63 @@
+"""The answer to a request whose response is stored."""
+
+from collections.abc import Sequence
+
+from tandem.frontend.api.generation_response import GenerationResponse
+from tandem.frontend.api.responses.response import ResponsesFormatter
+from tandem.frontend.api.service import Service
+from tandem.frontend.errors import ApiError
+from tandem.frontend.generation.choice import ChoiceDelta
+from tandem.frontend.generation.generation import Generation, Usage
+from tandem.frontend.store.store_worker import StoreWorker
+from tandem.frontend.store.stored_response import StoredItem
+
+
+class ResponseRecord:
+    """The parts of a stored response besides its output."""
+
+    def __init__(self, store: StoreWorker, owner: str, given: Sequence[StoredItem], previous: str | None) -> None:
+        """Keep the input of a response until it ends.
+
+        `previous` is the id of the response that it continues.
+        """
+        self._store = store
+        self._owner = owner
+        self._given = given
+        self._previous = previous
+
+    async def save(self, formatter: ResponsesFormatter) -> None:
+        """Store a response that has ended.
+
+        Its field `store` says whether that succeeded.
+        """
+        formatter.is_stored = await self._store.save(self._owner, formatter.stored_form(self._given, self._previous))
+
+
+class StoredGenerationResponse(GenerationResponse):
+    """Answer with a response that is stored ahead of its last byte.
+
+    A response that ends with an error is stored as failed. One whose client goes away before the end is not stored.
+    """
+
+    def __init__(
+        self, generation: Generation, formatter: ResponsesFormatter, service: Service, record: ResponseRecord
+    ) -> None:
+        super().__init__(generation, formatter, service)
+        formatter.is_stored = True
+        self._responses = formatter
+        self._record = record
+
+    async def end(self, usage: Usage) -> bytes:
+        events = self._responses.end(usage)
+        await self._record.save(self._responses)
+        return events + self._responses.last_event()
+
+    async def fail(self, error: ApiError) -> bytes:
+        events = self._responses.fail(error)
+        await self._record.save(self._responses)
+        return events + self._responses.last_event()
+
+    async def encode(self, choices: Sequence[ChoiceDelta], usage: Usage) -> bytes:
+        await self.run_apart(choices, self._responses.read, choices, usage)
+        await self._record.save(self._responses)
+        return self._responses.encoded()

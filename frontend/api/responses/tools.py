@@ -1,0 +1,231 @@
+"""The tools of a response, as functions with names that a model can write.
+
+A custom tool becomes a function with one string argument, the tools of a namespace become functions named after both.
+Tools that only OpenAI hosts are dropped and recorded as ignored.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Raw, Struct
+
+from tandem.frontend.errors import malformed, unsupported
+from tandem.frontend.grammar.json_schema import SchemaError, check_schema
+from tandem.frontend.request.ignored_fields import IgnoredFields
+from tandem.frontend.request.schema import Schema, array, nullable, of_type
+from tandem.frontend.request.tools import MAX_NAME_CHARS, MAX_TOOLS, FunctionSpec, Tool, checked_tools
+from tandem.frontend.request.values import TypedDecoder
+
+MAX_TOOLS_BYTES = 4 * 2**20
+"""Maximum bytes of JSON of all tools of a request."""
+CUSTOM_ARGUMENT = "input"
+"""Name of the only argument of the function that stands for a custom tool."""
+_DIGEST_CHARS = 8
+_UNHELD = re.compile(r"\(\?(?!:)|(?<!\\)[\^$](?![^\[]*\])|\\[bBAzZ1-9]")
+"""Parts of a regular expression that cannot be held within a JSON string: look-around, anchors, references."""
+_UNUSUAL = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+class ToolName(Struct, frozen=True):
+    """The name of a tool as its client knows it."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+class ResponseTools(Struct, frozen=True):
+    """The tools of a request that this server can call."""
+
+    tools: tuple[Tool, ...] = ()
+    names: Mapping[str, ToolName] = {}
+    """The client's name of each tool, by the name that the model writes."""
+    described: tuple[dict[str, Any], ...] = ()
+    """The tools as the response repeats them."""
+    hosted: tuple[str, ...] = ()
+    """Types of the tools that were dropped."""
+
+    def model_name(self, name: str, namespace: str | None = None) -> str:
+        """Return the name that the model writes for a tool.
+
+        Earlier calls may name a tool that the request no longer has.
+        """
+        for written, known in self.names.items():
+            if known.name == name and namespace in (known.namespace, None):
+                return written
+        return _model_name(name, namespace, ())
+
+
+class _Function(FunctionSpec, tag_field="type", tag="function"):
+    pass
+
+
+class _PlainFormat(Struct, tag_field="type", tag="text"):
+    pass
+
+
+class _GrammarFormat(Struct, tag_field="type", tag="grammar"):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class _Custom(Struct, tag_field="type", tag="custom"):
+    name: str
+    description: str | None = None
+    format: _PlainFormat | _GrammarFormat | None = None
+
+
+class _Namespace(Struct, tag_field="type", tag="namespace"):
+    name: str
+    tools: list[_Function | _Custom]
+    description: str | None = None
+
+
+class _Typed(Struct):
+    type: str
+
+
+_Tool = _Function | _Custom | _Namespace
+_TYPE_DECODER = TypedDecoder(_Typed)
+_LIST_DECODER = TypedDecoder(list[Raw])
+_DECODERS = {str(kind.__struct_config__.tag): TypedDecoder(kind) for kind in (_Function, _Custom, _Namespace)}
+_HOSTED: Schema = {
+    "type": "object",
+    "properties": {"type": {"type": "string", "not": {"enum": [*_DECODERS]}}},
+    "required": ["type"],
+}
+TOOLS: Schema = nullable(
+    array({"anyOf": [*(of_type(kind) for kind in (_Function, _Custom, _Namespace)), _HOSTED]}, MAX_TOOLS)
+)
+"""The content of `tools`."""
+
+
+class _Writer:
+    """Collect the tools of one request."""
+
+    def __init__(self, ignored: IgnoredFields) -> None:
+        self._ignored = ignored
+        self.functions: list[FunctionSpec] = []
+        self.names: dict[str, ToolName] = {}
+        self.described: list[dict[str, Any]] = []
+
+    def add(self, tool: _Tool, path: str) -> None:
+        """Add a tool, or all tools of a namespace.
+
+        Raises ApiError 400 for a name that is empty or not unique.
+        """
+        if isinstance(tool, _Namespace):
+            self.described.append(msgspec.to_builtins(tool))
+            for index, inner in enumerate(tool.tools):
+                intro = tool.description if index == 0 else None
+                self._add(inner, f"{path}.tools[{index}]", tool.name, intro)
+        else:
+            self.described.append(_described(tool))
+            self._add(tool, path, None, None)
+
+    def _add(self, tool: _Function | _Custom, path: str, namespace: str | None, intro: str | None) -> None:
+        if not tool.name:
+            raise malformed("{param} must have at least 1 character", f"{path}.name")
+        is_custom = isinstance(tool, _Custom)
+        known = ToolName(tool.name, namespace, is_custom)
+        if any((other.name, other.namespace) == (tool.name, namespace) for other in self.names.values()):
+            raise unsupported(
+                f"{{param}}: two tools are named {tool.name[:80]!r}; give each its own name", f"{path}.name"
+            )
+        name = _model_name(tool.name, namespace, self.names)
+        self.names[name] = known
+        spec = self._custom(tool, path) if isinstance(tool, _Custom) else tool
+        described = "\n\n".join([text for text in (intro, spec.description) if text]) or None
+        self.functions.append(FunctionSpec(name, described, spec.parameters, _strict(spec)))
+
+    def _custom(self, tool: _Custom, path: str) -> FunctionSpec:
+        """Describe a custom tool as a function.
+
+        A regular expression is enforced on its argument; a Lark grammar cannot be, within a JSON string, so the model
+        only reads it.
+        """
+        argument: dict[str, Any] = {"type": "string"}
+        description = tool.description
+        if isinstance(tool.format, _GrammarFormat):
+            syntax, definition = tool.format.syntax, tool.format.definition
+            note = f"The input must match this {'Lark grammar' if syntax == 'lark' else 'regular expression'}:"
+            description = "\n\n".join([*([description] if description else []), f"{note}\n{definition}"])
+            if syntax == "regex" and _UNHELD.search(body := _unanchored(definition)) is None:
+                argument["pattern"] = f"^(?:{body})$"
+            else:
+                self._ignored.add(f"{path}.format")
+        parameters = {
+            "type": "object",
+            "properties": {CUSTOM_ARGUMENT: argument},
+            "required": [CUSTOM_ARGUMENT],
+            "additionalProperties": False,
+        }
+        return FunctionSpec(tool.name, description, parameters, strict=True)
+
+
+def parse_tools(raw: Raw, ignored: IgnoredFields) -> ResponseTools:
+    """Parse the field `tools`.
+
+    Raises ApiError 400 with the path of a tool that is malformed or whose name is not unique.
+    """
+    if (size := memoryview(raw).nbytes) > MAX_TOOLS_BYTES:
+        raise unsupported(f"{{param}} has {size} bytes of JSON; at most {MAX_TOOLS_BYTES} are allowed", "tools")
+    writer = _Writer(ignored)
+    hosted: list[str] = []
+    for index, data in enumerate(_LIST_DECODER.decode(raw, "tools")):
+        path = f"tools[{index}]"
+        kind = _TYPE_DECODER.decode(data, path).type
+        if kind in _DECODERS:
+            writer.add(_DECODERS[kind].read(data, path, ignored), path)
+        elif ignored.refuse:
+            known = ", ".join(_DECODERS)
+            raise unsupported(f"{{param}}: {kind[:40]!r} is not supported; this server accepts {known}", f"{path}.type")
+        else:
+            hosted.append(kind)
+            ignored.add(f"{path}.{kind}")
+    return ResponseTools(checked_tools(writer.functions, "name"), writer.names, tuple(writer.described), tuple(hosted))
+
+
+def _model_name(name: str, namespace: str | None, taken: Sequence[str] | Mapping[str, Any]) -> str:
+    """Return a name that a model can write and that is not taken.
+
+    It has letters, digits, `_`, `-` and `.`, at most MAX_NAME_CHARS.
+    """
+    full = name if namespace is None else f"{namespace.rstrip('_')}__{name}"
+    written = _UNUSUAL.sub("_", full)
+    if len(written) <= MAX_NAME_CHARS and written not in taken:
+        return written
+    digest = hashlib.sha256(f"{namespace}\0{name}".encode()).hexdigest()[:_DIGEST_CHARS]
+    return f"{written[: MAX_NAME_CHARS - _DIGEST_CHARS - 1]}_{digest}"
+
+
+def _unanchored(pattern: str) -> str:
+    """Strip the anchors around an expression that matches whole inputs anyway."""
+    pattern = pattern.removeprefix("^")
+    return pattern[:-1] if pattern.endswith("$") and not pattern.endswith("\\$") else pattern
+
+
+def _strict(tool: FunctionSpec) -> bool:
+    """Tell whether the arguments of a tool are constrained to their schema.
+
+    By default they are if the schema is supported.
+    """
+    if tool.strict is not None or tool.parameters is None:
+        return bool(tool.strict)
+    return _is_supported(tool.parameters)
+
+
+def _is_supported(schema: dict[str, Any]) -> bool:
+    try:
+        check_schema(schema)
+    except SchemaError:
+        return False
+    return True
+
+
+def _described(tool: _Function | _Custom) -> dict[str, Any]:
+    described: dict[str, Any] = msgspec.to_builtins(tool)
+    return {**described, "strict": _strict(tool)} if isinstance(tool, _Function) else described
