@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from tests.fakes.engine import FakeEngine
-from tests.frontend.conftest import RunningServer, until
+from tests.frontend.conftest import RunningServer
 from tests.support.browser import answers, ask, ended, measures, open_page, questions
 from tests.support.scripted_server import RAW, prompts, say
 
@@ -60,11 +60,19 @@ def test_messages_and_code_can_be_copied(browser: "Browser", server: RunningServ
     with browser.new_context(permissions=["clipboard-read", "clipboard-write"]) as context:
         page = open_page(context, server.url)
         hold(page, engine, ("which one", text))
+        # A button says so for a moment only.
+        page.evaluate(
+            """() => {
+                window.shown = [];
+                const watcher = new MutationObserver((changes) =>
+                    changes.forEach((one) => window.shown.push(one.target.textContent)));
+                watcher.observe(document.body, { subtree: true, childList: true });
+            }"""
+        )
         for name, copied in (("Copy answer", text), ("Copy code", "x = 1\n\ny = 2"), ("Copy question", "which one")):
-            button = page.get_by_role("button", name=name)
-            button.click()
-            until(lambda button=button: button.text_content() == "Copied", "the button says so")  # type: ignore[misc]
-            assert page.evaluate("navigator.clipboard.readText()") == copied
+            page.get_by_role("button", name=name).click()
+            page.wait_for_function("text => navigator.clipboard.readText().then((found) => found === text)", arg=copied)
+            page.wait_for_function("window.shown.splice(0).includes('Copied')")
         assert page.complaints == []
 
 
