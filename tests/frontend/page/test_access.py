@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 OtherServer = Callable[[FrontendConfig], RunningServer]
 
 
+def notice(page: "Page") -> None:
+    """Make the page ask for the server's state now, as it does when its tab is shown again."""
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
+
 def test_page_asks_for_an_api_key_and_sends_it(
     browser: "Browser", engine: FakeEngine, config: FrontendConfig, other_server: OtherServer
 ) -> None:
@@ -55,7 +60,7 @@ def test_page_asks_for_an_api_key_and_sends_it(
 
 def test_the_header_says_that_the_engine_is_gone_and_back(page: "Page", engine: FakeEngine) -> None:
     engine.die()
-    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    notice(page)
     page.locator("#status.bad").wait_for()
     assert "fake-model" not in (page.locator("#status").text_content() or "")
     engine.start()
@@ -71,6 +76,7 @@ def test_the_header_says_that_the_server_is_gone_and_back(
         page = open_page(context, first.url)
         page.locator("#status", has_text="fake-model").wait_for()
         first.stop()
+        notice(page)
         page.locator("#status.bad", has_text="The server cannot be reached. Trying again.").wait_for()
         ask(page, "first")
         page.locator(".error", has_text="The server cannot be reached.").wait_for()

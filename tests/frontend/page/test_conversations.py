@@ -10,7 +10,6 @@ from tests.support.scripted_server import RAW, prompts, say
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-DESKTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 375, "height": 667}
 
 
@@ -126,8 +125,8 @@ def test_conversations_are_listed_opened_and_deleted(page: "Page", engine: FakeE
     assert page.get_by_role("button", name="How do I join two paths?").is_visible()
 
 
-def test_what_the_browser_keeps_is_bounded(page: "Page") -> None:
-    kept = page.evaluate(
+def test_what_the_browser_keeps_is_bounded(modules: "Page") -> None:
+    kept = modules.evaluate(
         """async () => {
             const storage = await import("/page/storage.js");
             const text = "x".repeat(storage.MAX_CHARACTERS / 8);

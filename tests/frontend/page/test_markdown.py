@@ -72,8 +72,8 @@ BEYOND_BOUNDS = {
 }
 
 
-def test_markdown_becomes_nodes(page: "Page") -> None:
-    assert {text: page.evaluate(RENDER, text)[0] for text in CASES} == CASES
+def test_markdown_becomes_nodes(modules: "Page") -> None:
+    assert {text: modules.evaluate(RENDER, text)[0] for text in CASES} == CASES
 
 
 def test_harmful_markdown_is_shown_as_text(page: "Page", engine: FakeEngine) -> None:
@@ -101,16 +101,16 @@ def test_harmful_markdown_is_shown_as_text(page: "Page", engine: FakeEngine) -> 
     assert set(paths) <= {"v1/chat/completions", "health/ready"}, "nothing else was loaded"
 
 
-def test_text_beyond_the_bounds_is_shown_as_it_is(page: "Page") -> None:
+def test_text_beyond_the_bounds_is_shown_as_it_is(modules: "Page") -> None:
     for name, text in BEYOND_BOUNDS.items():
-        html, shown = page.evaluate(RENDER, text)
+        html, shown = modules.evaluate(RENDER, text)
         assert shown == text, name
         assert html.count("<") < 10, name
 
 
-def test_streamed_markdown_equals_the_whole(page: "Page") -> None:
+def test_streamed_markdown_equals_the_whole(modules: "Page") -> None:
     """Random documents in random pieces end as they do at once, and never show a stale block."""
-    wrong = page.evaluate(
+    wrong = modules.evaluate(
         """async () => {
             const { MarkdownView, renderMarkdown } = await import("/page/markdown.js");
             let state = 7;
@@ -159,14 +159,14 @@ LONG = {
 }
 
 
-def test_work_grows_with_the_length_of_an_answer(page: "Page") -> None:
+def test_work_grows_with_the_length_of_an_answer(modules: "Page") -> None:
     """A 10,000-token answer in 2,500 pieces: lexed whole each time, each character would be lexed 1,250 times."""
-    work = {name: page.evaluate(WORK, [text, len(text) // 2500]) for name, text in LONG.items()}
+    work = {name: modules.evaluate(WORK, [text, len(text) // 2500]) for name, text in LONG.items()}
     assert {name: times for name, times in work.items() if times > 20} == {}
 
 
-def test_text_is_drawn_at_most_once_a_frame(page: "Page") -> None:
-    drawn: Any = page.evaluate(
+def test_text_is_drawn_at_most_once_a_frame(modules: "Page") -> None:
+    drawn: Any = modules.evaluate(
         """async () => {
             const { MarkdownView } = await import("/page/markdown.js");
             const view = new MarkdownView(document.createElement("div"));
