@@ -57,7 +57,8 @@ def test_models_route_lists_and_describes_the_served_model(server: RunningServer
     assert listed["object"] == "list"
     (card,) = listed["data"]
     assert card == {
-        "id": "fake-model", "object": "model", "created": 1_700_000_000, "owned_by": "tandem", "max_model_len": 2048
+        "id": "fake-model", "object": "model", "created": 1_700_000_000, "owned_by": "tandem", "max_model_len": 2048,
+        "default_sampling_params": {},
     }  # fmt: skip
     assert get(server.url + "/v1/models/fake-model").json() == card
 

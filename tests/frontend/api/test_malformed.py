@@ -1,4 +1,4 @@
-"""Hundreds of malformed bodies: each gets its 4xx in OpenAI's format, and none leaves anything open."""
+"""Hundreds of malformed bodies: each gets its 4xx in the format of its API, and none leaves anything open."""
 
 import gzip
 import itertools
@@ -15,6 +15,8 @@ from msgspec import Struct, structs
 
 from tandem.frontend.api.chat_completions import request as chat_completions
 from tandem.frontend.api.completions import request as completions
+from tandem.frontend.api.messages import request as messages
+from tandem.frontend.api.messages.errors import PREFIX, anthropic_status
 from tandem.frontend.api.responses import request as responses
 from tandem.frontend.api.tokenize import DETOKENIZE, TOKENIZE
 from tandem.frontend.config import ChatOptions, FrontendConfig
@@ -28,6 +30,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "fake-model", "prompt": "one two", "max_tokens": 4},
     "/v1/chat/completions": {"model": "fake-model", "messages": MESSAGES, "max_tokens": 4},
     "/v1/responses": {"model": "fake-model", "input": "one two", "max_output_tokens": 4},
+    "/v1/messages": {"model": "fake-model", "messages": MESSAGES, "max_tokens": 4},
+    "/v1/messages/count_tokens": {"model": "fake-model", "messages": MESSAGES},
     "/tokenize": {"model": "fake-model", "prompt": "one two"},
     "/detokenize": {"model": "fake-model", "tokens": [5, 6]},
 }
@@ -35,6 +39,8 @@ SCHEMAS = {
     "/v1/completions": completions.BODY.schema(),
     "/v1/chat/completions": chat_completions.BODY.schema(),
     "/v1/responses": responses.BODY.schema(),
+    "/v1/messages": messages.BODY.schema(),
+    "/v1/messages/count_tokens": messages.COUNT_BODY.schema(),
     "/tokenize": TOKENIZE["anyOf"][0],
     "/detokenize": DETOKENIZE,
 }
@@ -261,6 +267,19 @@ def check_alive(server: RunningServer, engine: FakeEngine, client: httpx.Client)
     assert value_of(get(server.url + "/metrics").text, "tandem_frontend_num_requests_running") == 0
 
 
+def is_refused(case: Case, response: httpx.Response) -> bool:
+    """Return True for an error with the status of a case, in the format of its API, that names the field at fault."""
+    if response.status_code < 400:
+        return False
+    if not case.path.startswith(PREFIX):
+        named = case.field is None or str(error_of(response)["param"]).startswith(case.field)
+        return response.status_code in case.statuses and named
+    body = response.json()
+    assert (set(body), set(body["error"])) == ({"type", "error", "request_id"}, {"type", "message"})
+    statuses = {anthropic_status(status, None) for status in case.statuses}
+    return response.status_code in statuses and (case.field or "") in body["error"]["message"]
+
+
 def test_every_malformed_body_is_rejected_with_4xx(chatting: RunningServer, engine: FakeEngine) -> None:
     found = cases()
     assert len(found) > 500, len(found)
@@ -271,9 +290,7 @@ def test_every_malformed_body_is_rejected_with_4xx(chatting: RunningServer, engi
         for case in found:
             headers = {"content-type": "application/json", **case.headers}
             response = client.post(chatting.url + case.path, content=case.content, headers=headers)
-            error = error_of(response) if response.status_code >= 400 else {"param": None}
-            named = case.field is None or str(error["param"]).startswith(case.field)
-            if response.status_code not in case.statuses or not named:
+            if not is_refused(case, response):
                 wrong.append(f"{case.path} {case.name}: {response.status_code} {response.text[:200]}")
         assert not wrong, "\n".join(wrong)
         assert len(engine.submits) == submitted

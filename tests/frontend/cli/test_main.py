@@ -98,6 +98,28 @@ def test_supervisor_forwards_its_flags(tmp_path: Path) -> None:
     assert (config.max_concurrent, config.drain_timeout, config.step_timeout) == (7, 3.5, 9.0)
 
 
+@pytest.mark.parametrize(
+    ("given", "engine_name"),
+    [([], None), (["a"], "a"), (["a", "b c"], "a"), (["*", "-x"], "-x"), (["*"], None)],
+)
+def test_supervisor_gives_the_engine_one_name_and_the_frontend_all(
+    tmp_path: Path, given: list[str], engine_name: str | None
+) -> None:
+    arguments = build_parser().parse_args(["serve", *(f"--served-model-name={name}" for name in given)])
+    command = launch.engine_command("ipc:///e", engine_options(arguments))
+    engine = build_parser().parse_args(["engine", *command[4:]])
+    assert engine_options(engine).served_model_name == engine_name
+    command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5, tmp_path / "state")
+    assert frontend_config(build_parser().parse_args(["frontend", *command[4:]])).served_names == tuple(given)
+
+
+def test_names_of_a_model_may_follow_one_flag_and_are_not_blank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert build_parser().parse_args(["serve", "--served-model-name", "a", "*"]).served_model_name == ["a", "*"]
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--served-model-name", " "])
+    assert "at least one character" in capsys.readouterr().err
+
+
 def test_supervisor_forwards_limits_and_access_flags(tmp_path: Path) -> None:
     argv = ["--max-body", "2", "--max-n", "3", "--max-top-logprobs", "0", "--max-stop-strings", "1"]
     argv += ["--max-queued-tokens", "9", "--max-prompt-tokens", "8", "--cors-origin", "*"]

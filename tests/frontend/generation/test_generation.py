@@ -48,7 +48,7 @@ class Streams:
 
 def generation(client: Any) -> Generation:
     options = parse_completion(b'{"model": "m", "prompt": [5], "n": 3}', IgnoredFields()).options
-    admitted = Admitted(options, MODEL, [AdmittedPrompt("", [5], b"\x05\0\0\0", 16)], _sampling(options))
+    admitted = Admitted(options, MODEL, [AdmittedPrompt("", [5], b"\x05\0\0\0", 16)], _sampling(options, {}))
     return Generation(client, client, FrontendMetrics(CollectorRegistry()), admitted, 0.0, lambda: 1.0)
 
 

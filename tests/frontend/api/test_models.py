@@ -1,0 +1,81 @@
+"""`/v1/models`, and the names of the model on every route."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from tandem.frontend.config import FrontendConfig
+from tests.fakes.engine import FakeEngine
+from tests.fakes.tokenizer import write_chat_template, write_tokenizer
+from tests.frontend.conftest import RunningServer, get, post
+
+VERSION = {"anthropic-version": "2023-06-01"}
+MESSAGES = [{"role": "user", "content": "one"}]
+BODIES = {
+    "/v1/completions": {"prompt": "one", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/responses": {"input": "one", "max_output_tokens": 2},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/tokenize": {"prompt": "one"},
+    "/detokenize": {"tokens": [5]},
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_tokenizer(path)
+    write_chat_template(path)
+    return path
+
+
+@pytest.fixture
+def named(engine: FakeEngine, config: FrontendConfig) -> Iterator[RunningServer]:
+    engine.start()
+    running = RunningServer(structs.replace(config, served_names=("one", "two"))).start().ready()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def open_to_any(engine: FakeEngine, config: FrontendConfig) -> Iterator[RunningServer]:
+    engine.start()
+    running = RunningServer(structs.replace(config, served_names=("one", "*"))).start().ready()
+    yield running
+    running.stop()
+
+
+def test_every_name_is_listed_and_described(named: RunningServer) -> None:
+    listed = get(named.url + "/v1/models").json()["data"]
+    assert [card["id"] for card in listed] == ["one", "two"]
+    assert get(named.url + "/v1/models/two").json() == listed[1]
+    assert get(named.url + "/v1/models/fake-model").status_code == 404
+    in_anthropics_shape = get(named.url + "/v1/models", headers=VERSION).json()
+    assert [card["id"] for card in in_anthropics_shape["data"]] == ["one", "two"]
+    assert (in_anthropics_shape["first_id"], in_anthropics_shape["last_id"]) == ("one", "two")
+    document = get(named.url + "/openapi.json").json()
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body["properties"]["model"]["enum"] == ["one", "two"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_route_takes_the_names_of_the_model(named: RunningServer, path: str) -> None:
+    for name, status in (("one", 200), ("two", 200), ("fake-model", 404), ("*", 404)):
+        response = post(named.url + path, json={**BODIES[path], "model": name})
+        assert response.status_code == status, response.text
+        assert response.json().get("model", name) == name
+
+
+def test_a_star_stands_for_any_name(open_to_any: RunningServer) -> None:
+    for path, body in BODIES.items():
+        response = post(open_to_any.url + path, json={**body, "model": "claude-opus-4-8"})
+        assert response.status_code == 200
+        assert response.json().get("model", "claude-opus-4-8") == "claude-opus-4-8"
+    assert [card["id"] for card in get(open_to_any.url + "/v1/models").json()["data"]] == ["one"]
+    assert get(open_to_any.url + "/v1/models/any/thing").json()["id"] == "any/thing"
+    document = get(open_to_any.url + "/openapi.json").json()
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "enum" not in body["properties"]["model"]
