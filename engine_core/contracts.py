@@ -148,7 +148,11 @@ class Runtime(Protocol):
     """
 
     def launch(self, slot: int, plan: StepPlan) -> None:
-        """Enqueue the forward pass of a step. Any exception is fatal."""
+        """Enqueue the forward pass of a step.
+
+        Raises DeviceMemoryError if the device has too little memory for the step: the slot is free again, and the same
+        positions may be planned anew. Any other exception is fatal.
+        """
 
     def sample(self, slot: int, masks: Masks | None) -> None:
         """Enqueue sampling of the launched step, and the copy of its tokens to the host.

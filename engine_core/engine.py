@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from tandem.engine_core.contracts import Compiler, Mailbox, Runtime
 from tandem.engine_core.control import Control
-from tandem.engine_core.errors import FatalError
+from tandem.engine_core.errors import DeviceMemoryError, FatalError
 from tandem.engine_core.pipeline import PipelineState, Step
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.inspection import oldest_wait
@@ -180,7 +180,11 @@ class Engine:
         """
         slot = self.pipeline.free_slot()
         assert slot is not None, f"planned without a free slot: {self.pipeline}"
-        self.runtime.launch(slot, plan)
+        try:
+            self.runtime.launch(slot, plan)
+        except DeviceMemoryError as error:
+            self._end_newest_prompt(plan, error)
+            return
         step = self.pipeline.launch(plan)
         self.scheduler.on_launch(plan)
         self._steps = plan.step_id
@@ -189,6 +193,22 @@ class Engine:
         self.stages.mark("launch")
         if not plan.needs_mask:
             self._sample(step)
+
+    def _end_newest_prompt(self, plan: StepPlan, error: DeviceMemoryError) -> None:
+        """End the newest prompt of a step that could not be launched.
+
+        The next tick plans the step anew without it. Raises the error if the step computes no prompt.
+        """
+        prompts = [row.seq_id for row in plan.rows if row.length > 1]
+        if not prompts:
+            raise error
+        seq = self.scheduler.running[max(prompts)]
+        message = (
+            f"the device has too little memory for a step of {plan.total_tokens} positions; retry later, or start the "
+            "engine with a lower --gpu-memory or --max-step-tokens"
+        )
+        logger.error("%s; ending %s: %s", message, seq, error)
+        self.scheduler.end(seq, Failure(seq.request_id, ErrorCode.OVERLOADED, message))
 
     def _sample(self, step: Step) -> None:
         """Enqueue the sampling of a launched step."""

@@ -24,6 +24,13 @@ class RequestError(EngineError):
         self.message = message
 
 
+class DeviceMemoryError(EngineError):
+    """A step needs more device memory than is free.
+
+    The device is sound, and the step has left no trace.
+    """
+
+
 class FatalError(EngineError):
     """The state of the device is unknown; the process must be replaced.
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, Span
 from tandem.engine_core.contracts import DeviceTimes, Masks, StepLogprobs, StepResult
+from tandem.engine_core.errors import DeviceMemoryError
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
@@ -16,7 +17,7 @@ from tandem.engine_core.runtime.graph_bucket import GraphBucket, long_spans
 from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.masks import MaskFiller, mask_indices
 from tandem.engine_core.runtime.slots import StepSlot
-from tandem.engine_core.runtime.staging import pack
+from tandem.engine_core.runtime.staging import Packed, pack
 from tandem.engine_core.runtime.tables import DeviceTables, field
 from tandem.engine_core.sampling.sampler import Mode, Sampler
 from tandem.engine_core.sampling.scorer import PROMPT_SLICE, TokenScorer
@@ -62,7 +63,8 @@ class TorchRuntime:
     def launch(self, slot: int, plan: StepPlan) -> None:
         """Enqueue a step up to its logits.
 
-        These are one copy to the device, the updates of the tables, and the forward pass.
+        These are one copy to the device, the updates of the tables, and the forward pass. A step that finds too little
+        memory is tried again with an empty cache of the allocator: everything that it writes is the same once more.
         """
         s = self.slots[slot]
         assert s.plan is None, f"slot {slot} launched while step {s.plan.step_id} holds it (I6)"
@@ -73,14 +75,37 @@ class TorchRuntime:
         s.plan, s.packed, s.graphs = plan, packed, None
         if self.clock is not None:
             self.clock.begin(plan.step_id, time.monotonic() - self._collected < CONTINUOUS_SECONDS)
+        if self._enqueue(slot, packed, bucket):
+            return
+        # Only here may the launch path synchronise (I7); the cache holds blocks that no step uses.
+        self.device.release_unused()
+        if not self._enqueue(slot, packed, bucket):
+            # What was enqueued reads the slot's pinned memory, which the next step overwrites.
+            self.device.synchronize()
+            s.plan = s.packed = s.logits = None
+            raise DeviceMemoryError(
+                f"a step of {plan.total_tokens} positions, with {self.device.free_bytes()} bytes free"
+            )
+
+    def _enqueue(self, slot: int, packed: Packed, bucket: GraphBucket | None) -> bool:
+        """Enqueue the copy, the updates and the forward pass of a step.
+
+        Return False if there was too little memory; no tensor of the attempt is held any more then.
+        """
+        s = self.slots[slot]
         inputs = s.device_inputs[: packed.total]
-        inputs.copy_(s.host_inputs[: packed.total], non_blocking=True)
-        self.tables.apply(inputs, packed)
-        if bucket is None:
-            hidden = self.model.forward(self._batch(s, inputs), self.kv)
-            self._compute_logits(s, hidden, inputs)
-        else:
-            self._replay(slot, bucket, inputs)
+        try:
+            inputs.copy_(s.host_inputs[: packed.total], non_blocking=True)
+            self.tables.apply(inputs, packed)
+            if bucket is None:
+                hidden = self.model.forward(self._batch(s, inputs), self.kv)
+                self._compute_logits(s, hidden, inputs)
+            else:
+                self._replay(slot, bucket, inputs)
+        except torch.OutOfMemoryError:
+            s.logits = None
+            return False
+        return True
 
     @torch.inference_mode()
     def sample(self, slot: int, masks: Masks | None) -> None:

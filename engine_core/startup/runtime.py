@@ -11,7 +11,7 @@ import torch
 from msgspec import Struct, structs
 
 from tandem.engine_core.config import EngineConfig, StepConfig
-from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.errors import ConfigError, DeviceMemoryError
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.loader.checkpoint import Checkpoint
@@ -158,7 +158,7 @@ def build_runtime(
     free_at_start = parts.device.free_bytes()
     try:
         return _build(_new_builder(config, source, parts, filler, status, log), free_at_start, status, log)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, DeviceMemoryError) as error:
         raise ConfigError(
             f"the memory is too small for weights, steps, graphs and KV pool ({error}); lower --gpu-memory, "
             "--max-rows or --max-step-tokens"
