@@ -36,6 +36,7 @@ class RowGate:
     def __init__(self, max_rows: int) -> None:
         self.total = max_rows
         self._free = list(range(max_rows, PADDING_ROW, -1))
+        self._taken: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -46,9 +47,11 @@ class RowGate:
         if not self._free:
             return None
         seq.row = self._free.pop()
+        self._taken.add(seq.row)
 
         def release() -> None:
-            assert seq.row not in self._free, f"row {seq.row} freed twice by {seq}"
+            assert seq.row in self._taken, f"row {seq.row} freed twice by {seq}"
+            self._taken.remove(seq.row)
             self._free.append(seq.row)
             seq.row = -1
 
