@@ -24,5 +24,8 @@ export function keyIsAccepted() {
 
 export function onKey(listener) {
   field.addEventListener("change", listener);
-  box.addEventListener("submit", (event) => event.preventDefault());
+  box.addEventListener("submit", (event) => {
+    event.preventDefault();
+    listener();
+  });
 }

@@ -37,9 +37,9 @@ function say(text, bad) {
   status.classList.toggle("bad", bad);
 }
 
-function show(document) {
-  say(`version ${document.info.version}`, false);
-  const routes = Object.entries(document.paths).flatMap(([path, operations]) =>
+function show(description) {
+  say(`version ${description.info.version}`, false);
+  const routes = Object.entries(description.paths).flatMap(([path, operations]) =>
     METHODS.filter((method) => method in operations).map((method) => route(path, method, operations[method])),
   );
   reference.replaceChildren(...routes);

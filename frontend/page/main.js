@@ -73,13 +73,14 @@ async function answerLast(fields) {
   const asked = chat;
   showExamples();
   const system = systemPrompt() ? [{ role: "system", content: systemPrompt() }] : [];
-  const body = { ...fields, messages: [...system, ...answered(asked.messages), asked.messages.at(-1)] };
+  const messages = [...system, ...answered(asked.messages), asked.messages.at(-1)].map(asSent);
   const shown = new Answer(sections.chat, { title: fields.model, onRetry: retry });
-  await follow(shown, "v1/chat/completions", { ...body, messages: body.messages.map(asSent) }, asked);
+  await follow(shown, "v1/chat/completions", { ...fields, messages }, asked);
   asked.messages.push(shown.message());
   save(asked);
 }
 
+// What is shown beside a message is not part of it.
 const asSent = ({ role, content }) => ({ role, content });
 
 // Returns the messages up to the last question, without questions that got no answer.

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from tests.fakes.engine import FakeEngine
-from tests.frontend.conftest import RunningServer
+from tests.frontend.conftest import RunningServer, until
 from tests.support.browser import answers, ask, ended, measures, open_page, questions
 from tests.support.scripted_server import RAW, prompts, say
 
@@ -125,6 +125,18 @@ def test_conversations_are_listed_opened_and_deleted(page: "Page", engine: FakeE
     assert page.get_by_role("button", name="How do I join two paths?").is_visible()
 
 
+def test_a_conversation_deleted_while_it_is_answered_is_not_kept(page: "Page", engine: FakeEngine) -> None:
+    engine.script = lambda _: RAW.encode("one two three four five six " * 200).ids
+    engine.step_seconds = 0.02
+    ask(page, "first")
+    page.locator(".answer", has_text="three").wait_for()
+    page.get_by_role("button", name="Delete first").click()
+    until(lambda: engine.num_running == 0, "the answer is stopped")
+    page.locator("#send:enabled").wait_for()
+    assert titles(page) == []
+    assert page.evaluate("Object.keys(localStorage).filter((key) => key.startsWith('tandem.chat.'))") == []
+
+
 def test_what_the_browser_keeps_is_bounded(modules: "Page") -> None:
     kept = modules.evaluate(
         """async () => {
@@ -178,6 +190,12 @@ def visible_height(box: Any, page: "Page") -> float:
     return min(place["y"] + place["height"], page.viewport_size["height"]) - max(place["y"], 0)  # type: ignore[index]
 
 
+def width(page: "Page") -> int:
+    """Return how wide the document is, in CSS pixels."""
+    found: int = page.evaluate("document.documentElement.scrollWidth")
+    return found
+
+
 def test_the_parameters_do_not_cover_the_transcript_on_a_phone(
     browser: "Browser", server: RunningServer, engine: FakeEngine
 ) -> None:
@@ -202,7 +220,16 @@ def test_the_parameters_do_not_cover_the_transcript_on_a_phone(
         hold(page, engine, ("first", "word " * 300 + "`" + "x" * 200 + "`\n\n```\n" + "y" * 300 + "\n```"))
         assert panel.is_hidden(), "sending gives the room back"
         assert visible_height(transcript, page) >= 0.4 * PHONE["height"]
-        assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"], "nothing is wider than it"
+        assert width(page) == PHONE["width"], "nothing is wider than it"
+        page.get_by_role("button", name="Edit question").click()
+        assert width(page) == PHONE["width"]
+        page.get_by_label("Question", exact=True).press("Enter")
+        ended(page, 1)
+        page.get_by_role("button", name="New chat").click()
+        page.get_by_role("button", name="History").click()
+        page.locator("#chat_list").get_by_role("button", name="first", exact=True).click()
+        assert questions(page) == ["first"]
+        assert page.locator("#chats").is_hidden()
         assert page.complaints == []
 
 
