@@ -14,9 +14,9 @@ from tandem.engine_core.control import Control
 from tandem.engine_core.errors import DeviceMemoryError, FatalError
 from tandem.engine_core.pipeline import PipelineState, Step
 from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.scheduler.commit import SchedulerUpdates
 from tandem.engine_core.scheduler.inspection import oldest_wait
 from tandem.engine_core.scheduler.scheduler import Scheduler
-from tandem.engine_core.scheduler.updates import SchedulerUpdates
 from tandem.engine_core.stats import StageClock, count_outcome
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Limits, ModelFacts

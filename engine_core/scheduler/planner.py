@@ -56,10 +56,10 @@ def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequenc
     )
 
 
-def build_paged_row(seq: Sequence, memory: KVManager) -> ScheduledSequence:
-    """Return the next row of a steady sequence that needs a new page."""
-    start, constrained = seq.num_scheduled_tokens, seq.constraint is not None
-    pages, first = memory.unmapped_pages(seq, start + 1), seq.device.num_mapped_pages
+def build_paged_row(seq: Sequence) -> ScheduledSequence:
+    """Return the next row of a steady sequence that was given a new page."""
+    start, first = seq.num_scheduled_tokens, seq.device.num_mapped_pages
+    constrained, pages = seq.constraint is not None, tuple(seq.pages[first:])
     return ScheduledSequence(seq.id, seq.row, start, constrained=constrained, new_pages=pages, first_page=first)
 
 
@@ -216,6 +216,6 @@ class Planner:
             ]
             if not self.memory.grow_each(at_boundary):
                 return (), None
-            updated_rows = tuple([build_paged_row(seq, self.memory) for seq in at_boundary])
+            updated_rows = tuple([build_paged_row(seq) for seq in at_boundary])
         self._reserver.out_of_pages = False
         return (*rows, *updated_rows), updated_rows

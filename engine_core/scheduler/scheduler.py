@@ -10,11 +10,10 @@ from tandem.engine_core.errors import RequestError
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.admission import Admission, RowGate
-from tandem.engine_core.scheduler.constrained import append_tokens, check_stop, get_masks, jump_forward
+from tandem.engine_core.scheduler.commit import SchedulerUpdates, append_tokens, check_stop, get_masks, jump_forward
 from tandem.engine_core.scheduler.logprobs import add_logprobs
 from tandem.engine_core.scheduler.planner import Planner, SchedulerLimits
 from tandem.engine_core.scheduler.queue import RunningSequences, WaitingQueue
-from tandem.engine_core.scheduler.updates import SchedulerUpdates
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -222,7 +221,7 @@ class Scheduler:
             if seq.outcome is not None:
                 self._on_zombie(seq)
             elif run:
-                outcome = append_tokens(seq, run, self.updates.delta(seq.client))
+                outcome = append_tokens(seq, run, self.updates)
                 if outcome is not None:
                     self.end(seq, outcome)
                 elif seq.constraint is not None and seq.num_inflight_samples == 0:
@@ -267,7 +266,7 @@ class Scheduler:
 
     def _jump_forward(self, seq: Sequence) -> None:
         """Append what the grammar forces, which may end the sequence."""
-        outcome = jump_forward(seq, self.updates.delta(seq.client))
+        outcome = jump_forward(seq, self.updates)
         if outcome is not None:
             self.end(seq, outcome)
         elif not seq.in_steady_decode:

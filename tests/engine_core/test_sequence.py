@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine_core.scheduler.constrained import check_stop
+from tandem.engine_core.scheduler.commit import check_stop
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import FinishReason
 from tandem.protocol.events import Finished

@@ -7,9 +7,9 @@ from typing import Any
 from tandem.engine_core.contracts import StepResult
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.admission import RowGate
+from tandem.engine_core.scheduler.commit import SchedulerUpdates
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
-from tandem.engine_core.scheduler.updates import SchedulerUpdates
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.commands import Submit
 from tandem.protocol.engine_options import Policy

@@ -1,21 +1,51 @@
-"""Committed tokens: appending, stop checks, and tokens forced by a grammar."""
+"""Committed tokens, and the updates that frontends get of them.
+
+Tokens are appended up to the one that ends a sequence; a grammar may force some.
+"""
 
 from collections.abc import Iterable, Mapping
+
+from msgspec import Struct, field
 
 from tandem.engine_core.contracts import NO_TOKEN, Constraint, Masks, TokenDelta
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason
-from tandem.protocol.events import Failure, Finished
+from tandem.protocol.events import Failure, Finished, Started
 
 
-def append_tokens(seq: Sequence, tokens: Iterable[int], delta: TokenDelta) -> Finished | Failure | None:
-    """Append tokens to a sequence and its delta, up to the one that ends it.
+class SchedulerUpdates(Struct):
+    """Starts, tokens and ends since the updates were taken last.
+
+    Frontends have to learn all of them.
+    """
+
+    started: list[tuple[bytes, Started]] = field(default_factory=list)
+    """Frontend and start of each request whose first token is on its way, if part of its prompt was cached."""
+    deltas: dict[bytes, TokenDelta] = field(default_factory=dict)
+    """New tokens by frontend."""
+    ended: list[Sequence] = field(default_factory=list)
+    """Sequences that got their outcome, each exactly once (I8)."""
+    num_zombies: int = 0
+    """Rows of committed steps whose sequence had already ended."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of new tokens over all frontends."""
+        return sum([len(delta.tokens) for delta in self.deltas.values()])
+
+    def delta(self, client: bytes) -> TokenDelta:
+        """Return the delta that collects a frontend's tokens."""
+        return self.deltas.setdefault(client, TokenDelta([], []))
+
+
+def append_tokens(seq: Sequence, tokens: Iterable[int], updates: SchedulerUpdates) -> Finished | Failure | None:
+    """Append tokens to a sequence and to the updates, up to the one that ends it.
 
     The sequence's constraint advances with each token. Return the outcome, or None if the sequence goes on; tokens
     after the one that ended it are dropped.
     """
-    constraint = seq.constraint
+    constraint, delta = seq.constraint, updates.delta(seq.client)
     for token in tokens:
         if token == NO_TOKEN:
             return _model_error(seq)
@@ -62,7 +92,7 @@ def get_masks(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:
     return masks
 
 
-def jump_forward(seq: Sequence, delta: TokenDelta) -> Finished | Failure | None:
+def jump_forward(seq: Sequence, updates: SchedulerUpdates) -> Finished | Failure | None:
     """Append the tokens that the grammar forces.
 
     The steps that would sample them are skipped. Only for a sequence with no sample in flight. Forced tokens are
@@ -80,7 +110,7 @@ def jump_forward(seq: Sequence, delta: TokenDelta) -> Finished | Failure | None:
             del tokens[index:]
             break
     before = len(seq.tokens)
-    outcome = append_tokens(seq, tokens, delta)
+    outcome = append_tokens(seq, tokens, updates)
     if len(seq.tokens) > before:
         seq.jumped()
     return outcome

@@ -6,9 +6,9 @@ import pytest
 
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.scheduler.admission import RowGate
+from tandem.engine_core.scheduler.commit import SchedulerUpdates
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
-from tandem.engine_core.scheduler.updates import SchedulerUpdates
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, Started
