@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from tandem.frontend.errors import ApiError
+from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Usage
 from tandem.protocol.events import ModelFacts
@@ -48,6 +49,24 @@ def response_head(prefix: str, kind: str, model: ModelFacts) -> ResponseHead:
         model=model.name,
         system_fingerprint=f"tandem-{distribution_version()}-{model.device}-{model.dtype}",
     )
+
+
+class UsageSoFar:
+    """Count the tokens of each choice of a stream for `continuous_usage_stats`."""
+
+    def __init__(self, admitted: Admitted) -> None:
+        self._prompt_tokens = [len(admitted.prompt_of(index).ids) for index in range(admitted.num_choices)]
+        self._tokens = [0] * admitted.num_choices
+
+    def add(self, piece: ChoiceDelta) -> None:
+        """Count the tokens of a piece."""
+        self._tokens[piece.index] += len(piece.token_ids)
+
+    def tail(self, index: int) -> bytes:
+        """Return the end of a chunk of a choice, with the usage of the choice so far."""
+        prompt, completion = self._prompt_tokens[index], self._tokens[index]
+        counts = (prompt, completion, prompt + completion)
+        return b',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}\n\n' % counts
 
 
 class Formatter(Protocol):

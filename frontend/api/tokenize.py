@@ -137,12 +137,13 @@ def tokenize_router(service: Service) -> APIRouter:
     @router.post("/tokenize", openapi_extra=takes(TOKENIZE, json_response("The token ids.", TOKENIZED)))
     async def tokenize(request: Request) -> Response:
         """Encode a text or a rendered conversation as token ids."""
-        parse = partial(parse_tokenize, ignored=service.ignored_fields(request))
-        async with service.pending.receive(request, parse) as parsed:
+        ignored = service.ignored_fields(request)
+        async with service.pending.receive(request, partial(parse_tokenize, ignored=ignored)) as parsed:
             model = service.ready().model
             if parsed.model is not None:
                 service.admission.named(parsed.model, model)
-            text = parsed.source if isinstance(parsed.source, str) else await service.chat.render(parsed.source)
+            source = parsed.source
+            text = source if isinstance(source, str) else await service.chat.render(source, ignored)
             ids = await service.tokenizer.encode(text, parsed.add_special_tokens)
         arguments = (service.tokenizer, ids, model.max_len, parsed.return_token_strs)
         if len(ids) <= MANY_IDS:

@@ -8,9 +8,11 @@ from msgspec import structs
 from tandem.frontend.chat.chat_template import ChatTemplate, no_template
 from tandem.frontend.chat.message_parser import MessageShape, prompt_opens_thinking
 from tandem.frontend.chat.tool_formats import ToolFormat
+from tandem.frontend.chat.tool_prompt import with_tools_as_text
 from tandem.frontend.generation.admission import Admission, Admitted
 from tandem.frontend.grammar.grammar import THINK_END, ThinkingMode
 from tandem.frontend.request.conversation import Conversation
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.options import GenerationOptions
 from tandem.frontend.request.tools import ToolUse
 from tandem.frontend.workers import Workers
@@ -39,28 +41,38 @@ class Chat:
         self._admission = admission
         self._workers = workers
 
-    async def render(self, conversation: Conversation) -> str:
+    async def render(self, conversation: Conversation, ignored: IgnoredFields) -> str:
         """Render the prompt of a conversation, with its special tokens.
+
+        If the template does not render tools, they are described in the messages.
 
         Raises ApiError 400 if the model has no chat template, or if the template fails.
         """
         if self._template is None:
             raise no_template("its directory has no chat template, and its type has no built-in one")
-        return await self._workers.run(self._template.render, conversation)
+        if not self._template.reads_tools:
+            conversation = with_tools_as_text(conversation, self._tool_format.syntax)
+        return await self._workers.run(self._template.render, conversation, ignored)
 
     def reads(self, variable: str) -> bool:
         """Tell whether the chat template reads a variable of this name."""
         return self._template is not None and self._template.mentions(variable)
 
     async def admit(
-        self, options: GenerationOptions, conversation: Conversation, tool_use: ToolUse, ready: Ready
+        self,
+        options: GenerationOptions,
+        conversation: Conversation,
+        tool_use: ToolUse,
+        ready: Ready,
+        ignored: IgnoredFields,
     ) -> tuple[Admitted, MessageShape]:
         """Render, encode and check a conversation.
 
-        Raises ApiError if the conversation cannot be rendered, or if the request cannot be admitted.
+        Fields without effect are recorded in `ignored`. Raises ApiError if the conversation cannot be rendered, or if
+        the request cannot be admitted.
         """
         self._admission.named(options.model, ready.model)
-        prompt = await self.render(conversation)
+        prompt = await self.render(conversation, ignored)
         shape = self._shape(tool_use, prompt)
         if shape.tool_format is not None and shape.tool_format.special_tokens:
             options = structs.replace(options, skip_special_tokens=False)

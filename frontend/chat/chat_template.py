@@ -3,7 +3,9 @@
 The template writes the prompt format that the model was trained on.
 """
 
+import re
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ import msgspec
 from jinja2 import Template
 
 from tandem.frontend.chat.template_sandbox import RenderError, SandboxedTemplates
-from tandem.frontend.errors import ApiError, malformed, unsupported
+from tandem.frontend.errors import ApiError, malformed, unsupported_field
 from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.request.conversation import Conversation
+from tandem.frontend.request.ignored_fields import IgnoredFields
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 
@@ -31,6 +34,7 @@ The token tells apart generations of models that share a type.
 """
 
 _CONTINUE_MARK = "CONTINUE_THE_MESSAGE_FROM_HERE "
+_THINKING_VARIABLES = ("enable_thinking", "thinking")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -68,26 +72,35 @@ class ChatTemplate:
         """Tell whether the source of any template contains this text."""
         return any(text in source for source in self.source.texts.values())
 
-    def render(self, conversation: Conversation) -> str:
+    @cached_property
+    def reads_tools(self) -> bool:
+        """True if a template renders the tools of a conversation."""
+        return "tool_use" in self.source.texts or any(map(self._sandbox.reads_tools, self.source.texts.values()))
+
+    def render(self, conversation: Conversation, ignored: IgnoredFields) -> str:
         """Render the prompt of a conversation.
 
-        Raises ApiError 400 if the template rejects the messages, fails or is stopped, and for a `reasoning_effort`
-        that the template does not read.
+        Fields on reasoning that the template does not read are recorded as ignored.
+
+        Raises ApiError 400 if the template rejects the messages, fails or is stopped, and for `documents` that it does
+        not read.
         """
         name = "tool_use" if conversation.tools and "tool_use" in self.source.texts else "default"
         text = self.source.texts.get(name)
         if text is None:
             raise no_template(f"the model's templates are {sorted(self.source.texts)}, without one named 'default'")
+        if conversation.documents and "documents" not in text:
+            raise unsupported_field("{param} is not supported: the model's chat template does not read it", "documents")
         messages = [_adapt_role(message, text) for message in conversation.messages]
         if conversation.continue_final_message:
             _append_mark(messages[-1])
         variables = {
             **self._special_tokens,
             **conversation.template_kwargs,
-            **_reasoning_variables(conversation, text),
+            **_reasoning_variables(conversation, text, ignored),
             "messages": messages,
             "tools": list(conversation.tools) or None,
-            "documents": None,
+            "documents": list(conversation.documents) or None,
             "add_generation_prompt": conversation.add_generation_prompt,
         }
         try:
@@ -215,19 +228,28 @@ def _adapt_role(message: dict[str, Any], template: str) -> dict[str, Any]:
     return {**message, "role": "tool"} if role == "function" else {**message}
 
 
-def _reasoning_variables(conversation: Conversation, template: str) -> dict[str, Any]:
-    """Translate `reasoning_effort` to template variables.
+def _reasoning_variables(conversation: Conversation, template: str, ignored: IgnoredFields) -> dict[str, Any]:
+    """Translate the fields on reasoning to the variables that the template reads.
 
-    Raises ApiError 400 if the template reads none of them.
+    Fields that it does not read are recorded as ignored.
     """
-    effort = conversation.reasoning_effort
-    if effort is None:
-        return {}
-    if "reasoning_effort" in template:
-        return {"reasoning_effort": effort}
-    if "enable_thinking" in template:
-        return {"enable_thinking": effort != "none"}
-    raise unsupported("{param} is not supported: the model's chat template does not read it", "reasoning_effort")
+    variables: dict[str, Any] = {}
+    effort, thinking = conversation.reasoning_effort, conversation.thinking
+    if effort is not None:
+        if "reasoning_effort" in template:
+            variables["reasoning_effort"] = effort
+        elif "enable_thinking" in template:
+            variables["enable_thinking"] = effort != "none"
+        else:
+            ignored.add(conversation.effort_field)
+    if thinking is not None:
+        # `thinking` is DeepSeek's name of the variable.
+        name = next((name for name in _THINKING_VARIABLES if re.search(rf"\b{name}\b", template)), None)
+        if name is None:
+            ignored.add(conversation.thinking_field)
+        else:
+            variables[name] = thinking
+    return variables
 
 
 def _append_mark(message: dict[str, Any]) -> None:

@@ -134,7 +134,10 @@ class Admission:
             few = len(ids) <= MANY_IDS
             admitted.append(self._pack(*arguments) if few else await self._workers.run(self._pack, *arguments))
         _check_scored(options, sum(len(prompt.ids) for prompt in admitted))
-        constraint = await self._grammars.build(options, tool_use, syntax, thinking)
+        try:
+            constraint = await self._grammars.build(options, tool_use, syntax, thinking)
+        except ApiError as error:
+            raise error.renamed(options.constraint_names) from None
         return Admitted(options, model, admitted, _sampling(options, self._sampling_defaults), constraint)
 
     def _check_count(self, options: GenerationOptions, prompts: int, limits: Limits) -> None:

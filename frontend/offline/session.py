@@ -141,15 +141,18 @@ class OfflineSession:
         parsed = parse_completion(
             msgspec.json.encode({"model": ready.model.name, **fields, "prompt": prompt}), IgnoredFields()
         )
-        admitted = await service.admission.admit(parsed.options, parsed.prompts, ready)
+        admitted = await service.admission.admit(
+            parsed.options, parsed.prompts, ready, add_special_tokens=parsed.add_special_tokens
+        )
         return completion_result(admitted, *await self._generate(admitted))
 
     async def _answer(self, conversation: Any, fields: dict[str, Any]) -> Result:
         service = self._running()
         ready = service.ready()
         body = msgspec.json.encode({"model": ready.model.name, **fields, "messages": conversation})
-        parsed = parse_chat(body, self._chat.default_max_tokens, IgnoredFields())
-        admitted, shape = await service.chat.admit(parsed.options, parsed.conversation, parsed.tool_use, ready)
+        ignored = IgnoredFields()
+        parsed = parse_chat(body, self._chat.default_max_tokens, ignored)
+        admitted, shape = await service.chat.admit(parsed.options, parsed.conversation, parsed.tool_use, ready, ignored)
         return chat_result(admitted, shape, *await self._generate(admitted))
 
     async def _generate(self, admitted: Admitted) -> tuple[list[ChoiceDelta], Usage]:

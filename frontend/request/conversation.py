@@ -1,15 +1,25 @@
 """Conversations: the request fields that a chat template renders."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from tandem.frontend.errors import unsupported
 from tandem.frontend.request.fields import Field
-from tandem.frontend.request.kinds import Boolean, JsonObject, OneOf, Parsed
+from tandem.frontend.request.kinds import Boolean, JsonObject, OneOf, Parsed, Typed
 from tandem.frontend.request.messages import MESSAGES, parse_messages
 from tandem.frontend.request.tools import TOOL_FIELDS, ToolUse
+
+
+class _Thinking(Struct, frozen=True):
+    type: Literal["enabled", "disabled", "adaptive", "auto"] = "enabled"
+
+
+class _Reasoning(Struct, frozen=True):
+    effort: str | None = None
+    enabled: bool | None = None
+
 
 REASONING_EFFORT = OneOf(("none", "minimal", "low", "medium", "high", "xhigh"))
 
@@ -20,11 +30,27 @@ RENDERING_FIELDS = (
     Field("add_generation_prompt", Boolean(None), "End the prompt with the header of the assistant's message."),
     Field("continue_final_message", Boolean(), "Continue the last message instead of beginning a new one."),
     TEMPLATE_KWARGS_FIELD,
-    Field("reasoning_effort", REASONING_EFFORT, "How much the model should reason before it answers."),
+    Field("documents", Typed(list[dict[str, Any]]), "Documents for a template that reads them; otherwise refused."),
+    Field(
+        "reasoning_effort",
+        REASONING_EFFORT,
+        "How much the model should reason before it answers, or `none`; ignored by a template that does not read it.",
+    ),
+    Field("reasoning", Typed(_Reasoning), "OpenRouter's form of `reasoning_effort` and `enable_thinking`."),
+    Field("enable_thinking", Boolean(None), "Whether the model reasons; ignored by a template that does not read it."),
+    Field("think", Boolean(None), "Ollama's name of `enable_thinking`."),
+    Field("thinking", Typed(bool | _Thinking), "Anthropic's form of `enable_thinking`."),
 )
 """The fields besides `messages` that determine what a chat template renders."""
 
-_RESERVED_KWARGS = {field.name for field in (MESSAGES_FIELD, *RENDERING_FIELDS)}
+RESERVED_KWARGS = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tool_choice"),
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+        *("raise_exception", "strftime_now", "namespace", "range", "chat_template", "chat_template_kwargs"),
+    }
+)
+"""Variables of templates that requests do not set: the conversation, special tokens and the template's functions."""
 
 
 class Conversation(Struct, frozen=True):
@@ -36,6 +62,13 @@ class Conversation(Struct, frozen=True):
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
+    effort_field: str = "reasoning_effort"
+    """Field of the request that `reasoning_effort` comes from."""
+    thinking: bool | None = None
+    """Whether the model is to reason; None to leave it to the template."""
+    thinking_field: str = "enable_thinking"
+    """Field of the request that `thinking` comes from."""
+    documents: tuple[dict[str, Any], ...] = ()
 
 
 def conversation(values: Mapping[str, Any], tool_use: ToolUse) -> Conversation:
@@ -53,23 +86,50 @@ def conversation(values: Mapping[str, Any], tool_use: ToolUse) -> Conversation:
             "continue_final_message",
             "add_generation_prompt",
         )
+    reasoning: _Reasoning = values["reasoning"] or _Reasoning()
+    effort, effort_field = values["reasoning_effort"], "reasoning_effort"
+    if effort is None and reasoning.effort is not None:
+        effort_field = "reasoning.effort"
+        effort = REASONING_EFFORT.check(effort_field, reasoning.effort)
+    thinking_field, thinking = _thinking(values, reasoning)
     return Conversation(
         messages=values["messages"],
         tools=tool_use.template_tools,
         add_generation_prompt=generation_prompt,
         continue_final_message=continues,
         template_kwargs=template_kwargs(values),
-        reasoning_effort=values["reasoning_effort"],
+        reasoning_effort=effort,
+        effort_field=effort_field,
+        thinking=thinking,
+        thinking_field=thinking_field,
+        documents=tuple(values["documents"] or ()),
     )
+
+
+def _thinking(values: Mapping[str, Any], reasoning: _Reasoning) -> tuple[str, bool | None]:
+    """Return the first field that says whether the model reasons, and what it says."""
+    thinking = values["thinking"]
+    if isinstance(thinking, _Thinking):
+        # What adapts is left to the model.
+        thinking = None if thinking.type in ("adaptive", "auto") else thinking.type == "enabled"
+    given = {
+        "enable_thinking": values["enable_thinking"],
+        "thinking": thinking,
+        "think": values["think"],
+        "reasoning.enabled": reasoning.enabled,
+    }
+    return next(((name, value) for name, value in given.items() if value is not None), ("enable_thinking", None))
 
 
 def template_kwargs(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the further variables of the template.
 
-    Raises ApiError 400 for a variable named like a request field.
+    Raises ApiError 400 for a variable that requests do not set.
     """
     kwargs: dict[str, Any] = values["chat_template_kwargs"] or {}
     for name in kwargs:
-        if name in _RESERVED_KWARGS:
-            raise unsupported("'chat_template_kwargs' may not contain {param}; it is a field of its own", name)
+        if name in RESERVED_KWARGS:
+            raise unsupported(
+                "{param} may not be set: the server gives this variable to the template", f"chat_template_kwargs.{name}"
+            )
     return kwargs

@@ -47,7 +47,7 @@ _OTHER_SAMPLER = "A method of sampling that this server does not have."
 _OTHER_LIMIT = "Another server's name of the limit; give `max_tokens`, or `max_output_tokens` for a response."
 
 REFUSED_FIELDS = (
-    Field("prompt_logprobs", Unsupported((0,)), "`echo` with `logprobs` scores the prompt of a completion."),
+    Field("prompt_logprobs", Unsupported(), "`echo` with `logprobs` scores the prompt of a completion."),
     Field("truncate_prompt_tokens", Unsupported(), "A prompt is never cut."),
     Field("truncation", Unsupported(("disabled",)), "A prompt is never cut."),
     Field("allowed_token_ids", Unsupported(), "`logit_bias` and the constraints restrict the tokens."),
@@ -95,7 +95,9 @@ IGNORED_PATHS = (
 """Known names within a body that are ignored, with the reason."""
 
 CONDITIONAL_NAMES = (
-    *("reasoning_effort", "verbosity", "stream_options", "enable_thinking", "thinking", "think"),
+    *("reasoning_effort", "reasoning.effort", "enable_thinking", "thinking", "think", "reasoning.enabled"),
+    *("stream_options", "max_tokens", "verbosity", "prediction"),
+    *("include_reasoning", "separate_reasoning", "stream_reasoning"),
     *("thinking.budget_tokens", "output_config.effort"),
 )
 """Known names that are ignored where the model's template or the rest of the request leaves them without effect."""

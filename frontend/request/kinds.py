@@ -203,11 +203,13 @@ class OneOf(Checked, frozen=True):
 class Strings(Checked, frozen=True):
     """A string or an array of strings; a tuple once parsed.
 
-    It holds at most `max_items` strings, each of 1 to `max_chars` characters.
+    It holds at most `max_items` strings, each of 1 to `max_chars` characters. With `drop_empty`, empty strings are left
+    out instead of refused.
     """
 
     max_items: int
     max_chars: int
+    drop_empty: bool = False
 
     @property
     def absent(self) -> tuple[str, ...]:
@@ -220,6 +222,7 @@ class Strings(Checked, frozen=True):
         _check_items(name, "a string or an array of strings", values, str)
         if len(values) > self.max_items:
             raise unsupported(f"{{param}} takes at most {self.max_items} strings, not {len(values)}", name)
+        values = [item for item in values if item or not self.drop_empty]
         for item in values:
             if not 1 <= len(item) <= self.max_chars:
                 raise unsupported(
@@ -228,7 +231,7 @@ class Strings(Checked, frozen=True):
         return tuple(values)
 
     def schema(self) -> Schema:
-        item = {"type": "string", "minLength": 1, "maxLength": self.max_chars}
+        item = {"type": "string", "minLength": 0 if self.drop_empty else 1, "maxLength": self.max_chars}
         return nullable(item, array(item, self.max_items))
 
 
@@ -311,15 +314,16 @@ class JsonObject(Checked, frozen=True):
 class Typed(Kind, frozen=True):
     """A value of a msgspec type.
 
-    `content` describes it if bounds are checked beyond the type.
+    `content` describes it if bounds are checked beyond the type; `max_bytes` bounds its JSON.
     """
 
     shape: Any
     content: Schema | None = None
+    max_bytes: int = MAX_FIELD_BYTES
 
     def reader(self, name: str) -> Reader:
         decoder = TypedDecoder(self.shape)
-        return lambda raw, ignored: decoder.read(sized(name, raw), name, ignored)
+        return lambda raw, ignored: decoder.read(sized(name, raw, self.max_bytes), name, ignored)
 
     def schema(self) -> Schema:
         return of_type(self.shape | None) if self.content is None else self.content
@@ -338,13 +342,13 @@ class Parsed(Kind, frozen=True):
         return self.content
 
 
-def sized(name: str, raw: Raw) -> Raw:
-    """Return the JSON of a field of ordinary size.
+def sized(name: str, raw: Raw, most: int = MAX_FIELD_BYTES) -> Raw:
+    """Return the JSON of a field.
 
-    Raises ApiError 400 for more than MAX_FIELD_BYTES.
+    Raises ApiError 400 for more than `most` bytes.
     """
-    if (size := len(memoryview(raw))) > MAX_FIELD_BYTES:
-        raise unsupported(f"{{param}} has {size} bytes of JSON; at most {MAX_FIELD_BYTES} are allowed", name)
+    if (size := len(memoryview(raw))) > most:
+        raise unsupported(f"{{param}} has {size} bytes of JSON; at most {most} are allowed", name)
     return raw
 
 

@@ -3,9 +3,11 @@
 from msgspec import Struct
 
 from tandem.frontend.errors import ApiError, unsupported
-from tandem.frontend.request.options import MAX_N, MAX_STOPS, GenerationOptions
+from tandem.frontend.request.options import MAX_N, GenerationOptions
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.params import MAX_TOP_LOGPROBS
+
+DEFAULT_STOPS = 64
 
 
 class RequestLimits(Struct, frozen=True):
@@ -13,7 +15,7 @@ class RequestLimits(Struct, frozen=True):
 
     max_n: int = MAX_N
     max_top_logprobs: int = MAX_TOP_LOGPROBS
-    max_stop_strings: int = MAX_STOPS
+    max_stop_strings: int = DEFAULT_STOPS
     max_prompt_tokens: int | None = None
 
     def check(self, options: GenerationOptions) -> None:

@@ -1,10 +1,11 @@
 """The field `messages`: a conversation in the form that chat templates take."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from msgspec import Raw, Struct
 
-from tandem.frontend.errors import ApiError, malformed, unsupported
+from tandem.frontend.errors import ApiError, malformed, unsupported, unsupported_field
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.schema import Schema, array, of_type
 from tandem.frontend.request.values import TypedDecoder, decode_field
@@ -16,6 +17,14 @@ MAX_PARTS = 16384
 
 class _Text(Struct, tag_field="type", tag="text"):
     text: str
+
+
+class _InputText(_Text, tag_field="type", tag="input_text"):
+    """A text part as the input of a response has it; some clients send it to chats."""
+
+
+class _OutputText(_Text, tag_field="type", tag="output_text"):
+    """The name of a text part in a response's output."""
 
 
 class _Refusal(Struct, tag_field="type", tag="refusal"):
@@ -34,8 +43,11 @@ class _ToolCall(Struct):
     index: int | None = None
 
 
+_Parts = list[_Text | _InputText | _OutputText]
+
+
 class _System(Struct, tag_field="role", tag="system"):
-    content: str | list[_Text]
+    content: str | _Parts | None
     name: str | None = None
 
 
@@ -48,7 +60,7 @@ class _User(_System, tag_field="role", tag="user"):
 
 
 class _Tool(Struct, tag_field="role", tag="tool"):
-    content: str | list[_Text]
+    content: str | _Parts | None
     tool_call_id: str
     name: str | None = None
 
@@ -59,14 +71,19 @@ class _FunctionResult(Struct, tag_field="role", tag="function"):
 
 
 class _Assistant(Struct, tag_field="role", tag="assistant"):
-    content: str | list[_Text | _Refusal] | None = None
+    content: str | list[_Text | _InputText | _OutputText | _Refusal] | None = None
     refusal: str | None = None
     name: str | None = None
     tool_calls: list[_ToolCall] | None = None
+    function_call: _Function | None = None
+    """The only call of an assistant in the form that `tool_calls` replaced."""
     reasoning_content: str | None = None
-    annotations: list[None] | None = None
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
+    annotations: list[Raw] | None = None
     audio: None = None
-    function_call: None = None
+    prefix: bool | None = None
+    partial: bool | None = None
 
 
 _Message = _System | _Developer | _User | _Tool | _FunctionResult | _Assistant
@@ -90,34 +107,61 @@ def parse_messages(raw: Raw, ignored: IgnoredFields) -> list[dict[str, Any]]:
     messages: list[_Message] = _DECODER.read(data, "messages", ignored)
     if not messages:
         raise malformed("{param} is an empty array; give at least one message", "messages")
-    return [_plain(message, index) for index, message in enumerate(messages)]
+    plain = [_plain(message, f"messages[{index}]", ignored) for index, message in enumerate(messages)]
+    if b'"function_call"' in data:
+        _pair_function_calls(plain)
+    return plain
 
 
-def _plain(message: _Message, index: int) -> dict[str, Any]:
-    role = message.__struct_config__.tag
-    plain: dict[str, Any] = {"role": role}
+def _plain(message: _Message, path: str, ignored: IgnoredFields) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": message.__struct_config__.tag}
     content = _joined(message.content)
     if isinstance(message, _Assistant):
         content = message.refusal if content is None else content
-        if content is None and not message.tool_calls and message.reasoning_content is None:
-            path = f"messages[{index}].content"
-            raise malformed("{param} is required in an assistant message without 'tool_calls'", path)
-        if message.reasoning_content is not None:
-            plain["reasoning_content"] = message.reasoning_content
-    if content is not None:
-        plain["content"] = content
+        plain |= _assistant_fields(message, path, ignored)
+    if content is not None or not plain.keys() & {"tool_calls", "reasoning_content"}:
+        plain["content"] = content or ""
     if message.name is not None:
         plain["name"] = message.name
     if isinstance(message, _Tool):
         plain["tool_call_id"] = message.tool_call_id
-    if isinstance(message, _Assistant) and message.tool_calls:
-        plain["tool_calls"] = [
-            tool_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls
-        ]
     return plain
 
 
-def _joined(content: str | list[_Text] | list[_Text | _Refusal] | None) -> str | None:
+def _assistant_fields(message: _Assistant, path: str, ignored: IgnoredFields) -> dict[str, Any]:
+    """Convert the fields that only an assistant's message has."""
+    for name in ("prefix", "partial"):
+        if getattr(message, name):
+            raise unsupported_field("{param} is not supported; send 'continue_final_message': true", f"{path}.{name}")
+    if message.annotations:
+        ignored.add(f"{path}.annotations")
+    fields: dict[str, Any] = {}
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning is not None:
+        fields["reasoning_content"] = reasoning
+    calls = [tool_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    if message.function_call is not None and not calls:
+        calls = [tool_call("", message.function_call.name, message.function_call.arguments)]
+    if calls:
+        fields["tool_calls"] = calls
+    return fields
+
+
+def _pair_function_calls(messages: list[dict[str, Any]]) -> None:
+    """Give the calls of `function_call` and their results the ids of tool calls.
+
+    An id has nine letters and digits, which every template takes.
+    """
+    call_id = ""
+    for index, message in enumerate(messages):
+        for call in message.get("tool_calls", ()):
+            if not call["id"]:
+                call_id = call["id"] = f"call{index:05d}"
+        if message["role"] == "function" and call_id:
+            message |= {"role": "tool", "tool_call_id": call_id}
+
+
+def _joined(content: str | Sequence[_Text | _Refusal] | None) -> str | None:
     if content is None or isinstance(content, str):
         return content
     return "\n".join([part.text if isinstance(part, _Text) else part.refusal for part in content])

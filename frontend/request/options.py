@@ -6,11 +6,12 @@ They are the request fields that all generating routes share, and their validate
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from tandem.frontend.errors import ApiError, unsupported
 from tandem.frontend.request.extra_fields import NO_EFFECT_FIELDS, REFUSED_FIELDS
 from tandem.frontend.request.fields import IGNORED_FIELDS, Field
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.kinds import (
     Boolean,
     Integer,
@@ -18,13 +19,23 @@ from tandem.frontend.request.kinds import (
     Kind,
     Number,
     OneOf,
+    Parsed,
     String,
     Strings,
     TokenBiases,
     TokenIds,
     Typed,
+    sized,
 )
-from tandem.frontend.request.schema import BOOLEAN, Schema, closed, nullable
+from tandem.frontend.request.schema import BOOLEAN, Schema, nullable, opened
+from tandem.frontend.request.structured_outputs import (
+    MAX_CHOICE_CHARS,
+    MAX_CHOICES,
+    MAX_PATTERN_CHARS,
+    STRUCTURED_FIELDS,
+    constraints,
+)
+from tandem.frontend.request.values import decode_field
 from tandem.protocol.commands import MAX_NAME_BYTES, MAX_PRIORITY
 from tandem.protocol.params import (
     MAX_LOGIT_BIAS,
@@ -36,11 +47,10 @@ from tandem.protocol.params import (
 )
 
 MAX_N = 128
-MAX_STOPS = 16
+MAX_STOPS = 256
+UNLIMITED = -1
+"""Value of the limit on tokens that allows as many as there is room for."""
 MAX_STOP_CHARS = 1024
-MAX_CHOICES = 1024
-"""Maximum number of alternatives of `choice`."""
-MAX_PATTERN_CHARS = 64 * 1024
 INT32_MAX = 2**31 - 1
 
 
@@ -48,6 +58,8 @@ class StreamOptions(Struct, frozen=True):
     """The content of `stream_options`."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`, every chunk has the usage so far."""
     include_obfuscation: bool | None = None
     """Padding against guesses from the lengths of encrypted chunks; accepted without effect on the output."""
 
@@ -57,6 +69,9 @@ def _sampling_kind(field: SamplingField) -> Kind:
 
     An absent one is None: it has the default of the served model.
     """
+    if field.name == "top_p":
+        # With 0, only the most probable token is left.
+        return Number(0, field.maximum)
     if not field.is_integer:
         return Number(field.minimum, field.maximum, above_minimum=field.above_minimum)
     # Clients also write -1 for a top_k that keeps every token.
@@ -65,19 +80,57 @@ def _sampling_kind(field: SamplingField) -> Kind:
 
 
 _RESPONSE_FORMAT: Schema = nullable(
-    closed({"type": {"enum": ["text", "json_object"]}}),
-    closed(
+    opened({"type": {"enum": ["text", "json_object"]}}),
+    opened({"type": {"const": "json_schema"}, "schema": {"type": "object"}}),
+    opened(
         {
             "type": {"const": "json_schema"},
-            "json_schema": closed(
-                {"name": {"type": "string", "minLength": 1}, "schema": {"type": "object"}},
-                {"description": {"type": ["string", "null"]}, "strict": BOOLEAN},
+            "json_schema": opened(
+                {"schema": {"type": "object"}},
+                {
+                    "name": {"type": "string", "minLength": 1},
+                    "description": {"type": ["string", "null"]},
+                    "strict": BOOLEAN,
+                },
             ),
         }
     ),
 )
+_RESPONSE_FORMAT_NAMES = frozenset(("type", "json_schema"))
+_JSON_SCHEMA_NAMES = frozenset(("name", "description", "schema", "strict"))
+
+
+def _read_response_format(raw: Raw, ignored: IgnoredFields) -> dict[str, Any]:
+    """Parse `response_format`, whose schema and type are checked with the grammar.
+
+    Servers like llama.cpp have the schema beside the type. A schema needs no name here.
+    """
+    name = "response_format"
+    given = JsonObject().check(name, decode_field(sized(name, raw), name))
+    if given.get("type") in ("json_object", "json_schema") and isinstance(given.get("schema"), dict):
+        given = {"json_schema": {"schema": given["schema"]}, **given, "type": "json_schema"}
+        del given["schema"]
+    schema = given.get("json_schema")
+    if isinstance(schema, dict):
+        schema = {"name": "answer", **_known(schema, _JSON_SCHEMA_NAMES, f"{name}.json_schema", ignored)}
+    known = _known(given, _RESPONSE_FORMAT_NAMES, name, ignored)
+    return known if schema is None else {**known, "json_schema": schema}
+
+
+def _known(given: dict[str, Any], names: frozenset[str], path: str, ignored: IgnoredFields) -> dict[str, Any]:
+    """Return the fields of these names.
+
+    The others are recorded as ignored, unless they are null.
+    """
+    for name, value in given.items():
+        if name not in names and value is not None:
+            ignored.add(f"{path}.{name}")
+    return {name: value for name, value in given.items() if name in names}
+
+
 _SAMPLING = tuple(Field(field.name, _sampling_kind(field), field.text) for field in SAMPLING_FIELDS)
-_SEED = Field("seed", Integer(0, MAX_SEED), "Seed of sampling; the same seed gives the same answer.")
+_REPETITION = next(field for field in _SAMPLING if field.name == "repetition_penalty")
+_SEED = Field("seed", Integer(-1, MAX_SEED), "Seed of sampling; the same seed gives the same answer, -1 a random one.")
 
 OPTION_FIELDS = (
     Field("model", String(), required=True),
@@ -87,18 +140,26 @@ OPTION_FIELDS = (
     Field("stream_options", Typed(StreamOptions), "Options of a stream: a final chunk with the usage."),
     Field("min_tokens", Integer(0, INT32_MAX, 0), "No end of sequence before this many tokens."),
     *_SAMPLING,
+    Field(
+        "repeat_penalty", _REPETITION.kind, "Another name of `repetition_penalty`, which counts the whole text here."
+    ),
     _SEED,
-    Field("stop", Strings(MAX_STOPS, MAX_STOP_CHARS), "Strings that end the output."),
+    Field("stop", Strings(MAX_STOPS, MAX_STOP_CHARS, drop_empty=True), "Strings that end the output."),
     Field("stop_token_ids", TokenIds(MAX_STOP_TOKEN_IDS), "Token ids that end the output."),
     Field("include_stop_str_in_output", Boolean(), "Include the stop string or token that ended the output."),
     Field("ignore_eos", Boolean(), "Continue after the model's end-of-sequence token."),
     Field("skip_special_tokens", Boolean(True), "Leave special tokens out of the text."),
     Field("logit_bias", TokenBiases(MAX_LOGIT_BIAS), "Biases added to the logits of token ids."),
     Field("return_token_ids", Boolean(), "Return the token ids of prompt and output."),
-    Field("response_format", JsonObject(_RESPONSE_FORMAT), "Constrain the output to JSON, or to a JSON Schema."),
+    Field(
+        "response_format",
+        Parsed(_read_response_format, _RESPONSE_FORMAT),
+        "Constrain the output to JSON, or to a JSON Schema.",
+    ),
     Field("regex", String(MAX_PATTERN_CHARS), "Constrain the output to a regular expression."),
-    Field("choice", Strings(MAX_CHOICES, MAX_STOP_CHARS), "Constrain the output to one of these texts."),
+    Field("choice", Strings(MAX_CHOICES, MAX_CHOICE_CHARS), "Constrain the output to one of these texts."),
     Field("grammar", String(MAX_PATTERN_CHARS), "Constrain the output to a Lark grammar in llguidance's dialect."),
+    *STRUCTURED_FIELDS,
     Field(
         "priority",
         Integer(-MAX_PRIORITY, MAX_PRIORITY, 0),
@@ -135,6 +196,8 @@ class GenerationOptions(Struct, frozen=True, kw_only=True):
     n: int = 1
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False
+    """True if every chunk of a stream has the usage so far."""
     stream_events: bool = False
     """True if the stream has one event per token, in this server's own format, instead of OpenAI's chunks."""
     return_token_ids: bool = False
@@ -165,6 +228,8 @@ class GenerationOptions(Struct, frozen=True, kw_only=True):
     regex: str | None
     choice: tuple[str, ...]
     grammar: str | None
+    constraint_names: dict[str, str] = {}
+    """Name of a constraint's field to the field of the request that it stands for."""
     priority: int
     """Priority of scheduling; higher is more urgent."""
     session_id: str
@@ -177,42 +242,63 @@ _SAME_NAME = GenerationOptions.__struct_fields__
 
 
 def generation_options(
-    values: Mapping[str, Any], max_tokens: int | None, default_max_tokens: int, logprobs: int | None
+    values: Mapping[str, Any],
+    max_tokens: int | None,
+    default_max_tokens: int,
+    logprobs: int | None,
+    ignored: IgnoredFields,
 ) -> GenerationOptions:
     """Build the options from the parsed fields of a body.
 
-    The other arguments are the values of fields that each route names in its own way. Raises ApiError 400 for fields
-    that contradict each other.
+    `max_tokens`, which may be UNLIMITED, and `logprobs` are the values of fields that each route names in its own way.
+    Raises ApiError 400 for fields that contradict each other.
     """
-    length = default_max_tokens if max_tokens is None else max_tokens
+    has_limit = max_tokens not in (None, UNLIMITED)
+    length = INT32_MAX if max_tokens == UNLIMITED else default_max_tokens if max_tokens is None else max_tokens
     if values["min_tokens"] > length:
         raise unsupported(f"{{param}} must be between 0 and {length}, not {values['min_tokens']}", "min_tokens")
-    for name in ("stream_format", "stream_options"):
-        if values.get(name) is not None and not values["stream"]:
-            raise unsupported("{param} needs 'stream': true", name)
+    if values.get("stream_format") is not None and not values["stream"]:
+        raise unsupported("{param} needs 'stream': true", "stream_format")
+    stream_options: StreamOptions = values["stream_options"] or StreamOptions()
+    if values["stream_options"] is not None and not values["stream"]:
+        ignored.add("stream_options")
+    constrained, given = constraints(values), _given_numbers(values)
     own = {
+        "constraint_names": constrained.names,
         "max_tokens": length,
-        "max_tokens_by_default": max_tokens is None,
+        "max_tokens_by_default": not has_limit,
         "logprobs": logprobs,
         "stream_events": values.get("stream_format") is not None,
-        "include_usage": bool((values["stream_options"] or StreamOptions()).include_usage),
+        "include_usage": bool(stream_options.include_usage),
+        "continuous_usage": bool(stream_options.include_usage and stream_options.continuous_usage_stats),
+        "seed": None if values["seed"] == -1 else values["seed"],
         "include_stop": values["include_stop_str_in_output"],
-        "sampling": _sampling_params(values, length),
-        "given_sampling": frozenset(field.name for field in SAMPLING_FIELDS if values[field.name] is not None),
+        "sampling": _sampling_params(values, given, length),
+        "given_sampling": frozenset(given),
     }
     shared = {name: values[name] for name in _SAME_NAME if name in values and name not in own}
-    options = GenerationOptions(**shared, **own)
+    options = GenerationOptions(**{**shared, **constrained.values}, **own)
     _check_events(options)
     if options.session_id and options.n > 1:
         raise rejected_with_session("n")
     return options
 
 
-def _sampling_params(values: Mapping[str, Any], max_tokens: int) -> SamplingParams:
-    numbers: dict[str, Any] = {
-        field.name: field.neutral if values[field.name] is None else values[field.name] for field in SAMPLING_FIELDS
-    }
-    numbers["top_k"] = max(int(numbers["top_k"]), 0)
+def _given_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of sampling that a request sets."""
+    given = {field.name: values[field.name] for field in SAMPLING_FIELDS if values[field.name] is not None}
+    if values["repeat_penalty"] is not None:
+        given.setdefault("repetition_penalty", values["repeat_penalty"])
+    if "top_k" in given:
+        given["top_k"] = max(given["top_k"], 0)
+    if given.get("top_p") == 0:
+        given |= {"temperature": 0.0, "top_p": 1.0}
+    return given
+
+
+def _sampling_params(values: Mapping[str, Any], given: Mapping[str, Any], max_tokens: int) -> SamplingParams:
+    numbers: dict[str, Any] = {field.name: given.get(field.name, field.neutral) for field in SAMPLING_FIELDS}
+    numbers["top_k"] = int(numbers["top_k"])
     return SamplingParams(max_tokens, min_tokens=values["min_tokens"], ignore_eos=values["ignore_eos"], **numbers)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from tandem.frontend.errors import malformed, unsupported
 from tandem.frontend.request.fields import Field
@@ -11,9 +11,11 @@ from tandem.frontend.request.kinds import Boolean, Typed
 from tandem.frontend.request.schema import array, nullable, of_type
 
 MAX_TOOLS = 512
-MAX_NAME_CHARS = 64
+MAX_TOOLS_BYTES = 1024 * 1024
+"""Maximum number of bytes of JSON of all tools: those of many MCP servers."""
+MAX_NAME_CHARS = 256
 
-ToolName = Annotated[str, Meta(extra_json_schema={"pattern": "^[a-zA-Z0-9_.-]+$", "maxLength": MAX_NAME_CHARS})]
+ToolName = Annotated[str, Meta(extra_json_schema={"pattern": "^[a-zA-Z0-9_.:/-]+$", "maxLength": MAX_NAME_CHARS})]
 """A function's name as `/openapi.json` describes it; `checked_tools` checks it, with an error that names its path."""
 
 
@@ -44,6 +46,8 @@ class ToolUse(Struct, frozen=True):
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = ToolChoice()
     parallel: bool = True
+    as_functions: bool = False
+    """True if the request has `functions` instead of tools, so that its answer has a `function_call`."""
 
     @property
     def active(self) -> bool:
@@ -77,8 +81,8 @@ class RequestedChoice(Struct, frozen=True):
 
 
 class _Tool(Struct):
-    type: Literal["function"]
     function: FunctionSpec
+    type: Literal["function"] = "function"
 
 
 class _Named(Struct):
@@ -103,16 +107,26 @@ class _AllowedChoice(Struct, tag_field="type", tag="allowed_tools"):
     allowed_tools: _Allowed
 
 
-_Choice = Literal["none", "auto", "required"] | _NamedChoice | _AllowedChoice
+_Choice = Literal["none", "auto", "required", "any"] | _NamedChoice | _AllowedChoice
 
 
+_FunctionChoice = Literal["none", "auto"] | _Named
 PARALLEL_FIELD = Field("parallel_tool_calls", Boolean(True), "Allow several calls in one answer.")
 TOOL_FIELDS = (
     Field(
-        "tools", Typed(list[_Tool], nullable(array(of_type(_Tool), MAX_TOOLS))), "Functions that the model may call."
+        "tools",
+        Typed(list[_Tool], nullable(array(of_type(_Tool), MAX_TOOLS)), MAX_TOOLS_BYTES),
+        "Functions that the model may call.",
     ),
-    Field("tool_choice", Typed(_Choice), "Which functions may or must be called."),
+    Field("tool_choice", Typed(_Choice), "Which functions may or must be called; `any` means `required`."),
     PARALLEL_FIELD,
+    Field(
+        "functions",
+        Typed(list[FunctionSpec], nullable(array(of_type(FunctionSpec), MAX_TOOLS)), MAX_TOOLS_BYTES),
+        "The old form of `tools`; the answer has the old form of a call.",
+        extra={"deprecated": True},
+    ),
+    Field("function_call", Typed(_FunctionChoice), "The old form of `tool_choice`.", extra={"deprecated": True}),
 )
 
 
@@ -122,8 +136,17 @@ def chat_tool_use(values: Mapping[str, Any]) -> ToolUse:
     Raises ApiError 400 for invalid tools, or for a choice of a tool that is missing.
     """
     found: list[_Tool] = values["tools"] or []
+    if not found and values["functions"]:
+        return _function_use(values["functions"], values["function_call"])
     tools = checked_tools([tool.function for tool in found], "function.name")
     return tool_use(tools, _requested(values["tool_choice"]), values["parallel_tool_calls"])
+
+
+def _function_use(functions: Sequence[FunctionSpec], choice: Any) -> ToolUse:
+    """Build the tool use of `functions`, which allow one call at most."""
+    requested = RequestedChoice("required", name=choice.name) if isinstance(choice, _Named) else _requested(choice)
+    use = tool_use(checked_tools(functions, "name", "functions"), requested, False, "function_call")
+    return structs.replace(use, as_functions=True)
 
 
 def _requested(choice: Any) -> RequestedChoice | None:
@@ -134,14 +157,19 @@ def _requested(choice: Any) -> RequestedChoice | None:
             return RequestedChoice("required", name=function.name)
         case _AllowedChoice(allowed_tools=allowed):
             return RequestedChoice(allowed.mode, allowed=tuple(tool.function.name for tool in allowed.tools))
+        case "any":
+            return RequestedChoice("required")
         case mode:
             return RequestedChoice(mode)
 
 
-def tool_use(tools: tuple[Tool, ...], choice: RequestedChoice | None, parallel: bool) -> ToolUse:
+def tool_use(
+    tools: tuple[Tool, ...], choice: RequestedChoice | None, parallel: bool, field: str = "tool_choice"
+) -> ToolUse:
     """Combine tools with the choice among them.
 
-    Raises ApiError 400 for a choice that allows no tool, and for a choice of a tool that is missing.
+    Raises ApiError 400 for a choice that allows no tool, and for a choice of a tool that is missing; `field` is the
+    name of the choice.
     """
     if not tools:
         if choice is not None and choice not in (RequestedChoice("none"), RequestedChoice("auto")):
@@ -152,27 +180,28 @@ def tool_use(tools: tuple[Tool, ...], choice: RequestedChoice | None, parallel: 
     choice = choice or RequestedChoice("auto")
     known = {tool.name for tool in tools}
     if choice.name is not None:
-        _check_known([choice.name], known)
+        _check_known([choice.name], known, field)
     if choice.allowed is not None:
-        _check_known(choice.allowed, known)
+        _check_known(choice.allowed, known, field)
         tools = tuple(tool for tool in tools if tool.name in choice.allowed)
     return ToolUse(tools, ToolChoice(choice.mode, choice.name), parallel)
 
 
-def checked_tools(functions: Sequence[FunctionSpec], name_path: str) -> tuple[Tool, ...]:
-    """Validate the functions of `tools`.
+def checked_tools(functions: Sequence[FunctionSpec], name_path: str, field: str = "tools") -> tuple[Tool, ...]:
+    """Validate the functions of a field, by default `tools`.
 
     Raises ApiError 400 for too many functions, and with the path of a name that is invalid or not unique. `name_path`
-    is the path of the name within an element of `tools`.
+    is the path of the name within an element of the field.
     """
     if len(functions) > MAX_TOOLS:
-        raise unsupported(f"{{param}} takes at most {MAX_TOOLS} tools, not {len(functions)}", "tools")
+        raise unsupported(f"{{param}} takes at most {MAX_TOOLS} tools, not {len(functions)}", field)
     names: set[str] = set()
     for index, function in enumerate(functions):
-        name, path = function.name, f"tools[{index}].{name_path}"
+        name, path = function.name, f"{field}[{index}].{name_path}"
         if not _is_name(name):
             raise unsupported(
-                f"{{param}} must have 1 to {MAX_NAME_CHARS} letters, digits, '_', '-' or '.', not {name[:80]!r}", path
+                f"{{param}} must have 1 to {MAX_NAME_CHARS} letters, digits, or any of '_-.:/', not {name[:80]!r}",
+                path,
             )
         if name in names:
             raise unsupported(f"{{param}}: two tools are named {name!r}; give each its own name", path)
@@ -193,12 +222,12 @@ def _is_name(name: str) -> bool:
     return 1 <= len(name) <= MAX_NAME_CHARS and name.isascii() and name.translate(_PUNCTUATION).isalnum()
 
 
-_PUNCTUATION = str.maketrans("_.-", "aaa")
+_PUNCTUATION = str.maketrans("_.-:/", "aaaaa")
 
 
-def _check_known(names: Sequence[str], known: set[str]) -> None:
+def _check_known(names: Sequence[str], known: set[str], field: str) -> None:
     if not names:
-        raise malformed("{param} allows no tool; name at least one", "tool_choice")
+        raise malformed("{param} allows no tool; name at least one", field)
     for name in names:
         if name not in known:
-            raise unsupported(f"{{param}} names {name[:80]!r}, which is not among 'tools'", "tool_choice")
+            raise unsupported(f"{{param}} names {name[:80]!r}, which is not among the tools of the request", field)

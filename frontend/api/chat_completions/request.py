@@ -13,12 +13,13 @@ from tandem.frontend.request.kinds import Boolean, Integer
 from tandem.frontend.request.options import (
     INT32_MAX,
     OPTION_FIELDS,
+    UNLIMITED,
     GenerationOptions,
     generation_options,
     rejected_with_events,
 )
 from tandem.frontend.request.tools import ToolUse, chat_tool_use
-from tandem.frontend.request.unserved_kinds import Unsupported
+from tandem.frontend.request.unserved_kinds import Ignored, Unsupported
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 BODY = BodyFormat(
@@ -27,25 +28,31 @@ BODY = BodyFormat(
         MESSAGES_FIELD,
         *RENDERING_FIELDS,
         Field(
-            "max_tokens", Integer(1, INT32_MAX), "The old name of `max_completion_tokens`.", extra={"deprecated": True}
+            "max_tokens",
+            Integer(UNLIMITED, INT32_MAX),
+            "The old name of `max_completion_tokens`.",
+            extra={"deprecated": True},
         ),
         Field(
             "max_completion_tokens",
-            Integer(1, INT32_MAX),
-            "By default as many as there is room for, at most the server's --default-max-tokens.",
+            Integer(UNLIMITED, INT32_MAX),
+            "By default as many as there is room for, at most the server's --default-max-tokens; -1 for no such limit.",
         ),
         Field("logprobs", Boolean(), "Return the log-probability of each token."),
         Field("top_logprobs", Integer(0, MAX_TOP_LOGPROBS), "Number of alternatives reported with each token."),
         Field("modalities", Unsupported((["text"],))),
         Field("audio", Unsupported()),
-        Field("prediction", Unsupported()),
-        Field("verbosity", Unsupported(("medium",))),
+        Field("prediction", Ignored(), "Tells what to expect, which only makes some servers faster."),
+        Field("verbosity", Ignored(("medium",)), "Models here are not trained on it; say it in a message."),
+        Field("include_reasoning", Ignored((True,)), "Reasoning is returned apart from the answer."),
+        Field("separate_reasoning", Ignored((True,)), "Reasoning is returned apart from the answer."),
+        Field("stream_reasoning", Ignored((True,)), "Reasoning is streamed."),
+        Field("chat_template", Unsupported(), "The server's --chat-template is used."),
+        Field("add_special_tokens", Unsupported((False,)), "The template writes the special tokens."),
         Field("web_search_options", Unsupported()),
         Field("moderation", Unsupported()),
         Field("echo", Unsupported((False,)), "A chat returns the answer alone."),
         Field("best_of", Unsupported((1,)), "A chat returns all `n` choices."),
-        Field("functions", Unsupported()),
-        Field("function_call", Unsupported()),
     )
 )
 
@@ -64,22 +71,26 @@ def parse_chat(body: bytes, default_max_tokens: int, ignored: IgnoredFields) -> 
     Raises ApiError 400 if it is malformed, and for a value out of range or not supported.
     """
     values = BODY.read(body, ignored)
-    options = generation_options(values, _max_tokens(values), default_max_tokens, _logprobs(values))
+    max_tokens = _max_tokens(values, ignored)
+    options = generation_options(values, max_tokens, default_max_tokens, _logprobs(values), ignored)
     tool_use = chat_tool_use(values)
     if options.stream_events and tool_use.active:
         raise rejected_with_events("tools")
     return ChatRequest(options, conversation(values, tool_use), tool_use)
 
 
-def _max_tokens(values: Mapping[str, Any]) -> int | None:
+def _max_tokens(values: Mapping[str, Any], ignored: IgnoredFields) -> int | None:
+    """Return the limit on tokens.
+
+    Of two different ones, that under the newer name is used.
+    """
+    for name in ("max_tokens", "max_completion_tokens"):
+        if values[name] == 0:
+            raise unsupported(f"{{param}} must be between 1 and {INT32_MAX}, or -1 for no limit, not 0", name)
     old: int | None = values["max_tokens"]
     new: int | None = values["max_completion_tokens"]
     if old is not None and new is not None and old != new:
-        raise unsupported(
-            f"{{param}} ({old}) is the old name of {{other}} ({new}); give only one",
-            "max_tokens",
-            "max_completion_tokens",
-        )
+        ignored.add("max_tokens")
     return old if new is None else new
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.frontend.api.formatter import DONE, error_event, response_head
+from tandem.frontend.api.formatter import DONE, UsageSoFar, error_event, response_head
 from tandem.frontend.api.logprobs import chat_logprobs
 from tandem.frontend.chat.message import (
     CallArguments,
@@ -39,14 +39,17 @@ class ChatFormatter:
         self._with_ids = options.return_token_ids
         self._with_logprobs = options.logprobs is not None
         self._include_usage = options.include_usage
-        self._reply = response_head(
-            "chatcmpl", "chat.completion.chunk" if options.stream else "chat.completion", admitted.model
-        )
+        kind = "chat.completion.chunk" if options.stream else "chat.completion"
+        reply = msgspec.structs.asdict(response_head("chatcmpl", kind, admitted.model))
+        self._reply = {**reply, "service_tier": "default"}
         head = b"data: " + _encode(self._reply)[:-1]
         self._head = head
         self._prefixes = [b'%b,"choices":[{"index":%d,"delta":' % (head, i) for i in range(admitted.num_choices)]
         self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
-        self._content_only = shape.is_content_only and not (self._with_ids or self._with_logprobs)
+        self._usage_so_far = UsageSoFar(admitted) if options.continuous_usage else None
+        self._as_functions = shape.tool_use.as_functions
+        extras = self._with_ids or self._with_logprobs or options.continuous_usage
+        self._content_only = shape.is_content_only and not extras
         self._after_content = b'},"logprobs":null,"finish_reason":null}]' + self._tail
 
     def opening(self) -> bytes:
@@ -69,19 +72,21 @@ class ChatFormatter:
 
     def whole(self, choices: Sequence[ChoiceDelta], usage: Usage) -> bytes:
         shown = [self._choice(piece) for piece in choices]
-        return _encode({**msgspec.structs.asdict(self._reply), "choices": shown, "usage": self._usage(usage)})
+        return _encode({**self._reply, "choices": shown, "usage": self._usage(usage)})
 
     def _piece(self, piece: ChoiceDelta) -> bytes:
         if self._content_only and not piece.finish_reason:
             text = piece.text
             return self._prefixes[piece.index] + b'{"content":' + _encode(text) + self._after_content if text else b""
+        if self._usage_so_far is not None:
+            self._usage_so_far.add(piece)
         ids = b',"token_ids":' + _encode(piece.token_ids) if self._with_ids else b""
         logprobs = _encode(chat_logprobs(piece.logprobs)) if self._with_logprobs and piece.logprobs else b"null"
         parser = self._parsers[piece.index]
         if self._shape.is_content_only:
             shown = [b'{"content":%b}' % _encode(piece.text)] if piece.text else []
         else:
-            shown = [_delta(delta) for delta in parser.push(piece)]
+            shown = [_delta(delta, self._as_functions) for delta in parser.push(piece)]
         if (ids or logprobs != b"null") and not shown and not piece.finish_reason:
             shown = [b"{}"]
         chunks: list[bytes] = []
@@ -89,14 +94,15 @@ class ChatFormatter:
             chunks.append(self._chunk(piece.index, delta, ids, logprobs=logprobs))
             ids, logprobs = b',"token_ids":[]' if ids else b"", b"null"
         if piece.finish_reason:
-            reason = b'"%b"' % parser.finish_reason(piece.finish_reason).encode()
+            reason = b'"%b"' % self._finish_reason(parser, piece.finish_reason).encode()
             chunks.append(self._chunk(piece.index, b"{}", ids, reason, logprobs))
         return b"".join(chunks)
 
     def _chunk(
         self, index: int, delta: bytes, extra: bytes = b"", finish: bytes = b"null", logprobs: bytes = b"null"
     ) -> bytes:
-        shown = (self._prefixes[index], delta, logprobs, extra, finish, self._tail)
+        tail = self._tail if self._usage_so_far is None else self._usage_so_far.tail(index)
+        shown = (self._prefixes[index], delta, logprobs, extra, finish, tail)
         return b'%b%b,"logprobs":%b%b,"finish_reason":%b}]%b' % shown
 
     def _prompt_ids(self, index: int) -> bytes:
@@ -106,11 +112,19 @@ class ChatFormatter:
         parser: MessageParser = self._parsers[piece.index]
         message = join_deltas(parser.push(piece))
         logprobs = chat_logprobs(piece.logprobs) if self._with_logprobs else None
-        choice: dict[str, Any] = {"index": piece.index, "message": _message(message), "logprobs": logprobs}
-        choice["finish_reason"] = parser.finish_reason(piece.finish_reason or "stop")
+        choice: dict[str, Any] = {
+            "index": piece.index,
+            "message": _message(message, self._as_functions),
+            "logprobs": logprobs,
+        }
+        choice["finish_reason"] = self._finish_reason(parser, piece.finish_reason or "stop")
         if self._with_ids:
             choice |= {"prompt_token_ids": self._admitted.prompt_of(piece.index).ids, "token_ids": piece.token_ids}
         return choice
+
+    def _finish_reason(self, parser: MessageParser, reason: str) -> str:
+        found = parser.finish_reason(reason)
+        return "function_call" if self._as_functions and found == "tool_calls" else found
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
         counts = [parser.reasoning_tokens for parser in self._parsers]
@@ -121,8 +135,12 @@ class ChatFormatter:
         return shown
 
 
-def _delta(delta: MessageDelta) -> bytes:
+def _delta(delta: MessageDelta, as_functions: bool) -> bytes:
     match delta:
+        case CallStart(_, _, name) if as_functions:
+            return _encode({"function_call": {"name": name, "arguments": ""}})
+        case CallArguments(_, text) if as_functions:
+            return b'{"function_call":{"arguments":%b}}' % _encode(text)
         case Content(text):
             return b'{"content":%b}' % _encode(text)
         case Reasoning(text):
@@ -134,11 +152,13 @@ def _delta(delta: MessageDelta) -> bytes:
             return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, _encode(text))
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: Message, as_functions: bool) -> dict[str, Any]:
     shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None, "annotations": []}
     if message.reasoning is not None:
         shown["reasoning_content"] = message.reasoning
-    if message.calls:
+    if message.calls and as_functions:
+        shown["function_call"] = {"name": message.calls[0].name, "arguments": message.calls[0].arguments}
+    elif message.calls:
         shown["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in message.calls

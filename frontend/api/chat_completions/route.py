@@ -27,7 +27,7 @@ def chat_router(service: Service) -> APIRouter:
         ignored = service.ignored_fields(request)
         async with service.pending.receive(request, partial(parse, ignored=ignored)) as parsed:
             admitted, shape = await service.chat.admit(
-                parsed.options, parsed.conversation, parsed.tool_use, service.ready()
+                parsed.options, parsed.conversation, parsed.tool_use, service.ready(), ignored
             )
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
         formatter = EventFormatter(admitted.model) if parsed.options.stream_events else ChatFormatter(admitted, shape)

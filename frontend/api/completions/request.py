@@ -13,6 +13,7 @@ from tandem.frontend.request.options import (
     INT32_MAX,
     MAX_N,
     OPTION_FIELDS,
+    UNLIMITED,
     GenerationOptions,
     generation_options,
     rejected_with_events,
@@ -30,12 +31,17 @@ BODY = BodyFormat(
     (
         *OPTION_FIELDS,
         Field("prompt", Parsed(parse_prompts, PROMPTS), "The prompts to continue.", required=True),
-        Field("max_tokens", Integer(0, INT32_MAX), "Most tokens of a choice.", extra={"default": DEFAULT_MAX_TOKENS}),
+        Field(
+            "max_tokens",
+            Integer(UNLIMITED, INT32_MAX),
+            "Most tokens of a choice; -1 for no limit.",
+            extra={"default": DEFAULT_MAX_TOKENS},
+        ),
         Field("logprobs", Integer(0, MAX_TOP_LOGPROBS), "Number of alternatives reported with each token."),
         Field("best_of", Integer(1, MAX_N), "Number of choices of which the best `n` are returned."),
         Field("echo", Boolean(), "Repeat the prompt ahead of each choice."),
         Field("suffix", Unsupported(("",))),
-        Field("add_special_tokens", Unsupported((True,))),
+        Field("add_special_tokens", Boolean(True), "Begin a prompt of text with the model's begin token."),
     )
 )
 
@@ -46,6 +52,8 @@ class CompletionRequest(Struct, frozen=True):
     options: GenerationOptions
     prompts: list[Prompt]
     echo: bool
+    add_special_tokens: bool = True
+    """True if a prompt of text begins with the model's begin token."""
 
 
 def parse_completion(body: bytes, ignored: IgnoredFields) -> CompletionRequest:
@@ -57,11 +65,11 @@ def parse_completion(body: bytes, ignored: IgnoredFields) -> CompletionRequest:
     echo, max_tokens, logprobs = values["echo"], values["max_tokens"], values["logprobs"]
     if max_tokens == 0 and not echo:
         raise unsupported(f"{{param}} must be between 1 and {INT32_MAX} without 'echo', not 0", "max_tokens")
-    options = generation_options(values, max_tokens, DEFAULT_MAX_TOKENS, logprobs)
+    options = generation_options(values, max_tokens, DEFAULT_MAX_TOKENS, logprobs, ignored)
     options = _best_of(values, structs.replace(options, prompt_logprobs=logprobs if echo else None))
     prompts = values["prompt"]
     _check_sequences(options, echo, options.n * len(prompts))
-    return CompletionRequest(options, prompts, echo)
+    return CompletionRequest(options, prompts, echo, values["add_special_tokens"])
 
 
 def _check_sequences(options: GenerationOptions, echo: bool, num_sequences: int) -> None:

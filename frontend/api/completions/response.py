@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.frontend.api.formatter import DONE, error_event, response_head
+from tandem.frontend.api.formatter import DONE, UsageSoFar, error_event, response_head
 from tandem.frontend.api.logprobs import completion_logprobs, keep_best
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
@@ -29,9 +29,10 @@ class CompletionFormatter:
         self._reply = response_head("cmpl", "text_completion", admitted.model)
         head = self._head = b"data: " + _encode(self._reply)[:-1]
         self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
+        self._usage_so_far = UsageSoFar(admitted) if admitted.options.continuous_usage else None
         self._prefixes = [b'%b,"choices":[{"index":%d,"text":' % (head, i) for i in range(admitted.num_choices)]
         self._with_logprobs = admitted.options.logprobs is not None
-        self._text_only = not (self._with_ids or self._with_logprobs)
+        self._text_only = not (self._with_ids or self._with_logprobs or admitted.options.continuous_usage)
         self._after_text = b',"logprobs":null,"finish_reason":null}]' + self._tail
         self._unechoed = set(range(admitted.num_choices)) if echo and self._with_logprobs else set()
         """Choices whose echoed prompt is still to be sent, together with its log-probabilities, in the first piece."""
@@ -65,6 +66,8 @@ class CompletionFormatter:
 
     def _piece(self, piece: ChoiceDelta) -> bytes:
         """Encode the chunk of a piece; empty if it has no visible output."""
+        if self._usage_so_far is not None:
+            self._usage_so_far.add(piece)
         if self._text_only and not piece.finish_reason:
             text = piece.text
             return self._prefixes[piece.index] + _encode(text) + self._after_text if text else b""
@@ -89,7 +92,8 @@ class CompletionFormatter:
         ids = b',"token_ids":' + _encode(piece.token_ids) if self._with_ids else b""
         finish = b'"%b"' % piece.finish_reason.encode() if piece.finish_reason else b"null"
         logprobs = _encode(completion_logprobs(piece.logprobs)) if self._with_logprobs and piece.logprobs else b"null"
-        shown = (self._prefixes[piece.index], _encode(piece.text), logprobs, ids, extra, finish, self._tail)
+        tail = self._tail if self._usage_so_far is None else self._usage_so_far.tail(piece.index)
+        shown = (self._prefixes[piece.index], _encode(piece.text), logprobs, ids, extra, finish, tail)
         return b'%b%b,"logprobs":%b%b%b,"finish_reason":%b}]%b' % shown
 
     def _choice(self, index: int, piece: ChoiceDelta) -> dict[str, Any]:

@@ -28,7 +28,11 @@ def completions_router(service: Service) -> APIRouter:
             # `text_offset` counts characters from the beginning of the prompt.
             with_text = parsed.echo or parsed.options.logprobs is not None
             admitted = await service.admission.admit(
-                parsed.options, parsed.prompts, service.ready(), with_text=with_text
+                parsed.options,
+                parsed.prompts,
+                service.ready(),
+                add_special_tokens=parsed.add_special_tokens,
+                with_text=with_text,
             )
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
         events = parsed.options.stream_events

@@ -134,7 +134,7 @@ def parse_message_request(body: bytes, ignored: IgnoredFields) -> MessagesReques
     prompt = _prompt(values, ignored)
     # The field is required, so clients ask for more than there may be room for: it is lowered like a default.
     absent = dict.fromkeys(NOT_HERE) | {"stop": values["stop_sequences"], "n": 1, "return_token_ids": False}
-    options = generation_options({**values, **absent}, None, values["max_tokens"], None)
+    options = generation_options({**values, **absent}, None, values["max_tokens"], None, ignored)
     if prompt.output_schema is not None:
         wanted = {"name": "output", "schema": prompt.output_schema, "strict": True}
         options = structs.replace(options, response_format={"type": "json_schema", "json_schema": wanted})

@@ -44,7 +44,7 @@ def messages_router(service: Service) -> APIRouter:
             with _own_names():
                 conversation = _read_by_template(service, parsed.prompt, ignored)
                 admitted, shape = await service.chat.admit(
-                    parsed.options, conversation, parsed.prompt.tool_use, service.ready()
+                    parsed.options, conversation, parsed.prompt.tool_use, service.ready(), ignored
                 )
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
         formatter = MessagesFormatter(admitted, shape, parsed.hide_thinking, request_id(request.scope))
@@ -60,7 +60,7 @@ def messages_router(service: Service) -> APIRouter:
         async with service.pending.receive(request, partial(parse_count_request, ignored=ignored)) as prompt:
             with _own_names():
                 service.admission.named(prompt.model, service.ready().model)
-                text = await service.chat.render(_read_by_template(service, prompt, ignored))
+                text = await service.chat.render(_read_by_template(service, prompt, ignored), ignored)
             ids = await service.tokenizer.encode(text, False)
         return {"input_tokens": len(ids)}
 

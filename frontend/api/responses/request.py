@@ -71,6 +71,7 @@ class ResponsesRequest(Struct, frozen=True):
             tools=self.tool_use.template_tools,
             template_kwargs=self.template_kwargs,
             reasoning_effort=self.reasoning_effort,
+            effort_field="reasoning.effort",
         )
 
 
@@ -190,7 +191,7 @@ def parse_responses(body: bytes, default_max_tokens: int, ignored: IgnoredFields
     """
     values = BODY.read(body, ignored)
     logprobs = _logprobs(values, ignored)
-    options = generation_options(values, values["max_output_tokens"], default_max_tokens, logprobs)
+    options = generation_options(values, values["max_output_tokens"], default_max_tokens, logprobs, ignored)
     text: _Text = values["text"] or _Text()
     reasoning: _Reasoning = values["reasoning"] or _Reasoning()
     if reasoning.effort is not None:

@@ -46,7 +46,7 @@ def responses_router(service: Service) -> APIRouter:
             context = await loader.load(owner, parsed.previous_response_id, parsed.input)
             with _own_names():
                 admitted, shape = await service.chat.admit(
-                    parsed.options, parsed.conversation(context.items), parsed.tool_use, service.ready()
+                    parsed.options, parsed.conversation(context.items), parsed.tool_use, service.ready(), ignored
                 )
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
         settings = parsed.settings | {name: getattr(admitted.sampling, name) for name in SAMPLED}

@@ -20,6 +20,7 @@ from tandem.frontend.chat.chat_template import (
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.tokenizer import Tokenizer, load_tokenizer
 from tandem.frontend.request.conversation import Conversation
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tests.fakes.tokenizer import BEGIN, END, write_tokenizer
 
 TOKENS = {"bos_token": BEGIN, "eos_token": END}
@@ -147,20 +148,21 @@ def test_render_matches_transformers(
             **{"add_generation_prompt": True, "tokenize": False, **more},
         )
 
-    rendered = ours.render(conversation)
+    rendered = ours.render(conversation, IgnoredFields())
     assert rendered == expected()
     assert tokenizer._encode(rendered, add_special_tokens=False) == expected(tokenize=True, return_dict=False)
     last = conversation.messages[-1]
     closed = Conversation(conversation.messages, conversation.tools, add_generation_prompt=False)
-    assert ours.render(closed) == expected(add_generation_prompt=False)
+    assert ours.render(closed, IgnoredFields()) == expected(add_generation_prompt=False)
     if last["role"] != "tool" and last["content"] == last["content"].strip():
         continued = Conversation(conversation.messages, conversation.tools, False, continue_final_message=True)
-        assert ours.render(continued) == expected(add_generation_prompt=False, continue_final_message=True)
+        rendered = ours.render(continued, IgnoredFields())
+        assert rendered == expected(add_generation_prompt=False, continue_final_message=True)
 
 
 def test_template_kwargs_reach_the_template(theirs: PreTrainedTokenizerFast) -> None:
     conversation = Conversation([HELLO], template_kwargs={"enable_thinking": False})
-    rendered = template(SOURCES["qwen3"]).render(conversation)
+    rendered = template(SOURCES["qwen3"]).render(conversation, IgnoredFields())
     assert rendered.endswith("<think>\n\n</think>\n\n")
     assert rendered == theirs.apply_chat_template(
         [HELLO], chat_template=SOURCES["qwen3"], tokenize=False, add_generation_prompt=True, enable_thinking=False
@@ -170,13 +172,13 @@ def test_template_kwargs_reach_the_template(theirs: PreTrainedTokenizerFast) -> 
 def test_trimmed_last_message_is_continued_at_its_end() -> None:
     messages = [HELLO, {"role": "assistant", "content": "Once upon a "}]
     continued = Conversation(messages, add_generation_prompt=False, continue_final_message=True)
-    assert template(SOURCES["llama3"]).render(continued).endswith("Once upon a")
-    assert template(CHATML).render(continued).endswith("Once upon a ")
+    assert template(SOURCES["llama3"]).render(continued, IgnoredFields()).endswith("Once upon a")
+    assert template(CHATML).render(continued, IgnoredFields()).endswith("Once upon a ")
 
 
 def refused(source: str, conversation: Conversation) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        template(source).render(conversation)
+        template(source).render(conversation, IgnoredFields())
     return caught.value
 
 
@@ -201,8 +203,8 @@ def test_template_failure_is_a_400_with_its_reason() -> None:
 def test_unknown_roles_become_their_equivalents() -> None:
     show = "{% for m in messages %}{{ m.role }} {% endfor %}"
     roles = Conversation([{"role": role, "content": "x"} for role in ("developer", "user", "function")])
-    assert template(show).render(roles) == "system user tool "
-    assert template(show + "{# developer #}").render(roles) == "developer user tool "
+    assert template(show).render(roles, IgnoredFields()) == "system user tool "
+    assert template(show + "{# developer #}").render(roles, IgnoredFields()) == "developer user tool "
     assert [message["role"] for message in roles.messages] == ["developer", "user", "function"]
 
 
@@ -210,11 +212,39 @@ def test_reasoning_effort_is_passed_to_templates_that_read_it() -> None:
     def effort(value: str) -> Conversation:
         return Conversation([HELLO], reasoning_effort=value)
 
-    assert template("{{ reasoning_effort }}").render(effort("low")) == "low"
-    assert template("{{ enable_thinking }}").render(effort("none")) == "False"
-    assert template("{{ enable_thinking }}").render(effort("high")) == "True"
-    error = refused(CHATML, effort("low"))
-    assert (error.status, error.param) == (400, "reasoning_effort")
+    assert template("{{ reasoning_effort }}").render(effort("low"), IgnoredFields()) == "low"
+    assert template("{{ enable_thinking }}").render(effort("none"), IgnoredFields()) == "False"
+    assert template("{{ enable_thinking }}").render(effort("high"), IgnoredFields()) == "True"
+    ignored = IgnoredFields()
+    template(CHATML).render(effort("low"), ignored)
+    assert ignored.paths == ("reasoning_effort",)
+
+
+@pytest.mark.parametrize(
+    ("source", "rendered", "ignored"),
+    [("{{ enable_thinking }}", "False", ()), ("{{ thinking }}", "False", ()), ("x", "x", ("think",))],
+)
+def test_thinking_is_passed_to_templates_that_read_it(source: str, rendered: str, ignored: tuple[str, ...]) -> None:
+    recorded = IgnoredFields()
+    wanted = Conversation([HELLO], reasoning_effort=None, thinking=False, thinking_field="think")
+    assert template(source).render(wanted, recorded) == rendered
+    assert recorded.paths == ignored
+
+
+def test_documents_are_passed_to_templates_that_read_them() -> None:
+    wanted = Conversation([HELLO], documents=({"text": "a"},))
+    assert template("{{ documents[0].text }}").render(wanted, IgnoredFields()) == "a"
+    error = refused(CHATML, wanted)
+    assert (error.status, error.param, error.code) == (400, "documents", "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    "source", [SOURCES["llama3"], SOURCES["qwen3"], "{% if tools is defined %}x{% endif %}", "{% for"]
+)
+def test_templates_that_render_tools_are_recognized(source: str) -> None:
+    assert template(source).reads_tools
+    assert not template(CHATML).reads_tools
+    assert not template("{# tools #}You have tools.{% set tools = 1 %}").reads_tools
 
 
 def write(folder: Path, **files: Any) -> None:
@@ -235,7 +265,7 @@ def shown(tmp_path: Path, tokenizer: Tokenizer) -> Rendering:
     def show(tools: tuple[dict[str, Any], ...] = ()) -> str:
         loaded = load_chat_template(tmp_path, None, tokenizer)
         assert loaded is not None
-        return loaded.render(Conversation([HELLO], tools))
+        return loaded.render(Conversation([HELLO], tools), IgnoredFields())
 
     return show
 
@@ -296,7 +326,7 @@ def test_built_in_template_is_used_for_a_known_model_type(model_type: str, tmp_p
     loaded = load_chat_template(tmp_path, None, has)
     assert loaded is not None
     assert loaded.source.texts["default"] == SOURCES[name]
-    assert token in loaded.render(Conversation([HELLO]))
+    assert token in loaded.render(Conversation([HELLO]), IgnoredFields())
     lacks: Any = Vocabulary()
     assert load_chat_template(tmp_path, None, lacks) is None
 
@@ -311,7 +341,7 @@ def test_given_template_file_takes_precedence(tmp_path: Path, tokenizer: Tokeniz
     write(tmp_path, tokenizer_config={"chat_template": "own", "eos_token": "<e>"}, given_jinja="given {{ eos_token }}")
     loaded = load_chat_template(tmp_path, tmp_path / "given.jinja", tokenizer)
     assert loaded is not None
-    assert loaded.render(Conversation([HELLO])) == "given <e>"
+    assert loaded.render(Conversation([HELLO]), IgnoredFields()) == "given <e>"
     write(tmp_path, given_jinja="{% if %}")
     with pytest.raises(ChatTemplateError, match=r"given\.jinja.*line 1"):
         load_chat_template(tmp_path, tmp_path / "given.jinja", tokenizer)
@@ -344,7 +374,7 @@ def compare_folder(folder: Path, conversations: dict[str, list[dict[str, Any]]])
     assert ours is not None
     for messages in conversations.values():
         for tools in TOOLS.values():
-            rendered = ours.render(Conversation(messages, tools))
+            rendered = ours.render(Conversation(messages, tools), IgnoredFields())
             fields: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True}
             assert rendered == theirs.apply_chat_template(messages, tokenize=False, **fields)
             ids = theirs.apply_chat_template(messages, return_dict=False, **fields)

@@ -15,7 +15,7 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.request.conversation import MESSAGES_FIELD, RENDERING_FIELDS
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.messages import MAX_MESSAGES, MAX_PARTS
-from tandem.frontend.request.options import OPTION_FIELDS
+from tandem.frontend.request.options import INT32_MAX, OPTION_FIELDS
 from tandem.frontend.request.tools import MAX_TOOLS, Tool, ToolChoice
 from tests.support.refusals import check_taken_or_refused_by_name, refusal
 
@@ -25,7 +25,8 @@ LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 ADD = {"type": "function", "function": {"name": "add"}}
 NAMED = {"type": "function", "function": {"name": "look"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
-_NOT_IN_SCHEMA = ("messages[1].content", "messages[1].mood", "messages[1].tool_calls")
+_MORE_THAN_SCHEMA = ("tool_choice", "store", "service_tier", "verbosity")
+_NOT_IN_SCHEMA = ("messages[1].prefix", "messages[1].mood", "messages[1].tool_calls")
 VALIDATOR = jsonschema.Draft202012Validator(BODY.schema())
 
 
@@ -35,6 +36,12 @@ def parse(**fields: Any) -> ChatRequest:
 
 def refused(**fields: Any) -> ApiError:
     return refusal(parse, **fields)
+
+
+def tolerant(**fields: Any) -> tuple[ChatRequest, tuple[str, ...]]:
+    """Parse a body of a server that ignores unknown fields; return the names of those too."""
+    ignored = IgnoredFields()
+    return parse_chat(msgspec.json.encode({**BASE, **fields}), 1024, ignored), ignored.paths
 
 
 def described(**fields: Any) -> bool:
@@ -65,12 +72,13 @@ def test_chat_accepts_values_that_change_nothing(name: str, value: Any) -> None:
     ("name", "value"),
     [
         ("store", True), ("service_tier", "flex"), ("modalities", ["text", "audio"]), ("audio", {"voice": "x"}),
-        ("prediction", {"type": "content", "content": "x"}), ("verbosity", "low"), ("web_search_options", {}),
-        ("moderation", {"model": "x"}), ("functions", []), ("function_call", "auto"), ("priority", 101), ("best_of", 2),
+        ("web_search_options", {}), ("mirostat", 2), ("n_predict", 5), ("logits_processors", ["x"]),
+        ("moderation", {"model": "x"}), ("priority", 101), ("best_of", 2),
         ("priority", -101), ("session_id", ""), ("session_id", "x" * 257), ("cache_salt", ""),
-        ("echo", True), ("prompt", "x"), ("guided_json", {}), ("chat_template", "x"), ("documents", []), ("n", 0),
-        ("n", 129), ("max_tokens", 0), ("max_completion_tokens", 0), ("temperature", 2.5), ("top_p", 0), ("seed", -1),
-        ("stop", ["a"] * 17), ("top_logprobs", 21), ("tool_choice", "required"), ("tool_choice", "any"),
+        ("echo", True), ("prompt", "x"), ("chat_template", "x"), ("n", 0),
+        ("n", 129), ("max_tokens", 0), ("max_completion_tokens", 0), ("temperature", 2.5), ("top_p", -0.1),
+        ("seed", -2), ("max_tokens", -2),
+        ("stop", ["a"] * 257), ("top_logprobs", 21), ("tool_choice", "required"), ("tool_choice", "some"),
         ("tool_choice", NAMED), ("reasoning_effort", "extreme"), ("messages", [USER] * (MAX_MESSAGES + 1)),
         ("tools", [LOOK] * (MAX_TOOLS + 1)), ("prompt_logprobs", 1), ("use_beam_search", True),
     ],
@@ -80,7 +88,7 @@ def test_chat_rejects_unsupported_values_with_400_by_name(name: str, value: Any)
     assert (error.status, error.param) == (400, name)
     assert name in error.message
     # That a choice of tools needs tools is more than a schema of one field can say; other fields may be ignored.
-    assert name in ("tool_choice", "store", "service_tier") or name not in BODY.names or not described(**{name: value})
+    assert name in _MORE_THAN_SCHEMA or value == 0 or name not in BODY.names or not described(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -119,7 +127,16 @@ def test_chat_rejects_wrong_types_with_400_by_name(name: str, value: Any) -> Non
          {"role": "assistant", "content": "x", "reasoning_content": "y"}),
         ({"role": "tool", "content": "3", "tool_call_id": "1"}, {"role": "tool", "content": "3", "tool_call_id": "1"}),
         ({"role": "function", "name": "f", "content": "3"}, {"role": "function", "name": "f", "content": "3"}),
-        ({"role": "function", "name": "f", "content": None}, {"role": "function", "name": "f"}),
+        ({"role": "function", "name": "f", "content": None}, {"role": "function", "name": "f", "content": ""}),
+        ({"role": "user", "content": None}, {"role": "user", "content": ""}),
+        ({"role": "tool", "content": None, "tool_call_id": "1"}, {"role": "tool", "content": "", "tool_call_id": "1"}),
+        ({"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}]},
+         {"role": "user", "content": "a\nb"}),
+        ({"role": "assistant"}, {"role": "assistant", "content": ""}),
+        ({"role": "assistant", "content": None, "tool_calls": []}, {"role": "assistant", "content": ""}),
+        ({"role": "assistant", "content": "x", "reasoning": "y"},
+         {"role": "assistant", "content": "x", "reasoning_content": "y"}),
+        ({"role": "assistant", "content": "x", "prefix": False}, {"role": "assistant", "content": "x"}),
     ],
 )  # fmt: skip
 def test_messages_are_converted_for_templates(message: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -150,7 +167,6 @@ def test_tool_call_arguments_stay_text_unless_an_object(arguments: str) -> None:
     [
         ({"content": "x"}, 400, "messages[1]"),
         ({"role": "user"}, 400, "messages[1]"),
-        ({"role": "user", "content": None}, 400, "messages[1].content"),
         ({"role": "user", "content": 1}, 400, "messages[1].content"),
         ({"role": "user", "content": ["x"]}, 400, "messages[1].content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, 400, "messages[1].content[0]"),
@@ -161,9 +177,8 @@ def test_tool_call_arguments_stay_text_unless_an_object(arguments: str) -> None:
         ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, 400, "messages[1].content[0].type"),
         ({"role": "user", "content": [{"type": "file", "file": {}}]}, 400, "messages[1].content[0].type"),
         ({"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}, 400, "messages[1].content[0].type"),
-        ({"role": "assistant"}, 400, "messages[1].content"),
-        ({"role": "assistant", "content": None, "tool_calls": []}, 400, "messages[1].content"),
-        ({"role": "assistant", "function_call": {"name": "f", "arguments": ""}}, 400, "messages[1].function_call"),
+        ({"role": "assistant", "content": "x", "prefix": True}, 400, "messages[1].prefix"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, 400, "messages[1].function_call"),
         ({"role": "assistant", "content": "x", "audio": {"id": "x"}}, 400, "messages[1].audio"),
         ({"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}, 400, "messages[1].tool_calls[0].type"),
         ({"role": "assistant", "tool_calls": [{"id": "1"}]}, 400, "messages[1].tool_calls[0]"),
@@ -229,7 +244,7 @@ def test_tool_choice_selects_mode_and_tools() -> None:
         ([{"type": "function", "function": {}}], None, 400, "tools[0].function"),
         ([{"type": "function", "function": {"name": "a b"}}], None, 400, "tools[0].function.name"),
         ([{"type": "function", "function": {"name": ""}}], None, 400, "tools[0].function.name"),
-        ([{"type": "function", "function": {"name": "x" * 65}}], None, 400, "tools[0].function.name"),
+        ([{"type": "function", "function": {"name": "x" * 257}}], None, 400, "tools[0].function.name"),
         ([{"type": "function", "function": {"name": "x", "parameters": 1}}], None, 400, "tools[0].function.parameters"),
         ([{"type": "function", "function": {"name": "x", "extra": 1}}], None, 400, "tools[0].function.extra"),
         ([LOOK, LOOK], None, 400, "tools[1].function.name"),
@@ -249,7 +264,11 @@ def test_max_tokens_has_an_old_and_a_new_name() -> None:
         options = parse(**fields).options
         assert (options.max_tokens, options.max_tokens_by_default) == (7, False)
     assert refused(max_tokens=7, max_completion_tokens=8).param == "max_tokens"
+    options, ignored = tolerant(max_tokens=7, max_completion_tokens=8)
+    assert (options.options.max_tokens, ignored) == (8, ("max_tokens",))
     assert refused(max_tokens=7, min_tokens=8).param == "min_tokens"
+    unlimited = parse(max_tokens=-1).options
+    assert (unlimited.max_tokens, unlimited.max_tokens_by_default) == (INT32_MAX, True)
 
 
 def test_top_logprobs_need_logprobs() -> None:
@@ -267,7 +286,9 @@ def test_template_extensions_reach_the_conversation() -> None:
     assert (conversation.template_kwargs, conversation.reasoning_effort) == ({"a": 1}, "low")
     assert not parse(add_generation_prompt=False).conversation.add_generation_prompt
     assert refused(continue_final_message=True, add_generation_prompt=True).status == 400
-    assert refused(chat_template_kwargs={"messages": []}).status == 400
+    for name in ("messages", "bos_token", "eos_token", "tools", "raise_exception"):
+        error = refused(chat_template_kwargs={name: "x"})
+        assert (error.status, error.param) == (400, f"chat_template_kwargs.{name}")
 
 
 def test_body_descriptions_are_valid_json_schemas() -> None:

@@ -75,6 +75,7 @@ def test_chat_completion_has_every_field_of_the_api(server: RunningServer, engin
     assert reply == {
         "object": "chat.completion",
         "model": "fake-model",
+        "service_tier": "default",
         "choices": [
             {
                 "index": 0,
@@ -252,9 +253,9 @@ def test_chat_errors_have_the_openai_format(server: RunningServer, engine: FakeE
     for fields, status, param in (
         ({"model": "other"}, 404, "model"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content[0].type"),
-        ({"functions": []}, 400, "functions"),
-        ({"reasoning_effort": "low"}, 400, "reasoning_effort"),
-        ({"chat_template_kwargs": {"messages": 1}}, 400, "messages"),
+        ({"functions": {}}, 400, "functions"),
+        ({"guided_json": {"type": "nothing"}}, 400, "guided_json"),
+        ({"chat_template_kwargs": {"messages": 1}}, 400, "chat_template_kwargs.messages"),
         ({"stop_token_ids": [10_000]}, 400, "stop_token_ids"),
         ({"tools": [TOOL], "tool_choice": "always"}, 400, "tool_choice"),
     ):
@@ -305,3 +306,56 @@ def test_openai_client_parses_chat_completions(server: RunningServer, engine: Fa
         assert final_calls[0].function.arguments == ARGUMENTS
         assert final.choices[0].finish_reason == "tool_calls"
         assert final.usage is not None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_are_answered_with_a_function_call(server: RunningServer, engine: FakeEngine, stream: bool) -> None:
+    engine.script = answer_with(f"<tool_call>\n{CALL}\n</tool_call>")
+    response = post(server, functions=[TOOL["function"]], stream=stream)
+    if not stream:
+        choice = response.json()["choices"][0]
+        assert choice["message"]["function_call"] == {"name": "look", "arguments": ARGUMENTS}
+        assert choice["finish_reason"] == "function_call"
+        return
+    assert events(response)[-1]["choices"][0]["finish_reason"] == "function_call"
+    calls = [delta["function_call"] for delta in deltas(response)]
+    assert calls[0] == {"name": "look", "arguments": ""}
+    assert "".join(call["arguments"] for call in calls) == ARGUMENTS
+
+
+def test_continuous_usage_is_in_every_chunk(server: RunningServer, engine: FakeEngine) -> None:
+    engine.script = answer_with("use os.path.join")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = events(post(server, stream=True, stream_options=options))
+    counted = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counted == sorted(counted)
+    assert (counted[0], counted[-1]) == (0, last["usage"]["completion_tokens"])
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
+
+
+def test_fields_that_the_template_does_not_read_are_named(server: RunningServer) -> None:
+    response = post(server, reasoning_effort="low", enable_thinking=False, max_tokens=3)
+    assert response.status_code == 200
+    assert response.headers["x-tandem-ignored"] == "reasoning_effort,enable_thinking"
+
+
+@pytest.fixture
+def without_tools(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> Iterator[RunningServer]:
+    """Run a server whose chat template renders no tools."""
+    write_reasoning_model(tmp_path, TEMPLATE.replace("{{ tools | length if tools else '' }}", ""))
+    engine.start()
+    running = RunningServer(structs.replace(config, model_dir=tmp_path)).start().ready()
+    yield running
+    running.stop()
+
+
+def test_tools_are_described_where_the_template_renders_none(without_tools: RunningServer, engine: FakeEngine) -> None:
+    engine.script = answer_with(f"<tool_call>\n{CALL}\n</tool_call>")
+    plain = post(without_tools)
+    reply = post(without_tools, tools=[TOOL], tool_choice="required").json()
+    assert reply["usage"]["prompt_tokens"] > plain.json()["usage"]["prompt_tokens"]
+    prompt = RAW.decode(unpack_ids(engine.submits[-1].prompt_ids))
+    assert '{"name":"look","parameters":{"type":"object"}}' in prompt
+    assert reply["choices"][0]["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": ARGUMENTS}
+    tokens = send(without_tools.url + "/tokenize", json={"messages": [QUESTION], "tools": [TOOL]}).json()
+    assert tokens["count"] == reply["usage"]["prompt_tokens"]

@@ -13,7 +13,7 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.request import kinds
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.kinds import MAX_FIELD_BYTES
-from tandem.frontend.request.options import MAX_STOP_CHARS, MAX_STOPS, OPTION_FIELDS
+from tandem.frontend.request.options import MAX_STOP_CHARS, OPTION_FIELDS
 from tandem.protocol.params import SamplingParams
 from tests.support.refusals import check_taken_or_refused_by_name, refusal
 
@@ -35,13 +35,19 @@ def refused(**fields: Any) -> ApiError:
         ("store", False), ("store", None), ("service_tier", "auto"), ("service_tier", "default"), ("suffix", ""),
         ("suffix", None), ("logprobs", None), ("best_of", 1), ("best_of", None), ("response_format", None),
         ("skip_special_tokens", True), ("include_stop_str_in_output", False), ("stream_options", None),
-        ("top_k", -1), ("top_k", None), ("temperature", None), ("n", None), ("max_tokens", None), ("stop", None),
+        ("top_k", None), ("temperature", None), ("n", None), ("max_tokens", None), ("stop", None),
         ("stop", []), ("logit_bias", {}), ("logit_bias", None), ("seed", None), ("length_penalty", 1.0),
         ("priority", 0), ("priority", None), ("session_id", None), ("cache_salt", None),
     ],
 )  # fmt: skip
 def test_completion_accepts_values_that_change_nothing(name: str, value: Any) -> None:
     assert parse(**{name: value}) == parse()
+
+
+def test_top_k_of_minus_one_keeps_every_token() -> None:
+    options = parse(top_k=-1).options
+    assert options.sampling == parse().options.sampling
+    assert options.given_sampling == {"top_k"}, "the default of the model is not used"
 
 
 @pytest.mark.parametrize(
@@ -51,11 +57,11 @@ def test_completion_accepts_values_that_change_nothing(name: str, value: Any) ->
         ("best_of", 129), ("include_usage", True), ("priority", 101), ("priority", -101),
         ("session_id", ""), ("session_id", "x" * 257), ("session_id", "é" * 129), ("cache_salt", ""),
         ("cache_salt", "é" * 129),
-        ("add_special_tokens", False), ("tools", []), ("messages", None), ("guided_json", {}), ("Prompt", "x"),
-        ("temperature", -0.1), ("temperature", 2.1), ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("min_p", 1.5),
+        ("tools", []), ("messages", None), ("Prompt", "x"),
+        ("temperature", -0.1), ("temperature", 2.1), ("top_p", -0.1), ("top_p", 1.1), ("top_k", -2), ("min_p", 1.5),
         ("repetition_penalty", 0), ("repetition_penalty", 11), ("presence_penalty", 3), ("frequency_penalty", -3),
-        ("seed", -1), ("seed", 2**63), ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 2**31), ("min_tokens", 17),
-        ("min_tokens", -1), ("n", 0), ("n", 129), ("stop", ""), ("stop", ["a"] * 17), ("stop", ["a", ""]),
+        ("seed", -2), ("seed", 2**63), ("max_tokens", 0), ("max_tokens", -2), ("max_tokens", 2**31), ("min_tokens", 17),
+        ("min_tokens", -1), ("n", 0), ("n", 129), ("stop", ["a"] * 257),
         ("stop", "x" * 1025), ("stop_token_ids", [1] * 65), ("logit_bias", {"x": 1}), ("logit_bias", {"1": 101}),
         ("logit_bias", {"-1": 1}), ("logit_bias", {str(i): 1 for i in range(513)}), ("prompt", ["p"] * 257),
         ("stream_options", {"include_usage": True}), ("length_penalty", 2),
@@ -132,7 +138,7 @@ def test_only_prompt_and_ignored_fields_may_be_large() -> None:
     error = refused(stop=["b"] * MAX_FIELD_BYTES)
     assert (error.status, error.param) == (400, "stop")
     assert "bytes of JSON" in error.message
-    stops = ["\U0001f642" * MAX_STOP_CHARS] * MAX_STOPS
+    stops = ["\U0001f642" * MAX_STOP_CHARS] * 16
     body = json.dumps({**BASE, "stop": stops}).encode()
     assert parse_completion(body, IgnoredFields()).options.stop == tuple(stops)
 

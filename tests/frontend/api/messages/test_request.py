@@ -80,7 +80,8 @@ def test_message_accepts_values_that_change_nothing(name: str, value: Any) -> No
         ("output_config", {"format": {"type": "json_schema"}}, "output_config.format"),
         ("output_config", {"format": {"type": "xml"}}, "output_config.format.type"),
         ("mcp_servers", [{"type": "url"}], "mcp_servers"), ("thread", {"type": "create"}, "thread"),
-        ("compaction", {"type": "summary"}, "compaction"), ("chat_template_kwargs", {"messages": 1}, "messages"),
+        ("compaction", {"type": "summary"}, "compaction"),
+        ("chat_template_kwargs", {"messages": 1}, "chat_template_kwargs.messages"),
     ],
 )  # fmt: skip
 def test_message_rejects_unsupported_values_by_name(name: str, value: Any, param: str) -> None:

@@ -87,7 +87,7 @@ def test_responses_accepts_values_that_change_nothing(name: str, value: Any) -> 
         ("metadata", {"a": 1}, 400, "metadata[...]"), ("metadata", {str(i): "" for i in range(17)}, 400, "metadata"),
         ("metadata", {"k" * 65: ""}, 400, "metadata"), ("metadata", {"k": "v" * 513}, 400, "metadata"),
         ("user", 3, 400, "user"), ("instructions", ["x"], 400, "instructions"), ("surprise", 1, 400, "surprise"),
-        ("chat_template_kwargs", {"messages": 1}, 400, "messages"),
+        ("chat_template_kwargs", {"messages": 1}, 400, "chat_template_kwargs.messages"),
     ],
 )  # fmt: skip
 def test_responses_rejects_unsupported_values_by_name(name: str, value: Any, status: int, param: str) -> None:

@@ -81,7 +81,7 @@ def test_errors_use_the_field_names_of_responses(server: RunningServer) -> None:
         ({"max_output_tokens": 4000}, 400, "max_output_tokens"),
         ({"text": {"format": schema}}, 400, "text.format.schema"),
         ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, 400, "regex"),
-        ({"reasoning": {"effort": "low"}}, 400, "reasoning.effort"),
+        ({"reasoning": {"effort": "lots"}}, 400, "reasoning.effort"),
         ({"previous_response_id": "resp_1"}, 400, "previous_response_id"),
     ):
         response = post(server, **fields)
@@ -90,6 +90,11 @@ def test_errors_use_the_field_names_of_responses(server: RunningServer) -> None:
         assert "response_format" not in error["message"]
         assert "messages" not in error["message"]
     assert send(server.url + "/v1/responses/resp_1/cancel", json={}).status_code == 404
+
+
+def test_effort_that_the_template_does_not_read_is_ignored(server: RunningServer) -> None:
+    response = post(server, reasoning={"effort": "low"}, max_output_tokens=2)
+    assert (response.status_code, response.headers["x-tandem-ignored"]) == (200, "reasoning.effort")
 
 
 def test_text_format_schema_becomes_a_constraint(server: RunningServer, engine: FakeEngine) -> None:

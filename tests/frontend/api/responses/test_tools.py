@@ -10,7 +10,7 @@ from tandem.frontend.api.responses.request import ResponsesRequest, parse_respon
 from tandem.frontend.api.responses.tools import ResponseTools, ToolName, parse_tools
 from tandem.frontend.errors import ApiError
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.tools import ToolChoice
+from tandem.frontend.request.tools import MAX_NAME_CHARS, ToolChoice
 
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Change files."}
 CRM = {
@@ -83,12 +83,12 @@ def test_tools_of_a_namespace_are_flattened() -> None:
 
 
 def test_names_that_a_model_cannot_write_are_replaced() -> None:
-    long = "x" * 100
+    long = "x" * (MAX_NAME_CHARS + 9)
     tools = [{"type": "function", "name": name} for name in ("mcp:a/b", "mcp_a_b", long, long + "y")]
     found, _ = parsed(*tools, {**CRM, "name": "mcp__s__"})
     assert {known.name for known in found.names.values()} == {"mcp:a/b", "mcp_a_b", long, long + "y", "find", "note"}
     assert "mcp__s__find" in found.names
-    assert all(tool.name in found.names and len(tool.name) <= 64 for tool in found.tools)
+    assert all(tool.name in found.names and len(tool.name) <= MAX_NAME_CHARS for tool in found.tools)
     assert len({tool.name for tool in found.tools}) == 6
 
 

@@ -1,0 +1,78 @@
+"""Tools for a chat template that does not render them.
+
+They are described in the text of the messages: the functions, and the format in which the model's output is parsed for
+calls.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from tandem.frontend.grammar.tool_calls import CallSyntax
+from tandem.frontend.request.conversation import Conversation
+
+_SYSTEM_ROLES = ("system", "developer")
+_RESULT_ROLES = ("tool", "function")
+
+
+def with_tools_as_text(conversation: Conversation, syntax: CallSyntax) -> Conversation:
+    """Move the tools, earlier calls and their results into the text of the messages.
+
+    Tools are appended to the system message, calls become text of the assistant in the syntax of the model's format,
+    and results become text of the user; results that follow one another share a message.
+    """
+    messages: list[dict[str, Any]] = []
+    for index, message in enumerate(conversation.messages):
+        if message["role"] in _RESULT_ROLES:
+            text = _result(message)
+            if index and conversation.messages[index - 1]["role"] in _RESULT_ROLES:
+                messages[-1] = _joined(messages[-1], text)
+            else:
+                messages.append({"role": "user", "content": text})
+        elif calls := message.get("tool_calls"):
+            rest = {name: value for name, value in message.items() if name != "tool_calls"}
+            messages.append(_joined(rest, _calls([call["function"] for call in calls], syntax)))
+        else:
+            messages.append(message)
+    if conversation.tools:
+        text = _description(conversation.tools, syntax)
+        if messages and messages[0]["role"] in _SYSTEM_ROLES:
+            messages[0] = _joined(messages[0], text)
+        else:
+            messages.insert(0, {"role": "system", "content": text})
+    return structs.replace(conversation, messages=messages, tools=())
+
+
+def _description(tools: Sequence[dict[str, Any]], syntax: CallSyntax) -> str:
+    functions = "\n".join([_json(tool["function"]) for tool in tools])
+    example = _calls([{"name": "NAME", "arguments": {}}], syntax)
+    return (
+        f"You can call these functions, one JSON object a line:\n{functions}\n\n"
+        f"To call a function, write its name and its arguments in this form and nothing after it:\n{example}"
+    )
+
+
+def _calls(functions: Sequence[dict[str, Any]], syntax: CallSyntax) -> str:
+    """Write calls as the model writes them."""
+    written = [
+        syntax.before + _json({"name": function["name"], syntax.arguments: function["arguments"]}) + syntax.after
+        for function in functions
+    ]
+    return syntax.opening + syntax.between.join(written) + syntax.closing
+
+
+def _result(message: dict[str, Any]) -> str:
+    return (
+        f"Result of the function call {message.get('tool_call_id') or message.get('name', '')}:\n{message['content']}"
+    )
+
+
+def _joined(message: dict[str, Any], text: str) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": f"{content}\n\n{text}" if content else text}
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

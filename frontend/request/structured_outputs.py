@@ -1,0 +1,94 @@
+"""Constraints of the output under the names that vLLM gives them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from tandem.frontend.errors import unsupported
+from tandem.frontend.request.fields import Field
+from tandem.frontend.request.kinds import String, Strings, Typed
+from tandem.frontend.request.values import decode_field, wrong_type
+
+MAX_CHOICES = 1024
+"""Maximum number of alternatives of `choice`."""
+MAX_CHOICE_CHARS = 1024
+MAX_PATTERN_CHARS = 64 * 1024
+
+_SCHEMA = "response_format.json_schema.schema"
+_TARGETS = {
+    "json": _SCHEMA,
+    "json_object": "response_format",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+"""Field of this server to which each of vLLM's constraints is translated."""
+
+
+class StructuredOutputs(Struct, frozen=True):
+    """The content of `structured_outputs`: one constraint."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: None = None
+
+
+STRUCTURED_FIELDS = (
+    Field("structured_outputs", Typed(StructuredOutputs), "A constraint as vLLM writes it."),
+    Field("guided_json", Typed(dict[str, Any] | str), "A JSON Schema; vLLM's older name."),
+    Field("guided_regex", String(MAX_PATTERN_CHARS), "A regular expression; vLLM's older name."),
+    Field("guided_choice", Strings(MAX_CHOICES, MAX_CHOICE_CHARS), "Alternatives; vLLM's older name."),
+    Field("guided_grammar", String(MAX_PATTERN_CHARS), "A grammar in Lark; vLLM's older name."),
+)
+
+
+class Constraints(Struct, frozen=True):
+    """Constraints of the output under the names of this server."""
+
+    values: dict[str, Any] = {}
+    """Values of `response_format`, `regex`, `choice` and `grammar`, as far as they are given."""
+    names: dict[str, str] = {}
+    """Field of this server to the field of the request that it stands for, for error messages."""
+
+
+def constraints(values: Mapping[str, Any]) -> Constraints:
+    """Translate the constraints of a request.
+
+    Raises ApiError 400 for a constraint that is given twice, and for a schema that is not a JSON object.
+    """
+    own = {name: values.get(name) for name in ("response_format", "regex", "choice", "grammar")}
+    found = {name: value for name, value in own.items() if value not in (None, ())}
+    names: dict[str, str] = {}
+    for path, kind, value in _given(values):
+        target = _TARGETS[kind]
+        name = target.partition(".")[0]
+        if name in found:
+            raise unsupported("{other} and {param} cannot be combined; give one of them", path, names.get(name, name))
+        found[name] = _translated(kind, value, path)
+        names |= {target: path, name: path}
+    return Constraints(found, names)
+
+
+def _given(values: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
+    """List the constraints that are given, each with its path and its kind."""
+    outputs: StructuredOutputs = values["structured_outputs"] or StructuredOutputs()
+    nested = [(f"structured_outputs.{kind}", kind, getattr(outputs, kind)) for kind in _TARGETS]
+    older = [(f"guided_{kind}", kind, values[f"guided_{kind}"]) for kind in _TARGETS if f"guided_{kind}" in values]
+    return [(path, kind, value) for path, kind, value in (*nested, *older) if value not in (None, (), False)]
+
+
+def _translated(kind: str, value: Any, path: str) -> Any:
+    if kind == "json_object":
+        return {"type": "json_object"}
+    if kind == "choice":
+        return Strings(MAX_CHOICES, MAX_CHOICE_CHARS).check(path, list(value))
+    if kind != "json":
+        return String(MAX_PATTERN_CHARS).check(path, value)
+    schema = decode_field(value.encode(), path) if isinstance(value, str) else value
+    if not isinstance(schema, dict):
+        raise wrong_type(path, "an object", schema)
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
