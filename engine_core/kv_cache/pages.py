@@ -22,6 +22,8 @@ class PageAllocator:
         """
         assert pages >= 2, f"{pages} pages leave none besides the reserved one"
         self.total = pages - 1
+        self.num_allocated = 0
+        """Number of pages allocated since the start."""
         self._free = list(range(pages - 1, PADDING_PAGE, -1))
         self._owner: list[int | None] = [None] * pages
 
@@ -45,6 +47,7 @@ class PageAllocator:
         for page in taken:
             assert self._owner[page] is None, f"free page {page} is owned by {self._owner[page]}"
             self._owner[page] = owner
+        self.num_allocated += len(taken)
         return taken
 
     def allocate_each(self, owners: Sequence[int]) -> list[int] | None:
@@ -60,6 +63,7 @@ class PageAllocator:
         for page, owner in zip(taken, owners, strict=True):
             assert self._owner[page] is None, f"free page {page} is owned by {self._owner[page]}"
             self._owner[page] = owner
+        self.num_allocated += len(taken)
         return taken
 
     def release(self, owner: int, pages: Sequence[int]) -> None:

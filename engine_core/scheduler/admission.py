@@ -73,6 +73,10 @@ class PageGate:
         self.memory = memory
         self.chunk = chunk
         self._holders: dict[int, Sequence] = {}
+        self._num_growing = 0
+        """Number of holders that lacked pages when `_counted_at` was noted."""
+        self._counted_at = -1
+        """`PageAllocator.num_allocated` when the growing holders were counted; -1 if a holder has left since."""
 
     def acquire(self, seq: Sequence) -> Callable[[], None] | None:
         whole = seq.preemptions or not self.chunk
@@ -80,9 +84,12 @@ class PageGate:
         if not self.memory.admit(seq, first, self._reserve() * (1 + seq.preemptions)):
             return None
         self._holders[seq.id] = seq
+        self._num_growing += self.memory.lacks_pages(seq, seq.kv_len)
+        self._counted_at = self.memory.pages.num_allocated
 
         def release() -> None:
             del self._holders[seq.id]
+            self._counted_at = -1
             self.memory.release(seq)
 
         return release
@@ -90,10 +97,15 @@ class PageGate:
     def _reserve(self) -> int:
         """Return the number of pages to keep free.
 
-        It is 0 if no holder can grow, so that any sequence gets its turn.
+        It is 0 if no holder can grow, so that any sequence gets its turn. The holders are counted anew only if one of
+        them got pages or left since, so that a burst of admissions counts them once.
         """
-        growing = sum([self.memory.lacks_pages(seq, seq.kv_len) for seq in self._holders.values()])
-        return min(growing, ceil_div(self.memory.pages.total, MAX_RESERVE_FRACTION))
+        pages = self.memory.pages
+        if self._counted_at != pages.num_allocated:
+            lacks_pages = self.memory.lacks_pages
+            self._num_growing = sum([lacks_pages(seq, seq.kv_len) for seq in self._holders.values()])
+            self._counted_at = pages.num_allocated
+        return min(self._num_growing, ceil_div(pages.total, MAX_RESERVE_FRACTION))
 
 
 def admit(seq: Sequence, gates: Iterable[Gate]) -> bool:

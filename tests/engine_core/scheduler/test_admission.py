@@ -1,11 +1,12 @@
 """Admission gates: all or nothing, and every resource returned."""
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 
 from tandem.engine_core.plan import PADDING_ROW
-from tandem.engine_core.scheduler.admission import PageGate, RowGate, admit
+from tandem.engine_core.scheduler.admission import MAX_RESERVE_FRACTION, PageGate, RowGate, admit
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.params import SamplingParams
 from tests.support.kv_pool import kv_memory
@@ -102,3 +103,49 @@ def test_preempted_sequence_asks_for_all_its_pages_and_a_larger_reserve() -> Non
         again.preemptions = preemptions
         release = gate.acquire(again)
         assert (release is not None) is admitted, "150 are free, 130 wanted, a reserve of 10 and 10 a preemption"
+
+
+def counted(gate: PageGate) -> int:
+    """Return the reserve as counted from nothing."""
+    growing = [seq for seq in gate._holders.values() if gate.memory.lacks_pages(seq, seq.kv_len)]
+    return min(len(growing), -(-gate.memory.pages.total // MAX_RESERVE_FRACTION))
+
+
+def test_reserve_is_right_after_every_admission_growth_and_release() -> None:
+    gate = PageGate(kv_memory(400), 4)
+    leases: dict[int, Callable[[], None]] = {}
+    sequences: dict[int, Sequence] = {}
+    random = Random(3)
+    for number in range(300):
+        move = random.random()
+        if move < 0.5:
+            seq = new(number, random.randint(1, 12), random.randint(1, 12))
+            release = gate.acquire(seq)
+            if release is not None:
+                leases[number], sequences[number] = release, seq
+        elif sequences and move < 0.8:
+            seq = random.choice(list(sequences.values()))
+            gate.memory.grow(seq, random.randint(1, seq.kv_len))
+        elif sequences:
+            number = random.choice(list(sequences))
+            sequences.pop(number).num_scheduled_tokens = 0
+            leases.pop(number)()
+        assert gate._reserve() == counted(gate)
+    assert len(sequences) > 5
+
+
+def test_burst_of_admissions_counts_the_growing_sequences_once() -> None:
+    memory = kv_memory(400)
+    gate = PageGate(memory, 4)
+    for number in range(20):
+        gate.acquire(new(number, 5, 40))
+    calls, lacks_pages = [], memory.lacks_pages
+
+    def counting(seq: Sequence, end: int) -> bool:
+        calls.append(seq.id)
+        return lacks_pages(seq, end)
+
+    memory.lacks_pages = counting  # type: ignore[method-assign]
+    for number in range(20, 40):
+        assert gate.acquire(new(number, 5, 40)) is not None
+    assert calls == list(range(20, 40))
