@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Raw, Struct, field
 
+from tandem.frontend.api.responses.tools import ToolSpecs, parse_tools
 from tandem.frontend.errors import malformed, unsupported
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.messages import MAX_MESSAGES, MAX_PARTS
@@ -144,6 +145,15 @@ class Reasoning(Struct):
     status: _Status | None = None
 
 
+class AdditionalTools(Struct):
+    """Tools that the model may call from here on."""
+
+    type: Literal["additional_tools"]
+    tools: Raw
+    role: Literal["developer"] = "developer"
+    id: str | None = None
+
+
 class Reference(Struct):
     """An item that is stored, by its id."""
 
@@ -170,7 +180,18 @@ class _ItemHead(Struct):
         return self.type or ("item_reference" if is_reference else "message")
 
 
-Item = Message | FunctionCall | CustomCall | CallOutput | LocalCall | LocalOutput | Reasoning | Reference | Dropped
+Item = (
+    Message
+    | FunctionCall
+    | CustomCall
+    | CallOutput
+    | LocalCall
+    | LocalOutput
+    | Reasoning
+    | AdditionalTools
+    | Reference
+    | Dropped
+)
 _ITEMS: dict[str, type[Item]] = {
     "message": Message,
     "function_call": FunctionCall,
@@ -178,6 +199,7 @@ _ITEMS: dict[str, type[Item]] = {
     "custom_tool_call": CustomCall,
     "custom_tool_call_output": CallOutput,
     "reasoning": Reasoning,
+    "additional_tools": AdditionalTools,
     "item_reference": Reference,
     **dict.fromkeys(("local_shell_call", "shell_call", "apply_patch_call"), LocalCall),
     **dict.fromkeys(("local_shell_call_output", "shell_call_output", "apply_patch_call_output"), LocalOutput),
@@ -208,6 +230,8 @@ class InputItem(Struct, frozen=True):
     item: Item
     raw: bytes
     """Its JSON as the client wrote it."""
+    tools: ToolSpecs | None = None
+    """The tools that the item adds."""
 
     @property
     def is_kept(self) -> bool:
@@ -286,4 +310,6 @@ def _item(data: Raw, index: int, ignored: IgnoredFields) -> InputItem:
     if kind not in _ITEMS:
         known = ", ".join(_ITEMS)
         raise unsupported(f"{{param}}: {kind[:40]!r} is not supported; this server accepts {known}", f"{path}.type")
-    return InputItem(_DECODERS[kind].read(data, path, ignored), bytes(data))
+    item = _DECODERS[kind].read(data, path, ignored)
+    tools = parse_tools(item.tools, ignored, f"{path}.tools") if isinstance(item, AdditionalTools) else None
+    return InputItem(item, bytes(data), tools)

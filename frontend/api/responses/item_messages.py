@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from tandem.frontend.api.responses.input_items import (
+    AdditionalTools,
     CallOutput,
     CustomCall,
     Dropped,
@@ -42,7 +43,7 @@ def item_messages(items: Sequence[InputItem], tools: ResponseTools) -> Messages:
                 text = _joined(content or [])
                 reasoning = {"reasoning_content": text} if text else {}
                 continue
-            case Dropped() | Reference():
+            case Dropped() | Reference() | AdditionalTools():
                 continue
             case Message(role="assistant", content=content):
                 messages.append({"role": "assistant", "content": _joined(content), **reasoning})

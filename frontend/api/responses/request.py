@@ -8,7 +8,7 @@ from msgspec import Meta, Raw, Struct, structs
 
 from tandem.frontend.api.responses.input_items import INPUT, InputItem, parse_input
 from tandem.frontend.api.responses.item_messages import item_messages
-from tandem.frontend.api.responses.tools import TOOLS, ResponseTools, parse_tools
+from tandem.frontend.api.responses.tools import TOOLS, ResponseTools, ToolSpecs, collect_tools, parse_tools
 from tandem.frontend.errors import unsupported
 from tandem.frontend.request.conversation import (
     REASONING_EFFORT,
@@ -52,8 +52,10 @@ class ResponsesRequest(Struct, frozen=True):
     input: list[InputItem]
     instructions: str | None
     """System message of this response alone; it does not carry over to the next."""
-    tools: ResponseTools
-    tool_use: ToolUse
+    given_tools: ToolSpecs
+    """The content of `tools`."""
+    given_choice: Any
+    parallel: bool
     template_kwargs: dict[str, Any]
     reasoning_effort: str | None
     previous_response_id: str | None
@@ -62,6 +64,19 @@ class ResponsesRequest(Struct, frozen=True):
     """True if the response is to be stored."""
     settings: dict[str, Any]
     """The fields of a response that repeat the settings of its request."""
+    tools: ResponseTools = ResponseTools()
+    tool_use: ToolUse = ToolUse()
+
+    def with_tools(self, earlier: Sequence[InputItem], ignored: IgnoredFields) -> "ResponsesRequest":
+        """Add the tools of the request, and those that the items of its conversation add.
+
+        Raises ApiError 400 for names that are not unique, and for a choice of a tool that is missing.
+        """
+        added = [item.tools for item in (*earlier, *self.input) if item.tools is not None]
+        tools = collect_tools([self.given_tools, *added], ignored)
+        use = _tool_use(tools, self.given_choice, self.parallel)
+        settings = {**self.settings, "tools": list(tools.described)}
+        return structs.replace(self, tools=tools, tool_use=use, settings=settings)
 
     def conversation(self, items: Sequence[InputItem]) -> Conversation:
         """Build the conversation of all items that the model reads."""
@@ -197,29 +212,30 @@ def parse_responses(body: bytes, default_max_tokens: int, ignored: IgnoredFields
     if reasoning.effort is not None:
         REASONING_EFFORT.check("reasoning.effort", reasoning.effort)
     _report_ignored(values, text, reasoning, ignored)
-    tools: ResponseTools = values["tools"] or ResponseTools()
     settings = {
         **{name: values[name] for name in _ECHOED},
         "metadata": _checked_metadata(values["metadata"] or {}),
         "reasoning": {"effort": reasoning.effort, "summary": None},
         "text": {"format": msgspec.to_builtins(text.format or _Plain()), "verbosity": text.verbosity or "medium"},
         "tool_choice": msgspec.to_builtins(values["tool_choice"] or "auto"),
-        "tools": list(tools.described),
         "top_logprobs": values["top_logprobs"] or 0,
         **_FIXED,
     }
-    return ResponsesRequest(
+    request = ResponsesRequest(
         options=structs.replace(options, response_format=_response_format(text)),
         input=values["input"],
         instructions=values["instructions"],
-        tools=tools,
-        tool_use=_tool_use(tools, values["tool_choice"], values["parallel_tool_calls"]),
+        given_tools=values["tools"] or ToolSpecs(),
+        given_choice=values["tool_choice"] or "auto",
+        parallel=values["parallel_tool_calls"],
         template_kwargs=template_kwargs(values),
         reasoning_effort=reasoning.effort,
         previous_response_id=values["previous_response_id"],
         store=values["store"] is not False,
         settings=settings,
     )
+    # The responses before this one may add tools.
+    return request if request.previous_response_id else request.with_tools((), ignored)
 
 
 SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
@@ -300,4 +316,4 @@ def _tool_use(tools: ResponseTools, choice: Any, parallel: bool) -> ToolUse:
     if choice == "required" and tools.hosted and not tools.tools:
         kinds = ", ".join([repr(kind[:40]) for kind in tools.hosted[:8]])
         raise unsupported(f"{{param}} requires a call, but this server does not have the tools {kinds}", "tool_choice")
-    return tool_use(tools.tools, None if choice is None else RequestedChoice(choice), parallel)
+    return tool_use(tools.tools, RequestedChoice(choice), parallel)

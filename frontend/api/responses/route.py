@@ -44,6 +44,8 @@ def responses_router(service: Service) -> APIRouter:
         owner = owner_of(request.scope)
         async with service.pending.receive(request, partial(parse, ignored=ignored)) as parsed:
             context = await loader.load(owner, parsed.previous_response_id, parsed.input)
+            if parsed.previous_response_id is not None:
+                parsed = parsed.with_tools(context.earlier, ignored)
             with _own_names():
                 admitted, shape = await service.chat.admit(
                     parsed.options, parsed.conversation(context.items), parsed.tool_use, service.ready(), ignored

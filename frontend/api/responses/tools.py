@@ -59,6 +59,15 @@ class ResponseTools(Struct, frozen=True):
         return _model_name(name, namespace, ())
 
 
+class ToolSpecs(Struct, frozen=True):
+    """Tools as one field of a request describes them."""
+
+    tools: tuple[tuple["_Function | _Custom | _Namespace", str], ...] = ()
+    """Each tool with its path."""
+    hosted: tuple[str, ...] = ()
+    """Types of the tools that were dropped."""
+
+
 class _Function(FunctionSpec, tag_field="type", tag="function"):
     pass
 
@@ -126,6 +135,17 @@ class _Writer:
             self.described.append(_described(tool))
             self._add(tool, path, None, None)
 
+    def drop(self, specs: ToolSpecs) -> None:
+        """Drop the tools that are described again."""
+        again = {
+            (inner.name, tool.name if isinstance(tool, _Namespace) else None)
+            for tool, _ in specs.tools
+            for inner in (tool.tools if isinstance(tool, _Namespace) else [tool])
+        }
+        dropped = {name for name, known in self.names.items() if (known.name, known.namespace) in again}
+        self.functions = [function for function in self.functions if function.name not in dropped]
+        self.names = {name: known for name, known in self.names.items() if name not in dropped}
+
     def _add(self, tool: _Function | _Custom, path: str, namespace: str | None, intro: str | None) -> None:
         if not tool.name:
             raise malformed("{param} must have at least 1 character", f"{path}.name")
@@ -166,27 +186,41 @@ class _Writer:
         return FunctionSpec(tool.name, description, parameters, strict=True)
 
 
-def parse_tools(raw: Raw, ignored: IgnoredFields) -> ResponseTools:
-    """Parse the field `tools`.
+def parse_tools(raw: Raw, ignored: IgnoredFields, field: str = "tools") -> ToolSpecs:
+    """Parse the tools of a field.
 
-    Raises ApiError 400 with the path of a tool that is malformed or whose name is not unique.
+    Raises ApiError 400 with the path of a tool that is malformed.
     """
     if (size := memoryview(raw).nbytes) > MAX_TOOLS_BYTES:
-        raise unsupported(f"{{param}} has {size} bytes of JSON; at most {MAX_TOOLS_BYTES} are allowed", "tools")
-    writer = _Writer(ignored)
+        raise unsupported(f"{{param}} has {size} bytes of JSON; at most {MAX_TOOLS_BYTES} are allowed", field)
+    tools: list[tuple[_Tool, str]] = []
     hosted: list[str] = []
-    for index, data in enumerate(_LIST_DECODER.decode(raw, "tools")):
-        path = f"tools[{index}]"
+    for index, data in enumerate(_LIST_DECODER.decode(raw, field)):
+        path = f"{field}[{index}]"
         kind = _TYPE_DECODER.decode(data, path).type
         if kind in _DECODERS:
-            writer.add(_DECODERS[kind].read(data, path, ignored), path)
+            tools.append((_DECODERS[kind].read(data, path, ignored), path))
         elif ignored.refuse:
             known = ", ".join(_DECODERS)
             raise unsupported(f"{{param}}: {kind[:40]!r} is not supported; this server accepts {known}", f"{path}.type")
         else:
             hosted.append(kind)
             ignored.add(f"{path}.{kind}")
-    return ResponseTools(checked_tools(writer.functions, "name"), writer.names, tuple(writer.described), tuple(hosted))
+    return ToolSpecs(tuple(tools), tuple(hosted))
+
+
+def collect_tools(sources: Sequence[ToolSpecs], ignored: IgnoredFields) -> ResponseTools:
+    """Collect the tools of a request and of the items within its conversation.
+
+    A tool that is described again replaces the one before. Raises ApiError 400 for names that are not unique.
+    """
+    writer = _Writer(ignored)
+    for specs in sources:
+        writer.drop(specs)
+        for tool, path in specs.tools:
+            writer.add(tool, path)
+    hosted = tuple(kind for specs in sources for kind in specs.hosted)
+    return ResponseTools(checked_tools(writer.functions, "name"), writer.names, tuple(writer.described), hosted)
 
 
 def _model_name(name: str, namespace: str | None, taken: Sequence[str] | Mapping[str, Any]) -> str:

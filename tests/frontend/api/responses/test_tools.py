@@ -7,7 +7,7 @@ import pytest
 from msgspec import Raw
 
 from tandem.frontend.api.responses.request import ResponsesRequest, parse_responses
-from tandem.frontend.api.responses.tools import ResponseTools, ToolName, parse_tools
+from tandem.frontend.api.responses.tools import ResponseTools, ToolName, collect_tools, parse_tools
 from tandem.frontend.errors import ApiError
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.tools import MAX_NAME_CHARS, ToolChoice
@@ -27,7 +27,7 @@ SEARCH = {"type": "web_search", "external_web_access": True}
 
 def parsed(*tools: dict[str, Any]) -> tuple[ResponseTools, IgnoredFields]:
     ignored = IgnoredFields()
-    return parse_tools(Raw(msgspec.json.encode(tools)), ignored), ignored
+    return collect_tools([parse_tools(Raw(msgspec.json.encode(tools)), ignored)], ignored), ignored
 
 
 def request(**fields: Any) -> ResponsesRequest:
@@ -115,6 +115,23 @@ def test_tools_hosted_elsewhere_are_dropped_and_named() -> None:
     assert [tool.name for tool in found.tools] == ["apply_patch"]
     assert found.hosted == ("web_search", "mcp", "web_search")
     assert ignored.paths == ("tools[].web_search", "tools[].mcp")
+
+
+def test_items_add_tools_and_replace_those_before() -> None:
+    again = {**PATCH, "description": "Newer."}
+    added = {"type": "additional_tools", "role": "developer", "tools": [CRM, again, SEARCH]}
+    found = request(tools=[PATCH], input=[added, {"role": "user", "content": "hi"}])
+    assert [tool.name for tool in found.tools.tools] == ["crm__find", "crm__note", "apply_patch"]
+    assert found.tools.tools[2].template_form["function"]["description"] == "Newer."
+    assert found.tools.hosted == ("web_search",)
+    assert [message["role"] for message in found.conversation(found.input).messages] == ["user"]
+    later = request(input="more", previous_response_id="resp_1", tool_choice="required")
+    assert [tool.name for tool in later.with_tools(found.input, IgnoredFields()).tools.tools] == [
+        "crm__find", "crm__note", "apply_patch",
+    ]  # fmt: skip
+    with pytest.raises(ApiError) as caught:
+        request(input=[{**added, "tools": [PATCH, {"type": "custom"}]}])
+    assert caught.value.param == "input[0].tools[1]"
 
 
 def test_choice_of_a_tool_that_is_hosted_elsewhere_is_refused() -> None:
