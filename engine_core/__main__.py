@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
 import zmq
 
@@ -23,6 +23,7 @@ from tandem.engine_core.wire.wakeup import LoopWaker
 from tandem.protocol.engine_options import add_engine_arguments, engine_options
 from tandem.protocol.errors import ExitCode
 from tandem.protocol.events import Phase
+from tandem.protocol.logs import LogLevel, configure_logging
 from tandem.protocol.sockets import bind_router, heartbeat_endpoint
 from tandem.protocol.transport_options import add_transport_arguments, transport
 
@@ -36,6 +37,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add_transport_arguments(parser, endpoint_required=True)
     add_engine_arguments(parser)
+    parser.add_argument(
+        "--log-level", choices=get_args(LogLevel), default="info", help="least severe level of messages to log"
+    )
     return parser.parse_args(argv)
 
 
@@ -92,8 +96,8 @@ def main() -> int:
 
     A configuration error is reported on stderr.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s", stream=sys.stderr)
     arguments = parse()
+    configure_logging("engine", arguments.log_level)
     try:
         serve(arguments)
     except ConfigError as error:

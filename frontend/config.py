@@ -19,6 +19,7 @@ from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.request.options import MAX_N, MAX_STOPS
 from tandem.frontend.store.store import StoreLimits
 from tandem.protocol.engine_options import flag_name
+from tandem.protocol.logs import LogLevel
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 from tandem.protocol.sockets import Transport
 from tandem.protocol.transport_options import transport
@@ -30,7 +31,6 @@ ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral", "json"]
 ReasoningParserName = Literal["auto", "think", "none"]
 UnknownFields = Literal["ignore", "refuse"]
 GenerationConfigSource = Literal["auto", "off"]
-LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class ChatOptions(Struct, frozen=True):

@@ -161,15 +161,15 @@ class ManagedProcess:
         while not self._stopping.is_set():
             started = time.monotonic()
             await self.start()
-            logger.info("started the %s, process %s", self.name, self.pid)
+            logger.debug("started the %s, process %s", self.name, self.pid)
             code = await self.wait()
             self._on_exit()
             if self._stopping.is_set():
                 break
             if code == ExitCode.CONFIG:
-                logger.error(
-                    "the %s cannot run with these settings (exit code %d); see its message above", self.name, code
-                )
+                # At the first start its own message is the last one, and says it all.
+                level = logging.ERROR if self.restarts else logging.DEBUG
+                logger.log(level, "the %s cannot run with these settings; see its message above", self.name)
                 return ExitCode.CONFIG
             if time.monotonic() - started > STEADY_SECONDS:
                 backoff = first_backoff

@@ -3,6 +3,7 @@
 The template writes the prompt format that the model was trained on.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -17,6 +18,8 @@ from tandem.frontend.errors import ApiError, malformed, unsupported_field
 from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IgnoredFields
+
+logger = logging.getLogger(__name__)
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 
@@ -67,6 +70,20 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         self._sandbox = sandbox or SandboxedTemplates()
         self._compiled: dict[str, Template] = {}
+
+    def compile(self) -> None:
+        """Compile all templates, so that no request is the first to meet a broken one.
+
+        Raises ChatTemplateError for a template that cannot be compiled.
+        """
+        for name, text in self.source.texts.items():
+            try:
+                self._template(name, text)
+            except RenderError as failure:
+                raise ChatTemplateError(
+                    f"the chat template {name!r} ({self.source.origin}) cannot be used: {failure}; mend it, or give "
+                    "another with --chat-template FILE"
+                ) from None
 
     def mentions(self, text: str) -> bool:
         """Tell whether the source of any template contains this text."""
@@ -125,14 +142,19 @@ def load_chat_template(model_dir: Path, file: Path | None, tokenizer: Tokenizer)
     """Load the chat template of a model, or return None if it has none.
 
     The template is the one in `file`, else the checkpoint's, else the built-in one of the checkpoint's `model_type`.
-    Raises ChatTemplateError for a file that cannot be read, and for a `file` that is not a template.
+    Raises ChatTemplateError for a file that cannot be read, and for a template that cannot be compiled.
     """
     config = _read_json(model_dir / "tokenizer_config.json")
     if file is not None:
         source: TemplateSource | None = _read_file(file)
     else:
         source = _find_in_checkpoint(model_dir, config) or _find_built_in(model_dir, tokenizer)
-    return None if source is None else ChatTemplate(source, special_tokens(model_dir, config))
+    if source is None:
+        logger.info("the model has no chat template, so it cannot chat; --chat-template FILE gives it one")
+        return None
+    template = ChatTemplate(source, special_tokens(model_dir, config))
+    template.compile()
+    return template
 
 
 def special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,12 +182,7 @@ def _token_text(value: object) -> str | None:
 
 
 def _read_file(file: Path) -> TemplateSource:
-    source = TemplateSource({"default": _read_text(file)}, str(file))
-    try:
-        SandboxedTemplates().compile_template(source.texts["default"])
-    except RenderError as failure:
-        raise ChatTemplateError(f"--chat-template {file}: {failure}") from None
-    return source
+    return TemplateSource({"default": _read_text(file)}, f"--chat-template {file}")
 
 
 def _find_in_checkpoint(model_dir: Path, config: Mapping[str, Any]) -> TemplateSource | None:

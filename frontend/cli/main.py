@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from tandem.frontend.config import (
 )
 from tandem.protocol.engine_options import add_engine_arguments
 from tandem.protocol.errors import ExitCode
+from tandem.protocol.logs import configure_logging
 from tandem.protocol.sockets import make_curve
 from tandem.protocol.transport_options import add_transport_arguments
 from tandem.protocol.version import distribution_version
@@ -41,10 +41,13 @@ _INSPECT_DESCRIPTION = (
     "a session keeps from earlier turns; IDLE is the time since its last turn."
 )
 _OPS = "ops port (metrics and health of the engine)"
+# fmt: off
 OPS_FLAGS = (
     Flag("ops_host", _OPS, "address to listen on", default="127.0.0.1"),
-    Flag("ops_port", _OPS, "port to listen on, 0 for any free port", int, (0, 65535), default=8100),
+    Flag("ops_port", _OPS, "port to listen on, 0 for any free port", int, (0, 65535),
+         default_text="8100, or the next free one"),
 )
+# fmt: on
 _BOUNDED_FLAGS = (*FRONTEND_FLAGS, *OPS_FLAGS, *CLIENT_FLAGS, *BATCH_FLAGS, *INSPECT_FLAGS)
 
 
@@ -54,9 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     The code is 2 for usage errors and invalid settings.
     """
     arguments = build_parser().parse_args(argv)
-    logging.basicConfig(
-        level=getattr(arguments, "log_level", "warning").upper(), format="%(levelname)s %(name)s: %(message)s"
-    )
+    configure_logging(arguments.command, getattr(arguments, "log_level", "warning"))
     try:
         check_bounds(arguments, _BOUNDED_FLAGS)
     except ValueError as error:
@@ -74,9 +75,10 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands; each sets `run` to its function."""
     parser = argparse.ArgumentParser("tandem", description="Serve large language models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"tandem {distribution_version()}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="start an engine core and an HTTP process", allow_abbrev=False)
+    _add_model_argument(serve)
     # The frontend takes several names, and the engine the first of them.
     add_engine_arguments(serve, without=["served_model_name"])
     add_http_arguments(serve)
@@ -86,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=run_serve)
 
     engine = commands.add_parser("engine", help="start an engine core for frontends elsewhere", allow_abbrev=False)
+    _add_model_argument(engine)
     add_engine_arguments(engine)
     add_watch_arguments(engine)
     add_flags(engine, OPS_FLAGS)
@@ -93,7 +96,9 @@ def build_parser() -> argparse.ArgumentParser:
     engine.set_defaults(run=run_engine)
 
     frontend = commands.add_parser("frontend", help="start an HTTP process for a running engine", allow_abbrev=False)
-    frontend.add_argument("--model-dir", required=True, type=Path, help="directory with the model's tokenizer.json")
+    frontend.add_argument(
+        "--model-dir", "--model", required=True, type=Path, help="directory with the model's tokenizer.json"
+    )
     frontend.add_argument("--fd", type=int, help="descriptor of a listening socket, instead of --host and --port")
     add_http_arguments(frontend)
     add_watch_arguments(frontend)
@@ -106,6 +111,10 @@ def build_parser() -> argparse.ArgumentParser:
     keys.add_argument("directory", type=Path, metavar="DIR", help="directory to write the keys to")
     keys.set_defaults(run=run_keys)
     return parser
+
+
+def _add_model_argument(command: argparse.ArgumentParser) -> None:
+    command.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model MODEL")
 
 
 def _add_client_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -155,6 +164,11 @@ def run_engine(arguments: argparse.Namespace) -> int:
 def _supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
     from tandem.frontend.supervisor.launch import LaunchError, check_engine_installed, supervise
 
+    given = arguments.positional_model
+    if given is not None:
+        if arguments.model not in (None, given):
+            return _refuse(f"the model is given twice, as {given} and as --model {arguments.model}; leave one out")
+        arguments.model = given
     try:
         check_engine_installed()
         return asyncio.run(supervise(arguments, with_frontend))

@@ -35,6 +35,9 @@ STALE_SECONDS = 1.0
 """Seconds after a broken connection during which heartbeats of that life are ignored: they may have been sent before it
 ended. An engine that is still heard afterwards is alive, and only the connection to it was lost."""
 
+WARNING_SECONDS = 20.0
+"""Seconds without any heartbeat after which, and after each of which, a warning says so."""
+
 _ID_BYTES = 4
 
 
@@ -60,6 +63,8 @@ class EngineClient:
         self._watch = watch
         self._metrics = metrics
         self._clock = clock
+        self._warn_at = clock() + WARNING_SECONDS
+        """Time from which the absence of any heartbeat is worth a warning."""
         self._context: zmq.asyncio.Context | None = None
         self._link: EngineLink | None = None
         self._refusal: tuple[int, str] | None = None
@@ -172,6 +177,10 @@ class EngineClient:
         self.calls.fail_all(unavailable(message, code))
 
     def _check_silence(self) -> None:
+        if self._watch.heartbeat is None and self._clock() > self._warn_at:
+            self._warn_at = self._clock() + WARNING_SECONDS
+            keys = ", and is its engine.key the one in --curve-keys?" if self._transport.curve is not None else "?"
+            logger.warning("no heartbeat from an engine on %s yet; is it running there%s", self._endpoint, keys)
         if self._link is not None and self._watch.is_silent:
             self._lose(ErrorCode.ENGINE_UNAVAILABLE, self._watch.health().reason)
 

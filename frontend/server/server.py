@@ -152,4 +152,9 @@ def serve(config: FrontendConfig) -> None:
     """
     raise_file_limit()
     with listen(config.host, config.port) if config.fd is None else socket.socket(fileno=config.fd) as sock:
-        build_server(config).run(sockets=[sock])
+        server = build_server(config)
+        if config.fd is None:
+            host, port = sock.getsockname()[:2]
+            scheme = "http" if config.tls_cert is None else "https"
+            print(f"tandem frontend listens on {scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        server.run(sockets=[sock])

@@ -4,13 +4,16 @@ It prepares the sockets, the endpoint and the command lines of the child process
 """
 
 import argparse
+import errno
 import importlib.util
+import os
+import re
 import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -27,6 +30,9 @@ from tandem.protocol.engine_options import EngineOptions, engine_argv, engine_op
 from tandem.protocol.sockets import Transport
 from tandem.protocol.transport_options import transport, transport_argv
 
+DEFAULT_OPS_PORT = 8100
+_OPS_PORTS = 100
+"""Number of ports that are tried from the default ops port on."""
 MAX_IPC_PATH = 100
 """Longest path of a socket, in bytes including the suffix `.beat`, that every system accepts."""
 
@@ -49,13 +55,27 @@ def model_dir(model: str | None) -> Path:
     """
     if model is not None:
         if not Path(model).is_dir():
-            raise LaunchError(f"--model {model} is not a directory; give a Hugging Face one with config.json")
+            raise LaunchError(_missing_model(model))
         return Path(model)
     spec = importlib.util.find_spec("tandem.engine_core")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         if (folder := Path(location) / "default_model").is_dir():
             return folder
     raise LaunchError("this installation has no default model; give one with --model DIR")
+
+
+def _missing_model(model: str) -> str:
+    """Explain that a model is not on this machine.
+
+    For what looks like a name on the Hugging Face hub, give the commands that download and serve it.
+    """
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) is None or model.startswith("."):
+        return f"the model {model} is not a directory; give a Hugging Face one with config.json"
+    folder = model.partition("/")[2]
+    return (
+        f"the model {model} is not a directory here. If it is a name on the Hugging Face hub, download it first:\n"
+        f"  hf download {model} --local-dir {folder}\n  tandem serve {folder}"
+    )
 
 
 @contextmanager
@@ -106,7 +126,47 @@ def _listen(host: str, port: int, flag: str) -> socket.socket:
     try:
         return listen(host, port)
     except OSError as error:
-        raise LaunchError(f"cannot listen on {host}:{port} ({error.strerror}); choose another {flag}") from None
+        other = f"{flag.removesuffix('port')}host" if error.errno == errno.EADDRNOTAVAIL else flag
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise LaunchError(f"cannot listen on {host}:{port} ({reason}); choose another {other}") from None
+
+
+def listen_ops(host: str, port: int | None) -> socket.socket:
+    """Listen on the ops port given, or on the first free one from the default on.
+
+    Raises LaunchError if that is not possible.
+    """
+    if port is None:
+        for candidate in range(DEFAULT_OPS_PORT, DEFAULT_OPS_PORT + _OPS_PORTS - 1):
+            with suppress(OSError):
+                return listen(host, candidate)
+        port = DEFAULT_OPS_PORT + _OPS_PORTS - 1
+    return _listen(host, port, "--ops-port")
+
+
+def check_unused(endpoint: str) -> None:
+    """Raise LaunchError if another engine serves at an endpoint.
+
+    A second one would take over an ipc endpoint unnoticed, and its supervisor would take the first one's heartbeat for
+    its own.
+    """
+    scheme, _, place = endpoint.partition("://")
+    if scheme == "ipc":
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(place) == 0:
+                raise LaunchError(f"another engine serves at {endpoint}; stop it, or choose another --endpoint")
+    elif scheme == "tcp":
+        host, _, port = place.rpartition(":")
+        # The heartbeat has the next port.
+        for number in (int(port), int(port) + 1):
+            try:
+                listen(host.strip("[]").replace("*", "0.0.0.0"), number).close()
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:  # the engine reports others
+                    raise LaunchError(
+                        f"--endpoint {endpoint} needs the ports {port} and {int(port) + 1}, and {number} is in use; "
+                        "stop what listens there, or choose another"
+                    ) from None
 
 
 def _http_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -131,9 +191,12 @@ async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
         private = stack.enter_context(run_directory())
         endpoint = stack.enter_context(private_endpoint(arguments.endpoint or f"ipc://{private}/engine"))
         settings = _transport(arguments, endpoint)
-        ops_socket = stack.enter_context(_listen(arguments.ops_host, arguments.ops_port, "--ops-port"))
+        if arguments.endpoint is not None:
+            check_unused(endpoint)
+        ops_socket = stack.enter_context(listen_ops(arguments.ops_host, arguments.ops_port))
         watch = EngineWatch(arguments.beat_timeout, arguments.step_timeout)
-        command = engine_command(endpoint, engine_options(arguments), transport_argv(arguments))
+        log_level = ("--log-level", arguments.log_level)
+        command = engine_command(endpoint, engine_options(arguments), (*log_level, *transport_argv(arguments)))
         engine = ManagedProcess("engine core", command, on_exit=watch.forget)
         frontend: ManagedProcess | None = None
         http_socket: socket.socket | None = None
@@ -162,10 +225,13 @@ async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
         return await supervisor.run()
 
 
-def engine_command(endpoint: str, options: EngineOptions, transport_flags: Sequence[str] = ()) -> list[str]:
-    """Return the command line of an engine core."""
+def engine_command(endpoint: str, options: EngineOptions, flags: Sequence[str] = ()) -> list[str]:
+    """Return the command line of an engine core.
+
+    `flags` are those that are not `options`.
+    """
     command = [sys.executable, "-P", "-m", "tandem.engine_core", "--endpoint", endpoint]
-    return [*command, *engine_argv(options), *transport_flags]
+    return [*command, *engine_argv(options), *flags]
 
 
 def frontend_command(arguments: argparse.Namespace, endpoint: str, folder: Path, fd: int, state_dir: Path) -> list[str]:

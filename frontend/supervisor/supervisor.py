@@ -11,6 +11,7 @@ import signal
 import socket
 import ssl
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import zmq.asyncio
@@ -19,6 +20,8 @@ from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.monitor import EngineMonitor
 from tandem.frontend.process import ManagedProcess
 from tandem.frontend.supervisor.ops import QuietServer
+from tandem.frontend.supervisor.status_log import StatusLog
+from tandem.protocol.events import Phase
 from tandem.protocol.sockets import Transport, connect_heartbeat, heartbeat_endpoint
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,8 @@ ENGINE_STOP_SECONDS = 10.0
 EXTRA_STOP_SECONDS = 5.0
 """Seconds that a frontend gets in addition to its drain timeout before it is killed."""
 
+REPEATED_SIGNAL_SECONDS = 0.5
+"""Seconds after the first signal within which another one changes nothing."""
 _READY_POLL_SECONDS = 0.05
 _FORCED = 130
 
@@ -50,6 +55,7 @@ class Supervisor:
         ops_socket: socket.socket,
         drain_timeout: float,
         scheme: Literal["http", "https"] = "http",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._frontend = frontend
@@ -61,10 +67,13 @@ class Supervisor:
         self._ops_socket = ops_socket
         self._drain_timeout = drain_timeout
         self._scheme = scheme
+        self._clock = clock
+        self._status_log = StatusLog(watch, clock)
+        self._signaled_at = 0.0
         self._stop = asyncio.Event()
         self._ending = False
         self._forced = False
-        self._started = time.monotonic()
+        self._started = clock()
 
     async def run(self) -> int:
         """Run until a signal and return the exit code.
@@ -92,8 +101,16 @@ class Supervisor:
         return _FORCED if self._forced else max(codes)
 
     def handle_signal(self) -> None:
-        """Stop in order at the first signal, kill at the second."""
-        if self._stop.is_set():
+        """Stop in order at the first signal, kill at the second.
+
+        Programs such as coreutils' `timeout` send one signal twice, to the process and to its group: a second one that
+        follows at once counts as the first.
+        """
+        now = self._clock()
+        if not self._stop.is_set():
+            self._signaled_at = now
+            self._log_drain()
+        elif now - self._signaled_at > REPEATED_SIGNAL_SECONDS:
             self._forced = True
             for process in (self._frontend, self._engine):
                 if process is not None:
@@ -107,7 +124,12 @@ class Supervisor:
         """
         with zmq.asyncio.Context() as context:
             subscriber = connect_heartbeat(context, heartbeat_endpoint(self._endpoint), self._transport)
-            await EngineMonitor(self._watch, self._watch.observe, self._watchdog).run(subscriber)
+            await EngineMonitor(self._watch, self._watch.observe, self._tick).run(subscriber)
+
+    def _tick(self) -> None:
+        self._watchdog()
+        if not self._ending:
+            self._status_log.tick()
 
     def _watchdog(self) -> None:
         """Restart the engine's process if it hangs or is silent for too long.
@@ -117,6 +139,18 @@ class Supervisor:
         if self._engine.pid is not None and not self._ending and (reason := self._watch.should_restart()):
             logger.error("the %s, process %d, is killed: %s", self._engine.name, self._engine.pid, reason)
             self._engine.restart()
+
+    def _log_drain(self) -> None:
+        """Say what the stop waits for, and how to cut it short."""
+        heartbeat = self._watch.heartbeat
+        open_requests = heartbeat.stats.running + heartbeat.stats.waiting if heartbeat is not None else 0
+        if self._frontend is not None and open_requests:
+            logger.info(
+                "stopping: waiting up to %.10g s for %d sequences in progress; interrupt again to stop at once",
+                self._drain_timeout, open_requests,
+            )  # fmt: skip
+        else:
+            logger.info("stopping")
 
     async def _stop_processes(self) -> None:
         # From here on the stop timeouts end a process that hangs, not the watchdog.
@@ -136,10 +170,13 @@ class Supervisor:
     async def _announce(self) -> None:
         """Print where the server listens.
 
-        The ops address comes first, then, once requests are accepted, the address and the model.
+        The ops address comes first, once the engine has accepted its settings; then, once requests are accepted, the
+        address and the model.
         """
+        while (heartbeat := self._watch.heartbeat) is None or heartbeat.phase in (Phase.STARTING, Phase.FAILED):
+            await asyncio.sleep(_READY_POLL_SECONDS)
         host, port = self._ops_socket.getsockname()[:2]
-        print(f"engine metrics on http://{_display(host)}:{port}/metrics", flush=True)
+        print(f"engine metrics on http://{_display(host)}:{port}/metrics, endpoint {self._endpoint}", flush=True)
         while not self._watch.health().ready:
             await asyncio.sleep(_READY_POLL_SECONDS)
         if self._http_socket is None:
@@ -155,7 +192,7 @@ class Supervisor:
         )
 
     def _uptime(self) -> str:
-        return f"{time.monotonic() - self._started:.1f} s"
+        return f"{self._clock() - self._started:.1f} s"
 
 
 def _report(task: asyncio.Task[None]) -> None:

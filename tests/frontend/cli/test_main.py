@@ -39,7 +39,7 @@ def test_start_failure_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         long = "ipc://" + "x" * 120
         folder = ["--model", str(tmp_path)]
         for argv, reason in (
-            (["serve", "--model", "/nowhere"], "--model /nowhere is not a directory"),
+            (["serve", "--model", "/nowhere"], "the model /nowhere is not a directory"),
             (["serve", *folder, "--ops-port", port], f"cannot listen on 127.0.0.1:{port}"),
             (["serve", *folder, "--ops-port", "0", "--port", port], "choose another --port"),
             (["engine", *folder, "--endpoint", long], "choose a shorter one"),

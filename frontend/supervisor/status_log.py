@@ -1,0 +1,63 @@
+"""Log lines on an engine's progress and throughput."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from tandem.frontend.engine.health import EngineWatch
+from tandem.protocol.events import Heartbeat, Phase
+
+logger = logging.getLogger(__name__)
+
+LOADING_SECONDS = 2.0
+"""Interval between two lines while the engine loads, in seconds."""
+THROUGHPUT_SECONDS = 10.0
+"""Interval between two lines while the engine serves, in seconds."""
+
+
+class StatusLog:
+    """Report what the watched engine is doing, at intervals.
+
+    While it loads, report the percentage done; while it serves, tokens per second and the load. Nothing is logged of an
+    engine that was idle for the whole interval. `clock` returns monotonic seconds.
+    """
+
+    def __init__(self, watch: EngineWatch, clock: Callable[[], float] = time.monotonic) -> None:
+        self._watch = watch
+        self._clock = clock
+        self._logged_at = clock()
+        self._last: Heartbeat | None = None
+        """Heartbeat at the start of the interval; None unless the engine served then."""
+
+    def tick(self) -> None:
+        """Log a line if its interval has passed; call this several times a second."""
+        heartbeat, now = self._watch.heartbeat, self._clock()
+        if heartbeat is None or heartbeat.phase is not Phase.READY:
+            self._last = None
+            if heartbeat is not None and now - self._logged_at >= LOADING_SECONDS:
+                self._logged_at = now
+                if (health := self._watch.health()).status == "loading":
+                    logger.info("%s", health.reason)
+        elif self._last is None or self._last.engine_epoch != heartbeat.engine_epoch:
+            self._last, self._logged_at = heartbeat, now
+        elif now - self._logged_at >= THROUGHPUT_SECONDS:
+            line = throughput_line(self._last, heartbeat, now - self._logged_at)
+            self._last, self._logged_at = heartbeat, now
+            if line:
+                logger.info("%s", line)
+
+
+def throughput_line(before: Heartbeat, after: Heartbeat, seconds: float) -> str:
+    """Describe the load between two heartbeats of one engine; "" if it was idle."""
+    old, new = before.stats, after.stats
+    prompt, generated = new.prompt_tokens - old.prompt_tokens, new.generation_tokens - old.generation_tokens
+    if not (prompt or generated or new.running or new.waiting):
+        return ""
+    kv_usage = 100 * new.pages_used / new.pages_total if new.pages_total else 0.0
+    queries = new.prefix_queries - old.prefix_queries
+    hits = new.prefix_hits - old.prefix_hits
+    hit_rate = f", prefix cache hit rate {100 * hits / queries:.0f} %" if queries else ""
+    return (
+        f"prompt {prompt / seconds:,.1f} tokens/s, generation {generated / seconds:,.1f} tokens/s, "
+        f"running {new.running}, waiting {new.waiting}, KV cache usage {kv_usage:.1f} %{hit_rate}"
+    )

@@ -1,0 +1,61 @@
+"""What is checked before any process starts: ports, endpoints and the model's directory."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tandem.frontend.cli.main import main
+from tandem.frontend.supervisor import launch
+from tandem.frontend.supervisor.launch import LaunchError, check_unused, listen_ops, model_dir
+
+
+def test_default_ops_port_gives_way_to_the_next_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(launch, "DEFAULT_OPS_PORT", port)
+        with listen_ops("127.0.0.1", None) as found:
+            assert found.getsockname()[1] > port
+        with pytest.raises(LaunchError, match=rf"127\.0\.0\.1:{port} \(Address already in use\); choose another --ops"):
+            listen_ops("127.0.0.1", port)
+
+
+def test_address_of_another_machine_asks_for_another_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["serve", "--model", str(tmp_path), "--ops-port", "0", "--host", "192.0.2.1", "--port", "0"]) == 2
+    assert capsys.readouterr().err == (
+        "tandem: cannot listen on 192.0.2.1:0 (Cannot assign requested address); choose another --host\n"
+    )
+
+
+def test_ipc_endpoint_of_a_running_engine_is_refused(ipc_dir: Path) -> None:
+    endpoint = f"ipc://{ipc_dir}/engine"
+    check_unused(endpoint)
+    with socket.socket(socket.AF_UNIX) as engine:
+        engine.bind(f"{ipc_dir}/engine")
+        engine.listen()
+        with pytest.raises(LaunchError, match=f"another engine serves at {endpoint}"):
+            check_unused(endpoint)
+    check_unused(endpoint)  # the file of an engine that was killed is no obstacle
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "*"])
+def test_tcp_endpoint_needs_its_port_and_the_next(host: str) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        for endpoint in (f"tcp://{host}:{port}", f"tcp://{host}:{port - 1}"):
+            with pytest.raises(LaunchError, match=f"needs the ports .* {port} is in use"):
+                check_unused(endpoint)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B-Instruct"])
+def test_name_on_the_hub_is_answered_with_the_command_that_downloads_it(name: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        model_dir(name)
+    folder = name.partition("/")[2]
+    assert f"hf download {name} --local-dir {folder}" in str(caught.value)
+    assert f"tandem serve {folder}" in str(caught.value)
+
+
+def test_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="is not a directory"):
+        model_dir(str(tmp_path / "none"))
