@@ -60,13 +60,16 @@ def create_app(service: Service) -> ASGIApp:
 def _install_openapi(app: FastAPI, routers: Sequence[APIRouter], service: Service) -> None:
     """Install the answer to `/openapi.json`.
 
-    It names the model once the engine is ready.
+    It names the model once the engine is ready. It is built once for each name, which takes tens of milliseconds.
     """
+    built: dict[str | None, dict[str, Any]] = {}
 
     def openapi() -> dict[str, Any]:
         own = service.client.ready().model.name if service.client.health().ready else None
-        names = None if own is None or service.names.accepts_any else service.names.listed(own)
-        return document(app, routers, bool(service.config.api_keys), names)
+        if own not in built:
+            names = None if own is None or service.names.accepts_any else service.names.listed(own)
+            built[own] = document(app, routers, bool(service.config.api_keys), names)
+        return built[own]
 
     app.openapi = openapi  # type: ignore[method-assign]
 

@@ -18,7 +18,7 @@ from tandem.frontend.server import refusal
 from tandem.frontend.server.connections import Closed, Connection, Connections
 from tandem.frontend.server.refusal import Refusal
 
-MAX_PIPELINED = 64
+MAX_PIPELINED = 16
 """Requests of one connection that may wait for the answer to an earlier one."""
 
 UNREAD_BYTES = 64 * 2**20

@@ -10,6 +10,7 @@ import pytest
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.server.connections import Closed
+from tandem.frontend.server.protocol import MAX_PIPELINED
 from tests.fakes.tokenizer import write_tokenizer
 from tests.frontend.conftest import RunningServer, get, until
 from tests.support.raw_http import RawClient, Reply, request
@@ -142,7 +143,7 @@ def test_small_trailers_are_not_headers(strict: RunningServer) -> None:
 def test_clients_that_pipeline_too_many_requests_are_closed(strict: RunningServer) -> None:
     before = counted(strict, Closed.TOO_MANY_PIPELINED)
     with connect(strict) as client:
-        assert client.send(request() * 200).rest().count(b"HTTP/1.1 ") <= 64
+        assert client.send(request() * 200).rest().count(b"HTTP/1.1 ") <= MAX_PIPELINED
     assert counted(strict, Closed.TOO_MANY_PIPELINED) == before + 1
 
 

@@ -1,0 +1,166 @@
+"""Clients that mean harm: what each kind sends over one connection, again and again, without an API key."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection
+
+from msgspec import Struct
+
+CHUNK = b"b" * 65536
+FIRST = b"GET / HTTP/1.1\r\nhost: x\r\n"
+READ_SECONDS = 1.0
+"""Seconds that an attacker waits for an answer after it could send no more."""
+
+
+class Line:
+    """One connection of an attacker."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self.answer: bytes | None = None
+
+    async def send(self, data: bytes) -> None:
+        await self._loop.sock_sendall(self._sock, data)
+
+    async def read(self, seconds: float) -> bytes | None:
+        """Read once and remember what came; b"" is the end, None nothing within the time."""
+        if self.answer is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    self.answer = await self._loop.sock_recv(self._sock, 4096)
+        return self.answer
+
+
+async def long_header(line: Line) -> None:
+    await line.send(FIRST + b"a: ")
+    for _ in range(200 * 2**20 // len(CHUNK)):
+        await line.send(CHUNK)
+
+
+async def many_headers(line: Line) -> None:
+    await line.send(FIRST)
+    for _ in range(1000):
+        await line.send(b"a: b\r\n" * 1000)
+    await line.send(b"\r\n")
+
+
+async def long_url(line: Line) -> None:
+    await line.send(b"GET /")
+    for _ in range(50 * 2**20 // len(CHUNK)):
+        await line.send(CHUNK)
+
+
+async def silent(line: Line) -> None:
+    await line.read(10**6)
+
+
+async def slow_header(line: Line) -> None:
+    await line.send(FIRST + b"a: ")
+    while await line.read(0.1) is None:
+        await line.send(b"b")
+
+
+async def slow_body(line: Line) -> None:
+    await line.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n")
+    while await line.read(0.1) is None:
+        await line.send(b" ")
+
+
+async def malformed(line: Line) -> None:
+    await line.send(b"what is this\r\n\r\n")
+
+
+async def pipelined(line: Line) -> None:
+    await line.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 100_000)
+
+
+async def never_reading(line: Line) -> None:
+    await line.send(b"GET /page/vendor/marked/marked.esm.js HTTP/1.1\r\nhost: x\r\n\r\n" * 16)
+    await asyncio.sleep(10**6)
+
+
+async def nothing(_: Line) -> None:
+    await asyncio.sleep(10**6)
+
+
+class Attack(Struct, frozen=True):
+    """One kind of attack."""
+
+    name: str
+    send: Callable[[Line], Awaitable[None]]
+    lines: int = 1
+    """Connections that each attacker holds at a time."""
+    seconds: float = 0.0
+    """Least duration, so that the server's answer is seen."""
+    receive_buffer: int = 0
+    """Size in bytes; 0 for the system's own."""
+    statuses: frozenset[int] = frozenset()
+    """Statuses of its answers."""
+
+
+ATTACKS = (
+    Attack("nothing, for comparison", nothing),
+    Attack("200 MB header", long_header, statuses=frozenset({431})),
+    Attack("1,000,000 headers", many_headers, statuses=frozenset({431})),
+    Attack("50 MB URL", long_url, statuses=frozenset({414})),
+    Attack("malformed requests", malformed, statuses=frozenset({400})),
+    Attack("50 silent connections each", silent, lines=50, seconds=12),
+    Attack("a header byte each 0.1 s", slow_header, seconds=14, statuses=frozenset({408})),
+    Attack("a body byte each 0.1 s", slow_body, seconds=36, statuses=frozenset({408})),
+    Attack("endless pipelined requests", pipelined),
+    Attack("16 answers never read", never_reading, receive_buffer=4096),
+)
+
+
+async def _attack(address: tuple[str, int], attack: Attack, outcomes: Counter[str]) -> None:
+    """Repeat an attack on fresh connections until cancelled."""
+    loop = asyncio.get_running_loop()
+    while True:
+        with socket.socket() as sock:
+            sock.setblocking(False)
+            if attack.receive_buffer:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, attack.receive_buffer)
+            try:
+                await loop.sock_connect(sock, address)
+                line = Line(sock)
+            except OSError:
+                outcomes["not connected"] += 1
+                await asyncio.sleep(0.1)
+                continue
+            with contextlib.suppress(OSError):
+                await attack.send(line)
+            outcomes[await _outcome(line)] += 1
+
+
+async def _outcome(line: Line) -> str:
+    """Return the status of the answer that waits to be read, or how the connection ended."""
+    with contextlib.suppress(OSError):
+        answer = await line.read(READ_SECONDS)
+        if answer is not None and answer.startswith(b"HTTP/1.1 "):
+            return answer.split(b" ", 2)[1].decode()
+    return "closed"
+
+
+async def _attack_all(address: tuple[str, int], attack: Attack, attackers: int, seconds: float) -> Counter[str]:
+    outcomes: Counter[str] = Counter()
+    tasks = [asyncio.create_task(_attack(address, attack, outcomes)) for _ in range(attackers * attack.lines)]
+    await asyncio.sleep(seconds)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return outcomes
+
+
+def run_attackers(address: tuple[str, int], name: str, attackers: int, seconds: float, result: Connection) -> None:
+    """Attack from this process, and send the number of each outcome.
+
+    In reality attackers have processors of their own, so the process yields to all others.
+    """
+    os.nice(19)
+    attack = next(attack for attack in ATTACKS if attack.name == name)
+    result.send(dict(asyncio.run(_attack_all(address, attack, attackers, seconds))))

@@ -1,0 +1,183 @@
+"""Measure what attackers without an API key cost a frontend and its other clients.
+
+    python -m benchmarks.bench_attacks [--attackers 64] [--seconds 5] [--only NAME ...] [--save NAME]
+
+Starts one frontend without an engine and, for each kind of attack, so many attackers in a process of their own. Each
+repeats its attack on a new connection as soon as the server has closed the one before. Meanwhile a client that means
+well requests /health/live on a new connection every 20 ms. Shown are how much the frontend's resident memory grows
+over its size before the attack, the slowest of those requests, the share of the frontend's CPU time, and the answers
+that the attackers got. The ceilings: 64 MiB, and 0.5 s.
+"""
+
+import argparse
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from msgspec import Struct, to_builtins
+
+from benchmarks.attackers import ATTACKS, Attack, run_attackers
+from benchmarks.results import save
+from tandem.frontend.listening import raise_file_limit
+
+MODEL = Path(__file__).parents[1] / "engine_core" / "default_model"
+READY_SECONDS, STOP_SECONDS = 120.0, 30.0
+PROBE = b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+PROBE_SECONDS = 0.02
+"""Pause between two requests of the client that means well."""
+PROBE_TIMEOUT = 60.0
+MAX_GROWTH, MAX_LATENCY = 64.0, 0.5
+"""Ceilings, in MiB and in seconds."""
+
+
+class Figures(Struct, frozen=True):
+    """What one attack did."""
+
+    attack: str
+    seconds: float
+    growth: float
+    """Largest growth of the frontend's resident memory, in MiB."""
+    worst: float
+    """Slowest answer of /health/live, in seconds."""
+    probes: int
+    failed: int
+    """Requests to /health/live, and those of them that were not answered with 200."""
+    cpu: float
+    """CPU time of the frontend by the time of the attack."""
+    outcomes: dict[str, int]
+    """Number of attacks by the status of their answer, or "closed"."""
+
+
+class Frontend:
+    """A frontend without an engine, which runs from entry to exit of the context."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.address: tuple[str, int] = probe.getsockname()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Frontend":
+        command = [sys.executable, "-m", "tandem.frontend", "--endpoint", f"ipc://{self._log.parent}/e"]
+        command += ["--model-dir", str(MODEL), "--port", str(self.address[1])]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + READY_SECONDS
+        while probe(self.address) is None:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the frontend did not come up:\n{self._log.read_text()}")
+            time.sleep(0.1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def memory(self) -> float:
+        """Return the resident memory in MiB."""
+        assert self._process is not None
+        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def cpu(self) -> float:
+        """Return the CPU time so far in seconds."""
+        assert self._process is not None
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def probe(address: tuple[str, int]) -> float | None:
+    """Request /health/live on a new connection; return the seconds to the answer, or None without a 200."""
+    started = time.monotonic()
+    try:
+        with socket.create_connection(address, timeout=PROBE_TIMEOUT) as client:
+            client.sendall(PROBE)
+            answer = client.makefile("rb").read()
+    except OSError:
+        return None
+    return time.monotonic() - started if answer.startswith(b"HTTP/1.1 200 ") else None
+
+
+def measure(frontend: Frontend, attack: Attack, attackers: int, seconds: float) -> Figures:
+    """Run one attack for `seconds`, or for as long as it takes to see its end."""
+    seconds = max(seconds, attack.seconds)
+    before, cpu = frontend.memory(), frontend.cpu()
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    arguments = (frontend.address, attack.name, attackers, seconds, sender)
+    process = multiprocessing.get_context("spawn").Process(target=run_attackers, args=arguments)
+    started = time.monotonic()
+    process.start()
+    largest, latencies = before, []
+    while not receiver.poll(PROBE_SECONDS):
+        latencies.append(probe(frontend.address))
+        largest = max(largest, frontend.memory())
+    outcomes = receiver.recv()
+    taken = time.monotonic() - started
+    cpu = frontend.cpu() - cpu
+    process.join()
+    worst = max((latency for latency in latencies if latency is not None), default=PROBE_TIMEOUT)
+    return Figures(
+        attack=attack.name,
+        seconds=round(taken, 1),
+        growth=round(largest - before, 1),
+        worst=round(worst, 4),
+        probes=len(latencies),
+        failed=latencies.count(None),
+        cpu=round(cpu / taken, 2),
+        outcomes=dict(sorted(outcomes.items())),
+    )
+
+
+def table(figures: list[Figures]) -> str:
+    """Render one line an attack."""
+    lines = [f"{'attack':28} {'MiB':>6} {'worst ms':>9} {'probes':>7} {'failed':>7} {'CPU':>5}  answers"]
+    for row in figures:
+        answers = ", ".join(f"{name}: {count}" for name, count in row.outcomes.items())
+        lines.append(
+            f"{row.attack:28} {row.growth:6.1f} {row.worst * 1000:9.1f} {row.probes:7} {row.failed:7} {row.cpu:5.0%}"
+            f"  {answers}"
+        )
+    return "\n".join([*lines, f"{'(ceiling)':28} {MAX_GROWTH:6.1f} {MAX_LATENCY * 1000:9.1f} {'':7} {0:7}"])
+
+
+def run(attackers: int, seconds: float, names: list[str]) -> list[Figures]:
+    """Measure the attacks of these names one after the other, against the same frontend."""
+    raise_file_limit()
+    with tempfile.TemporaryDirectory(prefix="tandem-") as folder, Frontend(Path(folder) / "log") as frontend:
+        for _ in range(20):
+            probe(frontend.address)
+        return [measure(frontend, attack, attackers, seconds) for attack in ATTACKS if attack.name in names]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [attack.name for attack in ATTACKS]
+    parser.add_argument("--attackers", type=int, default=64, help="(default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="least duration of an attack (default %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+    arguments = parser.parse_args()
+    figures = run(arguments.attackers, arguments.seconds, arguments.only)
+    print(table(figures))
+    if arguments.save:
+        config = {"attackers": arguments.attackers, "seconds": arguments.seconds}
+        print(save(arguments.save, config, to_builtins(figures)))
+    return int(any(row.growth > MAX_GROWTH or row.worst > MAX_LATENCY or row.failed for row in figures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
