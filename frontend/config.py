@@ -26,6 +26,8 @@ from tandem.protocol.transport_options import transport
 
 MEBIBYTE = 2**20
 DEFAULT_BODY_MIB = 32
+FIRST_STREAM_WAIT = 5.0
+"""Seconds for which a stream waits for its first output before it begins without; until then a refusal is a status."""
 
 ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral", "json"]
 ReasoningParserName = Literal["auto", "think", "none"]
@@ -82,6 +84,8 @@ class FrontendConfig(Struct, frozen=True):
     beat_timeout: float = 5.0
     step_timeout: float = 60.0
     drain_timeout: float = 10.0
+    sse_keepalive: float = 15.0
+    """Seconds after which a stream without output gets a sign of life; 0 for none."""
     log_level: LogLevel = "info"
 
     @property
@@ -91,6 +95,14 @@ class FrontendConfig(Struct, frozen=True):
         The tokens are those of prompts that wait for their first output.
         """
         return self.max_concurrent, self.max_queued_tokens
+
+    @property
+    def stream_waits(self) -> tuple[float | None, float | None]:
+        """The seconds that a stream stays silent.
+
+        They are those before its first output, and later; None for any time.
+        """
+        return (FIRST_STREAM_WAIT, self.sse_keepalive) if self.sse_keepalive else (None, None)
 
 
 class Flag(Struct, frozen=True):
@@ -180,6 +192,9 @@ HTTP_FLAGS = (
     Flag("max_concurrent", _HTTP, "maximum number of sequences in progress; further requests get a 503", int, _COUNT,
          struct=FrontendConfig),
     Flag("drain_timeout", _HTTP, "seconds that open streams may take to finish at shutdown", float, (0, MAX_SECONDS),
+         struct=FrontendConfig),
+    Flag("sse_keepalive", _HTTP, "seconds after which a stream without output gets a comment or ping, 0 for never; its "
+         f"headers are sent after {FIRST_STREAM_WAIT:g} s even without output", float, (0, MAX_SECONDS),
          struct=FrontendConfig),
     Flag("chat_template", _CHAT, "Jinja chat template", Path, metavar="FILE", struct=ChatOptions, field="template",
          default_text="the checkpoint's, or else a built-in one for its type"),

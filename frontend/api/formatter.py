@@ -15,6 +15,8 @@ from tandem.protocol.events import ModelFacts
 from tandem.protocol.version import distribution_version
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""Comment of a stream, which clients skip."""
 
 
 def named_event(name: str, value: object) -> bytes:
@@ -76,6 +78,9 @@ class Formatter(Protocol):
     that is not streamed calls only `whole`.
     """
 
+    keep_alive: bytes
+    """Sign of life of a stream that has nothing to send."""
+
     def opening(self) -> bytes:
         """Return the bytes ahead of all pieces, sent together with the first."""
 
@@ -102,6 +107,8 @@ class EventFormatter:
     for the id that ends an output. Text held back beyond the last token, which belongs to no single token, has a
     null id.
     """
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, model: ModelFacts) -> None:
         self._head = response_head("evt", "events", model)

@@ -40,7 +40,8 @@ class GenerationResponse(Response):
     """Run a generation and answer with its output.
 
     Nothing is sent before the first event of the engine, so that a rejection is an HTTP status (raised as ApiError,
-    for the exception handlers of the app); afterwards an error is an event of the stream.
+    for the exception handlers of the app); afterwards an error is an event of the stream. A stream that waits long for
+    that event is begun without it, because proxies cut connections that stay silent.
     """
 
     background = None
@@ -76,15 +77,19 @@ class GenerationResponse(Response):
     async def _stream(self, send: Send) -> None:
         generation, formatter = self._generation, self._formatter
         generation.start(*self._service.config.load_limits)
-        batches = generation.batches()
-        first = await anext(batches)
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-        await _send_body(send, formatter.opening() + formatter.batch(first))
+        begun = False
         try:
-            async for batch in batches:
-                if body := formatter.batch(batch):
+            async for batch in generation.batches(*self._service.config.stream_waits):
+                opening = b""
+                if not begun:
+                    begun = True
+                    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                    opening = formatter.opening()
+                if body := opening + (formatter.batch(batch) if batch else formatter.keep_alive):
                     await _send_body(send, body)
         except ApiError as error:
+            if not begun:
+                raise
             await _send_body(send, await self.fail(error), more=False)
             return
         await _send_body(send, await self.end(generation.usage()), more=False)

@@ -25,19 +25,31 @@ class ReadySet:
     def add(self, stream: "TokenStream") -> None:
         """Add a stream that is not in the set, and wake the consumer."""
         self._ready.append(stream)
-        if self._future is not None and not self._future.done():
-            self._future.set_result(None)
+        if self._future is not None:
+            _wake(self._future)
 
-    async def wait(self) -> "list[TokenStream]":
-        """Wait until a stream is ready; remove and return all that are."""
-        while not self._ready:
-            self._future = asyncio.get_running_loop().create_future()
+    async def wait(self, seconds: float | None = None) -> "list[TokenStream]":
+        """Wait until a stream is ready; remove and return all that are.
+
+        After `seconds` without one return none.
+        """
+        if not self._ready:
+            loop = asyncio.get_running_loop()
+            self._future = future = loop.create_future()
+            timer = None if seconds is None else loop.call_later(seconds, _wake, future)
             try:
-                await self._future
+                await future
             finally:
                 self._future = None
+                if timer is not None:
+                    timer.cancel()
         ready, self._ready = self._ready, []
         return ready
+
+
+def _wake(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class TokenStream:

@@ -104,18 +104,24 @@ class Generation:
             self._open[command.request_id] = self._arrived
             self._metrics.running.inc()
 
-    async def batches(self) -> AsyncIterator[list[ChoiceDelta]]:
+    async def batches(
+        self, first_wait: float | None = None, wait: float | None = None
+    ) -> AsyncIterator[list[ChoiceDelta]]:
         """Yield the deltas of each turn of the event loop until every choice has ended.
 
-        A list of deltas is never empty. Raises ApiError when one choice fails; the caller closes the others. Deltas of
-        the same turn are yielded first, except in the first batch: nothing has been sent yet, so the failure can still
-        be an HTTP status, for example when the engine has room for only some of the choices.
+        A list of deltas is empty only if nothing came for `first_wait` seconds at the beginning, or for `wait` seconds
+        since the last list. Raises ApiError when one choice fails; the caller closes the others. Deltas of the same
+        turn are yielded first, except in the first batch: nothing has been sent yet, so the failure can still be an
+        HTTP status, for example when the engine has room for only some of the choices.
         """
         begun = False
         if self.without_engine:
             yield [ChoiceDelta(choice.index, "", [], FinishReason.LENGTH.value) for choice in self._choices]
         while self._open:
-            ready = await self._ready_set.wait()
+            ready = await self._ready_set.wait(wait if begun else first_wait)
+            if not ready:
+                begun = True
+                yield []
             shown = [
                 delta
                 for stream in ready

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.frontend.api.formatter import DONE, UsageSoFar, error_event, response_head
+from tandem.frontend.api.formatter import DONE, KEEP_ALIVE, UsageSoFar, error_event, response_head
 from tandem.frontend.api.logprobs import chat_logprobs
 from tandem.frontend.chat.message import (
     CallArguments,
@@ -30,6 +30,8 @@ class ChatFormatter:
 
     `shape` tells which tool calls and reasoning the text may contain.
     """
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, admitted: Admitted, shape: MessageShape) -> None:
         options = admitted.options

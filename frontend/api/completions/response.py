@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.frontend.api.formatter import DONE, UsageSoFar, error_event, response_head
+from tandem.frontend.api.formatter import DONE, KEEP_ALIVE, UsageSoFar, error_event, response_head
 from tandem.frontend.api.logprobs import completion_logprobs, keep_best
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
@@ -20,6 +20,8 @@ _encode = msgspec.json.encode
 
 class CompletionFormatter:
     """Format one response; `echo` repeats each prompt ahead of its choices."""
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, admitted: Admitted, echo: bool) -> None:
         self._admitted = admitted

@@ -28,6 +28,8 @@ class MessagesFormatter:
     `request_id` is repeated in the error that ends a stream.
     """
 
+    keep_alive = PING
+
     def __init__(self, admitted: Admitted, shape: MessageShape, hide_thinking: bool, request_id: str) -> None:
         self._parser = shape.new_parser()
         self._blocks = ContentBlocks(hide_thinking)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.frontend.api.formatter import named_event
+from tandem.frontend.api.formatter import KEEP_ALIVE, named_event
 from tandem.frontend.api.responses.message_logprobs import MessageLogprobs
 from tandem.frontend.api.responses.output_items import OutputItems, OutputStatus, StreamEvent
 from tandem.frontend.api.responses.tools import ToolName
@@ -28,6 +28,8 @@ class ResponsesFormatter:
 
     `settings` are its fields that repeat the settings of the request, `names` the client's names of its tools.
     """
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(
         self,
