@@ -65,6 +65,22 @@ def test_a_conversation_continues_from_its_items(client: openai.OpenAI) -> None:
     assert longer.usage.input_tokens > reply.usage.input_tokens
 
 
+def test_a_conversation_continues_from_a_stored_response(client: openai.OpenAI) -> None:
+    first = client.responses.create(model=MODEL, input=QUESTION, temperature=0)
+    assert client.responses.retrieve(first.id).output_text == ANSWER
+    second = client.responses.create(
+        model=MODEL, input="What does os.path.join do?", previous_response_id=first.id, max_output_tokens=4
+    )
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
+    items = client.responses.input_items.list(second.id, order="asc")
+    assert [item.type for item in items] == ["message", "message", "message"]
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
 def test_a_structured_response_parses_into_its_model(client: openai.OpenAI) -> None:
     reply = client.responses.parse(model=MODEL, input=QUESTION, text_format=Weather, temperature=1.5)
     assert isinstance(reply.output_parsed, Weather)

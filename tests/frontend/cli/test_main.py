@@ -182,6 +182,18 @@ def test_invalid_chat_template_prints_one_line(tmp_path: Path, capsys: pytest.Ca
         assert error.count("\n") == 1
 
 
+def test_unusable_store_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tokenizer(tmp_path)
+    argv = ["frontend", "--model-dir", str(tmp_path), "--endpoint", "ipc:///x", "--port", "0", "--state-dir"]
+    (tmp_path / "file").touch()
+    (tmp_path / "store.sqlite3").write_text("no database " * 100)
+    for directory, reason in ((tmp_path / "file", "cannot be opened"), (tmp_path, "move it away")):
+        assert main([*argv, str(directory)]) == 2
+        error = capsys.readouterr().err
+        assert reason in error
+        assert error.count("\n") == 1
+
+
 def test_private_endpoint_is_removed_on_exit() -> None:
     with launch.private_endpoint(None) as endpoint:
         folder = Path(endpoint.removeprefix("ipc://")).parent
