@@ -56,6 +56,7 @@ def responses_router(service: Service) -> APIRouter:
         record = _record(service, owner, parsed, context)
         if record is None:
             return GenerationResponse(generation, formatter, service)
+        formatter.is_stored = True
         return StoredGenerationResponse(generation, formatter, service, record)
 
     return router

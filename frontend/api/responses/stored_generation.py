@@ -43,7 +43,6 @@ class StoredGenerationResponse(GenerationResponse):
         self, generation: Generation, formatter: ResponsesFormatter, service: Service, record: ResponseRecord
     ) -> None:
         super().__init__(generation, formatter, service)
-        formatter.is_stored = True
         self._responses = formatter
         self._record = record
 
