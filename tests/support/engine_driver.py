@@ -1,9 +1,10 @@
 """Engine in this process without a wire: requests in, tokens out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.engine_core.engine import Engine
+from tandem.engine_core.startup.device import DeviceParts, open_parts
 from tandem.engine_core.startup.engine import build_engine
 from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.heartbeat import Status
@@ -27,9 +28,9 @@ class DrivenEngine:
         self._requests = 0
 
     @classmethod
-    def build(cls, options: EngineOptions) -> "DrivenEngine":
+    def build(cls, options: EngineOptions, new_parts: Callable[[str], DeviceParts] = open_parts) -> "DrivenEngine":
         mailbox = FakeMailbox()
-        engine = build_engine(options, mailbox, Status(EPOCH, new_stats()))
+        engine = build_engine(options, mailbox, Status(EPOCH, new_stats()), new_parts)
         mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "test")))
         return cls(engine, mailbox)
 

@@ -63,9 +63,9 @@ CONFIG = ModelConfig(
 )
 
 
-def random_model(seed: int = 0) -> LlamaModel:
+def random_model(seed: int = 0, config: ModelConfig = CONFIG) -> LlamaModel:
     """Weights large enough that tokens depend on each other and logits are apart."""
-    model = build_model(CONFIG, torch_build_context(torch.device("cpu"), torch.float32))
+    model = build_model(config, torch_build_context(torch.device("cpu"), torch.float32))
     assert isinstance(model, LlamaModel)
     generator = torch.Generator().manual_seed(seed)
     for slot in sorted(model.weight_slots(), key=lambda item: item.name):
@@ -78,31 +78,32 @@ def random_model(seed: int = 0) -> LlamaModel:
 
 def dense_logits(model: LlamaModel, tokens: Sequence[int]) -> Tensor:
     """Logits after every position, in float64: no pages, no batch, no fused weights. [L, vocab]."""
+    config = model.config
     weights = {slot.name: slot.target.double() for slot in model.weight_slots()}
-    length, half = len(tokens), CONFIG.head_dim // 2
-    frequency = 1.0 / CONFIG.rope.theta ** (torch.arange(half, dtype=torch.float64) / half)
+    length, half = len(tokens), config.head_dim // 2
+    frequency = 1.0 / config.rope.theta ** (torch.arange(half, dtype=torch.float64) / half)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     hidden_mask = torch.ones(length, length, dtype=torch.bool).triu(1)
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + CONFIG.rms_norm_eps).sqrt() * weights[f"{name}.weight"]
+        return x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weights[f"{name}.weight"]
 
     def heads(x: Tensor, name: str, count: int, rotate: bool) -> Tensor:
-        y = (x @ weights[f"{name}.weight"].T).view(length, count, CONFIG.head_dim)
+        y = (x @ weights[f"{name}.weight"].T).view(length, count, config.head_dim)
         if rotate:
             a, b = y[..., :half], y[..., half:]
             y = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-        return y.repeat_interleave(CONFIG.heads // count, 1).transpose(0, 1)
+        return y.repeat_interleave(config.heads // count, 1).transpose(0, 1)
 
     x = weights["model.embed_tokens.weight"][list(tokens)]
-    for index in range(CONFIG.layers):
+    for index in range(config.layers):
         at = f"model.layers.{index}."
         y = norm(x, at + "input_layernorm")
-        query = heads(y, at + "self_attn.q_proj", CONFIG.heads, True)
-        key = heads(y, at + "self_attn.k_proj", CONFIG.kv_heads, True)
-        value = heads(y, at + "self_attn.v_proj", CONFIG.kv_heads, False)
-        scores = (query @ key.transpose(1, 2) / CONFIG.head_dim**0.5).masked_fill(hidden_mask, -torch.inf)
+        query = heads(y, at + "self_attn.q_proj", config.heads, True)
+        key = heads(y, at + "self_attn.k_proj", config.kv_heads, True)
+        value = heads(y, at + "self_attn.v_proj", config.kv_heads, False)
+        scores = (query @ key.transpose(1, 2) / config.head_dim**0.5).masked_fill(hidden_mask, -torch.inf)
         mixed = (scores.softmax(-1) @ value).transpose(0, 1).reshape(length, -1)
         x = x + mixed @ weights[at + "self_attn.o_proj.weight"].T
         y = norm(x, at + "post_attention_layernorm")

@@ -1,0 +1,69 @@
+"""Every kernel compiles for every architecture, fits its shared memory, and is chained only where it can be."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.gpus import SHARED_MEMORY
+from tests.test_architecture import MODULES
+
+ROOT = Path(__file__).parents[3]
+FAST = {"TRITON_DISABLE_LINE_INFO": "1", "DISABLE_PTXAS_OPT": "1"}
+"""Settings of Triton that halve the time without a change to shared memory or instructions."""
+Lines = list[dict[str, Any]]
+
+
+def compiled(*arguments: str, **settings: str) -> Lines:
+    """What a process of its own reports, since Triton's interpreter may be on in this one."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | settings
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.compiled_kernels", *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def launched_kernels() -> set[str]:
+    """List the kernels that some module launches, by the `name[grid](...)` of their launches."""
+    found = set()
+    for name, path in MODULES.items():
+        if name.startswith("tandem.engine_core.kernels."):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                    found.add(ast.unparse(node.func.value))
+    return {name for name in found if name.endswith("_kernel")}
+
+
+def check(lines: Lines, architecture: int) -> None:
+    own = [line for line in lines if line["architecture"] == architecture]
+    assert {line["kernel"] for line in own} == launched_kernels()
+    limit = SHARED_MEMORY[architecture] * 1024
+    assert [line for line in own if line["shared_memory"] > limit] == []
+    chained = {line["kernel"] for line in own if line["chained"]}
+    unchained = {"_tile_kernel", "_merge_kernel"}
+    assert chained == (launched_kernels() - unchained if architecture >= 90 else set())
+    assert all(line["code_bytes"] > 1000 for line in own)
+
+
+@pytest.fixture(scope="module")
+def one_tile_each() -> Lines:
+    return compiled("80", "89", "120", **FAST)
+
+
+@pytest.mark.parametrize("architecture", [80, 89, 120])
+def test_one_tile_of_each_kernel_fits_the_architecture(one_tile_each: Lines, architecture: int) -> None:
+    check(one_tile_each, architecture)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("architecture", [80, 86, 89, 90, 100, 120])
+def test_all_tiles_fit_the_architecture(architecture: int) -> None:
+    check(compiled("--all-tiles", str(architecture)), architecture)

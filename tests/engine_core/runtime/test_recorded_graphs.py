@@ -1,0 +1,159 @@
+"""Graphs of steps, built and replayed as on CUDA, over a GPU that records calls: tokens are a dense model's."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from msgspec import structs
+
+from tandem.engine_core.runtime.graph_bucket import GraphBucket
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.sampling.sampler import Mode
+from tandem.engine_core.startup import engine as startup_engine
+from tandem.protocol.codec import pack_floats, pack_ids
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.params import SamplingParams
+from tests.fakes.recording_gpu import RecordedGraph, oracle_attention, oracle_parts
+from tests.support.engine_driver import DrivenEngine
+from tests.support.model_folder import write_model
+from tests.support.plan_recording import constraining, runtime_of
+from tests.support.tiny_llama import CONFIG, END, Compared, random_model
+
+MODEL = structs.replace(CONFIG, heads=2, kv_heads=1, head_dim=32)
+"""A head_dim that the attention kernels have."""
+GREEDY = SamplingParams(8, temperature=0.0, ignore_eos=True)
+DRAWN = SamplingParams(8, temperature=1.2, seed=3, ignore_eos=True)
+FULL = SamplingParams(8, temperature=0.8, top_k=7, top_p=0.9, repetition_penalty=1.3, seed=2**40 + 1, ignore_eos=True)
+ENDS_LATE = SamplingParams(
+    8, temperature=0.0, min_tokens=5, logit_bias_ids=pack_ids([END]), logit_bias_values=pack_floats([40.0])
+)
+"""Would end at once but for `min_tokens`."""
+
+
+def build(folder: Path, **options: Any) -> DrivenEngine:
+    """Two slots, decode steps of up to 4 rows and mixed steps of up to 24 prompt tokens from graphs."""
+    write_model(folder, MODEL)
+    sizes: dict[str, Any] = {
+        "max_rows": 6, "max_len": 64, "max_step_tokens": 32, "prefill_chunk": 16, "kv_tokens": 512,
+        "graph_rows": "1,2,4", "graph_tokens": "8,24",
+    }  # fmt: skip
+    asked = EngineOptions(model=str(folder), device="cuda", dtype="float32", **sizes | options)
+    with patch.object(startup_engine.configuration, "resolve_device", lambda *_: "cuda"):
+        driven = DrivenEngine.build(asked, oracle_parts)
+    constraining(driven.engine)
+    return driven
+
+
+@pytest.fixture(scope="module")
+def driven(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DrivenEngine]:
+    with oracle_attention():
+        yield build(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def runtime(driven: DrivenEngine) -> TorchRuntime:
+    runtime = runtime_of(driven)
+    for graph in [*decode_graphs(runtime), *sampling_graphs(runtime).values(), *mixed_graphs(runtime)]:
+        for one in graph if isinstance(graph, list) else [graph]:
+            one.replays = 0
+    return runtime
+
+
+def recorded(graph: object) -> RecordedGraph:
+    assert isinstance(graph, RecordedGraph)
+    return graph
+
+
+def decode_graphs(runtime: TorchRuntime) -> list[RecordedGraph]:
+    assert runtime.graphs is not None
+    return [recorded(step.forward) for slot in runtime.graphs.decode for step in slot.values()]
+
+
+def mixed_graphs(runtime: TorchRuntime) -> list[RecordedGraph]:
+    assert runtime.graphs is not None
+    return [recorded(step.forward) for slot in runtime.graphs.mixed for step in slot.values()]
+
+
+def sampling_graphs(runtime: TorchRuntime) -> dict[Mode, list[RecordedGraph]]:
+    assert runtime.graphs is not None
+    steps = [step for slot in runtime.graphs.decode for step in slot.values()]
+    return {mode: [recorded(step.sampling[mode]) for step in steps] for mode in Mode}
+
+
+def replays(graphs: list[RecordedGraph]) -> int:
+    return sum(graph.replays for graph in graphs)
+
+
+def answer(driven: DrivenEngine, asked: list[SamplingParams], constrained: tuple[int, ...] = ()) -> list[list[int]]:
+    """Run requests at once, each token compared with what a dense model in float64 gives."""
+    prompts = [[5 + index, *range(40, 40 + 9 * index)] for index in range(len(asked))]
+    ids = [
+        driven.submit(prompt, params, constraint="parity" if index in constrained else None)
+        for index, (prompt, params) in enumerate(zip(prompts, asked, strict=True))
+    ]
+    driven.run()
+    compared, model, tokens = Compared(), random_model(config=MODEL), [driven.tokens(number) for number in ids]
+    for index, (prompt, params) in enumerate(zip(prompts, asked, strict=True)):
+        compared.check(model, prompt, tokens[index], params, index in constrained)
+    assert compared.tokens > compared.close * 20
+    return tokens
+
+
+def test_every_bucket_is_captured_for_both_slots(runtime: TorchRuntime) -> None:
+    graphs = runtime.graphs
+    assert graphs is not None
+    assert [sorted(slot) for slot in graphs.decode] == [[1, 2, 4]] * 2
+    assert [sorted(slot) for slot in graphs.mixed] == [
+        sorted(GraphBucket(r, t) for r in graphs.singles for t in (8, 24))
+    ] * 2
+    assert {bucket: len(step.logits) for bucket, step in graphs.decode[1].items()} == {1: 1, 2: 2, 4: 4}
+
+
+@pytest.mark.parametrize(
+    ("params", "mode"),
+    [(GREEDY, Mode.GREEDY), (DRAWN, Mode.UNTRUNCATED), (FULL, Mode.FULL)],
+    ids=["greedy", "drawn", "full"],
+)
+def test_each_mode_of_sampling_is_replayed(
+    driven: DrivenEngine, runtime: TorchRuntime, params: SamplingParams, mode: Mode
+) -> None:
+    answer(driven, [params] * 3)
+    used = {mode: replays(graphs) for mode, graphs in sampling_graphs(runtime).items()}
+    assert used[mode] >= 7
+    assert sum(used.values()) == used[mode] == replays(decode_graphs(runtime))
+    assert replays(mixed_graphs(runtime)) >= 1
+
+
+def test_a_constrained_row_obeys_its_grammar_from_graphs(driven: DrivenEngine, runtime: TorchRuntime) -> None:
+    tokens = answer(driven, [GREEDY, DRAWN, FULL], constrained=(0, 2))
+    assert [token % 2 for token in tokens[0]] == [index % 2 for index in range(8)]
+    assert replays(sampling_graphs(runtime)[Mode.MASKED]) >= 7
+
+
+def test_suppressed_ends_stay_suppressed_in_steps_from_graphs(driven: DrivenEngine, runtime: TorchRuntime) -> None:
+    early, late, _ = answer(driven, [ENDS_LATE, structs.replace(ENDS_LATE, min_tokens=7), GREEDY])
+    assert (len(early), len(late)) == (6, 8)
+    assert END not in early[:5] + late[:7]
+    assert replays(decode_graphs(runtime)) >= 7
+
+
+def test_steps_beyond_the_largest_graph_agree_with_those_from_graphs(
+    driven: DrivenEngine, runtime: TorchRuntime
+) -> None:
+    answer(driven, [GREEDY, DRAWN, FULL, GREEDY, DRAWN, FULL])
+    assert replays(decode_graphs(runtime)) < 8
+
+
+def test_the_clock_of_steps_runs(driven: DrivenEngine, runtime: TorchRuntime) -> None:
+    before = runtime.device_times().steps
+    answer(driven, [structs.replace(GREEDY, max_tokens=30)])
+    assert runtime.device_times().steps > before
+
+
+def test_an_engine_without_graphs_gives_the_same_tokens(tmp_path: Path) -> None:
+    with oracle_attention():
+        driven = build(tmp_path, graph_rows="off", graph_tokens=None)
+        assert runtime_of(driven).graphs is None
+        answer(driven, [GREEDY, DRAWN, FULL, ENDS_LATE], constrained=(1,))

@@ -1,0 +1,200 @@
+"""Compile the Triton kernels for GPUs that this machine need not have, with Triton's own assembler.
+
+`python -m tests.support.compiled_kernels [--all-tiles] 80 89 ...` prints one line of JSON for each kernel and
+architecture (80 for sm_80). Triton's interpreter must be off in the process, so tests start this one.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tandem.engine_core.attention.base import LayerAttention
+from tandem.engine_core.attention.triton import DecodeStep, RaggedStep
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
+from tandem.engine_core.kernels.attention.paged_decode import TILES
+from tandem.engine_core.kernels.attention.paged_prefill import TILE_WORDS
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
+from tandem.engine_core.kernels.kernel_set import triton_kernels
+from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv
+from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan, choose, choose_gated, choose_normed
+from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm, splitk_gemm_kernel
+from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
+from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
+from tandem.engine_core.sampling.sampler import Mode
+from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE, TritonSampler
+from tandem.engine_core.startup.device import FP8_CAPABILITY
+from tests.fakes.gpus import A100, B200, H200, L4, RTX_3090, RTX_5090
+from tests.support.sampling_case import make_case
+
+GPUS = {80: A100, 86: RTX_3090, 89: L4, 90: H200, 100: B200, 120: RTX_5090}
+FP8 = torch.float8_e4m3fn
+Launch = Callable[[], object]
+
+
+class CompileOnlyDriver:
+    """A driver of Triton for one architecture, without a device: enough to compile, not to launch."""
+
+    def __init__(self, architecture: int) -> None:
+        self.architecture = architecture
+
+    def get_current_device(self) -> int:
+        return self.architecture
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+
+class Compiler:
+    """Stands in for launches: compiles each kernel that a launch would run, and reports on it."""
+
+    def __init__(self, architecture: int, once: bool) -> None:
+        """Compile for one architecture.
+
+        once: only the first variant of each kernel, but for those with measured tiles.
+        """
+        self.architecture = architecture
+        self.once = once
+        self.run = JITFunction.run
+        self.seen: set[str] = set()
+
+    def launch(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if self.once and kernel.__name__ in self.seen - {splitk_gemm_kernel.__name__}:
+            return
+        self.seen.add(kernel.__name__)
+        began = time.perf_counter()
+        compiled = self.run(kernel, *arguments, grid=grid, warmup=True, **options)
+        if compiled.hash in self.seen:
+            return
+        self.seen.add(compiled.hash)
+        line = {
+            "kernel": kernel.__name__,
+            "architecture": self.architecture,
+            "shared_memory": compiled.metadata.shared,
+            "chained": "griddepcontrol" in compiled.asm["ptx"],
+            "code_bytes": len(compiled.asm["cubin"]),
+            "seconds": round(time.perf_counter() - began, 2),
+        }
+        print(json.dumps(line), flush=True)
+
+
+def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def decode(gpu: GpuTraits, head_dim: int, group: int, pairs: int, kv_dtype: torch.dtype, splits: int = 2) -> Launch:
+    """Decode of as many rows as there are pairs, on one KV head."""
+    table = PageTable(torch.zeros(pairs, 8, dtype=torch.int32), 16, 64)
+    index, pool = torch.zeros(pairs, dtype=torch.int32), half(64, 1, head_dim, dtype=kv_dtype)
+    query, layer = half(pairs, group, head_dim), LayerAttention(0.1)
+    return lambda: DecodeStep(index, index, table, splits, gpu).run(query, pool, pool, layer)
+
+
+def prompts(gpu: GpuTraits, head_dim: int, group: int, kv_dtype: torch.dtype, splits: int = 2) -> Launch:
+    """One tile of prompts, on one KV head and beside decoding rows."""
+    table = PageTable(torch.zeros(1, 8, dtype=torch.int32), 16, 64)
+    query, pool, layer = half(1, group, head_dim), half(64, 1, head_dim, dtype=kv_dtype), LayerAttention(0.1)
+    ragged = RaggedStep(torch.zeros(1, TILE_WORDS, dtype=torch.int32), table, gpu, splits)
+    return lambda: ragged.run_into(query, query, pool, pool, layer, beside_decode=True)
+
+
+def products(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[Launch]:
+    """The plain and the gated product that the choosers take for a weight."""
+    x, weight = half(rows, inputs), half(outputs, inputs)
+    space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
+    for plan, activation in (
+        (choose(rows, outputs, inputs, 2, gpu), None),
+        (choose_gated(rows, outputs // 2, inputs, 2, gpu), Activation.SILU),
+    ):
+        if isinstance(plan, SplitKPlan):
+            call = (x, weight, None, plan, *space, activation, gpu.pdl)
+            yield lambda call=call: splitk_gemm(*call)
+        elif isinstance(plan, GemvPlan):
+            yield lambda plan=plan, act=activation: gemv(x, weight, None, plan, act, gpu.pdl)
+
+
+def sampling(gpu: GpuTraits, tile: int, group: int, capacity: int) -> Iterator[Launch]:
+    case = make_case(2, 4 * tile)
+    case.logits = case.logits.bfloat16()
+    size = (4 * tile, 2, tile, group, capacity)
+    sampler = TritonSampler(case.tables, SamplingScratch.allocate(*size, torch.device("cpu"), gpu.pdl))
+    out, allowed = torch.zeros_like(case.rows), torch.zeros(2, tile // 8, dtype=torch.int32)
+    for mode in Mode:
+        batch = case.batch(out, allowed=allowed if mode is Mode.MASKED else None)
+        yield lambda mode=mode, batch=batch: sampler.launch(mode, batch)
+    scorer = TritonScorer(4 * tile, 2, 4, torch.device("cpu"), tile)
+    yield lambda: scorer.run(case.logits, out, 4, torch.zeros(2, 9, dtype=torch.int32))
+
+
+def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
+    kernels, x, weight = triton_kernels(gpu.pdl), half(2, 256), half(256)
+    yield lambda: kernels.rms_norm(x, weight, 1e-5)
+    yield lambda: kernels.gated_activation(x, Activation.SILU)
+    pool, angles, slots = half(16, 1, 32), torch.zeros(2, 1, 32), torch.zeros(2, dtype=torch.int64)
+    heads = x.view(2, 8, 32)
+    yield lambda: kernels.rope_and_kv_write(heads, angles, angles, slots, pool, pool, half(32), half(32), 1e-6)
+    index = torch.zeros(2, dtype=torch.int32)
+    table = PageTable(torch.zeros(2, 8, dtype=torch.int32), 16, 64)
+    yield lambda: decode_inputs(torch.zeros(2, 64, dtype=torch.int32), table, index, index, gpu.pdl)
+
+
+def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
+    """The tiles that need the most shared memory, where a kernel has several, and small ones elsewhere."""
+    yield from layer_kernels(gpu)
+    yield from products(gpu, 1, 256, 512)
+    yield from products(gpu, 16, 3072, 2048)
+    yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1)
+    yield prompts(gpu, 32, 4, torch.bfloat16, splits=1)
+    yield from sampling(gpu, 128, 32, 32)
+
+
+def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
+    """What the choosers take for the measured models, and every attention tile."""
+    yield from layer_kernels(gpu)
+    for outputs, inputs in ((3072, 2048), (16384, 2048), (2048, 8192), (28672, 4096), (19456, 2560), (4096, 14336)):
+        for rows in (1, 16, 32, 64, 128):
+            yield from products(gpu, rows, outputs, inputs)
+        for gated in (False, True):
+            normed = choose_normed(inputs, gated)
+            if normed is not None:
+                x, weight = half(1, inputs), half(outputs, inputs)
+                call = (x, x, half(inputs), 1e-5, weight, None, normed, Activation.SILU if gated else None, gpu.pdl)
+                yield lambda call=call: add_norm_gemv(*call)
+    for head_dim, tiles in TILES.items():
+        for pairs in (max(1, least) for least in tiles):
+            for group in (1, 32):
+                yield decode(gpu, head_dim, group, pairs, torch.bfloat16)
+        yield prompts(gpu, head_dim, 4, torch.bfloat16)
+        if gpu.capability >= FP8_CAPABILITY:
+            yield decode(gpu, head_dim, 4, 256, FP8)
+            yield prompts(gpu, head_dim, 4, FP8)
+    yield from sampling(gpu, TILE, GROUP, CAPACITY)
+
+
+def main(arguments: list[str]) -> None:
+    assert "TRITON_INTERPRET" not in os.environ, "interpreted kernels cannot be compiled"
+    everything = "--all-tiles" in arguments
+    for architecture in [int(word) for word in arguments if word.isdigit()]:
+        driver.set_active(CompileOnlyDriver(architecture))
+        compiler = Compiler(architecture, once=not everything)
+        with patch.object(JITFunction, "run", lambda *given, to=compiler, **options: to.launch(*given, **options)):
+            for launch in (every_tile if everything else one_tile_of_each)(GPUS[architecture]):
+                launch()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
