@@ -115,6 +115,11 @@ def request_id(scope: Scope) -> bytes:
     return fresh_id()
 
 
+def request_id_headers(scope: Scope) -> tuple[bytes, ...]:
+    """Return the names of the headers that tell a client the id of its request."""
+    return (REQUEST_ID, ANTHROPIC_REQUEST_ID) if speaks_anthropic(scope) else (REQUEST_ID,)
+
+
 def fresh_id() -> bytes:
     """Create a random request id."""
     return b"req_" + secrets.token_hex(16).encode()
@@ -137,9 +142,7 @@ class Access:
             return
         own_id = request_id(scope)
         scope[REQUEST_ID_KEY] = own_id.decode()
-        id_headers = [(REQUEST_ID, own_id)]
-        if speaks_anthropic(scope):
-            id_headers.append((ANTHROPIC_REQUEST_ID, own_id))
+        id_headers = [(name, own_id) for name in request_id_headers(scope)]
 
         async def marking_send(message: Message) -> None:
             if message["type"] == "http.response.start":

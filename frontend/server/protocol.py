@@ -318,7 +318,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._is_answering and (self._running is not self.cycle or self.cycle.response_started):
             self.transport.close()
         else:
-            self.transport.write(refused.response(self.server_state.default_headers))
+            self.transport.write(refused.response(self.server_state.default_headers, self.scope))
             self._linger(REFUSED_BYTES, REFUSED_SECONDS)
         self.pipeline.clear()
         self._disconnect_app()

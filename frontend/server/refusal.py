@@ -1,14 +1,16 @@
 """Refusals of requests by the transport, before they reach the app."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from tandem.frontend.errors import error_body, error_headers
+from tandem.frontend.api.error_response import error_answer
+from tandem.frontend.api.messages.errors import REQUEST_ID_KEY
+from tandem.frontend.errors import ApiError
 from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.server.connections import Closed
-from tandem.frontend.server.middleware import REQUEST_ID, fresh_id
+from tandem.frontend.server.middleware import fresh_id, request_id_headers
 from tandem.protocol.errors import ErrorCode
 
 
@@ -20,18 +22,22 @@ class Refusal(Struct, frozen=True):
     code: str
     message: str
 
-    def response(self, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-        """Encode the answer, after which the connection is closed."""
-        body = error_body(self.status, self.message, None, self.code)
+    def response(self, default_headers: Iterable[tuple[bytes, bytes]], scope: Mapping[str, object] | None) -> bytes:
+        """Encode the answer, after which the connection is closed.
+
+        It has the shape of the API that the request uses, if its `scope` is known so far.
+        """
+        request_id = fresh_id()
+        known = {**(scope or {}), REQUEST_ID_KEY: request_id.decode()}
+        answer = error_answer(known, ApiError(self.status, self.message, None, self.code))
         headers = [
             *default_headers,
-            (REQUEST_ID, fresh_id()),
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            *((name.encode(), value.encode()) for name, value in error_headers(self.status).items()),
+            *((name, request_id) for name in request_id_headers(known)),
+            *answer.raw_headers,
             (b"connection", b"close"),
         ]
-        return b"".join([STATUS_LINE[self.status], *(b"%b: %b\r\n" % header for header in headers), b"\r\n", body])
+        lines = [b"%b: %b\r\n" % header for header in headers]
+        return b"".join([STATUS_LINE[answer.status_code], *lines, b"\r\n", bytes(answer.body)])
 
 
 def malformed(message: str = "Invalid HTTP request received.") -> Refusal:

@@ -27,10 +27,10 @@ def speaks_anthropic(scope: Scope) -> bool:
 
     It does if its path is one of that API alone, or if it has the header `anthropic-version`.
     """
-    path: str = scope["path"]
+    path: str = scope.get("path", "")
     if path == PREFIX or path.startswith(PREFIX + "/"):
         return True
-    return any(name == VERSION_HEADER for name, _ in scope["headers"])
+    return any(name == VERSION_HEADER for name, _ in scope.get("headers", ()))
 
 
 def request_id(scope: Scope) -> str:
