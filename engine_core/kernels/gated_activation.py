@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 
 BLOCK, WARPS = 1024, 4
 SMALL_BLOCK, SMALL_WARPS = 256, 1
@@ -41,9 +42,7 @@ def _gated_activation_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < width
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     source = gate_up_ptr + row * row_stride + offs
     gate = tl.load(source, mask=mask, other=0.0)
     up = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)

@@ -1,12 +1,6 @@
 """Root mean square norm in Triton, alone and fused with the residual addition.
 
 Each program holds one row in registers, so memory is read once. Oracles: `reference.layer.rms_norm` and `add_rms_norm`.
-
-About programmatic dependent launch (`pdl`), here and in every kernel of this package: a kernel may start while the one
-before it still runs; it reads what that one wrote only after `gdc_wait`, and lets its own successor start only after
-that wait. So when a kernel starts, every kernel before its immediate predecessor has finished. One exception:
-`paged_prefill` beside `paged_decode` waits only at its end. Its successor may start while both still run, and once it
-has waited for `paged_prefill` it has waited for both.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -15,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 
 MAX_HIDDEN = 16384
 WARPS = {1024: 2, 2048: 4, 4096: 8, 8192: 16, 16384: 16}
@@ -41,9 +37,7 @@ def _rms_norm_kernel(
     mask = offs < hidden
     # No kernel writes the weight, so it is fetched while the previous kernel still runs.
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     total = tl.load(x_ptr + row * x_stride + offs, mask=mask, other=0.0)
     if ADD:
         residual = tl.load(residual_ptr + row * residual_stride + offs, mask=mask, other=0.0)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels import kv_dtype
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.paged_pool import check_head_dim, check_heads
 
 LARGEST = tl.constexpr(kv_dtype.LARGEST)
@@ -67,9 +68,7 @@ def _rope_kernel(
         second_weight = tl.where(
             is_query[:, None], tl.load(q_norm_ptr + HALF + pair)[None, :], tl.load(k_norm_ptr + HALF + pair)[None, :]
         )
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     source = qkv_ptr + token * qkv_stride + head[:, None] * D + pair[None, :]
     first_raw = tl.load(source, mask=mask, other=0.0)
     second_raw = tl.load(source + HALF, mask=mask, other=0.0)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.paged_pool import slots_of
 
@@ -48,9 +49,7 @@ def _decode_inputs_kernel(
 ):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < batch
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.load(rows_ptr + offs, mask=mask, other=0).to(tl.int64)
     position = tl.load(positions_ptr + offs, mask=mask, other=0).to(tl.int64)
     token = tl.load(tokens_ptr + row * token_stride + position, mask=mask, other=0)

@@ -21,6 +21,7 @@ from torch import Tensor
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention.online_softmax import attend, kernel_cap, kernel_scale, max_stages
 from tandem.engine_core.kernels.attention.split_counters import COUNTERS, split_counters
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.paged_pool import (
@@ -196,9 +197,7 @@ def _paged_decode_kernel(
     # only one tile would be on its way at a time.
     end = tl.minimum(last * BLOCK, length) - 1
     page = tl.load(page_row + tl.minimum(first * BLOCK + n, end) // PAGE_SIZE)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     q_offs = b.to(tl.int64) * query_stride + (head * GROUP + g[:, None]) * D + d[None, :]
     q = tl.load(query_ptr + q_offs, mask=(g < GROUP)[:, None], other=0.0)
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.gated_activation import activated
 from tandem.engine_core.kernels.linear.plans import GemvPlan
 
@@ -102,9 +103,7 @@ def gemv_kernel(
         upper_tile = tl.load(upper_ptr + offs, mask=mask_k[None, :], other=0.0)
     if MODE > 0:
         norm_weight = tl.load(norm_weight_ptr + offs_k, mask=mask_k, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     if MODE > 0:
         vector = normalised(x_ptr, norm_weight, residual_ptr, total_ptr, eps, offs_k, mask_k, K, MODE == 2)
     elif STEPS == 1:

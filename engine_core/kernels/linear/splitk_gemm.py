@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.linear.gemv import gated, with_bias
 from tandem.engine_core.kernels.linear.plans import SplitKPlan, block_rows, workspace_size
 
@@ -68,9 +69,7 @@ def splitk_gemm_kernel(
     mask_m = (tokens < M)[None, :]
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     ups = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     for step in tl.range(0, PER, num_stages=STAGES):
         # Equal parts need no mask: the compiler drops one that is constant.
         within = True if BLOCKS % SPLIT == 0 else step < count

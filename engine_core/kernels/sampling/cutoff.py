@@ -16,6 +16,7 @@ fall on either side; and logits that differ but round to one score rank by logit
 import triton
 import triton.language as tl
 
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import fast_exp2
 from tandem.engine_core.kernels.sampling.bracket import BY_RANK, KEEP_ALL, ONE, log2_slope, log_weights, top_p_mass
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, NUM_INTS, TEMPERATURE, TOP_K, TOP_P
@@ -146,9 +147,7 @@ def _cutoff_kernel(
     PDL: tl.constexpr,
 ):
     index = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.load(rows_ptr + index).to(tl.int64)
     mode = tl.load(state_ptr + index)
     top = rank_value(load_row_best(tile_best_ptr, index, tiles, TILES_PAD))

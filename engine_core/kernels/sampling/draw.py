@@ -12,6 +12,7 @@ gets the same token from both. Oracle: `kernels.reference.sampling.sample`.
 import triton
 import triton.language as tl
 
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import quotient
 from tandem.engine_core.kernels.sampling.bracket import BY_MASS, BY_RANK, KEEP_ALL, truncation_state
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, NUM_INTS, TEMPERATURE
@@ -98,9 +99,7 @@ def _score_bound(cutoff, min_p):
 def _tile_best_kernel(logits_ptr, rows_ptr, tile_best_ptr, logit_stride, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tile = tl.program_id(0)
     index = tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     if tl.load(rows_ptr + index) == 0:
         return
     ids = tile * BLOCK + tl.arange(0, BLOCK)
@@ -139,9 +138,7 @@ def _draw_kernel(
 ):
     tile = tl.program_id(0)
     index = tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     if TURN == RETRY:  # noqa: SIM102
         if tl.load(state_ptr + index) != BY_MASS:
             return

@@ -8,6 +8,7 @@ Oracle: `kernels.reference.sampling.sample`.
 import triton
 import triton.language as tl
 
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
 from tandem.engine_core.kernels.sampling.rank import (
     best_of,
@@ -39,9 +40,7 @@ def _greedy_kernel(
 ):
     index = tl.program_id(1)
     tile = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.load(rows_ptr + index).to(tl.int64)
     position = tl.load(positions_ptr + index)
     if row == 0:

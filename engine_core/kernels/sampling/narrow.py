@@ -22,6 +22,7 @@ Papers: Holtzman et al., 2020 (top-p); Nguyen et al., 2024 (min-p). Oracle: `ker
 import triton
 import triton.language as tl
 
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import at_least, fast_exp2
 from tandem.engine_core.kernels.sampling.bracket import (
     BY_RANK,
@@ -80,9 +81,7 @@ def _pivot_kernel(
     tile = tl.program_id(0)
     index = tl.program_id(1)
     tiles = tl.num_programs(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     mode = tl.load(state_ptr + index)
     if mode == KEEP_ALL:
         return
@@ -172,9 +171,7 @@ def _gather_kernel(
     tile = tl.program_id(0)
     index = tl.program_id(1)
     tiles = tl.num_programs(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     mode = tl.load(state_ptr + index)
     if mode == KEEP_ALL:
         return

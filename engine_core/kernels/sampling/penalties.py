@@ -13,6 +13,7 @@ Oracles: `add_bias`, `penalize`, `suppress` and `apply_bitmask` of `kernels.refe
 import triton
 import triton.language as tl
 
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import quotient
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, NUM_INTS, TEMPERATURE, TOP_K
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
@@ -65,9 +66,7 @@ def _mark_kernel(
 ):
     part = tl.program_id(0)
     index = tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.load(rows_ptr + index).to(tl.int64)
     if row == 0:
         return
@@ -147,9 +146,7 @@ def _adjust_kernel(
     tile = tl.program_id(0)
     index = tl.program_id(1)
     tiles = tl.num_programs(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.load(rows_ptr + index).to(tl.int64)
     if row == 0:
         return

@@ -15,6 +15,7 @@ in different orders.
 import triton
 import triton.language as tl
 
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import fast_exp2
 from tandem.engine_core.kernels.sampling.bracket import (
     BY_MASS,
@@ -66,9 +67,7 @@ def _weigh_kernel(
     tile = tl.program_id(0)
     index = tl.program_id(1)
     tiles = tl.num_programs(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     if not FIRST:  # noqa: SIM102
         if tl.load(state_ptr + index) != BY_MASS:
             return

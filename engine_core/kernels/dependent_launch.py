@@ -1,0 +1,23 @@
+"""Programmatic dependent launch of kernels.
+
+A kernel may start while the one before it still runs. It reads what that one wrote only after it has waited for it, and
+lets its own successor start only after that wait. So when a kernel starts, every kernel before its immediate
+predecessor has finished. One exception: `paged_prefill` beside `paged_decode` waits only at its end. Its successor may
+start while both still run, and once it has waited for `paged_prefill` it has waited for both.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait for the kernel before this one, then let the next one start.
+
+    Does nothing for a kernel that was launched without PDL.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
