@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.frontend.api.responses.carried_reasoning import read_reasoning
 from tandem.frontend.api.responses.input_items import (
     AdditionalTools,
     CallOutput,
@@ -32,15 +33,16 @@ Messages = list[dict[str, Any]]
 def item_messages(items: Sequence[InputItem], tools: ResponseTools) -> Messages:
     """Convert items to messages.
 
-    A call belongs to the assistant's message before it, reasoning to the one after it; summaries and encrypted
-    reasoning mean nothing to a model and are dropped. Calls have the names under which the model knows the tools.
+    A call belongs to the assistant's message before it, reasoning to the one after it. Summaries and the encrypted
+    reasoning of other servers mean nothing to a model and are dropped. Calls have the names under which the model knows
+    the tools.
     """
     messages: Messages = []
     reasoning: dict[str, Any] = {}
     for given in items:
         match given.item:
-            case Reasoning(content=content):
-                text = _joined(content or [])
+            case Reasoning(content=content, encrypted_content=carried):
+                text = _joined(content or []) or read_reasoning(carried)
                 reasoning = {"reasoning_content": text} if text else {}
                 continue
             case Dropped() | Reference() | AdditionalTools():

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from tandem.frontend.api.responses.carried_reasoning import carried_reasoning
 from tandem.frontend.api.responses.custom_input import CustomInput
 from tandem.frontend.api.responses.message_logprobs import MessageLogprobs
 from tandem.frontend.api.responses.tools import ToolName
@@ -22,11 +23,13 @@ class OutputItems:
 
     Another kind of output, or another call, ends the item before it. The items do not depend on how the text is split
     into deltas. `names` are the client's names of the tools, by those that the model writes; `logprobs` has the
-    log-probabilities of the output's tokens, which each message gets when it ends.
+    log-probabilities of the output's tokens, which each message gets when it ends. With `carries_reasoning`,
+    reasoning has its text in `encrypted_content` as well.
     """
 
-    def __init__(self, names: Mapping[str, ToolName], logprobs: MessageLogprobs) -> None:
+    def __init__(self, names: Mapping[str, ToolName], logprobs: MessageLogprobs, carries_reasoning: bool) -> None:
         self.items: list[dict[str, Any]] = []
+        self._carries_reasoning = carries_reasoning
         self._logprobs = logprobs
         self._names = names
         self._open: str | None = None
@@ -76,6 +79,8 @@ class OutputItems:
             logprobs = self._logprobs.take(text) if kind == "message" else []
             part = _part(kind, text, logprobs)
             item["content"] = [part]
+            if kind == "reasoning" and self._carries_reasoning:
+                item["encrypted_content"] = carried_reasoning(text)
             events = [
                 self._event(f"{_STREAMED[kind]}.done", content_index=0, text=text, **_logprobs(kind, logprobs)),
                 self._event("response.content_part.done", content_index=0, part=part),

@@ -33,11 +33,13 @@ MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 
 INCLUDES = (
-    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "file_search_call.results", "web_search_call.results",
     "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )  # fmt: skip
-"""Values of `include` that change nothing: reasoning is returned unencrypted, and the other outputs never exist."""
+"""Values of `include` that change nothing: these outputs never exist."""
+INCLUDE_REASONING = "reasoning.encrypted_content"
+"""Value of `include` that asks for reasoning in a form that a client can carry to the next turn."""
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that asks for the log-probabilities of the text."""
 
@@ -62,6 +64,8 @@ class ResponsesRequest(Struct, frozen=True):
     """Id of the stored response that this one continues."""
     store: bool
     """True if the response is to be stored."""
+    carries_reasoning: bool
+    """True if items of reasoning have an `encrypted_content`."""
     settings: dict[str, Any]
     """The fields of a response that repeat the settings of its request."""
     tools: ResponseTools = ResponseTools()
@@ -232,6 +236,7 @@ def parse_responses(body: bytes, default_max_tokens: int, ignored: IgnoredFields
         reasoning_effort=reasoning.effort,
         previous_response_id=values["previous_response_id"],
         store=values["store"] is not False,
+        carries_reasoning=INCLUDE_REASONING in (values["include"] or []),
         settings=settings,
     )
     # The responses before this one may add tools.
@@ -258,7 +263,7 @@ def _logprobs(values: Mapping[str, Any], ignored: IgnoredFields) -> int | None:
     for name in values["include"] or []:
         if name == INCLUDE_LOGPROBS:
             wanted = True
-        elif name not in INCLUDES:
+        elif name not in (*INCLUDES, INCLUDE_REASONING):
             ignored.add(f"include.{name}")
     return (values["top_logprobs"] or 0) if wanted else None
 

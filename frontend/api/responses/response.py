@@ -37,12 +37,13 @@ class ResponsesFormatter:
         shape: MessageShape,
         settings: dict[str, Any],
         names: Mapping[str, ToolName] = MappingProxyType({}),
+        carries_reasoning: bool = False,
     ) -> None:
         self.is_stored = False
         """The response's `store`: true if it is going to be stored, and at the end, if it was."""
         self._parser = shape.new_parser()
         self._logprobs = MessageLogprobs()
-        self._items = OutputItems(names, self._logprobs)
+        self._items = OutputItems(names, self._logprobs, carries_reasoning)
         self._last: dict[str, Any] = {}
         """The response object of the end."""
         self._finish_reason = FinishReason.STOP.value

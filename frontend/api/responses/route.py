@@ -52,7 +52,9 @@ def responses_router(service: Service) -> APIRouter:
                 )
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
         settings = parsed.settings | {name: getattr(admitted.sampling, name) for name in SAMPLED}
-        formatter = ResponsesFormatter(admitted.model.name, shape, settings, parsed.tools.names)
+        formatter = ResponsesFormatter(
+            admitted.model.name, shape, settings, parsed.tools.names, parsed.carries_reasoning
+        )
         record = _record(service, owner, parsed, context)
         if record is None:
             return GenerationResponse(generation, formatter, service)

@@ -161,6 +161,24 @@ def test_items_are_referred_to_by_their_id(client: openai.OpenAI, engine: FakeEn
     assert caught.value.param == "input[1].id"
 
 
+def test_a_client_carries_reasoning_without_the_store(client: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.script = answer_with("<think>hm köln</think>first")
+    made = create(client, store=False, include=["reasoning.encrypted_content"])
+    thoughts, message = [item.to_dict() for item in made.output]
+    carried: Any = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "encrypted_content": thoughts["encrypted_content"],
+    }
+    create(client, [{"role": "user", "content": "one?"}, carried, message], store=False)
+    assert prompt(engine) == "user: one?\nassistant: hm kölnfirst\nassistant:"
+    for foreign in ("gAAAAA", "tandem-reasoning-1:?", "tandem-reasoning-1:/w=="):
+        create(client, [{"role": "user", "content": "one?"}, {**carried, "encrypted_content": foreign}, message])
+        assert prompt(engine) == "user: one?\nassistant: first\nassistant:"
+    assert "encrypted_content" not in create(client).output[0].to_dict()
+
+
 def test_objects_of_another_key_do_not_exist(client: openai.OpenAI, server: RunningServer) -> None:
     made = create(client)
     headers = {"authorization": f"Bearer {KEYS[1]}"}
