@@ -59,9 +59,9 @@ class FrontendConfig(Struct, frozen=True):
     fd: int | None = None
     """File descriptor of a listening socket to serve on, instead of host and port."""
     max_concurrent: int = 1024
-    """Limit on sequences in progress; requests beyond it get a 503."""
+    """Limit on sequences in progress; requests beyond it get a 429."""
     max_queued_tokens: int = 2**20
-    """Limit on prompt tokens that wait for their first output; requests beyond it get a 503."""
+    """Limit on prompt tokens that wait for their first output; requests beyond it get a 429."""
     max_body: int = DEFAULT_BODY_MIB * MEBIBYTE
     """Limit on the bytes of a request body."""
     unknown_fields: UnknownFields = "ignore"
@@ -189,7 +189,7 @@ HTTP_FLAGS = (
          "shell", _served_name, metavar="NAME", is_list=True, default=[],
          default_text="the one that the engine reports, its directory's",
          struct=FrontendConfig, field="served_names", to_field=tuple),
-    Flag("max_concurrent", _HTTP, "maximum number of sequences in progress; further requests get a 503", int, _COUNT,
+    Flag("max_concurrent", _HTTP, "maximum number of sequences in progress; further requests get a 429", int, _COUNT,
          struct=FrontendConfig),
     Flag("drain_timeout", _HTTP, "seconds that open streams may take to finish at shutdown", float, (0, MAX_SECONDS),
          struct=FrontendConfig),
@@ -215,7 +215,7 @@ HTTP_FLAGS = (
     Flag("max_stop_strings", _LIMITS, "maximum number of stop strings of a request", int, (0, MAX_STOPS),
          struct=RequestLimits),
     Flag("max_queued_tokens", _LIMITS, "maximum number of prompt tokens that wait for their first output; further "
-         "requests get a 503", int, _COUNT, struct=FrontendConfig),
+         "requests get a 429", int, _COUNT, struct=FrontendConfig),
     Flag("unknown_fields", _LIMITS, "what to do with request fields that have no effect: ignore them and name them in "
          "the header x-tandem-ignored, or refuse the request", choices=get_args(UnknownFields), struct=FrontendConfig),
     Flag("max_prompt_tokens", _LIMITS, "maximum number of tokens of a prompt", int, _COUNT, struct=RequestLimits,

@@ -20,7 +20,7 @@ _STATUS: dict[ErrorCode, int] = {
     ErrorCode.KV_CAPACITY: 400,
     ErrorCode.INVALID_GRAMMAR: 400,
     ErrorCode.GRAMMAR_FAILED: 400,
-    ErrorCode.OVERLOADED: 503,
+    ErrorCode.OVERLOADED: 429,
     ErrorCode.SESSION_BUSY: 409,
     ErrorCode.SESSIONS_OFF: 400,
     ErrorCode.SHUTTING_DOWN: 503,
@@ -36,6 +36,8 @@ def error_type(status: int) -> str:
     """Return OpenAI's error `type` for a status."""
     if status == 404:
         return "not_found_error"
+    if status == 429:
+        return "rate_limit_error"
     if status == 503:
         return "overloaded_error"
     return "server_error" if status >= 500 else "invalid_request_error"
@@ -50,7 +52,13 @@ class ApiError(Exception):
     """
 
     def __init__(
-        self, status: int, template: str, param: str | None = None, code: str | None = None, other: str | None = None
+        self,
+        status: int,
+        template: str,
+        param: str | None = None,
+        code: str | None = None,
+        other: str | None = None,
+        retry_after: int = RETRY_AFTER_SECONDS,
     ) -> None:
         self.message = template.replace("{param}", f"{param!r}").replace("{other}", f"{other!r}")
         super().__init__(self.message)
@@ -59,6 +67,8 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.other = other
+        self.retry_after = retry_after
+        """Seconds after which a retry may help, for the statuses that have the header `Retry-After`."""
 
     def body(self) -> bytes:
         """Encode the body of the error response."""
@@ -70,7 +80,8 @@ class ApiError(Exception):
         A name also applies to the fields within, for example `response_format` to `response_format.json_schema`; of
         several that apply the first does.
         """
-        return ApiError(self.status, self.template, _renamed(self.param, names), self.code, _renamed(self.other, names))
+        param, other = _renamed(self.param, names), _renamed(self.other, names)
+        return ApiError(self.status, self.template, param, self.code, other, self.retry_after)
 
 
 def _renamed(path: str | None, names: Mapping[str, str]) -> str | None:
@@ -80,10 +91,10 @@ def _renamed(path: str | None, names: Mapping[str, str]) -> str | None:
     return path
 
 
-def error_headers(status: int) -> dict[str, str]:
+def error_headers(status: int, retry_after: int = RETRY_AFTER_SECONDS) -> dict[str, str]:
     """Return the headers that every error response of this status has."""
-    if status in (409, 503):
-        return {"retry-after": str(RETRY_AFTER_SECONDS)}
+    if status in (409, 429, 503):
+        return {"retry-after": str(retry_after)}
     # The rest of a rejected body is not read, so the connection cannot be reused.
     return {"connection": "close"} if status == 413 else {}
 
@@ -112,8 +123,16 @@ def unsupported_field(template: str, param: str) -> ApiError:
     return ApiError(400, template, param, "unsupported_parameter")
 
 
+def overloaded(message: str, retry_after: int = RETRY_AFTER_SECONDS) -> ApiError:
+    """Return the 429 for a request that exceeds a limit on load.
+
+    It may be accepted after `retry_after` seconds.
+    """
+    return ApiError(429, message, None, ErrorCode.OVERLOADED.value, None, retry_after)
+
+
 def unavailable(message: str, code: ErrorCode = ErrorCode.ENGINE_UNAVAILABLE) -> ApiError:
-    """Return the 503 for a request that may succeed when it is sent again."""
+    """Return the 503 for a request that may succeed once the server is ready."""
     return ApiError(503, message, None, code.value)
 
 

@@ -172,7 +172,7 @@ class EngineOptions(Struct, frozen=True):
         ),
     ] = "auto"
     max_waiting: Annotated[
-        int, EngineFlag("maximum number of requests that wait in the engine; further requests get a 503")
+        int, EngineFlag("maximum number of requests that wait in the engine; further requests get a 429")
     ] = 1024
     threads: Annotated[int | None, EngineFlag("number of torch threads on a cpu (default: cores - 1)")] = None
     load_format: Annotated[

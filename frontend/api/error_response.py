@@ -12,7 +12,7 @@ from tandem.frontend.errors import ApiError, error_headers
 
 def error_answer(scope: Scope, error: ApiError) -> Response:
     """Build the response of an error."""
-    headers = error_headers(error.status)
+    headers = error_headers(error.status, error.retry_after)
     if not speaks_anthropic(scope):
         return Response(error.body(), error.status, headers, "application/json")
     status = anthropic_status(error.status, error.code)

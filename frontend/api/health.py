@@ -22,6 +22,17 @@ def health_router(service: Service) -> APIRouter:
         """Answer 200 as long as this process can answer."""
         return {"status": "live"}
 
+    @router.head("/health", include_in_schema=False)
+    @router.get(
+        "/health",
+        openapi_extra={"responses": {"503": json_response("No completion would be accepted.", {"type": "object"})}},
+    )
+    @router.head("/ping", include_in_schema=False)
+    @router.get("/ping", include_in_schema=False)
+    async def health() -> JSONResponse:
+        """Answer like `/health/ready`; other servers have readiness here."""
+        return await ready()
+
     @router.head("/health/ready", include_in_schema=False)
     @router.get(
         "/health/ready",

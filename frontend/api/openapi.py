@@ -44,7 +44,8 @@ def takes(body: Schema, response: Schema, names_model: bool = True) -> Schema:
         **({"404": "The model does not exist."} if names_model else {}),
         "413": "The body is too large.",
         "415": "The body is compressed, or not JSON.",
-        "503": "Not ready, or too busy; try again later.",
+        "429": "Too busy; try again after the seconds of Retry-After.",
+        "503": "Not ready; try again later.",
     }
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},

@@ -13,7 +13,7 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.types import Receive
 
-from tandem.frontend.errors import ApiError, malformed, unavailable
+from tandem.frontend.errors import ApiError, malformed, overloaded, unavailable
 from tandem.frontend.workers import Workers
 from tandem.protocol.errors import ErrorCode
 
@@ -51,16 +51,15 @@ class BodyReservation:
     def grow(self, size: int) -> None:
         """Extend the reservation to a body of `size` bytes.
 
-        Raises ApiError 503 if the budget has no room for it. Bodies up to MAX_INLINE_BODY are not counted.
+        Raises ApiError 429 if the budget has no room for it. Bodies up to MAX_INLINE_BODY are not counted.
         """
         if size <= MAX_INLINE_BODY:
             return
         added = size - self._held
         if self._budget.used + added > self._budget.max_bytes:
-            raise unavailable(
+            raise overloaded(
                 f"large bodies of {self._budget.used} bytes are being read, at most {self._budget.max_bytes} are "
-                "allowed at once; try again later",
-                ErrorCode.OVERLOADED,
+                "allowed at once; try again later"
             )
         self._budget.used += added
         self._held = size
@@ -136,7 +135,7 @@ class PendingRequests:
 async def read_body(request: Request, max_body: int, reservation: BodyReservation) -> bytes:
     """Read the whole body.
 
-    Raises ApiError 413 for more than `max_body` bytes, announced or not, 503 if the budget is exhausted, and 415 for
+    Raises ApiError 413 for more than `max_body` bytes, announced or not, 429 if the budget is exhausted, and 415 for
     a compressed body or one that is not JSON.
     """
     encoding = request.headers.get("content-encoding", "").strip().lower()

@@ -70,7 +70,7 @@ class EngineClient:
         self._refusal: tuple[int, str] | None = None
         self._broken: tuple[int, float, str] | None = None
         """Epoch, time and reason of the last broken connection, until there is a new one."""
-        self._streams = OpenStreams()
+        self._streams = OpenStreams(clock)
         self._ids = itertools.count(1)
         self.calls = EngineCalls(self._send_call)
         self._monitor = EngineMonitor(watch, self._on_heartbeat, self._check_silence)
@@ -106,6 +106,14 @@ class EngineClient:
     def queued_tokens(self) -> int:
         """Number of prompt tokens of streams that wait for their first output."""
         return self._streams.queued_tokens
+
+    def seconds_until_ended(self, count: int) -> int:
+        """Estimate the seconds until this many streams have ended."""
+        return self._streams.ended.seconds_until(count)
+
+    def seconds_until_prefilled(self, tokens: int) -> int:
+        """Estimate the seconds until this many queued prompt tokens are computed."""
+        return self._streams.prefilled.seconds_until(tokens)
 
     def health(self) -> EngineHealth:
         """Return the health of the engine, ready if a request would be accepted now.

@@ -4,11 +4,11 @@ It encodes prompts, checks limits and builds what the engine needs.
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct, structs
 
-from tandem.frontend.errors import ApiError, malformed, unavailable, unsupported
+from tandem.frontend.errors import ApiError, malformed, overloaded, unsupported
 from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.grammar.builder import GrammarBuilder
 from tandem.frontend.grammar.grammar import ThinkingMode
@@ -181,29 +181,31 @@ class Admission:
         return AdmittedPrompt(text, ids, pack_ids(ids), max_tokens)
 
 
-def check_overload(open_sequences: int, wanted: int, most: int) -> None:
-    """Raise ApiError 503 if this frontend would have too many open sequences.
+def check_overload(open_sequences: int, wanted: int, most: int, seconds_until: Callable[[int], int]) -> None:
+    """Raise ApiError 429 if this frontend would have too many open sequences.
 
-    `most` is the largest number that may be open, those of the new request included.
+    `most` is the largest number that may be open, those of the new request included. `seconds_until` estimates the
+    seconds until a number of them have ended.
     """
-    if open_sequences + wanted > most:
-        raise unavailable(
+    if (excess := open_sequences + wanted - most) > 0:
+        raise overloaded(
             f"{open_sequences} sequences are open and {wanted} more were asked for, at most {most} at once "
             "(--max-concurrent); try again later",
-            ErrorCode.OVERLOADED,
+            seconds_until(excess),
         )
 
 
-def check_queue(queued: int, wanted: int, most: int) -> None:
-    """Raise ApiError 503 if too many prompt tokens would wait in the engine.
+def check_queue(queued: int, wanted: int, most: int, seconds_until: Callable[[int], int]) -> None:
+    """Raise ApiError 429 if too many prompt tokens would wait in the engine.
 
-    At most `most` may wait; a request of any length is accepted while none do.
+    At most `most` may wait; a request of any length is accepted while none do. `seconds_until` estimates the
+    seconds until a number of them have left the queue.
     """
-    if queued and queued + wanted > most:
-        raise unavailable(
+    if queued and (excess := queued + wanted - most) > 0:
+        raise overloaded(
             f"{queued} prompt tokens are waiting and {wanted} more were asked for, at most {most} at once "
             "(--max-queued-tokens); try again later",
-            ErrorCode.OVERLOADED,
+            seconds_until(min(excess, queued)),
         )
 
 

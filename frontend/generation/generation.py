@@ -84,7 +84,7 @@ class Generation:
     def start(self, max_concurrent: int, max_queued_tokens: int) -> None:
         """Submit one sequence per choice.
 
-        Raises ApiError 503 if the frontend or the engine has no room for them.
+        Raises ApiError 429 if the frontend has no room for them, 503 if the engine is not ready.
         """
         admitted, options = self.admitted, self.admitted.options
         count = admitted.num_choices
@@ -93,8 +93,11 @@ class Generation:
         self._choices = [self._choice(index, matcher, echoed[index // options.n]) for index in range(count)]
         if self.without_engine:
             return
-        check_overload(self._client.num_open, count, max_concurrent)
-        check_queue(self._client.queued_tokens, admitted.prompt_tokens * options.n, max_queued_tokens)
+        client, tokens = self._client, admitted.prompt_tokens * options.n
+        check_overload(client.num_open, count, max_concurrent, lambda excess: client.seconds_until_ended(excess))
+        check_queue(
+            client.queued_tokens, tokens, max_queued_tokens, lambda excess: client.seconds_until_prefilled(excess)
+        )
         for index in range(count):
             prompt = admitted.prompt_of(index)
             command = self._command(prompt, index % options.n)

@@ -12,16 +12,15 @@ from typing import Any
 
 import msgspec
 
-from tandem.frontend.errors import ApiError, unavailable
+from tandem.frontend.errors import ApiError, overloaded
 from tandem.frontend.grammar.grammar import Grammar, regex_position
 from tandem.frontend.grammar.json_schema import OPTIONS, locate_failure, with_options
 from tandem.frontend.grammar.process import MAX_GRAMMAR_CHARS, TOO_COMPLEX, GrammarProcess
-from tandem.protocol.errors import ErrorCode
 
 NUM_PROCESSES = 2
 """Processes that compile concurrently, so that one slow grammar does not block the others."""
 WAIT_SECONDS = 15.0
-"""Longest time that a grammar waits for a free process before its request gets a 503."""
+"""Longest time that a grammar waits for a free process before its request gets a 429."""
 MAX_CACHED = 1024
 """Number of grammars with a cached result, least recently used dropped first."""
 MAX_LOCATE_CHECKS = 200
@@ -84,9 +83,7 @@ class GrammarChecker:
             async with asyncio.timeout(WAIT_SECONDS):
                 await self._num_free.acquire()
         except TimeoutError:
-            raise unavailable(
-                "other grammars are still being compiled; try again later", ErrorCode.OVERLOADED
-            ) from None
+            raise overloaded("other grammars are still being compiled; try again later") from None
         process = self._idle.pop()
         try:
             error = await process.ask(text)

@@ -9,9 +9,8 @@ import sys
 
 import msgspec
 
-from tandem.frontend.errors import unavailable
+from tandem.frontend.errors import overloaded
 from tandem.frontend.process import ManagedProcess
-from tandem.protocol.errors import ErrorCode
 
 MAX_GRAMMAR_CHARS = 2**20
 CHECK_SECONDS = 10.0
@@ -54,9 +53,7 @@ class GrammarProcess:
                     await process.stdin.drain()
                 answer = await process.stdout.readline()
         except TimeoutError:
-            raise unavailable(
-                "the machine is too busy to compile a grammar; try again later", ErrorCode.OVERLOADED
-            ) from None
+            raise overloaded("the machine is too busy to compile a grammar; try again later") from None
         finally:
             # The next request must not read this answer.
             if not answer:

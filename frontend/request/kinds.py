@@ -4,6 +4,7 @@ Each kind parses its JSON and describes it as a schema.
 """
 
 import math
+import re
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ MAX_FIELD_BYTES = 256 * 1024
 MAX_BIAS = 100.0
 """Largest absolute bias of a token."""
 _MAX_ID_DIGITS = 10
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
 
 class _AbstractStruct(StructMeta, ABCMeta):
@@ -158,12 +160,14 @@ class Boolean(Checked, frozen=True):
 class String(Checked, frozen=True):
     """A string of any content, or within bounds on its length.
 
-    The bounds are 1 to `max_chars` characters, and at most `max_bytes` bytes of UTF-8.
+    The bounds are 1 to `max_chars` characters, and at most `max_bytes` bytes of UTF-8. With `one_line`, it has no
+    control characters, so that it can be part of a URL.
     """
 
     max_chars: int | None = None
     max_bytes: int | None = None
     default: str | None = None
+    one_line: bool = False
 
     @property
     def absent(self) -> str | None:
@@ -176,6 +180,8 @@ class String(Checked, frozen=True):
             raise unsupported(f"{{param}} must have 1 to {self.max_chars} characters, not {len(value)}", name)
         if self.max_bytes is not None and (size := len(value.encode())) > self.max_bytes:
             raise unsupported(f"{{param}} has {size} bytes in UTF-8; at most {self.max_bytes} are allowed", name)
+        if self.one_line and (bad := _CONTROLS.search(value)):
+            raise unsupported(f"{{param}} may not have control characters such as {bad[0]!r}", name)
         return value
 
     def schema(self) -> Schema:

@@ -168,7 +168,7 @@ OPTION_FIELDS = (
     ),
     Field(
         "session_id",
-        String(MAX_NAME_BYTES, MAX_NAME_BYTES, ""),
+        String(MAX_NAME_BYTES, MAX_NAME_BYTES, "", one_line=True),
         "Keeps the KV cache of this conversation for its next turn. One sequence and one turn at a time.",
     ),
     Field(

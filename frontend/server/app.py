@@ -28,6 +28,7 @@ from tandem.frontend.api_keys import ApiKeys
 from tandem.frontend.errors import ApiError
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER
 from tandem.frontend.server.middleware import Access, RequireKey
+from tandem.frontend.server.missing_routes import missing_route
 from tandem.frontend.server.openapi import document
 from tandem.protocol.version import distribution_version
 
@@ -102,7 +103,7 @@ def _install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = missing_route(request.url.path) or f"{request.method} {request.url.path[:200]}: {error.detail}"
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
         answer = error_answer(request.scope, ApiError(error.status_code, message, None, code))
         answer.headers.update(error.headers or {})

@@ -20,6 +20,8 @@ from tandem.frontend.server.rate_limited_log import RateLimitedLog
 _BEARER = "'authorization: Bearer KEY'"
 _OPEN_PREFIX = "/health/"
 """Prefix of the health checks, which orchestrators and load balancers send without a key."""
+_OPEN_PATHS = frozenset(("/health", "/ping"))
+"""Paths of the health checks of other servers."""
 
 
 class RequireKey:
@@ -60,7 +62,12 @@ class RequireKey:
         return next((key for key in given if self._keys.accepts(key)), None)
 
     def _is_open(self, path: str) -> bool:
-        return path.startswith(_OPEN_PREFIX) or path in self._open_paths
+        return is_health_check(path) or path in self._open_paths
+
+
+def is_health_check(path: str) -> bool:
+    """Tell whether a path is that of a health check."""
+    return path.startswith(_OPEN_PREFIX) or path in _OPEN_PATHS
 
 
 def _key(scope: Scope) -> bytes:
@@ -84,7 +91,18 @@ _SANE_ID = re.compile(rb"[\x20-\x7e]{1,128}")
 _ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
     *("/v1/models", "/tokenize", "/detokenize"),
-    *("/health/live", "/health/ready", "/metrics", "/version", "/openapi.json", "/", "/docs", "/admin/scheduler"),
+    *(
+        "/health",
+        "/ping",
+        "/health/live",
+        "/health/ready",
+        "/metrics",
+        "/version",
+        "/openapi.json",
+        "/",
+        "/docs",
+        "/admin/scheduler",
+    ),
 )
 _NAMED = {
     "/v1/models/": "/v1/models/{model}",
@@ -140,6 +158,7 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = _without_slash(scope)
         own_id = request_id(scope)
         scope[REQUEST_ID_KEY] = own_id.decode()
         id_headers = [(name, own_id) for name in request_id_headers(scope)]
@@ -169,12 +188,24 @@ class Access:
         self._metrics.requests.labels(route_label(scope["path"]), str(status)).inc()
         if status >= 400:
             # A health check reports its 503 in the response; it is not logged as a failure.
-            is_fault = status >= 500 and not scope["path"].startswith("/health/")
+            is_fault = status >= 500 and not is_health_check(scope["path"])
             line = f"{status} for {_request_line(scope)}, request id {own_id.decode()}"
-            if is_fault and status == 503:
-                self._log.warning("503", line)  # of which there are many under overload
+            if status == 429 or (is_fault and status == 503):
+                self._log.warning(str(status), line)  # of which there are many under overload
             else:
                 logger.log(logging.WARNING if is_fault else logging.DEBUG, "%s", line)
+
+
+def _without_slash(scope: Scope) -> Scope:
+    """Return the scope of a request with a path that does not end in a slash.
+
+    Clients that join a base and a path add one; a redirect would lose the body of a POST. The name of a session may end
+    in a slash.
+    """
+    path: str = scope["path"]
+    if not path.endswith("/") or path == "/" or path.startswith("/v1/sessions/"):
+        return scope
+    return {**scope, "path": path.rstrip("/") or "/"}
 
 
 def _request_line(scope: Scope) -> str:

@@ -19,7 +19,7 @@ _EVERYWHERE = {
     "405": "The path does not support this method.",
     "500": "An error of the server; its log has the request id.",
 }
-_KEYLESS = ("/health/",)
+_KEYLESS = ("/health",)
 _REQUEST_ID: Schema = {
     "X-Request-Id": {
         "description": "The id of the request: the one that it sent in this header, or a new one.",

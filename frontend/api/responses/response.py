@@ -86,7 +86,8 @@ class ResponsesFormatter:
         """
         ended = self._items.end("incomplete")
         fields = {"code": error.code, "message": error.message, "param": error.param}
-        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        codes = {429: "rate_limit_exceeded"}
+        code = codes.get(error.status, "server_error" if error.status >= 500 else "invalid_prompt")
         self._last = self._response("failed", error={"code": code, "message": error.message})
         return self._encoded([*ended, ("error", fields)])
 

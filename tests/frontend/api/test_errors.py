@@ -177,7 +177,7 @@ def test_more_sequences_than_the_server_holds_are_422(small: RunningServer, engi
     assert engine.submits == []
 
 
-def test_too_many_open_sequences_are_503(small: RunningServer, engine: FakeEngine) -> None:
+def test_too_many_open_sequences_are_429(small: RunningServer, engine: FakeEngine) -> None:
     engine.hold = True
     body = {"model": "fake-model", "prompt": "one"}
     with ThreadPoolExecutor(1) as pool:
@@ -186,10 +186,10 @@ def test_too_many_open_sequences_are_503(small: RunningServer, engine: FakeEngin
         response = post(small, n=2)
         engine.hold = False
         assert first.result().status_code == 200
-    assert response.status_code == 503
+    assert response.status_code == 429
     assert response.headers["retry-after"] == "1"
     error = error_of(response)
-    assert error["code"] == "overloaded"
+    assert (error["code"], error["type"]) == ("overloaded", "rate_limit_error")
     assert "2 more were asked for, at most 2" in error["message"]
     assert post(small, n=2).status_code == 200
     assert engine.aborts == []

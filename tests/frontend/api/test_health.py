@@ -28,11 +28,20 @@ def test_readiness_describes_the_served_model(server: RunningServer) -> None:
 
 
 def test_health_routes_answer_head_requests(server: RunningServer, engine: FakeEngine) -> None:
-    for path in ("/health/live", "/health/ready"):
+    for path in ("/health/live", "/health/ready", "/health", "/ping"):
         response = head(server.url + path)
         assert (response.status_code, response.content) == (200, b"")
     engine.phase = Phase.DRAINING
     until(lambda: head(server.url + "/health/ready").status_code == 503)
+    for path in ("/health", "/ping"):
+        response = get(server.url + path)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert response.json() == get(server.url + "/health/ready").json()
+
+
+def test_health_of_other_servers_describes_readiness(server: RunningServer) -> None:
+    ready = get(server.url + "/health/ready").json()
+    assert [get(server.url + path).json() for path in ("/health", "/ping", "/health/")] == [ready] * 3
 
 
 def test_latency_metrics_start_before_the_body_is_read(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,10 +144,10 @@ def test_session_is_rejected_when_nothing_is_computed(server: RunningServer, eng
         ("GET", "/v1/sessions", 404, "unknown_url"),
         ("GET", "/v1/sessions/", 405, "method_not_allowed"),
         ("GET", "/v1/sessions/talk", 405, "method_not_allowed"),
-        ("POST", "/v1/completions/", 404, "unknown_url"),
+        ("POST", "/v1/completions/", 400, "invalid_request"),
     ],
 )
-def test_session_route_without_a_name_is_404_without_redirect(
+def test_slash_at_the_end_of_a_path_gets_no_redirect(
     server: RunningServer, method: str, path: str, status: int, code: str
 ) -> None:
     response = httpx.request(method, server.url + path, timeout=30)
@@ -156,7 +156,15 @@ def test_session_route_without_a_name_is_404_without_redirect(
     assert "session ''" not in error_of(response)["message"]
 
 
-@pytest.mark.parametrize(("name", "quoted"), [("talk", "talk"), ("a/b c?é", "a%2Fb%20c%3F%C3%A9")])
+@pytest.mark.parametrize("name", ["a\nb", "\x00", "a\r", "\u2028"])
+def test_session_id_with_a_control_character_is_rejected(server: RunningServer, engine: FakeEngine, name: str) -> None:
+    fields = {**GOOD["/v1/completions"], "session_id": name}
+    response = post(server.url + "/v1/completions", json=fields)
+    assert (response.status_code, error_of(response)["param"]) == (400, "session_id")
+    assert engine.submits == []
+
+
+@pytest.mark.parametrize(("name", "quoted"), [("talk", "talk"), ("a/b c?é", "a%2Fb%20c%3F%C3%A9"), ("talk/", "talk/")])
 def test_session_is_deleted_once(server: RunningServer, engine: FakeEngine, name: str, quoted: str) -> None:
     ask(server, "/v1/completions", session_id=name)
     first, second = delete(server, quoted), delete(server, quoted)

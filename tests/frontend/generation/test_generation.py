@@ -65,7 +65,7 @@ def test_a_refused_choice_in_the_first_batch_fails_the_request() -> None:
         client.streams[2].end(overloaded(2))
         with pytest.raises(ApiError) as caught:
             await anext(request.batches())
-        assert (caught.value.status, caught.value.code) == (503, "overloaded")
+        assert (caught.value.status, caught.value.code) == (429, "overloaded")
         request.close("error")
         assert client.aborted == [0, 1]
 

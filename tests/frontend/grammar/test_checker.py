@@ -183,7 +183,7 @@ def test_each_dead_process_is_replaced() -> None:
     with_checker(body)
 
 
-def test_waiting_too_long_for_a_process_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_too_long_for_a_process_is_429(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checker_module, "WAIT_SECONDS", 0.05)
 
     async def body(checker: GrammarChecker) -> None:
@@ -192,7 +192,7 @@ def test_waiting_too_long_for_a_process_is_503(monkeypatch: pytest.MonkeyPatch) 
         ahead = [asyncio.create_task(checker.check(named(letter))) for letter in "cd"]
         await asyncio.sleep(0)
         error = await refusal(checker, named("e"))
-        assert (error.status, error.code) == (503, "overloaded")
+        assert (error.status, error.code) == (429, "overloaded")
         for one in stopped:
             os.kill(one, signal.SIGCONT)
         await asyncio.gather(*ahead)

@@ -59,14 +59,14 @@ def test_killed_process_is_replaced() -> None:
     with_process(body)
 
 
-def test_hanging_process_is_503_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_process_is_429_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(process: GrammarProcess) -> None:
         await process.ask(FINE)
         stopped = stop(process)
         monkeypatch.setattr(grammar_process, "CHECK_SECONDS", 0.1)
         with pytest.raises(ApiError) as caught:
             await process.ask(FINE)
-        assert (caught.value.status, caught.value.code) == (503, "overloaded")
+        assert (caught.value.status, caught.value.code) == (429, "overloaded")
         monkeypatch.undo()
         assert await process.ask(FINE) is None
         assert process.pid != stopped

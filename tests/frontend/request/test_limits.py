@@ -62,7 +62,7 @@ def test_queued_prompt_tokens_are_bounded(limited: RunningServer, engine: FakeEn
         waiting = pool.submit(complete, limited, prompt=[5] * 20, n=2)
         until(lambda: client.queued_tokens == 40)
         refused = complete(limited)
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert error_of(refused)["message"].startswith(
             "40 prompt tokens are waiting and 5 more were asked for, at most 30 at once (--max-queued-tokens)"
         )

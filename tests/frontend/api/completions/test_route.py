@@ -225,13 +225,13 @@ def test_stream_returns_all_token_ids(server: RunningServer) -> None:
 
 
 def test_failure_before_the_first_token_is_an_http_status(server: RunningServer, engine: FakeEngine) -> None:
-    for code, status in ((ErrorCode.OVERLOADED, 503), (ErrorCode.KV_CAPACITY, 400), (ErrorCode.MODEL_FAILED, 500)):
+    for code, status in ((ErrorCode.OVERLOADED, 429), (ErrorCode.KV_CAPACITY, 400), (ErrorCode.MODEL_FAILED, 500)):
         engine.refusal = code
         for stream in (False, True):
             response = post(server, stream=stream, n=2)
             assert response.status_code == status
             assert response.json()["error"]["code"] == code.value
-            assert ("retry-after" in response.headers) == (status == 503)
+            assert ("retry-after" in response.headers) == (status == 429)
 
 
 def test_failure_within_a_stream_is_an_event(server: RunningServer, engine: FakeEngine) -> None:

@@ -180,7 +180,10 @@ def test_truncated_output_is_incomplete_in_its_last_item(text: str) -> None:
     assert set(earlier) <= {"completed"}
 
 
-@pytest.mark.parametrize(("status", "code"), [(503, "server_error"), (500, "server_error"), (400, "invalid_prompt")])
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(429, "rate_limit_exceeded"), (503, "server_error"), (500, "server_error"), (400, "invalid_prompt")],
+)
 def test_failure_is_reported_and_ends_the_response(status: int, code: str) -> None:
     form = format_of()
     begun = form.opening() + form.batch([ChoiceDelta(0, "so fa", [7], None)])
