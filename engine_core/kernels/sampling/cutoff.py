@@ -3,7 +3,7 @@
 One Triton program finds it for one row.
 
 Tokens rank by score, equal ones by lower id, as in `kernels.reference.sampling.truncate`; a rank is one integer, and no
-two are equal, so a bisection over integers ends at exactly one token. Weights are added in fixed point, so their sum
+two are equal, so a search over integers ends at exactly one token. Weights are added in fixed point, so their sum
 does not depend on their order. The search runs over the tokens that `narrow` gathered, held in registers. Where they
 are too many (a large top-k, thousands of equal logits) it runs over the whole row, which is slow but as exact.
 
@@ -22,7 +22,7 @@ from tandem.engine_core.kernels.sampling.bracket import BY_RANK, KEEP_ALL, ONE, 
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, NUM_INTS, TEMPERATURE, TOP_K, TOP_P
 from tandem.engine_core.kernels.sampling.draw import is_infinite, load_adjusted, load_row_best, scores_of
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
-from tandem.engine_core.kernels.sampling.rank import rank_value, to_rank
+from tandem.engine_core.kernels.sampling.rank import ID_BITS, rank_value, to_rank
 from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch
 
 FEW_TOKENS = 128
@@ -89,36 +89,76 @@ def _rank_few(ranks, weights, mask, above, target, top_p, top_k, mode):
 
 
 @triton.jit
-def _row_sum(
-    logits_ptr, adjusted_ptr, is_adjusted, vocab, top, temperature, slope, least, COUNT: tl.constexpr,
+def _row_sums(
+    logits_ptr, adjusted_ptr, is_adjusted, vocab, top, temperature, slope, first, second, third, COUNT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return the count or the weight of a row's leading tokens.
+    """Return three counts or weights of a row's leading tokens.
 
-    These are the tokens of the whole row that rank at `least` or before. COUNT: return the count.
+    These are the tokens of the whole row that rank at `first` or before, and likewise for the others. One pass over the
+    row serves all three. COUNT: return counts.
     """
-    total = tl.zeros([CHUNK], tl.int64)
-    for first in range(0, vocab, CHUNK):
-        ranks, weights = _row_ranks(logits_ptr, adjusted_ptr, is_adjusted, first, vocab, top, temperature, slope, CHUNK)
+    to_first = tl.zeros([CHUNK], tl.int64)
+    to_second = tl.zeros([CHUNK], tl.int64)
+    to_third = tl.zeros([CHUNK], tl.int64)
+    for start in range(0, vocab, CHUNK):
+        ranks, values = _row_ranks(logits_ptr, adjusted_ptr, is_adjusted, start, vocab, top, temperature, slope, CHUNK)
         if COUNT:
-            total += (ranks >= least).to(tl.int64)
-        else:
-            total += tl.where(ranks >= least, weights, 0)
-    return tl.sum(total, axis=0)
+            values = tl.full([CHUNK], 1, tl.int64)
+        to_first += tl.where(ranks >= first, values, 0)
+        to_second += tl.where(ranks >= second, values, 0)
+        to_third += tl.where(ranks >= third, values, 0)
+    return tl.sum(to_first, axis=0), tl.sum(to_second, axis=0), tl.sum(to_third, axis=0)
 
 
 @triton.jit
 def _search_row(
-    logits_ptr, adjusted_ptr, is_adjusted, vocab, top, temperature, slope, low, high, goal, COUNT: tl.constexpr,
+    logits_ptr, adjusted_ptr, is_adjusted, vocab, top, temperature, slope, low, high, floor, goal, SHIFT: tl.constexpr,
+    COUNT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Search over a whole row as `_search` does over gathered tokens.
+
+    low, high: ranks without their last SHIFT bits; floor: least rank that counts.
+    """
+    while low < high:
+        step = tl.maximum((high - low + 1) >> 2, 1)
+        first = low + step
+        second = tl.minimum(first + step, high)
+        third = tl.minimum(second + step, high)
+        to_first, to_second, to_third = _row_sums(
+            logits_ptr, adjusted_ptr, is_adjusted, vocab, top, temperature, slope, tl.maximum(first << SHIFT, floor),
+            tl.maximum(second << SHIFT, floor), tl.maximum(third << SHIFT, floor), COUNT, CHUNK,
+        )  # fmt: skip
+        by_first, by_second, by_third = to_first >= goal, to_second >= goal, to_third >= goal
+        high = tl.where(by_third, high, tl.where(by_second, third - 1, tl.where(by_first, second - 1, first - 1)))
+        low = tl.where(by_third, third, tl.where(by_second, second, tl.where(by_first, first, low)))
+    return low
+
+
+@triton.jit
+def _find_in_row(
+    logits_ptr, adjusted_ptr, is_adjusted, vocab, top, temperature, slope, floor, goal, COUNT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Search over a whole row as `_search` does over gathered tokens."""
-    while low < high:
-        middle = low + ((high - low + 1) >> 1)
-        reached = _row_sum(logits_ptr, adjusted_ptr, is_adjusted, vocab, top, temperature, slope, middle, COUNT, CHUNK)
-        low = tl.where(reached >= goal, middle, low)
-        high = tl.where(reached >= goal, high, middle - 1)
-    return low
+    """Return the largest rank from `floor` on at which the leading tokens of a whole row reach the goal.
+
+    The score is found first, in some 16 passes over the row, and the id only if several tokens have that score.
+    """
+    key = _search_row(
+        logits_ptr, adjusted_ptr, is_adjusted, vocab, top, temperature, slope, floor >> ID_BITS, floor * 0, floor, goal,
+        ID_BITS, COUNT, CHUNK,
+    )  # fmt: skip
+    lowest = tl.maximum(key << ID_BITS, floor)
+    above = (key + 1) << ID_BITS
+    to_lowest, to_above, _ = _row_sums(
+        logits_ptr, adjusted_ptr, is_adjusted, vocab, top, temperature, slope, lowest, above, above, True, CHUNK
+    )
+    if to_lowest - to_above > 1:
+        lowest = _search_row(
+            logits_ptr, adjusted_ptr, is_adjusted, vocab, top, temperature, slope, lowest, above - 1, floor, goal, 0,
+            COUNT, CHUNK,
+        )  # fmt: skip
+    return lowest
 
 
 @triton.jit
@@ -197,18 +237,15 @@ def _cutoff_kernel(
         changed = adjusted_ptr + index.to(tl.int64) * adjusted_stride
         is_adjusted = tl.load(touched_ptr + index) != 0
         least = to_rank(tl.full([], float("-inf"), tl.float32), tl.full([], vocab, tl.int32))
-        high = to_rank(tl.full([], 0.0, tl.float32), tl.full([], 0, tl.int32))
         if mode == BY_RANK:
-            least = _search_row(
-                raw, changed, is_adjusted, vocab, top, temperature, slope, least, high, top_k, True, CHUNK
-            )
+            least = _find_in_row(raw, changed, is_adjusted, vocab, top, temperature, slope, least, top_k, True, CHUNK)
         if top_p < 1.0:
             # Summed here again, so that the target comes from the very sums that are compared with it.
-            mass = _row_sum(raw, changed, is_adjusted, vocab, top, temperature, slope, least, False, CHUNK)
-            target = top_p_mass(top_p, mass)
-            least = _search_row(
-                raw, changed, is_adjusted, vocab, top, temperature, slope, least, high, target, False, CHUNK
+            mass, _, _ = _row_sums(
+                raw, changed, is_adjusted, vocab, top, temperature, slope, least, least, least, False, CHUNK
             )
+            target = top_p_mass(top_p, mass)
+            least = _find_in_row(raw, changed, is_adjusted, vocab, top, temperature, slope, least, target, False, CHUNK)
     tl.store(cutoff_ptr + index, least)
 
 

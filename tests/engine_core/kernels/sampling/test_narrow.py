@@ -54,6 +54,14 @@ def test_the_cutoff_is_exact_with_more_candidates_than_capacity(capacity: int, d
     check_full(case.to(device), **(SIZES | {"capacity": capacity}))
 
 
+def test_top_k_beyond_capacity_is_exact_with_and_without_equal_logits(device: str) -> None:
+    """The whole row is searched: by score, then among the ids of one score."""
+    case = make_case(2, 120, seed=13)
+    case.logits[1] = case.logits[1].round()
+    truncations(case, [60], [0.6, 1.0], [0.0])
+    check_full(case.to(device), **(SIZES | {"capacity": 4}))
+
+
 def test_far_outliers_change_no_token(device: str) -> None:
     case = make_case(4, 200, seed=5)
     case.logits[:, ::3] = -1e30
