@@ -16,7 +16,7 @@ from tandem.frontend.config import FrontendConfig
 from tandem.protocol.codec import unpack_ids
 from tandem.protocol.errors import ErrorCode
 from tests.fakes.engine import FakeEngine, repeat_prompt
-from tests.frontend.conftest import RunningServer
+from tests.frontend.conftest import RunningServer, get
 from tests.frontend.conftest import post as send
 from tests.support.reasoning_model import RAW, answer_with, with_reasoning, write_reasoning_model
 
@@ -102,15 +102,13 @@ def test_a_stream_accumulates_to_the_whole_message(client: anthropic.Anthropic, 
     assert whole.stop_reason == "tool_use"
 
 
-@pytest.mark.parametrize("choice", [{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "look"}])
-def test_a_tool_call_and_its_result_round_trip(
-    client: anthropic.Anthropic, engine: FakeEngine, choice: dict[str, Any]
-) -> None:
-    engine.script = answer_with(f"{THOUGHT}{CALL}")
-    first = ask(client, tools=[LOOK], tool_choice=choice)
-    (call,) = [block for block in first.content if isinstance(block, ToolUseBlock)]
-    assert (call.name, call.input, first.stop_reason) == ("look", {"at": "köln"}, "tool_use")
-    assert (engine.submits[-1].constraint is None) == (choice["type"] == "auto")
+def test_a_tool_call_and_its_result_round_trip(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+    for choice in ({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "look"}):
+        engine.script = answer_with(f"{THOUGHT}{CALL}")
+        first = ask(client, tools=[LOOK], tool_choice=choice)
+        (call,) = [block for block in first.content if isinstance(block, ToolUseBlock)]
+        assert (call.name, call.input, first.stop_reason) == ("look", {"at": "köln"}, "tool_use")
+        assert (engine.submits[-1].constraint is None) == (choice["type"] == "auto")
     engine.script = answer_with("It rains.")
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain", "is_error": True}
     answer = {"role": "assistant", "content": first.content}
@@ -210,37 +208,27 @@ def test_an_error_within_a_stream_raises_the_clients_exception(client: anthropic
     assert caught.value.type == "api_error"
 
 
-@pytest.mark.parametrize(
-    ("path", "request_fields", "status", "kind"),
-    [
-        ("/v1/messages", {"content": b"{"}, 400, "invalid_request_error"),
-        ("/v1/messages", {"content": b"[]"}, 400, "invalid_request_error"),
-        ("/v1/messages/count_tokens", {"content": b""}, 400, "invalid_request_error"),
-        ("/v1/messages", {"content": b"{}", "headers": {"content-type": "text/plain"}}, 400, "invalid_request_error"),
-        ("/v1/messages", {"content": b" " * 200_000}, 413, "request_too_large"),
-        ("/v1/messages/batches", {"json": {}}, 404, "not_found_error"),
-        ("/v1/messages", {"json": {**BODY, "model": "other"}}, 404, "not_found_error"),
-        ("/v1/messages/count_tokens", {"json": {"model": "x", "messages": [QUESTION]}}, 404, "not_found_error"),
-        ("/v1/messages", {"headers": {"x-api-key": "other"}}, 401, "authentication_error"),
-        ("/v1/messages", {"headers": {}}, 401, "authentication_error"),
-        ("/v1/nowhere", {"headers": {"anthropic-version": "2023-06-01"}}, 401, "authentication_error"),
-        ("/v1/nowhere", {"headers": {"x-api-key": "key-one", "anthropic-version": "1"}}, 404, "not_found_error"),
-    ],
-)  # fmt: skip
-def test_every_error_has_the_shape_of_its_api(
-    server: RunningServer, path: str, request_fields: dict[str, Any], status: int, kind: str
-) -> None:
-    given = {"headers": {}, **request_fields}
-    if "headers" not in request_fields or "content-type" in given["headers"]:
-        given["headers"] = {"x-api-key": "key-one", **given["headers"]}
-    if "content" not in given:
-        given.setdefault("json", BODY)
-    response = send(server.url + path, **given)
-    assert response.status_code == status
-    body = response.json()
-    assert (body["type"], body["error"]["type"]) == ("error", kind)
-    assert body["error"]["message"]
-    assert body["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
+def test_every_error_has_the_shape_of_its_api(server: RunningServer) -> None:
+    key, version = {"x-api-key": "key-one"}, {"anthropic-version": "2023-06-01"}
+    for path, headers, content, status, kind in (
+        ("/v1/messages", key, b"{", 400, "invalid_request_error"),
+        ("/v1/messages", key, b"[]", 400, "invalid_request_error"),
+        ("/v1/messages/count_tokens", key, b"", 400, "invalid_request_error"),
+        ("/v1/messages", {**key, "content-type": "text/plain"}, b"{}", 400, "invalid_request_error"),
+        ("/v1/messages", key, b" " * 200_000, 413, "request_too_large"),
+        ("/v1/messages/batches", key, b"{}", 404, "not_found_error"),
+        ("/v1/messages", key, json.dumps({**BODY, "model": "other"}).encode(), 404, "not_found_error"),
+        ("/v1/messages/count_tokens", key, json.dumps({**BODY, "model": "x"}).encode(), 404, "not_found_error"),
+        ("/v1/messages", {"x-api-key": "other"}, b"{}", 401, "authentication_error"),
+        ("/v1/messages", {}, b"{}", 401, "authentication_error"),
+        ("/v1/nowhere", version, b"{}", 401, "authentication_error"),
+        ("/v1/nowhere", {**key, **version}, b"{}", 404, "not_found_error"),
+    ):
+        response = send(server.url + path, content=content, headers=headers)
+        body = response.json()
+        assert (response.status_code, body["type"], body["error"]["type"]) == (status, "error", kind)
+        assert body["error"]["message"]
+        assert body["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
 
 
 def test_keys_and_headers_of_both_kinds_are_accepted(server: RunningServer) -> None:
@@ -256,12 +244,9 @@ def test_keys_and_headers_of_both_kinds_are_accepted(server: RunningServer) -> N
     twice = [("x-api-key", "key-one"), ("x-api-key", "key-one")]
     assert post(server, headers=twice).status_code == 401
     assert post(server, "/v1/chat/completions").status_code == 401
-
-
-def test_the_method_of_a_message_is_post(server: RunningServer) -> None:
-    response = httpx.get(server.url + "/v1/messages", headers={"x-api-key": "key-one"})
-    assert (response.status_code, response.headers["allow"]) == (405, "POST")
-    assert response.json()["error"]["type"] == "invalid_request_error"
+    wrong_method = get(server.url + "/v1/messages", headers={"x-api-key": "key-one"})
+    assert (wrong_method.status_code, wrong_method.headers["allow"]) == (405, "POST")
+    assert wrong_method.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_events_of_a_message_are_named_and_end_with_its_stop(server: RunningServer) -> None:
