@@ -135,6 +135,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._connections.remove(self)
         self._unset_keepalive_if_required()
         self._disconnect_app()
+        if self.cycle is not None:
+            self.cycle.transport = self.transport  # without a reference back to this protocol
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -225,8 +227,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._wait_for_request()
 
     def timeout_keep_alive_handler(self) -> None:
-        self._connections.report(Closed.KEEP_ALIVE_TIMEOUT, self)
-        super().timeout_keep_alive_handler()
+        if not self.transport.is_closing():
+            self._connections.report(Closed.KEEP_ALIVE_TIMEOUT, self)
+            self.transport.close()
 
     # What the table of connections calls.
 
