@@ -24,6 +24,8 @@ LAST_BACKOFF = 10.0
 """Longest pause before a restart, in seconds."""
 STEADY_SECONDS = 30.0
 """Seconds of uptime after which the pauses start over with `FIRST_BACKOFF`."""
+MAX_FAILED_STARTS = 3
+"""Exits in a row with one exit status, each before the program was ready, after which it is not started again."""
 
 _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 
@@ -64,6 +66,10 @@ class ManagedProcess:
         self.name = name
         self.restarts = 0
         """Number of times that `supervise` has started the program again."""
+        self.was_ready = False
+        """True once the program has been ready since its last start, as its owner found out (`mark_ready`)."""
+        self.failure = ""
+        """What the program said of its failure since its last start, if its owner heard of it; "" otherwise."""
         self._argv = argv
         self._pass_fds = pass_fds
         self._environment = environment
@@ -99,6 +105,12 @@ class ManagedProcess:
         """Pipe from the running process; needs a `pipe_limit`."""
         assert self._process is not None and self._process.stdout is not None, f"the {self.name} has no pipe to read"
         return self._process.stdout
+
+    def mark_ready(self) -> None:
+        """Note that the program has started, so that its next exit is no failed start."""
+        if not self.was_ready:
+            self.was_ready = True
+            logger.debug("the %s, process %s, is ready", self.name, self.pid)
 
     async def start(self) -> None:
         """Start the program. Raises OSError if it cannot be executed."""
@@ -154,12 +166,15 @@ class ManagedProcess:
     async def supervise(self, first_backoff: float = FIRST_BACKOFF, last_backoff: float = LAST_BACKOFF) -> ExitCode:
         """Run the program again after each exit until it is stopped.
 
-        Returns OK after `stop` or `kill`, CONFIG as soon as the program reports that its settings cannot work. Pauses
-        between an exit and the restart grow from `first_backoff` to `last_backoff` seconds.
+        Returns OK after `stop` or `kill`, CONFIG as soon as the program reports that its settings cannot work, FATAL
+        once MAX_FAILED_STARTS starts in a row have failed the same way. Pauses between an exit and the restart grow
+        from `first_backoff` to `last_backoff` seconds.
         """
         backoff = first_backoff
+        failed_starts: list[int] = []
         while not self._stopping.is_set():
             started = time.monotonic()
+            self.was_ready, self.failure = False, ""
             await self.start()
             logger.debug("started the %s, process %s", self.name, self.pid)
             code = await self.wait()
@@ -171,6 +186,13 @@ class ManagedProcess:
                 level = logging.ERROR if self.restarts else logging.DEBUG
                 logger.log(level, "the %s cannot run with these settings; see its message above", self.name)
                 return ExitCode.CONFIG
+            failed_starts = [] if self.was_ready else [*(c for c in failed_starts if c == code), code]
+            if len(failed_starts) == MAX_FAILED_STARTS:
+                logger.error(
+                    "the %s failed to start %d times in a row with %s%s; see its messages above",
+                    self.name, MAX_FAILED_STARTS, _describe(code), f": {self.failure}" if self.failure else "",
+                )  # fmt: skip
+                return ExitCode.FATAL
             if time.monotonic() - started > STEADY_SECONDS:
                 backoff = first_backoff
             logger.error("the %s ended with %s; restarting it in %.1f s", self.name, _describe(code), backoff)

@@ -42,7 +42,7 @@ class ProtocolError(Exception):
 class ExitCode(IntEnum):
     """Exit code of an engine core process.
 
-    The supervisor stops after CONFIG and restarts it after any other.
+    The supervisor stops after CONFIG, and after three failed starts in a row; otherwise it restarts the engine.
     """
 
     OK = 0

@@ -21,7 +21,7 @@ from tandem.frontend.engine.monitor import EngineMonitor
 from tandem.frontend.process import ManagedProcess
 from tandem.frontend.supervisor.ops import QuietServer
 from tandem.frontend.supervisor.status_log import StatusLog
-from tandem.protocol.events import Phase
+from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.sockets import Transport, connect_heartbeat, heartbeat_endpoint
 
 logger = logging.getLogger(__name__)
@@ -33,14 +33,15 @@ EXTRA_STOP_SECONDS = 5.0
 REPEATED_SIGNAL_SECONDS = 0.5
 """Seconds after the first signal within which another one changes nothing."""
 _READY_POLL_SECONDS = 0.05
+_ALIVE_POLL_SECONDS = 0.25
 _FORCED = 130
 
 
 class Supervisor:
     """Supervisor that restarts each process that ends.
 
-    It stops all if one cannot run with its settings. The first SIGTERM or SIGINT stops the frontend, which drains, then
-    the engine. The second kills both.
+    It stops all if one cannot run with its settings, or fails to start the same way again and again. The first SIGTERM
+    or SIGINT stops the frontend, which drains, then the engine. The second kills both.
     """
 
     def __init__(
@@ -78,13 +79,14 @@ class Supervisor:
     async def run(self) -> int:
         """Run until a signal and return the exit code.
 
-        A process that cannot run with its settings ends the run as well.
+        A process that cannot run with its settings, or fails to start again and again, ends the run as well.
         """
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, self.handle_signal)
         ops = asyncio.create_task(self._ops.serve(sockets=[self._ops_socket]))
-        background = [asyncio.create_task(self._monitor_engine()), asyncio.create_task(self._announce())]
+        monitors = (self._monitor_engine(), self._monitor_frontend(), self._announce())
+        background = [asyncio.create_task(monitor) for monitor in monitors]
         for task in (ops, *background):
             task.add_done_callback(_report)
         processes = [self._engine] + ([self._frontend] if self._frontend else [])
@@ -124,7 +126,29 @@ class Supervisor:
         """
         with zmq.asyncio.Context() as context:
             subscriber = connect_heartbeat(context, heartbeat_endpoint(self._endpoint), self._transport)
-            await EngineMonitor(self._watch, self._watch.observe, self._tick).run(subscriber)
+            await EngineMonitor(self._watch, self._observe, self._tick).run(subscriber)
+
+    def _observe(self, heartbeat: Heartbeat) -> None:
+        """Record a heartbeat, and what it says of the start of the engine's process."""
+        self._watch.observe(heartbeat)
+        if self._watch.heartbeat is not heartbeat:
+            return
+        if heartbeat.phase is Phase.READY:
+            self._engine.mark_ready()
+        elif heartbeat.phase is Phase.FAILED:
+            self._engine.failure = heartbeat.detail
+
+    async def _monitor_frontend(self) -> None:
+        """Ask each new process of the frontend for its health until it answers."""
+        if self._frontend is None or self._http_socket is None:
+            return
+        host, port = self._http_socket.getsockname()[:2]
+        while not self._ending:
+            if (pid := self._frontend.pid) is not None and not self._frontend.was_ready:
+                alive = await asyncio.to_thread(_ask, self._scheme, _reachable(host), port, "/health/live")
+                if alive is not None and self._frontend.pid == pid:
+                    self._frontend.mark_ready()
+            await asyncio.sleep(_ALIVE_POLL_SECONDS)
 
     def _tick(self) -> None:
         self._watchdog()
@@ -219,19 +243,20 @@ async def _until_serving(scheme: str, host: str, port: int) -> dict[str, Any]:
     Return the facts about the engine that it answers.
     """
     while True:
-        facts = await asyncio.to_thread(_ask_ready, scheme, host, port)
+        facts = await asyncio.to_thread(_ask, scheme, host, port, "/health/ready")
         if facts is not None:
             return facts
         await asyncio.sleep(0.1)
 
 
-def _ask_ready(scheme: str, host: str, port: int) -> dict[str, Any] | None:
+def _ask(scheme: str, host: str, port: int, path: str) -> dict[str, Any] | None:
+    """Return the JSON that the frontend answers to a GET with 200; None without such an answer."""
     connection = http.client.HTTPConnection(host, port, timeout=2)
     if scheme == "https":
         # The server is a child of this process on a socket of this process, so its identity needs no proof.
         connection = http.client.HTTPSConnection(host, port, timeout=2, context=ssl._create_unverified_context())
     try:
-        connection.request("GET", "/health/ready")
+        connection.request("GET", path)
         response = connection.getresponse()
         body: dict[str, Any] = json.loads(response.read())
         return body if response.status == 200 else None

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.frontend.process import ManagedProcess
+from tandem.frontend.process import MAX_FAILED_STARTS, ManagedProcess
 from tandem.protocol.errors import ExitCode
 
 IGNORES_SIGTERM = (
@@ -69,13 +69,56 @@ def test_supervise_restarts_after_each_exit_until_stopped(tmp_path: Path) -> Non
     async def body() -> None:
         log = tmp_path / "starts"
         exits: list[int] = []
-        child = process(f"open({str(log)!r}, 'a').write('x')", on_exit=lambda: exits.append(len(log.read_text())))
+
+        def on_exit() -> None:
+            exits.append(len(log.read_text()))
+            child.was_ready = True
+
+        child = process(f"open({str(log)!r}, 'a').write('x')", on_exit=on_exit)
         supervised = asyncio.create_task(child.supervise(0.01, 0.02))
-        while child.restarts < 2:
+        while child.restarts < MAX_FAILED_STARTS + 1:
             await asyncio.sleep(0.01)
         await child.stop(5)
         assert await supervised is ExitCode.OK
-        assert exits[:2] == [1, 2]
+        assert exits[: MAX_FAILED_STARTS + 1] == [1, 2, 3, 4]
+
+    run(body())
+
+
+FAILING = """
+import pathlib, sys
+log = pathlib.Path({log!r})
+starts = len(log.read_text()) if log.exists() else 0
+log.write_text("x" * (starts + 1))
+sys.exit({codes}[starts])
+"""
+
+
+@pytest.mark.parametrize("codes", [[7, 7, 7], [7, 7, 8, 7, 8, 8, 8]], ids=str)
+def test_a_child_that_fails_to_start_three_times_the_same_way_is_given_up(
+    codes: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        log = tmp_path / "starts"
+        child = process(FAILING.format(log=str(log), codes=codes))
+        assert await child.supervise(0.01, 0.02) is ExitCode.FATAL
+        assert len(log.read_text()) == len(codes)
+        assert child.restarts == len(codes) - 1
+        assert f"failed to start 3 times in a row with exit code {codes[-1]};" in caplog.text
+
+    run(body())
+
+
+def test_an_exit_after_the_child_was_ready_is_no_failed_start(tmp_path: Path) -> None:
+    async def body() -> None:
+        log, codes = tmp_path / "starts", [7, 7, 7, 7, 7]
+
+        def on_exit() -> None:
+            child.was_ready = len(log.read_text()) == 2
+
+        child = process(FAILING.format(log=str(log), codes=codes), on_exit=on_exit)
+        assert await child.supervise(0.01, 0.02) is ExitCode.FATAL
+        assert len(log.read_text()) == 5
 
     run(body())
 

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from tandem.frontend.process import ManagedProcess
+from tandem.frontend.process import MAX_FAILED_STARTS, ManagedProcess
 from tandem.frontend.supervisor.supervisor import REPEATED_SIGNAL_SECONDS
 from tests.fakes.tokenizer import write_tokenizer
 from tests.frontend.conftest import DEADLINE, get, open_stream, post, until
@@ -43,6 +43,20 @@ class Engine(engine.FakeEngine):
 engine.FakeEngine = Engine
 engine.run_as_process(sys.argv)
 """
+
+CRASHING = """
+import sys, time
+from tests.fakes.engine import FakeEngine
+from tandem.protocol.events import Phase
+engine = FakeEngine(sys.argv[sys.argv.index("--endpoint") + 1])
+engine.phase, engine.detail = Phase.FAILED, "no kernel image for this GPU"
+engine.start()
+time.sleep(1)
+engine.die()
+sys.exit(70)
+"""
+
+BROKEN_FRONTEND = "raise SystemExit(5)"
 
 IMPOSSIBLE = """
 import sys
@@ -132,8 +146,8 @@ def tandem(tmp_path: Path) -> Iterator[Start]:
     """Start `tandem` in a folder with this program as its engine core."""
     started: list[Tandem] = []
 
-    def start(program: str, *flags: str) -> Tandem:
-        python_path = write_tandem(tmp_path, program)
+    def start(program: str, *flags: str, frontend: str | None = None) -> Tandem:
+        python_path = write_tandem(tmp_path, program, frontend)
         model = tmp_path / "tandem" / "engine_core" / "default_model"
         model.mkdir()
         write_tokenizer(model)
@@ -238,6 +252,35 @@ def test_an_engine_that_refuses_its_settings_stops_the_supervisor(tandem: Start)
     assert process.wait() == 2
     process.reader.join(DEADLINE)
     assert process.output == "max_len 5 is below 16; raise --max-len\n", "its reason is all that is printed"
+
+
+def test_an_engine_that_cannot_start_is_given_up_with_its_reason(tandem: Start) -> None:
+    process = tandem(CRASHING, *SERVE)
+    process.find(r"exit code 70; restarting it in 0\.5 s")
+    process.find(r"exit code 70; restarting it in 1\.0 s")
+    process.find("the engine core failed to start 3 times in a row with exit code 70: no kernel image for this GPU;")
+    assert process.wait() == 70
+    assert process.output.count("restarting it in") == 2
+    assert "Traceback" not in process.output
+
+
+def test_a_frontend_that_cannot_start_is_given_up_though_the_engine_runs(tandem: Start) -> None:
+    process = tandem(SERVING, *SERVE, frontend=BROKEN_FRONTEND)
+    process.find("the frontend failed to start 3 times in a row with exit code 5;")
+    assert process.wait() == 70
+
+
+@pytest.mark.slow
+def test_processes_that_were_ready_are_restarted_each_time(tandem: Start) -> None:
+    process = tandem(SERVING, *SERVE, "--log-level", "debug")
+    url = process.url()
+    for name, module in (("engine core", "tandem.engine_core"), ("frontend", "tandem.frontend")):
+        for _ in range(MAX_FAILED_STARTS):
+            child = process.child(module)
+            process.find(f"the {name}, process {child.pid}, is ready")
+            child.kill()
+            psutil.wait_procs([child])
+    assert complete_when_ready(url).status_code == 200
 
 
 def test_processes_end_with_a_killed_supervisor(tandem: Start) -> None:
