@@ -107,7 +107,7 @@ class ManagedProcess:
         return self._process.stdout
 
     def mark_ready(self) -> None:
-        """Note that the program has started, so that its next exit is no failed start."""
+        """Note that the program is ready: its next exit does not count as a failed start."""
         if not self.was_ready:
             self.was_ready = True
             logger.debug("the %s, process %s, is ready", self.name, self.pid)

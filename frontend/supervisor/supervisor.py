@@ -250,7 +250,10 @@ async def _until_serving(scheme: str, host: str, port: int) -> dict[str, Any]:
 
 
 def _ask(scheme: str, host: str, port: int, path: str) -> dict[str, Any] | None:
-    """Return the JSON that the frontend answers to a GET with 200; None without such an answer."""
+    """Return the JSON of the frontend's answer to a GET.
+
+    None unless it answers with 200.
+    """
     connection = http.client.HTTPConnection(host, port, timeout=2)
     if scheme == "https":
         # The server is a child of this process on a socket of this process, so its identity needs no proof.
