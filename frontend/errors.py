@@ -84,6 +84,18 @@ class ApiError(Exception):
         return ApiError(self.status, self.template, param, self.code, other, self.retry_after)
 
 
+class PromptTooLongError(ApiError):
+    """A prompt of more tokens than the server takes.
+
+    `tokens` is their number or a lower bound of it, `limit` the most that would be taken.
+    """
+
+    def __init__(self, template: str, param: str, code: ErrorCode, tokens: int, limit: int) -> None:
+        super().__init__(400, template, param, code.value)
+        self.tokens = tokens
+        self.limit = limit
+
+
 def _renamed(path: str | None, names: Mapping[str, str]) -> str | None:
     for name, new in names.items():
         if path is not None and (path == name or path.startswith(name + ".")):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct, structs
 
-from tandem.frontend.errors import ApiError, malformed, overloaded, unsupported
+from tandem.frontend.errors import ApiError, PromptTooLongError, malformed, overloaded, unsupported
 from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.grammar.builder import GrammarBuilder
 from tandem.frontend.grammar.grammar import ThinkingMode
@@ -239,21 +239,23 @@ def _check_length(prompt_len: int, max_tokens: int, ready: Ready, field: str, qu
     """
     total, max_len, pool = prompt_len + max_tokens, ready.model.max_len, ready.limits.kv_tokens
     if total > max_len:
-        raise ApiError(
-            400,
+        raise PromptTooLongError(
             f"This model's maximum context length is {max_len} tokens. However, you requested {qualifier}{total} "
             f"tokens ({qualifier}{prompt_len} in the prompt, {max_tokens} in the completion). Please reduce the length "
             "of the prompt or of the completion.",
             field if prompt_len >= max_len else "max_tokens",
-            ErrorCode.CONTEXT_LENGTH.value,
+            ErrorCode.CONTEXT_LENGTH,
+            prompt_len,
+            max_len - max_tokens,
         )
     if prompt_len > pool:
-        raise ApiError(
-            400,
+        raise PromptTooLongError(
             f"the prompt has {qualifier}{prompt_len} tokens, this server's KV pool holds {pool} (--kv-tokens); please "
             "reduce the length of the prompt",
             field,
-            ErrorCode.KV_CAPACITY.value,
+            ErrorCode.KV_CAPACITY,
+            prompt_len,
+            pool,
         )
 
 

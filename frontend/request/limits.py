@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from tandem.frontend.errors import ApiError, unsupported
+from tandem.frontend.errors import PromptTooLongError, unsupported
 from tandem.frontend.request.options import MAX_N, GenerationOptions
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.params import MAX_TOP_LOGPROBS
@@ -37,10 +37,11 @@ class RequestLimits(Struct, frozen=True):
         Raises ApiError 400, with the limit and its flag, for a prompt that is too long.
         """
         if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
-            raise ApiError(
-                400,
+            raise PromptTooLongError(
                 f"the prompt has {qualifier}{length} tokens; this server allows at most {self.max_prompt_tokens} "
                 "(--max-prompt-tokens); please reduce the length of the prompt",
                 field,
-                ErrorCode.CONTEXT_LENGTH.value,
+                ErrorCode.CONTEXT_LENGTH,
+                length,
+                self.max_prompt_tokens,
             )

@@ -22,7 +22,7 @@ from tandem.frontend.api.messages.request import (
 from tandem.frontend.api.messages.response import MessagesFormatter
 from tandem.frontend.api.openapi import generates_anthropic, json_response, takes_anthropic
 from tandem.frontend.api.service import Service
-from tandem.frontend.errors import ApiError
+from tandem.frontend.errors import ApiError, PromptTooLongError
 from tandem.frontend.generation.generation import Generation
 from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IgnoredFields
@@ -85,8 +85,14 @@ def _read_by_template(service: Service, prompt: PromptRequest, ignored: IgnoredF
 
 @contextmanager
 def _own_names() -> Iterator[None]:
-    """Raise the errors of a chat's admission with the field names of these routes."""
+    """Raise the errors of a chat's admission with the field names of these routes.
+
+    Claude Code shortens its conversation if an error has Anthropic's words for a long prompt.
+    """
     try:
         yield
+    except PromptTooLongError as error:
+        message = f"prompt is too long: {error.tokens} tokens > {error.limit} maximum; send a shorter conversation"
+        raise ApiError(400, message, "messages", error.code) from None
     except ApiError as error:
         raise error.renamed(NAMES) from None

@@ -186,6 +186,8 @@ def test_errors_raise_the_clients_exceptions(
             ask(client, **fields)
         assert caught.value.type == error_type
         assert caught.value.request_id == caught.value.body["request_id"] != ""  # type: ignore[index]
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d{4,} tokens > 2047 maximum"):
+        ask(client, messages=[{**QUESTION, "content": "one " * 9000}])
     for code, kind in (
         (ErrorCode.OVERLOADED, anthropic.OverloadedError),
         (ErrorCode.ENGINE_FAILED, anthropic.InternalServerError),
