@@ -23,6 +23,7 @@ NO_EFFECT_FIELDS = (
     Field("options", Ignored(), "Ollama's own options, which its OpenAI routes ignore as well."),
     *(Field(name, Ignored(), _TEXT_ONLY) for name in ("mm_processor_kwargs", "media_io_kwargs")),
     Field("kv_transfer_params", Ignored(), "Moves KV between servers."),
+    Field("client_metadata", Ignored(), "Facts about the client."),
     Field("vllm_xargs", Ignored(), "Arguments of vLLM's extensions."),
     Field("guided_decoding_backend", Ignored(), "There is one backend, llguidance."),
     Field("guided_whitespace_pattern", Ignored(), "White space is that of ordinary JSON."),
@@ -99,6 +100,9 @@ CONDITIONAL_NAMES = (
     *("stream_options", "max_tokens", "verbosity", "prediction"),
     *("include_reasoning", "separate_reasoning", "stream_reasoning"),
     *("thinking.budget_tokens", "output_config.effort"),
+    *("truncation", "text.verbosity", "reasoning.summary", "reasoning.generate_summary", "tools[].format"),
+    *(f"tools[].{kind}" for kind in ("web_search", "web_search_preview", "file_search", "code_interpreter", "mcp")),
+    *(f"tools[].{kind}" for kind in ("image_generation", "computer_use_preview", "tool_search", "local_shell")),
 )
 """Known names that are ignored where the model's template or the rest of the request leaves them without effect."""
 

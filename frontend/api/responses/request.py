@@ -22,7 +22,7 @@ from tandem.frontend.request.kinds import Boolean, Integer, OneOf, Parsed, Strin
 from tandem.frontend.request.options import INT32_MAX, OPTION_FIELDS, GenerationOptions, generation_options
 from tandem.frontend.request.schema import Schema, closed, constant, nullable
 from tandem.frontend.request.tools import PARALLEL_FIELD, RequestedChoice, ToolUse, tool_use
-from tandem.frontend.request.unserved_kinds import Ignored, Unsupported
+from tandem.frontend.request.unserved_kinds import Unsupported
 from tandem.frontend.request.values import decode_exact
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
@@ -191,7 +191,6 @@ _OWN_FIELDS = (
     Field("top_logprobs", Integer(0, MAX_TOP_LOGPROBS), "Alternatives reported for each token of the text."),
     Field("truncation", OneOf(("auto", "disabled")), "A conversation that is too long is refused, never cut."),
     Field("max_tool_calls", Integer(1, INT32_MAX), "Limits tools that OpenAI hosts, of which this server has none."),
-    Field("client_metadata", Ignored(), "What a client says about itself."),
     Field("background", Unsupported((False,)), "Responses are made while the client waits."),
     Field("background_options", Unsupported(), "Responses are made while the client waits."),
     Field("conversation", Unsupported(), "`previous_response_id` continues a conversation."),

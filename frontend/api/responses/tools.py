@@ -16,17 +16,15 @@ from tandem.frontend.errors import malformed, unsupported
 from tandem.frontend.grammar.json_schema import SchemaError, check_schema
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.schema import Schema, array, nullable, of_type
-from tandem.frontend.request.tools import MAX_NAME_CHARS, MAX_TOOLS, FunctionSpec, Tool, checked_tools
+from tandem.frontend.request.tools import MAX_NAME_CHARS, MAX_TOOLS, MAX_TOOLS_BYTES, FunctionSpec, Tool, checked_tools
 from tandem.frontend.request.values import TypedDecoder
 
-MAX_TOOLS_BYTES = 4 * 2**20
-"""Maximum bytes of JSON of all tools of a request."""
 CUSTOM_ARGUMENT = "input"
 """Name of the only argument of the function that stands for a custom tool."""
 _DIGEST_CHARS = 8
 _UNHELD = re.compile(r"\(\?(?!:)|(?<!\\)[\^$](?![^\[]*\])|\\[bBAzZ1-9]")
 """Parts of a regular expression that cannot be held within a JSON string: look-around, anchors, references."""
-_UNUSUAL = re.compile(r"[^A-Za-z0-9_.-]")
+_UNUSUAL = re.compile(r"[^A-Za-z0-9_.:/-]")
 
 
 class ToolName(Struct, frozen=True):
@@ -195,7 +193,10 @@ def parse_tools(raw: Raw, ignored: IgnoredFields, field: str = "tools") -> ToolS
         raise unsupported(f"{{param}} has {size} bytes of JSON; at most {MAX_TOOLS_BYTES} are allowed", field)
     tools: list[tuple[_Tool, str]] = []
     hosted: list[str] = []
-    for index, data in enumerate(_LIST_DECODER.decode(raw, field)):
+    found: list[Raw] = _LIST_DECODER.decode(raw, field)
+    if len(found) > MAX_TOOLS:
+        raise unsupported(f"{{param}} takes at most {MAX_TOOLS} tools, not {len(found)}", field)
+    for index, data in enumerate(found):
         path = f"{field}[{index}]"
         kind = _TYPE_DECODER.decode(data, path).type
         if kind in _DECODERS:
@@ -226,7 +227,7 @@ def collect_tools(sources: Sequence[ToolSpecs], ignored: IgnoredFields) -> Respo
 def _model_name(name: str, namespace: str | None, taken: Sequence[str] | Mapping[str, Any]) -> str:
     """Return a name that a model can write and that is not taken.
 
-    It has letters, digits, `_`, `-` and `.`, at most MAX_NAME_CHARS.
+    It has letters, digits and the punctuation of tools' names, at most MAX_NAME_CHARS.
     """
     full = name if namespace is None else f"{namespace.rstrip('_')}__{name}"
     written = _UNUSUAL.sub("_", full)

@@ -185,7 +185,7 @@ def contradictions() -> Iterator[Case]:
         ({"prompt": [10**6]}, "prompt"),
         ({"prompt": [5] * 3000}, "prompt"),
         ({"prompt": ["a", 3]}, "prompt"),
-        ({"stop": [""]}, "stop"),
+        ({"stop": ["a", 3]}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),

@@ -108,7 +108,7 @@ def test_text_format_schema_becomes_a_constraint(server: RunningServer, engine: 
 
 def test_engine_failure_is_reported_before_and_within_a_stream(server: RunningServer, engine: FakeEngine) -> None:
     engine.refusal = ErrorCode.OVERLOADED
-    assert post(server, stream=True).status_code == 503
+    assert post(server, stream=True).status_code == 429
     engine.refusal = None
     engine.script = answer_with("one two three four five " * LONG)
     body = {"model": "fake-model", "input": QUESTION}

@@ -287,7 +287,9 @@ def test_a_call_in_a_namespace_carries_it_back(client: openai.OpenAI, engine: Fa
     assert create(client, tools=[CRM], tool_choice=chosen).output[0].to_dict()["namespace"] == "crm"
 
 
-def test_tools_and_items_of_other_servers_are_dropped_and_named(client: openai.OpenAI, engine: FakeEngine) -> None:
+def test_tools_and_items_of_other_servers_are_dropped_and_named(
+    client: openai.OpenAI, engine: FakeEngine, server: RunningServer
+) -> None:
     engine.script = answer_with("answer")
     items: Any = [
         {"role": "user", "content": "one?"},
@@ -311,6 +313,8 @@ def test_tools_and_items_of_other_servers_are_dropped_and_named(client: openai.O
         "input[].web_search_call", "reasoning.summary", "text.verbosity", "tools[].web_search", "truncation",
     ]  # fmt: skip
     assert raw.parse().tools == []
+    metrics = get(f"{server.url}/metrics", headers={"authorization": f"Bearer {KEYS[0]}"})
+    assert 'tandem_ignored_fields_total{field="tools[].web_search"}' in metrics.text
     assert prompt(engine) == (
         'user: one?\nassistant: local_shell({"type": "exec", "command": ["ls"], "env": {}})\ntool: a.txt\n'
         'assistant: shell({"commands": ["pwd"]})\ntool: /tmp\n{"type":"exit","exit_code":0}\n'
