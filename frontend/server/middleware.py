@@ -190,7 +190,7 @@ class Access:
             # A health check reports its 503 in the response; it is not logged as a failure.
             is_fault = status >= 500 and not is_health_check(scope["path"])
             line = f"{status} for {_request_line(scope)}, request id {own_id.decode()}"
-            if status == 429 or (is_fault and status == 503):
+            if status == 429 or (is_fault and status in (503, 529)):
                 self._log.warning(str(status), line)  # of which there are many under overload
             else:
                 logger.log(logging.WARNING if is_fault else logging.DEBUG, "%s", line)
