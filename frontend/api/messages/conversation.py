@@ -102,6 +102,7 @@ def parse_system(raw: Raw, ignored: IgnoredFields) -> str:
 
     Several blocks are joined by line breaks. Raises ApiError 400 for a block that is malformed or not text.
     """
+    _check_counts(bytes(memoryview(raw)), "system")
     found: str | list[_Text] = _SYSTEM_DECODER.read(raw, "system", ignored)
     if isinstance(found, str):
         return found
@@ -116,10 +117,7 @@ def parse_messages(raw: Raw, ignored: IgnoredFields) -> list[dict[str, Any]]:
     is malformed or not supported; `param` is the path of the fault.
     """
     data = bytes(memoryview(raw))
-    # In valid JSON these bytes are a key or a string of their own: quotes within a text have a backslash.
-    for name, most, items in ((b'"role"', MAX_MESSAGES, "messages"), (b'"type"', MAX_PARTS, "content blocks")):
-        if (count := data.count(name)) > most:
-            raise unsupported(f"{{param}} takes at most {most} {items}, not {count}", "messages")
+    _check_counts(data, "messages")
     turns = _decode(data, ignored)
     if not turns:
         raise malformed("{param} is an empty array; give at least one message", "messages")
@@ -169,6 +167,14 @@ def _check_blocks(content: Raw, path: str, known: Sequence[str]) -> None:
             raise unsupported(message, f"{path}[{index}].type")
         if block.type == "tool_result":
             _check_blocks(block.content, f"{path}[{index}].content", ("text",))
+
+
+def _check_counts(data: bytes, name: str) -> None:
+    """Raise ApiError 400 for too many messages or blocks, before any is built."""
+    # In valid JSON these bytes are a key or a string of their own: quotes within a text have a backslash.
+    for key, most, items in ((b'"role"', MAX_MESSAGES, "messages"), (b'"type"', MAX_PARTS, "content blocks")):
+        if (count := data.count(key)) > most:
+            raise unsupported(f"{{param}} takes at most {most} {items}, not {count}", name)
 
 
 def _add_user(messages: list[dict[str, Any]], content: str | Sequence[_Text | _ToolResult]) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 from msgspec import Raw, Struct, field
 
 from tandem.frontend.errors import unsupported
@@ -18,6 +19,9 @@ from tandem.frontend.request.tools import (
 )
 from tandem.frontend.request.values import TypedDecoder
 
+MAX_NAMES = 65_536
+"""Maximum number of keys `name` in `tools`, those within schemas included."""
+
 
 class _Tool(Struct):
     name: ToolName
@@ -29,8 +33,8 @@ class _Tool(Struct):
 
 
 class _AnyTool(Struct):
+    name: str
     type: str | None = None
-    name: str | None = None
 
 
 class _Mode(Struct):
@@ -74,8 +78,7 @@ class GivenTools(Struct, frozen=True):
     others: tuple[OtherTool, ...] = ()
 
 
-_LIST_DECODER = TypedDecoder(list[Raw])
-_ANY_DECODER = TypedDecoder(_AnyTool)
+_ANY_DECODER = TypedDecoder(list[_AnyTool])
 _DECODER = TypedDecoder(_Tool)
 
 
@@ -84,15 +87,19 @@ def parse_tools(raw: Raw, ignored: IgnoredFields) -> GivenTools:
 
     Raises ApiError 400 for a malformed tool, with its path.
     """
+    data = bytes(memoryview(raw))
+    # In valid JSON these bytes are a key or a string of their own: quotes within a text have a backslash.
+    if (count := data.count(b'"name"')) > MAX_NAMES:
+        raise unsupported(f"{{param}} takes at most {MAX_NAMES} keys 'name', not {count}", "tools")
+    kinds: list[_AnyTool] = _ANY_DECODER.decode(data, "tools")
     functions: list[FunctionSpec] = []
     others: list[OtherTool] = []
-    for index, data in enumerate(_LIST_DECODER.decode(raw, "tools")):
+    for index, (kind, tool_data) in enumerate(zip(kinds, msgspec.json.decode(data, type=list[Raw]), strict=True)):
         path = f"tools[{index}]"
-        kind: _AnyTool = _ANY_DECODER.decode(data, path)
         if kind.type not in (None, "custom"):
-            others.append(OtherTool(path, kind.type, kind.name or kind.type))
+            others.append(OtherTool(path, kind.type, kind.name))
             continue
-        tool: _Tool = _DECODER.read(data, path, ignored)
+        tool: _Tool = _DECODER.read(tool_data, path, ignored)
         functions.append(FunctionSpec(tool.name, tool.description, tool.input_schema, tool.strict))
     return GivenTools(tuple(functions), tuple(others))
 

@@ -8,7 +8,7 @@ import pytest
 from anthropic.types.message_count_tokens_params import MessageCountTokensParams
 from anthropic.types.message_create_params import MessageCreateParamsBase
 
-from tandem.frontend.api.messages.conversation import BILLING_PREFIX, parse_messages
+from tandem.frontend.api.messages.conversation import BILLING_PREFIX, parse_messages, parse_system
 from tandem.frontend.api.messages.errors import anthropic_status
 from tandem.frontend.api.messages.request import (
     BODY,
@@ -17,6 +17,7 @@ from tandem.frontend.api.messages.request import (
     parse_count_request,
     parse_message_request,
 )
+from tandem.frontend.api.messages.tools import parse_tools
 from tandem.frontend.errors import ApiError
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.tools import ToolChoice
@@ -197,6 +198,16 @@ def test_number_of_messages_is_bounded_before_decoding() -> None:
     for part, many in (('{"role": "user", "content": ""}', 9000), ('{"type": 0}', 20_000)):
         with pytest.raises(ApiError, match="takes at most"):
             parse_messages(msgspec.Raw(f"[{','.join([part] * many)}]".encode()), IgnoredFields())
+
+
+def test_number_of_tools_and_of_system_blocks_is_bounded_before_decoding() -> None:
+    for parse_field, part, many in (
+        (parse_tools, '{"name": "a"}', 70_000), (parse_system, '{"type": "text", "text": ""}', 20_000),
+    ):  # fmt: skip
+        with pytest.raises(ApiError, match="takes at most"):
+            parse_field(msgspec.Raw(f"[{','.join([part] * many)}]".encode()), IgnoredFields())
+    with pytest.raises(ApiError, match=r"tools\[0\]|a part of its"):
+        parse_tools(msgspec.Raw(b"[" + b"[]," * 200_000 + b"[]]"), IgnoredFields())
 
 
 def test_tools_are_functions_and_not_strict_by_default() -> None:
