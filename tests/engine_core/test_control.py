@@ -1,6 +1,7 @@
 """Commands: each rule with its error code and numbers, and hostile commands without effect."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -311,6 +312,17 @@ class TestLeaving:
         assert set(control.clients) == {b"b"}
         assert control.apply(b"a", submit(request_id=10)) is None
         assert control.scheduler.num_open == 1, "after a Goodbye comes a Hello, or nothing"
+
+    @pytest.mark.parametrize(
+        "leave", [lambda control: control.apply(b"a", Goodbye()), lambda control: control.forget(b"a")]
+    )
+    def test_frontends_that_come_and_go_leave_nothing_behind(self, leave: Callable[[Control], object]) -> None:
+        """Each connection of a frontend has an identity of its own: what is kept of it would be kept for ever."""
+        control = greeted()
+        leave(control)
+        assert not control.clients
+        kept = [name for name, value in vars(control).items() if isinstance(value, dict | set | list) and value]
+        assert kept == []
 
     def test_forgetting_an_unknown_frontend_changes_nothing(self) -> None:
         control = greeted()

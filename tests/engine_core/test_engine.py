@@ -192,6 +192,21 @@ class TestRun:
         assert len(waits) == MAX_FINAL_FLUSHES
         assert "did not read" in caplog.text
 
+    def test_commands_that_arrive_at_the_end_do_not_cut_its_waits_short(self) -> None:
+        """A socket with an unread command would end every wait at once, and with them the time to read the output."""
+        bench = Bench(2)
+        bench.mailbox.stuck = True
+        unread: list[int] = []
+
+        def on_wait() -> None:
+            unread.append(len(bench.mailbox.inbox))
+            bench.say(Abort([1]))
+
+        bench.mailbox.on_wait = on_wait
+        bench.engine.stopping = True
+        bench.engine.run()
+        assert unread == [0] * MAX_FINAL_FLUSHES
+
     def test_idle_loop_with_a_backlog_sleeps_briefly(self) -> None:
         bench = Bench(2)
         waits: list[float] = []

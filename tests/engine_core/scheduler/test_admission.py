@@ -6,7 +6,15 @@ from random import Random
 import pytest
 
 from tandem.engine_core.plan import PADDING_ROW
-from tandem.engine_core.scheduler.admission import MAX_RESERVE_FRACTION, PageGate, RowGate, admit
+from tandem.engine_core.scheduler.admission import (
+    MAX_BYPASSED,
+    MAX_RESERVE_FRACTION,
+    Admission,
+    PageGate,
+    RowGate,
+    admit,
+)
+from tandem.engine_core.scheduler.queue import WaitingQueue
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.params import SamplingParams
 from tests.support.kv_pool import kv_memory
@@ -20,6 +28,22 @@ def new(seq_id: int, prompt: int = 5, max_tokens: int = 4) -> Sequence:
 class Closed:
     def acquire(self, seq: Sequence) -> Callable[[], None] | None:
         return None
+
+
+def test_admission_looks_past_a_bounded_number_of_waiting_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look costs a walk through the prefix tree, in every tick for as long as they wait."""
+    memory, queue, looked = kv_memory(40), WaitingQueue(), list[int]()
+    for number in range(3 * MAX_BYPASSED):
+        queue.push(new(number))
+
+    def waits(seq: Sequence) -> bool:
+        looked.append(seq.id)
+        return seq.id != MAX_BYPASSED
+
+    monkeypatch.setattr(memory, "waits_for_prefix", waits)
+    admission = Admission(RowGate(2), memory, 0)
+    assert [seq.id for seq in admission.admit(queue)] == [MAX_BYPASSED]
+    assert looked == list(range(MAX_BYPASSED + 2))
 
 
 def test_declining_gate_returns_what_earlier_gates_gave() -> None:

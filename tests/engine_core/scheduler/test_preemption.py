@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.engine_core.scheduler.preemption import Reclaim
 from tandem.engine_core.scheduler.queue import ARRIVALS_PER_PRIORITY, seniority
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
@@ -249,6 +250,22 @@ def test_juniors_that_share_all_pages_are_preempted_together() -> None:
     run(scheduler, long, *twins)
     assert long.preemptions == 0
     assert all(seq.outcome == Finished(seq.id, FinishReason.LENGTH) for seq in twins)
+
+
+@pytest.mark.parametrize("leaving", [1, 2, 3])
+def test_pages_that_leaving_sequences_share_come_back_once_and_with_the_last(leaving: int) -> None:
+    scheduler = new(step=32)
+    seqs = [sequence(number, prompt=10, max_tokens=4) for number in (1, 2, 3)]
+    for step, seq in enumerate(seqs, start=1):
+        added(scheduler, seq)
+        launched(scheduler, step)
+    memory = scheduler.memory
+    assert [len(seq.cache.nodes) for seq in seqs] == [2, 2, 2], "two full pages of the prompt are shared"
+    running = {seq.id: seq for seq in seqs[leaving:]}
+    reclaim = Reclaim(memory, running, seqs)
+    own = sum(len(seq.pages) - 2 for seq in seqs[:leaving])
+    assert reclaim.reclaimable == own + (2 if leaving == 3 else 0)
+    assert memory.usage.in_use == 2 + sum(len(seq.pages) - 2 for seq in seqs)
 
 
 def test_low_priority_is_overtaken_by_a_bounded_number_of_arrivals() -> None:

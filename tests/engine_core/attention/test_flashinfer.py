@@ -1,0 +1,72 @@
+"""What the planner tells FlashInfer of a step, to a library that only takes it down."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.engine_core.attention import triton as neighbour
+from tandem.engine_core.attention.base import LayerAttention, Span
+from tandem.engine_core.kernels.page_table import PageTable
+
+LAYER = LayerAttention(0.125, window=32)
+PAGE = 8
+
+
+class Wrapper:
+    """Stands in for `BatchPrefillWithPagedKVCacheWrapper`."""
+
+    def __init__(self, *_memory: Any, **_options: Any) -> None:
+        self.planned: tuple[list[int], ...] = ()
+        self.options: dict[str, Any] = {}
+
+    def plan(self, *given: Any, **options: Any) -> None:
+        self.planned = tuple(one.tolist() for one in given if isinstance(one, Tensor))
+        self.options = options
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of the planner, loaded once more over the library's double."""
+    names = ("BatchPrefillWithPagedKVCacheWrapper", "jit", "prefill", "get_batch_prefill_module")
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**dict.fromkeys(names, Wrapper)))  # type: ignore[arg-type]
+    path = Path(neighbour.__file__).with_name("flashinfer.py")
+    spec = importlib.util.spec_from_file_location("flashinfer_over_a_double", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def planner_of(module: ModuleType, rows: int) -> Any:
+    def pinned(count: int) -> Tensor:
+        return torch.full((count,), -9, dtype=torch.int32)
+
+    heads = module.HeadShape(4, 2, 64, torch.bfloat16)
+    return module.FlashInferPlanner.allocate([LAYER], pinned, torch.device("cpu"), heads, rows, 64)
+
+
+@pytest.mark.parametrize("batch", [None, 5], ids=["eager", "padded for a graph"])
+def test_a_plan_says_how_full_the_last_page_of_each_row_is(flashinfer: ModuleType, batch: int | None) -> None:
+    """Contexts that end at, before and behind the end of a page; a padding row of no queries has no pages."""
+    planner = planner_of(flashinfer, 8)
+    planner.batch = batch
+    pages = torch.arange(32, dtype=torch.int32).view(4, 8)
+    spans = [Span(0, 0, 0, 8), Span(1, 8, 14, 1), Span(2, 9, 8, 9)]
+    step = planner.plan(spans, PageTable(pages, PAGE, PAGE))
+    queries, tables, page_ids, last = planner.wrappers[LAYER].planned
+    padding = 0 if batch is None else batch - len(spans)
+    assert queries == [0, 8, 9, 18] + [18] * padding
+    assert tables == [0, 1, 3, 6] + [6] * padding
+    assert page_ids == [0, 8, 9, 16, 17, 18]
+    assert last[:3] == [8, 7, 1]
+    assert step.tokens == 18
+    options = planner.wrappers[LAYER].options
+    assert options["seq_lens"].tolist() == [8, 15, 17] + [0] * padding
+    assert (options["sm_scale"], options["window_left"], options["causal"]) == (0.125, 31, True)

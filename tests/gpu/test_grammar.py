@@ -1,0 +1,46 @@
+"""Real grammars on CUDA: constrained rows obey them in steps from graphs, beside rows that are free."""
+
+import re
+
+import pytest
+from llguidance import LLMatcher
+from tokenizers import Tokenizer
+
+from tandem.engine_core.startup.engine import DEFAULT_MODEL
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.errors import FinishReason
+from tandem.protocol.events import Finished
+from tandem.protocol.params import SamplingParams
+from tests.support.engine_driver import DrivenEngine
+from tests.support.plan_recording import recorded, runtime_of
+
+pytestmark = pytest.mark.gpu
+
+PATTERNS = ["[0-9]{24}x", "(ab|cd){9}!", "[^a-z]{20}z", "(yes|no)( and (yes|no)){5}"]
+"""No model would write these of its own accord."""
+PARAMS = [
+    SamplingParams(64, temperature=0.0),
+    SamplingParams(64, temperature=1.0, seed=5),
+    SamplingParams(64, temperature=1.5, top_p=0.9, repetition_penalty=1.2, seed=6),
+]
+
+
+@pytest.mark.parametrize("pipeline", ["on", "off"])
+def test_constrained_rows_obey_their_grammars_in_steps_from_graphs(pipeline: str) -> None:
+    options = EngineOptions(device="cuda", pipeline=pipeline, max_rows=32, kv_tokens=16384, graph_rows="1,2,4,8,16,32")
+    driven = DrivenEngine.build(options)
+    tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))
+    prompt = tokenizer.encode("What does os.path.join do?").ids
+    asked = [(pattern, params) for pattern in PATTERNS for params in PARAMS]
+    with recorded(runtime_of(driven)) as recording:
+        free = [driven.submit(prompt, params) for params in PARAMS]
+        bound = [driven.submit(prompt, params, constraint=LLMatcher.grammar_from_regex(p)) for p, params in asked]
+        driven.run()
+    masked = [graphed for graphed, plan in zip(recording.graphed, recording.plans, strict=True) if plan.needs_mask]
+    assert sum(masked) > 20, f"{sum(masked)} of {len(masked)} constrained steps came from graphs"
+    for number, (pattern, params) in zip(bound, asked, strict=True):
+        text = tokenizer.decode(driven.tokens(number))
+        assert driven.outcome(number) == Finished(number, FinishReason.STOP), text
+        assert re.fullmatch(pattern, text.strip()), f"{text!r} under {params}"
+    assert all(driven.tokens(number) for number in free)
+    driven.engine.compiler.close()
