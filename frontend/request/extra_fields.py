@@ -18,7 +18,8 @@ NO_EFFECT_FIELDS = (
     Field("store", Ignored((False,)), "Completions and chats are not stored."),
     Field("request_id", Ignored(), "The header `x-request-id` names a request."),
     Field("rid", Ignored(), "The header `x-request-id` names a request."),
-    *(Field(name, Ignored(), _ROUTING) for name in ("provider", "models", "route", "transforms", "plugins", "usage")),
+    *(Field(name, Ignored(), _ROUTING) for name in ("provider", "models", "route", "transforms", "plugins")),
+    Field("usage", Ignored(), "Usage is reported as OpenAI reports it."),
     *(Field(name, Ignored(), _CACHE) for name in ("cache_prompt", "id_slot", "n_keep", "keep_alive")),
     Field("options", Ignored(), "Ollama's own options, which its OpenAI routes ignore as well."),
     *(Field(name, Ignored(), _TEXT_ONLY) for name in ("mm_processor_kwargs", "media_io_kwargs")),
@@ -103,6 +104,7 @@ CONDITIONAL_NAMES = (
     *("truncation", "text.verbosity", "reasoning.summary", "reasoning.generate_summary", "tools[].format"),
     *(f"tools[].{kind}" for kind in ("web_search", "web_search_preview", "file_search", "code_interpreter", "mcp")),
     *(f"tools[].{kind}" for kind in ("image_generation", "computer_use_preview", "tool_search", "local_shell")),
+    "client_metadata",
 )
 """Known names that are ignored where the model's template or the rest of the request leaves them without effect."""
 

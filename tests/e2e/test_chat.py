@@ -129,6 +129,17 @@ def test_a_required_tool_call_is_generated(client: openai.OpenAI, serving: Servi
     until(lambda: all_is_free(serving), "rows and pages to come back")
 
 
+def test_tools_are_part_of_the_prompt_though_the_template_renders_none(client: openai.OpenAI) -> None:
+    def prompt_tokens(**fields: Any) -> int:
+        reply = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1, **fields)
+        assert reply.usage is not None
+        return reply.usage.prompt_tokens
+
+    without, one, two = prompt_tokens(), prompt_tokens(tools=TOOLS[:1]), prompt_tokens(tools=TOOLS)
+    assert without < one < two
+    assert prompt_tokens(tools=TOOLS, tool_choice="none") == without
+
+
 def test_a_tool_result_becomes_part_of_the_prompt(client: openai.OpenAI) -> None:
     turns: list[ChatCompletionMessageParam] = [
         *MESSAGES,
@@ -191,7 +202,7 @@ def test_chat_errors_raise_the_clients_exceptions(client: openai.OpenAI) -> None
     assert isinstance(refuse(model="other"), openai.NotFoundError)
     assert isinstance(refuse(messages=[]), openai.BadRequestError)
     assert refuse(messages=[{"role": "user", "content": "word " * 3000}]).code == "context_length_exceeded"
-    assert refuse(functions=[]).param == "functions"
+    assert refuse(web_search_options={}).param == "web_search_options"
     assert refuse(extra_body={"priority": 101}).param == "priority"
     assert refuse(audio={"voice": "alloy", "format": "wav"}).param == "audio"
 

@@ -40,7 +40,7 @@ BODY = BodyFormat(
         Field("logprobs", Integer(0, MAX_TOP_LOGPROBS), "Number of alternatives reported with each token."),
         Field("best_of", Integer(1, MAX_N), "Number of choices of which the best `n` are returned."),
         Field("echo", Boolean(), "Repeat the prompt ahead of each choice."),
-        Field("suffix", Unsupported(("",))),
+        Field("suffix", Unsupported(("",)), "The model continues a text; it does not fill a gap."),
         Field("add_special_tokens", Boolean(True), "Begin a prompt of text with the model's begin token."),
     )
 )

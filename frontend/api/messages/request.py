@@ -95,7 +95,7 @@ class _OutputConfig(Struct):
 
 
 _PROMPT_FIELDS = (
-    Field("model", String(), required=True),
+    Field("model", String(), "A name of the served model.", required=True),
     Field("messages", Parsed(parse_messages, MESSAGES), "The conversation so far.", required=True),
     Field("system", Parsed(parse_system, SYSTEM), "The system prompt."),
     Field("tools", Parsed(parse_tools, TOOLS), "Tools that the model may call."),

@@ -196,7 +196,9 @@ _OWN_FIELDS = (
     Field("conversation", Unsupported(), "`previous_response_id` continues a conversation."),
     Field("prompt", Unsupported(), "Prompts are not stored."),
     Field("context_management", Unsupported(), "A conversation is never shortened."),
-    *(Field(name, Unsupported()) for name in ("moderation", "access_programs", "image")),
+    Field("moderation", Unsupported(), "Nothing is moderated."),
+    Field("access_programs", Unsupported(), "No program runs in this server."),
+    Field("image", Unsupported(), "Answers are text."),
 )
 _OWN_NAMES = {field.name for field in _OWN_FIELDS}
 BODY = BodyFormat((*(field for field in OPTION_FIELDS if field.name not in {*NOT_HERE, *_OWN_NAMES}), *_OWN_FIELDS))
