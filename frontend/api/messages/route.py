@@ -42,7 +42,7 @@ def messages_router(service: Service) -> APIRouter:
         ignored = service.ignored_fields(request)
         async with service.pending.receive(request, partial(parse_message_request, ignored=ignored)) as parsed:
             with _own_names():
-                conversation = _read_by_template(service, parsed.prompt, ignored)
+                conversation = read_by_template(service, parsed.prompt, ignored)
                 admitted, shape = await service.chat.admit(
                     parsed.options, conversation, parsed.prompt.tool_use, service.ready(), ignored
                 )
@@ -60,14 +60,14 @@ def messages_router(service: Service) -> APIRouter:
         async with service.pending.receive(request, partial(parse_count_request, ignored=ignored)) as prompt:
             with _own_names():
                 service.admission.named(prompt.model, service.ready().model)
-                text = await service.chat.render(_read_by_template(service, prompt, ignored), ignored)
+                text = await service.chat.render(read_by_template(service, prompt, ignored), ignored)
             ids = await service.tokenizer.encode(text, False)
         return {"input_tokens": len(ids)}
 
     return router
 
 
-def _read_by_template(service: Service, prompt: PromptRequest, ignored: IgnoredFields) -> Conversation:
+def read_by_template(service: Service, prompt: PromptRequest, ignored: IgnoredFields) -> Conversation:
     """Return the conversation with the settings of reasoning that its template reads.
 
     The others are recorded as ignored.

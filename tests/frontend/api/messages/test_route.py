@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -12,7 +13,10 @@ import pytest
 from anthropic.types import Message, TextBlock, ThinkingBlock, ToolUseBlock
 from msgspec import structs
 
+from tandem.frontend.api.messages.request import parse_message_request
+from tandem.frontend.api.messages.route import read_by_template
 from tandem.frontend.config import FrontendConfig
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.protocol.codec import unpack_ids
 from tandem.protocol.errors import ErrorCode
 from tests.fakes.engine import FakeEngine, repeat_prompt
@@ -127,6 +131,38 @@ def test_system_tools_and_thinking_are_rendered_and_counted(client: anthropic.An
     assert prompt_of(engine) == "<|begin|>system: |Be short.;user: |how do I join two paths?;1calmassistant:"
     counted = client.messages.count_tokens(model="fake-model", messages=[QUESTION], **fields)
     assert counted.input_tokens == message.usage.input_tokens
+
+
+def test_what_the_model_does_not_serve_is_named_in_a_header(client: anthropic.Anthropic) -> None:
+    raw = client.messages.with_raw_response.create(
+        **BODY,
+        thinking={"type": "enabled", "budget_tokens": 2048},
+        output_config={"effort": "high"},
+        tools=[{"type": "web_search_20250305", "name": "web_search"}],
+        extra_body={"surprise": 1},
+    )
+    names = raw.headers["x-tandem-ignored"].split(",")
+    assert sorted(names) == [
+        "output_config.effort", "surprise", "thinking.budget_tokens", "tools[].web_search_20250305",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("read", "effort", "ignored"),
+    [
+        ((), None, ("thinking", "output_config.effort")), (("enable_thinking",), None, ("output_config.effort",)),
+        (("enable_thinking", "reasoning_effort"), "high", ()), (("reasoning_effort",), "high", ("thinking",)),
+    ],
+)  # fmt: skip
+def test_settings_of_reasoning_reach_a_template_that_reads_them(
+    read: tuple[str, ...], effort: str | None, ignored: tuple[str, ...]
+) -> None:
+    body = {**BODY, "thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}
+    prompt = parse_message_request(json.dumps(body).encode(), IgnoredFields()).prompt
+    service: Any = SimpleNamespace(chat=SimpleNamespace(reads=lambda name: name in read))
+    recorded = IgnoredFields()
+    assert read_by_template(service, prompt, recorded).reasoning_effort == effort
+    assert recorded.paths == ignored
 
 
 def test_a_begun_answer_is_continued(client: anthropic.Anthropic, engine: FakeEngine) -> None:
