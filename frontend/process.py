@@ -56,12 +56,13 @@ class ManagedProcess:
         pass_fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
         pipe_limit: int | None = None,
+        stderr_limit: int | None = None,
         on_exit: Callable[[], None] = lambda: None,
     ) -> None:
         """Describe the process without starting it.
 
         `name` stands in logs and errors. With a `pipe_limit`, in bytes a line, stdin and stdout are pipes to this
-        process. `on_exit` is called after each exit of a supervised process.
+        process; with a `stderr_limit`, stderr is. `on_exit` is called after each exit of a supervised process.
         """
         self.name = name
         self.restarts = 0
@@ -74,6 +75,7 @@ class ManagedProcess:
         self._pass_fds = pass_fds
         self._environment = environment
         self._pipe_limit = pipe_limit
+        self._stderr_limit = stderr_limit
         self._on_exit = on_exit
         self._process: Process | None = None
         self._stopping = asyncio.Event()
@@ -106,6 +108,14 @@ class ManagedProcess:
         assert self._process is not None and self._process.stdout is not None, f"the {self.name} has no pipe to read"
         return self._process.stdout
 
+    @property
+    def stderr(self) -> asyncio.StreamReader:
+        """Pipe from the running process's stderr; needs a `stderr_limit`."""
+        assert self._process is not None and self._process.stderr is not None, (
+            f"the stderr of {self.name} was not piped"
+        )
+        return self._process.stderr
+
     def mark_ready(self) -> None:
         """Note that the program is ready: its next exit does not count as a failed start."""
         if not self.was_ready:
@@ -119,7 +129,8 @@ class ManagedProcess:
             *die_with_parent(self._argv),
             stdin=pipe,
             stdout=pipe,
-            limit=self._pipe_limit or 2**16,
+            stderr=None if self._stderr_limit is None else PIPE,
+            limit=self._pipe_limit or self._stderr_limit or 2**16,
             pass_fds=self._pass_fds,
             start_new_session=True,
             env=self._environment,

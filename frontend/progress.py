@@ -18,24 +18,37 @@ class Progress:
         self._total, self._duration = total, duration
         self._out = out or sys.stderr
         self._shown = self._out.isatty()
+        self._width = 0
 
-    def line(self, done: int, seconds: float) -> str:
-        """Format the bar for `done` requests after `seconds` seconds."""
+    def line(self, done: int, seconds: float, tokens: int | None = None) -> str:
+        """Format the bar for `done` requests after `seconds` seconds.
+
+        With the number of `tokens` generated so far, it has their rate and the time left.
+        """
         share = done / self._total if self._total else seconds / (self._duration or seconds or 1.0)
         share = min(1.0, max(0.0, share))
         filled = round(WIDTH * share)
         total = f"/{self._total}" if self._total else ""
         bar = "#" * filled + "." * (WIDTH - filled)
-        return f"{self.label:>14} [{bar}] {100 * share:3.0f} %  {done}{total} requests  {max(0.0, seconds):.1f} s"
+        rate = "" if tokens is None else f"  {tokens / max(seconds, 1e-9):.0f} tokens/s"
+        if rate and 0 < share < 1:
+            rate += f"  {seconds * (1 - share) / share:.0f} s left"
+        return f"{self.label:>14} [{bar}] {100 * share:3.0f} %  {done}{total} requests  {max(0.0, seconds):.1f} s{rate}"
 
-    def draw(self, done: int, seconds: float) -> None:
+    def draw(self, done: int, seconds: float, tokens: int | None = None) -> None:
         """Replace the bar on the terminal."""
+        self.show(self.line(done, seconds, tokens))
+
+    def show(self, line: str) -> None:
+        """Replace the bar by another line of text."""
         if self._shown:
-            self._out.write("\r" + self.line(done, seconds))
+            # What is left of a longer line is overwritten.
+            self._out.write("\r" + line.ljust(self._width))
             self._out.flush()
+            self._width = max(self._width, len(line))
 
     def clear(self) -> None:
         """Remove the bar from the terminal."""
         if self._shown:
-            self._out.write("\r" + " " * 100 + "\r")
+            self._out.write("\r" + " " * self._width + "\r")
             self._out.flush()

@@ -28,6 +28,9 @@ class ScoredToken(Struct, frozen=True):
     alternatives: list[tuple[bytes, float]]
     offset: int
     """Number of characters ahead of the token. All tokens of one character have the offset of that character."""
+    token_id: int = -1
+    alternative_ids: Sequence[int] = ()
+    """Ids of `alternatives`."""
 
 
 class EchoedPrompt(Struct, frozen=True):
@@ -116,7 +119,7 @@ class ScoredTokens:
         prompt, self._prompt = self._prompt, None
         if prompt is None:
             return []
-        first = ScoredToken(self._spell(prompt.ids[0]), None, [], prompt.offsets[0])
+        first = ScoredToken(self._spell(prompt.ids[0]), None, [], prompt.offsets[0], prompt.ids[0])
         rest = zip(prompt.ids[1:], self._prompt_lines, prompt.offsets[1:], strict=True)
         return [first, *[self._scored(token_id, line, offset) for token_id, line, offset in rest]]
 
@@ -127,7 +130,7 @@ class ScoredTokens:
     def _scored(self, token_id: int, line: Line, offset: int) -> ScoredToken:
         own, ids, values = line
         alternatives = [(self._spell(other), finite(value)) for other, value in zip(ids, values, strict=True)]
-        return ScoredToken(self._spell(token_id), finite(own), alternatives, offset)
+        return ScoredToken(self._spell(token_id), finite(own), alternatives, offset, token_id, ids)
 
 
 def finite(logprob: float) -> float:

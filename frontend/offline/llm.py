@@ -5,28 +5,41 @@ with LLM(model="/models/qwen3") as llm:
         print(result.text)
 """
 
-import difflib
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from tandem.frontend.api.chat_completions.request import BODY as CHAT
-from tandem.frontend.api.completions.request import BODY as COMPLETION
 from tandem.frontend.config import ChatOptions
+from tandem.frontend.offline.batch import BatchOptions
+from tandem.frontend.offline.engine_process import check_log_level
+from tandem.frontend.offline.fields import (
+    Conversation,
+    chat_fields,
+    check_prompt,
+    completion_fields,
+    conversation_batch,
+    engine_options,
+    prompt_batch,
+)
 from tandem.frontend.offline.loop_thread import LoopThread
-from tandem.frontend.offline.result import EngineError, Output, RequestError, Result
+from tandem.frontend.offline.result import EngineError, Logprob, Output, OutputDelta, RequestError, Result
 from tandem.frontend.offline.session import OfflineSession
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.supervisor.launch import LaunchError, check_engine_installed
-from tandem.protocol.engine_options import EngineOptions
 
-__all__ = ["LLM", "ChatOptions", "EngineError", "LaunchError", "Output", "RequestError", "Result"]
-
-Conversation = Sequence[Mapping[str, Any]]
-
-_RESERVED_FIELDS = ("model", "prompt", "messages", "stream", "stream_options", "echo", "return_token_ids")
+__all__ = [
+    "LLM",
+    "ChatOptions",
+    "EngineError",
+    "LaunchError",
+    "Logprob",
+    "Output",
+    "OutputDelta",
+    "RequestError",
+    "Result",
+]
 
 
 class LLM:
@@ -42,16 +55,19 @@ class LLM:
         *,
         chat: ChatOptions | None = None,
         startup_timeout: float = 600.0,
+        log_level: str = "info",
         **options: Any,
     ) -> None:
         """Start the engine and wait until it is ready.
 
-        Without `model`, the engine serves the model that ships with it. Raises LaunchError or TokenizerError for a
-        model that cannot be served, EngineError for an engine that ends or is not ready within `startup_timeout`
-        seconds, TypeError for an unknown option.
+        Without `model`, the engine serves the model that ships with it. It logs what is at least as severe as
+        `log_level` (debug, info, warning or error) to stderr. Raises LaunchError or TokenizerError for a model that
+        cannot be served, EngineError for an engine that ends or is not ready within `startup_timeout` seconds,
+        TypeError for an unknown option.
         """
+        settings, level = engine_options(model, options), check_log_level(log_level)
         check_engine_installed()
-        self._session = OfflineSession(EngineOptions(model=model, **options), chat or ChatOptions())
+        self._session = OfflineSession(settings, chat or ChatOptions(), level)
         self._thread = LoopThread("tandem-offline")
         self._thread.start()
         self._finalizer = weakref.finalize(self, _close, self._thread, self._session)
@@ -66,31 +82,64 @@ class LLM:
         """Process id of the engine; None before its start and after its end."""
         return self._session.engine_pid
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], *, progress: bool = True, **fields: Any) -> list[Result]:
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        progress: bool = True,
+        raise_on_error: bool = False,
+        **fields: Any,
+    ) -> list[Result]:
         """Complete prompts in batches and return the results in their order.
 
         Each prompt is a text or a list of token ids. `fields` are those of `POST /v1/completions` (`max_tokens`,
-        `temperature`, `seed`, `stop`, `n`, ...), with the same defaults, and apply to every prompt. Raises RequestError
-        for the first prompt that is refused or fails, TypeError for a name that is not a field, EngineError if the
-        engine has ended.
+        `temperature`, `seed`, `stop`, `n`, `best_of`, `logprobs`, ...), with the same defaults, and apply to every
+        prompt; `json_schema` is short for a `response_format`, and `prompt_logprobs=N` scores the prompts.
+
+        A prompt that is refused or fails has a result with an `error`, whose `text` raises it; the others are not
+        lost. With `raise_on_error`, RequestError is raised for the first one instead. Raises RequestError for a value
+        that no prompt can have, TypeError for a name that is not a field, EngineError if the engine has ended.
         """
+        batch, checked = prompt_batch(prompts), completion_fields(fields)
         self._check_open()
-        return self._thread.run(
-            self._session.generate(_as_batch(prompts), _check_fields(fields, COMPLETION.names), progress)
-        )
+        return self._thread.run(self._session.generate(batch, checked, BatchOptions(progress, raise_on_error)))
 
     def chat(
-        self, conversations: Conversation | Sequence[Conversation], *, progress: bool = True, **fields: Any
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        *,
+        progress: bool = True,
+        raise_on_error: bool = False,
+        **fields: Any,
     ) -> list[Result]:
         """Answer one conversation or several, each a list of OpenAI messages.
 
-        `fields` are those of `POST /v1/chat/completions` (`tools`, `response_format`, ... and those of `generate`).
-        Raises the errors of `generate`.
+        `fields` are those of `POST /v1/chat/completions` (`tools`, `response_format`, ... and those of `generate`), and
+        `json_schema`. Errors are those of `generate`.
         """
+        batch, checked = conversation_batch(conversations), chat_fields(fields)
         self._check_open()
-        one = bool(conversations) and isinstance(conversations[0], Mapping)
-        several = [conversations] if one else list(conversations)
-        return self._thread.run(self._session.chat(several, _check_fields(fields, CHAT.names), progress))
+        return self._thread.run(self._session.chat(batch, checked, BatchOptions(progress, raise_on_error)))
+
+    def stream(self, prompt: Prompt, **fields: Any) -> Iterator[OutputDelta]:
+        """Yield the completion of one prompt while it is generated.
+
+        `fields` are those of `generate`. Closing the iterator stops the generation. Raises RequestError if the request
+        is refused or fails, and the other errors of `generate`.
+        """
+        checked = completion_fields(fields, stream=True)
+        self._check_open()
+        return self._iterate(check_prompt(prompt), checked, chat=False)
+
+    def stream_chat(self, conversation: Conversation, **fields: Any) -> Iterator[OutputDelta]:
+        """Yield the answer to one conversation while it is generated.
+
+        `fields` are those of `chat`, the errors those of `stream`.
+        """
+        [one] = conversation_batch([conversation])
+        checked = chat_fields(fields, stream=True)
+        self._check_open()
+        return self._iterate(one, checked, chat=True)
 
     def close(self) -> None:
         """Stop the engine process and wait for its end. Idempotent."""
@@ -103,6 +152,10 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _iterate(self, item: Any, fields: Any, *, chat: bool) -> Iterator[OutputDelta]:
+        # A generator of this object, so that the engine lives as long as the stream.
+        yield from self._thread.iterate(self._session.stream(item, fields, chat=chat))
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
@@ -117,26 +170,3 @@ def _close(thread: LoopThread, session: OfflineSession) -> None:
         thread.run(session.close())
     finally:
         thread.stop()
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    one = bool(prompts) and isinstance(prompts[0], int)
-    return [list(prompts)] if one else list(prompts)  # type: ignore[arg-type]
-
-
-def _check_fields(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return the fields of a request that the caller may set.
-
-    A server ignores fields that it does not know, for the sake of its clients; here such a name is a typing error.
-    Raises TypeError for it and for the fields that this interface sets; the others are checked like a request.
-    """
-    for name in fields:
-        if name in _RESERVED_FIELDS:
-            raise TypeError(f"{name!r} is not a sampling field")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{name!r} is not a field of this request{hint}")
-    return dict(fields)

@@ -2,12 +2,13 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
+_END = object()
 
 
 class LoopThread:
@@ -56,11 +57,42 @@ class LoopThread:
             wait([future])
             raise
 
+    def iterate(self, source: AsyncIterator[_Result]) -> Iterator[_Result]:
+        """Yield what an asynchronous generator yields, running it in the loop.
+
+        The generator is closed with this iterator.
+        """
+        try:
+            while (item := self.run(_next(source))) is not _END:
+                yield item
+        finally:
+            self._close(source)
+
+    def _close(self, source: AsyncIterator[Any]) -> None:
+        closing = _aclose(source)
+        try:
+            if self.is_current:  # the garbage collector runs in whichever thread allocates
+                self._loop.create_task(closing)
+            elif self._loop.is_running():
+                self.run(closing)
+        finally:
+            if self._loop.is_closed():
+                closing.close()
+
     def stop(self) -> None:
         """Stop the loop and the thread, dropping the tasks that still run."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _next(source: AsyncIterator[Any]) -> Any:
+    return await anext(source, _END)
+
+
+async def _aclose(source: AsyncIterator[Any]) -> None:
+    if isinstance(source, AsyncGenerator):
+        await source.aclose()
 
 
 def _hand_over(future: "Future[_Result]", task: "asyncio.Task[_Result]") -> None:

@@ -1,42 +1,17 @@
-"""Results and errors of offline inference."""
+"""Results of offline inference, under the names of vLLM's `RequestOutput`."""
 
 from collections.abc import Sequence
 
 from msgspec import Struct
 
+from tandem.frontend.api.logprobs import keep_best
 from tandem.frontend.chat.message import ToolCall, join_deltas
 from tandem.frontend.chat.message_parser import MessageParser, MessageShape
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Usage
-
-
-class Output(Struct, frozen=True):
-    """One choice of a result."""
-
-    text: str
-    """Text of the choice; for a chat, the content of the message."""
-    token_ids: list[int]
-    """Sampled ids, including the one that ended the sequence."""
-    finish_reason: str
-    reasoning: str | None = None
-    calls: Sequence[ToolCall] = ()
-    """Tool calls of a chat."""
-
-
-class Result(Struct, frozen=True):
-    """Result of one prompt or one conversation."""
-
-    prompt_token_ids: list[int]
-    outputs: list[Output]
-    """Choices, `n` of them."""
-    usage: Usage
-
-    @property
-    def text(self) -> str:
-        """Text of the first choice."""
-        return self.outputs[0].text
+from tandem.frontend.generation.scored_tokens import ScoredToken
 
 
 class EngineError(Exception):
@@ -52,22 +27,157 @@ class RequestError(Exception):
     def __init__(self, index: int, error: ApiError) -> None:
         super().__init__(f"request {index}: {error.message}")
         self.index = index
+        self.message = error.message
         self.param = error.param
         self.code = error.code
 
 
-def completion_result(admitted: Admitted, choices: Sequence[ChoiceDelta], usage: Usage) -> Result:
-    """Build the result of a completion from the choices of its one prompt."""
-    outputs = [Output(delta.text, list(delta.token_ids), delta.finish_reason or "") for delta in choices]
-    return Result(admitted.prompts[0].ids, outputs, usage)
+class Logprob(Struct, frozen=True):
+    """Log-probability of one token at one position."""
+
+    logprob: float
+    rank: int | None
+    """1 for the most probable token; None for a token that is not among the alternatives."""
+    decoded_token: str
+    """Text of the token; bytes that are not valid UTF-8 on their own are U+FFFD."""
 
 
-def chat_result(admitted: Admitted, shape: MessageShape, choices: Sequence[ChoiceDelta], usage: Usage) -> Result:
-    """Build the result of a chat; each choice is parsed as a message."""
-    return Result(admitted.prompts[0].ids, [_output(delta, shape.new_parser()) for delta in choices], usage)
+Position = dict[int, Logprob]
+"""Token ids at one position: the sampled token, or that of the prompt, and the most probable ones."""
 
 
-def _output(delta: ChoiceDelta, parser: MessageParser) -> Output:
-    message = join_deltas(parser.push(delta))
-    reason = parser.finish_reason(delta.finish_reason or "")
-    return Output(message.content or "", list(delta.token_ids), reason, message.reasoning, message.calls)
+class Output(Struct, frozen=True):
+    """One choice of a result."""
+
+    text: str
+    """Text of the choice; for a chat, the content of the message."""
+    token_ids: list[int]
+    """Sampled ids, including the one that ended the sequence."""
+    finish_reason: str
+    reasoning: str | None = None
+    calls: Sequence[ToolCall] = ()
+    """Tool calls of a chat."""
+    index: int = 0
+    logprobs: list[Position] | None = None
+    """Log-probabilities of each token of the text, without the id that ended the sequence; None unless requested."""
+    cumulative_logprob: float | None = None
+    """Sum of the log-probabilities of `token_ids`; None unless `logprobs` or `best_of` needed them."""
+
+
+class Result(Struct, frozen=True):
+    """Result of one prompt or one conversation."""
+
+    prompt_token_ids: list[int]
+    outputs: list[Output]
+    """Choices, `n` of them; none if the request failed."""
+    usage: Usage
+    prompt: str | None = None
+    """Text of the prompt; None for a prompt of token ids."""
+    prompt_logprobs: list[Position | None] | None = None
+    """Log-probabilities of each token of the prompt, None for the first; None unless requested."""
+    error: RequestError | None = None
+    """Reason why the request was refused or failed; None for one that succeeded."""
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice.
+
+        Raises RequestError if the request failed.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.outputs[0].text
+
+
+class OutputDelta(Struct, frozen=True):
+    """Text and tokens that a stream adds to one choice."""
+
+    index: int
+    """Number of the choice."""
+    text: str
+    """Text added to the choice; for a chat, to the content of the message."""
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """Reason of the end, in the last piece of the choice; None before."""
+    reasoning: str | None = None
+    calls: Sequence[ToolCall] = ()
+    """Complete tool calls of a chat, in the last piece of the choice."""
+    logprobs: list[Position] | None = None
+    """Log-probabilities of the tokens of `text`; None unless requested."""
+
+
+def failed_result(error: RequestError) -> Result:
+    """Build the result of a request without output."""
+    return Result([], [], Usage(0, 0, 0), error=error)
+
+
+class ResultBuilder:
+    """Turn the choices of one request into its result.
+
+    `shape` tells how the choices of a chat are parsed; None for a completion. `with_logprobs` tells whether the outputs
+    have log-probabilities, those of the prompt aside.
+    """
+
+    def __init__(self, admitted: Admitted, prompt: str | None, shape: MessageShape | None, with_logprobs: bool) -> None:
+        self.admitted = admitted
+        self._prompt = prompt
+        self._shape = shape
+        self._with_logprobs = with_logprobs
+
+    def new_parser(self) -> MessageParser | None:
+        """Create the parser of one choice of a chat."""
+        return None if self._shape is None else self._shape.new_parser()
+
+    def result(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Result:
+        """Build the result from whole choices, of which `best_of` keeps the best."""
+        options, ids = self.admitted.options, self.admitted.prompts[0].ids
+        prompt_logprobs: list[Position | None] | None = None
+        if options.prompt_logprobs is not None:
+            scored = choices[0].logprobs[: len(ids)]
+            prompt_logprobs = [None if token.logprob is None else _position(token) for token in scored]
+        if options.num_returned is not None:
+            choices = keep_best(choices, options.n, options.num_returned)
+        outputs = [self._output(index, choice) for index, choice in enumerate(choices)]
+        return Result(ids, outputs, usage, self._prompt, prompt_logprobs)
+
+    def output_logprobs(self, scored: Sequence[ScoredToken]) -> list[Position] | None:
+        """Format the log-probabilities of tokens of the output.
+
+        None unless they were requested.
+        """
+        return [_position(token) for token in scored] if self._with_logprobs else None
+
+    def _output(self, index: int, choice: ChoiceDelta) -> Output:
+        mean, ids = choice.mean_logprob, list(choice.token_ids)
+        echoed = len(self.admitted.prompts[0].ids) if self.admitted.options.prompt_logprobs is not None else 0
+        logprobs = self.output_logprobs(choice.logprobs[echoed:])
+        cumulative = None if mean is None else mean * len(ids)
+        reason, parser = choice.finish_reason or "", self.new_parser()
+        if parser is None:
+            return Output(choice.text, ids, reason, index=index, logprobs=logprobs, cumulative_logprob=cumulative)
+        message = join_deltas(parser.push(choice))
+        return Output(
+            message.content or "",
+            ids,
+            parser.finish_reason(reason),
+            message.reasoning,
+            message.calls,
+            index,
+            logprobs,
+            cumulative,
+        )
+
+
+def _position(token: ScoredToken) -> Position:
+    """Format one position, the token itself first."""
+    ids = list(token.alternative_ids)
+    rank = ids.index(token.token_id) + 1 if token.token_id in ids else None
+    own = Logprob(token.logprob or 0.0, rank, _text(token.token))
+    found = {token.token_id: own}
+    for number, (token_id, (other, logprob)) in enumerate(zip(ids, token.alternatives, strict=True), 1):
+        found.setdefault(token_id, Logprob(logprob, number, _text(other)))
+    return found
+
+
+def _text(token: bytes) -> str:
+    return token.decode(errors="replace")

@@ -4,9 +4,8 @@ It comprises an engine process, a connection to it, and the requests in flight.
 """
 
 import asyncio
-import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,27 +13,35 @@ import msgspec
 
 from tandem.frontend.api.chat_completions.request import parse_chat
 from tandem.frontend.api.completions.request import parse_completion
-from tandem.frontend.api.generation_response import collect_choices
 from tandem.frontend.api.service import Service, build_service
 from tandem.frontend.config import ChatOptions, FrontendConfig
 from tandem.frontend.errors import ApiError
-from tandem.frontend.generation.admission import Admitted
-from tandem.frontend.generation.choice import ChoiceDelta
-from tandem.frontend.generation.generation import Generation, Usage
-from tandem.frontend.offline.result import EngineError, RequestError, Result, chat_result, completion_result
-from tandem.frontend.process import ManagedProcess
-from tandem.frontend.progress import Progress
+from tandem.frontend.generation.generation import Generation
+from tandem.frontend.offline.batch import Batch, BatchOptions
+from tandem.frontend.offline.choice_stream import ChoiceStream
+from tandem.frontend.offline.engine_process import EngineProcess
+from tandem.frontend.offline.fields import Conversation, Fields
+from tandem.frontend.offline.result import (
+    EngineError,
+    OutputDelta,
+    RequestError,
+    Result,
+    ResultBuilder,
+)
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.prompts import Prompt
-from tandem.frontend.supervisor.launch import engine_command, model_dir, private_endpoint
+from tandem.frontend.supervisor.launch import model_dir, private_endpoint
 from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.logs import LogLevel
 
 _UNLIMITED = 2**31 - 1
 _POLL_SECONDS = 0.05
-_STOP_SECONDS = 10.0
-"""Seconds that the engine gets to end before it is killed."""
+_END_SECONDS = 5.0
+"""Seconds to wait for the end of an engine whose connection broke, to tell what it ended with."""
+_ANY_CONVERSATION = ({"role": "user", "content": "x"},)
 
-Ask = Callable[[Any, dict[str, Any]], Awaitable[Result]]
+Item = Prompt | Conversation
+"""A prompt to complete, or a conversation to answer."""
 
 
 class OfflineSession:
@@ -43,11 +50,12 @@ class OfflineSession:
     They run in one event loop, from `open` to `close`.
     """
 
-    def __init__(self, options: EngineOptions, chat: ChatOptions) -> None:
+    def __init__(self, options: EngineOptions, chat: ChatOptions, log_level: LogLevel) -> None:
         self._options = options
         self._chat = chat
+        self._log_level = log_level
         self._resources = ExitStack()
-        self._engine: ManagedProcess | None = None
+        self._engine: EngineProcess | None = None
         self._service: Service | None = None
 
     @property
@@ -65,14 +73,16 @@ class OfflineSession:
         self._service = build_service(
             FrontendConfig(endpoint, folder, max_concurrent=_UNLIMITED, max_queued_tokens=_UNLIMITED, store=False)
         )
-        self._engine = ManagedProcess("engine core", engine_command(endpoint, self._options))
+        self._engine = EngineProcess(endpoint, self._options, self._log_level)
         await self._engine.start()
         self._service.client.start()
         deadline = time.monotonic() + timeout
         while not (health := self._service.client.health()).ready:
-            self._check_engine()
+            await self._engine.check()
             if time.monotonic() > deadline:
-                raise EngineError(f"the engine core is not ready after {timeout:.0f} s: {health.reason}")
+                raise EngineError(
+                    f"the engine core is not ready after {timeout:.0f} s: {health.reason}; raise startup_timeout"
+                )
             await asyncio.sleep(_POLL_SECONDS)
 
     async def close(self) -> None:
@@ -81,85 +91,106 @@ class OfflineSession:
             if self._service is not None:
                 await self._service.close()
             if self._engine is not None:
-                await self._engine.stop(_STOP_SECONDS)
+                await self._engine.stop()
 
-    async def generate(self, prompts: Sequence[Prompt], fields: dict[str, Any], show: bool) -> list[Result]:
-        return await self._run_all(self._complete, prompts, fields, show)
+    async def generate(self, prompts: Sequence[Prompt], fields: Fields, options: BatchOptions) -> list[Result]:
+        self._check_values(fields, chat=False)
+        return await self._run_all("generate", prompts, fields, options)
 
-    async def chat(self, conversations: Sequence[Any], fields: dict[str, Any], show: bool) -> list[Result]:
-        return await self._run_all(self._answer, conversations, fields, show)
+    async def chat(self, conversations: Sequence[Conversation], fields: Fields, options: BatchOptions) -> list[Result]:
+        self._check_values(fields, chat=True)
+        return await self._run_all("chat", conversations, fields, options)
 
-    async def _run_all(self, ask: Ask, items: Sequence[Any], fields: dict[str, Any], show: bool) -> list[Result]:
-        """Run `ask` on each item and return the results in their order.
+    async def stream(self, item: Item, fields: Fields, *, chat: bool) -> AsyncIterator[OutputDelta]:
+        """Yield the output of one request while it is generated.
 
-        Raises RequestError for the first item that fails and cancels the others.
+        Raises RequestError if it is refused or fails, EngineError if the engine has ended.
         """
-        service = self._running()
-        results: list[Result | None] = [None] * len(items)
-        progress = Progress("generate", len(items), None)
-        started = time.monotonic()
-        waiting, done = iter(enumerate(items)), itertools.count(1)
+        try:
+            generation, builder = await self._start(item, fields, chat)
+            streams = [ChoiceStream(builder) for _ in range(generation.admitted.num_choices)]
+            try:
+                async for batch in generation.batches():
+                    for piece in batch:
+                        yield streams[piece.index].push(piece)
+            finally:
+                generation.close("cancelled")
+        except ApiError as error:
+            await self._check_lost()
+            raise RequestError(0, error) from None
 
-        async def work() -> None:
-            for index, item in waiting:
+    async def _run_all(self, label: str, items: Sequence[Item], fields: Fields, options: BatchOptions) -> list[Result]:
+        workers = 2 * (await self._running()).ready().limits.max_rows
+        batch = Batch(label, len(items), options)
+
+        async def run(item: Item) -> Result:
+            try:
+                generation, builder = await self._start(item, fields, label == "chat")
                 try:
-                    results[index] = await ask(item, fields)
-                except ApiError as error:
-                    raise RequestError(index, error) from error
-                if show:
-                    progress.draw(next(done), time.monotonic() - started)
+                    return builder.result(await batch.collect(generation), generation.usage())
+                finally:
+                    generation.close("cancelled")
+            except ApiError:
+                await self._check_lost()
+                raise
 
         # Twice the rows, so that a row that becomes free finds a request waiting in the engine.
-        workers = min(len(items), 2 * service.ready().limits.max_rows)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(workers):
-                    group.create_task(work())
-        except* RequestError as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            if show:
-                progress.clear()
-        return [one for one in results if one is not None]
+        return await batch.run(run, items, workers)
 
-    def _running(self) -> Service:
+    async def _running(self) -> Service:
         """Return the service. Raises EngineError if the engine has ended."""
-        assert self._service is not None, "the session was not opened"
-        self._check_engine()
+        if self._engine is None or self._service is None:
+            raise EngineError("the engine core was not started")
+        await self._engine.check()
         return self._service
 
-    def _check_engine(self) -> None:
-        """Raise EngineError if the engine process does not run."""
-        if self._engine is None:
-            raise EngineError("the engine core was not started")
-        if status := self._engine.exit_status:
-            raise EngineError(f"the engine core ended with {status}; its message is on stderr")
+    async def _check_lost(self) -> None:
+        """Raise EngineError if a request failed because the engine process ends."""
+        assert self._service is not None and self._engine is not None, "a request was started"
+        deadline = time.monotonic() + _END_SECONDS
+        while not self._service.client.health().ready and time.monotonic() < deadline:
+            await self._engine.check()
+            await asyncio.sleep(_POLL_SECONDS)
+        await self._engine.check()
 
-    async def _complete(self, prompt: Prompt, fields: dict[str, Any]) -> Result:
-        service = self._running()
+    def _check_values(self, fields: Fields, *, chat: bool) -> None:
+        """Raise RequestError for a value that no request of the call can have."""
+        any_item: dict[str, Any] = {"messages": _ANY_CONVERSATION} if chat else {"prompt": "x"}
+        body = msgspec.json.encode({"model": "any", **fields.body, **any_item})
+        try:
+            if chat:
+                parse_chat(body, self._chat.default_max_tokens, IgnoredFields())
+            else:
+                parse_completion(body, IgnoredFields())
+        except ApiError as error:
+            raise RequestError(0, error) from None
+
+    async def _start(self, item: Item, fields: Fields, chat: bool) -> tuple[Generation, ResultBuilder]:
+        """Submit one request. The caller closes the generation."""
+        service = await self._running()
+        builder = await (self._admit_chat(service, item, fields) if chat else self._admit(service, item, fields))
+        generation = Generation(service.client, service.tokenizer, service.metrics, builder.admitted, time.monotonic())
+        try:
+            generation.start(*service.config.load_limits)
+        except BaseException:
+            generation.close("cancelled")
+            raise
+        return generation, builder
+
+    async def _admit(self, service: Service, prompt: Any, fields: Fields) -> ResultBuilder:
         ready = service.ready()
-        parsed = parse_completion(
-            msgspec.json.encode({"model": ready.model.name, **fields, "prompt": prompt}), IgnoredFields()
-        )
+        body = msgspec.json.encode({"model": ready.model.name, **fields.body, "prompt": prompt})
+        parsed = parse_completion(body, IgnoredFields())
+        options = msgspec.structs.replace(parsed.options, prompt_logprobs=fields.prompt_logprobs)
         admitted = await service.admission.admit(
-            parsed.options, parsed.prompts, ready, add_special_tokens=parsed.add_special_tokens
+            options, parsed.prompts, ready, add_special_tokens=parsed.add_special_tokens
         )
-        return completion_result(admitted, *await self._generate(admitted))
+        return ResultBuilder(admitted, prompt if isinstance(prompt, str) else None, None, fields.with_logprobs)
 
-    async def _answer(self, conversation: Any, fields: dict[str, Any]) -> Result:
-        service = self._running()
+    async def _admit_chat(self, service: Service, conversation: Any, fields: Fields) -> ResultBuilder:
         ready = service.ready()
-        body = msgspec.json.encode({"model": ready.model.name, **fields, "messages": conversation})
+        body = msgspec.json.encode({"model": ready.model.name, **fields.body, "messages": conversation})
         ignored = IgnoredFields()
         parsed = parse_chat(body, self._chat.default_max_tokens, ignored)
         admitted, shape = await service.chat.admit(parsed.options, parsed.conversation, parsed.tool_use, ready, ignored)
-        return chat_result(admitted, shape, *await self._generate(admitted))
-
-    async def _generate(self, admitted: Admitted) -> tuple[list[ChoiceDelta], Usage]:
-        service = self._running()
-        generation = Generation(service.client, service.tokenizer, service.metrics, admitted, time.monotonic())
-        try:
-            generation.start(*service.config.load_limits)
-            return await collect_choices(generation.batches(), admitted.num_choices), generation.usage()
-        finally:
-            generation.close("cancelled")
+        return ResultBuilder(admitted, admitted.prompts[0].text, shape, fields.with_logprobs)

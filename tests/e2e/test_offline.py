@@ -34,3 +34,27 @@ def test_offline_chats_equal_those_of_the_server(llm: LLM, client: openai.OpenAI
     assert [result.text for result in results] == [reply.message.content for reply in replies]
     assert [result.outputs[0].finish_reason for result in results] == [reply.finish_reason for reply in replies]
     assert llm.chat(conversations[0], temperature=0)[0].text == results[0].text
+
+
+def test_offline_scores_and_choices_equal_those_of_the_server(llm: LLM, client: openai.OpenAI) -> None:
+    options = {"max_tokens": 8, "temperature": 0.8, "seed": 7, "logprobs": 2, "n": 2, "best_of": 4}
+    response = client.completions.create(model=MODEL, prompt=QUESTIONS[0], **options)  # type: ignore[call-overload]
+    [result] = llm.generate(QUESTIONS[0], **options)
+    assert [output.text for output in result.outputs] == [choice.text for choice in response.choices]
+    for output, choice in zip(result.outputs, response.choices, strict=True):
+        shown = zip(output.token_ids, output.logprobs or [], strict=False)
+        assert [found[token].logprob for token, found in shown] == pytest.approx(choice.logprobs.token_logprobs)
+    echoed = client.completions.create(
+        model=MODEL, prompt=QUESTIONS[0], max_tokens=0, echo=True, logprobs=0
+    ).choices[0].logprobs  # fmt: skip
+    [scored] = llm.generate(QUESTIONS[0], max_tokens=0, prompt_logprobs=0)
+    assert echoed is not None and scored.prompt_logprobs is not None
+    pairs = zip(scored.prompt_token_ids[1:], scored.prompt_logprobs[1:], strict=True)
+    assert [found[token].logprob for token, found in pairs if found] == pytest.approx((echoed.token_logprobs or [])[1:])
+
+
+def test_offline_streams_equal_the_whole_answers(llm: LLM) -> None:
+    talk = [{"role": "user", "content": QUESTIONS[1]}]
+    assert (
+        "".join(piece.text for piece in llm.stream_chat(talk, temperature=0)) == llm.chat(talk, temperature=0)[0].text
+    )

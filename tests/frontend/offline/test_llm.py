@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from tandem.frontend.offline.llm import LLM, EngineError, LaunchError, RequestError
-from tests.fakes.tokenizer import byte_level_tokenizer, write_tokenizer
+from tests.fakes.engine_request import fake_logprob
+from tests.fakes.tokenizer import byte_level_tokenizer, write_chat_template, write_tokenizer
 from tests.frontend.conftest import DEADLINE, until
 from tests.support.tandem_with_fake_engine import write_tandem
 
@@ -57,29 +58,105 @@ def test_generate_accepts_texts_and_token_ids(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
-def test_a_refused_request_is_named_and_the_next_call_works(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="request 1: This model's maximum context length is 2048") as caught:
-        llm.generate(["a", "b " * 3000], max_tokens=4)
-    assert (caught.value.index, caught.value.code) == (1, "context_length_exceeded")
+def test_a_refused_prompt_does_not_lose_the_others(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    prompts = ["a", "b " * 3000, "c"]
+    first, refused, last = llm.generate(prompts, max_tokens=4)
+    assert first.outputs[0].token_ids and last.outputs[0].token_ids
+    assert refused.outputs == []
+    assert refused.error is not None
+    assert (refused.error.index, refused.error.code) == (1, "context_length_exceeded")
+    with pytest.raises(RequestError, match="request 1: This model's maximum context length is 2048"):
+        _ = refused.text
+    assert "1 of 3 requests failed, the first with: request 1: This model's" in caplog.text
+    with pytest.raises(RequestError, match="request 1: This model's maximum context length is 2048"):
+        llm.generate(prompts, max_tokens=4, raise_on_error=True)
+    [answer] = llm.chat([{"role": "user", "content": "a"}])
+    assert answer.error is not None and "chat template" in answer.error.message
+    assert llm.generate("a", max_tokens=1)[0].usage.completion_tokens == 1
+
+
+def test_a_value_that_no_prompt_can_have_is_raised(llm: LLM) -> None:
     with pytest.raises(RequestError, match="'temperature' must be between 0 and 2, not 3"):
-        llm.generate("a", temperature=3)
+        llm.generate(["a", "b"], temperature=3)
     with pytest.raises(RequestError, match="'suffix' is not supported"):
         llm.generate("a", suffix="x")
-    with pytest.raises(TypeError, match="'temprature' is not a field of this request; did you mean 'temperature'"):
-        llm.generate("a", temprature=1)
-    with pytest.raises(TypeError, match="'echo_' is not a field"):
-        llm.chat([{"role": "user", "content": "a"}], echo_=True)
-    with pytest.raises(TypeError, match="'stream' is not a sampling field"):
-        llm.generate("a", stream=True)
-    with pytest.raises(RequestError, match="chat template"):
-        llm.chat([{"role": "user", "content": "a"}])
-    assert llm.generate("a", max_tokens=1)[0].usage.completion_tokens == 1
+    with pytest.raises(RequestError, match="'top_logprobs' needs 'logprobs'"):
+        llm.chat([{"role": "user", "content": "a"}], top_logprobs=2)
+    with pytest.raises(TypeError, match="prompt 0 is a list with a str; a prompt is a text or a list of token ids"):
+        llm.generate([["a", "b"]])  # type: ignore[list-item]
+
+
+def test_best_of_returns_the_best_choices_like_http(llm: LLM) -> None:
+    [result] = llm.generate("abc", max_tokens=4, n=2, best_of=3)
+    assert [output.index for output in result.outputs] == [0, 1]
+    sums = [output.cumulative_logprob for output in result.outputs]
+    assert sums == sorted(sums, key=lambda one: -(one or 0.0))
+    assert result.outputs[0].logprobs is None
+    assert len(llm.generate("abc", max_tokens=4, best_of=3)[0].outputs) == 1
+
+
+def test_logprobs_of_output_and_prompt_are_in_the_result(llm: LLM) -> None:
+    ids = [5, 6, 7]
+    [result] = llm.generate([ids], max_tokens=3, logprobs=2, prompt_logprobs=1)
+    assert result.prompt is None
+    [output] = result.outputs
+    assert output.text == RAW.decode(output.token_ids), "the prompt is not repeated"
+    assert output.logprobs is not None and result.prompt_logprobs is not None
+    for position, (token, found) in enumerate(zip(output.token_ids, output.logprobs, strict=True), len(ids)):
+        assert found[token].logprob == fake_logprob(position, token)
+        assert found.keys() == {token, 2, 3}
+        assert (found[token].rank, found[3].rank) == (None, 2)
+        assert found[token].decoded_token == RAW.decode([token])
+    assert output.cumulative_logprob == sum(
+        found[token].logprob for token, found in zip(ids, output.logprobs, strict=True)
+    )
+    assert result.prompt_logprobs[0] is None
+    for position, found_or_none in enumerate(result.prompt_logprobs[1:], 1):
+        assert found_or_none is not None
+        assert found_or_none[ids[position]].logprob == fake_logprob(position, ids[position])
+    [scored] = llm.generate("a prompt", max_tokens=0, prompt_logprobs=0)
+    assert scored.prompt == "a prompt" and scored.outputs[0].text == "" and scored.outputs[0].logprobs is None
+    assert scored.prompt_logprobs is not None and len(scored.prompt_logprobs) == len(scored.prompt_token_ids)
+    [plain] = llm.generate("a", max_tokens=1)
+    assert plain.prompt_logprobs is None and plain.outputs[0].logprobs is None
+    assert plain.outputs[0].cumulative_logprob is None
+
+
+def test_a_stream_yields_the_text_of_the_result(llm: LLM) -> None:
+    [result] = llm.generate("the quick fox", max_tokens=20, n=2, seed=1)
+    pieces = list(llm.stream("the quick fox", max_tokens=20, n=2, seed=1, logprobs=0))
+    for output in result.outputs:
+        mine = [piece for piece in pieces if piece.index == output.index]
+        assert "".join(piece.text for piece in mine) == output.text
+        assert [token for piece in mine for token in piece.token_ids] == output.token_ids
+        assert [piece.finish_reason for piece in mine[:-1]] == [None] * (len(mine) - 1)
+        assert mine[-1].finish_reason == "length"
+        assert sum(len(piece.logprobs or ()) for piece in mine) == 20
+    with pytest.raises(RequestError, match="maximum context length"):
+        next(iter(llm.stream("b " * 3000)))
+    with pytest.raises(TypeError, match="prompt_logprobs"):
+        llm.stream("a", prompt_logprobs=1)
+    abandoned = iter(llm.stream("a", max_tokens=2000))
+    assert next(abandoned).token_ids
+    abandoned.close()  # type: ignore[attr-defined]
+    assert llm.generate("a", max_tokens=1)[0].error is None
+
+
+def test_a_chat_is_answered_with_reasoning_and_streamed(folder: Path) -> None:
+    write_chat_template(folder)
+    talk = [{"role": "user", "content": "use os.path.join"}]
+    with LLM(str(folder), log_level="warning") as llm:
+        one, two = llm.chat([talk, talk], max_tokens=12)
+        assert one.prompt == "user: use os.path.join\nassistant:"
+        assert one.text == two.text == "".join(piece.text for piece in llm.stream_chat(talk, max_tokens=12))
+        [scored] = llm.chat(talk, max_tokens=2, logprobs=True, top_logprobs=1)
+        assert [len(found) for found in scored.outputs[0].logprobs or ()] == [2, 2]
 
 
 def test_a_dead_engine_fails_running_and_later_calls(llm: LLM) -> None:
     assert llm.engine_pid is not None
     os.kill(llm.engine_pid, signal.SIGKILL)
-    with pytest.raises((RequestError, EngineError)):
+    with pytest.raises(EngineError, match="ended with signal SIGKILL"):
         llm.generate(["a"] * 50, max_tokens=2000)
     until(lambda: not psutil.pid_exists(llm.engine_pid or 0), "the engine is gone")
     with pytest.raises(EngineError, match="ended with signal SIGKILL"):
@@ -123,13 +200,20 @@ def test_the_engine_ends_with_its_process(folder: Path, end: str) -> None:
     until(lambda: not psutil.pid_exists(pid), "the engine is gone")
 
 
-def test_a_model_that_cannot_start_raises_with_the_reason(folder: Path) -> None:
-    with pytest.raises(TypeError, match="max_row"):
+def test_a_model_that_cannot_start_raises_with_the_reason(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TypeError, match="'max_row' is not an option of LLM; did you mean 'max_rows'"):
         LLM(str(folder), max_row=3)
+    with pytest.raises(ValueError, match="log_level must be one of debug, info, warning, error, not 'loud'"):
+        LLM(str(folder), log_level="loud")
     with pytest.raises(LaunchError, match="not a directory"):
         LLM(str(folder / "none"))
+    log = "2026-11-22 06:00:00,000 engine INFO loading"
+    write_tandem(folder, f"import sys; sys.exit(f'tandem engine: a reason for {{sys.argv[-1]}}\\n{log}')")
+    with pytest.raises(EngineError, match=r"ended with exit code 1: a reason for --log-level=error$"):
+        LLM(str(folder), log_level="error")
+    assert f"{log}\n" in capsys.readouterr().err
     write_tandem(folder, "import sys; sys.exit(2)")
-    with pytest.raises(EngineError, match="ended with exit code 2; its message is on stderr"):
+    with pytest.raises(EngineError, match=r"ended with exit code 2$"):
         LLM(str(folder))
     write_tandem(folder, "import time; time.sleep(1000)")
     with pytest.raises(EngineError, match="not ready after 0 s: no heartbeat"):

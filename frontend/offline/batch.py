@@ -1,0 +1,105 @@
+"""The requests of one call, run concurrently, with a progress bar."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import TypeVar
+
+from msgspec import Struct
+
+from tandem.frontend.api.generation_response import collect_choices
+from tandem.frontend.errors import ApiError
+from tandem.frontend.generation.choice import ChoiceDelta
+from tandem.frontend.generation.generation import Generation
+from tandem.frontend.offline.result import EngineError, RequestError, Result, failed_result
+from tandem.frontend.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+_Item = TypeVar("_Item")
+
+
+class BatchOptions(Struct, frozen=True):
+    """Options of running the requests of a call."""
+
+    progress: bool = True
+    """True for a progress bar, if stderr is a terminal."""
+    raise_on_error: bool = False
+    """True to raise for the first request that fails and cancel the others."""
+
+
+class Batch:
+    """Requests of one call and what they have generated so far."""
+
+    def __init__(
+        self, label: str, total: int, options: BatchOptions, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._options = options
+        self._clock = clock
+        self._bar = Progress(label, total, None)
+        self._started = clock()
+        self._drawn = self._started
+        self._done = 0
+        self._tokens = 0
+
+    async def run(
+        self, run_one: Callable[[_Item], Awaitable[Result]], items: Sequence[_Item], workers: int
+    ) -> list[Result]:
+        """Run every item and return the results in their order.
+
+        At most `workers` run at once. An ApiError becomes the result's error, or is raised as RequestError
+        (`BatchOptions.raise_on_error`). Raises EngineError if the engine has ended.
+        """
+        results: list[Result | None] = [None] * len(items)
+        waiting = iter(enumerate(items))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(len(items), workers)):
+                    group.create_task(self._work(run_one, waiting, results))
+        except* (RequestError, EngineError) as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            if self._options.progress:
+                self._bar.clear()
+        found = [one for one in results if one is not None]
+        self._report_failures(found)
+        return found
+
+    async def collect(self, generation: Generation) -> list[ChoiceDelta]:
+        """Collect the choices of a request and count their tokens as they arrive."""
+        return await collect_choices(self._counted(generation), generation.admitted.num_choices)
+
+    async def _work(
+        self,
+        run_one: Callable[[_Item], Awaitable[Result]],
+        waiting: Iterator[tuple[int, _Item]],
+        results: list[Result | None],
+    ) -> None:
+        for index, item in waiting:
+            try:
+                results[index] = await run_one(item)
+            except ApiError as error:
+                failure = RequestError(index, error)
+                if self._options.raise_on_error:
+                    raise failure from error
+                results[index] = failed_result(failure)
+            self._done += 1
+            self._draw()
+
+    async def _counted(self, generation: Generation) -> AsyncIterator[list[ChoiceDelta]]:
+        async for pieces in generation.batches():
+            self._tokens += sum([len(piece.token_ids) for piece in pieces])
+            if self._clock() - self._drawn >= self._bar.interval:
+                self._draw()
+            yield pieces
+
+    def _draw(self) -> None:
+        if self._options.progress:
+            self._drawn = self._clock()
+            self._bar.draw(self._done, self._drawn - self._started, self._tokens)
+
+    def _report_failures(self, results: Sequence[Result]) -> None:
+        errors = [result.error for result in results if result.error is not None]
+        if errors:
+            logger.warning("%d of %d requests failed, the first with: %s", len(errors), len(results), errors[0])

@@ -1,0 +1,84 @@
+"""The engine process of offline inference, and its last words on stderr."""
+
+import asyncio
+import re
+import sys
+from collections import deque
+from typing import get_args
+
+from tandem.frontend.offline.result import EngineError
+from tandem.frontend.process import ManagedProcess
+from tandem.frontend.supervisor.launch import engine_command
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.logs import LogLevel
+
+_STOP_SECONDS = 10.0
+"""Seconds that the engine gets to end before it is killed."""
+_TAIL_SECONDS = 1.0
+"""Seconds to read what an ended process has written; its own children may hold stderr open."""
+_MAX_LINE_BYTES = 2**16
+_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d ")
+_NAME = re.compile(r"^(tandem engine|python -m tandem\.engine_core: error): ")
+
+
+class EngineProcess:
+    """Engine process of one session.
+
+    Its stderr is passed on to this process's stderr.
+    """
+
+    def __init__(self, endpoint: str, options: EngineOptions, log_level: LogLevel) -> None:
+        command = [*engine_command(endpoint, options), f"--log-level={log_level}"]
+        self._process = ManagedProcess("engine core", command, stderr_limit=_MAX_LINE_BYTES)
+        self._last_lines: deque[str] = deque(maxlen=20)
+        self._reader: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    async def start(self) -> None:
+        await self._process.start()
+        self._reader = asyncio.create_task(self._pass_on())
+
+    async def stop(self) -> None:
+        """End the process and pass on what it still writes."""
+        await self._process.stop(_STOP_SECONDS)
+        await self._read_rest()
+
+    async def check(self) -> None:
+        """Raise EngineError, with the reason, if the process has ended."""
+        if not (status := self._process.exit_status):
+            return
+        await self._read_rest()
+        # A line of the log does not tell the reason, and a process that was killed has not written one.
+        lines = [line for line in self._last_lines if line.strip() and not _LOG_LINE.match(line)]
+        reason = f": {_NAME.sub('', lines[-1].strip())}" if lines and "SIGKILL" not in status else ""
+        raise EngineError(f"the engine core ended with {status}{reason}")
+
+    async def _read_rest(self) -> None:
+        if self._reader is not None:
+            await asyncio.wait([self._reader], timeout=_TAIL_SECONDS)
+            self._reader.cancel()
+
+    async def _pass_on(self) -> None:
+        while True:
+            try:
+                line = await self._process.stderr.readline()
+            except ValueError:  # longer than the limit; the reader has dropped it
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace")
+            self._last_lines.append(text)
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+def check_log_level(level: str) -> LogLevel:
+    """Return a log level. Raises ValueError for another text."""
+    levels: tuple[LogLevel, ...] = get_args(LogLevel)
+    for known in levels:
+        if level == known:
+            return known
+    raise ValueError(f"log_level must be one of {', '.join(levels)}, not {level!r}")

@@ -1,0 +1,179 @@
+"""Keywords of offline calls: fields of an HTTP request, and short forms."""
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+from msgspec import Struct
+
+from tandem.frontend.api.chat_completions.request import BODY as CHAT
+from tandem.frontend.api.completions.request import BODY as COMPLETION
+from tandem.frontend.request.prompts import Prompt
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.params import MAX_TOP_LOGPROBS
+
+Conversation = Sequence[Mapping[str, Any]]
+
+_ELSEWHERE = {
+    "prompt": "it is the first argument",
+    "messages": "it is the first argument",
+    "model": "it is given to the constructor",
+    "stream": "call stream() or stream_chat()",
+    "stream_options": "the result has the usage",
+    "stream_format": "call stream() or stream_chat()",
+    "return_token_ids": "the result has the ids",
+    "echo": "give prompt_logprobs=N; the result has the prompt",
+    "use_tqdm": "give progress=False to hide the bar",
+    "sampling_params": "give its fields as keywords, such as temperature=0, max_tokens=64",
+}
+"""Names that are not keywords here, and what to do instead."""
+
+_OTHER_OPTIONS = {
+    "max_model_len": "max_len",
+    "context_length": "max_len",
+    "max_num_seqs": "max_rows",
+    "max_running_requests": "max_rows",
+    "max_num_batched_tokens": "max_step_tokens",
+    "gpu_memory_utilization": "gpu_memory",
+    "mem_fraction_static": "gpu_memory",
+    "enable_prefix_caching": "prefix_cache",
+    "kv_cache_dtype": "kv_dtype",
+    "model_path": "model",
+    "block_size": "page_size",
+    "verbose": "log_level",
+}
+"""Options of other engines, and the one here that comes nearest."""
+
+
+class Fields(Struct, frozen=True):
+    """Checked keywords of one call."""
+
+    body: dict[str, Any]
+    """Fields of the HTTP request."""
+    prompt_logprobs: int | None = None
+    """Number of alternatives for each token of a prompt; None for no log-probabilities of prompts."""
+    with_logprobs: bool = False
+    """True if the outputs have log-probabilities."""
+
+
+def engine_options(model: str | None, options: Mapping[str, Any]) -> EngineOptions:
+    """Build the engine's settings from the keywords of a constructor.
+
+    Raises TypeError for a name that is not an option; it names the nearest one.
+    """
+    known = EngineOptions.__struct_fields__
+    for name in options:
+        if name not in known:
+            near = _OTHER_OPTIONS.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), None)
+            hint = f"; did you mean {near!r}?" if near else f"; the options are {', '.join(known)}"
+            raise TypeError(f"{name!r} is not an option of LLM{hint}")
+    return EngineOptions(model=model, **options)
+
+
+def completion_fields(given: Mapping[str, Any], stream: bool = False) -> Fields:
+    """Check the keywords of a completion.
+
+    A server ignores fields that it does not know, for the sake of its clients; here such a name is a typing error.
+    Raises TypeError for it and for a name that another argument stands for, ValueError for `prompt_logprobs` out of
+    range. The values of the others are checked like a request's.
+    """
+    body = _checked(given, COMPLETION.names, ("prompt_logprobs",))
+    with_logprobs = body.get("logprobs") is not None
+    scored = body.pop("prompt_logprobs", None)
+    if scored is not None:
+        if stream:
+            raise TypeError("'prompt_logprobs' cannot be streamed; call generate()")
+        if type(scored) is not int or not 0 <= scored <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"'prompt_logprobs' must be between 0 and {MAX_TOP_LOGPROBS}, not {scored!r}")
+        body |= {"echo": True, "logprobs": body["logprobs"] if with_logprobs else 0}
+    return Fields({**body, "stream": stream}, scored, with_logprobs)
+
+
+def chat_fields(given: Mapping[str, Any], stream: bool = False) -> Fields:
+    """Check the keywords of a chat.
+
+    Raises TypeError like `completion_fields`.
+    """
+    body = _checked(given, CHAT.names, ())
+    return Fields({**body, "stream": stream}, None, bool(body.get("logprobs")))
+
+
+def _checked(given: Mapping[str, Any], known: Collection[str], own: Collection[str]) -> dict[str, Any]:
+    body = dict(given)
+    for name in given:
+        if name in _ELSEWHERE:
+            raise TypeError(f"{name!r} is not a keyword here; {_ELSEWHERE[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, (*known, *own, "json_schema", "progress", "raise_on_error"), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{name!r} is not a field of this request{hint}")
+    if (schema := body.pop("json_schema", None)) is not None:
+        if body.get("response_format") is not None:
+            raise TypeError("'json_schema' stands for 'response_format'; give one of them")
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    return body
+
+
+def prompt_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return one prompt or several as a list.
+
+    Raises TypeError for an element that is neither a text nor a list of token ids.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        prompts = _listed(prompts)
+    if prompts and isinstance(prompts[0], int):
+        return [check_prompt(prompts, "the prompt")]
+    return [check_prompt(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
+
+
+def check_prompt(prompt: Any, name: str = "the prompt") -> Prompt:
+    """Return a prompt that is a text or a list of token ids.
+
+    Raises TypeError for anything else; `name` stands in the message.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping) or not isinstance(prompt, Sequence):
+        prompt = _listed(prompt, name)
+    wrong = next((part for part in prompt if type(part) is not int), None)
+    if wrong is not None:
+        raise TypeError(
+            f"{name} is a list with a {type(wrong).__name__}; a prompt is a text or a list of token ids, and several "
+            "prompts are one list of those"
+        )
+    return list(prompt)
+
+
+def _listed(value: Any, name: str = "prompts") -> list[Any]:
+    """Return the items of an array, such as NumPy's.
+
+    Raises TypeError for a value that has no `tolist`.
+    """
+    if hasattr(value, "tolist"):
+        return list(value.tolist())
+    _refuse_type(value, name)
+
+
+def _refuse_type(value: Any, name: str) -> NoReturn:
+    raise TypeError(
+        f"{name} must be a text, a list of token ids, or a list of those, not a value of type {type(value).__name__}"
+    )
+
+
+def conversation_batch(conversations: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """Return one conversation or several as a list.
+
+    Raises TypeError for a value that is not a list of messages.
+    """
+    if isinstance(conversations, str | Mapping):
+        raise TypeError("a conversation is a list of messages such as {'role': 'user', 'content': 'Hi'}")
+    if conversations and isinstance(conversations[0], Mapping):
+        return [conversations]  # type: ignore[list-item]
+    for index, conversation in enumerate(conversations):
+        if isinstance(conversation, str | Mapping) or not isinstance(conversation, Sequence):
+            raise TypeError(
+                f"conversation {index} must be a list of messages, not a value of type {type(conversation).__name__}"
+            )
+    return list(conversations)  # type: ignore[arg-type]

@@ -1,0 +1,112 @@
+"""Keywords of offline calls, right and wrong."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tandem.frontend.offline.fields import (
+    chat_fields,
+    completion_fields,
+    conversation_batch,
+    engine_options,
+    prompt_batch,
+)
+
+TALK = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"temprature": 1}, "'temprature' is not a field of this request; did you mean 'temperature'"),
+        ({"max_token": 1}, "did you mean 'max_tokens'"),
+        ({"json_schemas": {}}, "did you mean 'json_schema'"),
+        ({"echo_x_y": 1}, "'echo_x_y' is not a field of this request"),
+        ({"stream": True}, "'stream' is not a keyword here; call stream\\(\\) or stream_chat"),
+        ({"echo": True}, "give prompt_logprobs=N"),
+        ({"use_tqdm": False}, "give progress=False"),
+        ({"sampling_params": 1}, "give its fields as keywords"),
+        ({"model": "m"}, "it is given to the constructor"),
+        ({"json_schema": {}, "response_format": {"type": "text"}}, "give one of them"),
+    ],
+)
+def test_a_name_that_is_no_keyword_is_a_type_error(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(TypeError, match=reason):
+        completion_fields(given)
+    with pytest.raises(TypeError, match=reason):
+        chat_fields(given)
+
+
+def test_json_schema_stands_for_a_response_format() -> None:
+    schema = {"type": "object"}
+    for fields in (completion_fields({"json_schema": schema}), chat_fields({"json_schema": schema})):
+        assert fields.body["response_format"]["json_schema"]["schema"] == schema
+        assert fields.body["response_format"]["type"] == "json_schema"
+        assert "json_schema" not in fields.body
+
+
+def test_prompt_logprobs_become_an_echo() -> None:
+    fields = completion_fields({"prompt_logprobs": 2})
+    assert (fields.prompt_logprobs, fields.with_logprobs, fields.body["logprobs"]) == (2, False, 0)
+    assert fields.body["echo"] is True
+    both = completion_fields({"prompt_logprobs": 0, "logprobs": 3})
+    assert (both.prompt_logprobs, both.with_logprobs, both.body["logprobs"]) == (0, True, 3)
+    for wrong in (-1, 1000, True, "1"):
+        with pytest.raises(ValueError, match="'prompt_logprobs' must be between 0 and"):
+            completion_fields({"prompt_logprobs": wrong})
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], "a", (3,)], [[1, 2], "a", [3]]),
+        ([], []),
+        (np.array([1, 2]), [[1, 2]]),
+        ([np.array([1, 2])], [[1, 2]]),
+    ],
+)
+def test_prompts_are_texts_or_token_ids(given: Any, prompts: list[Any]) -> None:
+    assert prompt_batch(given) == prompts
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ([["a", "b"]], "prompt 0 is a list with a str"),
+        ([1, "a"], "the prompt is a list with a str"),
+        (["a", [1, 2.0]], "prompt 1 is a list with a float"),
+        ([[True]], "a bool"),
+        ([{"prompt": "a"}], "prompt 0 must be a text, a list of token ids, or a list of those, not .* type dict"),
+        (3, "prompts must be a text, .* not a value of type int"),
+    ],
+)
+def test_other_prompts_are_a_type_error(given: Any, reason: str) -> None:
+    with pytest.raises(TypeError, match=reason):
+        prompt_batch(given)
+
+
+def test_conversations_are_lists_of_messages() -> None:
+    assert conversation_batch(TALK) == [TALK]
+    assert conversation_batch([TALK, TALK]) == [TALK, TALK]
+    assert conversation_batch([]) == []
+    with pytest.raises(TypeError, match="a conversation is a list of messages"):
+        conversation_batch("hello")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="conversation 1 must be a list of messages, not a value of type str"):
+        conversation_batch([TALK, "hello"])  # type: ignore[list-item]
+
+
+def test_an_unknown_option_names_the_nearest_one() -> None:
+    assert engine_options("m", {"max_rows": 3}).max_rows == 3
+    for name, near in (
+        ("max_model_len", "max_len"),
+        ("gpu_memory_utilization", "gpu_memory"),
+        ("page_sizes", "page_size"),
+    ):
+        with pytest.raises(TypeError, match=f"{name!r} is not an option of LLM; did you mean {near!r}"):
+            engine_options(None, {name: 1})
+    with pytest.raises(TypeError, match="'xyzzy' is not an option of LLM; the options are model, served_model_name"):
+        engine_options(None, {"xyzzy": 1})
