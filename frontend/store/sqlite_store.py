@@ -77,10 +77,9 @@ class SqliteStore:
                 return False
             num, _, thread, _ = row
             self._execute("UPDATE responses SET hidden = 1 WHERE num = ?", num)
-            unused = "hidden AND num NOT IN (SELECT previous FROM responses WHERE thread = ? AND previous NOT NULL)"
-            while self._execute(f"DELETE FROM responses WHERE thread = ? AND {unused}", thread, thread).rowcount:
-                pass
-            self._execute("DELETE FROM threads WHERE num = ? AND num NOT IN (SELECT thread FROM responses)", thread)
+            self._remove_unused(num)
+            empty = "NOT EXISTS (SELECT 1 FROM responses WHERE thread = ?)"
+            self._execute(f"DELETE FROM threads WHERE num = ? AND {empty}", thread, thread)
             return True
 
     def conversation(self, owner: str, response_id: str, max_bytes: int) -> list[StoredItem] | None:
@@ -139,6 +138,19 @@ class SqliteStore:
         if row is None:
             raise StoreError(f"the response {previous} was deleted while it was continued")
         return row[0], row[2]
+
+    def _remove_unused(self, num: int | None) -> None:
+        """Remove a deleted response that none continues.
+
+        Then remove those before it of which that is true.
+        """
+        while num is not None:
+            unused = "num = ? AND hidden AND NOT EXISTS (SELECT 1 FROM responses WHERE previous = ?)"
+            row = self._execute(f"SELECT previous FROM responses WHERE {unused}", num, num).fetchone()
+            if row is None:
+                return
+            self._execute("DELETE FROM responses WHERE num = ?", num)
+            num = row[0]
 
     def _make_room(self, response: StoredResponse, thread: int | None) -> None:
         """Remove expired threads, then the least recently used until the response fits.

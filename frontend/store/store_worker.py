@@ -1,6 +1,7 @@
 """A store behind a thread of its own, off the event loop."""
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import tempfile
@@ -18,6 +19,8 @@ from tandem.frontend.workers import Workers
 
 SAVE_SECONDS = 10.0
 """Seconds that a response waits to be stored; after that it ends unstored."""
+CLOSE_SECONDS = 5.0
+"""Seconds that the calls in progress get to end when the store is closed."""
 LOG_SECONDS = 60.0
 """Seconds between two log lines about a failing store."""
 
@@ -90,8 +93,10 @@ class StoreWorker:
         return await self._run("get", self._store.find_items, owner, item_ids)
 
     async def close(self) -> None:
-        """Close the store after the calls in progress."""
-        await self._thread.run(self._store.close)
+        """Close the store after the calls in progress, unless they hang."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._thread.run(self._store.close)
         self._thread.close()
         if self._private_dir is not None:
             shutil.rmtree(self._private_dir, ignore_errors=True)
