@@ -80,7 +80,7 @@ class ApiError(Exception):
         A name also applies to the fields within, for example `response_format` to `response_format.json_schema`; of
         several that apply the first does.
         """
-        param, other = _renamed(self.param, names), _renamed(self.other, names)
+        param, other = (None if path is None else renamed(path, names) for path in (self.param, self.other))
         return ApiError(self.status, self.template, param, self.code, other, self.retry_after)
 
 
@@ -96,9 +96,10 @@ class PromptTooLongError(ApiError):
         self.limit = limit
 
 
-def _renamed(path: str | None, names: Mapping[str, str]) -> str | None:
+def renamed(path: str, names: Mapping[str, str]) -> str:
+    """Return the path of a field with a route's names, as in `ApiError.renamed`."""
     for name, new in names.items():
-        if path is not None and (path == name or path.startswith(name + ".")):
+        if path == name or path.startswith(name + "."):
             return new + path.removeprefix(name)
     return path
 

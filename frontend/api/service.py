@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
@@ -99,12 +100,13 @@ class Service:
             raise unavailable("the server is shutting down", ErrorCode.SHUTTING_DOWN)
         return self.client.ready()
 
-    def ignored_fields(self, request: Request) -> IgnoredFields:
+    def ignored_fields(self, request: Request, names: Mapping[str, str] = MappingProxyType({})) -> IgnoredFields:
         """Begin to record the fields of a request that have no effect.
 
-        They are named in the header of its response and counted, whatever the response is.
+        They are named in the header of its response and counted, whatever the response is. `names` are those of the
+        route for fields that are recorded under another name.
         """
-        ignored = IgnoredFields(refuse=self.config.unknown_fields == "refuse")
+        ignored = IgnoredFields(self.config.unknown_fields == "refuse", names)
         request.scope[IGNORED_KEY] = ignored
         return ignored
 

@@ -85,6 +85,7 @@ class Chat:
             tool_use=tool_use,
             syntax=self._tool_format.syntax,
             thinking=shape.thinking,
+            ignored=ignored,
         )
         return admitted, shape
 

@@ -13,6 +13,7 @@ from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.grammar.builder import GrammarBuilder
 from tandem.frontend.grammar.grammar import ThinkingMode
 from tandem.frontend.grammar.tool_calls import CallSyntax
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.request.options import GenerationOptions
 from tandem.frontend.request.prompts import Prompt
@@ -112,12 +113,14 @@ class Admission:
         tool_use: ToolUse | None = None,
         syntax: CallSyntax | None = None,
         thinking: ThinkingMode = ThinkingMode.NONE,
+        ignored: IgnoredFields | None = None,
     ) -> Admitted:
         """Encode the prompts and check the request.
 
         Raises ApiError for whatever this server cannot serve. `field` is the request field that the prompts came from,
         for errors. A rendered chat contains its special tokens already (`add_special_tokens`). `with_text` decodes
-        prompts that came as ids. `syntax` is how the model writes calls of the tools in use.
+        prompts that came as ids. What cannot be enforced of a schema is recorded in `ignored`.
+        `syntax` is how the model writes calls of the tools in use.
         """
         model = self.named(options.model, ready.model)
         self._limits.check(options)
@@ -135,7 +138,7 @@ class Admission:
             admitted.append(self._pack(*arguments) if few else await self._workers.run(self._pack, *arguments))
         _check_scored(options, sum(len(prompt.ids) for prompt in admitted))
         try:
-            constraint = await self._grammars.build(options, tool_use, syntax, thinking)
+            constraint = await self._grammars.build(options, tool_use, syntax, thinking, ignored)
         except ApiError as error:
             raise error.renamed(options.constraint_names) from None
         return Admitted(options, model, admitted, _sampling(options, self._sampling_defaults), constraint)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from tandem.frontend.grammar.checker import GrammarChecker
 from tandem.frontend.grammar.grammar import Grammar, ThinkingMode, output_grammar
 from tandem.frontend.grammar.tool_calls import CallSyntax, tool_grammar
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.options import GenerationOptions
 from tandem.frontend.request.tools import ToolUse
 from tandem.frontend.workers import Workers
@@ -30,17 +31,19 @@ class GrammarBuilder:
         use: ToolUse | None = None,
         syntax: CallSyntax | None = None,
         thinking: ThinkingMode = ThinkingMode.NONE,
+        ignored: IgnoredFields | None = None,
     ) -> str | None:
         """Build the grammar text for the engine, or return None for unconstrained output.
 
         `syntax` is the format in which the model writes the calls of `use`; without it, calls are not constrained.
+        Keywords of schemas that cannot be enforced are recorded in `ignored`.
         Raises ApiError 400 with the place of an error in a grammar, and for fields that cannot be combined, and 503
         while too many other grammars are being compiled.
         """
         if not self._is_constrained(options, use):
             return None
         # A schema may have thousands of subschemas to check.
-        grammar = await self._workers.run(self._grammar, options, use, syntax)
+        grammar = await self._workers.run(self._grammar, options, use, syntax, ignored or IgnoredFields())
         if grammar is None:
             return None
         await self._checker.check(grammar)
@@ -56,8 +59,10 @@ class GrammarBuilder:
             or (use is not None and use.active and bool(use.tools))
         )
 
-    def _grammar(self, options: GenerationOptions, use: ToolUse | None, syntax: CallSyntax | None) -> Grammar | None:
-        content = output_grammar(options.response_format, options.regex, options.choice, options.grammar)
+    def _grammar(
+        self, options: GenerationOptions, use: ToolUse | None, syntax: CallSyntax | None, ignored: IgnoredFields
+    ) -> Grammar | None:
+        content = output_grammar(options.response_format, options.regex, options.choice, options.grammar, ignored)
         if use is None or syntax is None:
             return content
         return tool_grammar(use, syntax, self._special_tokens, content)

@@ -17,12 +17,14 @@ from tandem.frontend.errors import ApiError, malformed, unsupported
 from tandem.frontend.grammar.json_schema import (
     OPTIONS,
     SchemaError,
+    check_nesting,
     check_schema,
     close_objects,
     invalid_schema,
     with_options,
 )
-from tandem.frontend.request.ignored_fields import unknown_field
+from tandem.frontend.grammar.relaxed_schema import relax_schema, rewrite_schema
+from tandem.frontend.request.ignored_fields import IgnoredFields, unknown_field
 from tandem.frontend.request.values import wrong_type
 
 THINK_START, THINK_END = "<think>", "</think>"
@@ -82,13 +84,19 @@ class Grammar(Struct, frozen=True):
 
 
 def output_grammar(
-    response_format: Mapping[str, Any] | None, regex: str | None, choice: Sequence[str], grammar: str | None
+    response_format: Mapping[str, Any] | None,
+    regex: str | None,
+    choice: Sequence[str],
+    grammar: str | None,
+    ignored: IgnoredFields | None = None,
 ) -> Grammar | None:
     """Build the grammar that the request fields ask for; None if they ask for none.
 
+    Keywords of a schema that cannot be enforced are recorded in `ignored`, unless the schema is strict.
+
     Raises ApiError 400 if two of the fields are given, and for a schema that is not supported.
     """
-    format_grammar = None if response_format is None else _response_format_grammar(response_format)
+    format_grammar = None if response_format is None else _response_format_grammar(response_format, ignored)
     given = {
         "response_format": format_grammar is not None,
         "regex": regex is not None,
@@ -107,12 +115,21 @@ def output_grammar(
     return format_grammar
 
 
-def schema_grammar(schema: dict[str, Any], param: str, name: str) -> Grammar:
+def schema_grammar(
+    schema: dict[str, Any], param: str, name: str, strict: bool = True, ignored: IgnoredFields | None = None
+) -> Grammar:
     """Build the grammar of a JSON schema.
 
-    Raises ApiError 400 for a schema that is not supported.
+    Keywords that cannot be enforced are removed and recorded in `ignored`; with `strict` they are errors. Raises
+    ApiError 400 for a schema that is malformed, too large or, with `strict`, not supported.
     """
     try:
+        check_nesting(schema)
+        schema = rewrite_schema(schema)
+        if not strict:
+            schema, removed = relax_schema(schema)
+            for pointer in removed:
+                (ignored or IgnoredFields()).add(param + pointer[1:].replace("/", "."))
         check_schema(schema)
     except SchemaError as error:
         raise invalid_schema(error, param, name) from None
@@ -186,7 +203,7 @@ def regex_position(regex: str, offset: int) -> int:
     return len(regex)
 
 
-def _response_format_grammar(response_format: Mapping[str, Any]) -> Grammar | None:
+def _response_format_grammar(response_format: Mapping[str, Any], ignored: IgnoredFields | None) -> Grammar | None:
     kind = response_format.get("type")
     if not isinstance(kind, str):
         raise wrong_type("response_format.type", "a string", kind)
@@ -200,10 +217,10 @@ def _response_format_grammar(response_format: Mapping[str, Any]) -> Grammar | No
         return None
     if kind == "json_object":
         return schema_grammar({"type": "object"}, "response_format", "{param}")
-    return _json_schema_grammar(response_format.get("json_schema"))
+    return _json_schema_grammar(response_format.get("json_schema"), ignored)
 
 
-def _json_schema_grammar(given: object) -> Grammar:
+def _json_schema_grammar(given: object, ignored: IgnoredFields | None) -> Grammar:
     name = "response_format.json_schema"
     if not isinstance(given, dict):
         raise wrong_type(name, "an object", given)
@@ -220,7 +237,7 @@ def _json_schema_grammar(given: object) -> Grammar:
         raise malformed(f"the field '{name}.name' is required", f"{name}.name")
     if not isinstance(schema := given.get("schema"), dict):
         raise wrong_type(f"{name}.schema", "an object", schema)
-    return schema_grammar(schema, f"{name}.schema", "{param}")
+    return schema_grammar(schema, f"{name}.schema", "{param}", given.get("strict") is True, ignored)
 
 
 def _check_keys(fields: Mapping[str, Any], parent: str, known: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ MAX_POINTER_CHARS = 300
 """Longest JSON pointer that an error message quotes."""
 
 _TYPES = {"string", "number", "integer", "boolean", "object", "array", "null"}
-_FORMATS = {
+FORMATS = {
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown",
 }  # fmt: skip
 _SCHEMA = {"items", "additionalProperties"}
@@ -37,7 +37,7 @@ _ANNOTATIONS = {
     "contentEncoding", "contentMediaType", "$schema", "$comment", "$id", "id", "$anchor",
 }  # fmt: skip
 _NUMBERS = {"const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-_SUPPORTED = _SCHEMA | _SCHEMA_LISTS | _SCHEMA_MAPS | _VALUES | _ANNOTATIONS
+SUPPORTED_KEYWORDS = _SCHEMA | _SCHEMA_LISTS | _SCHEMA_MAPS | _VALUES | _ANNOTATIONS
 
 _COMPILER_OPTIONS = "x-guidance"
 """Keyword under which the compiler reads its own options; clients may not set it."""
@@ -85,7 +85,7 @@ def _containers(pointer: str, parent: object) -> Iterator[tuple[str, object]]:
         items = iter(parent.items())
     elif isinstance(parent, list):
         items = iter(enumerate(parent))
-    return ((_join_pointer(pointer, key), child) for key, child in items if isinstance(child, dict | list))
+    return ((join_pointer(pointer, key), child) for key, child in items if isinstance(child, dict | list))
 
 
 def check_schema(schema: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ def walk_schemas(schema: object) -> Iterator[tuple[str, object]]:
     while stack:
         pointer, node = stack.pop()
         yield pointer, node
-        stack += reversed([(_join_pointer(pointer, *path), child) for path, child in subschemas(node)])
+        stack += reversed([(join_pointer(pointer, *path), child) for path, child in subschemas(node)])
 
 
 def subschemas(node: object) -> list[tuple[tuple[object, ...], object]]:
@@ -181,13 +181,13 @@ async def locate_failure(schema: dict[str, Any], fails_alike: Callable[[dict[str
     while True:
         for path, child in subschemas(node):
             if isinstance(child, dict) and await fails_alike({**child, **shared}):
-                pointer, node = _join_pointer(pointer, *path), child
+                pointer, node = join_pointer(pointer, *path), child
                 break
         else:
             return pointer
 
 
-def _join_pointer(pointer: str, *keys: object) -> str:
+def join_pointer(pointer: str, *keys: object) -> str:
     """Append keys to a JSON pointer, escaped as in RFC 6901.
 
     Each key is cut at 100 characters.
@@ -197,7 +197,7 @@ def _join_pointer(pointer: str, *keys: object) -> str:
 
 def _check_node(pointer: str, node: dict[str, Any], root: dict[str, Any]) -> None:
     for key, value in node.items():
-        if key not in _SUPPORTED and (not key.startswith("x-") or key == _COMPILER_OPTIONS):
+        if key not in SUPPORTED_KEYWORDS and (not key.startswith("x-") or key == _COMPILER_OPTIONS):
             raise SchemaError(pointer, f"the keyword {key[:100]!r} is not supported; remove it")
         if key in _SCHEMA_LISTS and not isinstance(value, list):
             raise SchemaError(pointer, f"{key!r} must be an array of schemas")
@@ -207,12 +207,12 @@ def _check_node(pointer: str, node: dict[str, Any], root: dict[str, Any]) -> Non
         raise SchemaError(pointer, "'$id' is supported only at the root; remove it")
     _check_type(pointer, node.get("type", []))
     text_format = node.get("format")
-    if isinstance(text_format, str) and text_format not in _FORMATS and _may_be_text(node):
-        known = ", ".join(sorted(_FORMATS - {"unknown"}))
+    if isinstance(text_format, str) and text_format not in FORMATS and may_be_text(node):
+        known = ", ".join(sorted(FORMATS - {"unknown"}))
         raise SchemaError(pointer, f"the format {text_format[:100]!r} is not supported; use one of {known}")
     _check_reference(pointer, node.get("$ref"), root)
     for key in _NUMBERS & node.keys():
-        _check_numbers(_join_pointer(pointer, key), node[key])
+        _check_numbers(join_pointer(pointer, key), node[key])
 
 
 def _check_numbers(pointer: str, value: object) -> None:
@@ -225,7 +225,8 @@ def _check_numbers(pointer: str, value: object) -> None:
             raise SchemaError(pointer, f"the number {str(item)[:40]} is beyond 2**53 and cannot be enforced exactly")
 
 
-def _may_be_text(node: dict[str, Any]) -> bool:
+def may_be_text(node: dict[str, Any]) -> bool:
+    """Tell whether the type of a schema admits a string."""
     kind = node.get("type", "string")
     return kind == "string" or (isinstance(kind, list) and "string" in kind)
 

@@ -19,6 +19,7 @@ from tandem.frontend.grammar.json_schema import (
     rebase_references,
     with_options,
 )
+from tandem.frontend.grammar.relaxed_schema import rewrite_schema
 from tandem.frontend.request.tools import Tool, ToolUse
 
 
@@ -138,9 +139,9 @@ def _parameters(tool: Tool) -> tuple[dict[str, Any], dict[str, Any]]:
 
     The arguments are always an object.
     """
-    given = tool.parameters
+    check_nesting(tool.parameters)
+    given = None if tool.parameters is None else rewrite_schema(tool.parameters)
     if not tool.strict:
-        check_nesting(given)
         return {**({} if _states_type(given) else {"type": "object"}), **(given or {})}, LENIENT_OPTIONS
     if given is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}, OPTIONS

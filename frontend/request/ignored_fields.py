@@ -1,8 +1,10 @@
 """The fields of a request that have no effect on its answer."""
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
-from tandem.frontend.errors import ApiError
+from tandem.frontend.errors import ApiError, renamed
 
 IGNORED_HEADER = "x-tandem-ignored"
 """Response header that names the fields without effect, separated by commas."""
@@ -21,11 +23,13 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.$\[\]-]")
 class IgnoredFields:
     """Record the fields of one request that have no effect.
 
-    With `refuse`, such a field ends the request instead (`--unknown-fields refuse`).
+    With `refuse`, such a field ends the request instead (`--unknown-fields refuse`). `names` are those of the route for
+    fields that are recorded under another name.
     """
 
-    def __init__(self, refuse: bool = False) -> None:
+    def __init__(self, refuse: bool = False, names: Mapping[str, str] = MappingProxyType({})) -> None:
         self.refuse = refuse
+        self._names = names
         self._paths: dict[str, None] = {}
 
     @property
@@ -41,6 +45,7 @@ class IgnoredFields:
 
         Raises ApiError 400 if such fields are refused.
         """
+        path = renamed(path, self._names)
         if self.refuse:
             raise unknown_field(path)
         if len(self._paths) < MAX_RECORDED:

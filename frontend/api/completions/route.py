@@ -23,7 +23,8 @@ def completions_router(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
         arrived = monotonic()
-        parse = partial(parse_completion, ignored=service.ignored_fields(request))
+        ignored = service.ignored_fields(request)
+        parse = partial(parse_completion, ignored=ignored)
         async with service.pending.receive(request, parse) as parsed:
             # `text_offset` counts characters from the beginning of the prompt.
             with_text = parsed.echo or parsed.options.logprobs is not None
@@ -32,6 +33,7 @@ def completions_router(service: Service) -> APIRouter:
                 parsed.prompts,
                 service.ready(),
                 add_special_tokens=parsed.add_special_tokens,
+                ignored=ignored,
                 with_text=with_text,
             )
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)

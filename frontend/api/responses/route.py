@@ -40,7 +40,7 @@ def responses_router(service: Service) -> APIRouter:
     async def responses(request: Request) -> Response:
         """Continue a conversation; OpenAI's newer interface, with stored responses."""
         arrived = monotonic()
-        ignored = service.ignored_fields(request)
+        ignored = service.ignored_fields(request, {"response_format.json_schema": "text.format"})
         owner = owner_of(request.scope)
         async with service.pending.receive(request, partial(parse, ignored=ignored)) as parsed:
             context = await loader.load(owner, parsed.previous_response_id, parsed.input)

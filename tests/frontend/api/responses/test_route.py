@@ -74,7 +74,7 @@ def test_output_items_are_accepted_as_input(server: RunningServer, engine: FakeE
 
 
 def test_errors_use_the_field_names_of_responses(server: RunningServer) -> None:
-    schema = {"type": "json_schema", "name": "x", "schema": {"type": "object", "not": {}}}
+    schema = {"type": "json_schema", "name": "x", "schema": {"type": "object", "not": {}}, "strict": True}
     for fields, status, param in (
         ({"model": "other"}, 404, "model"),
         ({"input": "x" * 9000}, 400, "input"),
@@ -90,6 +90,13 @@ def test_errors_use_the_field_names_of_responses(server: RunningServer) -> None:
         assert "response_format" not in error["message"]
         assert "messages" not in error["message"]
     assert send(server.url + "/v1/responses/resp_1/cancel", json={}).status_code == 404
+
+
+def test_schema_keyword_that_cannot_be_enforced_is_named_in_the_header(server: RunningServer) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    response = post(server, text={"format": {"type": "json_schema", "name": "x", "schema": schema}})
+    assert response.status_code == 200
+    assert response.headers["x-tandem-ignored"] == "text.format.schema.properties.a.uniqueItems"
 
 
 def test_effort_that_the_template_does_not_read_is_ignored(server: RunningServer) -> None:

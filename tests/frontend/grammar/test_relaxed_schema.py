@@ -1,0 +1,128 @@
+"""Schemas as pydantic and zod write them: what is rewritten, what is removed, and what the compiler makes of it."""
+
+import json
+from typing import Any
+
+import llguidance
+import pytest
+
+from tandem.frontend.errors import ApiError
+from tandem.frontend.grammar.grammar import output_grammar, schema_grammar
+from tandem.frontend.grammar.json_schema import check_schema
+from tandem.frontend.grammar.relaxed_schema import relax_schema, rewrite_schema
+from tandem.frontend.grammar.worker import ByteTokenizer
+from tandem.frontend.request.ignored_fields import IgnoredFields
+
+BYTES = ByteTokenizer(300, {})
+TOKENIZER = llguidance.LLTokenizer(llguidance.TokenizerWrapper(BYTES), slices=[])
+ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+INTEGER = {"type": "integer"}
+
+
+def accepts(schema: dict[str, Any], value: object, strict: bool = True) -> bool:
+    """Compile a schema and tell whether it accepts a value."""
+    matcher = llguidance.LLMatcher(TOKENIZER, schema_grammar(schema, "p", "'p'", strict).text, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return all(matcher.consume_token(token) for token in BYTES(text)) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string", "nullable": True}, ["a", None], [1]),
+        ({"type": "string", "nullable": False}, ["a"], [None]),
+        ({"enum": ["a"], "nullable": True}, ["a", None], ["b"]),
+        ({"$ref": "#/$defs/a", "nullable": True, "$defs": {"a": INTEGER}}, [1, None], ["b"]),
+        ({"type": "object", "properties": {"a": {"type": "integer", "nullable": True}}, "required": ["a"]},
+         [{"a": 1}, {"a": None}], [{"a": "x"}, {}]),
+        ({"type": "string", "format": "binary"}, ["a"], [1]),
+        ({"type": "string", "format": "password", "minLength": 2}, ["ab"], ["a"]),
+        ({"type": "string", "pattern": ZOD_EMAIL}, ["a.b@c.de", "a@c.de"], [".a@c.de", "a..b@c.de", "a@c", "a"]),
+        ({"type": "string", "format": "email", "pattern": ZOD_EMAIL}, ["a.b@c.de"], [".a@c.de", "a..b@c.de"]),
+        ({"type": "string", "pattern": "^(?!a)b*$"}, ["b", ""], ["a", "ab"]),
+        ({"type": "object", "propertyNames": {"pattern": "^a+$"}, "additionalProperties": INTEGER},
+         [{}, {"aa": 1}], [{"b": 1}, {"a": "x"}]),
+        ({"type": "object", "propertyNames": {"enum": ["x", "y"]}, "additionalProperties": INTEGER},
+         [{}, {"x": 1, "y": 2}], [{"z": 1}, {"x": "1"}]),
+        ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": INTEGER}, [{"a": 1}],
+         [{"a": "x"}]),
+        ({"type": "array", "items": INTEGER, "maxItems": 1, "uniqueItems": True}, [[], [1]], [[1, 1]]),
+    ],
+)  # fmt: skip
+def test_rewritten_schema_is_enforced(schema: dict[str, Any], good: list[Any], bad: list[Any]) -> None:
+    before = json.dumps(schema)
+    assert [accepts(schema, value) for value in good] == [True] * len(good)
+    assert [accepts(schema, value) for value in bad] == [False] * len(bad)
+    assert json.dumps(schema) == before, "the client's schema is not changed"
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointers"),
+    [
+        ({"type": "array", "items": INTEGER, "uniqueItems": True}, ["#/uniqueItems"]),
+        ({"not": {"type": "null"}, "type": "string"}, ["#/not"]),
+        ({"type": "object", "properties": {"a": {"type": "array", "contains": INTEGER, "minContains": 1}}},
+         ["#/properties/a/contains", "#/properties/a/minContains"]),
+        ({"if": {}, "then": {}, "else": {}, "type": "object", "dependentRequired": {"a": ["b"]}},
+         ["#/if", "#/then", "#/else", "#/dependentRequired"]),
+        ({"anyOf": [{"type": "string", "format": "json-pointer"}, INTEGER]}, ["#/anyOf/0/format"]),
+        ({"type": "string", "pattern": "^(?=.*a).*b$"}, ["#/pattern"]),
+        ({"type": "string", "pattern": "^(?!abc)x$"}, ["#/pattern"]),
+        ({"type": "string", "pattern": "a(?<!b)c"}, ["#/pattern"]),
+        ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, ["#/maximum"]),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**53}, ["#/minimum"]),
+        ({"enum": [1, 2**60 + 1]}, ["#/enum"]),
+        ({"type": "object", "propertyNames": {"minLength": 2}}, ["#/propertyNames"]),
+        ({"type": "object", "properties": {"a/b": {"type": "object", "unevaluatedProperties": False}}},
+         ["#/properties/a~1b/unevaluatedProperties"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_enforced_is_removed_and_named(schema: dict[str, Any], pointers: list[str]) -> None:
+    relaxed, removed = relax_schema(rewrite_schema(schema))
+    assert removed == pointers
+    check_schema(relaxed)
+    assert relax_schema(relaxed) == (relaxed, [])
+    schema_grammar(schema, "p", "'p'", strict=False)
+    if pointers != ["#/pattern"]:  # the compiler refuses those
+        with pytest.raises(ApiError) as caught:
+            schema_grammar(schema, "p", "'p'", strict=True)
+        assert (caught.value.status, caught.value.code) == (400, "invalid_json_schema")
+
+
+def test_numbers_up_to_2_to_the_64th_can_be_written() -> None:
+    schema = {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}
+    assert accepts(schema, 2**64 - 1, strict=False)
+    assert not accepts(schema, -1, strict=False)
+
+
+def test_supported_schema_is_not_relaxed() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "date", "x-note": 1}}}
+    assert relax_schema(rewrite_schema(schema)) == (schema, [])
+
+
+@pytest.mark.parametrize("strict", [None, False])
+def test_relaxed_keywords_are_recorded_with_their_path(strict: bool | None) -> None:
+    schema = {"type": "object", "properties": {"tags": {"type": "array", "items": INTEGER, "uniqueItems": True}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": strict}}
+    ignored = IgnoredFields()
+    assert output_grammar(form, None, (), None, ignored) is not None
+    assert ignored.paths == ("response_format.json_schema.schema.properties.tags.uniqueItems",)
+    with pytest.raises(ApiError, match="not supported"):
+        output_grammar(form, None, (), None, IgnoredFields(refuse=True))
+
+
+def test_strict_schema_is_refused_with_the_path_of_the_keyword() -> None:
+    schema = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    with pytest.raises(ApiError, match=r"at #/properties/tags: the keyword 'uniqueItems' is not supported"):
+        output_grammar(form, None, (), None, IgnoredFields())
+
+
+def test_malformed_keywords_are_left_to_the_check() -> None:
+    for schema in (
+        {"propertyNames": {"enum": [1]}}, {"propertyNames": 3}, {"nullable": "yes"}, {"pattern": 3}, {"format": []},
+        {"maxItems": "x", "uniqueItems": True}, {"maximum": "big"},
+    ):  # fmt: skip
+        relaxed, _ = relax_schema(rewrite_schema(schema))
+        assert isinstance(relaxed, dict)
