@@ -140,9 +140,10 @@ def _find_in_row(
     logits_ptr, adjusted_ptr, is_adjusted, vocab, top, temperature, slope, floor, goal, COUNT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest rank from `floor` on at which the leading tokens of a whole row reach the goal.
+    """Return the largest rank at which the leading tokens of a row reach the goal.
 
-    The score is found first, in some 16 passes over the row, and the id only if several tokens have that score.
+    Ranks from `floor` on count. The score is found first, in some 16 passes over the row, and the id only if several
+    tokens have that score.
     """
     key = _search_row(
         logits_ptr, adjusted_ptr, is_adjusted, vocab, top, temperature, slope, floor >> ID_BITS, floor * 0, floor, goal,
