@@ -280,4 +280,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = machine(30, 30)
+TestStoreMachine.settings = machine(20, 30)
