@@ -1,0 +1,53 @@
+"""A whole engine on the CUDA path with its real kernels, which Triton interprets: tokens are a dense model's."""
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from msgspec import structs
+
+from tandem.engine_core.sampling import triton_sampler
+from tandem.engine_core.startup import engine as startup_engine
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.params import SamplingParams
+from tests.fakes.recording_gpu import interpreted_parts
+from tests.support.engine_driver import DrivenEngine
+from tests.support.model_folder import write_model
+from tests.support.plan_recording import constraining, runtime_of
+from tests.support.tiny_llama import CONFIG, Compared, random_model
+
+MODEL = structs.replace(CONFIG, layers=1, heads=2, kv_heads=1, head_dim=32)
+ASKED = [
+    SamplingParams(4, temperature=0.0, ignore_eos=True),
+    SamplingParams(4, temperature=1.0, seed=3, ignore_eos=True),
+    SamplingParams(4, temperature=0.8, top_k=7, top_p=0.9, repetition_penalty=1.3, seed=4, ignore_eos=True),
+]
+CONSTRAINED = 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
+def test_an_engine_of_interpreted_kernels_gives_the_tokens_of_a_dense_model(tmp_path: Path) -> None:
+    write_model(tmp_path, MODEL)
+    options = EngineOptions(
+        model=str(tmp_path), device="cuda", dtype="float32", pipeline="off", max_rows=3, max_len=64,
+        max_step_tokens=12, prefill_chunk=8, kv_tokens=256, graph_rows="2", graph_tokens="8",
+    )  # fmt: skip
+    smaller = {"TILE": 128, "GROUP": 32, "CAPACITY": 64}
+    cuda = patch.object(startup_engine.configuration, "resolve_device", lambda *_: "cuda")
+    with cuda, patch.multiple(triton_sampler, **smaller):
+        driven = DrivenEngine.build(options, interpreted_parts)
+    constraining(driven.engine)
+    assert runtime_of(driven).graphs is not None
+    prompts = [[5, 6, 7], [9] * 11, [3, 4]]
+    ids = [
+        driven.submit(prompt, params, constraint="parity" if index == CONSTRAINED else None)
+        for index, (prompt, params) in enumerate(zip(prompts, ASKED, strict=True))
+    ]
+    driven.run()
+    compared, model = Compared(), random_model(config=MODEL)
+    for index, number in enumerate(ids):
+        compared.check(model, prompts[index], driven.tokens(number), ASKED[index], index == CONSTRAINED)
+    assert compared.tokens == 12
