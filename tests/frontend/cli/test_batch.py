@@ -69,11 +69,11 @@ def test_batch_records_failures_and_exits_with_1(
     found = results(paths[1])
     assert {name: one["response"]["status_code"] for name, one in found.items()} == {
         "good": 200,
-        "hot": 422,
+        "hot": 400,
         "other": 404,
     }
     assert found["hot"]["response"]["body"]["error"]["param"] == "temperature"
-    assert "1 succeeded, 2 failed (1 with 404, 1 with 422)" in capsys.readouterr().err
+    assert "1 succeeded, 2 failed (1 with 400, 1 with 404)" in capsys.readouterr().err
     before = paths[1].read_bytes()
     assert main(argv(server, paths)) == 1, "a failure of an earlier run is one of the batch still"
     assert paths[1].read_bytes() == before

@@ -108,7 +108,7 @@ def test_chat_reports_a_refused_question_from_a_pipe(
     assert main(["chat", "--url", server.url, "--top-p", "2"]) == 1
     assert capsys.readouterr() == (
         "",
-        "tandem: 'top_p' must be above 0 and at most 1, not 2.0 (422, invalid_value)\n",
+        "tandem: 'top_p' must be between 0 and 1, not 2.0 (400, invalid_value)\n",
     )
 
 

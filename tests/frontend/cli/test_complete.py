@@ -61,7 +61,7 @@ def test_sampling_flags_become_request_fields(server: RunningServer, engine: Fak
 
 def test_refused_request_prints_one_line(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, reason in (
-        (("--temperature", "3"), "'temperature' must be between 0 and 2, not 3.0 (422, invalid_value)"),
+        (("--temperature", "3"), "'temperature' must be between 0 and 2, not 3.0 (400, invalid_value)"),
         (("--model", "other"), "the model 'other' does not exist; this server has 'fake-model' (404, model_not_found)"),
     ):
         assert complete(server, *flags, "x") == 1
