@@ -4,13 +4,11 @@ They are resolved here, once, from its options, the model and the machine: `reso
 `StepConfig`.
 """
 
-import math
-
 from msgspec import Struct
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.integers import ceil_div
-from tandem.protocol.engine_options import EngineOptions, PageSize, Policy
+from tandem.protocol.engine_options import EngineOptions, PageSize, Policy, check_numbers
 
 CPU_MAX_ROWS, CUDA_MAX_ROWS = 32, 256
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 128, 2048
@@ -138,11 +136,8 @@ def resolve_dtype(options: EngineOptions, device: str, checkpoint: str) -> str:
 
 
 def resolve_threads(options: EngineOptions, cores: int) -> int:
-    """Choose the number of torch threads on a CPU, leaving one core to the frontends.
-
-    Raises ConfigError for fewer than one.
-    """
-    return _at_least_one("--threads", options.threads, max(1, cores - 1))
+    """Choose the number of torch threads on a CPU, leaving one core to the frontends."""
+    return options.threads or max(1, cores - 1)
 
 
 def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str) -> StepConfig:
@@ -150,12 +145,13 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str) 
 
     Raises ConfigError, with the numbers and what to change, for settings that contradict each other.
     """
+    try:
+        check_numbers(options)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     cpu = device == "cpu"
-    max_rows = _at_least_one("--max-rows", options.max_rows, CPU_MAX_ROWS if cpu else CUDA_MAX_ROWS)
-    max_waiting = _at_least_one("--max-waiting", options.max_waiting, options.max_waiting)
-    wanted_len = _at_least_one("--max-len", options.max_len, model.max_positions)
-    if wanted_len < 2:
-        raise ConfigError(f"--max-len {wanted_len}: must be at least 2, a prompt token and a generated one")
+    max_rows = options.max_rows or (CPU_MAX_ROWS if cpu else CUDA_MAX_ROWS)
+    wanted_len = options.max_len or model.max_positions
     if wanted_len > model.max_positions:
         raise ConfigError(f"--max-len {wanted_len}, but the model's positions end at {model.max_positions}")
     _check_switches(options)
@@ -172,15 +168,13 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str) 
         max_step_tokens=step_tokens,
         prefill_chunk=chunk,
         page_size=_page_size(options.page_size, wanted_len),
-        max_waiting=max_waiting,
-        max_prefill_chunks_per_step=_at_least_one(
-            "--max-prefill-chunks-per-step", options.max_prefill_chunks_per_step, 0
-        ),
+        max_waiting=options.max_waiting,
+        max_prefill_chunks_per_step=options.max_prefill_chunks_per_step or 0,
         policy=options.policy,
         static_batching=options.batching == "static",
         prefix_cache=prefix_cache,
         max_sessions=_max_sessions(options, prefix_cache),
-        session_ttl=_session_ttl(options),
+        session_ttl=SESSION_TTL if options.session_ttl is None else options.session_ttl,
         graph_rows=() if cpu else _sizes("--graph-rows", options.graph_rows, GRAPH_ROWS, "--max-rows", max_rows),
         mixed_graph_rows=() if cpu else _up_to(MIXED_GRAPH_ROWS, max_rows),
         graph_tokens=() if cpu else _graph_tokens(options.graph_tokens, step_tokens, max_rows * wanted_len),
@@ -239,8 +233,8 @@ def _step_size(options: EngineOptions, usual: int, max_rows: int, max_len: int) 
     whole = options.prefill_chunk == "off" or (options.prefill_chunk is None and options.batching == "static")
     least = max_len + max_rows if whole else max_rows
     asked = None if options.prefill_chunk == "off" else options.prefill_chunk
-    chunk = 0 if asked is None else min(_at_least_one("--prefill-chunk", asked, 0), max_len)
-    step_tokens = _at_least_one("--max-step-tokens", options.max_step_tokens, max(usual, least, chunk))
+    chunk = 0 if asked is None else min(asked, max_len)
+    step_tokens = options.max_step_tokens or max(usual, least, chunk)
     if step_tokens < max_rows:
         raise ConfigError(
             f"--max-step-tokens {step_tokens} is below --max-rows {max_rows}: some decoding rows would starve; "
@@ -277,32 +271,19 @@ def _uncached(options: EngineOptions) -> str:
 def _max_sessions(options: EngineOptions, prefix_cache: bool) -> int:
     if options.max_sessions is None:
         return MAX_SESSIONS if prefix_cache else 0
-    if options.max_sessions < 0:
-        raise ConfigError(f"--max-sessions {options.max_sessions}: must be at least 0")
     return options.max_sessions
-
-
-def _session_ttl(options: EngineOptions) -> float:
-    if options.session_ttl is None:
-        return SESSION_TTL
-    if not 0 <= options.session_ttl < math.inf:
-        raise ConfigError(f"--session-ttl {options.session_ttl:g}: must be a finite number of seconds, at least 0")
-    return options.session_ttl
 
 
 def _page_size(asked: PageSize | None, max_len: int) -> int:
     """Choose the positions of a page, a power of two because kernels divide by it.
 
-    `max` is the smallest one that holds any sequence. Raises ConfigError for a size that is not a power of two or is
-    larger than that.
+    `max` is the smallest one that holds any sequence. Raises ConfigError for a size that is larger than that.
     """
     whole = 1 << (max_len - 1).bit_length()
     if asked is None:
         return PAGE_SIZE
     if asked == "max":
         return whole
-    if asked < 1 or asked & (asked - 1):
-        raise ConfigError(f"--page-size {asked} is not a power of two; use one, or max for one page per sequence")
     if asked > whole:
         raise ConfigError(
             f"--page-size {asked} is more than a sequence of --max-len {max_len} can use; use at most {whole}, or max"
@@ -341,11 +322,3 @@ def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
     The limit is left out if it is above every size.
     """
     return tuple(sorted({*(size for size in sizes if size < limit), min(limit, sizes[-1])}))
-
-
-def _at_least_one(flag: str, value: int | None, default: int) -> int:
-    if value is None:
-        return default
-    if value < 1:
-        raise ConfigError(f"{flag} {value}: must be at least 1")
-    return value

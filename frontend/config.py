@@ -105,6 +105,9 @@ class FrontendConfig(Struct, frozen=True):
         return (FIRST_STREAM_WAIT, self.sse_keepalive) if self.sse_keepalive else (None, None)
 
 
+_METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "SECONDS", Path: "FILE"}
+
+
 class Flag(Struct, frozen=True):
     """One command-line flag, with its bounds and the attribute that it fills."""
 
@@ -120,6 +123,9 @@ class Flag(Struct, frozen=True):
     """Smallest and largest value allowed; None for flags that are not bounded numbers."""
     choices: tuple[str, ...] | None = None
     metavar: str | None = None
+    """Name of the value in the help; None for that of its type: N, SECONDS or FILE."""
+    is_everyday: bool = False
+    """True for a flag that `--help` shows; `--help-all` shows the others too."""
     is_repeated: bool = False
     """True for a flag that may be given several times; its values are collected in a list."""
     is_list: bool = False
@@ -152,17 +158,17 @@ class Flag(Struct, frozen=True):
         default = self.get_default()
         shown = self.default_text or ("" if default is None else f"{default:.10g}" if self.bounds else str(default))
         help_text = f"{self.help} (default: {shown})" if shown else self.help
-        name = flag_name(self.name)
+        name, metavar = flag_name(self.name), self.metavar or _METAVARS.get(self.parse)
         if self.is_repeated:
-            group.add_argument(name, action="append", default=default, metavar=self.metavar, help=help_text)
+            group.add_argument(name, action="append", default=default, metavar=metavar, help=help_text)
         elif self.is_list:
             group.add_argument(
-                name, nargs="+", action="extend", type=self.parse, default=default, metavar=self.metavar, help=help_text
+                name, nargs="+", action="extend", type=self.parse, default=default, metavar=metavar, help=help_text
             )
         elif self.choices is not None:
             group.add_argument(name, choices=self.choices, default=default, help=help_text)
         else:
-            group.add_argument(name, type=self.parse, default=default, metavar=self.metavar, help=help_text)
+            group.add_argument(name, type=self.parse, default=default, metavar=metavar, help=help_text)
 
 
 MAX_INT32 = 2**31 - 1
@@ -182,11 +188,12 @@ def _served_name(text: str) -> str:
 
 # fmt: off
 HTTP_FLAGS = (
-    Flag("host", _HTTP, "address to listen on", struct=FrontendConfig, is_forwarded=False),
-    Flag("port", _HTTP, "port to listen on, 0 for any free port", int, (0, 65535), struct=FrontendConfig,
+    Flag("host", _HTTP, "address to listen on", metavar="HOST", is_everyday=True, struct=FrontendConfig,
          is_forwarded=False),
+    Flag("port", _HTTP, "port to listen on, 0 for any free port", int, (0, 65535), metavar="PORT",
+         is_everyday=True, struct=FrontendConfig, is_forwarded=False),
     Flag("served_model_name", _HTTP, "names by which requests select the model; the name * stands for any, quoted in a "
-         "shell", _served_name, metavar="NAME", is_list=True, default=[],
+         "shell", _served_name, metavar="NAME", is_list=True, is_everyday=True, default=[],
          default_text="the one that the engine reports, its directory's",
          struct=FrontendConfig, field="served_names", to_field=tuple),
     Flag("max_concurrent", _HTTP, "maximum number of sequences in progress; further requests get a 429", int, _COUNT,
@@ -196,17 +203,18 @@ HTTP_FLAGS = (
     Flag("sse_keepalive", _HTTP, "seconds after which a stream without output gets a comment or ping, 0 for never; its "
          f"headers are sent after {FIRST_STREAM_WAIT:g} s even without output", float, (0, MAX_SECONDS),
          struct=FrontendConfig),
-    Flag("chat_template", _CHAT, "Jinja chat template", Path, metavar="FILE", struct=ChatOptions, field="template",
-         default_text="the checkpoint's, or else a built-in one for its type"),
+    Flag("chat_template", _CHAT, "Jinja chat template", Path, metavar="FILE", is_everyday=True,
+         struct=ChatOptions, field="template", default_text="the checkpoint's, or else a built-in one for its type"),
     Flag("default_max_tokens", _CHAT, "maximum number of tokens of an answer whose request sets no limit", int, _COUNT,
          struct=ChatOptions),
     Flag("generation_config", _HTTP, "auto takes the sampling defaults (temperature, top_p, top_k, min_p, penalties) "
          "of the checkpoint's generation_config.json; off takes neutral ones",
          choices=get_args(GenerationConfigSource), struct=FrontendConfig),
     Flag("tool_parser", _CHAT, "format in which the model writes tool calls; auto depends on the model's type",
-         choices=get_args(ToolParserName), struct=ChatOptions),
+         choices=get_args(ToolParserName), is_everyday=True, struct=ChatOptions),
     Flag("reasoning_parser", _CHAT, "parsing of <think>...</think> at the start of an answer; auto parses it if the "
-         "chat template mentions </think>", choices=get_args(ReasoningParserName), struct=ChatOptions),
+         "chat template mentions </think>", choices=get_args(ReasoningParserName), is_everyday=True,
+         struct=ChatOptions),
     Flag("max_body", _LIMITS, "maximum size of a request body in MiB", int, (1, 1024), struct=FrontendConfig,
          default=DEFAULT_BODY_MIB, to_field=lambda size: size * MEBIBYTE),
     Flag("max_n", _LIMITS, "maximum number of choices of a request", int, (1, MAX_N), struct=RequestLimits),
@@ -246,19 +254,19 @@ STORE_FLAGS = (
 )
 ACCESS_FLAGS = (
     Flag("cors_origin", _ACCESS, "web origin whose pages may send requests, * for all; may be given several times",
-         metavar="ORIGIN", is_repeated=True, default=[], default_text="none", struct=FrontendConfig,
+         metavar="ORIGIN", is_everyday=True, is_repeated=True, default=[], default_text="none", struct=FrontendConfig,
          field="cors_origins", to_field=tuple),
-    Flag("tls_cert", _ACCESS, "certificate chain in PEM format; enables https", Path, metavar="FILE",
+    Flag("tls_cert", _ACCESS, "certificate chain in PEM format; enables https", Path, metavar="FILE", is_everyday=True,
          struct=FrontendConfig),
     Flag("tls_key", _ACCESS, "unencrypted private key of the certificate in PEM format", Path, metavar="FILE",
-         struct=FrontendConfig),
+         is_everyday=True, struct=FrontendConfig),
 )
 WATCH_FLAGS = (
     Flag("beat_timeout", _WATCH, "seconds without a heartbeat after which the engine counts as lost", float, _SECONDS,
          struct=FrontendConfig),
     Flag("step_timeout", _WATCH, "seconds without a completed step, with work pending, after which the engine counts "
          "as hung", float, _SECONDS, struct=FrontendConfig),
-    Flag("log_level", _WATCH, "least severe level of messages to log", choices=get_args(LogLevel),
+    Flag("log_level", _WATCH, "least severe level of messages to log", choices=get_args(LogLevel), is_everyday=True,
          struct=FrontendConfig),
 )
 # fmt: on

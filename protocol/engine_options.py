@@ -5,7 +5,8 @@ on follow from the declaration.
 """
 
 import argparse
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -64,6 +65,12 @@ class EngineFlag(Struct, frozen=True):
     parse: Parse | None = None
     """Conversion of the flag's text; None for that of the attribute's type: int, float or str, or its literals as
     choices."""
+    bounds: tuple[float, float] | None = None
+    """Smallest and largest number allowed whatever the model; None for flags that are not numbers."""
+    metavar: str = "N"
+    """Name of the value in the help. Ignored for flags with choices."""
+    is_everyday: bool = False
+    """True for a flag that `--help` shows; `--help-all` shows the others too."""
 
 
 class EngineOptions(Struct, frozen=True):
@@ -77,15 +84,25 @@ class EngineOptions(Struct, frozen=True):
         str | None,
         EngineFlag(
             "Hugging Face directory with config.json, safetensors and tokenizer.json (default: the model shipped "
-            "with Tandem)"
+            "with Tandem)",
+            metavar="MODEL",
+            is_everyday=True,
         ),
     ] = None
     served_model_name: Annotated[
-        str | None, EngineFlag("name by which clients select the model (default: the directory's name)")
+        str | None,
+        EngineFlag(
+            "name by which clients select the model (default: the directory's name)", metavar="NAME", is_everyday=True
+        ),
     ] = None
-    device: Annotated[Device, EngineFlag("device that runs the model; auto is cuda if available")] = "auto"
+    device: Annotated[Device, EngineFlag("device that runs the model; auto is cuda if available", is_everyday=True)] = (
+        "auto"
+    )
     dtype: Annotated[
-        Dtype, EngineFlag("data type of weights and KV; auto is float32 on a CPU and the checkpoint's own on cuda")
+        Dtype,
+        EngineFlag(
+            "data type of weights and KV; auto is float32 on a CPU and the checkpoint's own on cuda", is_everyday=True
+        ),
     ] = "auto"
     pipeline: Annotated[
         Switch | None,
@@ -94,17 +111,27 @@ class EngineOptions(Struct, frozen=True):
         ),
     ] = None
     max_rows: Annotated[
-        int | None, EngineFlag("maximum number of sequences decoded at once (default: 256 on cuda, 32 on cpu)")
+        int | None,
+        EngineFlag(
+            "maximum number of sequences decoded at once (default: 256 on cuda, 32 on cpu)",
+            bounds=(1, 16_384),
+            is_everyday=True,
+        ),
     ] = None
     max_len: Annotated[
         int | None,
-        EngineFlag("maximum number of positions of one sequence, prompt and output (default: what the model allows)"),
+        EngineFlag(
+            "maximum number of positions of one sequence, prompt and output (default: what the model allows)",
+            bounds=(2, math.inf),
+            is_everyday=True,
+        ),
     ] = None
     max_step_tokens: Annotated[
         int | None,
         EngineFlag(
             "maximum number of positions computed in one step (default: 2048 on cuda, 128 on cpu, or what "
-            "--prefill-chunk needs)"
+            "--prefill-chunk needs)",
+            bounds=(1, 2**20),
         ),
     ] = None
     prefill_chunk: Annotated[
@@ -113,13 +140,15 @@ class EngineOptions(Struct, frozen=True):
             "maximum number of prompt positions of one sequence in a step in which others decode; off computes "
             "prompts whole (default: 256 or --max-step-tokens, whichever is less; off under --batching static)",
             _prefill_chunk,
+            bounds=(1, math.inf),
         ),
     ] = None
     max_prefill_chunks_per_step: Annotated[
         int | None,
         EngineFlag(
             "maximum number of prompts that one step computes a part of; with --prefill-chunk it bounds the whole"
-            " step (default: as many as fit)"
+            " step (default: as many as fit)",
+            bounds=(1, math.inf),
         ),
     ] = None
     policy: Annotated[
@@ -133,14 +162,19 @@ class EngineOptions(Struct, frozen=True):
     prefix_cache: Annotated[
         Switch | None,
         EngineFlag(
-            "share the KV of equal prompt prefixes (default: on, unless --page-size is max or --batching is static)"
+            "share the KV of equal prompt prefixes (default: on, unless --page-size is max or --batching is static)",
+            is_everyday=True,
         ),
     ] = None
     session_ttl: Annotated[
-        float | None, EngineFlag("seconds for which an idle session keeps its KV (default: 600)")
+        float | None,
+        EngineFlag(
+            "seconds for which an idle session keeps its KV (default: 600)", bounds=(0, 1e10), metavar="SECONDS"
+        ),
     ] = None
     max_sessions: Annotated[
-        int | None, EngineFlag("maximum number of sessions (default: 256, or 0 without the prefix cache)")
+        int | None,
+        EngineFlag("maximum number of sessions (default: 256, or 0 without the prefix cache)", bounds=(0, math.inf)),
     ] = None
     page_size: Annotated[
         PageSize | None,
@@ -148,33 +182,50 @@ class EngineOptions(Struct, frozen=True):
             "positions of one KV page, a power of two; max gives each sequence one contiguous region of --max-len"
             " positions, rounded up to a power of two (default: 16)",
             _page_size,
+            bounds=(1, math.inf),
         ),
     ] = None
     kv_tokens: Annotated[
-        int | None, EngineFlag("number of positions in the KV pool (default: as many as the memory allows)")
+        int | None,
+        EngineFlag("number of positions in the KV pool (default: as many as the memory allows)", bounds=(1, math.inf)),
     ] = None
     kv_memory: Annotated[
         int | None,
-        EngineFlag("memory of the KV pool, in bytes or like 4GiB or 512MiB, instead of --kv-tokens", _byte_count),
+        EngineFlag(
+            "memory of the KV pool, in bytes or like 4GiB or 512MiB, instead of --kv-tokens",
+            _byte_count,
+            bounds=(1, math.inf),
+            metavar="SIZE",
+            is_everyday=True,
+        ),
     ] = None
     gpu_memory: Annotated[
         float | None,
         EngineFlag(
             "cuda: share of the device's memory that this engine uses in total, including weights; the KV pool "
-            "gets what a full step and the graphs leave of it (default: 0.9)"
+            "gets what a full step and the graphs leave of it (default: 0.9)",
+            bounds=(0.001, 1),
+            metavar="SHARE",
+            is_everyday=True,
         ),
     ] = None
     kv_dtype: Annotated[
         KVDtype,
         EngineFlag(
             "data type of keys and values; auto is the model's, fp8 (e4m3) halves a 16-bit pool at some loss of "
-            "accuracy"
+            "accuracy",
+            is_everyday=True,
         ),
     ] = "auto"
     max_waiting: Annotated[
-        int, EngineFlag("maximum number of requests that wait in the engine; further requests get a 429")
+        int,
+        EngineFlag(
+            "maximum number of requests that wait in the engine; further requests get a 429", bounds=(1, math.inf)
+        ),
     ] = 1024
-    threads: Annotated[int | None, EngineFlag("number of torch threads on a cpu (default: cores - 1)")] = None
+    threads: Annotated[
+        int | None, EngineFlag("number of torch threads on a cpu (default: cores - 1)", bounds=(1, 4096))
+    ] = None
     load_format: Annotated[
         LoadFormat,
         EngineFlag(
@@ -185,14 +236,16 @@ class EngineOptions(Struct, frozen=True):
         str | None,
         EngineFlag(
             "cuda: row counts of decode steps that are captured in CUDA graphs, a list like 1,2,4,8, or 'off' "
-            "(default: up to 256)"
+            "(default: up to 256)",
+            metavar="LIST",
         ),
     ] = None
     graph_tokens: Annotated[
         str | None,
         EngineFlag(
             "cuda: prompt positions of mixed steps that are captured in CUDA graphs, a list like 128,512,2048, or"
-            " 'off' (default: up to 8192)"
+            " 'off' (default: up to 8192)",
+            metavar="LIST",
         ),
     ] = None
 
@@ -208,19 +261,46 @@ def add_engine_arguments(parser: argparse.ArgumentParser, without: Collection[st
     It defines those named by `without` itself.
     """
     group = parser.add_argument_group("engine core")
-    hints = get_type_hints(EngineOptions, include_extras=True)
-    for info in structs.fields(EngineOptions):
-        if info.name in without:
+    for name, default, annotated, flag in _declarations():
+        if name in without:
             continue
-        annotated, flag = get_args(hints[info.name])
         choices, parse = _choices_and_parse(annotated)
         group.add_argument(
-            flag_name(info.name),
-            default=info.default,
+            flag_name(name),
+            default=default,
             choices=choices,
             type=flag.parse or parse,
-            help=flag.help + ("" if info.default is None else f" (default: {info.default})"),
+            metavar=None if choices else flag.metavar,
+            help=flag.help + ("" if default is None else f" (default: {default})"),
         )
+
+
+def rare_engine_flags() -> frozenset[str]:
+    """Return the attributes whose flags only `--help-all` shows."""
+    return frozenset(name for name, _, _, flag in _declarations() if not flag.is_everyday)
+
+
+def _declarations() -> Iterator[tuple[str, Any, Any, EngineFlag]]:
+    """Yield the name, the default, the type and the flag of each attribute."""
+    hints = get_type_hints(EngineOptions, include_extras=True)
+    for info in structs.fields(EngineOptions):
+        annotated, flag = get_args(hints[info.name])
+        yield info.name, info.default, annotated, flag
+
+
+def check_numbers(options: EngineOptions) -> None:
+    """Raise ValueError for a number that no model and no machine can make valid."""
+    for name, _, _, flag in _declarations():
+        value = getattr(options, name)
+        if flag.bounds is None or not isinstance(value, int | float):
+            continue
+        low, high = flag.bounds
+        if not low <= value <= high:  # also true for NaN
+            allowed = f"at least {low:.10g}" if high == math.inf else f"from {low:.10g} to {high:.10g}"
+            raise ValueError(f"{flag_name(name)} {value}: must be {allowed}")
+    size = options.page_size
+    if isinstance(size, int) and size & (size - 1):
+        raise ValueError(f"--page-size {size} is not a power of two; use one, or max for one page per sequence")
 
 
 def _choices_and_parse(annotated: Any) -> tuple[tuple[str, ...] | None, Parse]:

@@ -80,7 +80,8 @@ def load_curve(directory: Path) -> Curve:
                 raise ValueError(f"{path} does not contain a CURVE key of {CURVE_KEY_LENGTH} characters")
             return Curve(public, secret)
     raise ValueError(
-        f"{directory} contains neither {secret_file.name} nor {public_file.name}; run `tandem keys {directory}`"
+        f"{directory} contains neither {secret_file.name} nor {public_file.name}; for an engine run `tandem keys "
+        f"{directory}`, for a frontend copy {public_file.name} from the engine's folder"
     )
 
 

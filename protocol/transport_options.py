@@ -10,9 +10,17 @@ def add_transport_arguments(parser: argparse.ArgumentParser, endpoint_required: 
     """Declare the transport flags on a parser."""
     group = parser.add_argument_group("transport")
     group.add_argument(
-        "--endpoint", required=endpoint_required, help="ipc://PATH or tcp://HOST:PORT of the engine core"
+        "--endpoint",
+        required=endpoint_required,
+        help="ipc://PATH or tcp://HOST:PORT of the engine core; tcp takes PORT and PORT+1, the second for heartbeats"
+        + ("" if endpoint_required else " (default: a private ipc endpoint)"),
     )
-    group.add_argument("--curve-keys", type=Path, metavar="DIR", help="keys of a tcp endpoint, made with `tandem keys`")
+    group.add_argument(
+        "--curve-keys",
+        type=Path,
+        metavar="DIR",
+        help="keys of a tcp endpoint, made with `tandem keys`; a frontend needs only engine.key",
+    )
     group.add_argument("--insecure-tcp", action="store_true", help="allow tcp without encryption")
 
 

@@ -38,9 +38,6 @@ def check_memory_flags(options: EngineOptions, device: str) -> None:
     """Raise ConfigError for flags that exclude each other, before anything is loaded."""
     if options.kv_memory is not None and options.kv_tokens is not None:
         raise ConfigError("--kv-memory and --kv-tokens both size the KV pool; give one of them")
-    for flag, amount in (("--kv-memory", options.kv_memory), ("--kv-tokens", options.kv_tokens)):
-        if amount is not None and amount < 1:
-            raise ConfigError(f"{flag} {amount}: must be at least 1")
     if options.gpu_memory is None:
         return
     if device == "cpu":
@@ -48,8 +45,6 @@ def check_memory_flags(options: EngineOptions, device: str) -> None:
     for flag, value in (("--kv-memory", options.kv_memory), ("--kv-tokens", options.kv_tokens)):
         if value is not None:
             raise ConfigError(f"--gpu-memory and {flag} both size the KV pool; give one of them")
-    if not 0 < options.gpu_memory <= 1:
-        raise ConfigError(f"--gpu-memory {options.gpu_memory:g}: must be above 0 and up to 1, a share of the memory")
 
 
 def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineConfig:
@@ -57,7 +52,8 @@ def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineCon
 
     token_bytes: bytes of one token's keys and values over all layers.
 
-    Raises ConfigError if less than one page, or less than a requested --max-len, has room.
+    Raises ConfigError if less than one page, or less than a requested --max-len, has room, and for a requested pool
+    that is larger than the free memory.
     """
     page_size, options = config.page_size, config.options
     tokens = options.kv_tokens
@@ -65,6 +61,7 @@ def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineCon
         # The reserved page is part of the memory.
         tokens = _pool_bytes(config, memory, token_bytes) // token_bytes - page_size
     pages = max(0, tokens) // page_size
+    _check_given_size(options, memory, (pages + 1) * page_size * token_bytes, token_bytes)
     if pages * page_size < 2:
         raise ConfigError(
             f"the KV pool has {tokens} tokens ({memory.free / GIB:.2f} GiB free, of which steps and graphs need "
@@ -77,6 +74,17 @@ def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineCon
             f"{_remedy(config)}"
         )
     return EngineConfig(**structs.asdict(config), pages=pages + 1)
+
+
+def _check_given_size(options: EngineOptions, memory: Memory, pool: int, token_bytes: int) -> None:
+    """Raise ConfigError for a requested pool that is larger than the free memory."""
+    flag = "--kv-memory" if options.kv_memory is not None else "--kv-tokens"
+    given = options.kv_memory if options.kv_memory is not None else options.kv_tokens
+    if given is not None and pool > memory.free:
+        raise ConfigError(
+            f"{flag} {given} takes {pool / GIB:.2f} GiB at {token_bytes} bytes a token, but "
+            f"{memory.free / GIB:.2f} GiB are free; lower {flag}, or leave it out for a pool that fits"
+        )
 
 
 def _pool_bytes(config: StepConfig, memory: Memory, token_bytes: int) -> int:

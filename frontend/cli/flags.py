@@ -37,9 +37,12 @@ INSPECT_FLAGS = (
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name a server."""
     group = parser.add_argument_group("server")
-    group.add_argument("--url", default=DEFAULT_URL, type=server_url, help=f"address (default: {DEFAULT_URL})")
+    group.add_argument(
+        "--url", default=DEFAULT_URL, type=server_url, metavar="URL", help=f"address (default: {DEFAULT_URL})"
+    )
     group.add_argument(
         "--api-key",
+        metavar="KEY",
         help=f"API key to send, visible in the process list (default: the first key in ${KEY_VARIABLE}, which is not)",
     )
     for flag in CLIENT_FLAGS:
@@ -52,9 +55,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     Fields without a given flag are left to the server.
     """
     group = parser.add_argument_group("answer")
-    group.add_argument("--model", help="name of the model (default: the first one of the server)")
+    group.add_argument("--model", metavar="NAME", help="name of the model (default: the first one of the server)")
     for field in FLAG_FIELDS:
-        group.add_argument(flag_name(field.name), type=field.kind.flag_type, help=field.help)
+        group.add_argument(flag_name(field.name), type=field.kind.flag_type, metavar="N", help=field.help)
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="text that ends the answer; may be given several times"
     )

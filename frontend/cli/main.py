@@ -4,9 +4,10 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from tandem.frontend.cli.command_help import COMMANDS, TANDEM
 from tandem.frontend.cli.flags import (
     BATCH_FLAGS,
     CLIENT_FLAGS,
@@ -15,6 +16,7 @@ from tandem.frontend.cli.flags import (
     add_sampling_arguments,
     add_server_arguments,
 )
+from tandem.frontend.cli.parser import CommandParser
 from tandem.frontend.config import (
     FRONTEND_FLAGS,
     Flag,
@@ -24,7 +26,7 @@ from tandem.frontend.config import (
     check_bounds,
     frontend_config,
 )
-from tandem.protocol.engine_options import add_engine_arguments
+from tandem.protocol.engine_options import add_engine_arguments, rare_engine_flags
 from tandem.protocol.errors import ExitCode
 from tandem.protocol.logs import configure_logging
 from tandem.protocol.sockets import make_curve
@@ -33,21 +35,15 @@ from tandem.protocol.version import distribution_version
 
 # Each command imports its modules itself, so that `tandem --version` and usage errors stay fast.
 
-_INSPECT_DESCRIPTION = (
-    "Print the scheduler state of a running server: a summary, the running and waiting sequences, and the sessions. "
-    "PROMPT, OUTPUT and COMPUTED count tokens; CACHED counts the prompt tokens whose KV was found in the cache. PAGES "
-    "counts a sequence's KV pages; SHARED those of them that are in the prefix cache, where other sequences find them. "
-    "AGE is the time since a request arrived, WAIT the time since it last joined the queue. KEPT counts the pages that "
-    "a session keeps from earlier turns; IDLE is the time since its last turn."
-)
 _OPS = "ops port (metrics and health of the engine)"
 # fmt: off
 OPS_FLAGS = (
-    Flag("ops_host", _OPS, "address to listen on", default="127.0.0.1"),
+    Flag("ops_host", _OPS, "address to listen on", metavar="HOST", default="127.0.0.1"),
     Flag("ops_port", _OPS, "port to listen on, 0 for any free port", int, (0, 65535),
-         default_text="8100, or the next free one"),
+         metavar="PORT", default_text="8100, or the next free one"),
 )
 # fmt: on
+_RARE_FLAGS = rare_engine_flags() | {flag.name for flag in (*FRONTEND_FLAGS, *OPS_FLAGS) if not flag.is_everyday}
 _BOUNDED_FLAGS = (*FRONTEND_FLAGS, *OPS_FLAGS, *CLIENT_FLAGS, *BATCH_FLAGS, *INSPECT_FLAGS)
 
 
@@ -60,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(arguments.command, getattr(arguments, "log_level", "warning"))
     try:
         check_bounds(arguments, _BOUNDED_FLAGS)
+        _settle_model(arguments)
     except ValueError as error:
         return _refuse(str(error))
     try:
@@ -73,11 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands; each sets `run` to its function."""
-    parser = argparse.ArgumentParser("tandem", description="Serve large language models.", allow_abbrev=False)
+    parser = CommandParser("tandem", usage="tandem COMMAND ...", description=TANDEM.description, epilog=TANDEM.epilog)
     parser.add_argument("--version", action="version", version=f"tandem {distribution_version()}")
-    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND", prog="tandem")
 
-    serve = commands.add_parser("serve", help="start an engine core and an HTTP process", allow_abbrev=False)
+    serve = _add_command(commands, "serve", run_serve, rare=_RARE_FLAGS | {"endpoint", "curve_keys", "insecure_tcp"})
     _add_model_argument(serve)
     # The frontend takes several names, and the engine the first of them.
     add_engine_arguments(serve, without=["served_model_name"])
@@ -85,67 +82,92 @@ def build_parser() -> argparse.ArgumentParser:
     add_watch_arguments(serve)
     add_flags(serve, OPS_FLAGS)
     add_transport_arguments(serve, endpoint_required=False)
-    serve.set_defaults(run=run_serve)
 
-    engine = commands.add_parser("engine", help="start an engine core for frontends elsewhere", allow_abbrev=False)
+    engine = _add_command(commands, "engine", run_engine, rare=_RARE_FLAGS)
     _add_model_argument(engine)
     add_engine_arguments(engine)
     add_watch_arguments(engine)
     add_flags(engine, OPS_FLAGS)
     add_transport_arguments(engine, endpoint_required=True)
-    engine.set_defaults(run=run_engine)
 
-    frontend = commands.add_parser("frontend", help="start an HTTP process for a running engine", allow_abbrev=False)
+    frontend = _add_command(commands, "frontend", run_frontend, rare=_RARE_FLAGS)
+    _add_model_argument(frontend)
     frontend.add_argument(
-        "--model-dir", "--model", required=True, type=Path, help="directory with the model's tokenizer.json"
-    )
-    frontend.add_argument("--fd", type=int, help="descriptor of a listening socket, instead of --host and --port")
+        "--model", "--model-dir", dest="model_dir", type=Path, metavar="MODEL",
+        help="directory with the model's tokenizer.json",
+    )  # fmt: skip
+    # A supervisor passes its listening socket on.
+    frontend.add_argument("--fd", type=int, help=argparse.SUPPRESS)
     add_http_arguments(frontend)
     add_watch_arguments(frontend)
     add_transport_arguments(frontend, endpoint_required=True)
-    frontend.set_defaults(run=run_frontend)
 
     _add_client_commands(commands)
 
-    keys = commands.add_parser("keys", help="create the key pair of an encrypted tcp endpoint", allow_abbrev=False)
+    keys = _add_command(commands, "keys", run_keys)
     keys.add_argument("directory", type=Path, metavar="DIR", help="directory to write the keys to")
-    keys.set_defaults(run=run_keys)
     return parser
+
+
+def _add_command(
+    commands: "argparse._SubParsersAction[CommandParser]",
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    rare: Collection[str] = (),
+) -> CommandParser:
+    """Add a command with its help.
+
+    rare: names of the flags that only `--help-all` shows.
+    """
+    text = COMMANDS[name]
+    command = commands.add_parser(
+        name, rare=rare, help=text.summary, usage=f"tandem {name} {text.usage}", description=text.description,
+        epilog=text.epilog,
+    )  # fmt: skip
+    command.set_defaults(run=run)
+    return command
 
 
 def _add_model_argument(command: argparse.ArgumentParser) -> None:
     command.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model MODEL")
 
 
-def _add_client_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_client_commands(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     """Add the commands that talk to a running server."""
-    chat = commands.add_parser("chat", help="chat with a running server in the terminal", allow_abbrev=False)
+    chat = _add_command(commands, "chat", run_chat)
     chat.add_argument("--system", metavar="TEXT", help="system prompt of the conversation")
-    chat.set_defaults(run=run_chat)
 
-    complete = commands.add_parser("complete", help="complete one prompt on a running server", allow_abbrev=False)
+    complete = _add_command(commands, "complete", run_complete)
     complete.add_argument("prompt", nargs="?", metavar="PROMPT", help="prompt to complete (default: read from stdin)")
-    complete.set_defaults(run=run_complete)
 
-    batch = commands.add_parser("run-batch", help="send a file of requests to a running server", allow_abbrev=False)
+    batch = _add_command(commands, "run-batch", run_batch)
     batch.add_argument("input", type=Path, metavar="INPUT", help="requests in OpenAI's batch format, JSONL")
     batch.add_argument("output", type=Path, metavar="OUTPUT", help="results, JSONL; an interrupted run is resumed")
     add_flags(batch, BATCH_FLAGS)
-    batch.set_defaults(run=run_batch)
 
-    inspect = commands.add_parser(
-        "inspect",
-        help="show the scheduler state of a running server",
-        description=_INSPECT_DESCRIPTION,
-        allow_abbrev=False,
-    )
+    inspect = _add_command(commands, "inspect", run_inspect)
     add_flags(inspect, INSPECT_FLAGS)
-    inspect.set_defaults(run=run_inspect)
 
     for command in (chat, complete, batch, inspect):
         add_server_arguments(command)
     for command in (chat, complete):
         add_sampling_arguments(command)
+
+
+def _settle_model(arguments: argparse.Namespace) -> None:
+    """Put the model that was given, with or without --model, into its argument.
+
+    Raises ValueError for two different models, and for a frontend without one.
+    """
+    positional = getattr(arguments, "positional_model", None)
+    name = "model_dir" if arguments.command == "frontend" else "model"
+    flag = getattr(arguments, name, None)
+    if positional is not None:
+        if flag is not None and str(flag) != positional:
+            raise ValueError(f"the model is given twice, as {positional} and as --model {flag}; leave one out")
+        setattr(arguments, name, positional)
+    elif arguments.command == "frontend" and flag is None:
+        raise ValueError("a frontend needs the model's folder for its tokenizer; give it as MODEL or --model MODEL")
 
 
 def _refuse(reason: str) -> int:
@@ -164,11 +186,6 @@ def run_engine(arguments: argparse.Namespace) -> int:
 def _supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
     from tandem.frontend.supervisor.launch import LaunchError, check_engine_installed, supervise
 
-    given = arguments.positional_model
-    if given is not None:
-        if arguments.model not in (None, given):
-            return _refuse(f"the model is given twice, as {given} and as --model {arguments.model}; leave one out")
-        arguments.model = given
     try:
         check_engine_installed()
         return asyncio.run(supervise(arguments, with_frontend))

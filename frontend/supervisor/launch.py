@@ -26,7 +26,7 @@ from tandem.frontend.listening import listen
 from tandem.frontend.process import ManagedProcess
 from tandem.frontend.supervisor.ops import ops_server
 from tandem.frontend.supervisor.supervisor import Supervisor
-from tandem.protocol.engine_options import EngineOptions, engine_argv, engine_options
+from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
 from tandem.protocol.sockets import Transport
 from tandem.protocol.transport_options import transport, transport_argv
 
@@ -181,11 +181,25 @@ def _http_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
         raise LaunchError(str(error)) from None
 
 
+def _engine_options(arguments: argparse.Namespace) -> EngineOptions:
+    """Return the engine's settings.
+
+    Raises LaunchError for numbers that no engine accepts.
+    """
+    options = engine_options(arguments)
+    try:
+        check_numbers(options)
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
+    return options
+
+
 async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
     """Run an engine core until a signal and return the exit code.
 
     A frontend runs beside it if wanted. Raises LaunchError before anything is started.
     """
+    options = _engine_options(arguments)
     with ExitStack() as stack:
         folder = model_dir(arguments.model)
         private = stack.enter_context(run_directory())
@@ -196,7 +210,7 @@ async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
         ops_socket = stack.enter_context(listen_ops(arguments.ops_host, arguments.ops_port))
         watch = EngineWatch(arguments.beat_timeout, arguments.step_timeout)
         log_level = ("--log-level", arguments.log_level)
-        command = engine_command(endpoint, engine_options(arguments), (*log_level, *transport_argv(arguments)))
+        command = engine_command(endpoint, options, (*log_level, *transport_argv(arguments)))
         engine = ManagedProcess("engine core", command, on_exit=watch.forget)
         frontend: ManagedProcess | None = None
         http_socket: socket.socket | None = None

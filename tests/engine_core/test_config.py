@@ -74,16 +74,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"page_size": 128, "max_len": 33},
         "--page-size 128 is more than a sequence of --max-len 33 can use; use at most 64",
     ),
-    ({"max_rows": 0}, "--max-rows 0: must be at least 1"),
-    ({"max_rows": -1}, "--max-rows -1: must be at least 1"),
+    ({"max_rows": 0}, "--max-rows 0: must be from 1 to 16384"),
+    ({"max_rows": -1}, "--max-rows -1: must be from 1 to 16384"),
     ({"max_waiting": 0}, "--max-waiting 0: must be at least 1"),
-    ({"max_step_tokens": 0}, "--max-step-tokens 0: must be at least 1"),
+    ({"max_step_tokens": 0}, "--max-step-tokens 0: must be from 1 to 1048576"),
     ({"max_step_tokens": 31}, "--max-step-tokens 31 is below --max-rows 32"),
     ({"prefill_chunk": 0}, "--prefill-chunk 0: must be at least 1"),
     ({"max_step_tokens": 512, "prefill_chunk": 513}, "--prefill-chunk 513 is more than the --max-step-tokens 512"),
     ({"graph_rows": "1,2"}, "--graph-rows 1,2 with --device cpu"),
     ({"graph_tokens": "64"}, "--graph-tokens 64 with --device cpu"),
-    ({"max_len": 0}, "--max-len 0: must be at least 1"),
+    ({"max_len": 0}, "--max-len 0: must be at least 2"),
     ({"max_len": 1}, "--max-len 1: must be at least 2"),
     ({"max_len": 2049}, "--max-len 2049, but the model's positions end at 2048"),
 ]
@@ -143,7 +143,7 @@ class TestThreads:
     @pytest.mark.parametrize("threads", [0, -1])
     def test_fewer_than_one_thread_is_refused(self, threads: int) -> None:
         with pytest.raises(ConfigError, match="--threads"):
-            resolve_threads(EngineOptions(threads=threads), 8)
+            decide(threads=threads)
 
 
 MAYBE = st.none() | st.integers(-2, 700)

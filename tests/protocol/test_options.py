@@ -1,13 +1,22 @@
 """Flags that one process parses and passes to another."""
 
 import argparse
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.protocol.engine_options import POLICIES, EngineOptions, add_engine_arguments, engine_argv, engine_options
+from tandem.protocol.engine_options import (
+    POLICIES,
+    EngineOptions,
+    add_engine_arguments,
+    check_numbers,
+    engine_argv,
+    engine_options,
+)
 from tandem.protocol.sockets import make_curve
 from tandem.protocol.transport_options import add_transport_arguments, transport, transport_argv
 
@@ -102,6 +111,39 @@ def test_malformed_flags_are_named_in_the_error(argv: list[str], text: str, caps
 )
 def test_memory_sizes_are_parsed_with_units(text: str, count: int) -> None:
     assert parse(["--kv-memory", text]).kv_memory == count
+
+
+OUT_OF_BOUNDS: list[tuple[dict[str, Any], str]] = [
+    ({"max_rows": 0}, "--max-rows 0: must be from 1 to 16384"),
+    ({"max_rows": 1_000_000}, "--max-rows 1000000: must be from 1 to 16384"),
+    ({"max_len": 1}, "--max-len 1: must be at least 2"),
+    ({"max_waiting": 0}, "--max-waiting 0: must be at least 1"),
+    ({"max_step_tokens": 2**21}, "--max-step-tokens 2097152: must be from 1 to 1048576"),
+    ({"prefill_chunk": 0}, "--prefill-chunk 0: must be at least 1"),
+    ({"max_prefill_chunks_per_step": 0}, "--max-prefill-chunks-per-step 0: must be at least 1"),
+    ({"session_ttl": -1.0}, "--session-ttl -1.0: must be from 0 to"),
+    ({"session_ttl": float("inf")}, "--session-ttl inf: must be from 0 to"),
+    ({"max_sessions": -1}, "--max-sessions -1: must be at least 0"),
+    ({"page_size": 0}, "--page-size 0: must be at least 1"),
+    ({"page_size": 15}, "--page-size 15 is not a power of two; use one, or max"),
+    ({"kv_tokens": -5}, "--kv-tokens -5: must be at least 1"),
+    ({"kv_memory": 0}, "--kv-memory 0: must be at least 1"),
+    ({"gpu_memory": 0.0}, "--gpu-memory 0.0: must be from 0.001 to 1"),
+    ({"gpu_memory": 1.01}, "--gpu-memory 1.01: must be from 0.001 to 1"),
+    ({"gpu_memory": float("nan")}, "--gpu-memory nan: must be from 0.001 to 1"),
+    ({"threads": 0}, "--threads 0: must be from 1 to 4096"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), OUT_OF_BOUNDS, ids=[text for _, text in OUT_OF_BOUNDS])
+def test_numbers_out_of_bounds_are_refused_without_a_model(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        check_numbers(EngineOptions(**options))
+
+
+def test_words_and_defaults_are_within_bounds() -> None:
+    check_numbers(EngineOptions())
+    check_numbers(EngineOptions(page_size="max", prefill_chunk="off", max_sessions=0, session_ttl=0.0, kv_tokens=1))
 
 
 def test_every_flag_has_help() -> None:

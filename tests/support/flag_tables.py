@@ -23,7 +23,11 @@ def groups() -> dict[str, list[argparse.Action]]:
     """Return the flags of `tandem serve` by the title of their group, which holds all flags of servers."""
     found = {}
     for group in commands()["serve"]._action_groups:
-        flags = [action for action in group._group_actions if action.option_strings and action.dest != "help"]
+        flags = [
+            action
+            for action in group._group_actions
+            if action.option_strings and action.dest not in ("help", "help_all")
+        ]
         if flags:
             found[group.title or ""] = flags
     return found

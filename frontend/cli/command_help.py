@@ -1,0 +1,91 @@
+"""The texts of each command's help: a summary, a sentence or two, and examples."""
+
+from msgspec import Struct
+
+
+class CommandHelp(Struct, frozen=True):
+    """The help of one command."""
+
+    summary: str
+    """Line of the list of commands."""
+    description: str
+    usage: str
+    """What follows the command's name in its usage line."""
+    examples: tuple[str, ...]
+
+    @property
+    def epilog(self) -> str:
+        """The examples, as they follow the flags."""
+        return "examples:\n" + "\n".join(f"  {example}" for example in self.examples)
+
+
+TANDEM = CommandHelp(
+    "",
+    "Serve large language models over OpenAI's and Anthropic's APIs. Each command has its own --help.",
+    "COMMAND ...",
+    ("tandem serve                      # the small model that ships with Tandem, on 127.0.0.1:8000",
+     "tandem chat                       # in another terminal"),
+)  # fmt: skip
+COMMANDS = {
+    "serve": CommandHelp(
+        "start an engine core and an HTTP process",
+        "Serve one model on this machine: an engine core that owns the GPU (or CPU), and an HTTP process that answers "
+        "OpenAI's and Anthropic's APIs. Without a model it serves the small one that ships with Tandem.",
+        "[MODEL] [FLAGS]",
+        ("tandem serve", "tandem serve ./Qwen3-0.6B --host 0.0.0.0 --api-key-file keys.txt",
+         "tandem serve ./Qwen3-0.6B --max-len 8192 --gpu-memory 0.8"),
+    ),
+    "engine": CommandHelp(
+        "start an engine core for frontends elsewhere",
+        "Run an engine core without an HTTP process. Frontends connect to its endpoint, from this machine or another; "
+        "a tcp endpoint takes two ports, PORT and PORT+1.",
+        "[MODEL] --endpoint ENDPOINT [FLAGS]",
+        ("tandem engine ./Qwen3-0.6B --endpoint ipc:///run/tandem/engine",
+         "tandem engine ./Qwen3-0.6B --endpoint tcp://0.0.0.0:7000 --curve-keys keys"),
+    ),
+    "frontend": CommandHelp(
+        "start an HTTP process for a running engine",
+        "Run one more HTTP process for an engine core that is already running. It needs the model's folder for the "
+        "tokenizer and the chat template; the weights stay with the engine.",
+        "[MODEL] --endpoint ENDPOINT [FLAGS]",
+        ("tandem frontend ./Qwen3-0.6B --endpoint ipc:///run/tandem/engine --port 8001",
+         "tandem frontend ./Qwen3-0.6B --endpoint tcp://10.0.0.5:7000 --curve-keys keys"),
+    ),
+    "chat": CommandHelp(
+        "chat with a running server in the terminal",
+        "Chat with a running server in the terminal; /help lists what can be typed besides questions.",
+        "[FLAGS]",
+        ("tandem chat", "tandem chat --system 'Answer in one sentence.' --temperature 0.2"),
+    ),
+    "complete": CommandHelp(
+        "complete one prompt on a running server",
+        "Send one prompt to a running server and print its continuation as it arrives.",
+        "[PROMPT] [FLAGS]",
+        ("tandem complete 'The capital of France is' --max-tokens 20",
+         "tandem complete --json-schema schema.json < prompt.txt"),
+    ),
+    "run-batch": CommandHelp(
+        "send a file of requests to a running server",
+        "Send the requests of a file in OpenAI's batch format to a running server, many at a time, and write each "
+        "result as it arrives. The same command resumes an interrupted run.",
+        "INPUT OUTPUT [FLAGS]",
+        ("tandem run-batch requests.jsonl results.jsonl", "tandem run-batch in.jsonl out.jsonl --concurrency 128"),
+    ),
+    "inspect": CommandHelp(
+        "show the scheduler state of a running server",
+        "Print the scheduler state of a running server: a summary, the running and waiting sequences, and the "
+        "sessions. PROMPT, OUTPUT and COMPUTED count tokens; CACHED counts the prompt tokens whose KV was found in the "
+        "cache. PAGES counts a sequence's KV pages; SHARED those of them that are in the prefix cache, where other "
+        "sequences find them. AGE is the time since a request arrived, WAIT the time since it last joined the queue. "
+        "KEPT counts the pages that a session keeps from earlier turns; IDLE is the time since its last turn.",
+        "[FLAGS]",
+        ("tandem inspect", "tandem inspect --watch 1"),
+    ),
+    "keys": CommandHelp(
+        "create the key pair of an encrypted tcp endpoint",
+        "Create the CURVE key pair that encrypts a tcp endpoint, in a new folder: engine.key_secret stays with the "
+        "engine, engine.key goes to each frontend. Give the folder as --curve-keys on both sides.",
+        "DIR",
+        ("tandem keys keys", "tandem engine --endpoint tcp://0.0.0.0:7000 --curve-keys keys"),
+    ),
+}  # fmt: skip

@@ -1,0 +1,75 @@
+"""Flags that people know from other engines, and what takes their place here."""
+
+from msgspec import Struct
+
+
+class ForeignFlag(Struct, frozen=True):
+    """Answer to a flag of another engine."""
+
+    ours: str = ""
+    """Our flag for the same purpose; empty if there is none."""
+    reason: str = ""
+    """A sentence on what is different, without a period; may be empty if there is a flag."""
+
+    def explain(self, flag: str) -> str:
+        """Say what to give instead of `flag`."""
+        if not self.ours:
+            return f"{flag}: {self.reason}"
+        return f"{flag} is {self.ours} here" + (f" ({self.reason})" if self.reason else "")
+
+
+_ONE_GPU = ForeignFlag(reason="one GPU per engine; tensor and pipeline parallelism are not supported")
+_WEIGHTS = ForeignFlag(reason="quantized weights are not supported; --dtype chooses among 16 and 32 bits")
+_LORA = ForeignFlag(reason="LoRA adapters are not supported; merge them into the weights")
+_SWAP = ForeignFlag(reason="KV is never swapped to CPU memory; preempted sequences are recomputed")
+_CODE = ForeignFlag(reason="code from checkpoints is never run; supported architectures are built in")
+_SPECULATIVE = ForeignFlag(reason="speculative decoding is not supported")
+_WHOLE_MODEL = ForeignFlag(reason="the whole model runs on the device that --device names")
+_LEN = ForeignFlag("--max-len")
+_GPU_SHARE = ForeignFlag("--gpu-memory", "a share such as 0.9")
+_ROWS = ForeignFlag("--max-rows")
+_STEP = ForeignFlag("--max-step-tokens", "--prefill-chunk bounds one prompt's part of a step")
+_CHUNK = ForeignFlag("--prefill-chunk", "--max-step-tokens bounds a whole step")
+_CACHE = ForeignFlag("--prefix-cache", "on by default; --prefix-cache off turns it off")
+_GRAPHS = ForeignFlag("--graph-rows", "--graph-rows off runs without CUDA graphs")
+_MODEL = ForeignFlag("--model")
+_POLICY = ForeignFlag("--policy")
+_TOOLS = ForeignFlag("--tool-parser", "auto finds the format of most models; no further flag is needed")
+
+FOREIGN_FLAGS = {
+    "--max-model-len": _LEN, "--ctx-size": _LEN, "-c": _LEN, "--context-length": _LEN, "--max-seq-len": _LEN,
+    "--gpu-memory-utilization": _GPU_SHARE, "--mem-fraction-static": _GPU_SHARE,
+    "--max-num-seqs": _ROWS, "--max-running-requests": _ROWS, "--max-seqs": _ROWS, "--max-batch-size": _ROWS,
+    "--parallel": _ROWS, "-np": _ROWS,
+    "--max-num-batched-tokens": _STEP, "--max-prefill-tokens": _STEP, "--batch-size": _STEP, "-b": _STEP,
+    "--chunked-prefill-size": _CHUNK, "--enable-chunked-prefill": ForeignFlag("--prefill-chunk", "on by default"),
+    "--tensor-parallel-size": _ONE_GPU, "--tp": _ONE_GPU, "-tp": _ONE_GPU, "--tp-size": _ONE_GPU,
+    "--pipeline-parallel-size": _ONE_GPU, "--pp": _ONE_GPU, "-pp": _ONE_GPU, "--pp-size": _ONE_GPU,
+    "--tensor-split": _ONE_GPU,
+    "--data-parallel-size": ForeignFlag(reason="one GPU per engine; start one server per GPU and balance between them"),
+    "-ngl": _WHOLE_MODEL, "--n-gpu-layers": _WHOLE_MODEL, "--gpu-layers": _WHOLE_MODEL,
+    "--cpu-offload-gb": _WHOLE_MODEL,
+    "--quantization": _WEIGHTS, "-q": _WEIGHTS,
+    "--enable-lora": _LORA, "--lora-modules": _LORA, "--lora-paths": _LORA, "--lora": _LORA,
+    "--swap-space": _SWAP, "--trust-remote-code": _CODE,
+    "--speculative-config": _SPECULATIVE, "--speculative-model": _SPECULATIVE, "--model-draft": _SPECULATIVE,
+    "--block-size": ForeignFlag("--page-size"),
+    "--enable-prefix-caching": _CACHE, "--no-enable-prefix-caching": _CACHE, "--disable-radix-cache": _CACHE,
+    "--kv-cache-dtype": ForeignFlag("--kv-dtype"), "--cache-type-k": ForeignFlag("--kv-dtype"),
+    "--max-total-tokens": ForeignFlag("--kv-tokens"),
+    "--kv-cache-memory-bytes": ForeignFlag("--kv-memory"),
+    "--enforce-eager": _GRAPHS, "--disable-cuda-graph": _GRAPHS, "--cuda-graph-sizes": _GRAPHS,
+    "--model-path": _MODEL, "-m": _MODEL,
+    "--scheduling-policy": _POLICY, "--schedule-policy": _POLICY,
+    "--tool-call-parser": _TOOLS, "--enable-auto-tool-choice": _TOOLS,
+    "--allowed-origins": ForeignFlag("--cors-origin"),
+    "--ssl-certfile": ForeignFlag("--tls-cert"), "--ssl-keyfile": ForeignFlag("--tls-key"),
+    "--ssl-cert-file": ForeignFlag("--tls-cert"), "--ssl-key-file": ForeignFlag("--tls-key"),
+    "--uvicorn-log-level": ForeignFlag("--log-level"),
+    "-t": ForeignFlag("--threads"),
+    "--seed": ForeignFlag(reason="seeds are a field of each request; the server has none"),
+    "--temperature": ForeignFlag(reason="sampling parameters are fields of each request; see --generation-config"),
+    "--tokenizer": ForeignFlag(reason="the tokenizer is the model folder's tokenizer.json"),
+    "--api_key": ForeignFlag("--api-key"),
+}  # fmt: skip
+"""The answer to each flag, by its name in vLLM, SGLang or llama.cpp."""

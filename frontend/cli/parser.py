@@ -1,0 +1,118 @@
+"""The argument parser of every command.
+
+Its help has two lengths, and a usage error is two lines.
+
+`--help` shows the everyday flags, `--help-all` all of them.
+"""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
+
+from tandem.frontend.cli.foreign_flags import FOREIGN_FLAGS
+from tandem.protocol.errors import ExitCode
+
+_SIMILAR = 0.8
+"""Least similarity, from 0 to 1, of a flag that is suggested for another."""
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Wrap descriptions, and leave texts of several lines as they are."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+class _HelpAll(argparse.Action):
+    """Print the help with all flags and exit."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, CommandParser)
+        print(parser.format_all())
+        parser.exit()
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser of one command, or of `tandem` itself. Flags are never abbreviated."""
+
+    def __init__(self, prog: str, usage: str, description: str, epilog: str, rare: Collection[str] = ()) -> None:
+        """Declare the flags of help.
+
+        rare: names, among the parsed arguments, of the flags that only `--help-all` shows.
+        """
+        super().__init__(prog, usage, description, epilog, formatter_class=_HelpFormatter, allow_abbrev=False)
+        self._rare = frozenset(rare)
+        if rare:
+            self.add_argument("--help-all", nargs=0, action=_HelpAll, help="show all flags and exit")
+
+    def format_help(self) -> str:
+        """Format the help without the rare flags."""
+        return self._format(self._rare)
+
+    def format_all(self) -> str:
+        """Format the help with all flags."""
+        return self._format(frozenset())
+
+    def _format(self, left_out: frozenset[str]) -> str:
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for group in self._action_groups:
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments([action for action in group._group_actions if action.dest not in left_out])
+            formatter.end_section()
+        if left_out:
+            count = sum(action.dest in left_out for action in self._actions)
+            formatter.add_text(f"{count} more flags: {self.prog} --help-all")
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse the words of a command line.
+
+        Flags that this command does not have are refused before anything that is missing.
+        """
+        given = sys.argv[1:] if args is None else list(args)
+        if unknown := self._unknown_flags(given):
+            self.error("; ".join(self._explain(flag) for flag in dict.fromkeys(unknown)))
+        return super().parse_known_args(given, namespace)
+
+    def _unknown_flags(self, words: Sequence[str]) -> list[str]:
+        """Return the flags among some words that this parser does not have."""
+        unknown = []
+        for word in words:
+            is_flag = word.startswith("-") and word != "-" and " " not in word
+            if word == "--" or (self._subparsers is not None and not is_flag):
+                break
+            if is_flag and self._negative_number_matcher.match(word) is None:
+                flag = word.partition("=")[0]
+                if flag not in self._option_string_actions:
+                    unknown.append(flag)
+        return unknown
+
+    def _explain(self, flag: str) -> str:
+        """Say what takes the place of a flag that this command does not have."""
+        known = self._option_string_actions
+        foreign = FOREIGN_FLAGS.get(flag)
+        if foreign is not None and (foreign.ours or "--device") in known:
+            return foreign.explain(flag)
+        near = difflib.get_close_matches(flag, known, n=1, cutoff=_SIMILAR)
+        return f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "")
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with two lines: what was wrong, and where the flags are listed."""
+        self.exit(ExitCode.CONFIG, f"{self.prog}: error: {message}\nSee {self.prog} --help\n")
