@@ -45,7 +45,17 @@ L5_NAMES = (
     *("engine", "control", "wire", "outbox", "stats", "__main__"),
     *(
         f"startup.{name}"
-        for name in ("engine", "runtime", "device", "attention", "memory_trial", "warmup", "start_log", "heap")
+        for name in (
+            "engine",
+            "runtime",
+            "device",
+            "attention",
+            "memory_trial",
+            "warmup",
+            "start_log",
+            "heap",
+            "loading_progress",
+        )
     ),
 )
 L5 = {f"tandem.engine_core.{name}" for name in L5_NAMES}

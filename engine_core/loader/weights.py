@@ -32,11 +32,11 @@ def fill_with_noise(model: Loadable, scale: float = 0.02) -> None:
                 slot.target.random_(generator=generator)
 
 
-def load_weights(model: Loadable, checkpoint: Checkpoint, progress: Callable[[float], None] | None = None) -> None:
+def load_weights(model: Loadable, checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = None) -> None:
     """Copy the tensors of a checkpoint into a model's parameters.
 
     Tensors are cast to the parameters' dtypes and copied one at a time. The parameters keep their storage, which
-    captured graphs may hold. progress: called with the percentage done.
+    captured graphs may hold. progress: called with the bytes of the parameters that are filled, and of all.
 
     Raises ConfigError that names every tensor which is missing, unexpected, misshaped, of a dtype that is not read, or
     given twice, and tied tensors that differ; then the model is unchanged. Raises it as well if a file cannot be read.
@@ -48,12 +48,12 @@ def load_weights(model: Loadable, checkpoint: Checkpoint, progress: Callable[[fl
                 f"{checkpoint.directory} does not fit the model of its config.json:\n  " + "\n  ".join(problems)
             )
         done = 0
-        total = sum(slot.target.numel() for slot in slots if slot.name in checkpoint.tensors)
+        total = sum(slot.target.nbytes for slot in slots if slot.name in checkpoint.tensors)
         for slot, tensor in checkpoint.read(slots):
             slot.fill(tensor)
-            done += slot.target.numel()
+            done += slot.target.nbytes
             if progress is not None:
-                progress(100.0 * done / total)
+                progress(done, total)
 
 
 def tensors_differ(checkpoint: Checkpoint, first: str, second: str) -> bool:

@@ -29,6 +29,7 @@ from tandem.engine_core.sampling.scorer import TokenScorer
 from tandem.engine_core.startup import kv_sizing
 from tandem.engine_core.startup.device import DeviceParts
 from tandem.engine_core.startup.kv_sizing import Memory
+from tandem.engine_core.startup.loading_progress import LoadingProgress
 from tandem.engine_core.startup.memory_trial import measure_graph_bytes, measure_mixed_graph_bytes, measure_step_bytes
 from tandem.engine_core.startup.start_log import StartLog
 from tandem.engine_core.startup.warmup import warm_up
@@ -220,7 +221,7 @@ def _load_model(options: EngineOptions, source: ModelSource, context: BuildConte
         return model
     checkpoint = Checkpoint.open(source.directory)
     model = build_model(source.model, context, options.max_len, checkpoint)
-    load_weights(model, checkpoint, lambda percent: status.enter(Phase.LOADING, int(percent)))
+    load_weights(model, checkpoint, LoadingProgress(status).report)
     return model
 
 

@@ -77,12 +77,20 @@ def test_fused_projections_load_to_the_same_model(bias: bool, tmp_path: Path) ->
     close(logits(load(tmp_path)), expected)
 
 
-def test_progress_rises_to_100(tmp_path: Path) -> None:
+def test_progress_rises_to_all_bytes(tmp_path: Path) -> None:
     save_random(tmp_path, {}, max_shard_size="60KB")
-    seen: list[float] = []
-    load_weights(unfilled(tmp_path), Checkpoint.open(tmp_path), seen.append)
+    seen: list[int] = []
+    totals: set[int] = set()
+
+    def progress(done: int, total: int) -> None:
+        seen.append(done)
+        totals.add(total)
+
+    model = unfilled(tmp_path)
+    load_weights(model, Checkpoint.open(tmp_path), progress)
     assert seen == sorted(seen)
-    assert seen[-1] == 100.0
+    assert totals == {seen[-1]}
+    assert seen[-1] >= sum({id(slot.parameter): slot.target.nbytes for slot in model.weight_slots()}.values())
     assert len(seen) > 20
 
 
