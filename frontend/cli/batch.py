@@ -7,14 +7,14 @@ import argparse
 import asyncio
 import sys
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 
 import httpx
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw
 
 from tandem.frontend.cli.batch_files import (
+    RETRIED,
     BatchError,
     BatchFailure,
     BatchOutput,
@@ -25,12 +25,10 @@ from tandem.frontend.cli.batch_files import (
     read_requests,
     result,
 )
-from tandem.frontend.cli.connection import ServerError, headers, timeouts, unreachable
-from tandem.frontend.cli.flags import INTERRUPTED, api_key
-from tandem.frontend.progress import Progress
-
-RETRIED = frozenset({429, 502, 503, 504})
-"""Statuses of a busy server or proxy, which say nothing about the request itself."""
+from tandem.frontend.cli.batch_progress import BatchProgress, Tally
+from tandem.frontend.cli.connection import ServerError, error_of_response, headers, timeouts, unreachable
+from tandem.frontend.cli.connection_failure import is_permanent
+from tandem.frontend.cli.flags import INTERRUPTED, api_key, trust
 
 FIRST_PAUSE = 0.5
 """Seconds before the first retry."""
@@ -51,17 +49,20 @@ class BatchSender:
         http: httpx.AsyncClient,
         url: str,
         retries: int,
+        progress: BatchProgress,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._http = http
         self._url = url
         self._retries = retries
+        self._progress = progress
         self._sleep = sleep
 
     async def send(self, request: BatchRequest) -> BatchResponse | BatchFailure:
         """Send a request and return its result.
 
-        Raises ServerError if the server cannot be reached, which is not a result of the request.
+        The result is that of the last attempt. Raises ServerError if the server cannot be reached, which is not a
+        result of the request.
         """
         pause = FIRST_PAUSE
         for retries_left in range(self._retries, -1, -1):
@@ -73,11 +74,14 @@ class BatchSender:
             except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
                 return BatchFailure("request_timeout", str(unreachable(self._url, error)))
             except httpx.HTTPError as error:
-                if not retries_left:
+                if not retries_left or is_permanent(error):
                     raise unreachable(self._url, error) from error
+                self._progress.wait(f"waiting for the server at {self._url}")
             else:
                 if response.status_code not in RETRIED or not retries_left:
+                    self._progress.proceed()
                     return _to_result(response)
+                self._progress.wait(f"waiting for the server at {self._url}, which answers {response.status_code}")
                 retry_after = _retry_after(response)
             await self._sleep(min(LAST_PAUSE, max(retry_after, pause)))
             pause *= 2
@@ -99,61 +103,6 @@ def _retry_after(response: httpx.Response) -> float:
         return max(0.0, float(response.headers.get("retry-after", 0)))
     except ValueError:
         return 0.0
-
-
-class _Usage(Struct):
-    """Token counts under the names of both of OpenAI's APIs."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-
-
-class _Body(Struct):
-    usage: _Usage
-
-
-def _usage(body: Raw) -> _Usage:
-    """Read the usage of an answer, or zeros if the server does not report it."""
-    try:
-        return msgspec.json.decode(body, type=_Body).usage
-    except msgspec.ValidationError:
-        return _Usage()
-
-
-class Tally:
-    """Count the results and tokens of one run."""
-
-    def __init__(self) -> None:
-        self.succeeded = 0
-        self.failures: Counter[str] = Counter()
-        """Number of failures by status, or by error code if there was no response."""
-        self.tokens_in = 0
-        self.tokens_out = 0
-
-    def count(self, outcome: BatchResult) -> None:
-        """Add one result."""
-        response = outcome.response
-        if response is None:
-            assert outcome.error is not None
-            self.failures[outcome.error.code] += 1
-        elif response.status_code != 200:
-            self.failures[str(response.status_code)] += 1
-        else:
-            self.succeeded += 1
-            usage = _usage(response.body)
-            self.tokens_in += usage.prompt_tokens + usage.input_tokens
-            self.tokens_out += usage.completion_tokens + usage.output_tokens
-
-    def line(self, seconds: float) -> str:
-        """Format the counts of a run of this duration as one line."""
-        failed = ", ".join(f"{count} with {name}" for name, count in sorted(self.failures.items()))
-        return (
-            f"this run: {self.succeeded} succeeded, {self.failures.total()} failed{f' ({failed})' if failed else ''}; "
-            f"{self.tokens_in} tokens in, {self.tokens_out} out, {seconds:.1f} s, "
-            f"{self.tokens_out / max(seconds, 1e-9):.1f} tokens/s"
-        )
 
 
 def run_batch(arguments: argparse.Namespace) -> int:
@@ -178,14 +127,17 @@ def _run(arguments: argparse.Namespace, requests: list[BatchRequest], output: Ba
         )
     todo = [request for request in requests if request.custom_id not in output.done]
     tally, started = Tally(), time.monotonic()
+    unfinished: list[str] = []
     code = 0
     try:
-        asyncio.run(_send_all(arguments, todo, output, tally))
+        asyncio.run(_send_all(arguments, todo, output, tally, unfinished))
     except KeyboardInterrupt:
         code = INTERRUPTED
     except ServerError as error:
         print(f"tandem: {error}", file=sys.stderr)
         code = 1
+    if unfinished:
+        print(f"tandem: {len(unfinished)} requests were not answered; the first: {unfinished[0]}", file=sys.stderr)
     print(tally.line(time.monotonic() - started), file=sys.stderr)
     succeeded, left = sum(output.done.values()), len(requests) - len(output.done)
     print(
@@ -193,26 +145,37 @@ def _run(arguments: argparse.Namespace, requests: list[BatchRequest], output: Ba
         + ("; run the same command again to continue" if left else ""),
         file=sys.stderr,
     )
-    return code or int(not all(output.done.values()))
+    return code or int(left > 0 or not all(output.done.values()))
 
 
 async def _send_all(
-    arguments: argparse.Namespace, requests: list[BatchRequest], output: BatchOutput, tally: Tally
+    arguments: argparse.Namespace,
+    requests: list[BatchRequest],
+    output: BatchOutput,
+    tally: Tally,
+    unfinished: list[str],
 ) -> None:
-    progress = Progress("batch", len(requests), None)
+    """Send the requests and write their results.
+
+    Those that the next run sends again are described in `unfinished`.
+    """
+    progress = BatchProgress(len(requests), tally)
     workers = min(arguments.concurrency, len(requests))
     limits = httpx.Limits(max_connections=workers or 1, max_keepalive_connections=workers or 1)
-    started = time.monotonic()
 
     def add_result(outcome: BatchResult) -> None:
-        output.add(outcome)
+        if outcome.is_final:
+            output.add(outcome)
+        elif outcome.response is not None:
+            unfinished.append(f"{outcome.custom_id!r} got {_describe(outcome.response)}")
         tally.count(outcome)
-        progress.draw(tally.succeeded + tally.failures.total(), time.monotonic() - started)
 
     key = headers(api_key(arguments))
-    async with httpx.AsyncClient(headers=key, timeout=timeouts(arguments.timeout), limits=limits) as http:
-        sender = BatchSender(http, arguments.url, arguments.retries)
+    allowed = timeouts(arguments.timeout)
+    async with httpx.AsyncClient(headers=key, timeout=allowed, limits=limits, verify=trust(arguments)) as http:
+        sender = BatchSender(http, arguments.url, arguments.retries, progress)
         queue = iter(requests)
+        drawing = asyncio.create_task(progress.keep_drawing())
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(workers):
@@ -220,7 +183,13 @@ async def _send_all(
         except* ServerError as errors:
             raise errors.exceptions[0] from None
         finally:
-            progress.clear()
+            drawing.cancel()
+            await asyncio.wait([drawing])
+
+
+def _describe(response: BatchResponse) -> str:
+    body = memoryview(response.body).tobytes()
+    return str(error_of_response(httpx.Response(response.status_code, content=body)))
 
 
 async def _work(sender: BatchSender, queue: Iterator[BatchRequest], add_result: Callable[[BatchResult], None]) -> None:

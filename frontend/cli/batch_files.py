@@ -18,10 +18,16 @@ URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 MAX_ID_CHARS = 512
 
 
+MAX_REPORTED = 20
+"""Bad lines that one error lists."""
+RETRIED = frozenset({409, 429, *range(500, 600)})
+"""Statuses of a server or session that is busy or failed, which say nothing about the request itself."""
+
+
 class BatchError(Exception):
     """Error for batch files that cannot be used.
 
-    The text names the file and the line.
+    The text names the file and the lines, one for each bad line.
     """
 
 
@@ -41,24 +47,35 @@ class _Body(Struct):
 def read_requests(path: Path) -> list[BatchRequest]:
     """Read all requests of a file in order, skipping blank lines.
 
-    Raises BatchError for the first invalid line.
+    Raises BatchError that lists the invalid lines.
     """
     requests: list[BatchRequest] = []
+    bad: list[str] = []
     lines: dict[str, int] = {}
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                request = _parse(line, f"{path}:{number}")
+                try:
+                    request = _parse(line, f"{path}:{number}")
+                except BatchError as error:
+                    bad.append(str(error))
+                    continue
                 if (first := lines.setdefault(request.custom_id, number)) != number:
-                    raise BatchError(
-                        f"{path}:{number}: custom_id {request.custom_id!r} is already used in line {first}"
-                    )
+                    bad.append(f"{path}:{number}: custom_id {request.custom_id!r} is already used in line {first}")
                 requests.append(request)
     except OSError as error:
         raise BatchError(f"{path} cannot be read: {error.strerror}") from None
+    if bad:
+        raise BatchError(_list_lines(bad, path))
     return requests
+
+
+def _list_lines(bad: list[str], path: Path) -> str:
+    more = f"\n{path}: {len(bad) - MAX_REPORTED} more lines are invalid" if len(bad) > MAX_REPORTED else ""
+    total = f"\n{path}: {len(bad)} lines are invalid; nothing was sent" if len(bad) > 1 and not more else more
+    return "\n".join(bad[:MAX_REPORTED]) + total
 
 
 def _parse(line: bytes, place: str) -> BatchRequest:
@@ -106,6 +123,14 @@ class BatchResult(Struct, frozen=True):
     def succeeded(self) -> bool:
         """Tell whether the response has status 200."""
         return self.response is not None and self.response.status_code == 200
+
+    @property
+    def is_final(self) -> bool:
+        """Tell whether the request is done.
+
+        It is not after a failure that says nothing about the request itself.
+        """
+        return self.response is None or self.response.status_code not in RETRIED
 
 
 def result(custom_id: str, outcome: BatchResponse | BatchFailure) -> BatchResult:

@@ -3,32 +3,55 @@
 import argparse
 import sys
 import time
+from typing import Any
 
-from tandem.frontend.cli.connection import ServerError, connect
-from tandem.frontend.cli.flags import INTERRUPTED, api_key, sampling_fields
+from tandem.frontend.cli.connection import Connection, ServerError, connect
+from tandem.frontend.cli.flags import INTERRUPTED, api_key, sampling_fields, trust
 from tandem.frontend.cli.streamed_answer import StreamedAnswer
+from tandem.protocol.errors import ErrorCode
+
+DEFAULT_MAX_TOKENS = 1024
+"""Limit of an answer without `--max-tokens`: the server's own, OpenAI's 16, ends within a sentence."""
+_UNLIMITED = -1
+_NO_ROOM = (ErrorCode.CONTEXT_LENGTH.value, ErrorCode.KV_CAPACITY.value)
 
 
 def run_complete(arguments: argparse.Namespace) -> int:
     """Stream the continuation of a prompt to stdout and return the exit code.
 
-    The code is 0 for success, 1 for a server error, and 130 for an interrupt.
+    The code is 0 for success, 1 for a server error and for JSON that was cut, and 130 for an interrupt.
     """
     prompt = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
     answer = StreamedAnswer(sys.stdout, time.monotonic)
     try:
-        with connect(arguments.url, api_key(arguments), arguments.timeout) as server:
+        with connect(arguments.url, api_key(arguments), arguments.timeout, trust(arguments)) as server:
             body = {
                 "model": arguments.model or server.first_model(),
                 "prompt": prompt,
+                "max_tokens": DEFAULT_MAX_TOKENS,
                 **sampling_fields(arguments),
                 "stream": True,
-                "stream_options": {"include_usage": True},
+                "stream_options": {"include_usage": True, "continuous_usage_stats": arguments.usage},
             }
-            is_complete = answer.follow(server.stream("/v1/completions", body))
+            is_complete = _follow(server, body, answer, arguments.max_tokens is None)
     except ServerError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return 1
     if arguments.usage:
         print(answer.summary(), file=sys.stderr)
-    return 0 if is_complete else INTERRUPTED
+    if not is_complete:
+        return INTERRUPTED
+    return answer.report_cut(arguments.json_schema is not None)
+
+
+def _follow(server: Connection, body: dict[str, Any], answer: StreamedAnswer, by_default: bool) -> bool:
+    """Print the answer; return False if an interrupt stopped it.
+
+    A prompt that leaves less room than the default limit gets all the room there is.
+    """
+    try:
+        return answer.follow(server.stream("/v1/completions", body))
+    except ServerError as error:
+        if not by_default or error.code not in _NO_ROOM:
+            raise
+    return answer.follow(server.stream("/v1/completions", {**body, "max_tokens": _UNLIMITED}))

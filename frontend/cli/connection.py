@@ -1,5 +1,6 @@
 """The HTTP connection of the terminal commands to a running server."""
 
+import ssl
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -9,14 +10,20 @@ import httpx
 import msgspec
 from msgspec import Struct
 
+from tandem.frontend.cli.connection_failure import connection_failure
+
 _MAX_MESSAGE_CHARS = 500
 
 
 class ServerError(Exception):
     """Error of a request that was refused, failed or found no server.
 
-    The text is one line for the user.
+    The text is one line for the user; `code` is that of the server's error, "" for any other.
     """
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class _Body(Struct):
@@ -39,7 +46,7 @@ def error_of_response(response: httpx.Response) -> ServerError:
         return ServerError(_one_line(f"the server answered {response.status_code}: {response.text or 'nothing'}"))
     code = f", {error.code}" if error.code else ""
     remedy = "; give --api-key or set TANDEM_API_KEY" if response.status_code == 401 else ""
-    return ServerError(_one_line(f"{error.message} ({response.status_code}{code}){remedy}"))
+    return ServerError(_one_line(f"{error.message} ({response.status_code}{code}){remedy}"), str(error.code or ""))
 
 
 def error_of_event(error: object) -> ServerError:
@@ -52,11 +59,7 @@ def error_of_event(error: object) -> ServerError:
 
 def unreachable(url: str, error: httpx.HTTPError) -> ServerError:
     """Make the error of a request that got no response."""
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return ServerError(f"no server answers on {url}; start one with `tandem serve`, or give another --url")
-    if isinstance(error, httpx.TimeoutException):
-        return ServerError(f"the server on {url} sent nothing for too long; raise --timeout")
-    return ServerError(_one_line(f"the connection to {url} broke: {error or type(error).__name__}"))
+    return ServerError(_one_line(connection_failure(url, error)))
 
 
 def _one_line(text: str) -> str:
@@ -163,9 +166,13 @@ class Connection:
             raise unreachable(self._url, error) from error
 
 
-def connect(url: str, api_key: str | None, timeout: float) -> Connection:
+Trust = ssl.SSLContext | bool
+"""Certificates that are trusted: those of a context, the usual ones (True), or any (False)."""
+
+
+def connect(url: str, api_key: str | None, timeout: float, trust: Trust = True) -> Connection:
     """Create a connection without sending anything.
 
     `timeout` is the longest time in seconds between two bytes.
     """
-    return Connection(httpx.Client(headers=headers(api_key), timeout=timeouts(timeout)), url)
+    return Connection(httpx.Client(headers=headers(api_key), timeout=timeouts(timeout), verify=trust), url)

@@ -6,10 +6,15 @@ The fields are those of requests to the running server.
 import argparse
 import json
 import os
+import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tandem.frontend.config import MAX_SECONDS, Flag
+from tandem.frontend.errors import ApiError
+from tandem.frontend.request.fields import Field
+from tandem.frontend.request.kinds import Checked
 from tandem.frontend.request.options import FLAG_FIELDS
 from tandem.protocol.engine_options import flag_name
 
@@ -45,6 +50,16 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help=f"API key to send, visible in the process list (default: the first key in ${KEY_VARIABLE}, which is not)",
     )
+    certificates = group.add_mutually_exclusive_group()
+    certificates.add_argument(
+        "--ca-cert",
+        type=_certificates,
+        metavar="FILE",
+        help="PEM file of the certificates to trust, instead of the usual",
+    )
+    certificates.add_argument(
+        "--insecure", action="store_true", help="accept any certificate of the server, and with it anyone in between"
+    )
     for flag in CLIENT_FLAGS:
         flag.add_to(group)
 
@@ -57,7 +72,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("answer")
     group.add_argument("--model", metavar="NAME", help="name of the model (default: the first one of the server)")
     for field in FLAG_FIELDS:
-        group.add_argument(flag_name(field.name), type=field.kind.flag_type, metavar="N", help=field.help)
+        group.add_argument(flag_name(field.name), type=_value_of(field), metavar="N", help=field.help)
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="text that ends the answer; may be given several times"
     )
@@ -73,6 +88,15 @@ def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
         form = {"name": "answer", "strict": True, "schema": arguments.json_schema}
         fields["response_format"] = {"type": "json_schema", "json_schema": form}
     return fields
+
+
+def trust(arguments: argparse.Namespace) -> ssl.SSLContext | bool:
+    """Return the certificates to trust.
+
+    They are those of a context, the usual ones (True), or any (False).
+    """
+    context: ssl.SSLContext | None = arguments.ca_cert
+    return context or not arguments.insecure
 
 
 def api_key(arguments: argparse.Namespace) -> str | None:
@@ -92,6 +116,35 @@ def server_url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"{text!r} must start with http:// or https://")
     return text.rstrip("/").removesuffix("/v1")
+
+
+def _value_of(field: Field) -> Callable[[str], Any]:
+    """Return the conversion of a flag's text to the value of a field.
+
+    Values beyond the field's bounds are usage errors.
+    """
+
+    kind = field.kind
+    assert isinstance(kind, Checked), f"{field.name} is not a field for a flag"
+
+    def convert(text: str) -> Any:
+        value = kind.flag_type(text)
+        try:
+            return kind.check(field.name, value)
+        except ApiError as error:
+            raise argparse.ArgumentTypeError(error.message.removeprefix(f"{field.name!r} ")) from None
+
+    convert.__name__ = kind.flag_type.__name__  # argparse names it for a text that is not a number
+    return convert
+
+
+def _certificates(path: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=path)
+    except ssl.SSLError:
+        raise argparse.ArgumentTypeError(f"{path} does not hold certificates in PEM format") from None
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _schema(path: str) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tandem.frontend.cli.connection import Connection, ServerError, connect
-from tandem.frontend.cli.flags import api_key
+from tandem.frontend.cli.flags import api_key, trust
 
 _CLEAR = "\x1b[H\x1b[2J"
 _MAX_NAME_CHARS = 40
@@ -28,7 +28,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     The state is printed once, or every `--watch` seconds until an interrupt. The code is 0, or 1 for a server error.
     """
     try:
-        with connect(arguments.url, api_key(arguments), arguments.timeout) as server:
+        with connect(arguments.url, api_key(arguments), arguments.timeout, trust(arguments)) as server:
             if arguments.watch is None:
                 print(report(server))
                 return 0

@@ -1,6 +1,8 @@
 """Print a streamed answer as it arrives, and keep its text, usage and timing."""
 
+import json
 import re
+import sys
 from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any, TextIO
@@ -12,8 +14,8 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 class StreamedAnswer:
     """Print the events of `/v1/completions` and `/v1/chat/completions`.
 
-    On a terminal, control characters are printed as U+FFFD and reasoning is dim; to a file or pipe, only the content
-    is written, unchanged.
+    On a terminal, control characters are printed as U+FFFD, reasoning is dim, and blanks at the start are left out; to
+    a file or pipe, only the content is written, unchanged.
     """
 
     def __init__(self, out: TextIO, clock: Callable[[], float]) -> None:
@@ -25,6 +27,8 @@ class StreamedAnswer:
         self._first: float | None = None
         self._last = self._started
         self._reasoning = False
+        self._begun = False
+        """True once text other than blanks was printed, of the reasoning or of the content."""
         self._finish_reason: str | None = None
         self._usage: dict[str, Any] = {}
 
@@ -67,6 +71,21 @@ class StreamedAnswer:
         parts.append(f"ended by {self._finish_reason}" if self._finish_reason else "stopped")
         return ", ".join(parts)
 
+    def report_cut(self, as_json: bool) -> int:
+        """Say on stderr if the limit on tokens cut the answer; return the exit code.
+
+        With `as_json` the answer should be JSON, and 1 is returned if the rest of it is missing.
+        """
+        if self._finish_reason != "length":
+            return 0
+        count = self._usage.get("completion_tokens")
+        place = "at the limit on tokens" if count is None else f"at {count} tokens"
+        if as_json and not _is_json(self.content):
+            print(f"tandem: the JSON was cut {place} and is not complete; raise --max-tokens", file=sys.stderr)
+            return 1
+        print(f"tandem: cut {place}; raise --max-tokens", file=sys.stderr)
+        return 0
+
     def _end_line(self) -> None:
         self._set_reasoning(False)
         if not self.content.endswith("\n"):
@@ -82,10 +101,22 @@ class StreamedAnswer:
         if reasoning and not self._terminal:
             return
         self._set_reasoning(reasoning)
+        if self._terminal and not self._begun:
+            text = text.lstrip()
+            self._begun = bool(text)
         self._out.write(_CONTROLS.sub("\ufffd", text) if self._terminal else text)
         self._out.flush()
 
     def _set_reasoning(self, reasoning: bool) -> None:
         if reasoning != self._reasoning:
             self._reasoning = reasoning
+            self._begun = False
             self._out.write("\x1b[2m" if reasoning else "\x1b[0m\n")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -12,6 +12,7 @@ import pytest
 
 from tandem.frontend.cli.main import main
 from tests.fakes.engine import FakeEngine
+from tests.fakes.http_server import Answer, scripted_server
 from tests.frontend.conftest import DEADLINE, RunningServer, until
 
 ROOT = Path(__file__).parents[3]
@@ -151,6 +152,24 @@ def test_unreachable_server_is_not_recorded_as_a_result(
     assert "2 left; run the same command again to continue" in err
     assert paths[1].read_bytes() == b""
     assert main(argv(server, paths)) == 0
+
+
+def test_a_request_that_a_busy_server_turned_away_is_left_for_the_next_run(
+    paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths[0].write_text(line("a") + line("b"))
+    busy = Answer(409, b'{"error":{"message":"the session is busy","code":"session_busy"}}')
+    run = ["run-batch", "--concurrency", "1", "--retries", "0", *map(str, paths)]
+    with scripted_server(Answer(200), busy) as server:
+        assert main([*run, "--url", server.url]) == 1
+    err = capsys.readouterr().err
+    assert "tandem: 1 requests were not answered; the first: 'b' got the session is busy (409, session_busy)\n" in err
+    assert err.endswith("2 requests: 1 succeeded, 0 failed, 1 left; run the same command again to continue\n")
+    assert results(paths[1]).keys() == {"a"}
+    with scripted_server(Answer(500), Answer(200)) as server:
+        assert main([*run, "--url", server.url, "--retries", "1"]) == 0
+        assert len(server.requests) == 2
+    assert results(paths[1])["b"]["response"]["status_code"] == 200
 
 
 def test_empty_batch_succeeds(paths: tuple[Path, Path]) -> None:

@@ -9,6 +9,7 @@ from msgspec import Raw
 
 from tandem.frontend.cli.batch_files import (
     MAX_ID_CHARS,
+    MAX_REPORTED,
     BatchError,
     BatchFailure,
     BatchResponse,
@@ -55,6 +56,19 @@ def test_invalid_line_is_reported_with_its_number(line: dict[str, Any] | str, re
     with pytest.raises(BatchError) as caught:
         read_requests(path)
     assert reason in str(caught.value)
+
+
+def test_all_invalid_lines_are_reported_at_once(tmp_path: Path) -> None:
+    lines: list[dict[str, Any] | str] = [LINE, {**LINE, "url": "/v1/foo"}, LINE, "{", {**LINE, "custom_id": "b"}]
+    with pytest.raises(BatchError) as caught:
+        read_requests(write(tmp_path / "in", *lines))
+    reports = str(caught.value).splitlines()
+    assert [report.partition("in:")[2][:2] for report in reports[:3]] == ["2:", "3:", "4:"]
+    assert reports[3].endswith("in: 3 lines are invalid; nothing was sent")
+    with pytest.raises(BatchError) as caught:
+        read_requests(write(tmp_path / "in", *["{"] * (MAX_REPORTED + 5)))
+    assert len(str(caught.value).splitlines()) == MAX_REPORTED + 1
+    assert str(caught.value).endswith("in: 5 more lines are invalid")
 
 
 def test_missing_input_is_reported(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Retries of batch requests, and the responses that are recorded."""
 
 import asyncio
+import io
+import sys
 
 import httpx
 import pytest
@@ -8,8 +10,15 @@ from msgspec import Raw
 
 from tandem.frontend.cli.batch import LAST_PAUSE, BatchSender
 from tandem.frontend.cli.batch_files import BatchFailure, BatchRequest, BatchResponse
+from tandem.frontend.cli.batch_progress import BatchProgress, Tally
 from tandem.frontend.cli.connection import ServerError
 from tests.fakes.http_server import Answer, ScriptedServer, scripted_server
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
 
 REQUEST = BatchRequest("a", "POST", "/v1/completions", Raw(b'{"prompt":"x"}'))
 BUSY = Answer(503, headers={"retry-after": "7"})
@@ -24,7 +33,7 @@ def send(url: str, retries: int, timeout: float = 20.0) -> tuple[BatchResponse |
 
     async def run() -> BatchResponse | BatchFailure:
         async with httpx.AsyncClient(timeout=timeout) as http:
-            return await BatchSender(http, url, retries, sleep).send(REQUEST)
+            return await BatchSender(http, url, retries, BatchProgress(1, Tally()), sleep).send(REQUEST)
 
     return asyncio.run(run()), pauses
 
@@ -41,14 +50,14 @@ def test_response_is_recorded_with_its_request_id() -> None:
     assert (server.requests, pauses) == ([("/v1/completions", b'{"prompt":"x"}')], [])
 
 
-@pytest.mark.parametrize("code", [400, 401, 404, 422, 500])
+@pytest.mark.parametrize("code", [400, 401, 404, 413, 422])
 def test_client_error_is_recorded_without_retry(code: int) -> None:
     with scripted_server(Answer(code)) as server:
         outcome, pauses = send(server.url, 3)
     assert (status(outcome), pauses) == (code, [])
 
 
-@pytest.mark.parametrize("code", [429, 502, 503, 504])
+@pytest.mark.parametrize("code", [409, 429, 500, 502, 503, 504])
 def test_busy_server_is_retried(code: int) -> None:
     with scripted_server(Answer(code), Answer(code), Answer(200)) as server:
         outcome, pauses = send(server.url, 3)
@@ -77,6 +86,30 @@ def test_broken_connection_is_retried_and_then_raised() -> None:
         url = gone.url
     with pytest.raises(ServerError, match="no server answers on"):
         send(url, 1)
+
+
+def test_a_wait_is_reported_once_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with scripted_server(Answer(409), Answer(409), Answer(200)) as server:
+        send(server.url, 3)
+    assert capsys.readouterr().err == f"tandem: waiting for the server at {server.url}, which answers 409\n"
+    with pytest.raises(ServerError):
+        send(server.url, 2)
+    assert capsys.readouterr().err == f"tandem: waiting for the server at {server.url}\n"
+
+
+def test_a_wait_is_counted_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(range(100))
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    progress = BatchProgress(4, Tally(), lambda: float(next(times)))
+    progress.wait("waiting for the server at http://x")
+    progress.wait("and for nothing else")
+    progress.draw()
+    progress.proceed()
+    first, second, bar = terminal.getvalue().split("\r")[1:]
+    assert first.rstrip() == "waiting for the server at http://x, 1 s"
+    assert second.rstrip() == "waiting for the server at http://x, 2 s"
+    assert "0/4 requests" in bar
 
 
 def test_response_that_is_not_json_is_a_failure() -> None:

@@ -105,10 +105,10 @@ def test_chat_reports_a_refused_question_from_a_pipe(
     server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("x"))
-    assert main(["chat", "--url", server.url, "--top-p", "2"]) == 1
+    assert main(["chat", "--url", server.url, "--model", "other"]) == 1
     assert capsys.readouterr() == (
         "",
-        "tandem: 'top_p' must be between 0 and 1, not 2.0 (400, invalid_value)\n",
+        "tandem: the model 'other' does not exist; this server has 'fake-model' (404, model_not_found)\n",
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tandem.frontend.cli.complete import DEFAULT_MAX_TOKENS
 from tandem.frontend.cli.main import main
 from tests.fakes.engine import FakeEngine
 from tests.fakes.http_server import Answer, scripted_server
@@ -60,12 +61,66 @@ def test_sampling_flags_become_request_fields(server: RunningServer, engine: Fak
 
 
 def test_refused_request_prints_one_line(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, reason in (
-        (("--temperature", "3"), "'temperature' must be between 0 and 2, not 3.0 (400, invalid_value)"),
-        (("--model", "other"), "the model 'other' does not exist; this server has 'fake-model' (404, model_not_found)"),
+    assert complete(server, "--model", "other", "x") == 1
+    reason = "the model 'other' does not exist; this server has 'fake-model' (404, model_not_found)"
+    assert capsys.readouterr() == ("", f"tandem: {reason}\n")
+
+
+def test_an_answer_cut_at_the_limit_says_so(
+    server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(engine, "one two three")
+    assert complete(server, "--max-tokens", "2", "x") == 0
+    assert capsys.readouterr().err == "tandem: cut at 2 tokens; raise --max-tokens\n"
+    assert complete(server, "x") == 0
+    assert capsys.readouterr() == ("one two three\n", "")
+    assert engine.submits[-1].sampling.max_tokens == DEFAULT_MAX_TOKENS
+
+
+def test_a_long_prompt_gets_the_room_that_is_left(
+    server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "one " * 1100
+    say(engine, "two")
+    assert complete(server, prompt) == 0
+    assert capsys.readouterr() == ("two\n", "")
+    assert engine.submits[0].sampling.max_tokens == engine.facts.max_len - len(RAW.encode(prompt).ids)
+    assert complete(server, "--max-tokens", "2000", prompt) == 1
+    assert "maximum context length" in capsys.readouterr().err
+
+
+def test_json_that_is_cut_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "schema").write_text("{}")
+    flags = ("--model", "m", "--json-schema", str(tmp_path / "schema"), "x")
+    for text, reason, code in (
+        ('{"a": ', "length", 1),
+        ('{"a": 1}', "length", 0),
+        ('{"a": 1}', "stop", 0),
     ):
-        assert complete(server, *flags, "x") == 1
-        assert capsys.readouterr() == ("", f"tandem: {reason}\n")
+        choice = {"index": 0, "text": text, "finish_reason": reason}
+        usage = {"choices": [], "usage": {"completion_tokens": 9}}
+        body = events({"choices": [choice], "usage": None}, usage, b"[DONE]")
+        with scripted_server(Answer(200, body)) as server:
+            assert main(["complete", "--url", server.url, *flags]) == code
+        out, err = capsys.readouterr()
+        assert out == text + "\n"
+        assert (err == "tandem: the JSON was cut at 9 tokens and is not complete; raise --max-tokens\n") == bool(code)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_blanks_at_the_start_are_not_printed_on_a_terminal(
+    server: RunningServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(engine, " \n  one two")
+    assert complete(server, "x") == 0
+    assert capsys.readouterr().out == " \n  one two\n", "a program may append the answer to its prompt"
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert complete(server, "x") == 0
+    assert sys.stdout.getvalue() == "one two\n"
 
 
 class BreakAtFirstWrite(io.StringIO):
@@ -158,6 +213,10 @@ def test_invalid_flag_value_is_a_usage_error(tmp_path: Path, capsys: pytest.Capt
         (("--json-schema", str(tmp_path / "schema")), "is not JSON"),
         (("--json-schema", str(tmp_path / "none")), "cannot be read"),
         (("--url", "127.0.0.1:8000"), "must start with http:// or https://"),
+        (("--temperature", "9"), "argument --temperature: must be between 0 and 2, not 9.0"),
+        (("--top-k", "-2"), "argument --top-k: must be between -1 and"),
+        (("--max-tokens", "0"), "argument --max-tokens: must be between 1 and"),
+        (("--seed", "x"), "argument --seed: invalid int value: 'x'"),
     ):
         with pytest.raises(SystemExit) as caught:
             main(["complete", *flags, "x"])
