@@ -6,6 +6,10 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 
+NOTABLE_SECONDS = 0.5
+NOTABLE_GIB = 0.05
+
+
 class StartLog:
     """A log with one line for each stage of a start.
 
@@ -23,7 +27,10 @@ class StartLog:
         self._bytes = allocated()
 
     def mark(self, stage: str) -> None:
-        """Log the stage that ends now."""
+        """Log the stage that ends now, at level debug if it took little time and memory."""
         now, held = self.clock(), self.allocated()
-        logger.info("start: %s took %.2f s and %.2f GiB", stage, now - self._time, (held - self._bytes) / 2**30)
+        seconds, gib = now - self._time, (held - self._bytes) / 2**30
+        is_notable = seconds >= NOTABLE_SECONDS or gib >= NOTABLE_GIB
+        level = logging.INFO if is_notable else logging.DEBUG
+        logger.log(level, "start: %s took %.2f s and %.2f GiB", stage, seconds, gib)
         self._time, self._bytes = now, held

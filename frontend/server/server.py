@@ -111,7 +111,7 @@ def build_server(config: FrontendConfig) -> DrainingServer:
         port=config.port,
         # Not a class, but called like one.
         http=partial(LimitedProtocol, limits=config.connections, connections=connections),  # type: ignore[arg-type]
-        log_level=config.log_level,
+        log_level=None,
         log_config=None,
         access_log=False,
         server_header=False,
