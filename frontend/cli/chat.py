@@ -1,22 +1,25 @@
 """`tandem chat`: chat in the terminal, or answer one question from a pipe."""
 
 import argparse
-import contextlib
 import sys
 import time
 from typing import Any
 
+from tandem.frontend.cli.chat_terminal import LineHistory, history_path, hold_input
 from tandem.frontend.cli.connection import Connection, ServerError, connect
-from tandem.frontend.cli.flags import INTERRUPTED, api_key, sampling_fields
+from tandem.frontend.cli.flags import INTERRUPTED, api_key, sampling_fields, trust
 from tandem.frontend.cli.streamed_answer import StreamedAnswer
 
 HELP = '''\
-/system TEXT  set the system prompt; without TEXT, remove it
-/reset        forget the conversation
+/system       show the system prompt
+/system TEXT  set it for the questions that follow; /system "" removes it
+/reset        forget the conversation, but not the system prompt
 /help         show this help
 /quit         quit, like Ctrl-D
 """           start or end a prompt of several lines
-Ctrl-C        stop the answer'''
+Ctrl-C        stop the answer
+Up, Down      recall earlier lines
+A line typed while an answer arrives is the next question.'''
 
 BLOCK = '"""'
 
@@ -25,15 +28,17 @@ class ChatSession:
     """The conversation so far, and the fields that all its requests share."""
 
     def __init__(self, server: Connection, fields: dict[str, Any], system: str | None, usage: bool) -> None:
+        """Begin without messages; `usage` prints token counts after each answer."""
         self._server = server
         self._fields = fields
         self._usage = usage
         self.system = system
         self.messages: list[dict[str, str]] = []
 
-    def ask(self, prompt: str) -> bool:
-        """Stream the answer to stdout; return False if an interrupt stopped it.
+    def ask(self, prompt: str) -> int:
+        """Stream the answer to stdout and return the exit code for it.
 
+        The code is 130 if an interrupt stopped the answer, and 1 for JSON that was cut at the limit on tokens.
         An interrupted answer is kept in the conversation as far as it came; a prompt without any answer is dropped.
         Raises ServerError if the request fails.
         """
@@ -42,7 +47,8 @@ class ChatSession:
             **self._fields,
             "messages": [*self._preamble(), *self.messages, question],
             "stream": True,
-            "stream_options": {"include_usage": True},
+            # With every chunk, so that an answer that is stopped has counts as well.
+            "stream_options": {"include_usage": True, "continuous_usage_stats": self._usage},
         }
         answer = StreamedAnswer(sys.stdout, time.monotonic)
         is_complete = answer.follow(self._server.stream("/v1/chat/completions", body))
@@ -50,7 +56,7 @@ class ChatSession:
             self.messages += [question, {"role": "assistant", "content": answer.content}]
         if self._usage:
             print(answer.summary(), file=sys.stderr)
-        return is_complete
+        return answer.report_cut("response_format" in self._fields) if is_complete else INTERRUPTED
 
     def _preamble(self) -> list[dict[str, str]]:
         return [{"role": "system", "content": self.system}] if self.system else []
@@ -59,31 +65,30 @@ class ChatSession:
 def run_chat(arguments: argparse.Namespace) -> int:
     """Run the command `chat` and return its exit code.
 
-    The code is 0 for success, 1 if the server could not be reached, and 130 for an interrupted question.
+    The code is 0 for success, 1 if the server could not be reached or JSON was cut, and 130 for an interrupted
+    question.
     """
     try:
-        with connect(arguments.url, api_key(arguments), arguments.timeout) as server:
+        with connect(arguments.url, api_key(arguments), arguments.timeout, trust(arguments)) as server:
             model = arguments.model or server.first_model()
             fields = {"model": model, **sampling_fields(arguments)}
             session = ChatSession(server, fields, arguments.system, arguments.usage)
-            if sys.stdin.isatty():
-                print(f"{model} on {arguments.url}; /help for help", file=sys.stderr)
-                _run_session(session)
-            elif not session.ask(sys.stdin.read()):
-                return INTERRUPTED
+            if not sys.stdin.isatty():
+                return session.ask(sys.stdin.read())
+            print(f"{model} on {arguments.url}; /help for help", file=sys.stderr)
+            _run_session(session, LineHistory(None if arguments.no_history else history_path()))
     except ServerError as error:
         _print_error(error)
         return 1
     return 0
 
 
-def _run_session(session: ChatSession) -> None:
+def _run_session(session: ChatSession, history: LineHistory) -> None:
     """Read and answer prompts until the end of the input."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - gives `input` line editing and a history
+    history.load()
     while True:
         try:
-            prompt = _read_prompt()
+            prompt = _read_prompt(history)
         except KeyboardInterrupt:
             print()
             continue
@@ -95,21 +100,29 @@ def _run_session(session: ChatSession) -> None:
                 return
         elif prompt:
             try:
-                session.ask(prompt)
+                with hold_input(sys.stdin):
+                    session.ask(prompt)
             except ServerError as error:
                 _print_error(error)
 
 
-def _read_prompt() -> str:
+def _read_prompt(history: LineHistory) -> str:
     """Read one line, or the lines between two triple quotes."""
-    line = input(">>> ").strip()
+    line = _read_line(">>> ", history).strip()
     if not line.startswith(BLOCK):
         return line
     lines = [line.removeprefix(BLOCK)]
     while not lines[-1].rstrip().endswith(BLOCK):
-        lines.append(input("... "))
+        lines.append(_read_line("... ", history))
     lines[-1] = lines[-1].rstrip().removesuffix(BLOCK)
     return "\n".join(lines).strip("\n")
+
+
+def _read_line(prompt: str, history: LineHistory) -> str:
+    line = input(prompt)
+    if line.strip():
+        history.keep()
+    return line
 
 
 def _run_command(session: ChatSession, line: str) -> bool:
@@ -119,14 +132,29 @@ def _run_command(session: ChatSession, line: str) -> bool:
         case "/quit" | "/exit":
             return False
         case "/reset":
+            print(f"forgot the conversation ({len(session.messages) // 2} questions)")
             session.messages.clear()
         case "/system":
-            session.system = rest.strip() or None
+            _set_system(session, rest.strip())
         case "/help":
             print(HELP)
         case _:
             print(f"{command} is not a command; /help lists them", file=sys.stderr)
     return True
+
+
+def _set_system(session: ChatSession, text: str) -> None:
+    """Show, set or remove the system prompt, and say so."""
+    if text in ('""', "''"):
+        session.system = None
+        print("removed the system prompt")
+    elif text:
+        session.system = text
+        print("set the system prompt; it applies from the next question on")
+    elif session.system:
+        print(f"the system prompt is: {session.system}")
+    else:
+        print("the system prompt is empty; /system TEXT sets one")
 
 
 def _print_error(error: ServerError) -> None:

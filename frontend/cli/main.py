@@ -136,6 +136,7 @@ def _add_client_commands(commands: "argparse._SubParsersAction[CommandParser]") 
     """Add the commands that talk to a running server."""
     chat = _add_command(commands, "chat", run_chat)
     chat.add_argument("--system", metavar="TEXT", help="system prompt of the conversation")
+    chat.add_argument("--no-history", action="store_true", help="do not keep the lines typed for later runs")
 
     complete = _add_command(commands, "complete", run_complete)
     complete.add_argument("prompt", nargs="?", metavar="PROMPT", help="prompt to complete (default: read from stdin)")

@@ -3,11 +3,13 @@
 import io
 import os
 import pty
+import re
 import select
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Session:
     """`tandem chat` on a terminal."""
 
-    def __init__(self, server: RunningServer, *flags: str) -> None:
+    def __init__(self, server: RunningServer, state: Path, *flags: str) -> None:
         self.fd, terminal = pty.openpty()
         argv = [sys.executable, "-c", PROGRAM, "chat", "--url", server.url, *flags]
-        environment = {**os.environ, "TERM": "dumb"}
+        environment = {**os.environ, "TERM": "dumb", "XDG_STATE_HOME": str(state)}
         self.process = subprocess.Popen(
             argv, cwd=ROOT, env=environment, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
         )
@@ -82,13 +84,25 @@ class Session:
 
 
 @pytest.fixture
-def session(server: RunningServer) -> Iterator[Session]:
-    running = Session(server)
-    running.read(">>> ")
-    yield running
-    if running.process.poll() is None:
-        running.process.kill()
-        running.close()
+def start(server: RunningServer, tmp_path: Path) -> Iterator[Callable[..., Session]]:
+    """Start a session that has reached its prompt; it is ended with the test."""
+    sessions: list[Session] = []
+
+    def start_one(*flags: str) -> Session:
+        sessions.append(Session(server, tmp_path, *flags))
+        sessions[-1].read(">>> ")
+        return sessions[-1]
+
+    yield start_one
+    for session in sessions:
+        if session.process.poll() is None:
+            session.process.kill()
+            session.close()
+
+
+@pytest.fixture
+def session(start: Callable[..., Session]) -> Session:
+    return start()
 
 
 def test_chat_answers_one_question_from_a_pipe(
@@ -118,8 +132,12 @@ def test_chat_keeps_the_conversation_and_runs_commands(session: Session, engine:
     say(engine, "two")
     assert session.ask("second") == "two\n"
     assert prompts(engine)[1] == "user: first\nassistant: one\nuser: second\nassistant:"
-    assert session.ask("/system be brief") == ""
-    assert session.ask("/reset") == ""
+    assert session.ask("/system") == "the system prompt is empty; /system TEXT sets one\n"
+    assert session.ask("/system be long") == "set the system prompt; it applies from the next question on\n"
+    assert session.ask('/system ""') == "removed the system prompt\n"
+    assert session.ask("/system be brief").startswith("set")
+    assert session.ask("/system") == "the system prompt is: be brief\n"
+    assert session.ask("/reset") == "forgot the conversation (2 questions)\n"
     session.write('"""a block\n')
     session.read("... ")
     assert session.ask('of lines"""') == "two\n"
@@ -161,6 +179,72 @@ def test_interrupt_stops_the_answer_but_not_the_chat(session: Session, engine: F
     assert session.ask("and then?") == "done\n"
     assert prompts(engine)[1].startswith("user: count\nassistant: one two three")
     assert prompts(engine)[1].endswith("\nuser: and then?\nassistant:")
+
+
+def test_lines_typed_while_an_answer_streams_are_the_next_questions(session: Session, engine: FakeEngine) -> None:
+    engine.script = lambda _: RAW.encode("one two three four five six " * 4).ids
+    engine.step_seconds = 0.02
+    session.write("count\n")
+    session.read("one two")
+    engine.hold = True
+    session.write("second\nthi")
+    engine.hold = False
+    first = "one two" + session.read(">>> ").replace("\r\n", "\n").removesuffix(">>> ")
+    assert first == "one two three four five six " * 4 + "\n", "the answer has nothing between its words"
+    assert session.read("\n").rstrip() == "second"
+    session.read(">>> ")
+    session.write("rd\n")
+    assert session.read("\n").rstrip() == "third"
+    session.read(">>> ")
+    asked = [prompt.rpartition("user: ")[2] for prompt in prompts(engine)]
+    assert asked == ["count\nassistant:", "second\nassistant:", "third\nassistant:"]
+
+
+def test_a_stopped_answer_has_its_counts(start: Callable[..., Session], engine: FakeEngine) -> None:
+    session = start("--usage")
+    engine.script = lambda _: RAW.encode("one two three four five six " * 200).ids
+    engine.step_seconds = 0.02
+    session.write("count\n")
+    session.read("three")
+    session.write("\x03")
+    counts = re.search(r"(\d+) tokens in, (\d+) out, first after .* stopped", session.read(">>> "))
+    assert counts is not None
+    assert int(counts[1]) == len(RAW.encode(prompts(engine)[0]).ids)
+    assert int(counts[2]) >= len(RAW.encode("one two three").ids)
+
+
+def test_an_answer_that_is_cut_says_so(start: Callable[..., Session], engine: FakeEngine) -> None:
+    session = start("--max-tokens", "2")
+    engine.script = lambda _: RAW.encode("one two three").ids
+    assert session.ask("count").endswith("tandem: cut at 2 tokens; raise --max-tokens\n")
+
+
+def test_the_history_is_kept_across_runs(start: Callable[..., Session], tmp_path: Path, engine: FakeEngine) -> None:
+    say(engine, "yes")
+    first = start()
+    assert first.ask("remember this") == "yes\n"
+    first.write("/quit\n")
+    assert first.close() == 0
+    path = tmp_path / "tandem" / "chat_history"
+    assert path.read_text() == "remember this\n/quit\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    second = start()
+    second.write("\x10\x10")  # Ctrl-P twice, as the Up key
+    second.read("remember this")
+    second.write("\n")
+    second.read(">>> ")
+    assert prompts(engine)[1] == prompts(engine)[0]
+    third = start("--no-history")
+    assert third.ask("a secret") == "yes\n"
+    assert "a secret" not in path.read_text()
+
+
+def test_a_history_that_cannot_be_kept_is_reported(server: RunningServer, tmp_path: Path) -> None:
+    (tmp_path / "tandem").write_text("a file where the directory should be")
+    session = Session(server, tmp_path)
+    assert "tandem: no history: " in session.read(">>> ")
+    session.write("\x04")
+    assert session.close() == 0
 
 
 def test_control_characters_are_not_written_to_a_terminal(
