@@ -110,8 +110,9 @@ def _without_property_names(node: dict[str, Any]) -> dict[str, Any]:
     value = node.get("additionalProperties", True)
     rest = {key: other for key, other in node.items() if key not in ("propertyNames", "additionalProperties")}
     restricting = names.keys() - {"type", "title", "description"}
-    if restricting == {"enum"} and all(isinstance(name, str) for name in names["enum"]):
-        return {**rest, "properties": dict.fromkeys(names["enum"], value), "additionalProperties": False}
+    allowed = names.get("enum")
+    if restricting == {"enum"} and isinstance(allowed, list) and all(isinstance(name, str) for name in allowed):
+        return {**rest, "properties": dict.fromkeys(allowed, value), "additionalProperties": False}
     if restricting == {"pattern"} and isinstance(names["pattern"], str):
         return {**rest, "patternProperties": {names["pattern"]: value}, "additionalProperties": False}
     return node

@@ -97,6 +97,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._connections = connections
         self._successor_of = successor_of
         self._input = _Input.NEW
+        self._is_resuming = False
+        """True while a parser reads headers again that are known already."""
         self._refused: Refusal | None = None
         """Refusal that a callback of the parser ended with."""
         self._num_headers = 0
@@ -148,10 +150,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._begin_headers()
         self._unparsed += len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # No protocol but HTTP/1.1 is served; the request was answered as one.
-            pass
+            self._parse(data)
         except httptools.HttpParserError:
             self._refuse(self._refused or refusal.malformed())
         else:
@@ -165,16 +164,22 @@ class LimitedProtocol(HttpToolsProtocol):
     # What the parser calls.
 
     def on_message_begin(self) -> None:
+        if self._is_resuming:
+            return
         if self._input is _Input.NEW:  # behind another request in the same data
             self._begin_headers()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
+        if self._is_resuming:
+            return
         super().on_url(url)
         if len(self.url) > self._limits.max_url:
             self._stop_parsing(refusal.url_too_long(self._limits))
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_resuming:
+            return
         self._num_headers += 1
         self._headers_size += len(name) + len(value) + _HEADER_OVERHEAD
         if self._num_headers > self._limits.max_headers:
@@ -187,6 +192,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_resuming:
+            return
         if self._num_hosts > 1 or (self._num_hosts == 0 and self.parser.get_http_version() == "1.1"):
             self._stop_parsing(refusal.malformed(f"the request has {self._num_hosts} Host headers; send exactly one"))
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -207,6 +214,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._deadline += len(body) / self._limits.body_rate
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and self._framing():
+            return  # the parser takes the body for another protocol
         self._input = _Input.NEW
         self._deadline = None
         if self._is_answering:
@@ -265,6 +274,39 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     # The rest.
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser.
+
+        No protocol but HTTP/1.1 is served, so the header `upgrade` changes nothing: what follows is the body, or the
+        next request. The parser stops there.
+        """
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as stopped:
+                data = data[stopped.args[0] :]
+            else:
+                return
+            if self._input is _Input.BODY:
+                self._resume_with_body()
+
+    def _resume_with_body(self) -> None:
+        """Replace the parser by one that reads the body of the present request."""
+        self.parser = httptools.HttpRequestParser(self)
+        self._is_resuming = True
+        try:
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n" + self._framing() + b"\r\n")
+        finally:
+            self._is_resuming = False
+
+    def _framing(self) -> bytes:
+        """Return the headers that delimit the request's body; empty without a body."""
+        wanted = (b"content-length", b"transfer-encoding")
+        found = [(name, value) for name, value in self.headers if name in wanted]
+        if all(name == b"content-length" and not int(value) for name, value in found):
+            return b""
+        return b"".join([b"%b: %b\r\n" % header for header in found])
 
     def _begin_headers(self) -> None:
         self._input = _Input.HEADERS

@@ -121,7 +121,8 @@ def test_strict_schema_is_refused_with_the_path_of_the_keyword() -> None:
 
 def test_malformed_keywords_are_left_to_the_check() -> None:
     for schema in (
-        {"propertyNames": {"enum": [1]}}, {"propertyNames": 3}, {"nullable": "yes"}, {"pattern": 3}, {"format": []},
+        {"propertyNames": {"enum": [1]}}, {"propertyNames": {"enum": 5}}, {"propertyNames": {"enum": "ab"}},
+        {"propertyNames": 3}, {"nullable": "yes"}, {"pattern": 3}, {"format": []},
         {"maxItems": "x", "uniqueItems": True}, {"maximum": "big"},
     ):  # fmt: skip
         relaxed, _ = relax_schema(rewrite_schema(schema))
