@@ -55,6 +55,7 @@ L5_NAMES = (
             "start_log",
             "heap",
             "loading_progress",
+            "forecast",
         )
     ),
 )

@@ -39,7 +39,7 @@ LEVELS = {
 }
 """Rooms (the folders and the loose modules of a package), from the ground up. One imports only from lower levels."""
 MAX_ROOMS = {"frontend": 23, "engine_core": 24}
-MAX_ARROWS = {"frontend": 66}
+MAX_ARROWS = {"frontend": 67}
 """Pairs of rooms of which the first imports the second."""
 
 Arrows = dict[tuple[str, str], set[str]]

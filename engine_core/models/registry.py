@@ -43,6 +43,13 @@ class Model(Loadable, Protocol):
         """
 
 
+def check_architecture(config: ModelConfig) -> None:
+    """Raise ConfigError for an architecture that is not supported."""
+    if config.architecture not in BUILDERS:
+        supported = ", ".join(BUILDERS)
+        raise ConfigError(f"the architecture {config.architecture} is not supported; supported: {supported}")
+
+
 def build_model(
     config: ModelConfig, context: BuildContext, max_positions: int | None = None, checkpoint: Checkpoint | None = None
 ) -> Model:
@@ -52,11 +59,8 @@ def build_model(
     be loaded; if it holds an output head that differs from the embedding, the model is built untied whatever the config
     says, as transformers does. Raises ConfigError if the architecture is not supported.
     """
-    builder = BUILDERS.get(config.architecture)
-    if builder is None:
-        supported = ", ".join(BUILDERS)
-        raise ConfigError(f"the architecture {config.architecture} is not supported; supported: {supported}")
+    check_architecture(config)
     if checkpoint is not None and config.tie_embeddings:
         tied = not tensors_differ(checkpoint, f"{EMBEDDING}.weight", f"{HEAD}.weight")
         config = structs.replace(config, tie_embeddings=tied)
-    return builder(config, max_positions or config.max_positions, context)
+    return BUILDERS[config.architecture](config, max_positions or config.max_positions, context)

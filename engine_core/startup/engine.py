@@ -52,6 +52,36 @@ MASK_THREADS = 8
 DEFAULT_MODEL = Path(__file__).parents[1] / "default_model"
 
 
+class ResolvedEngine(Struct, frozen=True):
+    """The model and the settings of an engine, before anything is loaded."""
+
+    source: ModelSource
+    groups: tuple[KVGroup, ...]
+    config: StepConfig
+
+
+def resolve_engine(options: EngineOptions, cuda: bool) -> ResolvedEngine:
+    """Resolve all settings but the size of the KV pool.
+
+    Of the model only the configuration is read. cuda: True if torch sees a CUDA device.
+
+    Raises ConfigError if the engine cannot start as asked.
+    """
+    directory = Path(options.model) if options.model else DEFAULT_MODEL
+    model_config = ModelConfig.read(directory)
+    check_quantization(model_config.quantization)
+    kind = configuration.resolve_device(options, cuda)
+    check_memory_flags(options, kind)
+    if len(model_config.eos_ids) > MAX_END_IDS:
+        raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")
+    dtype = configuration.resolve_dtype(options, kind, model_config.dtype or "float32")
+    name = "tandem-default" if directory == DEFAULT_MODEL else directory.resolve().name
+    step_config = configuration.resolve(options, ModelShape(name, model_config.max_positions), kind, dtype)
+    groups = _kv_groups(model_config)
+    layout = _kv_layout(groups[0], step_config, model_config)
+    return ResolvedEngine(ModelSource(directory, model_config, getattr(torch, dtype), layout), groups, step_config)
+
+
 def build_engine(
     options: EngineOptions,
     mailbox: Mailbox,
@@ -64,28 +94,17 @@ def build_engine(
 
     Raises ConfigError if the engine cannot start as asked; the text says what to change.
     """
-    directory = Path(options.model) if options.model else DEFAULT_MODEL
     status.enter(Phase.LOADING)
-    model_config = ModelConfig.read(directory)
-    check_quantization(model_config.quantization)
-    kind = configuration.resolve_device(options, torch.cuda.is_available())
-    check_memory_flags(options, kind)
-    if len(model_config.eos_ids) > MAX_END_IDS:
-        raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")
-    dtype = configuration.resolve_dtype(options, kind, model_config.dtype or "float32")
-    name = "tandem-default" if directory == DEFAULT_MODEL else directory.resolve().name
-    step_config = configuration.resolve(options, ModelShape(name, model_config.max_positions), kind, dtype)
-    groups = _kv_groups(model_config)
-    layout = _kv_layout(groups[0], step_config, model_config)
-    source = ModelSource(directory, model_config, getattr(torch, dtype), layout)
+    resolved = resolve_engine(options, torch.cuda.is_available())
+    source, kind = resolved.source, resolved.config.device
     if kind == "cpu":
         torch.set_num_threads(configuration.resolve_threads(options, len(os.sched_getaffinity(0))))
     parts = new_parts(kind)
     log = StartLog(time.monotonic, parts.device.held_bytes)
     constraints = _start_constraints(source, mailbox, status.stats)
-    runtime, config = build_runtime(step_config, source, parts, constraints.mask_builder, status, log)
-    facts = _facts(config, model_config, directory)
-    engine = _build_loop(config, groups, runtime, mailbox, constraints, status, facts)
+    runtime, config = build_runtime(resolved.config, source, parts, constraints.mask_builder, status, log)
+    facts = _facts(config, source.model, source.directory)
+    engine = _build_loop(config, resolved.groups, runtime, mailbox, constraints, status, facts)
     _log_settings(config, source)
     if options.page_size == "max" and config.page_size > config.max_len:
         text = "--page-size max: %d positions a sequence, --max-len %d rounded up to a power of two"

@@ -81,6 +81,14 @@ COMMANDS = {
         "[FLAGS]",
         ("tandem inspect", "tandem inspect --watch 1"),
     ),
+    "doctor": CommandHelp(
+        "show what a server would find and choose here",
+        "Print versions, the machine, its GPUs and ports, the model, and what a server would choose and why; nothing "
+        "is loaded or started. The output has no keys and fits a bug report. The exit code is 1 if something would "
+        "prevent a start.",
+        "[MODEL] [FLAGS]",
+        ("tandem doctor", "tandem doctor ./Qwen3-0.6B --max-len 8192 --port 8001", "tandem doctor --json"),
+    ),
     "keys": CommandHelp(
         "create the key pair of an encrypted tcp endpoint",
         "Create the CURVE key pair that encrypts a tcp endpoint, in a new folder: engine.key_secret stays with the "

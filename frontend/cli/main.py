@@ -104,6 +104,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_client_commands(commands)
 
+    doctor = _add_command(commands, "doctor", run_doctor, rare=_RARE_FLAGS - {"host", "port"})
+    _add_model_argument(doctor)
+    add_engine_arguments(doctor)
+    add_flags(doctor, [flag for flag in FRONTEND_FLAGS if flag.name in ("host", "port")])
+    add_flags(doctor, OPS_FLAGS)
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+
     keys = _add_command(commands, "keys", run_keys)
     keys.add_argument("directory", type=Path, metavar="DIR", help="directory to write the keys to")
     return parser
@@ -235,6 +242,12 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     from tandem.frontend.cli.inspect import run_inspect
 
     return run_inspect(arguments)
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    from tandem.frontend.cli.doctor import run_doctor
+
+    return run_doctor(arguments)
 
 
 def run_keys(arguments: argparse.Namespace) -> int:

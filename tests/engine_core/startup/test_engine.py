@@ -125,7 +125,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"threads": -1}, "--threads"),
     ({}, {"kv_tokens": 100, "kv_memory": 2**20}, "--kv-memory and --kv-tokens"),
     ({}, {"gpu_memory": 0.5}, "--gpu-memory with --device cpu"),
-    ({}, {"kv_memory": 2**50}, "cannot be allocated"),
+    ({}, {"kv_memory": 2**50}, "1048576.00 GiB at 256 bytes a token, but"),
     ({"architectures": ["GPT2LMHeadModel"]}, {}, "GPT2LMHeadModel is not supported"),
     ({"hidden_size": 64}, {}, "does not fit the model"),
     ({"eos_token_id": list(range(33))}, {}, "33 end ids, at most 32"),

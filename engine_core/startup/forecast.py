@@ -1,0 +1,154 @@
+"""A forecast of an engine: its choices on this machine.
+
+No weights are loaded. `tandem doctor` runs it as `python -P -m tandem.engine_core.startup.forecast`, with the flags of
+an engine, and reads one JSON object from its stdout.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+from msgspec import Struct
+
+from tandem.engine_core.config import EngineConfig
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
+from tandem.engine_core.layers.linear_choice import check_quantization
+from tandem.engine_core.loader.checkpoint import Checkpoint
+from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.models.registry import check_architecture
+from tandem.engine_core.runtime.device import CpuDevice, read_gpu_traits
+from tandem.engine_core.startup.device import check_gpu, check_installed
+from tandem.engine_core.startup.engine import DEFAULT_MODEL, ResolvedEngine, resolve_engine
+from tandem.engine_core.startup.kv_sizing import GIB, Memory, size_pool
+from tandem.protocol.engine_options import EngineOptions, add_engine_arguments, engine_options
+
+Section = dict[str, str]
+
+
+class Gpu(Struct, frozen=True):
+    """A CUDA device and its memory in bytes."""
+
+    traits: GpuTraits
+    free: int
+    total: int
+
+
+class Forecast(Struct, frozen=True):
+    """Facts and choices of an engine, as names and texts."""
+
+    gpus: list[str]
+    model: Section
+    choices: Section
+    problem: str
+    """The reason why the engine would not start; empty if it would."""
+
+
+def read_gpus() -> list[Gpu]:
+    """Return the GPU that an engine would use, with its memory, or none."""
+    if not torch.cuda.is_available():
+        return []
+    free, total = torch.cuda.mem_get_info()
+    return [Gpu(read_gpu_traits(), free, total)]
+
+
+def forecast(options: EngineOptions, gpus: list[Gpu], cpu_free: Callable[[], int]) -> Forecast:
+    """Resolve the settings of an engine as it would itself.
+
+    cpu_free: returns the bytes of main memory that are free.
+    """
+    lines = [_gpu_line(gpu) for gpu in gpus]
+    model: Section = {}
+    try:
+        config = ModelConfig.read(Path(options.model) if options.model else DEFAULT_MODEL)
+        model = {
+            "architecture": config.architecture,
+            "dtype": config.dtype or "not named",
+            "positions": str(config.max_positions),
+            "supported": "no",
+        }
+        check_architecture(config)
+        check_quantization(config.quantization)
+        model["supported"] = "yes"
+        resolved = resolve_engine(options, cuda=bool(gpus))
+        if resolved.config.device == "cuda":
+            check_installed()
+            check_gpu(gpus[0].traits)
+        weights = 0 if options.load_format == "dummy" else _weight_bytes(resolved)
+        model["weights"] = f"{weights / GIB:.2f} GiB in {resolved.config.dtype}"
+        memory = _memory(resolved, gpus, cpu_free, weights)
+        pool = size_pool(resolved.config, memory, resolved.source.layout.token_bytes)
+    except ConfigError as error:
+        return Forecast(lines, model, {}, str(error))
+    return Forecast(lines, model, _choices(options, resolved, pool, memory), "")
+
+
+def _gpu_line(gpu: Gpu) -> str:
+    traits = gpu.traits
+    capability = f"{traits.capability[0]}.{traits.capability[1]}"
+    memory = f"{gpu.total / GIB:.1f} GiB, {gpu.free / GIB:.1f} free"
+    return f"{traits.name}, compute capability {capability}, {traits.multiprocessors} multiprocessors, {memory}"
+
+
+def _weight_bytes(resolved: ResolvedEngine) -> int:
+    """Return the bytes of all tensors of the checkpoint in the dtype of the engine."""
+    tensors = Checkpoint.open(resolved.source.directory).tensors.values()
+    return sum(math.prod(tensor.shape) for tensor in tensors) * resolved.source.dtype.itemsize
+
+
+def _memory(resolved: ResolvedEngine, gpus: list[Gpu], cpu_free: Callable[[], int], weights: int) -> Memory:
+    """Return the memory after the weights are loaded.
+
+    The memory of steps and graphs is not known without running them.
+    """
+    free = cpu_free() if resolved.config.device == "cpu" else gpus[0].free
+    if weights > free:
+        raise ConfigError(f"the weights take {weights / GIB:.2f} GiB, but {free / GIB:.2f} GiB are free")
+    if resolved.config.device == "cpu":
+        return Memory(free=free - weights)
+    return Memory(free - weights, gpus[0].total, free)
+
+
+def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfig, memory: Memory) -> Section:
+    """Name each choice and its reason."""
+    config, layout = resolved.config, resolved.source.layout
+    device = config.device
+
+    def chosen(flag: str, given: object, usual: str) -> str:
+        return f"given as {flag}" if given not in (None, "auto") else usual
+
+    seen = "torch sees a CUDA device" if device == "cuda" else "torch sees no CUDA device"
+    kept = f"auto on {device}; the checkpoint is {resolved.source.model.dtype or 'float32'}"
+    size = f"{pool.kv_tokens} tokens, {pool.pages * layout.page_bytes / GIB:.2f} GiB"
+    sized = next(
+        (flag for flag, value in (("--kv-tokens", options.kv_tokens), ("--kv-memory", options.kv_memory)) if value), ""
+    )
+    share = f"--gpu-memory {options.gpu_memory or 0.9:g} less weights; steps and CUDA graphs take some of it"
+    usual = share if device == "cuda" else f"a share of {memory.free / GIB:.2f} GiB free after weights"
+    return {
+        "device": f"{device} ({chosen('--device', options.device, seen)})",
+        "dtype": f"{config.dtype} ({chosen('--dtype', options.dtype, kept)})",
+        "rows": f"{config.max_rows} ({chosen('--max-rows', options.max_rows, f'default on {device}')})",
+        "context": f"{config.max_len} ({chosen('--max-len', options.max_len, 'positions of the model')})",
+        "step tokens": f"{config.max_step_tokens} "
+        f"({chosen('--max-step-tokens', options.max_step_tokens, f'default on {device}')})",
+        "KV cache": f"{'at most ' if device == 'cuda' and not sized else ''}{size} "
+        f"({f'given as {sized}' if sized else usual})",
+        "prefix cache": "on" if config.prefix_cache else "off",
+    }
+
+
+def main() -> None:
+    """Print the forecast for the flags of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tandem.engine_core.startup.forecast", allow_abbrev=False)
+    add_engine_arguments(parser)
+    found = forecast(engine_options(parser.parse_args()), read_gpus(), CpuDevice().free_bytes)
+    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""`tandem doctor`: facts of this machine and the choices of a server on it.
+
+The output fits a bug report. The choices are those of the engine's own code, which runs in a child process and loads no
+weights.
+"""
+
+import argparse
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from tandem.frontend.cli.port_owner import port_owner
+from tandem.frontend.listening import listen
+from tandem.frontend.supervisor.launch import DEFAULT_OPS_PORT, LaunchError, check_engine_installed, model_dir
+from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
+
+PACKAGES = (
+    *("tandem-llm", "torch", "triton", "flashinfer-python", "pyzmq", "msgspec", "transformers"),
+    *("tokenizers", "safetensors", "llguidance", "uvicorn"),
+)
+GIB = 2**30
+CHILD_SECONDS = 300.0
+"""Longest time that the engine's child process may take; importing torch from a slow disk takes a while."""
+
+Section = dict[str, str]
+
+
+class Forecast(Struct, frozen=True):
+    """Answer of `tandem.engine_core.startup.forecast`."""
+
+    gpus: list[str] = []
+    model: Section = {}
+    choices: Section = {}
+    problem: str = ""
+
+
+class Report(Struct, frozen=True):
+    """Sections of names and texts, and the problems that would prevent a start."""
+
+    sections: dict[str, Section]
+    problems: list[str]
+
+    def text(self) -> str:
+        """Format the report for people."""
+        lines = []
+        for title, rows in self.sections.items():
+            lines += [title, *(f"  {name:<18}{value}" for name, value in rows.items()), ""]
+        problems = [f"  - {problem}" for problem in self.problems]
+        return "\n".join([*lines, *(["problems", *problems] if problems else ["No problem found."])])
+
+
+AskEngine = Callable[[EngineOptions], Forecast]
+
+
+def run_doctor(arguments: argparse.Namespace, ask: AskEngine | None = None) -> int:
+    """Print the report; return 1 if something would prevent a start.
+
+    ask: returns the engine's choices; by default from a child process.
+    """
+    found = examine(arguments, ask or ask_engine)
+    print(msgspec.json.format(msgspec.json.encode(found)).decode() if arguments.json else found.text())
+    return 1 if found.problems else 0
+
+
+def examine(arguments: argparse.Namespace, ask: AskEngine) -> Report:
+    """Collect the report. It holds no values of the environment and no keys."""
+    problems: list[str] = []
+    ports = {
+        "port": _port(arguments.host, arguments.port, "--port", problems),
+        "ops port": _ops_port(arguments.ops_host, arguments.ops_port, problems),
+    }
+    options = engine_options(arguments)
+    engine, model = Forecast(), options.model or ""
+    try:
+        model = str(model_dir(options.model))
+        check_engine_installed()
+        check_numbers(options)
+        engine = ask(options)
+    except (LaunchError, ValueError) as error:
+        problems.append(str(error))
+    if engine.problem:
+        problems.append(engine.problem)
+    driver = _driver()
+    gpus = {f"GPU {number}": line for number, line in enumerate(engine.gpus)} or {"GPU": "none seen by torch"}
+    sections = {
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "machine": {**_machine(), **gpus, "NVIDIA driver": driver},
+        "ports": ports,
+        "model": {"folder": model, **engine.model},
+        "choices": engine.choices or {"none": "see problems"},
+    }
+    return Report(sections, problems)
+
+
+def ask_engine(options: EngineOptions) -> Forecast:
+    """Run the engine's forecast in a child process.
+
+    No frontend imports torch. Raises ValueError if the child fails.
+    """
+    command = [sys.executable, "-P", "-m", "tandem.engine_core.startup.forecast", *engine_argv(options)]
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS)
+        return msgspec.json.decode(child.stdout, type=Forecast)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"the engine's libraries did not load within {CHILD_SECONDS:g} s") from None
+    except msgspec.MsgspecError:
+        reason = (child.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ValueError(f"the engine's libraries cannot be used (exit code {child.returncode}): {reason}") from None
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _machine() -> Section:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = next(
+        (int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines()
+         if line.startswith("MemAvailable:")), 0
+    )  # fmt: skip
+    return {
+        "system": platform.platform(),
+        "CPU cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
+        "memory": f"{total / GIB:.1f} GiB, {available / GIB:.1f} available",
+        "open files": f"{soft}, at most {hard} (ulimit -n)",
+        "/dev/shm": _shared_memory(Path("/dev/shm")),
+    }
+
+
+def _shared_memory(folder: Path) -> str:
+    if not folder.is_dir():
+        return "missing"
+    usage = shutil.disk_usage(folder)
+    return f"{usage.total / GIB:.1f} GiB, {usage.free / GIB:.1f} free"
+
+
+def _driver() -> str:
+    """Return the version of the NVIDIA driver, as nvidia-smi tells it."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return "nvidia-smi not found"
+    return found.stdout.strip().partition("\n")[0] or "nvidia-smi failed"
+
+
+def _port(host: str, port: int, flag: str, problems: list[str]) -> str:
+    """Describe a port that must be free, and note a problem if it is not."""
+    try:
+        listen(host, port).close()
+    except OSError as error:
+        owner = f", used by {port_owner(port)}" if port else ""
+        problems.append(f"cannot listen on {host}:{port} ({error.strerror or error}{owner}); choose another {flag}")
+        return f"{host}:{port} cannot be used{owner}"
+    return f"{host}:{port} is free"
+
+
+def _ops_port(host: str, port: int | None, problems: list[str]) -> str:
+    """Describe the ops port.
+
+    In place of the default one a server takes the next that is free.
+    """
+    if port is not None:
+        return _port(host, port, "--ops-port", problems)
+    unused: list[str] = []
+    text = _port(host, DEFAULT_OPS_PORT, "--ops-port", unused)
+    return text + ("; a server takes the next free one" if unused else "")

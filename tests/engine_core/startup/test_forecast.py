@@ -1,0 +1,91 @@
+"""A forecast of an engine agrees with the engine, and says why there would be none."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
+from tandem.engine_core.startup.engine import build_engine
+from tandem.engine_core.startup.forecast import Forecast, Gpu, forecast
+from tandem.engine_core.startup.kv_sizing import GIB
+from tandem.engine_core.stats import new_stats
+from tandem.engine_core.wire.heartbeat import Status
+from tandem.protocol.engine_options import EngineOptions
+from tests.fakes.gpus import L4, T4
+from tests.fakes.mailbox import FakeMailbox
+from tests.support.model_folder import write_config, write_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path)
+    return tmp_path
+
+
+def forecast_of(folder: Path, traits: GpuTraits | None = None, free: int = 20 * GIB, **options: Any) -> Forecast:
+    gpus = [] if traits is None else [Gpu(traits, free, 24 * GIB)]
+    return forecast(EngineOptions(model=str(folder), **options), gpus, lambda: free)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_rows": 3, "kv_tokens": 160}, {"max_len": 32, "prefix_cache": "off"}])
+def test_choices_are_those_of_the_engine(folder: Path, options: dict[str, Any]) -> None:
+    found = forecast_of(folder, device="cpu", **options)
+    threads, status = torch.get_num_threads(), Status(1, new_stats())
+    build_engine(EngineOptions(model=str(folder), device="cpu", threads=1, **options), FakeMailbox(), status)
+    torch.set_num_threads(threads)
+    assert found.problem == ""
+    assert found.choices["rows"].startswith(f"{status.stats.rows_total} (")
+    assert found.choices["KV cache"].startswith(f"{status.stats.pages_total * 16} tokens, ")
+
+
+def test_choices_name_their_reasons(folder: Path) -> None:
+    usual = forecast_of(folder)
+    assert usual.gpus == []
+    assert usual.model["architecture"] == "LlamaForCausalLM" and usual.model["supported"] == "yes"
+    assert usual.choices["device"] == "cpu (torch sees no CUDA device)"
+    assert usual.choices["rows"] == "32 (default on cpu)"
+    given = forecast_of(folder, device="cpu", dtype="float16", max_rows=5, kv_tokens=64)
+    assert given.choices["device"] == "cpu (given as --device)"
+    assert given.choices["dtype"] == "float16 (given as --dtype)"
+    assert given.choices["rows"] == "5 (given as --max-rows)"
+    assert given.choices["KV cache"].endswith("(given as --kv-tokens)")
+
+
+def test_a_gpu_is_chosen_with_its_share_of_memory(folder: Path) -> None:
+    write_config(folder, torch_dtype="bfloat16")
+    found = forecast_of(folder, L4)
+    assert found.problem == ""
+    assert found.gpus == ["NVIDIA L4, compute capability 8.9, 58 multiprocessors, 24.0 GiB, 20.0 free"]
+    assert found.choices["device"] == "cuda (torch sees a CUDA device)"
+    assert found.choices["dtype"] == "bfloat16 (auto on cuda; the checkpoint is bfloat16)"
+    assert found.choices["rows"] == "256 (default on cuda)"
+    assert found.choices["KV cache"].startswith("at most ")
+    assert "20.00 GiB (--gpu-memory 0.9 less weights" in found.choices["KV cache"]
+
+
+@pytest.mark.parametrize(
+    ("traits", "free", "options", "problem"),
+    [
+        (T4, GIB, {"dtype": "float16"}, "the Tesla T4 has compute capability 7.5, but the kernels need 8.0"),
+        (None, GIB, {"device": "cuda"}, "torch sees no CUDA device"),
+        (None, 1000, {}, "the weights take 0.00 GiB, but 0.00 GiB are free"),
+        (None, GIB, {"kv_tokens": 10**10}, "lower --kv-tokens"),
+        (None, GIB, {"max_rows": 0}, "--max-rows 0: must be from 1 to 16384"),
+        (None, GIB, {"max_len": 10**6}, "the model's positions end at"),
+    ],
+)
+def test_problem_is_the_engine_s_reason(
+    folder: Path, traits: GpuTraits | None, free: int, options: dict[str, Any], problem: str
+) -> None:
+    found = forecast_of(folder, traits, free, **options)
+    assert problem in found.problem
+    assert found.choices == {}
+
+
+def test_models_that_are_not_supported_say_so(folder: Path) -> None:
+    write_config(folder, architectures=["GPT2LMHeadModel"])
+    found = forecast_of(folder)
+    assert "GPT2LMHeadModel is not supported" in found.problem
+    assert "has no config.json" in forecast_of(folder / "nothing").problem

@@ -1,0 +1,101 @@
+"""A report on the machine, its ports, the model and the choices of a server."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.frontend.cli import doctor
+from tandem.frontend.cli.doctor import Forecast, ask_engine, run_doctor
+from tandem.frontend.cli.main import build_parser, main
+from tandem.frontend.cli.port_owner import port_owner
+from tandem.frontend.listening import listen
+from tandem.protocol.engine_options import EngineOptions
+
+CHOICES = Forecast(["NVIDIA L4, compute capability 8.9"], {"supported": "yes"}, {"rows": "256 (default on cuda)"})
+PORTS = ["--port", "0", "--ops-port", "0"]
+
+
+def report(*argv: str, found: Forecast = CHOICES) -> int:
+    return run_doctor(build_parser().parse_args(["doctor", *argv]), lambda _: found)
+
+
+def test_report_states_versions_machine_ports_model_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(*PORTS) == 0
+    text = capsys.readouterr().out
+    for line in ("tandem-llm", "torch", "CPU cores", "open files", "/dev/shm", "GPU 0             NVIDIA L4, compute",
+                 "rows              256 (default on cuda)", "NVIDIA driver", "supported         yes"):  # fmt: skip
+        assert f"\n  {line}" in text
+    assert text.endswith("No problem found.\n")
+
+
+def test_json_report_has_the_same_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report("--json", *PORTS) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["sections"]) == ["versions", "machine", "ports", "model", "choices"]
+    assert found["sections"]["choices"] == CHOICES.choices
+    assert found["problems"] == []
+
+
+def test_ports_in_use_name_their_process_and_only_given_ones_are_problems(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert port_owner(port).endswith(f"(process {os.getpid()})")
+        assert report("--port", str(port), "--ops-port", "0") == 1
+        assert f"used by {port_owner(port)}); choose another --port" in capsys.readouterr().out
+        assert report("--port", "0", "--ops-port", str(port)) == 1
+        assert "choose another --ops-port" in capsys.readouterr().out
+        monkeypatch.setattr(doctor, "DEFAULT_OPS_PORT", port)
+        assert report("--port", "0") == 0
+        assert "a server takes the next free one" in capsys.readouterr().out
+
+
+def test_unknown_owner_of_a_port_is_another_process(tmp_path: Path) -> None:
+    assert port_owner(1, tmp_path) == "another process"
+
+
+@pytest.mark.parametrize(
+    ("argv", "found", "problem"),
+    [
+        (["--model", "/nowhere"], CHOICES, "the model /nowhere is not a directory"),
+        (["--page-size", "15"], CHOICES, "--page-size 15 is not a power of two"),
+        ([], Forecast(problem="--device cuda, but torch sees none"), "--device cuda, but torch sees none"),
+    ],
+)
+def test_what_prevents_a_start_is_a_problem(
+    argv: list[str], found: Forecast, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(*argv, *PORTS, found=found) == 1
+    text = capsys.readouterr().out
+    assert problem in text.partition("\nproblems\n")[2]
+
+
+def test_report_has_no_keys_and_no_values_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TANDEM_API_KEY", "sk-very-private")
+    monkeypatch.setenv("HF_TOKEN", "hf-very-private")
+    report(*PORTS)
+    report("--json", *PORTS)
+    assert "very-private" not in capsys.readouterr().out
+
+
+def test_engine_that_cannot_be_loaded_is_reported_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
+        return subprocess.CompletedProcess(command, 1, "", "Traceback\nImportError: libcudart.so.13 is missing\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(ValueError, match=r"exit code 1\): ImportError: libcudart.so.13 is missing"):
+        ask_engine(EngineOptions())
+
+
+def test_command_asks_the_engine_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", *PORTS, "--device", "cpu", "--max-rows", "3"]) == 0
+    choices = json.loads(capsys.readouterr().out)["sections"]["choices"]
+    assert choices["device"] == "cpu (given as --device)"
+    assert choices["rows"] == "3 (given as --max-rows)"
