@@ -68,10 +68,14 @@ class Tally:
         )
 
 
+REPORT_SECONDS = 60.0
+"""Shortest time between two lines that report the same wait."""
+
+
 class BatchProgress:
     """Bar of a run, or the reason for which it waits.
 
-    On a terminal the line is drawn anew while nothing happens; elsewhere each wait is one line.
+    On a terminal the line is drawn anew while nothing happens; elsewhere a wait is one line, at most once a minute.
     """
 
     def __init__(self, total: int, tally: Tally, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,6 +85,8 @@ class BatchProgress:
         self._started = clock()
         self._waiting_for = ""
         self._waiting_since = 0.0
+        self._reported: dict[str, float] = {}
+        """Time of the last line about each reason."""
 
     def wait(self, reason: str) -> None:
         """Show what the run waits for, until `proceed`."""
@@ -89,7 +95,8 @@ class BatchProgress:
         self._waiting_for, self._waiting_since = reason, self._clock()
         if sys.stderr.isatty():
             self.draw()
-        else:
+        elif self._waiting_since - self._reported.get(reason, -REPORT_SECONDS) >= REPORT_SECONDS:
+            self._reported[reason] = self._waiting_since
             print(f"tandem: {reason}", file=sys.stderr)
 
     def proceed(self) -> None:

@@ -15,6 +15,21 @@ def test_progress_shows_requests_or_time() -> None:
     assert "25 %  4 requests" in Progress("x", None, 8.0).line(4, 2.0)
 
 
+def test_progress_with_tokens_shows_their_rate_and_the_time_left() -> None:
+    assert Progress("chat", 8, None).line(2, 4.0, 100).endswith("2/8 requests  4.0 s  25 tokens/s  12 s left")
+    assert Progress("chat", 8, None).line(8, 4.0, 100).endswith("8/8 requests  4.0 s  25 tokens/s")
+    assert Progress("chat", 8, None).line(0, 0.0, 0).endswith("0 tokens/s")
+
+
+def test_a_shorter_line_covers_a_longer_one() -> None:
+    terminal = Terminal()
+    progress = Progress("x", 8, None, terminal)
+    progress.draw(4, 1.0, 100)
+    progress.show("waiting")
+    _, bar, line = terminal.getvalue().split("\r")
+    assert line == "waiting".ljust(len(bar))
+
+
 def test_progress_is_drawn_only_on_a_terminal() -> None:
     file, terminal = io.StringIO(), Terminal()
     for out in (file, terminal):

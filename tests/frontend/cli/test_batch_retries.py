@@ -97,6 +97,15 @@ def test_a_wait_is_reported_once_with_its_reason(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == f"tandem: waiting for the server at {server.url}\n"
 
 
+def test_waits_for_the_same_are_reported_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 5.0
+    progress = BatchProgress(4, Tally(), lambda: now)
+    for now in (5.0, 6.0, 64.0, 65.0):
+        progress.wait("busy")
+        progress.proceed()
+    assert capsys.readouterr().err == "tandem: busy\n" * 2
+
+
 def test_a_wait_is_counted_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter(range(100))
     terminal = Terminal()

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -32,6 +32,28 @@ def test_run_returns_the_result_or_raises_the_error(thread: LoopThread) -> None:
     with pytest.raises(ValueError, match="no"):
         thread.run(fail())
     assert not thread.is_current
+
+
+def test_iterate_runs_a_generator_and_closes_it(thread: LoopThread) -> None:
+    ended: list[int] = []
+
+    async def count(end: int) -> AsyncIterator[int]:
+        try:
+            for number in range(end):
+                assert thread.is_current
+                yield number
+            raise ValueError("no more")
+        finally:
+            ended.append(end)
+
+    numbers = thread.iterate(count(3))
+    assert [next(numbers), next(numbers), next(numbers)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="no more"):
+        next(numbers)
+    abandoned = thread.iterate(count(5))
+    assert next(abandoned) == 0
+    del abandoned
+    assert ended == [3, 5]
 
 
 def test_an_interrupt_cancels_the_coroutine_and_waits(thread: LoopThread) -> None:
