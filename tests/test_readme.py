@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "*/README.md")
+    for pattern in ("*.md", "*/*.md")
     for path in ROOT.glob(pattern)
     if not path.parent.name.startswith(".") and path.name != "CHANGELOG.md"
 )

@@ -37,7 +37,7 @@ class GrammarBuilder:
 
         `syntax` is the format in which the model writes the calls of `use`; without it, calls are not constrained.
         Keywords of schemas that cannot be enforced are recorded in `ignored`.
-        Raises ApiError 400 with the place of an error in a grammar, and for fields that cannot be combined, and 503
+        Raises ApiError 400 with the place of an error in a grammar, and for fields that cannot be combined, and 429
         while too many other grammars are being compiled.
         """
         if not self._is_constrained(options, use):

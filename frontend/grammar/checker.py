@@ -49,7 +49,7 @@ class GrammarChecker:
     async def check(self, grammar: Grammar) -> None:
         """Check that a grammar compiles.
 
-        Raises ApiError 400, with the place of the error, if it does not, and 503 while too many other grammars are
+        Raises ApiError 400, with the place of the error, if it does not, and 429 while too many other grammars are
         being compiled.
         """
         text = grammar.text

@@ -38,7 +38,7 @@ class GrammarProcess:
     async def ask(self, grammar: str) -> str | None:
         """Compile a grammar; return the error, or None if it compiles.
 
-        A grammar that ends the process counts as too complex. Raises ApiError 503 after `CHECK_SECONDS`. One request
+        A grammar that ends the process counts as too complex. Raises ApiError 429 after `CHECK_SECONDS`. One request
         at a time.
         """
         process = self._process

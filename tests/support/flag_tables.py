@@ -1,4 +1,4 @@
-"""Write the tables of flags in the READMEs from the parser itself: `python -m tests.support.flag_tables`."""
+"""Write the tables of flags in the documents from the parser itself: `python -m tests.support.flag_tables`."""
 
 import argparse
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 from tandem.frontend.cli.main import build_parser
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("engine_core/README.md", "frontend/README.md", "deploy/README.md")
+PAGES = ("engine_core/README.md", "frontend/FLAGS.md", "deploy/README.md")
 TABLE = re.compile(r"<!-- flags: ([^>]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 

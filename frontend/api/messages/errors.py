@@ -14,7 +14,7 @@ OVERLOADED = 529
 REQUEST_ID_KEY = "tandem.request_id"
 """Key of the scope under which the id of a request is kept."""
 
-_STATUSES = {415: 400, 422: 400, 503: OVERLOADED}
+_STATUSES = {415: 400, 503: OVERLOADED}
 """Anthropic's status for those of this server that its API does not use."""
 _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
