@@ -137,7 +137,9 @@ def _run(arguments: argparse.Namespace, requests: list[BatchRequest], output: Ba
         print(f"tandem: {error}", file=sys.stderr)
         code = 1
     if unfinished:
-        print(f"tandem: {len(unfinished)} requests were not answered; the first: {unfinished[0]}", file=sys.stderr)
+        print(
+            f"tandem: requests left without an answer: {len(unfinished)}; the first, {unfinished[0]}", file=sys.stderr
+        )
     print(tally.line(time.monotonic() - started), file=sys.stderr)
     succeeded, left = sum(output.done.values()), len(requests) - len(output.done)
     print(
@@ -167,7 +169,7 @@ async def _send_all(
         if outcome.is_final:
             output.add(outcome)
         elif outcome.response is not None:
-            unfinished.append(f"{outcome.custom_id!r} got {_describe(outcome.response)}")
+            unfinished.append(f"{outcome.custom_id!r}: {_describe(outcome.response)}")
         tally.count(outcome)
 
     key = headers(api_key(arguments))

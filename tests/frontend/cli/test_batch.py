@@ -163,7 +163,9 @@ def test_a_request_that_a_busy_server_turned_away_is_left_for_the_next_run(
     with scripted_server(Answer(200), busy) as server:
         assert main([*run, "--url", server.url]) == 1
     err = capsys.readouterr().err
-    assert "tandem: 1 requests were not answered; the first: 'b' got the session is busy (409, session_busy)\n" in err
+    assert (
+        "tandem: requests left without an answer: 1; the first, 'b': the session is busy (409, session_busy)\n" in err
+    )
     assert err.endswith("2 requests: 1 succeeded, 0 failed, 1 left; run the same command again to continue\n")
     assert results(paths[1]).keys() == {"a"}
     with scripted_server(Answer(500), Answer(200)) as server:

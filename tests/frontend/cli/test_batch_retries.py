@@ -98,9 +98,9 @@ def test_a_wait_is_reported_once_with_its_reason(capsys: pytest.CaptureFixture[s
 
 
 def test_waits_for_the_same_are_reported_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
-    now = 5.0
-    progress = BatchProgress(4, Tally(), lambda: now)
-    for now in (5.0, 6.0, 64.0, 65.0):
+    clock = [5.0]
+    progress = BatchProgress(4, Tally(), lambda: clock[0])
+    for clock[0] in (5.0, 6.0, 64.0, 65.0):
         progress.wait("busy")
         progress.proceed()
     assert capsys.readouterr().err == "tandem: busy\n" * 2
