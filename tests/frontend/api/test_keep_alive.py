@@ -10,8 +10,8 @@ from msgspec import structs
 from tandem.frontend import config as config_module
 from tandem.frontend.config import FrontendConfig
 from tests.fakes.engine import FakeEngine
-from tests.fakes.tokenizer import write_chat_template, write_tokenizer
 from tests.frontend.conftest import RunningServer, open_stream, post, until
+from tests.support.scripted_server import write_chat_model
 
 MESSAGES = [{"role": "user", "content": "one"}]
 COMMENT, PING = ": keep-alive", 'event: ping\ndata: {"type":"ping"}'
@@ -25,10 +25,7 @@ STREAMS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tokenizer(path)
-    write_chat_template(path)
-    return path
+    return write_chat_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from msgspec import structs
 
 from tandem.frontend.config import FrontendConfig
 from tests.fakes.engine import FakeEngine
-from tests.fakes.tokenizer import write_chat_template, write_tokenizer
 from tests.frontend.conftest import RunningServer, get, post
+from tests.support.scripted_server import write_chat_model
 
 VERSION = {"anthropic-version": "2023-06-01"}
 MESSAGES = [{"role": "user", "content": "one"}]
@@ -26,10 +26,7 @@ BODIES = {
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tokenizer(path)
-    write_chat_template(path)
-    return path
+    return write_chat_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

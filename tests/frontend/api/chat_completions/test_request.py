@@ -9,44 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
-from tandem.frontend.api.chat_completions.request import BODY, ChatRequest, parse_chat
+from tandem.frontend.api.chat_completions.request import BODY
 from tandem.frontend.api.completions import request as completions
-from tandem.frontend.errors import ApiError
 from tandem.frontend.request.conversation import MESSAGES_FIELD, RENDERING_FIELDS
-from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.messages import MAX_MESSAGES, MAX_PARTS
 from tandem.frontend.request.options import INT32_MAX, OPTION_FIELDS
 from tandem.frontend.request.tools import MAX_TOOLS, Tool, ToolChoice
-from tests.support.refusals import check_taken_or_refused_by_name, refusal
+from tests.support.chat_bodies import ADD, LOOK, USER, described, parse, refused, tolerant
+from tests.support.refusals import check_taken_or_refused_by_name
 
-USER = {"role": "user", "content": "hi"}
-BASE = {"model": "m", "messages": [USER]}
-LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}, "strict": True}}
-ADD = {"type": "function", "function": {"name": "add"}}
 NAMED = {"type": "function", "function": {"name": "look"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
 _MORE_THAN_SCHEMA = ("tool_choice", "store", "service_tier", "verbosity")
 _NOT_IN_SCHEMA = ("messages[1].prefix", "messages[1].mood", "messages[1].tool_calls")
-VALIDATOR = jsonschema.Draft202012Validator(BODY.schema())
-
-
-def parse(**fields: Any) -> ChatRequest:
-    return parse_chat(msgspec.json.encode({**BASE, **fields}), 1024, IgnoredFields(refuse=True))
-
-
-def refused(**fields: Any) -> ApiError:
-    return refusal(parse, **fields)
-
-
-def tolerant(**fields: Any) -> tuple[ChatRequest, tuple[str, ...]]:
-    """Parse a body of a server that ignores unknown fields; return the names of those too."""
-    ignored = IgnoredFields()
-    return parse_chat(msgspec.json.encode({**BASE, **fields}), 1024, ignored), ignored.paths
-
-
-def described(**fields: Any) -> bool:
-    """Return true if the schema accepts this body."""
-    return bool(VALIDATOR.is_valid({**BASE, **fields}))
 
 
 @pytest.mark.parametrize(
