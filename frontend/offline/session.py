@@ -30,7 +30,7 @@ from tandem.frontend.offline.result import (
 )
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.prompts import Prompt
-from tandem.frontend.supervisor.launch import model_dir, private_endpoint
+from tandem.frontend.supervisor.launch import model_dir, private_endpoint, run_directory
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.logs import LogLevel
 
@@ -69,10 +69,11 @@ class OfflineSession:
         served, EngineError if the engine ends or is not ready in time. `close` has to be called even then.
         """
         folder = model_dir(self._options.model)
-        endpoint = self._resources.enter_context(private_endpoint(None))
-        self._service = build_service(
-            FrontendConfig(endpoint, folder, max_concurrent=_UNLIMITED, max_queued_tokens=_UNLIMITED, store=False)
+        endpoint = private_endpoint(self._resources.enter_context(run_directory()))
+        config = FrontendConfig(
+            endpoint, folder, max_concurrent=_UNLIMITED, max_queued_tokens=_UNLIMITED, chat=self._chat, store=False
         )
+        self._service = build_service(config)
         self._engine = EngineProcess(endpoint, self._options, self._log_level)
         await self._engine.start()
         self._service.client.start()
@@ -120,6 +121,7 @@ class OfflineSession:
             raise RequestError(0, error) from None
 
     async def _run_all(self, label: str, items: Sequence[Item], fields: Fields, options: BatchOptions) -> list[Result]:
+        # Twice the rows, so that a row that becomes free finds a request waiting in the engine.
         workers = 2 * (await self._running()).ready().limits.max_rows
         batch = Batch(label, len(items), options)
 
@@ -134,7 +136,6 @@ class OfflineSession:
                 await self._check_lost()
                 raise
 
-        # Twice the rows, so that a row that becomes free finds a request waiting in the engine.
         return await batch.run(run, items, workers)
 
     async def _running(self) -> Service:

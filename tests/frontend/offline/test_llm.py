@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.frontend.offline.llm import LLM, EngineError, LaunchError, RequestError
+from tandem.frontend.offline.llm import LLM, ChatOptions, EngineError, LaunchError, RequestError
 from tests.fakes.engine_request import fake_logprob
 from tests.fakes.tokenizer import byte_level_tokenizer, write_chat_template, write_tokenizer
 from tests.frontend.conftest import DEADLINE, until
@@ -140,6 +140,14 @@ def test_a_stream_yields_the_text_of_the_result(llm: LLM) -> None:
     assert next(abandoned).token_ids
     abandoned.close()  # type: ignore[attr-defined]
     assert llm.generate("a", max_tokens=1)[0].error is None
+
+
+def test_a_chat_is_rendered_by_the_template_of_its_options(folder: Path) -> None:
+    template = folder / "own.jinja"
+    template.write_text("{{ messages[0].content }}!")
+    with LLM(str(folder), chat=ChatOptions(template=template)) as llm:
+        [answer] = llm.chat([{"role": "user", "content": "use os.path.join"}], max_tokens=4)
+    assert answer.prompt == "use os.path.join!"
 
 
 def test_a_chat_is_answered_with_reasoning_and_streamed(folder: Path) -> None:
