@@ -1,8 +1,6 @@
 """The argument parser of every command.
 
-Its help has two lengths, and a usage error is two lines.
-
-`--help` shows the everyday flags, `--help-all` all of them.
+`--help` shows the everyday flags, `--help-all` all of them; a usage error is two lines.
 """
 
 import argparse

@@ -94,10 +94,8 @@ class Generation:
         if self.without_engine:
             return
         client, tokens = self._client, admitted.prompt_tokens * options.n
-        check_overload(client.num_open, count, max_concurrent, lambda excess: client.seconds_until_ended(excess))
-        check_queue(
-            client.queued_tokens, tokens, max_queued_tokens, lambda excess: client.seconds_until_prefilled(excess)
-        )
+        check_overload(client.num_open, count, max_concurrent, client.seconds_until_ended)
+        check_queue(client.queued_tokens, tokens, max_queued_tokens, client.seconds_until_prefilled)
         for index in range(count):
             prompt = admitted.prompt_of(index)
             command = self._command(prompt, index % options.n)

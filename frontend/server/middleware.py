@@ -90,19 +90,8 @@ _SANE_ID = re.compile(rb"[\x20-\x7e]{1,128}")
 
 _ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-    *("/v1/models", "/tokenize", "/detokenize"),
-    *(
-        "/health",
-        "/ping",
-        "/health/live",
-        "/health/ready",
-        "/metrics",
-        "/version",
-        "/openapi.json",
-        "/",
-        "/docs",
-        "/admin/scheduler",
-    ),
+    *("/v1/models", "/tokenize", "/detokenize", "/admin/scheduler", "/metrics", "/version"),
+    *("/health", "/ping", "/health/live", "/health/ready", "/openapi.json", "/", "/docs"),
 )
 _NAMED = {
     "/v1/models/": "/v1/models/{model}",
@@ -122,7 +111,7 @@ def route_label(path: str) -> str:
     return next((label for start, label in _NAMED.items() if path.startswith(start)), "other")
 
 
-def request_id(scope: Scope) -> bytes:
+def choose_request_id(scope: Scope) -> bytes:
     """Return the request id that the client sent, or a new one.
 
     The client's id is used only if it is safe in headers and logs.
@@ -159,7 +148,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         scope = _without_slash(scope)
-        own_id = request_id(scope)
+        own_id = choose_request_id(scope)
         scope[REQUEST_ID_KEY] = own_id.decode()
         id_headers = [(name, own_id) for name in request_id_headers(scope)]
 

@@ -78,7 +78,7 @@ class _LingeringTransport(asyncio.Transport):
 class LimitedProtocol(HttpToolsProtocol):
     """Protocol of one connection that ends when the client goes beyond a limit.
 
-    Everything that it refuses is answered with the OpenAI error body, if there is still an answer to give.
+    Everything that it refuses is answered with the error body of its API, if there is still an answer to give.
     """
 
     def __init__(

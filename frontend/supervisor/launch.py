@@ -90,18 +90,9 @@ def run_directory() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def private_endpoint(given: str | None) -> Iterator[str]:
-    """Yield the endpoint given, or a private one that is removed at the end.
-
-    A private endpoint is in a new directory of mode 0700. Raises LaunchError for a path that is too long for a socket.
-    """
-    if given is not None:
-        _check_ipc_length(given)
-        yield given
-        return
-    with run_directory() as folder:
-        yield f"ipc://{folder}/engine"
+def private_endpoint(directory: Path) -> str:
+    """Return the endpoint of an engine in a directory that only this user can read."""
+    return f"ipc://{directory}/engine"
 
 
 def _check_ipc_length(endpoint: str) -> None:
@@ -203,7 +194,8 @@ async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
     with ExitStack() as stack:
         folder = model_dir(arguments.model)
         private = stack.enter_context(run_directory())
-        endpoint = stack.enter_context(private_endpoint(arguments.endpoint or f"ipc://{private}/engine"))
+        endpoint = arguments.endpoint or private_endpoint(private)
+        _check_ipc_length(endpoint)
         settings = _transport(arguments, endpoint)
         if arguments.endpoint is not None:
             check_unused(endpoint)

@@ -1,5 +1,6 @@
 """The routes of stored responses."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -153,7 +154,7 @@ def _page(items: list[StoredItem], limit: int, after: str | None) -> dict[str, A
     }
 
 
-def _array(items: "list[StoredItem] | tuple[StoredItem, ...]") -> bytes:
+def _array(items: Sequence[StoredItem]) -> bytes:
     return b"[" + b",".join([item.body for item in items]) + b"]"
 
 

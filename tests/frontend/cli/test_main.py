@@ -195,10 +195,9 @@ def test_unusable_store_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_private_endpoint_is_removed_on_exit() -> None:
-    with launch.private_endpoint(None) as endpoint:
-        folder = Path(endpoint.removeprefix("ipc://")).parent
+    with launch.run_directory() as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
-        assert len(endpoint) < 100
+        assert len(launch.private_endpoint(folder)) < 100
     assert not folder.exists()
 
 

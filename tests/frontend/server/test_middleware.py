@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 
 from tandem.frontend.config import FrontendConfig
-from tandem.frontend.server.middleware import request_id, route_label
+from tandem.frontend.server.middleware import choose_request_id, route_label
 from tests.fakes.engine import FakeEngine
 from tests.frontend.api.test_errors import error_of
 from tests.frontend.conftest import DEADLINE, RunningServer, get, post, until
@@ -136,7 +136,7 @@ def test_a_valid_request_id_is_kept(server: RunningServer, given: str, kept: boo
 
 def test_the_first_valid_request_id_is_kept() -> None:
     headers = [(b"x-request-id", b"\x01"), (b"x-request-id", b"a"), (b"x-request-id", b"b")]
-    assert request_id({"headers": headers}) == b"a"
+    assert choose_request_id({"headers": headers}) == b"a"
 
 
 def test_a_failure_is_logged_with_its_id(
