@@ -41,6 +41,7 @@ ANTHROPIC_FIELDS = (
     Field("service_tier", Ignored(("auto", "standard_only")), "One tier serves all requests."),
     Field("speed", Ignored(("standard",)), "One speed serves all requests."),
     *(Field(name, Ignored(), _ROUTING) for name in ("fallbacks", "inference_geo")),
+    Field("cache_control", Ignored(never_refused=True), "Prompts are cached without it."),
     Field("diagnostics", Ignored(), "Misses of the prefix cache are not explained."),
 )
 """Fields of Anthropic's routes that do not change the output."""
@@ -79,6 +80,16 @@ REFUSED_FIELDS = (
     ),
 )
 """Fields of generating routes that would change the output and are refused, except for neutral values."""
+
+SINGLE_ANSWER_FIELDS = (
+    Field("n", Unsupported((1,)), "One answer is made; send the request once for each."),
+    Field("best_of", Unsupported((1,)), "One answer is made; send the request once for each."),
+    Field("return_token_ids", Unsupported((False,)), "Only completions and chats return token ids."),
+    Field("stream_format", Unsupported(), "A stream has the events of this route."),
+)
+"""Options of completions and chats that `/v1/responses` and `/v1/messages` refuse, except for neutral values."""
+SINGLE_ANSWER = {"n": 1, "return_token_ids": False}
+"""Values of these options that the two routes generate with."""
 
 IGNORED_PATHS = (
     ("messages[].id", "Names a message for its sender."),

@@ -8,10 +8,10 @@ from msgspec import Meta, Struct, structs
 from tandem.frontend.api.messages.conversation import MESSAGES, SYSTEM, parse_messages, parse_system
 from tandem.frontend.api.messages.tools import TOOLS, GivenTools, ToolChoiceBlock, messages_tool_use, parse_tools
 from tandem.frontend.request.conversation import TEMPLATE_KWARGS_FIELD, Conversation, template_kwargs
-from tandem.frontend.request.extra_fields import ANTHROPIC_FIELDS
+from tandem.frontend.request.extra_fields import ANTHROPIC_FIELDS, SINGLE_ANSWER, SINGLE_ANSWER_FIELDS
 from tandem.frontend.request.fields import BodyFormat, Field
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.kinds import Integer, JsonObject, Parsed, String, Strings, Typed
+from tandem.frontend.request.kinds import Integer, Parsed, String, Strings, Typed
 from tandem.frontend.request.options import (
     INT32_MAX,
     MAX_STOP_CHARS,
@@ -21,10 +21,10 @@ from tandem.frontend.request.options import (
     generation_options,
 )
 from tandem.frontend.request.tools import ToolUse
-from tandem.frontend.request.unserved_kinds import Unsupported
+from tandem.frontend.request.unserved_kinds import Ignored, Unsupported
 
-NOT_HERE = ("n", "response_format", "return_token_ids", "stream_format", "stream_options", "stop", "store")
-"""Shared options that a message lacks, or has under another name."""
+NOT_HERE = ("store",)
+"""Shared options that a message lacks."""
 
 _EFFORTS = {"max": "xhigh"}
 """Effort of Anthropic's API to `reasoning_effort` of a chat, where the words differ."""
@@ -104,7 +104,6 @@ _PROMPT_FIELDS = (
     Field("output_config", Typed(_OutputConfig), "The JSON Schema of the output, and how much effort to make."),
     Field("output_format", Typed(_JsonSchema), "The older name of `output_config.format`."),
     TEMPLATE_KWARGS_FIELD,
-    Field("cache_control", JsonObject(), "Prompts are cached without it."),
     Field("mcp_servers", Unsupported(([],)), "No tools run in this server."),
     Field("thread", Unsupported(), "No state of conversations is kept; send all messages."),
     Field("compaction", Unsupported(), "No conversation is summarized."),
@@ -113,6 +112,10 @@ _PROMPT_FIELDS = (
 _GENERATION_FIELDS = (
     Field("max_tokens", Integer(1, INT32_MAX), "At most this many; fewer if the context has less room.", required=True),
     Field("stop_sequences", Strings(MAX_STOPS, MAX_STOP_CHARS), "Strings that end the output."),
+    Field("stop", Unsupported(([],)), "`stop_sequences` takes them."),
+    Field("response_format", Unsupported(({"type": "text"},)), "`output_config.format` takes a JSON schema."),
+    Field("stream_options", Ignored(), "The last events of a stream have the usage."),
+    *SINGLE_ANSWER_FIELDS,
 )
 _OWN_NAMES = {field.name for field in (*_PROMPT_FIELDS, *_GENERATION_FIELDS)}
 BODY = BodyFormat(
@@ -133,8 +136,8 @@ def parse_message_request(body: bytes, ignored: IgnoredFields) -> MessagesReques
     values = BODY.read(body, ignored)
     prompt = _prompt(values, ignored)
     # The field is required, so clients ask for more than there may be room for: it is lowered like a default.
-    absent = dict.fromkeys(NOT_HERE) | {"stop": values["stop_sequences"], "n": 1, "return_token_ids": False}
-    options = generation_options({**values, **absent}, None, values["max_tokens"], None, ignored)
+    given = {**values, **SINGLE_ANSWER, "stop": values["stop_sequences"]}
+    options = generation_options(given, None, values["max_tokens"], None, ignored)
     if prompt.output_schema is not None:
         wanted = {"name": "output", "schema": prompt.output_schema, "strict": True}
         options = structs.replace(options, response_format={"type": "json_schema", "json_schema": wanted})

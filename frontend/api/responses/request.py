@@ -16,6 +16,7 @@ from tandem.frontend.request.conversation import (
     Conversation,
     template_kwargs,
 )
+from tandem.frontend.request.extra_fields import SINGLE_ANSWER, SINGLE_ANSWER_FIELDS
 from tandem.frontend.request.fields import BodyFormat, Field
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.kinds import Boolean, Integer, OneOf, Parsed, String, Typed
@@ -42,9 +43,6 @@ INCLUDE_REASONING = "reasoning.encrypted_content"
 """Value of `include` that asks for reasoning in a form that a client can carry to the next turn."""
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that asks for the log-probabilities of the text."""
-
-NOT_HERE = ("n", "response_format", "return_token_ids", "stream_format")
-"""Shared options that a response lacks, or has under another name."""
 
 
 class ResponsesRequest(Struct, frozen=True):
@@ -199,9 +197,11 @@ _OWN_FIELDS = (
     Field("moderation", Unsupported(), "Nothing is moderated."),
     Field("access_programs", Unsupported(), "No program runs in this server."),
     Field("image", Unsupported(), "Answers are text."),
+    Field("response_format", Unsupported(({"type": "text"},)), "`text.format` takes it."),
+    *SINGLE_ANSWER_FIELDS,
 )
 _OWN_NAMES = {field.name for field in _OWN_FIELDS}
-BODY = BodyFormat((*(field for field in OPTION_FIELDS if field.name not in {*NOT_HERE, *_OWN_NAMES}), *_OWN_FIELDS))
+BODY = BodyFormat((*(field for field in OPTION_FIELDS if field.name not in _OWN_NAMES), *_OWN_FIELDS))
 
 
 def parse_responses(body: bytes, default_max_tokens: int, ignored: IgnoredFields) -> ResponsesRequest:
@@ -211,7 +211,9 @@ def parse_responses(body: bytes, default_max_tokens: int, ignored: IgnoredFields
     """
     values = BODY.read(body, ignored)
     logprobs = _logprobs(values, ignored)
-    options = generation_options(values, values["max_output_tokens"], default_max_tokens, logprobs, ignored)
+    options = generation_options(
+        {**values, **SINGLE_ANSWER}, values["max_output_tokens"], default_max_tokens, logprobs, ignored
+    )
     text: _Text = values["text"] or _Text()
     reasoning: _Reasoning = values["reasoning"] or _Reasoning()
     if reasoning.effort is not None:

@@ -59,6 +59,7 @@ def text(*texts: str) -> list[dict[str, Any]]:
         ("metadata", {"user_id": "me"}), ("service_tier", "auto"), ("cache_control", {"type": "ephemeral"}),
         ("thinking", None), ("output_config", {}), ("output_config", None), ("mcp_servers", []),
         ("context_management", {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}), ("container", None),
+        ("n", 1), ("best_of", 1), ("stop", None), ("return_token_ids", False), ("response_format", {"type": "text"}),
     ],
 )  # fmt: skip
 def test_message_accepts_values_that_change_nothing(name: str, value: Any) -> None:
@@ -81,7 +82,9 @@ def test_message_accepts_values_that_change_nothing(name: str, value: Any) -> No
         ("output_config", {"format": {"type": "json_schema"}}, "output_config.format"),
         ("output_config", {"format": {"type": "xml"}}, "output_config.format.type"),
         ("mcp_servers", [{"type": "url"}], "mcp_servers"), ("thread", {"type": "create"}, "thread"),
-        ("compaction", {"type": "summary"}, "compaction"),
+        ("compaction", {"type": "summary"}, "compaction"), ("n", 2, "n"), ("best_of", 2, "best_of"),
+        ("stop", ["x"], "stop"), ("response_format", {"type": "json_object"}, "response_format"),
+        ("return_token_ids", True, "return_token_ids"), ("stream_format", "events", "stream_format"),
         ("chat_template_kwargs", {"messages": 1}, "chat_template_kwargs.messages"),
     ],
 )  # fmt: skip
@@ -263,7 +266,8 @@ def test_template_variables_of_a_request_come_before_its_thinking() -> None:
 
 
 def test_what_has_no_effect_is_named() -> None:
-    assert ignored_in(messages=CONVERSATION, system=text("x"), tools=[LOOK, ADD], cache_control=CACHED) == ()
+    assert ignored_in(messages=CONVERSATION, system=text("x"), tools=[LOOK, ADD]) == ()
+    assert ignored_in(cache_control=CACHED["cache_control"]) == ("cache_control",)
     told = {
         "context_management": {"edits": []}, "surprise": 1, "tools": [SEARCH, {**LOOK, "defer_loading": True}],
         "thinking": {"type": "enabled", "budget_tokens": 2048}, "service_tier": "auto",
