@@ -27,19 +27,19 @@ from llguidance import LLMatcher
 
 from benchmarks.grammars import ENDLESS, SCHEMAS, Schema
 from benchmarks.results import save
-from benchmarks.serving.client import Job
-from benchmarks.serving.clients import Clients
-from benchmarks.serving.completion import Dialect
-from benchmarks.serving.connection import Endpoint
-from benchmarks.serving.distribution import distribution
-from benchmarks.serving.level import Level, Slo, summarise
-from benchmarks.workloads import Load, Request, Span, Workload
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.engine_core.stats import new_stats
+from tandem.frontend.cli.bench.client import Job
+from tandem.frontend.cli.bench.clients import Clients
+from tandem.frontend.cli.bench.completion import Dialect
+from tandem.frontend.cli.bench.connection import Endpoint
+from tandem.frontend.cli.bench.distribution import distribution
+from tandem.frontend.cli.bench.level import Level, Slo, summarise
+from tandem.frontend.cli.bench.workloads import Load, Request, Span, Workload
 from tandem.frontend.progress import Progress
 
 COMPILATIONS, WALKS, LONGEST_WALK = 5, 20, 80

@@ -18,11 +18,11 @@ import torch
 from msgspec import structs
 
 from benchmarks.results import save
-from benchmarks.serving.distribution import distribution
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.startup.engine import build_engine
 from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.heartbeat import Status
+from tandem.frontend.cli.bench.distribution import distribution
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.commands import Abort, Hello, Submit
 from tandem.protocol.engine_options import Device, EngineOptions

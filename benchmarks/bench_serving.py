@@ -21,14 +21,14 @@ import msgspec
 
 from benchmarks.plots import PlottingUnavailableError, plot_serving, pyplot
 from benchmarks.results import save
-from benchmarks.serving.client import Job
-from benchmarks.serving.clients import ClientDiedError, Clients
-from benchmarks.serving.completion import Dialect
-from benchmarks.serving.connection import Endpoint
-from benchmarks.serving.level import Level, Slo, summarise
 from benchmarks.serving.reference import Reference, load_reference
 from benchmarks.serving.table import number, reference_table, remarks, table
-from benchmarks.workloads import Load, Span, Workload
+from tandem.frontend.cli.bench.client import Job
+from tandem.frontend.cli.bench.clients import ClientDiedError, Clients
+from tandem.frontend.cli.bench.completion import Dialect
+from tandem.frontend.cli.bench.connection import Endpoint
+from tandem.frontend.cli.bench.level import Level, Slo, summarise
+from tandem.frontend.cli.bench.workloads import Load, Span, Workload
 from tandem.frontend.progress import Progress
 
 STREAMS = [1, 16, 64, 256]

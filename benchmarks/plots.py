@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.level import Level
 from benchmarks.serving.reference import Reference, ReferenceRow
+from tandem.frontend.cli.bench.level import Level
 
 Panel = tuple[str, list[tuple[str, Callable[[Level], float | None]]], Callable[[ReferenceRow], float]]
 

@@ -30,8 +30,8 @@ from benchmarks.matrix.bench import Bench
 from benchmarks.matrix.parts import PARTS, Parts
 from benchmarks.matrix.server import ServerDiedError
 from benchmarks.results import save
-from benchmarks.serving.clients import ClientDiedError, Clients
 from benchmarks.shapes.make_folder import make_folder
+from tandem.frontend.cli.bench.clients import ClientDiedError, Clients
 
 
 def arguments_parser() -> argparse.ArgumentParser:

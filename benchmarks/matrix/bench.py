@@ -8,13 +8,13 @@ from benchmarks.matrix.capacity import Watch, while_waiting
 from benchmarks.matrix.figures import PERCENTS, BesideTrial, Figures, figures
 from benchmarks.matrix.scenarios import PROMPT_IDS, Scenario
 from benchmarks.matrix.server import BEAT_SECONDS, Server, histogram_summary
-from benchmarks.serving.client import Job
-from benchmarks.serving.clients import Clients
-from benchmarks.serving.completion import Dialect
-from benchmarks.serving.connection import Endpoint
-from benchmarks.serving.distribution import distribution
-from benchmarks.serving.record import Record
-from benchmarks.workloads import Load, Span, Workload
+from tandem.frontend.cli.bench.client import Job
+from tandem.frontend.cli.bench.clients import Clients
+from tandem.frontend.cli.bench.completion import Dialect
+from tandem.frontend.cli.bench.connection import Endpoint
+from tandem.frontend.cli.bench.distribution import distribution
+from tandem.frontend.cli.bench.record import Record
+from tandem.frontend.cli.bench.workloads import Load, Span, Workload
 from tandem.frontend.progress import Progress
 
 QUEUE_TIME = "tandem_request_queue_time_seconds"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.serving.record import Record
+from tandem.frontend.cli.bench.record import Record
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmarks.matrix.server import Server
-from benchmarks.workloads import Load
+from tandem.frontend.cli.bench.workloads import Load
 from tandem.frontend.progress import Progress
 
 RUNNING, WAITING = "tandem_num_requests_running", "tandem_num_requests_waiting"

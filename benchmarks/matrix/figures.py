@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from benchmarks.serving.distribution import distribution
-from benchmarks.serving.record import Record
+from tandem.frontend.cli.bench.distribution import distribution
+from tandem.frontend.cli.bench.record import Record
 
 PERCENTS = ("p50", "p95", "p99")
 Percentiles = dict[str, float]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from benchmarks.workloads import Load, Span, Workload
+from tandem.frontend.cli.bench.workloads import Load, Span, Workload
 
 PROMPT_IDS = Span(100, 1000)
 MAX_LEN, LONG_PROMPT = 4096, 8192

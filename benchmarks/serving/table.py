@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
-from benchmarks.serving.level import Level
 from benchmarks.serving.reference import Reference, ReferenceRow
+from tandem.frontend.cli.bench.level import Level
 
 COLUMN, NAME = 14, 30
 CPU_WARNING = 85.0

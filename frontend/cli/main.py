@@ -7,16 +7,18 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from tandem.frontend.cli.command_help import COMMANDS, TANDEM
 from tandem.frontend.cli.flags import (
     BATCH_FLAGS,
+    BENCH_FLAGS,
     CLIENT_FLAGS,
     INSPECT_FLAGS,
     INTERRUPTED,
+    add_bench_arguments,
     add_sampling_arguments,
     add_server_arguments,
 )
-from tandem.frontend.cli.parser import CommandParser
+from tandem.frontend.cli.parsing.command_help import COMMANDS, TANDEM
+from tandem.frontend.cli.parsing.parser import CommandParser
 from tandem.frontend.config import (
     FRONTEND_FLAGS,
     Flag,
@@ -44,7 +46,7 @@ OPS_FLAGS = (
 )
 # fmt: on
 _RARE_FLAGS = rare_engine_flags() | {flag.name for flag in (*FRONTEND_FLAGS, *OPS_FLAGS) if not flag.is_everyday}
-_BOUNDED_FLAGS = (*FRONTEND_FLAGS, *OPS_FLAGS, *CLIENT_FLAGS, *BATCH_FLAGS, *INSPECT_FLAGS)
+_BOUNDED_FLAGS = (*FRONTEND_FLAGS, *OPS_FLAGS, *CLIENT_FLAGS, *BATCH_FLAGS, *BENCH_FLAGS, *INSPECT_FLAGS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,7 +158,11 @@ def _add_client_commands(commands: "argparse._SubParsersAction[CommandParser]") 
     inspect = _add_command(commands, "inspect", run_inspect)
     add_flags(inspect, INSPECT_FLAGS)
 
-    for command in (chat, complete, batch, inspect):
+    bench = _add_command(commands, "bench", run_bench)
+    add_flags(bench, BENCH_FLAGS)
+    add_bench_arguments(bench)
+
+    for command in (chat, complete, batch, inspect, bench):
         add_server_arguments(command)
     for command in (chat, complete):
         add_sampling_arguments(command)
@@ -242,6 +248,12 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     from tandem.frontend.cli.inspect import run_inspect
 
     return run_inspect(arguments)
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    from tandem.frontend.cli.bench.command import run_bench
+
+    return run_bench(arguments)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:

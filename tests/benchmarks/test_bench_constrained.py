@@ -8,12 +8,12 @@ import pytest
 from benchmarks import bench_constrained
 from benchmarks.bench_constrained import ConstrainedDialect, measure_grammar
 from benchmarks.grammars import ENDLESS, SCHEMAS
-from benchmarks.serving.completion import Dialect
-from benchmarks.workloads import Request, Span, Workload
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.engine_core.stats import new_stats
+from tandem.frontend.cli.bench.completion import Dialect
+from tandem.frontend.cli.bench.workloads import Request, Span, Workload
 from tests.fakes.clock import FakeClock
 
 

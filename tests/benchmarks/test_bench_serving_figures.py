@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from benchmarks.bench_serving import arguments_parser, loads
 from benchmarks.plots import PlottingUnavailableError, plot_serving, pyplot
-from benchmarks.serving.distribution import distribution, percentile
-from benchmarks.serving.level import Level, Slo, summarise
-from benchmarks.serving.record import Record, Share
 from benchmarks.serving.reference import load_reference
 from benchmarks.serving.table import number, reference_table, remarks, table
-from benchmarks.workloads import Load
+from tandem.frontend.cli.bench.distribution import distribution, percentile
+from tandem.frontend.cli.bench.level import Level, Slo, summarise
+from tandem.frontend.cli.bench.record import Record, Share
+from tandem.frontend.cli.bench.workloads import Load
 
 REFERENCE = Path(__file__).parents[2] / "benchmarks" / "reference" / "vllm_0_26.json"
 SLO = Slo(ttft_ms=100.0, tpot_ms=10.0)

@@ -11,11 +11,11 @@ import pytest
 
 from benchmarks import results
 from benchmarks.bench_serving import main
-from benchmarks.serving.client import ERROR_PAUSE, Job, take_part
-from benchmarks.serving.completion import Dialect
-from benchmarks.serving.connection import Endpoint
-from benchmarks.serving.record import Share
-from benchmarks.workloads import Load, Span, Workload
+from tandem.frontend.cli.bench.client import ERROR_PAUSE, Job, take_part
+from tandem.frontend.cli.bench.completion import Dialect
+from tandem.frontend.cli.bench.connection import Endpoint
+from tandem.frontend.cli.bench.record import Share
+from tandem.frontend.cli.bench.workloads import Load, Span, Workload
 
 GUARD_SECONDS = 60.0
 WORKLOAD = Workload(seed=3, input_len=Span(2, 6), output_len=Span(1, 9), prompt_ids=Span(10, 50))

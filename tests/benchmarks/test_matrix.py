@@ -15,8 +15,8 @@ from benchmarks.matrix.parts import all_flags, held
 from benchmarks.matrix.scenarios import MAX_LEN, scenarios
 from benchmarks.matrix.server import Scrape, Server, ServerDiedError, histogram_quantiles, histogram_summary
 from benchmarks.run_matrix import settings
-from benchmarks.serving.record import Record
 from tandem.engine_core.config import ModelShape, StepConfig, resolve
+from tandem.frontend.cli.bench.record import Record
 from tandem.frontend.cli.main import build_parser
 from tandem.protocol import engine_options
 
@@ -253,7 +253,7 @@ wait_sum {1}
 
 def test_server_that_rejects_its_flags_is_reported_with_its_message(tmp_path: Path) -> None:
     with (
-        pytest.raises(ServerDiedError, match=r"(?s)--no-such-flag: exited with 2\n.*unrecognized"),
+        pytest.raises(ServerDiedError, match=r"(?s)--no-such-flag: exited with 2\n.*unknown flag"),
         Server(["--no-such-flag"], tmp_path / "log"),
     ):
         raise AssertionError("it started")

@@ -10,7 +10,7 @@ from benchmarks.matrix.beside import LongPrompts
 from benchmarks.matrix.configurations import Configuration, matrix
 from benchmarks.matrix.scenarios import scenarios
 from benchmarks.matrix.server import Server
-from benchmarks.serving.clients import Clients
+from tandem.frontend.cli.bench.clients import Clients
 
 SCALE, STREAMS, ROWS = 64, 3, 4
 SIZES = {"max-len": 256, "max-rows": ROWS, "kv-tokens": 1024, "max-step-tokens": 260}

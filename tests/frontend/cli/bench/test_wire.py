@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.serving.completion import DONE, Meter, RequestFailedError
-from benchmarks.serving.connection import Endpoint, framing_of, parse_head
-from benchmarks.serving.framing import Chunked, Sized, UntilClose
-from benchmarks.serving.record import Record
-from benchmarks.serving.sse import SseDecoder
+from tandem.frontend.cli.bench.completion import DONE, Meter, RequestFailedError
+from tandem.frontend.cli.bench.connection import Endpoint, framing_of, parse_head
+from tandem.frontend.cli.bench.framing import Chunked, Sized, UntilClose
+from tandem.frontend.cli.bench.record import Record
+from tandem.frontend.cli.bench.sse import SseDecoder
 
 CUTS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 PAYLOADS = st.lists(st.binary(max_size=60).map(lambda data: data.replace(b"\n", b"n").replace(b"\r", b"r")), max_size=8)
@@ -90,7 +90,7 @@ def test_endpoint_parses_urls() -> None:
     assert Endpoint.parse("http://host/proxy/v1/") == Endpoint("host", 80, "/proxy/v1/completions")
     assert b"host: [::1]:80\r\n" in Endpoint.parse("http://[::1]").head(3)
     with pytest.raises(ValueError, match="http://"):
-        Endpoint.parse("https://host")
+        Endpoint.parse("ftp://host")
 
 
 def metered(*events: tuple[bytes, float]) -> Record:

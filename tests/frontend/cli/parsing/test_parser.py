@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from tandem.frontend.cli.command_help import COMMANDS
-from tandem.frontend.cli.foreign_flags import FOREIGN_FLAGS
 from tandem.frontend.cli.main import build_parser, main
-from tandem.frontend.cli.parser import CommandParser
+from tandem.frontend.cli.parsing.command_help import COMMANDS
+from tandem.frontend.cli.parsing.foreign_flags import FOREIGN_FLAGS
+from tandem.frontend.cli.parsing.parser import CommandParser
 from tests.support.flag_tables import commands
 
 SERVERS = ("serve", "engine", "frontend")

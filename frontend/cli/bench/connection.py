@@ -4,10 +4,11 @@ A general client spends more CPU time on a token than the server under test does
 """
 
 import asyncio
+import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from benchmarks.serving.framing import Chunked, Framing, Sized, UntilClose
+from tandem.frontend.cli.bench.framing import Chunked, Framing, Sized, UntilClose
 
 READ_BYTES = 1 << 16
 _HEAD_END = b"\r\n\r\n"
@@ -20,19 +21,25 @@ class Endpoint:
     host: str
     port: int
     path: str
+    is_tls: bool = False
+    api_key: str = ""
 
     @classmethod
-    def parse(cls, url: str) -> "Endpoint":
+    def parse(cls, url: str, api_key: str = "") -> "Endpoint":
+        """Parse the address of a server. Raises ValueError for one that is not valid."""
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"the URL must be http://host:port, not {url!r}")
-        return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/").removesuffix("/v1") + "/v1/completions")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"the URL must be http://host:port or https://host:port, not {url!r}")
+        is_tls = parts.scheme == "https"
+        path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/completions"
+        return cls(parts.hostname, parts.port or (443 if is_tls else 80), path, is_tls, api_key)
 
     def head(self, length: int) -> bytes:
         host = f"[{self.host}]" if ":" in self.host else self.host
+        key = f"authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
         return (
             f"POST {self.path} HTTP/1.1\r\nhost: {host}:{self.port}\r\ncontent-type: application/json\r\n"
-            f"accept: text/event-stream\r\ncontent-length: {length}\r\n\r\n"
+            f"{key}accept: text/event-stream\r\ncontent-length: {length}\r\n\r\n"
         ).encode()
 
 
@@ -65,7 +72,9 @@ class Connection:
 
     @classmethod
     async def open(cls, endpoint: Endpoint) -> "Connection":
-        return cls(endpoint, *await asyncio.open_connection(endpoint.host, endpoint.port, limit=READ_BYTES))
+        context = ssl.create_default_context() if endpoint.is_tls else None
+        streams = await asyncio.open_connection(endpoint.host, endpoint.port, limit=READ_BYTES, ssl=context)
+        return cls(endpoint, *streams)
 
     async def post(self, body: bytes) -> None:
         """Send a request and read the head of its response into `status`."""
@@ -78,7 +87,10 @@ class Connection:
         self._keep = headers.get("connection", "").lower() != "close"
 
     async def read(self) -> bytes | None:
-        """More of the body (perhaps nothing yet), None at its end. Raises EOFError if it is cut off."""
+        """Read more of the body, perhaps nothing yet; None at its end.
+
+        Raises EOFError if it is cut off.
+        """
         if self._framing.done:
             return None
         data = await self._reader.read(READ_BYTES)
@@ -128,7 +140,10 @@ class ConnectionPool:
         self._idle[place].append(await Connection.open(self._endpoints[place]))
 
     async def post(self, place: int, body: bytes) -> Connection:
-        """Send a request and return its connection after the response head; give it back with `release`."""
+        """Send a request and return its connection after the response head.
+
+        Give the connection back with `release`.
+        """
         if idle := self._idle[place]:
             connection = idle.pop()
             try:

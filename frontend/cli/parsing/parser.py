@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from tandem.frontend.cli.foreign_flags import FOREIGN_FLAGS
+from tandem.frontend.cli.parsing.foreign_flags import FOREIGN_FLAGS
 from tandem.protocol.errors import ExitCode
 
 _SIMILAR = 0.8

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.serving.completion import Dialect, RequestFailedError, complete
-from benchmarks.serving.connection import ConnectionPool, Endpoint
-from benchmarks.serving.record import Record, Share
-from benchmarks.workloads import Load, Workload
+from tandem.frontend.cli.bench.completion import Dialect, RequestFailedError, complete
+from tandem.frontend.cli.bench.connection import ConnectionPool, Endpoint
+from tandem.frontend.cli.bench.record import Record, Share
+from tandem.frontend.cli.bench.workloads import Load, Workload
 
 ERROR_PAUSE = 0.1
 """Seconds that a stream waits after a failure, to avoid thousands of requests per second to a failing server."""
@@ -48,7 +48,10 @@ class Client:
         self._deadline = float("inf")
 
     async def prepare(self) -> None:
-        """Open the connections and build the bodies of the first moment, so that a burst does not wait for them."""
+        """Open the connections and build the bodies of the first moment.
+
+        A burst then does not wait for them.
+        """
         firsts = [*self._streams, *(index for index, _ in self._arrivals)]
         for index in firsts:
             self._prepared[index] = self._build(index)
@@ -90,7 +93,10 @@ class Client:
         return record, self._job.dialect.body(request)
 
     async def _request(self, index: int, due: float | None = None) -> bool:
-        """Send one request; return True if the response was complete. The record is kept in any case."""
+        """Send one request; return True if the response was complete.
+
+        The record is kept in any case.
+        """
         record, body = self._prepared.pop(index) if index in self._prepared else self._build(index)
         record.start = time.monotonic()
         record.lag = 0.0 if due is None else record.start - due

@@ -81,6 +81,15 @@ COMMANDS = {
         "[FLAGS]",
         ("tandem inspect", "tandem inspect --watch 1"),
     ),
+    "bench": CommandHelp(
+        "measure throughput and latency of a server",
+        "Send random prompts to any OpenAI-compatible server and print its throughput, the time to first token (TTFT), "
+        "the time per output token (TPOT), the gaps between tokens (ITL) and the time of whole answers (E2E). It waits "
+        "until the server is ready.",
+        "[FLAGS]",
+        ("tandem bench --num-prompts 200 --max-concurrency 16",
+         "tandem bench --url http://host:8000 --request-rate 4 --random-input-len 512 --json results.json"),
+    ),
     "doctor": CommandHelp(
         "show what a server would find and choose here",
         "Print versions, the machine, its GPUs and ports, the model, and what a server would choose and why; nothing "

@@ -1,4 +1,7 @@
-"""Records of requests. Times are seconds of the machine's monotonic clock, which all its processes share."""
+"""Records of requests.
+
+Times are seconds of the machine's monotonic clock, which all its processes share.
+"""
 
 from msgspec import Struct, field
 

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from benchmarks.serving.connection import ConnectionPool
-from benchmarks.serving.record import Record
-from benchmarks.serving.sse import SseDecoder
-from benchmarks.workloads import Request
+from tandem.frontend.cli.bench.connection import ConnectionPool
+from tandem.frontend.cli.bench.record import Record
+from tandem.frontend.cli.bench.sse import SseDecoder
+from tandem.frontend.cli.bench.workloads import Request
 
 DONE = b"[DONE]"
 
@@ -118,7 +118,10 @@ class Meter:
         self._previous = now
 
     def finish(self) -> None:
-        """Count the tokens of a complete response. Raises RequestFailedError for an invalid one."""
+        """Count the tokens of a complete response.
+
+        Raises RequestFailedError for an invalid one.
+        """
         record = self._record
         if not self._ended:
             raise RequestFailedError("cut off", "the stream ended before its last chunk")
@@ -134,7 +137,10 @@ class Meter:
 
 
 async def complete(pool: ConnectionPool, body: bytes, record: Record) -> None:
-    """Send a request and read its response to the end. Raises RequestFailedError, and the connection's errors."""
+    """Send a request and read its response to the end.
+
+    Raises RequestFailedError, and the connection's errors.
+    """
     place = pool.place(record.index)
     connection = await pool.post(place, body)
     try:

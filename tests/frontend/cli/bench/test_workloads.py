@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.workloads import Load, Span, Workload
+from tandem.frontend.cli.bench.workloads import Load, Span, Workload
 
 WORKLOAD = Workload(seed=7, input_len=Span(4, 32), output_len=Span(1, 9), prompt_ids=Span(100, 199))
 

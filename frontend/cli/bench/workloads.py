@@ -1,4 +1,4 @@
-"""Workloads of benchmarks: prompts, lengths and arrival times that follow from a seed.
+"""Workloads: prompts, lengths and arrival times that follow from a seed.
 
 Every request is drawn from its own generator, seeded by (seed, label, index), so that the same requests are sent
 whatever the number of client processes and whichever of them sends one. The label differs between load levels: no
@@ -9,12 +9,15 @@ do repeat each other; change the seed between them.
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, takewhile
 
 
 @dataclass(frozen=True)
 class Span:
-    """Whole numbers from `low` to `high`, both included; written as `256` or `128:512`."""
+    """Whole numbers from `low` to `high`, both included.
+
+    A span is written as `256` or `128:512`.
+    """
 
     low: int
     high: int
@@ -46,10 +49,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests by index. Token ids are uniform over `prompt_ids`, lengths over their spans.
+    """Requests by index.
 
-    Every prompt begins with the same `shared` tokens, which follow from the seed and `shared_label` alone and come on
-    top of `input_len`: a system prompt. `priorities` are given out in turn, by the request's index.
+    Token ids are uniform over `prompt_ids`, lengths over their spans. Every prompt begins with the same `shared`
+    tokens, which follow from the seed and `shared_label` alone and come on top of `input_len`: a system prompt.
+    `priorities` are given out in turn, by the request's index.
     """
 
     seed: int
@@ -73,9 +77,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Load:
-    """One level of load: `streams` that each send their next request at once, or `rate` Poisson arrivals a second.
+    """One level of load, from streams or from arrivals.
 
-    It ends by number (`requests` a stream; in all, under a rate) or after `duration` seconds of sending.
+    `streams` each send their next request at once; `rate` is the number of Poisson arrivals a second. It
+    ends by number (`requests` a stream; in all, under a rate) or after `duration` seconds of sending.
     """
 
     label: str
@@ -83,6 +88,8 @@ class Load:
     rate: float | None = None
     requests: int | None = None
     duration: float | None = None
+    most: int | None = None
+    """Largest number of requests of all streams; None for no limit besides `requests`."""
 
     def __post_init__(self) -> None:
         if (self.streams > 0) == (self.rate is not None):
@@ -92,16 +99,23 @@ class Load:
 
     def total(self) -> int | None:
         """Return the number of requests, or None if it is not known in advance."""
-        return None if self.requests is None else self.requests * max(1, self.streams)
+        if self.requests is None:
+            return None
+        total = self.requests * max(1, self.streams)
+        return total if self.most is None else min(total, self.most)
 
     def streams_of(self, process: int, processes: int) -> range:
         """Return the streams that one of several client processes runs."""
         return range(process, self.streams, processes)
 
     def indices_of(self, stream: int) -> Iterator[int]:
-        """Yield the indexes of the requests of one stream in order; endless under a duration."""
+        """Yield the indexes of the requests of one stream in order.
+
+        Under a duration they are endless.
+        """
         turns = count() if self.requests is None else range(self.requests)
-        return (turn * self.streams + stream for turn in turns)
+        indices = (turn * self.streams + stream for turn in turns)
+        return indices if self.most is None else takewhile(lambda index: index < (self.most or 0), indices)
 
     def arrivals(self, seed: int) -> list[float]:
         """When each request of an open loop is due, in seconds from the start."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from benchmarks.serving.distribution import distribution
-from benchmarks.serving.record import Record, Share
-from benchmarks.workloads import Load
+from tandem.frontend.cli.bench.distribution import distribution
+from tandem.frontend.cli.bench.record import Record, Share
+from tandem.frontend.cli.bench.workloads import Load
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,10 @@ class Slo:
     tpot_ms: float
 
     def met(self, record: Record) -> bool:
-        """Tell whether a reply meets both objectives; one of a single token has no TPOT and is judged by TTFT only."""
+        """Return True if a reply meets both objectives.
+
+        A reply of a single token has no TPOT and is judged by TTFT only.
+        """
         if record.error is not None or record.ttft is None:
             return False
         return record.ttft * 1e3 <= self.ttft_ms and (record.tpot is None or record.tpot * 1e3 <= self.tpot_ms)

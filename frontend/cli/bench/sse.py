@@ -2,9 +2,10 @@
 
 
 class SseDecoder:
-    """Collects the `data` of each event, cut anywhere on its way here; comments and other fields are dropped.
+    """Collects the `data` of each event from bytes cut anywhere.
 
-    Lines end in LF or CRLF. A bare CR, which the standard also allows and no such server sends, is no line end here.
+    Comments and other fields are dropped. Lines end in LF or CRLF. A bare CR, which the standard allows and no such
+    server sends, does not end a line.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,7 @@
-"""Find the end of an HTTP/1.1 response body and its bytes without framing. No I/O."""
+"""The framing of an HTTP/1.1 response body: its end and its bytes.
+
+Nothing here reads or writes a socket.
+"""
 
 import re
 from enum import Enum, auto
@@ -14,7 +17,10 @@ class Framing(Protocol):
 
     @property
     def clean(self) -> bool:
-        """Tell whether nothing followed the body, so that the connection can take another request."""
+        """Return True if nothing followed the body.
+
+        The connection can then take another request.
+        """
 
     @property
     def ends_at_eof(self) -> bool:
@@ -60,7 +66,10 @@ class _Next(Enum):
 
 
 class Chunked:
-    """`transfer-encoding: chunked`, cut anywhere on its way here. Raises ValueError for what is none."""
+    """A body in `transfer-encoding: chunked`, cut at any byte.
+
+    Raises ValueError for a malformed one.
+    """
 
     ends_at_eof = False
 

@@ -7,8 +7,8 @@ from types import TracebackType
 
 import msgspec
 
-from benchmarks.serving.client import Job, serve_jobs
-from benchmarks.serving.record import Share
+from tandem.frontend.cli.bench.client import Job, serve_jobs
+from tandem.frontend.cli.bench.record import Share
 from tandem.frontend.progress import Progress
 
 HEAD_START = 0.05
