@@ -14,7 +14,17 @@ MAX_MODULES = 16
 
 LEVELS = {
     "frontend": (
-        {"errors", "api_keys", "die_with_parent", "listening", "metrics", "process", "progress", "workers"},
+        {
+            "errors",
+            "api_keys",
+            "die_with_parent",
+            "listening",
+            "metrics",
+            "process",
+            "progress",
+            "run_directory",
+            "workers",
+        },
         {"request", "engine", "store"},
         {"config", "grammar"},
         {"generation", "supervisor"},
@@ -39,7 +49,7 @@ LEVELS = {
 }
 """Rooms (the folders and the loose modules of a package), from the ground up. One imports only from lower levels."""
 MAX_ROOMS = {"frontend": 23, "engine_core": 24}
-MAX_ARROWS = {"frontend": 67}
+MAX_ARROWS = {"frontend": 70}
 """Pairs of rooms of which the first imports the second."""
 
 Arrows = dict[tuple[str, str], set[str]]

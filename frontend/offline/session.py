@@ -30,7 +30,8 @@ from tandem.frontend.offline.result import (
 )
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.prompts import Prompt
-from tandem.frontend.supervisor.launch import model_dir, private_endpoint, run_directory
+from tandem.frontend.run_directory import run_directory
+from tandem.frontend.supervisor.launch import model_dir, private_endpoint
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.logs import LogLevel
 

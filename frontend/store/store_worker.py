@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import TypeVar, TypeVarTuple
 
 from tandem.frontend.errors import unavailable
 from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.run_directory import run_directory
 from tandem.frontend.store.sqlite_file import open_store
 from tandem.frontend.store.store import ResponseStore, StoreError, StoreLimits
 from tandem.frontend.store.stored_response import StoredItem, StoredResponse
@@ -33,19 +32,20 @@ _Result = TypeVar("_Result")
 class StoreWorker:
     """Run the calls of one frontend on a store, one after another in a thread.
 
-    `private_dir` is removed at the end. Failures are counted, and logged at most once a minute.
+    `private` is the private directory of the store, which is removed at the end. Failures are counted, and logged at
+    most once a minute.
     """
 
     def __init__(
         self,
         store: ResponseStore,
         metrics: FrontendMetrics,
-        private_dir: Path | None = None,
+        private: contextlib.ExitStack | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._metrics = metrics
-        self._private_dir = private_dir
+        self._private = private or contextlib.ExitStack()
         self._clock = clock
         self._thread = Workers(1, "store")
         self._next_log = float("-inf")
@@ -98,8 +98,7 @@ class StoreWorker:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._thread.run(self._store.close)
         self._thread.close()
-        if self._private_dir is not None:
-            shutil.rmtree(self._private_dir, ignore_errors=True)
+        self._private.close()
 
     async def _run(
         self, operation: str, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments
@@ -125,9 +124,6 @@ def open_store_worker(state_dir: Path | None, limits: StoreLimits, metrics: Fron
     """
     if state_dir is not None:
         return StoreWorker(open_store(state_dir, limits), metrics)
-    private = Path(tempfile.mkdtemp(prefix="tandem-store-"))
-    try:
-        return StoreWorker(open_store(private, limits), metrics, private)
-    except BaseException:
-        shutil.rmtree(private, ignore_errors=True)
-        raise
+    with contextlib.ExitStack() as private:
+        store = open_store(private.enter_context(run_directory()), limits)
+        return StoreWorker(store, metrics, private.pop_all())

@@ -8,12 +8,10 @@ import errno
 import importlib.util
 import os
 import re
-import shutil
 import socket
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -24,6 +22,7 @@ from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.metrics import EngineCollector
 from tandem.frontend.listening import listen
 from tandem.frontend.process import ManagedProcess
+from tandem.frontend.run_directory import run_directory
 from tandem.frontend.supervisor.ops import ops_server
 from tandem.frontend.supervisor.supervisor import Supervisor
 from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
@@ -76,18 +75,6 @@ def _missing_model(model: str) -> str:
         f"the model {model} is not a directory here. If it is a name on the Hugging Face hub, download it first:\n"
         f"  hf download {model} --local-dir {folder}\n  tandem serve {folder}"
     )
-
-
-@contextmanager
-def run_directory() -> Iterator[Path]:
-    """Yield a new directory of mode 0700 for sockets and state, removed at the end."""
-    # A long TMPDIR leaves no room for the name of a socket.
-    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_IPC_PATH // 2 else "/tmp"
-    folder = tempfile.mkdtemp(prefix="tandem-", dir=parent)
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def private_endpoint(directory: Path) -> str:

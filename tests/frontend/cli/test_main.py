@@ -10,6 +10,7 @@ from tandem.frontend.cli.main import build_parser, main
 from tandem.frontend.config import ChatOptions, frontend_config
 from tandem.frontend.listening import listen
 from tandem.frontend.request.limits import RequestLimits
+from tandem.frontend.run_directory import run_directory
 from tandem.frontend.store.store import StoreLimits
 from tandem.frontend.supervisor import launch
 from tandem.protocol.engine_options import engine_options
@@ -195,7 +196,7 @@ def test_unusable_store_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_private_endpoint_is_removed_on_exit() -> None:
-    with launch.run_directory() as folder:
+    with run_directory() as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
         assert len(launch.private_endpoint(folder)) < 100
     assert not folder.exists()

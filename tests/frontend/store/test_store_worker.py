@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,13 +98,15 @@ def test_response_does_not_wait_for_a_store_that_hangs(
 
 
 def test_private_directory_is_removed_at_the_end_and_a_given_one_is_kept(
-    tmp_path: Path, metrics: FrontendMetrics
+    tmp_path: Path, ipc_dir: Path, metrics: FrontendMetrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(ipc_dir))
+
     async def run(state_dir: Path | None) -> Path:
         worker = open_store_worker(state_dir, StoreLimits(), metrics)
         assert await worker.save("me", stored("r1"))
         assert await worker.get("me", "r1") == stored("r1")
-        place = worker._private_dir or tmp_path
+        place = state_dir or next(ipc_dir.glob("tandem-*"))
         assert (place / "store.sqlite3").exists()
         await worker.close()
         return place
