@@ -85,19 +85,19 @@ class Batch:
                     raise failure from error
                 results[index] = failed_result(failure)
             self._done += 1
-            self._draw()
+            self._draw_if_due()
 
     async def _counted(self, generation: Generation) -> AsyncIterator[list[ChoiceDelta]]:
         async for pieces in generation.batches():
             self._tokens += sum([len(piece.token_ids) for piece in pieces])
-            if self._clock() - self._drawn >= self._bar.interval:
-                self._draw()
+            self._draw_if_due()
             yield pieces
 
-    def _draw(self) -> None:
-        if self._options.progress:
-            self._drawn = self._clock()
-            self._bar.draw(self._done, self._drawn - self._started, self._tokens)
+    def _draw_if_due(self) -> None:
+        now = self._clock()
+        if self._options.progress and now - self._drawn >= self._bar.interval:
+            self._drawn = now
+            self._bar.draw(self._done, now - self._started, self._tokens)
 
     def _report_failures(self, results: Sequence[Result]) -> None:
         errors = [result.error for result in results if result.error is not None]
