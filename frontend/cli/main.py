@@ -239,7 +239,7 @@ def run_complete(arguments: argparse.Namespace) -> int:
 
 
 def run_batch(arguments: argparse.Namespace) -> int:
-    from tandem.frontend.cli.batch import run_batch
+    from tandem.frontend.cli.batch.run_batch import run_batch
 
     return run_batch(arguments)
 

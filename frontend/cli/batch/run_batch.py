@@ -13,7 +13,7 @@ import httpx
 import msgspec
 from msgspec import Raw
 
-from tandem.frontend.cli.batch_files import (
+from tandem.frontend.cli.batch.files import (
     RETRIED,
     BatchError,
     BatchFailure,
@@ -25,7 +25,7 @@ from tandem.frontend.cli.batch_files import (
     read_requests,
     result,
 )
-from tandem.frontend.cli.batch_progress import BatchProgress, Tally
+from tandem.frontend.cli.batch.progress import BatchProgress, Tally
 from tandem.frontend.cli.connection import ServerError, error_of_response, headers, timeouts, unreachable
 from tandem.frontend.cli.connection_failure import is_permanent
 from tandem.frontend.cli.flags import INTERRUPTED, api_key, trust

@@ -15,7 +15,7 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.http_server import Answer, scripted_server
 from tests.frontend.conftest import DEADLINE, RunningServer, until
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PROGRAM = "import sys; from tandem.frontend.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 

@@ -8,9 +8,9 @@ import httpx
 import pytest
 from msgspec import Raw
 
-from tandem.frontend.cli.batch import LAST_PAUSE, BatchSender
-from tandem.frontend.cli.batch_files import BatchFailure, BatchRequest, BatchResponse
-from tandem.frontend.cli.batch_progress import BatchProgress, Tally
+from tandem.frontend.cli.batch.files import BatchFailure, BatchRequest, BatchResponse
+from tandem.frontend.cli.batch.progress import BatchProgress, Tally
+from tandem.frontend.cli.batch.run_batch import LAST_PAUSE, BatchSender
 from tandem.frontend.cli.connection import ServerError
 from tests.fakes.http_server import Answer, ScriptedServer, scripted_server
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Raw, Struct
 
-from tandem.frontend.cli.batch_files import BatchResult
+from tandem.frontend.cli.batch.files import BatchResult
 from tandem.frontend.progress import Progress
 
 

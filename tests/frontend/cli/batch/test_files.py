@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from tandem.frontend.cli.batch_files import (
+from tandem.frontend.cli.batch.files import (
     MAX_ID_CHARS,
     MAX_REPORTED,
     BatchError,
