@@ -1,5 +1,7 @@
 """Parts of `/openapi.json` that describe requests and responses of the routes."""
 
+from collections.abc import Mapping
+
 from tandem.frontend.request.schema import STRING, Schema, closed
 
 ERROR_BODY = closed(
@@ -47,10 +49,7 @@ def takes(body: Schema, response: Schema, names_model: bool = True) -> Schema:
         "429": "Too busy; try again after the seconds of Retry-After.",
         "503": "Not ready; try again later.",
     }
-    return {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": {"200": response, **{status: error_response(text) for status, text in errors.items()}},
-    }
+    return _takes(body, response, errors, ERROR_BODY)
 
 
 def takes_anthropic(body: Schema, response: Schema) -> Schema:
@@ -64,7 +63,11 @@ def takes_anthropic(body: Schema, response: Schema) -> Schema:
         "413": "The body is too large.",
         "529": "Not ready, or too busy; try again later.",
     }
-    described = {status: error_response(text, ANTHROPIC_ERROR_BODY) for status, text in errors.items()}
+    return _takes(body, response, errors, ANTHROPIC_ERROR_BODY)
+
+
+def _takes(body: Schema, response: Schema, errors: Mapping[str, str], error_body: Schema) -> Schema:
+    described = {status: error_response(text, error_body) for status, text in errors.items()}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": {"200": response, **described},

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from msgspec import Struct
 
@@ -151,15 +151,10 @@ def _listed(value: Any, name: str = "prompts") -> list[Any]:
 
     Raises TypeError for a value that has no `tolist`.
     """
-    if hasattr(value, "tolist"):
-        return list(value.tolist())
-    _refuse_type(value, name)
-
-
-def _refuse_type(value: Any, name: str) -> NoReturn:
-    raise TypeError(
-        f"{name} must be a text, a list of token ids, or a list of those, not a value of type {type(value).__name__}"
-    )
+    if not hasattr(value, "tolist"):
+        kind = type(value).__name__
+        raise TypeError(f"{name} must be a text, a list of token ids, or a list of those, not a value of type {kind}")
+    return list(value.tolist())
 
 
 def conversation_batch(conversations: Conversation | Sequence[Conversation]) -> list[Conversation]:

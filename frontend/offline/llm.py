@@ -16,6 +16,7 @@ from tandem.frontend.offline.batch import BatchOptions
 from tandem.frontend.offline.engine_process import check_log_level
 from tandem.frontend.offline.fields import (
     Conversation,
+    Fields,
     chat_fields,
     check_prompt,
     completion_fields,
@@ -25,7 +26,7 @@ from tandem.frontend.offline.fields import (
 )
 from tandem.frontend.offline.loop_thread import LoopThread
 from tandem.frontend.offline.result import EngineError, Logprob, Output, OutputDelta, RequestError, Result
-from tandem.frontend.offline.session import OfflineSession
+from tandem.frontend.offline.session import Item, OfflineSession
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.supervisor.launch import LaunchError, check_engine_installed
 
@@ -153,7 +154,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _iterate(self, item: Any, fields: Any, *, chat: bool) -> Iterator[OutputDelta]:
+    def _iterate(self, item: Item, fields: Fields, *, chat: bool) -> Iterator[OutputDelta]:
         # A generator of this object, so that the engine lives as long as the stream.
         yield from self._thread.iterate(self._session.stream(item, fields, chat=chat))
 

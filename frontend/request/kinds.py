@@ -304,9 +304,7 @@ class TokenBiases(Checked, frozen=True):
 
 
 class JsonObject(Checked, frozen=True):
-    """An object whose content the consumer checks; `content` describes it."""
-
-    content: Schema | None = None
+    """An object whose content the consumer checks."""
 
     def check(self, name: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -314,7 +312,7 @@ class JsonObject(Checked, frozen=True):
         return value
 
     def schema(self) -> Schema:
-        return {"type": ["object", "null"]} if self.content is None else self.content
+        return {"type": ["object", "null"]}
 
 
 class Typed(Kind, frozen=True):

@@ -21,7 +21,7 @@ from tandem.frontend.request.fields import BodyFormat, Field
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.kinds import Boolean, Integer, OneOf, Parsed, String, Typed
 from tandem.frontend.request.options import INT32_MAX, OPTION_FIELDS, GenerationOptions, generation_options
-from tandem.frontend.request.schema import Schema, closed, constant, nullable
+from tandem.frontend.request.schema import Schema, constant, nullable, opened
 from tandem.frontend.request.tools import PARALLEL_FIELD, RequestedChoice, ToolUse, tool_use
 from tandem.frontend.request.unserved_kinds import Unsupported
 from tandem.frontend.request.values import decode_exact
@@ -151,7 +151,7 @@ def _parse_instructions(raw: Raw, _: IgnoredFields) -> str:
 
 
 _REASONING: Schema = nullable(
-    closed(
+    opened(
         {},
         {
             "effort": REASONING_EFFORT.schema(),
