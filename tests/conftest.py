@@ -1,12 +1,19 @@
 """Settings of all tests.
 
 Hypothesis has no deadline, because a loaded machine must not fail a test. Interrupts are enabled: a test run started in
-a shell's background ignores them, and so would its children, but some tests send them.
+a shell's background ignores them, and so would its children, but some tests send them. Triton interprets its kernels
+where there is no GPU: it decides that when a module with kernels is first imported, by whichever test.
 """
 
+import os
 import signal
+from importlib.util import find_spec
 
+import torch
 from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available() and find_spec("triton") is not None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile(
     "tandem", deadline=None, print_blob=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]

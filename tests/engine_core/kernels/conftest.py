@@ -1,6 +1,5 @@
 """Where Triton kernels are tested: compiled on a CUDA device if there is one, else through Triton's interpreter."""
 
-import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -8,11 +7,6 @@ import pytest
 import torch
 
 INTERPRETED = not torch.cuda.is_available() and find_spec("triton") is not None
-
-# Read by Triton when it is first imported. On a machine with a GPU the interpreter stays off, since `-m gpu` tests
-# run in the same process.
-if INTERPRETED:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def _let_loops_end_where_the_device_says() -> None:
