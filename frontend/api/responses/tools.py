@@ -46,16 +46,17 @@ class ResponseTools(Struct, frozen=True):
     """The tools as the response repeats them."""
     hosted: tuple[str, ...] = ()
     """Types of the tools that were dropped."""
+    written: Mapping[tuple[str, str | None], str] = {}
+    """The name that the model writes, by the client's name and namespace.
+
+    Without a namespace, that is the tool that has none, or else the first of that name."""
 
     def model_name(self, name: str, namespace: str | None = None) -> str:
         """Return the name that the model writes for a tool.
 
         Earlier calls may name a tool that the request no longer has.
         """
-        for written, known in self.names.items():
-            if known.name == name and namespace in (known.namespace, None):
-                return written
-        return _model_name(name, namespace, ())
+        return self.written.get((name, namespace)) or _model_name(name, namespace, ())
 
 
 class ToolSpecs(Struct, frozen=True):
@@ -222,7 +223,11 @@ def collect_tools(sources: Sequence[ToolSpecs], ignored: IgnoredFields) -> Respo
         for tool, path in specs.tools:
             writer.add(tool, path)
     hosted = tuple(kind for specs in sources for kind in specs.hosted)
-    return ResponseTools(checked_tools(writer.functions, "name"), writer.names, tuple(writer.described), hosted)
+    written = {(known.name, known.namespace): name for name, known in writer.names.items()}
+    for name, known in writer.names.items():
+        written.setdefault((known.name, None), name)
+    tools = checked_tools(writer.functions, "name")
+    return ResponseTools(tools, writer.names, tuple(writer.described), hosted, written)
 
 
 def _model_name(name: str, namespace: str | None, taken: Sequence[str] | Mapping[str, Any]) -> str:

@@ -82,6 +82,16 @@ def test_tools_of_a_namespace_are_flattened() -> None:
     assert found.model_name("gone", "crm") == "crm__gone"
 
 
+def test_names_of_calls_are_looked_up_without_a_search() -> None:
+    """A long conversation may have thousands of calls, and hundreds of tools."""
+    other = {"type": "namespace", "name": "erp", "tools": [{"type": "function", "name": "find"}]}
+    found, _ = parsed(CRM, other, {"type": "function", "name": "note"})
+    tools = msgspec.structs.replace(found, names={})
+    assert tools.model_name("find") == tools.model_name("find", "crm") == "crm__find"
+    assert tools.model_name("find", "erp") == "erp__find"
+    assert (tools.model_name("note"), tools.model_name("note", "erp")) == ("note", "erp__note")
+
+
 def test_names_that_a_model_cannot_write_are_replaced() -> None:
     long = "x" * (MAX_NAME_CHARS + 9)
     tools = [{"type": "function", "name": name} for name in ("mcp:a/b", "a b", "a_b", long, long + "y")]
