@@ -142,3 +142,11 @@ class Connections:
                 for connection in everyone[start : start + _SLICE]:
                     connection.check(loop.time())
                 await asyncio.sleep(0)
+
+
+def is_liveness_probe(method: bytes, url: bytes) -> bool:
+    """Tell whether a request is answered even when too many connections have one.
+
+    A busy server must not be taken for a dead one. The connection can be evicted as if it had no request.
+    """
+    return method in (b"GET", b"HEAD") and url.partition(b"?")[0].rstrip(b"/") == b"/health/live"

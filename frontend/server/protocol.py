@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 
 from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.server import refusal
-from tandem.frontend.server.connections import Closed, Connection, Connections
+from tandem.frontend.server.connections import Closed, Connection, Connections, is_liveness_probe
 from tandem.frontend.server.refusal import Refusal
 
 MAX_PIPELINED = 16
@@ -198,7 +198,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop_parsing(refusal.malformed(f"the request has {self._num_hosts} Host headers; send exactly one"))
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop_parsing(refusal.too_many_pipelined(MAX_PIPELINED))
-        if not self._connections.claim(self):
+        if not self._connections.claim(self) and not is_liveness_probe(self.parser.get_method(), self.url):
             self._stop_parsing(refusal.too_busy(self._connections.max_requests))
         self._input = _Input.BODY
         self._unparsed = 0

@@ -187,13 +187,17 @@ def test_request_is_503_when_all_connections_have_one(strict: RunningServer) -> 
     try:
         until(lambda: strict.server.connections.num_requests == 7)
         with connect(strict) as late:
-            reply = late.send(request()).reply()
+            reply = late.send(request("/version")).reply()
             assert (reply.status, reply.headers["retry-after"]) == (503, "1")
             assert (reply.error["code"], reply.error["type"]) == ("overloaded", "overloaded_error")
             assert "7 connections" in reply.error["message"]
+        for path in ("/health/live", "/health/live/?from=probe"):
+            with connect(strict) as probe:
+                assert probe.send(request(path)).reply().status == 200
+                assert strict.server.connections.num_requests == 7
         clients[0].send(b"12345").reply()
         with connect(strict) as late:
-            assert late.send(request()).reply().status == 200
+            assert late.send(request("/version", "authorization: Bearer key")).reply().status == 200
     finally:
         for client in clients:
             client.close()
