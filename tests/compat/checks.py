@@ -1,16 +1,17 @@
-"""Run the checks of one client library and print a JSON line for each; needs only the library under test."""
+"""Run the checks of one client and print a JSON line for each; needs nothing but the standard library."""
 
 import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Check = Callable[[], Any]
 
 MODEL = "tandem-default"
 QUESTION = "What does textwrap.dedent do?"
+NEXT_QUESTION = "How do I join two paths?"
 ANSWER = "leading whitespace"
 FORECAST = {
     "type": "object",
@@ -21,6 +22,7 @@ FORECAST = {
     "required": ["unit", "days"],
     "additionalProperties": False,
 }
+FORECAST_VALUE = {"unit": "celsius", "days": 1}
 TOOL = {
     "type": "function",
     "function": {"name": "forecast", "description": "The weather.", "parameters": FORECAST, "strict": True},
@@ -51,14 +53,32 @@ def base_url() -> str:
     return sys.argv[1]
 
 
-def run(*checks: Check) -> None:
-    for check in checks:
-        began = time.monotonic()
-        detail = ""
-        try:
-            check()
-        except Exception as error:
-            traceback.print_exc()
-            detail = f"{type(error).__name__}: {error}"[:300]
-        seconds = round(time.monotonic() - began, 2)
-        print(json.dumps({"check": check.__name__, "ok": not detail, "detail": detail, "seconds": seconds}), flush=True)
+def run(
+    first_turn: Sequence[Check] = (),
+    second_turn: Sequence[Check] = (),
+    tool: Sequence[Check] = (),
+    streaming: Sequence[Check] = (),
+    structured: Sequence[Check] = (),
+    more: Sequence[Check] = (),
+) -> None:
+    """Run the checks of each column of the table; a column without checks is not offered by the client."""
+    columns = {
+        "first turn": first_turn, "second turn": second_turn, "tool": tool, "streaming": streaming,
+        "structured": structured, "more": more,
+    }  # fmt: skip
+    for column, checks in columns.items():
+        for check in checks:
+            report(column, check)
+
+
+def report(column: str, check: Check) -> None:
+    began = time.monotonic()
+    detail = ""
+    try:
+        check()
+    except Exception as error:
+        traceback.print_exc()
+        detail = f"{type(error).__name__}: {error}"[:500]
+    seconds = round(time.monotonic() - began, 2)
+    result = {"column": column, "check": check.__name__, "ok": not detail, "detail": detail, "seconds": seconds}
+    print(json.dumps(result), flush=True)

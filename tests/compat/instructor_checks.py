@@ -4,8 +4,8 @@ from typing import Literal
 
 import instructor
 import openai
-from checks import MODEL, QUESTION, base_url, expect, raises, run
-from pydantic import BaseModel
+from checks import MODEL, NEXT_QUESTION, QUESTION, base_url, expect, raises, run
+from pydantic import BaseModel, model_validator
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
 raw = openai.OpenAI(base_url=base_url() + "/v1", api_key="none", timeout=120, max_retries=0)
@@ -48,6 +48,34 @@ def list_stream() -> None:
     expect(isinstance(next(iter(items)), Forecast), "parsed")
 
 
+def second_turn() -> None:
+    client = instructor.from_openai(raw)
+    first = ask(instructor.Mode.TOOLS)
+    turns = [
+        *MESSAGES, {"role": "assistant", "content": first.model_dump_json()}, {"role": "user", "content": NEXT_QUESTION}
+    ]  # fmt: skip
+    reply = client.chat.completions.create(model=MODEL, messages=turns, response_model=Forecast, max_retries=0)
+    expect(isinstance(reply, Forecast), reply)
+
+
+def retry_after_a_wrong_answer() -> None:
+    """The client sends the call back with the validator's error as its result."""
+    seen: list[Forecast] = []
+
+    class Second(Forecast):
+        @model_validator(mode="after")
+        def is_the_second(self) -> "Second":
+            seen.append(self)
+            if len(seen) == 1:
+                raise ValueError("ask again")
+            return self
+
+    reply = instructor.from_openai(raw).chat.completions.create(
+        model=MODEL, messages=MESSAGES, response_model=Second, max_retries=2
+    )
+    expect(isinstance(reply, Second) and len(seen) == 2, seen)
+
+
 def with_usage() -> None:
     client = instructor.from_openai(raw)
     _, reply = client.chat.completions.create_with_completion(
@@ -60,4 +88,11 @@ def errors() -> None:
     raises(Exception, lambda: ask(instructor.Mode.TOOLS, temperature=9))
 
 
-run(tools, tools_strict, json_schema, partial_stream, list_stream, with_usage, errors)
+run(
+    first_turn=(with_usage,),
+    second_turn=(second_turn,),
+    tool=(tools, tools_strict, retry_after_a_wrong_answer),
+    streaming=(partial_stream, list_stream),
+    structured=(json_schema,),
+    more=(errors,),
+)

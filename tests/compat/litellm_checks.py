@@ -1,11 +1,13 @@
 """litellm, against a server that speaks OpenAI's API."""
 
+import asyncio
 import json
 
 import litellm
-from checks import ANSWER, FORECAST, MODEL, QUESTION, TOOL, base_url, expect, is_forecast, raises, run
+from checks import ANSWER, FORECAST, MODEL, NEXT_QUESTION, QUESTION, TOOL, base_url, expect, is_forecast, raises, run
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
+NAMED = {"type": "function", "function": {"name": "forecast"}}
 SERVER = {"model": f"openai/{MODEL}", "api_base": base_url() + "/v1", "api_key": "none", "num_retries": 0}
 
 
@@ -29,6 +31,42 @@ def tools() -> None:
     reply = litellm.completion(**SERVER, messages=MESSAGES, tools=[TOOL], tool_choice="required")
     call = reply.choices[0].message.tool_calls[0]
     expect(is_forecast(json.loads(call.function.arguments)), call)
+
+
+def second_turn() -> None:
+    """The client's own message goes back with all its fields, as agents built on it do."""
+    first = litellm.completion(**SERVER, messages=MESSAGES, max_tokens=256).choices[0].message
+    part = {"type": "text", "text": NEXT_QUESTION, "cache_control": {"type": "ephemeral"}}
+    for resent in (first, first.model_dump()):
+        turns = [*MESSAGES, resent, {"role": "user", "content": [part]}]
+        expect(litellm.completion(**SERVER, messages=turns, max_tokens=64).choices[0].message.content, turns)
+
+
+def tool_result() -> None:
+    first = litellm.completion(**SERVER, messages=MESSAGES, tools=[TOOL], tool_choice=NAMED).choices[0].message
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "name": "forecast", "content": "21"}
+    turns = [*MESSAGES, first.model_dump(), result]
+    expect(litellm.completion(**SERVER, messages=turns, tools=[TOOL], max_tokens=64).choices[0].message, turns)
+
+
+def responses() -> None:
+    reply = litellm.responses(**SERVER, input=QUESTION, temperature=0)
+    second = litellm.responses(**SERVER, input=NEXT_QUESTION, previous_response_id=reply.id, max_output_tokens=64)
+    expect(second.output, second)
+
+
+def messages_of_anthropic() -> None:
+    reply = asyncio.run(
+        litellm.anthropic.messages.acreate(
+            model=f"anthropic/{MODEL}", api_base=base_url(), api_key="none", messages=MESSAGES, max_tokens=64
+        )
+    )
+    expect(reply["content"][0]["text"], reply)
+
+
+def settings_of_other_models() -> None:
+    more = {"reasoning_effort": "low", "allowed_openai_params": ["reasoning_effort"]}
+    expect(litellm.completion(**SERVER, messages=MESSAGES, max_tokens=16, **more).choices, more)
 
 
 def json_schema() -> None:
@@ -58,4 +96,11 @@ def timeouts() -> None:
     )
 
 
-run(text, stream, tools, json_schema, text_completion, errors, timeouts)
+run(
+    first_turn=(text, text_completion),
+    second_turn=(second_turn, responses),
+    tool=(tools, tool_result),
+    streaming=(stream,),
+    structured=(json_schema,),
+    more=(messages_of_anthropic, settings_of_other_models, errors, timeouts),
+)

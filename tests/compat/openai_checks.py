@@ -4,7 +4,7 @@ import json
 from typing import Literal
 
 import openai
-from checks import ANSWER, FORECAST, MODEL, QUESTION, TOOL, base_url, expect, is_forecast, raises, run
+from checks import ANSWER, FORECAST, MODEL, NEXT_QUESTION, QUESTION, TOOL, base_url, expect, is_forecast, raises, run
 from pydantic import BaseModel
 
 client = openai.OpenAI(base_url=base_url() + "/v1", api_key="none", timeout=120, max_retries=0)
@@ -47,6 +47,12 @@ def chat_whole() -> None:
     expect(reply.choices[0].finish_reason == "stop", reply)
     expect(reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens, reply)
     expect(len(reply.choices[0].logprobs.content[0].top_logprobs) == 2, reply)
+
+
+def chat_second_turn() -> None:
+    first = chat.create(model=MODEL, messages=MESSAGES, max_tokens=256).choices[0].message
+    turns = [*MESSAGES, first, {"role": "user", "content": NEXT_QUESTION}]
+    expect(chat.create(model=MODEL, messages=turns, max_tokens=64).choices[0].message.content, "an answer")
 
 
 def chat_several_choices() -> None:
@@ -118,7 +124,9 @@ def errors() -> None:
     raises(openai.NotFoundError, lambda: chat.create(model="other", messages=MESSAGES), 404)
     raises(openai.BadRequestError, lambda: chat.create(model=MODEL, messages=[]), 400)
     raises(openai.BadRequestError, lambda: chat.create(model=MODEL, messages=MESSAGES, temperature=9), 400)
-    body = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}}
+    body = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"not": {}}}}
+    }
     error = raises(openai.BadRequestError, lambda: chat.create(model=MODEL, messages=MESSAGES, extra_body=body), 400)
     expect(error.code == "invalid_json_schema" and "'not'" in error.message, error)
     expect(error.param == "response_format.json_schema.schema" and error.request_id, error)
@@ -144,6 +152,32 @@ def responses() -> None:
     expect(ANSWER in reply.output_text, reply)
 
 
+def responses_second_turn() -> None:
+    first = client.responses.create(model=MODEL, input=QUESTION, temperature=0)
+    second = client.responses.create(
+        model=MODEL, input=NEXT_QUESTION, previous_response_id=first.id, max_output_tokens=64
+    )
+    expect(second.usage.input_tokens > first.usage.total_tokens - first.usage.input_tokens, second)
+    expect(client.responses.retrieve(first.id).output_text == first.output_text, first)
+    expect(len(list(client.responses.input_items.list(second.id))) == 3, second)
+    client.responses.delete(second.id)
+    raises(openai.NotFoundError, lambda: client.responses.retrieve(second.id), 404)
+
+
+def responses_tool_call() -> None:
+    tool = {"type": "function", **TOOL["function"]}
+    first = client.responses.create(
+        model=MODEL, input=QUESTION, tools=[tool], tool_choice={"type": "function", "name": "forecast"}
+    )
+    (call,) = (item for item in first.output if item.type == "function_call")
+    expect(is_forecast(json.loads(call.arguments)), call)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "21"}
+    second = client.responses.create(
+        model=MODEL, input=[result], tools=[tool], previous_response_id=first.id, max_output_tokens=64
+    )
+    expect(second.output, second)
+
+
 def responses_stream() -> None:
     events = list(client.responses.create(model=MODEL, input=QUESTION, temperature=0, stream=True))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
@@ -151,7 +185,10 @@ def responses_stream() -> None:
 
 
 run(
-    models, completion, completion_stream, chat_whole, chat_several_choices, chat_stream, stream_is_stopped_early,
-    tool_call, tool_call_stream, tool_choice_auto, json_object, json_schema, parsed_into_a_model, errors, timeouts,
-    request_ids, responses, responses_stream,
-)  # fmt: skip
+    first_turn=(chat_whole, responses, completion),
+    second_turn=(chat_second_turn, responses_second_turn),
+    tool=(tool_call, responses_tool_call, tool_choice_auto),
+    streaming=(chat_stream, responses_stream, completion_stream, tool_call_stream, stream_is_stopped_early),
+    structured=(json_schema, json_object, parsed_into_a_model),
+    more=(models, chat_several_choices, errors, timeouts, request_ids),
+)
