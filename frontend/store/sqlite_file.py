@@ -82,6 +82,8 @@ def _prepare(connection: sqlite3.Connection, path: Path, limits: StoreLimits) ->
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
+        # FAST would leave what was deleted on pages that have become free.
+        connection.execute("PRAGMA secure_delete = ON")
         connection.execute("BEGIN IMMEDIATE")
         create_tables(connection, path)
         connection.execute("COMMIT")

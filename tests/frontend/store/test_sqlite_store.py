@@ -167,6 +167,25 @@ def test_full_disk_undoes_the_write_and_leaves_the_rest(tmp_path: Path) -> None:
         store.get("me", "r1")
 
 
+def test_deleted_text_is_overwritten_in_the_file(tmp_path: Path, clock: FakeClock) -> None:
+    store = open_store(tmp_path, StoreLimits(MEBIBYTE, 100.0), clock)
+    for name, size in (("SECRET-SMALL", 0), ("SECRET-LARGE", 100_000), ("kept", 0)):
+        store.save("me", stored(name, size=size))
+
+    def written() -> bytes:
+        store._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return (tmp_path / FILE_NAME).read_bytes()
+
+    assert b"SECRET-SMALL" in written()
+    assert store.delete("me", "SECRET-SMALL")
+    assert store.delete("me", "SECRET-LARGE")
+    assert b"SECRET" not in written()
+    clock.now += 101
+    store.save("me", stored("new"))
+    assert b"kept" not in written(), "what has expired is overwritten when it makes room"
+    store.close()
+
+
 def test_store_survives_its_process(tmp_path: Path) -> None:
     first = open_store(tmp_path / "new" / "state", StoreLimits())
     first.save("me", stored("r1"))
