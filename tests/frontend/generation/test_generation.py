@@ -42,6 +42,12 @@ class Streams:
     def abort(self, request_ids: list[int]) -> None:
         self.aborted += request_ids
 
+    def seconds_until_ended(self, count: int) -> int:
+        return 1
+
+    def seconds_until_prefilled(self, tokens: int) -> int:
+        return 1
+
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
         return Detokenizer(byte_level_tokenizer(), (), skip_special_tokens)
 
