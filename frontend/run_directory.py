@@ -45,7 +45,7 @@ def remove_stale(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError), _abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
-            logger.info("removed %s, which a process that was killed had left behind", folder)
+            logger.debug("removed %s, which a process that was killed had left behind", folder)
 
 
 def _lock_new(folder: Path) -> int:
