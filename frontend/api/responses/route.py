@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import monotonic
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tandem.frontend.api.generation_response import GenerationResponse
-from tandem.frontend.api.openapi import generates
+from tandem.frontend.api.openapi import generates, json_response, takes
 from tandem.frontend.api.owner import owner_of
 from tandem.frontend.api.responses.context import Context, ContextLoader
 from tandem.frontend.api.responses.input_items import stored_item
@@ -19,7 +20,9 @@ from tandem.frontend.api.responses.stored_generation import ResponseRecord, Stor
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.generation import Generation
+from tandem.frontend.request.schema import ID, closed
 
+_COUNTED = closed({"object": {"const": "response.input_tokens"}, "input_tokens": ID})
 _NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -60,6 +63,29 @@ def responses_router(service: Service) -> APIRouter:
             return GenerationResponse(generation, formatter, service)
         formatter.is_stored = True
         return StoredGenerationResponse(generation, formatter, service, record)
+
+    @router.post(
+        "/v1/responses/input_tokens",
+        openapi_extra=takes(BODY.schema(), json_response("The number of tokens.", _COUNTED)),
+    )
+    async def input_tokens(request: Request) -> dict[str, Any]:
+        """Count the tokens of the prompt that a response with these fields would have."""
+        ignored = service.ignored_fields(request)
+        async with service.pending.receive(request, partial(parse, ignored=ignored)) as parsed:
+            context = await loader.load(owner_of(request.scope), parsed.previous_response_id, parsed.input)
+            if parsed.previous_response_id is not None:
+                parsed = parsed.with_tools(context.earlier, ignored)
+            with _own_names():
+                service.admission.named(parsed.options.model, service.ready().model)
+                text = await service.chat.render(parsed.conversation(context.items), ignored)
+            ids = await service.tokenizer.encode(text, False)
+        return {"object": "response.input_tokens", "input_tokens": len(ids)}
+
+    @router.post("/v1/responses/compact", include_in_schema=False)
+    async def compact() -> None:
+        """Refuse to shorten a conversation."""
+        message = "conversations are not compacted by this server; begin a new one with a summary of the old"
+        raise ApiError(404, message, None, "unknown_url")
 
     return router
 

@@ -125,6 +125,23 @@ def test_engine_failure_is_reported_before_and_within_a_stream(server: RunningSe
     assert post(server).status_code == 500
 
 
+def test_openai_client_counts_the_tokens_of_a_prompt(server: RunningServer) -> None:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
+        fields: dict[str, Any] = {"model": "fake-model", "instructions": "Be brief."}
+        first = client.responses.create(**fields, input="Hello", max_output_tokens=4)
+        counted = client.responses.input_tokens.count(**fields, input="Hello")
+        assert first.usage is not None
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", first.usage.input_tokens)
+        fields |= {"input": "And then?", "previous_response_id": first.id}
+        second = client.responses.create(**fields, max_output_tokens=4)
+        assert second.usage is not None
+        assert client.responses.input_tokens.count(**fields).input_tokens == second.usage.input_tokens
+        with pytest.raises(openai.NotFoundError, match="model"):
+            client.responses.input_tokens.count(model="other", input="Hello")
+        with pytest.raises(openai.NotFoundError, match="not compacted by this server"):
+            client.responses.compact(model="fake-model", input="Hello")
+
+
 def test_openai_client_parses_responses(server: RunningServer, engine: FakeEngine) -> None:
     engine.script = answer_with(SAID)
     create: dict[str, Any] = {"model": "fake-model", "input": QUESTION, "tools": [LOOK]}
