@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -94,10 +95,16 @@ def level_of(module: str) -> int:
     return levels[0]
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imported(path: Path) -> set[str]:
     """Full names of what a file imports, wherever in the file; names of modules where they are ours."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -150,7 +157,7 @@ def test_product_code_never_imports_tests_or_benchmarks() -> None:
 def functions(path: Path) -> list[tuple[str, int]]:
     """Names and lengths; Triton kernels are exempt."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             kernel = any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
             if not kernel:

@@ -13,7 +13,8 @@ from tests.support.effort import EFFORT
 from tests.support.sim_traffic import Request, Shape
 from tests.support.sim_world import World
 
-SEEDS_A_BATCH = 80 * EFFORT
+SEEDS_A_BATCH = 40 * EFFORT
+FAULTY_SEEDS = 60 * EFFORT
 SHAPES = {
     "immediate": Shape(depth=2, constrained=0.0),
     "deferred": Shape(depth=2, constrained=1.0),
@@ -117,7 +118,7 @@ def test_random_traffic_equals_the_sequential_reference(name: str, batch: int) -
 @pytest.mark.parametrize("depth", [1, 2])
 def test_device_error_ends_every_stream_once(place: str, depth: int) -> None:
     fatal = 0
-    for seed in range(120 * EFFORT):
+    for seed in range(FAULTY_SEEDS):
         world = World(seed, Shape(depth, constrained=0.2, faults=place))
         try:
             if world.runtime.fault and _runs_into_fatal(world):
@@ -130,7 +131,7 @@ def test_device_error_ends_every_stream_once(place: str, depth: int) -> None:
             _check_prefixes(world)
         except Exception as error:
             raise AssertionError(f"fault in {place}, seed {seed}: {error}") from error
-    assert fatal > 20
+    assert fatal > FAULTY_SEEDS / 6
 
 
 def _runs_into_fatal(world: World) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 from tandem.engine_core.attention.base import LayerAttention, Span
 from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.kernels.page_table import PageTable
+from tests.support.effort import EFFORT
 
 FULL = LayerAttention(0.3)
 
@@ -19,11 +20,9 @@ def dense(query: Tensor, keys: Tensor, values: Tensor, start: int, layer: LayerA
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * layer.scale
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    for index in range(query.shape[0]):
-        position = start + index
-        scores[:, index, position + 1 :] = -torch.inf
-        if layer.window is not None:
-            scores[:, index, : max(0, position - layer.window + 1)] = -torch.inf
+    age = start + torch.arange(query.shape[0])[:, None] - torch.arange(keys.shape[0])
+    seen = (age >= 0) & (age < (layer.window or keys.shape[0]))
+    scores = scores.masked_fill(~seen, -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
 
 
@@ -31,7 +30,7 @@ def spread(pool: Tensor, pages: list[int], page_size: int, page_stride: int) -> 
     return torch.cat([pool[page * page_stride : page * page_stride + page_size] for page in pages])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60 * EFFORT, deadline=None)
 @given(
     shapes=st.lists(st.tuples(st.integers(0, 21), st.integers(1, 9)), min_size=1, max_size=6),
     decodes=st.lists(st.integers(0, 30), max_size=5),

@@ -28,6 +28,7 @@ from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.paged_pool import HEAD_DIMS
 from tandem.engine_core.kernels.reference import attention as reference
 from tests.fakes.gpus import A100, L4, SUPPORTED
+from tests.support.thinned import thinned
 
 Work = Sequence[tuple[int, int]]
 """(start, length) a row."""
@@ -109,15 +110,14 @@ def assert_equals_the_oracle(work: Work, given: Inputs, layer: LayerAttention) -
     torch.testing.assert_close(step.run(query, keys, values, layer), expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("work", WORK, ids=str)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "page_size"),
-    [(4, 2, 32, 4), (3, 1, 64, 16), (2, 2, 128, 32), (7, 1, 32, 1), (32, 1, 32, 16), (2, 1, 256, 128)],
+    ("work", "shape"),
+    thinned(WORK, [(4, 2, 32, 4), (3, 1, 64, 16), (2, 2, 128, 32), (7, 1, 32, 1), (32, 1, 32, 16), (2, 1, 256, 128)]),
+    ids=str,
 )
-def test_rows_of_any_lengths_equal_the_oracle(
-    work: Work, heads: int, kv_heads: int, head_dim: int, page_size: int, device: str
-) -> None:
-    assert_equals_the_oracle(work, inputs(work, heads, kv_heads, head_dim, page_size, device), LAYER)
+def test_rows_of_any_lengths_equal_the_oracle(work: Work, shape: tuple[int, int, int, int], device: str) -> None:
+    """`shape` is the number of heads and of K/V heads, the head dimension and the page size."""
+    assert_equals_the_oracle(work, inputs(work, *shape, device), LAYER)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 64])
@@ -127,8 +127,7 @@ def test_pages_apart_in_the_pool_equal_the_oracle(page_size: int, device: str) -
     assert_equals_the_oracle(work, inputs(work, 4, 2, 32, page_size, device, page_stride=6 * page_size), LAYER)
 
 
-@pytest.mark.parametrize("window", [1, 3, 15, 16, 17, 32, 40, 200])
-@pytest.mark.parametrize("work", WORK, ids=str)
+@pytest.mark.parametrize(("work", "window"), thinned(WORK, [1, 3, 15, 16, 17, 32, 40, 200]), ids=str)
 def test_a_window_equals_the_oracle(work: Work, window: int, device: str) -> None:
     """Contexts shorter and longer than the window, with its lower edge at and beside those of tiles and pages."""
     assert_equals_the_oracle(work, inputs(work, 4, 2, 32, 8, device), LayerAttention(0.2, window))
@@ -157,12 +156,14 @@ def test_a_window_reads_no_key_outside_it(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layer",
-    [LAYER, LayerAttention(0.2, 1), LayerAttention(0.2, 30), LayerAttention(0.2, 30, 2.0)],
-    ids=["full", "window 1", "window 30", "window 30, soft cap"],
+    ("work", "splits", "layer"),
+    thinned(
+        [[(0, 40)], [(60, 5), (130, 33)], [(17, 23), (0, 1), (190, 2)]],
+        [2, 5, 16],
+        [LAYER, LayerAttention(0.2, 1), LayerAttention(0.2, 30), LayerAttention(0.2, 30, 2.0)],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("splits", [2, 5, 16])
-@pytest.mark.parametrize("work", [[(0, 40)], [(60, 5), (130, 33)], [(17, 23), (0, 1), (190, 2)]], ids=str)
 def test_programs_that_share_a_tile_equal_the_oracle(
     work: Work, splits: int, layer: LayerAttention, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

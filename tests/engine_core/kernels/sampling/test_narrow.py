@@ -19,16 +19,16 @@ def test_top_p_keeps_and_draws_as_the_oracle(scale: float, device: str) -> None:
     check_full(case.to(device), **SIZES)
 
 
-@pytest.mark.parametrize("tries", [1, 3])
-def test_drawing_before_the_cutoff_is_known_changes_no_token(tries: int, device: str) -> None:
-    case = make_case(16, 200, seed=11, scale=0.5)
+def test_drawing_before_the_cutoff_is_known_changes_no_token(device: str) -> None:
+    case = make_case(8, 200, seed=11, scale=0.5)
     truncations(case, [0, 0, 0, 7], [0.05, 0.2, 0.5, 1.0], [0.0, 0.0, 0.3])
     case = case.to(device)
-    sampler = case.sampler(**SIZES, tries=tries)
-    tokens = run(sampler, case, Mode.FULL)
-    left = sampler.scratch.state[:16]
-    assert (left == 0).any() and (left == 1).any(), "some draws lie within top-p and some do not"
-    assert torch.equal(tokens, run(case.sampler(**SIZES, tries=0), case, Mode.FULL))
+    expected = run(case.sampler(**SIZES, tries=0), case, Mode.FULL)
+    for tries in (1, 3):
+        sampler = case.sampler(**SIZES, tries=tries)
+        assert torch.equal(run(sampler, case, Mode.FULL), expected), tries
+        left = sampler.scratch.state[:8]
+        assert (left == 0).any() and (left == 1).any(), "some draws lie within top-p and some do not"
 
 
 def test_top_k_top_p_and_min_p_apply_in_order(device: str) -> None:
