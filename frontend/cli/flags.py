@@ -61,7 +61,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"API key to send, visible in the process list (default: the first key in ${KEY_VARIABLE}, which is not)",
+        help=f"API key to send; other users can see it in the process list (default: the first key in ${KEY_VARIABLE})",
     )
     certificates = group.add_mutually_exclusive_group()
     certificates.add_argument(

@@ -231,7 +231,7 @@ class EngineClient:
             return
         link.close()
         self._metrics.engine_connected.set(0)
-        logger.warning("lost the engine of epoch %d with %d streams open: %s", link.epoch, len(self._streams), reason)
+        logger.warning("lost the engine of epoch %d (open streams: %d): %s", link.epoch, len(self._streams), reason)
         self.fail_all(code, reason)
 
     def _on_event(self, event: AnyEvent) -> None:

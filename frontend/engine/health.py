@@ -86,7 +86,7 @@ class EngineWatch:
         """Return the health of the engine at this moment."""
         heartbeat = self.heartbeat
         if heartbeat is None:
-            return EngineHealth(False, "waiting", "no heartbeat from the engine yet; is it running on this endpoint?")
+            return EngineHealth(False, "waiting", "no heartbeat from the engine yet; it may be starting")
         if self.is_silent:
             return EngineHealth(False, "silent", f"no heartbeat from the engine for {self.silence():.1f} s")
         if heartbeat.phase in _PREPARING:

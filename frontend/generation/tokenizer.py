@@ -114,7 +114,7 @@ def load_tokenizer(model_dir: Path, threads: int = 2) -> Tokenizer:
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(
-            f"{model_dir} has no tokenizer.json; convert the checkpoint's tokenizer once with transformers: "
+            f"{model_dir} has no tokenizer.json; give a checkpoint's folder, or make one with transformers: "
             f"AutoTokenizer.from_pretrained({str(model_dir)!r}).save_pretrained({str(model_dir)!r})"
         )
     data = path.read_bytes()

@@ -37,6 +37,8 @@ def missing_route(path: str) -> str | None:
     for start, name in _NAMES.items():
         if path == start or path.startswith(start + "/"):
             return f"{name} not supported{_REMEDIES.get(start, '')}"
+    if path.startswith("/v1/v1/"):
+        return f"{path[:200]}: not found; /v1 is in it twice (the base URL of Anthropic's clients has none)"
     if path.startswith(_WITHOUT_PREFIX):
         return f"{path[:200]}: not found; the base URL of this API ends in /v1"
     return None

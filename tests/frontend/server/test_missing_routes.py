@@ -17,6 +17,10 @@ from tests.frontend.conftest import RunningServer, get, post
         ("/v1/files/file-1/content", "files are not supported"), ("/v1/audio/speech", "audio is not supported"),
         ("/v1/batches", "the Batch API is not supported; `tandem run-batch` sends a file of requests"),
         ("/chat/completions", "/chat/completions: not found; the base URL of this API ends in /v1"),
+        (
+            "/v1/v1/completions",
+            "/v1/v1/completions: not found; /v1 is in it twice (the base URL of Anthropic's clients has none)",
+        ),
         ("/v1/nothing", "POST /v1/nothing: Not Found"), ("/v1/filesystem", "POST /v1/filesystem: Not Found"),
     ],
 )  # fmt: skip
