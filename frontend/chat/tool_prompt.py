@@ -5,6 +5,7 @@ calls.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -24,18 +25,12 @@ def with_tools_as_text(conversation: Conversation, syntax: CallSyntax) -> Conver
     and results become text of the user; results that follow one another share a message.
     """
     messages: list[dict[str, Any]] = []
-    for index, message in enumerate(conversation.messages):
-        if message["role"] in _RESULT_ROLES:
-            text = _result(message)
-            if index and conversation.messages[index - 1]["role"] in _RESULT_ROLES:
-                messages[-1] = _joined(messages[-1], text)
-            else:
-                messages.append({"role": "user", "content": text})
-        elif calls := message.get("tool_calls"):
-            rest = {name: value for name, value in message.items() if name != "tool_calls"}
-            messages.append(_joined(rest, _calls([call["function"] for call in calls], syntax)))
+    for are_results, group in groupby(conversation.messages, lambda message: message["role"] in _RESULT_ROLES):
+        if are_results:
+            # Joined once: a conversation may have thousands.
+            messages.append({"role": "user", "content": "\n\n".join([_result(message) for message in group])})
         else:
-            messages.append(message)
+            messages += [_with_calls_as_text(message, syntax) for message in group]
     if conversation.tools:
         text = _description(conversation.tools, syntax)
         if messages and messages[0]["role"] in _SYSTEM_ROLES:
@@ -43,6 +38,13 @@ def with_tools_as_text(conversation: Conversation, syntax: CallSyntax) -> Conver
         else:
             messages.insert(0, {"role": "system", "content": text})
     return structs.replace(conversation, messages=messages, tools=())
+
+
+def _with_calls_as_text(message: dict[str, Any], syntax: CallSyntax) -> dict[str, Any]:
+    if not (calls := message.get("tool_calls")):
+        return message
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return _joined(rest, _calls([call["function"] for call in calls], syntax))
 
 
 def _description(tools: Sequence[dict[str, Any]], syntax: CallSyntax) -> str:

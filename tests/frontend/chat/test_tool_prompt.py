@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tandem.frontend.chat import tool_prompt
 from tandem.frontend.chat.message import CallArguments, CallStart
 from tandem.frontend.chat.tool_formats import FORMATS
 from tandem.frontend.chat.tool_parser import ToolParser
@@ -53,6 +54,14 @@ def test_results_that_follow_one_another_share_a_message() -> None:
     assert [result["content"].index(text) for text in ("c1:\n1", "c2:\n2")] == sorted(
         result["content"].index(text) for text in ("c1:\n1", "c2:\n2")
     )
+
+
+def test_thousands_of_results_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joined one by one, those of a large body would hold up all streams for half a minute."""
+    monkeypatch.setattr(tool_prompt, "_joined", pytest.fail)
+    results = [{"role": "tool", "content": "y" * 9, "tool_call_id": f"c{number}"} for number in range(5000)]
+    _, result, last = adapted(USER, *results, USER)
+    assert (result["content"].count("y" * 9), last) == (5000, USER)
 
 
 @pytest.mark.parametrize("form", FORMATS)
