@@ -186,6 +186,10 @@ def wrong_requests(path: str) -> Iterator[Case]:
         yield Case(f"null {field}", path, body(path, **{field: None}), (400,), field)
 
 
+def contradiction(path: str, fields: dict[str, Any], field: str) -> Case:
+    return Case(str(fields)[:40], path, body(path, **fields), (400,), field, strict=(path, field) in IGNORED)
+
+
 def contradictions() -> Iterator[Case]:
     """Yield fields that are valid alone but not together or not with this model."""
     path = "/v1/completions"
@@ -208,7 +212,7 @@ def contradictions() -> Iterator[Case]:
         ({"grammar": "start"}, "grammar"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ):
-        yield Case(str(fields)[:40], path, body(path, **fields), (400,), field, strict=(path, field) in IGNORED)
+        yield contradiction(path, fields, field)
     path = "/v1/chat/completions"
     tool = {"type": "function", "function": {"name": "f"}}
     for chat_fields, field in (
@@ -226,9 +230,7 @@ def contradictions() -> Iterator[Case]:
         ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "magic"}]}, "tools[0].type"),
     ):
-        yield Case(
-            str(chat_fields)[:40], path, body(path, **chat_fields), (400,), field, strict=(path, field) in IGNORED
-        )
+        yield contradiction(path, chat_fields, field)
     path = "/v1/responses"
     schema = {"type": "json_schema", "name": "x", "schema": {"not": {}}}
     for response_fields, field in (
@@ -243,14 +245,7 @@ def contradictions() -> Iterator[Case]:
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"input": "a " * 5000}, "input"),
     ):
-        yield Case(
-            str(response_fields)[:40],
-            path,
-            body(path, **response_fields),
-            (400,),
-            field,
-            strict=(path, field) in IGNORED,
-        )
+        yield contradiction(path, response_fields, field)
 
 
 def cases() -> list[Case]:
