@@ -125,7 +125,7 @@ def _log_settings(config: EngineConfig, source: ModelSource) -> None:
     }
     if config.device == "cpu":
         settings["threads"] = torch.get_num_threads()
-    logger.debug("settings: %s", msgspec.json.encode(settings).decode())
+    logger.info("settings: %s", msgspec.json.encode(settings).decode())
 
 
 class Constraints(Struct, frozen=True):

@@ -36,6 +36,10 @@ _ANNOTATIONS = {
     "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "discriminator",
     "contentEncoding", "contentMediaType", "$schema", "$comment", "$id", "id", "$anchor",
 }  # fmt: skip
+_REMEDIES = {
+    "uniqueItems": "remove it (pydantic writes it for a set: take a list), or send the schema without 'strict'",
+}
+"""Ways around keywords that libraries write."""
 _NUMBERS = {"const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 SUPPORTED_KEYWORDS = _SCHEMA | _SCHEMA_LISTS | _SCHEMA_MAPS | _VALUES | _ANNOTATIONS
 
@@ -198,7 +202,7 @@ def join_pointer(pointer: str, *keys: object) -> str:
 def _check_node(pointer: str, node: dict[str, Any], root: dict[str, Any]) -> None:
     for key, value in node.items():
         if key not in SUPPORTED_KEYWORDS and (not key.startswith("x-") or key == _COMPILER_OPTIONS):
-            raise SchemaError(pointer, f"the keyword {key[:100]!r} is not supported; remove it")
+            raise SchemaError(pointer, f"the keyword {key[:100]!r} is not supported; {_REMEDIES.get(key, 'remove it')}")
         if key in _SCHEMA_LISTS and not isinstance(value, list):
             raise SchemaError(pointer, f"{key!r} must be an array of schemas")
         if key in _SCHEMA_MAPS and not isinstance(value, dict):

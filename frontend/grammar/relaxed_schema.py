@@ -20,6 +20,8 @@ from tandem.frontend.grammar.json_schema import (
 _NOTES = {"binary", "byte", "password"}
 """Formats that describe a string without restricting it; pydantic writes them for `bytes` and `SecretStr`."""
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
+_SHORT_FRACTION = r"^[^.]*(\.[0-9]{1,9}([^.0-9][^.]*)?)?$"
+"""Bounds the fraction of a second to nanoseconds; without a bound, a model may write digits without end."""
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 _CHARACTER = r"(\\\.|\\-|[A-Za-z0-9_@ -])"
 _NOT_FIRST = re.compile(rf"\(\?!{_CHARACTER}\)")
@@ -74,6 +76,8 @@ def _rewrite(node: dict[str, Any]) -> dict[str, Any]:
     if node.get("uniqueItems") is False or _has_one_item(node):
         node.pop("uniqueItems", None)
     node = _without_property_names(node)
+    if node.get("format") in ("date-time", "time") and "pattern" not in node:
+        node["pattern"] = _SHORT_FRACTION
     return _without_look_ahead(node)
 
 

@@ -108,6 +108,8 @@ def _checked(given: Mapping[str, Any], known: Collection[str], own: Collection[s
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{name!r} is not a field of this request{hint}")
     if (schema := body.pop("json_schema", None)) is not None:
+        if hasattr(schema, "model_json_schema"):
+            raise TypeError(f"'json_schema' must be a dict; give {schema.__name__}.model_json_schema()")
         if body.get("response_format") is not None:
             raise TypeError("'json_schema' stands for 'response_format'; give one of them")
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}

@@ -68,6 +68,8 @@ def _missing_model(model: str) -> str:
 
     For what looks like a name on the Hugging Face hub, give the commands that download and serve it.
     """
+    if model.endswith(".gguf"):
+        return f"the model {model} is in the GGUF format, which is not supported; give a folder with safetensors"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) is None or model.startswith("."):
         return f"the model {model} is not a directory; give a Hugging Face one with config.json"
     folder = model.partition("/")[2]

@@ -76,7 +76,8 @@ class BatchSender:
             except httpx.HTTPError as error:
                 if not retries_left or is_permanent(error):
                     raise unreachable(self._url, error) from error
-                self._progress.wait(f"waiting for the server at {self._url}")
+                remedy = "start one with `tandem serve`, or name another with --url"
+                self._progress.wait(f"waiting for the server at {self._url}; {remedy}")
             else:
                 if response.status_code not in RETRIED or not retries_left:
                     self._progress.proceed()

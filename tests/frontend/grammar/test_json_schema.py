@@ -39,7 +39,7 @@ UNSUPPORTED = (
 @pytest.mark.parametrize("keyword", UNSUPPORTED)
 def test_unsupported_keyword_is_reported_with_its_pointer(keyword: str) -> None:
     schema = {"properties": {"a/b": {"anyOf": [{}, {"items": {keyword: True}}]}}}
-    assert error_of(schema) == (
+    assert error_of(schema).startswith(
         f"at #/properties/a~1b/anyOf/1/items: the keyword '{keyword}' is not supported; remove it"
     )
 

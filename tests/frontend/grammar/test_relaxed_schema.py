@@ -47,6 +47,9 @@ def accepts(schema: dict[str, Any], value: object, strict: bool = True) -> bool:
          [{}, {"x": 1, "y": 2}], [{"z": 1}, {"x": "1"}]),
         ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": INTEGER}, [{"a": 1}],
          [{"a": "x"}]),
+        ({"type": "string", "format": "date-time"}, ["2024-01-01T00:00:00Z", "2024-01-01T00:00:00.123456789+02:00"],
+         ["2024-01-01T00:00:00.1234567890Z", "2024-01-01"]),
+        ({"type": "string", "format": "time"}, ["00:00:00Z", "00:00:00.5Z"], ["00:00:00.1234567890Z", "0"]),
         ({"type": "array", "items": INTEGER, "maxItems": 1, "uniqueItems": True}, [[], [1]], [[1, 1]]),
     ],
 )  # fmt: skip

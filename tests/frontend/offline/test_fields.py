@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pydantic
 import pytest
 
 from tandem.frontend.offline.fields import (
@@ -12,6 +13,11 @@ from tandem.frontend.offline.fields import (
     engine_options,
     prompt_batch,
 )
+
+
+class Model(pydantic.BaseModel):
+    """What a caller may give instead of its schema."""
+
 
 TALK = [{"role": "user", "content": "a"}]
 
@@ -28,6 +34,7 @@ TALK = [{"role": "user", "content": "a"}]
         ({"use_tqdm": False}, "give progress=False"),
         ({"sampling_params": 1}, "give its fields as keywords"),
         ({"model": "m"}, "it is given to the constructor"),
+        ({"json_schema": Model}, r"give Model\.model_json_schema\(\)"),
         ({"json_schema": {}, "response_format": {"type": "text"}}, "give one of them"),
     ],
 )

@@ -56,6 +56,11 @@ def test_name_on_the_hub_is_answered_with_the_command_that_downloads_it(name: st
     assert f"tandem serve {folder}" in str(caught.value)
 
 
+def test_gguf_file_is_named_as_such() -> None:
+    with pytest.raises(LaunchError, match="GGUF format, which is not supported"):
+        model_dir("Qwen3-4B-Q4_K_M.gguf")
+
+
 def test_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="is not a directory"):
         model_dir(str(tmp_path / "none"))

@@ -16,6 +16,7 @@ from tandem.frontend.store.store import StoreLimits
 from tandem.protocol.codec import unpack_ids
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer, get, post, until
+from tests.support.broken_stream import LONG, slow_down
 from tests.support.reasoning_model import RAW, answer_with, with_reasoning, write_reasoning_model
 
 # It names `tools`, so the server leaves the rendering of calls and results to it.
@@ -213,10 +214,12 @@ def test_a_synchronous_response_cannot_be_cancelled(client: openai.OpenAI) -> No
 
 
 def test_a_response_that_failed_is_stored_as_failed(client: openai.OpenAI, engine: FakeEngine) -> None:
-    engine.break_after = 3
-    engine.script = answer_with("one two three four five")
-    events = list(client.responses.create(model="fake-model", input="x", stream=True))
-    failed: Any = events[-1]
+    slow_down(engine)
+    engine.script = answer_with("one two three four five " * LONG)
+    stream = client.responses.create(model="fake-model", input="x", stream=True)
+    next(stream)
+    engine.break_after = 1
+    failed: Any = list(stream)[-1]
     assert (failed.type, failed.response.to_dict()["store"]) == ("response.failed", True)
     found = client.responses.retrieve(failed.response.id)
     assert (found.status, found.to_dict()) == ("failed", failed.response.to_dict())

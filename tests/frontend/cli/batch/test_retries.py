@@ -94,7 +94,9 @@ def test_a_wait_is_reported_once_with_its_reason(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == f"tandem: waiting for the server at {server.url}, which answers 409\n"
     with pytest.raises(ServerError):
         send(server.url, 2)
-    assert capsys.readouterr().err == f"tandem: waiting for the server at {server.url}\n"
+    assert capsys.readouterr().err == (
+        f"tandem: waiting for the server at {server.url}; start one with `tandem serve`, or name another with --url\n"
+    )
 
 
 def test_waits_for_the_same_are_reported_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
