@@ -26,8 +26,7 @@ from tandem.engine_core.startup.device import check_gpu, check_installed
 from tandem.engine_core.startup.engine import DEFAULT_MODEL, ResolvedEngine, resolve_engine
 from tandem.engine_core.startup.kv_sizing import GIB, Memory, size_pool
 from tandem.protocol.engine_options import EngineOptions, add_engine_arguments, engine_options
-
-Section = dict[str, str]
+from tandem.protocol.forecast import Forecast, Section
 
 
 class Gpu(Struct, frozen=True):
@@ -36,16 +35,6 @@ class Gpu(Struct, frozen=True):
     traits: GpuTraits
     free: int
     total: int
-
-
-class Forecast(Struct, frozen=True):
-    """Facts and choices of an engine, as names and texts."""
-
-    gpus: list[str]
-    model: Section
-    choices: Section
-    problem: str
-    """The reason why the engine would not start; empty if it would."""
 
 
 def read_gpus() -> list[Gpu]:
@@ -83,8 +72,8 @@ def forecast(options: EngineOptions, gpus: list[Gpu], cpu_free: Callable[[], int
         memory = _memory(resolved, gpus, cpu_free, weights)
         pool = size_pool(resolved.config, memory, resolved.source.layout.token_bytes)
     except ConfigError as error:
-        return Forecast(lines, model, {}, str(error))
-    return Forecast(lines, model, _choices(options, resolved, pool, memory), "")
+        return Forecast(lines, model, problem=str(error))
+    return Forecast(lines, model, _choices(options, resolved, pool, memory))
 
 
 def _gpu_line(gpu: Gpu) -> str:

@@ -22,6 +22,7 @@ from tandem.frontend.cli.port_owner import port_owner
 from tandem.frontend.listening import listen
 from tandem.frontend.supervisor.launch import DEFAULT_OPS_PORT, LaunchError, check_engine_installed, model_dir
 from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
+from tandem.protocol.forecast import Forecast, Section
 
 PACKAGES = (
     *("tandem-llm", "torch", "triton", "flashinfer-python", "pyzmq", "msgspec", "transformers"),
@@ -30,17 +31,6 @@ PACKAGES = (
 GIB = 2**30
 CHILD_SECONDS = 300.0
 """Longest time that the engine's child process may take; importing torch from a slow disk takes a while."""
-
-Section = dict[str, str]
-
-
-class Forecast(Struct, frozen=True):
-    """Answer of `tandem.engine_core.startup.forecast`."""
-
-    gpus: list[str] = []
-    model: Section = {}
-    choices: Section = {}
-    problem: str = ""
 
 
 class Report(Struct, frozen=True):

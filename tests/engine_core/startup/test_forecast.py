@@ -8,11 +8,12 @@ import torch
 
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.startup.engine import build_engine
-from tandem.engine_core.startup.forecast import Forecast, Gpu, forecast
+from tandem.engine_core.startup.forecast import Gpu, forecast
 from tandem.engine_core.startup.kv_sizing import GIB
 from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.forecast import Forecast
 from tests.fakes.gpus import L4, T4
 from tests.fakes.mailbox import FakeMailbox
 from tests.support.model_folder import write_config, write_model

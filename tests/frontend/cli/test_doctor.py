@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from tandem.frontend.cli import doctor
-from tandem.frontend.cli.doctor import Forecast, ask_engine, run_doctor
+from tandem.frontend.cli.doctor import ask_engine, run_doctor
 from tandem.frontend.cli.main import build_parser, main
 from tandem.frontend.cli.port_owner import port_owner
 from tandem.frontend.listening import listen
 from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.forecast import Forecast
 
 CHOICES = Forecast(["NVIDIA L4, compute capability 8.9"], {"supported": "yes"}, {"rows": "256 (default on cuda)"})
 PORTS = ["--port", "0", "--ops-port", "0"]

@@ -1,0 +1,20 @@
+"""The answer of an engine's forecast.
+
+`tandem doctor` reads it from a child process, as JSON.
+"""
+
+from msgspec import Struct
+
+Section = dict[str, str]
+"""Names and texts, in the order in which they are shown."""
+
+
+class Forecast(Struct, frozen=True):
+    """Facts of the machine and the model, and what an engine would choose."""
+
+    gpus: list[str] = []
+    """One line for each GPU that the engine would use."""
+    model: Section = {}
+    choices: Section = {}
+    problem: str = ""
+    """The reason why the engine would not start; empty if it would."""
