@@ -1,4 +1,4 @@
-"""Listening sockets and the limits of their connections.
+"""Listening sockets, their URLs and the limits of their connections.
 
 The sockets are for this process or for a child process that inherits them.
 """
@@ -47,6 +47,12 @@ def listen(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
+
+
+def url_of(sock: socket.socket, scheme: str = "http") -> str:
+    """Return the URL of a listening socket, without a path."""
+    host, port = sock.getsockname()[:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def raise_file_limit() -> None:

@@ -12,7 +12,7 @@ import uvicorn
 
 from tandem.frontend.api.service import Service, build_service
 from tandem.frontend.config import FrontendConfig
-from tandem.frontend.listening import allowed_connections, listen, raise_file_limit
+from tandem.frontend.listening import allowed_connections, listen, raise_file_limit, url_of
 from tandem.frontend.server.app import create_app
 from tandem.frontend.server.connections import Connection, Connections
 from tandem.frontend.server.protocol import LimitedProtocol
@@ -154,7 +154,6 @@ def serve(config: FrontendConfig) -> None:
     with listen(config.host, config.port) if config.fd is None else socket.socket(fileno=config.fd) as sock:
         server = build_server(config)
         if config.fd is None:
-            host, port = sock.getsockname()[:2]
             scheme = "http" if config.tls_cert is None else "https"
-            print(f"tandem frontend listens on {scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+            print(f"tandem frontend listens on {url_of(sock, scheme)}", flush=True)
         server.run(sockets=[sock])

@@ -18,6 +18,7 @@ import zmq.asyncio
 
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.monitor import EngineMonitor
+from tandem.frontend.listening import url_of
 from tandem.frontend.process import ManagedProcess
 from tandem.frontend.supervisor.ops import QuietServer
 from tandem.frontend.supervisor.status_log import StatusLog
@@ -199,8 +200,7 @@ class Supervisor:
         """
         while (heartbeat := self._watch.heartbeat) is None or heartbeat.phase in (Phase.STARTING, Phase.FAILED):
             await asyncio.sleep(_READY_POLL_SECONDS)
-        host, port = self._ops_socket.getsockname()[:2]
-        print(f"engine metrics on http://{_display(host)}:{port}/metrics, endpoint {self._endpoint}", flush=True)
+        print(f"engine metrics on {url_of(self._ops_socket)}/metrics, endpoint {self._endpoint}", flush=True)
         while not self._watch.health().ready:
             await asyncio.sleep(_READY_POLL_SECONDS)
         if self._http_socket is None:
@@ -209,7 +209,7 @@ class Supervisor:
         host, port = self._http_socket.getsockname()[:2]
         facts = await _until_serving(self._scheme, _reachable(host), port)
         print(
-            f"tandem is ready on {self._scheme}://{_display(host)}:{port} "
+            f"tandem is ready on {url_of(self._http_socket, self._scheme)} "
             f"(model {facts.get('model')}, {facts.get('device')}, "
             f"{facts.get('kv_tokens')} KV tokens, {self._uptime()})",
             flush=True,
@@ -223,10 +223,6 @@ def _report(task: asyncio.Task[None]) -> None:
     """Log the failure of a background task; the supervisor goes on without it."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("a part of the supervisor failed: %r", error)
-
-
-def _display(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _reachable(host: str) -> str:

@@ -1,12 +1,21 @@
-"""The limit of open files, and the number of connections that follows from it."""
+"""URLs of listening sockets, the limit of open files, and the number of connections that follows from it."""
 
 import resource
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tandem.frontend.listening import MAX_CONNECTIONS, RESERVED_FILES, allowed_connections, raise_file_limit
+from tandem.frontend.listening import (
+    MAX_CONNECTIONS,
+    RESERVED_FILES,
+    allowed_connections,
+    listen,
+    raise_file_limit,
+    url_of,
+)
 
 RAISE = """
 import resource
@@ -44,3 +53,14 @@ def test_connections_leave_descriptors_for_the_rest(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, resource.RLIM_INFINITY))
     assert allowed_connections() == connections
+
+
+def test_url_names_scheme_address_and_port() -> None:
+    with listen("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        assert (url_of(sock), url_of(sock, "https")) == (f"http://127.0.0.1:{port}", f"https://127.0.0.1:{port}")
+
+
+def test_url_has_brackets_around_an_address_of_version_6() -> None:
+    listening: Any = SimpleNamespace(getsockname=lambda: ("::1", 8000, 0, 0))
+    assert url_of(listening) == "http://[::1]:8000"
