@@ -17,7 +17,6 @@ from tandem.frontend.errors import ApiError, malformed, unsupported
 from tandem.frontend.grammar.json_schema import (
     OPTIONS,
     SchemaError,
-    check_nesting,
     check_schema,
     close_objects,
     invalid_schema,
@@ -124,7 +123,6 @@ def schema_grammar(
     ApiError 400 for a schema that is malformed, too large or, with `strict`, not supported.
     """
     try:
-        check_nesting(schema)
         schema = rewrite_schema(schema)
         if not strict:
             schema, removed = relax_schema(schema)

@@ -11,6 +11,7 @@ from tandem.frontend.grammar.json_schema import (
     FORMATS,
     MAX_EXACT_INTEGER,
     SUPPORTED_KEYWORDS,
+    check_nesting,
     join_pointer,
     map_schemas,
     may_be_text,
@@ -29,7 +30,11 @@ _NEVER_TWICE = re.compile(rf"\(\?!\.\*{_CHARACTER}\1\)")
 
 
 def rewrite_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema of equal meaning in supported keywords, as far as there is one."""
+    """Return a schema of equal meaning in supported keywords, as far as there is one.
+
+    Raises SchemaError for a schema that is nested too deeply to be walked.
+    """
+    check_nesting(schema)
     result: dict[str, Any] = map_schemas(schema, _rewrite)
     return result
 

@@ -12,7 +12,6 @@ from tandem.frontend.grammar.json_schema import (
     LENIENT_OPTIONS,
     OPTIONS,
     SchemaError,
-    check_nesting,
     check_schema,
     close_objects,
     invalid_schema,
@@ -139,7 +138,6 @@ def _parameters(tool: Tool) -> tuple[dict[str, Any], dict[str, Any]]:
 
     The arguments are always an object.
     """
-    check_nesting(tool.parameters)
     given = None if tool.parameters is None else rewrite_schema(tool.parameters)
     if not tool.strict:
         return {**({} if _states_type(given) else {"type": "object"}), **(given or {})}, LENIENT_OPTIONS

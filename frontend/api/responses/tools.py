@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from tandem.frontend.errors import malformed, unsupported
-from tandem.frontend.grammar.json_schema import SchemaError, check_nesting, check_schema
+from tandem.frontend.grammar.json_schema import SchemaError, check_schema
 from tandem.frontend.grammar.relaxed_schema import rewrite_schema
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.schema import Schema, array, nullable, of_type
@@ -261,7 +261,6 @@ def _strict(tool: FunctionSpec) -> bool:
 
 def _is_supported(schema: dict[str, Any]) -> bool:
     try:
-        check_nesting(schema)
         check_schema(rewrite_schema(schema))
     except SchemaError:
         return False
