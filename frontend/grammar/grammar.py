@@ -17,6 +17,7 @@ from tandem.frontend.errors import ApiError, malformed, unsupported
 from tandem.frontend.grammar.json_schema import (
     OPTIONS,
     SchemaError,
+    check_count,
     check_schema,
     close_objects,
     invalid_schema,
@@ -123,6 +124,7 @@ def schema_grammar(
     ApiError 400 for a schema that is malformed, too large or, with `strict`, not supported.
     """
     try:
+        check_count(schema)
         schema = rewrite_schema(schema)
         if not strict:
             schema, removed = relax_schema(schema)

@@ -4,7 +4,7 @@ Parts that are not supported are reported with their JSON pointer. All checks ar
 finds out whether a schema can be satisfied, by compiling it.
 """
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -74,22 +74,42 @@ def check_nesting(value: object) -> None:
 
     The check does not recurse.
     """
-    level: list[tuple[str, object]] = [("#", value)]
+    level: list[_Place] = [(None, "", value)]
     depth = 0
     while level:
         depth += 1
         if depth > MAX_NESTING + 1:
-            raise SchemaError(level[0][0], f"nested more than {MAX_NESTING} levels deep; make it flatter, or use $ref")
-        level = [pair for pointer, parent in level for pair in _containers(pointer, parent)]
+            reason = f"nested more than {MAX_NESTING} levels deep; make it flatter, or use $ref"
+            raise SchemaError(_pointer_of(level[0]), reason)
+        level = [(place, key, child) for place in level for key, child in _items(place[2]) if _is_container(child)]
 
 
-def _containers(pointer: str, parent: object) -> Iterator[tuple[str, object]]:
-    items: Iterator[tuple[object, object]] = iter(())
-    if isinstance(parent, dict):
-        items = iter(parent.items())
-    elif isinstance(parent, list):
-        items = iter(enumerate(parent))
-    return ((join_pointer(pointer, key), child) for key, child in items if isinstance(child, dict | list))
+_Place = tuple[Any, object, object]
+"""A value of a JSON document: the place of its container or None, its key there, and the value. Pointers are only built
+for errors, since a document may have a million values."""
+
+
+def _pointer_of(place: _Place) -> str:
+    keys: list[object] = []
+    while place[0] is not None:
+        keys.append(place[1])
+        place = place[0]
+    return join_pointer("#", *reversed(keys))
+
+
+def _items(parent: object) -> Iterable[tuple[object, object]]:
+    return parent.items() if isinstance(parent, dict) else enumerate(parent) if isinstance(parent, list) else ()
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, dict | list)
+
+
+def check_count(schema: dict[str, Any]) -> None:
+    """Raise SchemaError for a schema with more than MAX_SUBSCHEMAS schemas in it."""
+    for count, (pointer, _) in enumerate(walk_schemas(schema), 1):
+        if count > MAX_SUBSCHEMAS:
+            raise SchemaError(pointer, f"more than {MAX_SUBSCHEMAS} schemas in one; make it smaller")
 
 
 def check_schema(schema: dict[str, Any]) -> None:
@@ -98,9 +118,9 @@ def check_schema(schema: dict[str, Any]) -> None:
     A schema is unsupported if it uses a keyword that is not supported.
     """
     check_nesting(schema)
-    num_schemas = num_values = 0
+    check_count(schema)
+    num_values = 0
     for pointer, node in walk_schemas(schema):
-        num_schemas += 1
         if isinstance(node, bool):
             continue
         if not isinstance(node, dict):
@@ -108,8 +128,6 @@ def check_schema(schema: dict[str, Any]) -> None:
         _check_node(pointer, node, schema)
         enum = node.get("enum")
         num_values += len(enum) if isinstance(enum, list) else 0
-        if num_schemas > MAX_SUBSCHEMAS:
-            raise SchemaError(pointer, f"more than {MAX_SUBSCHEMAS} schemas in one; make it smaller")
         if num_values > MAX_ENUM_VALUES:
             raise SchemaError(pointer, f"more than {MAX_ENUM_VALUES} enum values in one schema; make it smaller")
 

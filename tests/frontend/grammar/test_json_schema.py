@@ -93,6 +93,8 @@ def test_nesting_is_checked_without_recursion() -> None:
         deep = [deep]
     with pytest.raises(SchemaError):
         check_nesting(deep)
+    with pytest.raises(SchemaError, match=f"at #/a~1b{'/0' * MAX_NESTING}: nested more than {MAX_NESTING} levels"):
+        check_nesting({"x": [{}], "a/b": deep})
 
 
 def test_walk_schemas_yields_outer_schemas_first() -> None:

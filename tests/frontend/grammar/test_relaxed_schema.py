@@ -7,8 +7,9 @@ import llguidance
 import pytest
 
 from tandem.frontend.errors import ApiError
+from tandem.frontend.grammar import grammar as grammar_module
 from tandem.frontend.grammar.grammar import output_grammar, schema_grammar
-from tandem.frontend.grammar.json_schema import check_schema
+from tandem.frontend.grammar.json_schema import MAX_SUBSCHEMAS, check_schema
 from tandem.frontend.grammar.relaxed_schema import relax_schema, rewrite_schema
 from tandem.frontend.grammar.worker import ByteTokenizer
 from tandem.frontend.request.ignored_fields import IgnoredFields
@@ -130,3 +131,10 @@ def test_malformed_keywords_are_left_to_the_check() -> None:
     ):  # fmt: skip
         relaxed, _ = relax_schema(rewrite_schema(schema))
         assert isinstance(relaxed, dict)
+
+
+def test_too_many_schemas_are_refused_before_they_are_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "rewrite_schema", lambda _: pytest.fail("a schema of any size was rewritten"))
+    schema = {"anyOf": [{} for _ in range(MAX_SUBSCHEMAS)]}
+    with pytest.raises(ApiError, match=f"at #/anyOf/{MAX_SUBSCHEMAS - 1}: more than {MAX_SUBSCHEMAS} schemas in one"):
+        schema_grammar(schema, "p", "'p'", strict=False)
