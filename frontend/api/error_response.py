@@ -6,7 +6,8 @@ They have the shape of the API that a request uses.
 from starlette.responses import Response
 from starlette.types import Scope
 
-from tandem.frontend.api.messages.errors import anthropic_error, anthropic_status, request_id, speaks_anthropic
+from tandem.frontend.api.messages.errors import anthropic_error, anthropic_status
+from tandem.frontend.api.request_scope import request_id, speaks_anthropic
 from tandem.frontend.errors import ApiError, error_headers
 
 

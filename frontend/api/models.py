@@ -9,8 +9,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from tandem.frontend.api.messages.errors import speaks_anthropic
 from tandem.frontend.api.openapi import error_response, json_response
+from tandem.frontend.api.request_scope import speaks_anthropic
 from tandem.frontend.api.service import Service
 from tandem.frontend.request.schema import STRING, closed
 from tandem.protocol.events import ModelFacts

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.frontend.api.error_response import error_answer
-from tandem.frontend.api.messages.errors import REQUEST_ID_KEY, speaks_anthropic
 from tandem.frontend.api.owner import OWNER_KEY
+from tandem.frontend.api.request_scope import REQUEST_ID_KEY, speaks_anthropic
 from tandem.frontend.api_keys import ApiKeys, owner_name
 from tandem.frontend.errors import ApiError
 from tandem.frontend.metrics import FrontendMetrics

@@ -11,8 +11,8 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
-from tandem.frontend.api.messages.errors import PREFIX
 from tandem.frontend.api.openapi import ANTHROPIC_ERROR_BODY, ERROR_BODY, error_response
+from tandem.frontend.api.request_scope import ANTHROPIC_PREFIX
 from tandem.frontend.request.schema import Schema
 
 _EVERYWHERE = {
@@ -44,7 +44,7 @@ def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, names: S
     }
     for path, operations in found["paths"].items():
         keyless = path.startswith(_KEYLESS)
-        error_body = ANTHROPIC_ERROR_BODY if path.startswith(PREFIX) else ERROR_BODY
+        error_body = ANTHROPIC_ERROR_BODY if path.startswith(ANTHROPIC_PREFIX) else ERROR_BODY
         for method, operation in operations.items():
             responses = operation["responses"]
             # The framework's own error for invalid parameters, which no route here returns.

@@ -6,7 +6,7 @@ from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from tandem.frontend.api.error_response import error_answer
-from tandem.frontend.api.messages.errors import REQUEST_ID_KEY
+from tandem.frontend.api.request_scope import REQUEST_ID_KEY
 from tandem.frontend.errors import ApiError
 from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.server.connections import Closed

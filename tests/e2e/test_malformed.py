@@ -5,7 +5,8 @@ import json
 import random
 from typing import Any
 
-from tandem.frontend.api.messages.errors import PREFIX, anthropic_status
+from tandem.frontend.api.messages.errors import anthropic_status
+from tandem.frontend.api.request_scope import ANTHROPIC_PREFIX
 from tests.frontend.api.test_malformed import Case, cases
 from tests.support.serving import GUARD_SECONDS, Serving, until
 
@@ -26,7 +27,7 @@ def send(serving: Serving, case: Case) -> tuple[int, dict[str, Any]]:
 
 def is_refused(case: Case, status: int, answer: dict[str, Any]) -> bool:
     """Return True for a status of the case, with an error in the format of its API."""
-    if case.path.startswith(PREFIX):
+    if case.path.startswith(ANTHROPIC_PREFIX):
         statuses, keys = [anthropic_status(status, None) for status in case.statuses], {"type", "message"}
     else:
         statuses, keys = list(case.statuses), {"message", "type", "param", "code"}

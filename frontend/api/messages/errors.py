@@ -1,18 +1,11 @@
-"""Errors in the shape of Anthropic's API, and the requests that get them."""
+"""Errors in the shape of Anthropic's API."""
 
 import msgspec
-from starlette.types import Scope
 
 from tandem.protocol.errors import ErrorCode
 
-PREFIX = "/v1/messages"
-VERSION_HEADER = b"anthropic-version"
-"""Header that every client of Anthropic's API sends."""
 OVERLOADED = 529
 """Status of a request that may succeed when it is sent again later."""
-
-REQUEST_ID_KEY = "tandem.request_id"
-"""Key of the scope under which the id of a request is kept."""
 
 _STATUSES = {415: 400, 503: OVERLOADED}
 """Anthropic's status for those of this server that its API does not use."""
@@ -20,22 +13,6 @@ _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 504: "timeout_error", OVERLOADED: "overloaded_error",
 }  # fmt: skip
-
-
-def speaks_anthropic(scope: Scope) -> bool:
-    """Tell whether a request expects answers in the shape of Anthropic's API.
-
-    It does if its path is one of that API alone, or if it has the header `anthropic-version`.
-    """
-    path: str = scope.get("path", "")
-    if path == PREFIX or path.startswith(PREFIX + "/"):
-        return True
-    return any(name == VERSION_HEADER for name, _ in scope.get("headers", ()))
-
-
-def request_id(scope: Scope) -> str:
-    """Return the id of a request, which the outermost middleware has set."""
-    return str(scope.get(REQUEST_ID_KEY, ""))
 
 
 def anthropic_status(status: int, code: str | None) -> int:

@@ -10,7 +10,6 @@ from msgspec import structs
 from starlette.responses import Response
 
 from tandem.frontend.api.generation_response import GenerationResponse
-from tandem.frontend.api.messages.errors import request_id
 from tandem.frontend.api.messages.request import (
     BODY,
     COUNT_BODY,
@@ -21,6 +20,7 @@ from tandem.frontend.api.messages.request import (
 )
 from tandem.frontend.api.messages.response import MessagesFormatter
 from tandem.frontend.api.openapi import generates_anthropic, json_response, takes_anthropic
+from tandem.frontend.api.request_scope import request_id
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError, PromptTooLongError
 from tandem.frontend.generation.generation import Generation

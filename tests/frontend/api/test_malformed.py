@@ -16,7 +16,8 @@ from msgspec import Struct, structs
 from tandem.frontend.api.chat_completions import request as chat_completions
 from tandem.frontend.api.completions import request as completions
 from tandem.frontend.api.messages import request as messages
-from tandem.frontend.api.messages.errors import PREFIX, anthropic_status
+from tandem.frontend.api.messages.errors import anthropic_status
+from tandem.frontend.api.request_scope import ANTHROPIC_PREFIX
 from tandem.frontend.api.responses import request as responses
 from tandem.frontend.api.tokenize import DETOKENIZE, TOKENIZE
 from tandem.frontend.config import ChatOptions, FrontendConfig
@@ -290,7 +291,7 @@ def is_refused(case: Case, response: httpx.Response) -> bool:
     """Return True for an error with the status of a case, in the format of its API, that names the field at fault."""
     if response.status_code < 400:
         return False
-    if not case.path.startswith(PREFIX):
+    if not case.path.startswith(ANTHROPIC_PREFIX):
         named = case.field is None or str(error_of(response)["param"]).startswith(case.field)
         return response.status_code in case.statuses and named
     body = response.json()
