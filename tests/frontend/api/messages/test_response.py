@@ -15,29 +15,14 @@ from tandem.frontend.api.messages.blocks import INVALID_JSON
 from tandem.frontend.api.messages.request import parse_message_request
 from tandem.frontend.api.messages.response import MessagesFormatter
 from tandem.frontend.chat.message_parser import MessageShape
-from tandem.frontend.chat.tool_formats import FORMATS
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted, AdmittedPrompt
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import PromptDetails, Usage
-from tandem.frontend.grammar.grammar import ThinkingMode
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.tools import Tool, ToolChoice, ToolUse
 from tandem.protocol.events import ModelFacts
+from tests.support.tool_answers import CALL, SHAPE, TEXTS
 
-USE = ToolUse((Tool("look", None, False, {}),), ToolChoice("auto"))
-SHAPE = MessageShape(USE, FORMATS["hermes"], thinking=ThinkingMode.OPTIONAL, think_end_id=8)
-CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "köln"}}\n</tool_call>'
-TEXTS = [
-    "plain text",
-    "",
-    "<think>hm",
-    "<think>\n\n</think>\n\nno thoughts",
-    f"<think>what\nto do</think>\n\nI look.\n{CALL}\n{CALL}",
-    f"{CALL} and then more text",
-    f"one\n{CALL[:-40]}",
-    f"one\n{CALL[:-17]}",
-]
 USAGE = Usage(30, 4, 34, PromptDetails(16))
 BODY = b'{"model": "m", "max_tokens": 10, "messages": [{"role": "user", "content": "x"}]}'
 MODEL = ModelFacts("m", 420, 2048, [1], "", "cpu", "float32", 0)

@@ -13,25 +13,12 @@ from openai.types.responses import Response, ResponseStreamEvent
 from tandem.frontend.api.responses.request import parse_responses
 from tandem.frontend.api.responses.response import ResponsesFormatter
 from tandem.frontend.chat.message_parser import MessageShape
-from tandem.frontend.chat.tool_formats import FORMATS
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Usage
-from tandem.frontend.grammar.grammar import ThinkingMode
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.tools import Tool, ToolChoice, ToolUse
+from tests.support.tool_answers import CALL, SHAPE, TEXTS
 
-USE = ToolUse((Tool("look", None, False, {}),), ToolChoice("auto"))
-SHAPE = MessageShape(USE, FORMATS["hermes"], thinking=ThinkingMode.OPTIONAL, think_end_id=8)
-CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "köln"}}\n</tool_call>'
-TEXTS = [
-    "plain text",
-    "",
-    "<think>hm",
-    f"<think>what\nto do</think>\n\nI look.\n{CALL}\n{CALL}",
-    f"{CALL} and then more text",
-    f"one\n{CALL[:-40]}",
-]
 USAGE = Usage(3, 4, 7)
 BODY = b'{"model": "m", "input": "x", "tools": [{"type": "function", "name": "look", "strict": true}]}'
 SETTINGS = {"store": False, "metadata": {"a": "b"}}
