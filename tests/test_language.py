@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_architecture import MODULES
+from tests.test_architecture import MODULES, ROOT
 
+BENCHMARKS = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "benchmarks").rglob("*.py")
+}
+CHECKED = MODULES | BENCHMARKS
 MAX_OPENING = 80
 """Characters of a docstring's first line."""
 RIDDLES = re.compile(r"(What|How|Whether|Who|Whoever|Whose|Where|Why|Of|As|That|Those|So many|The same)\b")
@@ -36,9 +40,9 @@ def third_person(line: str) -> bool:
     return bool(re.fullmatch(r"[A-Z][a-z]+s", first)) and not first.endswith("ss")
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
+@pytest.mark.parametrize("module", sorted(CHECKED))
 def test_docstrings_open_with_a_short_line_that_names_its_subject(module: str) -> None:
-    path = MODULES[module]
+    path = CHECKED[module]
     wrong = []
     for node, line in openings(path):
         place = f"{path.name}:{getattr(node, 'lineno', 1)}: {line}"
@@ -51,8 +55,8 @@ def test_docstrings_open_with_a_short_line_that_names_its_subject(module: str) -
     assert wrong == []
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
+@pytest.mark.parametrize("module", sorted(CHECKED))
 def test_sentences_are_plain_english(module: str) -> None:
-    path = MODULES[module]
+    path = CHECKED[module]
     lines = enumerate(path.read_text().splitlines(), 1)
     assert [f"{path.name}:{number}: {line.strip()}" for number, line in lines if CALQUES.search(line)] == []

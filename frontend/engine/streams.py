@@ -1,6 +1,7 @@
 """Token streams, from step outputs to the coroutine that answers a request."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -18,40 +19,63 @@ class ReadySet:
     Many become ready with one wake-up per turn of the event loop.
     """
 
-    __slots__ = ("_future", "_ready")
+    __slots__ = ("_alarm", "_deadline", "_future", "_ready")
 
     def __init__(self) -> None:
         self._ready: list[TokenStream] = []
         self._future: asyncio.Future[None] | None = None
+        self._deadline = 0.0
+        """Time of the event loop at which the present wait ends without a stream."""
+        self._alarm: asyncio.TimerHandle | None = None
+        """Timer that outlives a wait and moves on to the deadline of a later one: most waits are too short to pay for a
+        timer of their own."""
 
     def add(self, stream: "TokenStream") -> None:
         """Add a stream that is not in the set, and wake the consumer."""
         self._ready.append(stream)
-        if self._future is not None:
-            _wake(self._future)
+        self._wake()
 
     async def wait(self, seconds: float | None = None) -> "list[TokenStream]":
         """Wait until a stream is ready; remove and return all that are.
 
-        After `seconds` without one return none.
+        After `seconds` without one return none. A consumer that limits its waits calls `close` at its end.
         """
         if not self._ready:
             loop = asyncio.get_running_loop()
-            self._future = future = loop.create_future()
-            timer = None if seconds is None else loop.call_later(seconds, _wake, future)
+            self._future = loop.create_future()
+            self._deadline = math.inf if seconds is None else loop.time() + seconds
+            if seconds is not None and (self._alarm is None or self._alarm.when() > self._deadline):
+                self._set_alarm(loop)
             try:
-                await future
+                await self._future
             finally:
                 self._future = None
-                if timer is not None:
-                    timer.cancel()
         ready, self._ready = self._ready, []
         return ready
 
+    def close(self) -> None:
+        """End the timer of waits. Idempotent."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
 
-def _wake(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)
+    def _set_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.close()
+        self._alarm = loop.call_at(self._deadline, self._ring, loop)
+
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the present wait if it has come to its deadline; else ring again then."""
+        self._alarm = None
+        if self._future is None or self._deadline == math.inf:
+            return  # The next wait with a limit sets the alarm.
+        if loop.time() < self._deadline:
+            self._set_alarm(loop)
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
 
 
 class TokenStream:

@@ -142,6 +142,7 @@ class Generation:
         Idempotent. `reason` is a label of the metrics.
         """
         self._abort(list(self._open), reason)
+        self._ready_set.close()
 
     def measure_end(self) -> None:
         """Record the metrics of a request that was answered in full."""

@@ -1,6 +1,12 @@
 """Streams merge tokens while their consumer lags, and end once."""
 
 import asyncio
+import selectors
+from collections.abc import Coroutine
+from contextvars import Context
+from typing import Any
+
+import pytest
 
 from tandem.frontend.engine.streams import ReadySet, Terminal, TokenStream
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -103,3 +109,129 @@ def test_a_cancelled_wait_loses_no_update() -> None:
         return len(await ready_set.wait())
 
     assert asyncio.run(run()) == 1
+
+
+class VirtualClock(selectors.SelectSelector):
+    """Selector for which time passes at once whenever nothing else is to be done."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Let the time until the next timer pass."""
+        assert timeout is not None, "nothing will ever happen"
+        self.now += timeout
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Event loop with a virtual clock, which counts the timers that are set."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.timers: list[asyncio.TimerHandle] = []
+        super().__init__(self.clock)
+
+    def time(self) -> float:
+        """Return the virtual time in seconds."""
+        return self.clock.now
+
+    def call_at(  # type: ignore[override]  # (the stub binds the types of a callback's arguments)
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Set a timer and keep it."""
+        self.timers.append(super().call_at(when, callback, *args, context=context))
+        return self.timers[-1]
+
+
+def run_counted(scenario: Coroutine[Any, Any, None]) -> int:
+    """Run a scenario in virtual time; return how many timers it set, all of which have rung or were cancelled."""
+    loop = VirtualLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(scenario)
+        count = len(loop.timers)
+        assert all(timer.cancelled() or timer.when() <= loop.time() for timer in loop.timers)
+    return count
+
+
+def test_a_wait_beyond_its_limit_returns_no_stream() -> None:
+    async def scenario() -> None:
+        ready_set = ReadySet()
+        for _ in range(3):
+            assert await ready_set.wait(0.01) == []
+
+    assert run_counted(scenario()) == 3
+
+
+def test_waits_that_end_in_time_share_one_timer() -> None:
+    async def scenario() -> None:
+        ready_set = ReadySet()
+        stream = stream_of(ready_set)
+        for token in range(100):
+            waiting = asyncio.create_task(ready_set.wait(60.0))
+            await asyncio.sleep(0)
+            stream.put([token])
+            assert await waiting == [stream]
+            assert stream.take()[0] == [token]
+        ready_set.close()
+
+    assert run_counted(scenario()) == 1
+
+
+def test_a_timer_that_rings_early_moves_to_the_deadline_of_the_present_wait() -> None:
+    async def scenario() -> None:
+        ready_set = ReadySet()
+        stream = stream_of(ready_set)
+        waiting = asyncio.create_task(ready_set.wait(0.05))
+        await asyncio.sleep(0.02)
+        stream.put([1])
+        assert await waiting == [stream]
+        stream.take()
+        assert await ready_set.wait(0.05) == []
+        assert asyncio.get_running_loop().time() == pytest.approx(0.07)
+
+    assert run_counted(scenario()) == 3  # The first wait's, the test's own sleep, and the second wait's.
+
+
+def test_a_shorter_limit_does_not_wait_for_the_timer_of_a_longer_one() -> None:
+    async def scenario() -> None:
+        ready_set = ReadySet()
+        stream = stream_of(ready_set)
+        waiting = asyncio.create_task(ready_set.wait(3600.0))
+        await asyncio.sleep(0)
+        stream.put([1])
+        assert await waiting == [stream]
+        assert await ready_set.wait(0.01) == []
+        assert asyncio.get_running_loop().time() == pytest.approx(0.01)
+
+    assert run_counted(scenario()) == 2
+
+
+def test_a_wait_without_limit_outlasts_the_timer_of_one_before() -> None:
+    async def scenario() -> None:
+        ready_set = ReadySet()
+        stream = stream_of(ready_set)
+        waiting = asyncio.create_task(ready_set.wait(0.02))
+        await asyncio.sleep(0)
+        stream.put([1])
+        assert await waiting == [stream]
+        stream.take()
+        unlimited = asyncio.create_task(ready_set.wait())
+        await asyncio.sleep(0.05)
+        assert not unlimited.done()
+        stream.put([2])
+        assert await unlimited == [stream]
+
+    assert run_counted(scenario()) == 2  # The first wait's, and the test's own sleep.
+
+
+def test_a_closed_set_keeps_no_timer() -> None:
+    async def scenario() -> None:
+        ready_set = ReadySet()
+        waiting = asyncio.create_task(ready_set.wait(3600.0))
+        await asyncio.sleep(0)
+        stream_of(ready_set).put([1])
+        await waiting
+        ready_set.close()
+        ready_set.close()
+
+    assert run_counted(scenario()) == 1
