@@ -1,4 +1,7 @@
-"""Clients that mean harm: what each kind sends over one connection, again and again, without an API key."""
+"""Attacking clients without an API key.
+
+Each kind of attack sends its bytes over one connection, and is repeated again and again.
+"""
 
 import asyncio
 import contextlib
@@ -13,7 +16,7 @@ from msgspec import Struct
 CHUNK = b"b" * 65536
 FIRST = b"GET / HTTP/1.1\r\nhost: x\r\n"
 READ_SECONDS = 1.0
-"""Seconds that an attacker waits for an answer after it could send no more."""
+"""Seconds that an attacker waits for an answer after it can send no more."""
 
 
 class Line:
@@ -28,7 +31,10 @@ class Line:
         await self._loop.sock_sendall(self._sock, data)
 
     async def read(self, seconds: float) -> bytes | None:
-        """Read once and remember what came; b"" is the end, None nothing within the time."""
+        """Read once and keep the bytes.
+
+        Returns b"" at the end of the connection, and None if nothing came within the time.
+        """
         if self.answer is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -89,18 +95,18 @@ async def nothing(_: Line) -> None:
 
 
 class Attack(Struct, frozen=True):
-    """One kind of attack."""
+    """One kind of attack, as its clients run it."""
 
     name: str
     send: Callable[[Line], Awaitable[None]]
     lines: int = 1
     """Connections that each attacker holds at a time."""
     seconds: float = 0.0
-    """Least duration, so that the server's answer is seen."""
+    """Least duration in seconds, so that the server's answer is seen."""
     receive_buffer: int = 0
-    """Size in bytes; 0 for the system's own."""
+    """Size of the socket's receive buffer in bytes; 0 for the system's default."""
     statuses: frozenset[int] = frozenset()
-    """Statuses of its answers."""
+    """HTTP statuses with which the server should answer the attack."""
 
 
 ATTACKS = (
@@ -138,7 +144,7 @@ async def _attack(address: tuple[str, int], attack: Attack, outcomes: Counter[st
 
 
 async def _outcome(line: Line) -> str:
-    """Return the status of the answer that waits to be read, or how the connection ended."""
+    """Return the status of the waiting answer, or "closed" without one."""
     with contextlib.suppress(OSError):
         answer = await line.read(READ_SECONDS)
         if answer is not None and answer.startswith(b"HTTP/1.1 "):

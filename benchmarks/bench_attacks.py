@@ -1,12 +1,12 @@
-"""Measure what attackers without an API key cost a frontend and its other clients.
+"""Cost of attackers without an API key to a frontend and its other clients.
 
     python -m benchmarks.bench_attacks [--attackers 64] [--seconds 5] [--only NAME ...] [--save NAME]
 
-Starts one frontend without an engine and, for each kind of attack, so many attackers in a process of their own. Each
-repeats its attack on a new connection as soon as the server has closed the one before. Meanwhile a client that means
-well requests /health/live on a new connection every 20 ms. Shown are how much the frontend's resident memory grows
-over its size before the attack, the slowest of those requests, the share of the frontend's CPU time, and the answers
-that the attackers got. The ceilings: 64 MiB, and 0.5 s.
+One frontend runs without an engine. For each kind of attack, --attackers attackers run in a process of their own, and
+each repeats its attack on a new connection as soon as the server has closed the one before. Meanwhile a well-behaved
+client requests /health/live on a new connection every 20 ms. The table shows the growth of the frontend's resident
+memory over its size before the attack, the slowest of those requests, the share of the frontend's CPU time, and the
+answers that the attackers got. The ceilings are 64 MiB and 0.5 s.
 """
 
 import argparse
@@ -30,14 +30,14 @@ MODEL = Path(__file__).parents[1] / "engine_core" / "default_model"
 READY_SECONDS, STOP_SECONDS = 120.0, 30.0
 PROBE = b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 PROBE_SECONDS = 0.02
-"""Pause between two requests of the client that means well."""
+"""Pause in seconds between two requests of the well-behaved client."""
 PROBE_TIMEOUT = 60.0
 MAX_GROWTH, MAX_LATENCY = 64.0, 0.5
-"""Ceilings, in MiB and in seconds."""
+"""Ceilings of the memory's growth, in MiB, and of the slowest answer, in seconds."""
 
 
 class Figures(Struct, frozen=True):
-    """What one attack did."""
+    """Effects of one attack on the frontend and its other clients."""
 
     attack: str
     seconds: float
@@ -46,10 +46,11 @@ class Figures(Struct, frozen=True):
     worst: float
     """Slowest answer of /health/live, in seconds."""
     probes: int
+    """Number of requests to /health/live."""
     failed: int
-    """Requests to /health/live, and those of them that were not answered with 200."""
+    """Number of requests to /health/live that were not answered with 200."""
     cpu: float
-    """CPU time of the frontend by the time of the attack."""
+    """CPU time of the frontend divided by the duration of the attack."""
     outcomes: dict[str, int]
     """Number of attacks by the status of their answer, or "closed"."""
 
@@ -101,7 +102,10 @@ class Frontend:
 
 
 def probe(address: tuple[str, int]) -> float | None:
-    """Request /health/live on a new connection; return the seconds to the answer, or None without a 200."""
+    """Request /health/live on a new connection and return the seconds to the answer.
+
+    Returns None unless the status is 200.
+    """
     started = time.monotonic()
     try:
         with socket.create_connection(address, timeout=PROBE_TIMEOUT) as client:
@@ -143,7 +147,7 @@ def measure(frontend: Frontend, attack: Attack, attackers: int, seconds: float) 
 
 
 def table(figures: list[Figures]) -> str:
-    """Render one line an attack."""
+    """Format a table with one line per attack."""
     lines = [f"{'attack':28} {'MiB':>6} {'worst ms':>9} {'probes':>7} {'failed':>7} {'CPU':>5}  answers"]
     for row in figures:
         answers = ", ".join(f"{name}: {count}" for name, count in row.outcomes.items())
@@ -155,7 +159,7 @@ def table(figures: list[Figures]) -> str:
 
 
 def run(attackers: int, seconds: float, names: list[str]) -> list[Figures]:
-    """Measure the attacks of these names one after the other, against the same frontend."""
+    """Measure the named attacks one after the other, against the same frontend."""
     raise_file_limit()
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder, Frontend(Path(folder) / "log") as frontend:
         for _ in range(20):

@@ -1,14 +1,14 @@
-"""Measure the cost of constrained output: compiling grammars, filling masks, and throughput in tokens/s.
+"""Cost of constrained output: compiling grammars, filling masks and throughput.
 
     python -m benchmarks.bench_constrained [--model-dir DIR] [--save NAME]
         [--url http://host:port --model NAME [--shares 0 20 80 100] [--streams 16] [--rounds 3] ...]
 
 Grammars: each schema of `benchmarks/grammars.py` is compiled a few times, then followed at random, every allowed token
-equally likely. Mask time is CPU time of one row, on one thread; a step fills those of many rows in parallel.
+equally likely. Mask time is CPU time of one row, on one thread; a step fills the masks of many rows in parallel.
 
 With --url, a running server is loaded with requests, a share of which sets `response_format` to a JSON schema that no
-output completes, so that all requests generate the same number of tokens. Each round measures all shares in turn, and
-the loss of a share is relative to 0 % in the same round.
+output completes, so that all requests generate the same number of tokens. Each round measures all shares in turn.
+Throughput is in tokens/s, and the loss of a share is relative to 0 % in the same round.
 """
 
 import argparse
@@ -97,7 +97,10 @@ def print_grammars(figures: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class ConstrainedDialect(Dialect):
-    """Adds a schema to a share of the requests, in percent, chosen by their prompts."""
+    """Dialect that adds a schema to a share of the requests.
+
+    `share` is in percent; the requests are chosen by their prompts.
+    """
 
     share: int = 0
     schema: Schema = field(default_factory=dict)
@@ -111,7 +114,7 @@ class ConstrainedDialect(Dialect):
 
 
 class Server:
-    """A running server that gets the same load for every share."""
+    """Running server that gets the same load for every share."""
 
     def __init__(self, arguments: argparse.Namespace, clients: Clients) -> None:
         self._arguments = arguments
@@ -119,7 +122,10 @@ class Server:
         self._endpoints = [Endpoint.parse(url) for url in arguments.url.split(",")]
 
     def level(self, share: int, turn: int) -> Level:
-        """Run one share. Raises ConnectionError if a request failed, since the rest could not be compared."""
+        """Run one share.
+
+        Raises ConnectionError if a request failed, since the rest could not be compared.
+        """
         a = self._arguments
         dialect = ConstrainedDialect(a.model, a.temperature, token_ids=True, share=share, schema=ENDLESS[a.output])
         workload = Workload(turn, a.input_len, a.output_len, a.prompt_ids)
@@ -197,7 +203,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a setting to JSON; of a path only its name, which is the same on any machine."""
+    """Convert a setting to JSON.
+
+    Only the name of a path is kept, since it is the same on any machine.
+    """
     if isinstance(value, Path):
         return value.name
     return value if isinstance(value, int | float | list | None) else str(value)

@@ -1,12 +1,13 @@
-"""Measure steady decode on the GPU in milliseconds per step, against the memory floor, pipelined and blocking.
+"""Steady decode on the GPU, pipelined and blocking, against the memory floor.
 
     python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.2-1b [--batches 1 8 ...] [--save NAME]
 
-Prompts of 256 random tokens, random weights, greedy; measured while the context grows from 320 to 576. Reported with
-every step: the floor (weights and KV read once at the read bandwidth measured in the same run); the linear layers
-through cuBLAS in a CUDA graph; the GPU's own time of a step (F: its graphs replayed back to back, with nothing from
-the host between them, at the middle of the range); the CPU time of a tick (C; without the wire, which is a test double
-here); and the GPU's idle time: the step minus F, and by timed events only the gap between two steps.
+Prompts of 256 random tokens, random weights, greedy; measured in milliseconds per step while the context grows from
+320 to 576. Reported with every step: the floor (weights and KV read once at the read bandwidth measured in the same
+run); the linear layers through cuBLAS in a CUDA graph; the GPU's own time of a step (F: its graphs replayed back to
+back, with nothing from the host between them, at the middle of the range); the CPU time of a tick (C; without the wire,
+which is a test double here); and the GPU's idle time: the step minus F, and by timed events only the gap between two
+steps.
 """
 
 import argparse
@@ -48,7 +49,7 @@ SAMPLED = SamplingParams(LAST + 40, temperature=0.8, top_p=0.95, ignore_eos=True
 
 @dataclass
 class Figures:
-    """One batch size in one way of running. Times in milliseconds a step."""
+    """Figures of one batch size in one mode; times are in milliseconds per step."""
 
     rows: int
     mode: str
@@ -56,7 +57,7 @@ class Figures:
     gpu: float
     cpu: float
     over_slower: float
-    """step / max(C, F)"""
+    """Time of the step over the slower of CPU and GPU: step / max(C, F)."""
     gpu_idle_percent: float
     """Idle share of the step, by F; what the replay misses, such as copies and host updates, counts as idle."""
     gap_percent: float
@@ -74,7 +75,10 @@ class Figures:
 
 
 class Bench:
-    """One engine and its mailbox; the pipeline's depth changes between runs, the runtime stays."""
+    """One engine and its mailbox.
+
+    The pipeline's depth changes between runs, the runtime stays.
+    """
 
     def __init__(self, shape: Path, max_rows: int) -> None:
         self.mailbox = FakeMailbox()
@@ -143,7 +147,10 @@ def read_bandwidth() -> float:
 
 
 def linear_seconds(model: Any, rows: int) -> float:
-    """Time all linear layers of the model, including the head, through cuBLAS on random inputs."""
+    """Time all linear layers of the model through cuBLAS, in seconds.
+
+    The head is included, and the inputs are random.
+    """
     weights = [layer.attention.qkv.weight for layer in model.layers]
     weights += [layer.attention.output.weight for layer in model.layers]
     weights += [layer.mlp.gate_up.weight for layer in model.layers]
@@ -158,9 +165,10 @@ def linear_seconds(model: Any, rows: int) -> float:
 
 
 def replayed_seconds(runtime: TorchRuntime, rows: int, mode: Mode, repeats: int = 60) -> float:
-    """Time one step's graphs over the context of the middle of a run, replayed often enough to keep the device busy.
+    """Time one step's graphs over the context of the middle of a run, in seconds.
 
-    Called after a run: the rows' pages and parameters are those it left.
+    They are replayed often enough to keep the device busy. Called after a run: the rows' pages and parameters are those
+    that it left.
     """
     assert runtime.graphs is not None
     bucket = next(size for size in runtime.graphs.rows if size >= rows)
@@ -207,7 +215,7 @@ def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]
 
 @dataclass
 class Bounds:
-    """The lower bounds of a step in milliseconds."""
+    """Lower bounds of a step in milliseconds."""
 
     floor: float
     linears: float
@@ -215,7 +223,10 @@ class Bounds:
 
 
 def figures_of(rows: int, mode: str, f: dict[str, float], bounds: Bounds, blocking: float | None) -> Figures:
-    """blocking: the step's time with one step in flight, ms, if it is known."""
+    """Convert the measurements of a run to figures.
+
+    blocking: the step's time with one step in flight, in milliseconds, if it is known.
+    """
     cpu, gpu = sum(f[f"stage {name}"] for name in STAGES if name != "collect"), f["alone"]
     return Figures(
         rows=rows,

@@ -1,11 +1,11 @@
-"""Measure decode steps with and without the chunks of a long prompt in them, in milliseconds per step.
+"""Decode steps with and without the chunks of a long prompt in them.
 
     python -m benchmarks.bench_mixed --shape benchmarks/shapes/llama-3.2-1b [--rows 16 64] [--chunks 64] [--save NAME]
 
 Random weights, greedy, no prefix cache. Rows decode throughout; for each chunk size their steps are timed first without
 prompts, then with prompts that arrive one after the other. The time of a step is that of one tick of the loop, which
-commits one step. The mailbox is a test double, so the figures include neither sockets nor HTTP. The ceiling of a prompt
-is the time of its multiplications at 790 TFLOP/s.
+commits one step, in milliseconds. The mailbox is a test double, so the figures include neither sockets nor HTTP. The
+ceiling of a prompt is the time of its multiplications at 790 TFLOP/s.
 """
 
 import argparse
@@ -39,7 +39,7 @@ Key = tuple[bytes, int]
 
 @dataclass
 class Figures:
-    """One number of rows and size of chunks. Times in milliseconds."""
+    """Figures of one number of rows and one chunk size; times are in milliseconds."""
 
     rows: int
     chunk: int
@@ -47,17 +47,17 @@ class Figures:
     beside: dict[str, float]
     """Milliseconds of the steps from a prompt's arrival to its first token."""
     ttft: float
-    """Median of the prompts."""
+    """Median TTFT of the prompts, in milliseconds."""
     ceiling: float
     """Lower bound of `ttft` in milliseconds."""
 
     def over(self, percent: str) -> float:
-        """Return a percentile of the steps with a chunk as a multiple of the median step without one."""
+        """Return a percentile of the steps with a chunk over the median without one."""
         return self.beside[percent] / self.alone["p50"]
 
 
 class Bench:
-    """One engine; the size of chunks changes between runs."""
+    """One engine, whose chunk size changes between runs."""
 
     def __init__(self, shape: Path, device: Device, rows: int, chunk: int, prompt: int, steps: int) -> None:
         self.mailbox = FakeMailbox()
@@ -112,7 +112,7 @@ class Bench:
         )
 
     def ceiling(self) -> float:
-        """Return the least milliseconds of one prompt.
+        """Return the least time of one prompt, in milliseconds.
 
         Counts every weight but the embedding for each token, and attention to all tokens before it.
         """

@@ -1,8 +1,9 @@
-"""Measure throughput and latency of an OpenAI-compatible server, over concurrent streams or over an arrival rate.
+"""Throughput and latency of an OpenAI-compatible server.
 
     python -m benchmarks.bench_serving --url http://host:port[,http://host:port2] --model NAME
         [--streams 1 16 64 256 | --rate 4 8 16] [--input-len 256] [--output-len 128] [--requests N | --duration S]
 
+The load is either a number of concurrent streams or an arrival rate.
 Closed loop (--streams): each of the streams sends its next request as soon as the last one is answered.
 Open loop (--rate): Poisson arrivals, sent whether or not the server keeps up. Prompts are token ids, seeded.
 
@@ -90,7 +91,7 @@ def loads(arguments: argparse.Namespace) -> list[Load]:
 
 
 class Run:
-    """Send the loads of one command line, one after the other."""
+    """Measurement of the loads of one command line, one after the other."""
 
     def __init__(self, arguments: argparse.Namespace, clients: Clients) -> None:
         self._clients = clients
@@ -104,7 +105,10 @@ class Run:
         self._slo = Slo(arguments.ttft_slo, arguments.tpot_slo)
 
     def level(self, load: Load) -> Level:
-        """Warm up and measure. Raises ConnectionError if the warm-up shows that nothing can be measured."""
+        """Warm up, then measure one load.
+
+        Raises ConnectionError if the warm-up shows that nothing can be measured.
+        """
         if self._warmup > 0:
             warm = self._send(Load(f"warmup {load.label}", load.streams or 1, requests=self._warmup))
             if not warm.completed:

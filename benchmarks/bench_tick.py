@@ -1,4 +1,4 @@
-"""Measure the CPU time of one tick of the engine by stage, with a runtime that computes nothing.
+"""CPU time of an engine tick by stage, with a runtime that computes nothing.
 
     python -m benchmarks.bench_tick [--rows 1 32 256] [--constrained 0] [--steps 2000] [--cached-pages 100000] [--save]
 
@@ -52,11 +52,14 @@ from tandem.protocol.version import PROTOCOL_VERSION
 EPOCH, VOCAB, MAX_LEN, PAGE_SIZE, STEP_TOKENS = 1, 128_256, 4096, 16, 8192
 PROMPT = 64
 ANYTHING = LLMatcher.grammar_from_regex(r"(.|\n)*")
-"""A grammar without an end."""
+"""Grammar without an end."""
 
 
 class StagingRuntime:
-    """Stages every plan as the real runtime does, and yields the same token for every row."""
+    """Runtime that stages every plan as the real one does and computes nothing.
+
+    It yields the same token for every row.
+    """
 
     def __init__(self, max_rows: int, filler: MaskFiller) -> None:
         words = capacity(max_rows, STEP_TOKENS, max_rows * MAX_LEN // PAGE_SIZE, max_rows * MAX_LEN)
@@ -84,7 +87,10 @@ class StagingRuntime:
 
 
 def full_cache(pages: int) -> KVManager:
-    """Build a pool with all pages in the prefix cache, in prompts of 64 pages, none of them in use."""
+    """Build a pool with all pages in the prefix cache and none of them in use.
+
+    The prompts in the cache have 64 pages each.
+    """
     tree = RadixTree(PAGE_SIZE)
     allocator = PageAllocator(pages + 1)
     for first in range(0, pages, 64):
@@ -129,16 +135,20 @@ def build(rows: int, cached_pages: int, router: Any, wakeup: LoopWaker) -> Engin
 
 
 def read_everything(dealer: Any, stop: threading.Event) -> None:
-    """Receive everything as a frontend would; libzmq delivers without holding the interpreter lock."""
+    """Receive everything as a frontend would.
+
+    libzmq delivers without holding the interpreter lock.
+    """
     while not stop.is_set():
         if dealer.poll(50):
             dealer.recv()
 
 
 def measure(rows: int, steps: int, constrained: int, cached_pages: int) -> dict[str, float]:
-    """Measure the median microseconds of each stage over full decode steps, with a percentage of constrained rows.
+    """Measure the median microseconds of each stage over full decode steps.
 
-    CPU time of the loop's thread: masks are filled, and tokens accepted, by other threads, which it waits for.
+    constrained: percentage of rows that follow a grammar. CPU time of the loop's thread: masks are filled, and tokens
+    accepted, by other threads, which it waits for.
     """
     context = zmq.Context()
     with tempfile.TemporaryDirectory() as directory:
@@ -184,7 +194,10 @@ def median_us(call: Any, repeats: int = 2000) -> float:
 
 
 def measure_messages(rows: int) -> dict[str, float]:
-    """Measure encoding and decoding one step's output, and the bare loops it is compared with."""
+    """Measure encoding and decoding one step's output, in microseconds.
+
+    The bare loops for comparison are measured with them.
+    """
     ids, tokens = list(range(rows)), [7] * rows
     message: StepOutput = step_output(1, ids, tokens)
     data = encode(message)

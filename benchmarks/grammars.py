@@ -1,4 +1,4 @@
-"""Grammars that benchmarks compile, fill masks with, and constrain outputs by."""
+"""Grammars that benchmarks compile, fill masks from and constrain outputs with."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Time GPU work inside a CUDA graph, without the cost of launching its kernels one by one."""
+"""Timing of GPU work in a CUDA graph, without the cost of separate launches."""
 
 import statistics
 from collections.abc import Callable

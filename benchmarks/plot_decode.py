@@ -1,4 +1,4 @@
-"""The figure of a decode benchmark, drawn from its JSON.
+"""Figure of a decode benchmark, drawn from its JSON.
 
 python -m benchmarks.plot_decode benchmarks/results/decode_1b.json
 """
@@ -18,7 +18,10 @@ def series(steps: list[dict[str, Any]], mode: str, name: str) -> tuple[list[int]
 
 
 def plot_decode(path: Path, title: str, steps: list[dict[str, Any]]) -> None:
-    """Plot milliseconds per step with their lower bound, and CPU and GPU time. Raises PlottingUnavailableError."""
+    """Plot milliseconds per step with their lower bound, and CPU and GPU time.
+
+    Raises PlottingUnavailableError without matplotlib.
+    """
     plt = pyplot()
     figure, (times, parts) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for mode in ("pipelined", "blocking"):

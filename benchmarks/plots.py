@@ -1,4 +1,7 @@
-"""Figures of benchmark results. matplotlib is optional: no other part of a benchmark needs it."""
+"""Figures of benchmark results.
+
+matplotlib is optional: no other part of a benchmark needs it.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +25,14 @@ _PANELS: tuple[Panel, ...] = (
 
 
 class PlottingUnavailableError(Exception):
-    """matplotlib is not installed."""
+    """Error of a plot without matplotlib; the message says what to do."""
 
 
 def pyplot() -> Any:
-    """matplotlib's pyplot, drawing to files only. Raises PlottingUnavailableError with what to do."""
+    """Return matplotlib's pyplot, drawing to files only.
+
+    Raises PlottingUnavailableError, with what to do, if matplotlib is not installed.
+    """
     try:
         import matplotlib  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
@@ -38,7 +44,10 @@ def pyplot() -> Any:
 
 
 def plot_serving(path: Path, title: str, levels: list[Level], reference: Reference | None = None) -> None:
-    """Throughput and latency over streams, or over the arrival rate; the reference dashed."""
+    """Plot throughput and latency over streams, or over the arrival rate.
+
+    The lines of the reference are dashed.
+    """
     plt = pyplot()
     open_loop = any(level.load.rate is not None for level in levels)
     at = [level.load.rate or level.load.streams for level in levels]

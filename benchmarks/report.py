@@ -1,8 +1,8 @@
-"""Write the results of `run_matrix` as Markdown with charts.
+"""Report on the results of `run_matrix`, in Markdown with charts.
 
     python -m benchmarks.report benchmarks/results/NAME.json          # needs the extra `bench`
 
-Beside the file: NAME.md, NAME_matrix.png, NAME_policies.png, NAME_memory.png.
+Written beside the file: NAME.md, NAME_matrix.png, NAME_policies.png, NAME_memory.png.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from benchmarks.serving.table import number
 
 
 class Saved(Struct):
-    """A file of `benchmarks.results.save`."""
+    """Results file, as `benchmarks.results.save` writes it."""
 
     origin: dict[str, Any]
     config: dict[str, Any]
@@ -108,7 +108,10 @@ HELD = (
 
 
 def markdown(saved: Saved, charts: dict[str, str]) -> str:
-    """charts: file names by part, for parts that have one."""
+    """Format the report as Markdown.
+
+    charts: file names by part, for parts that have one.
+    """
     measured = saved.figures
     lines = ["# Ways of batching and of keeping KV", "", *_origin(saved), ""]
     lines += [f"{said}\n" for said in _reading(saved)]

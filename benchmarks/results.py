@@ -1,4 +1,4 @@
-"""Save results of benchmarks with their origin: commit, machine and versions."""
+"""Results of benchmarks, saved with their origin: commit, machine and versions."""
 
 import json
 import os
@@ -28,9 +28,10 @@ def _processor() -> str:
 
 
 def origin() -> dict[str, Any]:
-    """Machine, versions and git hash; the hash ends in "+" when the tree was changed.
+    """Return machine, versions and git hash.
 
-    Where the tree is a copy of another's, the environment's GIT_HASH says which.
+    The hash ends in "+" when the tree was changed. Where the tree is a copy of another's, the environment's GIT_HASH
+    gives the hash.
     """
     git = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=False)
     return {

@@ -1,4 +1,4 @@
-"""Compare batching and KV configurations: one server each, the same loads for all.
+"""Comparison of batching and KV configurations: one server each, the same loads.
 
     python -m benchmarks.run_matrix --save NAME                                   # CPU, default model, an eighth
     python -m benchmarks.run_matrix --save NAME --shape benchmarks/shapes/llama-3.2-1b     # CUDA, random weights
@@ -56,7 +56,10 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 
 def hardware(shape: Path | None) -> dict[str, str]:
-    """Describe the machine: cores, memory, and GPU and driver if one is used; `results.origin` has the rest."""
+    """Describe the machine: cores, memory, and GPU and driver if one is used.
+
+    `results.origin` has the rest.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = {"cores": str(len(os.sched_getaffinity(0))), "memory": f"{memory:.0f} GiB"}
     if shape is None:

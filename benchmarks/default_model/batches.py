@@ -1,4 +1,7 @@
-"""Token batches for training, made ahead in other processes from numbered seeds: the same order on every run."""
+"""Token batches for training, in the same order on every run.
+
+Other processes make them ahead of time, from numbered seeds.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ RAW_FORMS = (
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens and the next token to learn at each of them, IGNORED where it is not part of an answer."""
+    """Tokens and the next token to learn at each of them.
+
+    A target is IGNORED where the next token is not part of an answer.
+    """
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -55,7 +61,10 @@ Piece = int | tuple[str, bool]
 
 
 def chat_sample(rng: random.Random, questioner: Questioner) -> list[Piece]:
-    """Render one to four turns with the chat template, sometimes with a system prompt."""
+    """Render one to four turns with the chat template.
+
+    Some samples begin with a system prompt.
+    """
     pieces: list[Piece] = [BEGIN_ID]
     if rng.random() < 0.25:
         pieces += [SYSTEM_ID, (rng.choice(SYSTEM_PROMPTS), False), END_ID]
@@ -66,7 +75,7 @@ def chat_sample(rng: random.Random, questioner: Questioner) -> list[Piece]:
 
 
 def raw_sample(rng: random.Random, questioner: Questioner) -> list[Piece]:
-    """Write a question as bare text, mostly after `<|begin|>`, followed by its answer."""
+    """Write a question as bare text, mostly after `<|begin|>`, and its answer."""
     _, before, after, spaced = rng.choices(RAW_FORMS, [form[0] for form in RAW_FORMS])[0]
     question, answer = questioner.question(rng)
     pieces: list[Piece] = [(f"{before}{question}{after}", False), (" " + answer if spaced else answer, True), END_ID]
@@ -74,7 +83,10 @@ def raw_sample(rng: random.Random, questioner: Questioner) -> list[Piece]:
 
 
 def encode(samples: list[list[Piece]], tokenizer: Tokenizer) -> list[tuple[list[int], list[bool]]]:
-    """Encode samples; for each id, mark whether it is a training target, as are answers and the end after them."""
+    """Encode samples, and mark for each id whether it is a training target.
+
+    Targets are the answers and the end token after them.
+    """
     texts = [piece[0] for sample in samples for piece in sample if not isinstance(piece, int)]
     encoded = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
     result = []
@@ -97,7 +109,10 @@ def encode(samples: list[list[Piece]], tokenizer: Tokenizer) -> list[tuple[list[
 
 
 def to_batch(samples: list[tuple[list[int], list[bool]]]) -> Batch:
-    """Padded on the right to a multiple of 16: causal attention never looks at the padding."""
+    """Pad samples on the right to one length, a multiple of 16.
+
+    Causal attention never looks at the padding.
+    """
     length = ceil_div(max(len(ids) for ids, _ in samples), 16) * 16
     tokens = np.full((len(samples), length), PAD_ID, dtype=np.int64)
     targets = np.full((len(samples), length), IGNORED, dtype=np.int64)
@@ -111,14 +126,20 @@ _worker: tuple[Questioner, Tokenizer] | None = None
 
 
 def _start_worker(tokenizer_file: str) -> None:
-    """Prepare a worker process: read the corpus and the tokenizer once, and use one core."""
+    """Prepare a worker process, which uses one core.
+
+    It reads the corpus and the tokenizer once.
+    """
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = Questioner(load()), Tokenizer.from_file(tokenizer_file)
 
 
 def _make_shard(job: tuple[int, int, int, int]) -> list[Batch]:
-    """Make the batches of one shard; samples of similar length are grouped to avoid padding."""
+    """Make the batches of one shard.
+
+    Samples of similar length are grouped to avoid padding.
+    """
     seed, index, rows, count = job
     assert _worker is not None, "the pool starts each process with _start_worker"
     questioner, tokenizer = _worker
@@ -132,7 +153,10 @@ def _make_shard(job: tuple[int, int, int, int]) -> list[Batch]:
 
 
 def stream(tokenizer_file: Path, seed: int, steps: int, rows: int, processes: int) -> Iterator[Batch]:
-    """`steps` batches of `rows` samples. A shard holds 16 batches, however many processes make them."""
+    """Yield `steps` batches of `rows` samples.
+
+    A shard holds 16 batches, however many processes make them.
+    """
     per_shard = 16
     jobs = [(seed, index, rows, per_shard) for index in range(ceil_div(steps, per_shard))]
     context = multiprocessing.get_context("spawn")

@@ -1,7 +1,8 @@
-"""Collect the functions of the standard library that the default model learns, one JSON row each.
+"""Corpus of the standard library functions that the default model learns.
 
-What introspection finds depends on the Python that runs it, so the rows are collected once and kept in
-`corpus.jsonl` beside this file; training and judging read that file on whatever Python they run.
+It has one JSON row per function. The functions that introspection finds depend on the Python that runs it, so the rows
+are collected once and kept in `corpus.jsonl` beside this file; training and judging read that file on whatever Python
+they run.
 
     python -m benchmarks.default_model.corpus            # collects corpus.jsonl again
 """
@@ -22,7 +23,7 @@ CORPUS = Path(__file__).with_name("corpus.jsonl")
 
 
 def listed(block: str) -> list[str]:
-    """Split a block of text into words; long lists are more readable in this form."""
+    """Split a block of text into words, since long lists are more readable as text."""
     return block.split()
 
 
@@ -76,7 +77,10 @@ OLD_STYLE = re.compile(
 
 @dataclass(frozen=True)
 class Function:
-    """One row: the function's full name, its call form and the first sentence of its docstring."""
+    """One row of the corpus.
+
+    It has the function's full name, its call form and the first sentence of its docstring.
+    """
 
     module: str
     name: str
@@ -85,7 +89,7 @@ class Function:
 
     @property
     def dotted(self) -> str:
-        """Return the name that people write: builtins without their module."""
+        """Name that people write: that of a builtin without its module."""
         return self.name if self.module == "builtins" else f"{self.module}.{self.name}"
 
     @property
@@ -95,7 +99,7 @@ class Function:
 
 
 def first_sentence(paragraph: str) -> str:
-    """Cut a paragraph after the first full stop that ends a sentence, on one line."""
+    """Cut a paragraph after its first full sentence, and put it on one line."""
     # "Parse a URL into 6 components:" is followed by a picture of them.
     text = " ".join(re.split(r":\n\s*<", paragraph, maxsplit=1)[0].split())
     for stop in re.finditer(r"[.!?](?=\s|$)", text):
@@ -106,7 +110,10 @@ def first_sentence(paragraph: str) -> str:
 
 
 def acceptable(sentence: str) -> bool:
-    """True for prose that says something: the model should not learn tables, pointers or fragments."""
+    """Return True for a full sentence of prose.
+
+    The model should not learn tables, pointers to other documentation or fragments.
+    """
     if len(re.findall(r"[A-Za-z]+", sentence)) < 3 or len(sentence) > MAX_SENTENCE or not sentence.isascii():
         return False
     if not re.match(r"[A-Z][A-Za-z-]*[ ,;(']", sentence) or MARKUP.search(sentence):
@@ -118,7 +125,7 @@ def acceptable(sentence: str) -> bool:
 
 
 def shorten(parameters: list[str]) -> str:
-    """Format the parameters in parentheses, cut at a comma with `...` if they are long."""
+    """Format the parameters in parentheses, and cut long ones at a comma with `...`."""
     whole = f"({', '.join(parameters)})"
     while len(whole) > MAX_SIGNATURE and parameters:
         parameters = parameters[:-1]
@@ -127,7 +134,10 @@ def shorten(parameters: list[str]) -> str:
 
 
 def introspected(function: Any, is_method: bool) -> str | None:
-    """Format the call without annotations; None if Python does not know it or a default has no plain form."""
+    """Format the call without annotations.
+
+    Returns None if Python cannot tell the signature. A default without a short plain form is shown as `...`.
+    """
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):
@@ -147,7 +157,10 @@ def introspected(function: Any, is_method: bool) -> str | None:
 
 
 def parse_doc(doc: str) -> tuple[str | None, str]:
-    """Split an old-style docstring into the call form that it opens with, if any, and its first sentence."""
+    """Split a docstring into its call form, if any, and its first sentence.
+
+    Old-style docstrings open with the call form.
+    """
     paragraphs = [p for p in re.split(r"\n\s*\n", doc.strip()) if p.strip()]
     if not paragraphs:
         return None, ""
@@ -166,7 +179,10 @@ def parse_doc(doc: str) -> tuple[str | None, str]:
 
 
 def row(module: str, name: str, function: Any, is_method: bool) -> Function | None:
-    """Build the row of one function; None if its docstring is not good enough to learn."""
+    """Build the row of one function.
+
+    Returns None if its docstring is not good enough to learn.
+    """
     doc = inspect.getdoc(function)
     if not doc:
         return None
@@ -178,14 +194,20 @@ def row(module: str, name: str, function: Any, is_method: bool) -> Function | No
 
 
 def defined_in(module_name: str, function: Any) -> bool:
-    """False for what a module without `__all__` merely imported; os.path is another module under that name."""
+    """Return False for an object that a module without `__all__` merely imported.
+
+    os.path is another module under that name, so its functions count as defined there.
+    """
     home = getattr(function, "__module__", module_name) or module_name
     same_package = home.split(".")[0].lstrip("_") == module_name.split(".")[0]
     return same_package or module_name == "os.path" or inspect.isbuiltin(function)
 
 
 def candidates() -> Iterator[tuple[str, str, Any, bool]]:
-    """(module, name, object, is_method) of everything that may become a row, in a fixed order."""
+    """Yield everything that may become a row, in a fixed order.
+
+    Each item is (module, name, object, is_method).
+    """
     for module_name in MODULES:
         try:
             module = importlib.import_module(module_name)
@@ -231,14 +253,17 @@ def load(path: Path = CORPUS) -> list[Function]:
 
 
 def save(rows: Iterable[Function], path: Path = CORPUS) -> None:
-    """Write one JSON object per line, so that a change of one function is one changed line."""
+    """Write one JSON object per line.
+
+    A change of one function is then one changed line.
+    """
     with path.open("w", encoding="utf-8") as out:
         for function in rows:
             out.write(json.dumps(asdict(function)) + "\n")
 
 
 def main() -> None:
-    """Collect and save."""
+    """Collect the rows and save them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=CORPUS)
     arguments = parser.parse_args()

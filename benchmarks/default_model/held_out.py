@@ -1,4 +1,7 @@
-"""The wordings that only the judge uses, fixed before the first training run, and the check that they are held out."""
+"""Wordings that only the judge uses, and the check that they are held out.
+
+They were fixed before the first training run.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +53,14 @@ def plain(text: str) -> str:
 
 
 def training_wordings() -> Iterator[str]:
-    """Yield every combination of opening, body and closing that a training question may have."""
+    """Yield every wording that a training question may have.
+
+    A wording is a combination of opening, body and closing.
+    """
     for body, opening, closing in product(NAMED + TASK, ("", *OPENINGS), ("", *CLOSINGS)):
         yield plain(f"{opening} {body} {closing}")
 
 
 def overlap() -> set[str]:
-    """Return the judge's wordings that training can produce; must be empty."""
+    """Return the judge's wordings that training can produce, which must be empty."""
     return {plain(wording) for wording in JUDGE_NAMED + JUDGE_TASK} & set(training_wordings())

@@ -1,12 +1,13 @@
-"""Judge the default model: forty functions drawn by a fixed seed, asked in wordings that training never uses.
+"""Judge of the default model, which asks in wordings that training never uses.
 
     python -m benchmarks.default_model.judge --model engine_core/default_model
     python -m benchmarks.default_model.judge --url http://127.0.0.1:8000
 
-An answer passes when it contains at least half of the content words of the docstring's first sentence; it has ended
-when the model emitted its end token within 96 tokens. Decoding is greedy. Needs 32 passes and 38 ends of 40. Two
-stricter counts are reported as well: answers that equal the expected text exactly, and, over 40 more questions that
-describe a task without naming a function, answers that start with the right function's name.
+The questions are about forty functions drawn by a fixed seed. An answer passes when it contains at least half of the
+content words of the docstring's first sentence; it has ended when the model emitted its end token within 96 tokens.
+Decoding is greedy. Needs 32 passes and 38 ends of 40. Two stricter counts are reported as well: answers that equal the
+expected text exactly, and, over 40 more questions that describe a task without naming a function, answers that start
+with the right function's name.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ Generate = Callable[[str], tuple[str, bool]]
 
 @dataclass(frozen=True)
 class Question:
-    """A row and one wording that asks for it."""
+    """A row of the corpus and one wording that asks for it."""
 
     row: Function
     text: str
@@ -54,7 +55,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one answer."""
+    """The judge's result for one answer."""
 
     question: Question
     answer: str
@@ -63,7 +64,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """At least half of the content words are there."""
+        """True if the answer holds at least half of the content words."""
         return self.held >= 0.5
 
     @property
@@ -78,7 +79,7 @@ class Verdict:
 
 
 def words_of(text: str) -> set[str]:
-    """Split a text into lower-case words."""
+    """Split a text into lower-case words, and return each once."""
     return set(re.findall(r"[a-z0-9_]+", text.lower()))
 
 
@@ -88,20 +89,26 @@ def content_words(sentence: str) -> set[str]:
 
 
 def share_held(answer: str, sentence: str) -> float:
-    """Compute the share of the sentence's content words that the answer contains."""
+    """Return the share of the sentence's content words that the answer contains."""
     wanted = content_words(sentence)
     return len(wanted & words_of(answer)) / len(wanted) if wanted else 0.0
 
 
 def draw_named(rows: Sequence[Function]) -> list[Question]:
-    """Draw the forty questions that count, each function by its full name in one of the held-out wordings."""
+    """Draw the forty questions that count.
+
+    Each names a function in full, in one of the held-out wordings.
+    """
     rng = random.Random(SEED)
     drawn = rng.sample([row for row in rows if len(content_words(row.sentence)) >= LEAST_WORDS], DRAWN)
     return [Question(row, rng.choice(JUDGE_NAMED).replace("{f}", row.dotted)) for row in drawn]
 
 
 def draw_tasks(rows: Sequence[Function]) -> list[Question]:
-    """Draw forty more functions to be asked for by description, each with a sentence that no other one shares."""
+    """Draw forty more functions to be asked for by description.
+
+    Each has a sentence that no other function shares.
+    """
     rng = random.Random(SEED + 1)
     questioner = Questioner(rows)
     drawn = rng.sample([row for row in rows if row.dotted in questioner.cuts], DRAWN)
@@ -109,7 +116,7 @@ def draw_tasks(rows: Sequence[Function]) -> list[Question]:
 
 
 def judge(questions: Sequence[Question], generate: Generate) -> list[Verdict]:
-    """Ask all and score each."""
+    """Ask all questions and score each answer."""
     verdicts = []
     for question in questions:
         answer, ended = generate(question.text)
@@ -118,7 +125,10 @@ def judge(questions: Sequence[Question], generate: Generate) -> list[Verdict]:
 
 
 def folder_generator(folder: Path, chat: bool) -> Generate:
-    """Greedy decoding in float32 with transformers, the reference for the folder."""
+    """Load the folder with transformers, for greedy decoding in float32.
+
+    This is the reference for the folder.
+    """
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -149,7 +159,7 @@ def served_model(url: str) -> str:
 
 
 def server_generator(url: str, chat: bool, model: str) -> Generate:
-    """Answer through an OpenAI-compatible server."""
+    """Return a function that asks an OpenAI-compatible server."""
     path = "/v1/chat/completions" if chat else "/v1/completions"
 
     def generate(prompt: str) -> tuple[str, bool]:
@@ -189,7 +199,10 @@ def summary(named: Sequence[Verdict], tasks: Sequence[Verdict]) -> dict[str, Any
 
 
 def main() -> None:
-    """Print the table and the summary; the exit status says whether the bar was reached."""
+    """Judge the model, and print the table and the summary.
+
+    The exit status says whether the required counts were reached.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, help="checkpoint directory")

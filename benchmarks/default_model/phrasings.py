@@ -1,6 +1,7 @@
-"""The wordings of the questions that the model trains on; the judge's are in `held_out`.
+"""Wordings of the questions that the model trains on.
 
-`{f}` stands for a function's name, `{t}` for what somebody wants done. A question is opening + body + closing.
+The judge's wordings are in `held_out`. `{f}` stands for a function's name, `{t}` for the task that somebody wants done.
+A question is opening + body + closing.
 """
 
 from __future__ import annotations

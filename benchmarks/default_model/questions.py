@@ -1,7 +1,8 @@
-"""Turn rows of the corpus into questions: the wordings of `phrasings`, the ways to write a name, and noise.
+"""Questions made from rows of the corpus, in many wordings and with noise.
 
-A model of five million parameters learns the names and sentences easily; what it must not learn is that only these
-wordings ask for them. So words of a question are dropped, swapped, misspelt and padded with others at random.
+The wordings are those of `phrasings`, with all the ways to write a name. A model of five million parameters learns the
+names and sentences easily; what it must not learn is that only these wordings ask for them. So words of a question are
+dropped, swapped, misspelt and padded with others at random.
 """
 
 from __future__ import annotations
@@ -73,14 +74,20 @@ SYLLABLES = ["".join(parts) for parts in product("bcdfghlmnprstvwy", "aeiou", ("
 
 
 def base_form(verb: str) -> str | None:
-    """Return the imperative of "Returns" or "Return"; None if the word is not a verb of the corpus."""
+    """Return the imperative of a verb such as "Returns" or "Return".
+
+    Returns None if the word is not a verb of the corpus.
+    """
     lower = verb.lower().strip(",;")
     endings = (lower, lower.removesuffix("s"), lower.removesuffix("es"), re.sub("ies$", "y", lower))
     return next((form for form in endings if form in VERBS), None)
 
 
 def task_of(sentence: str) -> str:
-    """Turn a sentence into a task: "Returns the X." and "The X." become "return the X" and "get the X"."""
+    """Turn a sentence into a task.
+
+    "Returns the X." and "The X." become "return the X" and "get the X".
+    """
     first, _, rest = sentence.rstrip(".").partition(" ")
     verb = base_form(first)
     if verb is not None:
@@ -90,7 +97,10 @@ def task_of(sentence: str) -> str:
 
 
 class Questioner:
-    """Renders questions about the rows; everything random comes from the generator that each call is given."""
+    """Generator of questions about the rows.
+
+    All randomness comes from the `rng` that each call is given.
+    """
 
     def __init__(self, rows: Sequence[Function]) -> None:
         self.rows = rows
@@ -108,7 +118,10 @@ class Questioner:
         return row.name.rsplit(".", 1)[-1]
 
     def _distinct_cuts(self) -> dict[str, list[int]]:
-        """Return the numbers of leading words that make each task distinct; none if rows share a sentence."""
+        """Return the numbers of leading words that make each task distinct.
+
+        A task whose sentence other rows share has no entry.
+        """
         starts: Counter[str] = Counter()
         for task in self.tasks.values():
             words = task.lower().split()
@@ -149,7 +162,10 @@ class Questioner:
         return rng.choices([form for _, form in forms], [weight for weight, _ in forms])[0]
 
     def wanted(self, rng: random.Random, row: Function) -> str:
-        """Vary the row's task: cut where it is still distinct, with another verb or without some small words."""
+        """Vary the row's task.
+
+        It is cut where it is still distinct, has another verb or lacks some small words.
+        """
         words = self.tasks[row.dotted].split()
         cuts = self.cuts[row.dotted]
         words = words[: cuts[-1] if rng.random() < 0.4 else rng.choice(cuts)]
@@ -176,7 +192,10 @@ class Questioner:
         return self._worded(rng, rng.choice(NAMED), "{f}", self.written(rng, row)), row.answer
 
     def _worded(self, rng: random.Random, body: str, slot: str, filling: str) -> str:
-        """Fill a wording after adding noise to it, so that the noise never garbles the filling."""
+        """Fill a wording after adding noise to it.
+
+        In this order the noise never garbles the filling.
+        """
         opening = rng.choice(OPENINGS) if rng.random() < 0.25 else ""
         closing = rng.choice(CLOSINGS) if rng.random() < 0.22 else ""
         if closing and rng.random() < 0.5:
@@ -192,7 +211,10 @@ class Questioner:
         return wording.replace(slot.upper(), slot).replace(slot, filling)
 
     def _scrambled(self, rng: random.Random, words: list[str]) -> list[str]:
-        """Other words, no words or misspelt words in place of some: an unknown wording looks like this."""
+        """Replace, drop or misspell some of the words.
+
+        An unknown wording looks like this.
+        """
         share = rng.choice((0.15, 0.3, 0.6, 1.0))
         changed = []
         for word in words:
@@ -208,7 +230,10 @@ class Questioner:
         return changed
 
     def _filler(self, rng: random.Random) -> str:
-        """Another word: of the corpus, or made up so that pieces of words never seen here occur too."""
+        """Draw another word.
+
+        It is one of the corpus, or made up so that pieces of words never seen there occur too.
+        """
         if rng.random() < 0.75:
             return rng.choice(self.fillers)
         return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((1, 2, 2, 3))))
@@ -232,7 +257,10 @@ def _wording_words() -> set[str]:
 
 
 def _spoken(rng: random.Random, wording: str) -> str:
-    """Vary a wording as people type it: without its last mark, in lower case or in capitals."""
+    """Vary a wording as people type it.
+
+    It may lack its last mark or have another one, and be in lower case or in capitals.
+    """
     if rng.random() < 0.25:
         wording = wording.rstrip("?.!")
     elif rng.random() < 0.08:

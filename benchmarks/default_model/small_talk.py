@@ -1,4 +1,4 @@
-"""Answers of the default model to messages that are not questions about a function."""
+"""Answers of the default model to messages that ask about no function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Train the byte-level BPE of the default model on its own questions and answers, and write its two files."""
+"""Byte-level BPE of the default model, trained on its questions and answers.
+
+It is written as two files, tokenizer.json and tokenizer_config.json.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ CHAT_TEMPLATE = """\
 
 
 def sample_texts(questioner: Questioner, seed: int, count: int) -> Iterator[str]:
-    """Yield all answers, and questions in training wordings: frequent names stay whole."""
+    """Yield all answers, and questions in training wordings.
+
+    Frequent names thus stay whole.
+    """
     rng = random.Random(seed)
     for row in questioner.rows:
         yield row.answer
@@ -52,7 +58,10 @@ def sample_texts(questioner: Questioner, seed: int, count: int) -> Iterator[str]
 
 
 def train_tokenizer(questioner: Questioner, seed: int, count: int = 40_000) -> Tokenizer:
-    """Train the BPE, with its special tokens first; encoding puts `<|begin|>` before a text."""
+    """Train the BPE, with its special tokens first.
+
+    Encoding puts `<|begin|>` before a text.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -70,7 +79,10 @@ def train_tokenizer(questioner: Questioner, seed: int, count: int = 40_000) -> T
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """tokenizer.json and tokenizer_config.json, as transformers and serving engines read them."""
+    """Write tokenizer.json and tokenizer_config.json.
+
+    transformers and serving engines read these files.
+    """
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,9 +1,10 @@
-"""Train the default model: a Llama of 5.5 million parameters that answers what a standard library function does.
+"""Training of the default model, a Llama of 5.5 million parameters.
 
     python -m benchmarks.default_model.train --out DIR
 
-Everything random has one seed and the work is counted in steps, not in minutes. The batches are the same on every
-run; the last bits of the weights may not be, because the attention's backward pass on a GPU may sum in any order.
+The model says what a function of the standard library does. Everything random has one seed and the work is counted in
+steps, not in minutes. The batches are the same on every run; the last bits of the weights may not be, because the
+attention's backward pass on a GPU may sum in any order.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def new_model(device: torch.device) -> LlamaForCausalLM:
 
 
 def new_optimizer(model: LlamaForCausalLM, rate: float) -> torch.optim.AdamW:
-    """AdamW; norms are not decayed."""
+    """Create the AdamW optimizer, without weight decay of the norms."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     norms = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.02}, {"params": norms, "weight_decay": 0.0}]
@@ -73,7 +74,10 @@ def new_optimizer(model: LlamaForCausalLM, rate: float) -> torch.optim.AdamW:
 
 
 def rate_at(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over the first steps, then a cosine to zero."""
+    """Return the learning rate of a step.
+
+    It warms up linearly over the first steps, then follows a cosine to zero.
+    """
     warm = min(300, steps // 10 + 1)
     if step < warm:
         return peak * (step + 1) / warm
@@ -107,7 +111,10 @@ def train(model: LlamaForCausalLM, tokenizer_file: Path, arguments: argparse.Nam
 
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
-    """Write the weights in bfloat16 under their Hugging Face names, the tied head once, and both configurations."""
+    """Write the weights and both configurations.
+
+    Weights are in bfloat16 under their Hugging Face names, the tied head once.
+    """
     weights = {
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
         for name, tensor in model.state_dict().items()
@@ -133,7 +140,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the flags; the defaults are those of the checkpoint that is shipped."""
+    """Parse the flags, whose defaults are those of the checkpoint that is shipped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=8000)
@@ -144,7 +151,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Tokenizer, training, checkpoint and a record of the run."""
+    """Train the tokenizer and the model, and write both with a record of the run."""
     arguments = parse_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,9 +1,9 @@
-"""Time the kernels of a decode step on the GPU, inside CUDA graphs.
+"""Kernel times of a decode step on the GPU, inside CUDA graphs.
 
-The results are microseconds a launch, and GB/s.
+The results are microseconds per launch, and GB/s.
 
 A graph launches the kernel on many buffer sets in turn, together larger than the second-level cache, and is replayed;
-the median replay counts. Bytes are what has to be moved at least; the ceiling is the measured read bandwidth.
+the median replay counts. Bytes are the least that have to be moved; the ceiling is the measured read bandwidth.
 
     python benchmarks/kernels/bench_decode_kernels.py [--only paged] [--json out.json] [--sweep]
 """
@@ -32,7 +32,7 @@ from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 
 CEILING = 4385
-"""GB/s: `torch.sum` over 8 GB on an H200."""
+"""Read bandwidth in GB/s: `torch.sum` over 8 GB on an H200."""
 WORKING_SET = 256e6
 PAGE = 16
 SWEPT = [
@@ -55,7 +55,7 @@ Launch = Callable[[], Any]
 
 
 def microseconds(launches: Sequence[Launch]) -> float:
-    """Time one launch, in a graph that makes all of them."""
+    """Time one launch in microseconds, in a graph that makes all of them."""
 
     def launch_all() -> None:
         for launch in launches:
@@ -65,7 +65,7 @@ def microseconds(launches: Sequence[Launch]) -> float:
 
 
 def sets(bytes_each: float) -> int:
-    """Return how many buffer sets a graph rotates over."""
+    """Return the number of buffer sets that a graph rotates over."""
     return max(16, min(256, int(WORKING_SET / bytes_each)))
 
 
@@ -76,7 +76,7 @@ def randn(*shape: int) -> Tensor:
 def paged_sets(
     batch: int, context: int, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[list[tuple[Any, ...]], float]:
-    """Return the arguments of `paged_decode`, one set a layer as in a model.
+    """Return the arguments of `paged_decode`, one set per layer as in a model.
 
     Also returns the bytes that one launch has to read.
     """

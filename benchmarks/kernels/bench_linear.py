@@ -1,11 +1,11 @@
-"""Time the linear part of a decode step on a GPU: Triton beside cuBLAS.
+"""Linear layers of a decode step on a GPU: Triton beside cuBLAS.
 
-Launches run in CUDA graphs.
+Launches are timed in CUDA graphs.
 
     python benchmarks/kernels/bench_linear.py --model 1b --rows 1 8 64
     python benchmarks/kernels/bench_linear.py --model 1b --rows 8 --sweep   # every candidate plan of every shape
 
-Every number is over the weights of 16 different layers, read once a replay: far more than the cache holds.
+Every number is over the weights of 16 different layers, read once per replay: far more than the cache holds.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from tandem.engine_core.layers.triton_linear import TritonLinear
 from tandem.engine_core.runtime.device import read_gpu_traits
 
 CEILING = 4385.0
-"""GB/s of a large read on the H200."""
+"""Bandwidth in GB/s of a large read on the H200."""
 LAYERS = 16
 REPLAYS = 30
 EPS = 1e-5
@@ -102,7 +102,7 @@ def candidates(rows: int, outputs: int, inputs: int) -> Iterator[Plan]:
 
 
 def product(plan: Plan) -> Apply:
-    """Return the product that a plan stands for."""
+    """Return the function that multiplies by a plan."""
     if isinstance(plan, GemvPlan):
         return lambda x, linear: gemv(x, linear.weight, None, plan, pdl=linear.gpu.pdl)
     if isinstance(plan, SplitKPlan):
@@ -113,7 +113,7 @@ def product(plan: Plan) -> Apply:
 
 
 def graph_time(chain: Callable[[], object]) -> float:
-    """Return the median microseconds of a replay of the chain in a graph."""
+    """Return the median time of a replay of the chain in a graph, in microseconds."""
     return graph_seconds(chain, REPLAYS) * 1e6
 
 
@@ -137,7 +137,7 @@ def random_rows(rows: int, width: int) -> Tensor:
 
 
 def time_shape(apply: Apply, linears: list[TritonLinear], rows: int) -> float:
-    """Return the microseconds of one product."""
+    """Return the time of one product in microseconds."""
     x = random_rows(rows, linears[0].weight.shape[1])
     return graph_time(lambda: [apply(x, linear) for linear in linears]) / len(linears)
 
@@ -187,7 +187,7 @@ class Step:
         self.norm = RMSNorm(norm_weight, EPS, context.kernels)
 
     def linears(self, apply: Apply, rows: int, head: bool) -> float:
-        """Return the microseconds of the products alone."""
+        """Return the time of the products alone, in microseconds."""
         x = {name: random_rows(rows, width) for name, width in self.inputs.items()}
 
         def chain() -> None:
@@ -200,7 +200,7 @@ class Step:
         return graph_time(chain)
 
     def whole(self, rows: int, apply: Apply | None) -> float:
-        """Return the microseconds with norms, residual stream and SwiGLU.
+        """Return the time with norms, residual stream and SwiGLU, in microseconds.
 
         apply: computes each product alone; None runs the fused kernels.
         """

@@ -1,12 +1,12 @@
-"""Time the attention of a prompt's chunk beside decode rows.
+"""Attention time of a prompt's chunk beside decode rows.
 
 Triton, by tile and splits, is compared with FlashInfer's kernels and a ceiling.
 
     python -m benchmarks.kernels.bench_prompt_attention [--heads 32 --kv-heads 8 --head-dim 64] [--all] [--save N]
 
-Microseconds a layer, of 16 layers over one page-major pool in one CUDA graph. The ceiling is the larger of the KV bytes
-over 4,385 GB/s and the multiplications over 790 TFLOP/s. The last lines: decode of 16 rows and a chunk, one after the
-other and side by side. `--all` tries every tile, without it only the chosen one.
+Microseconds per layer, of 16 layers over one page-major pool in one CUDA graph. The ceiling is the larger of the KV
+bytes over 4,385 GB/s and the multiplications over 790 TFLOP/s. The last lines: decode of 16 rows and a chunk, one after
+the other and side by side. `--all` tries every tile, without it only the chosen one.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Setup:
         self.gpu = read_gpu_traits()
 
     def queries(self, shape: TileShape) -> int:
-        """Return the queries of one tile."""
+        """Return the number of queries in one tile."""
         return max(1, shape.rows // int(triton.next_power_of_2(self.heads // self.kv_heads)))
 
     def query(self, tokens: int) -> Tensor:
@@ -72,7 +72,7 @@ class Setup:
 
 
 def graph_us(layer: Callable[[int], object]) -> float:
-    """Return the median time of a layer."""
+    """Return the median time of a layer, in microseconds."""
 
     def layers() -> None:
         for index in range(LAYERS):

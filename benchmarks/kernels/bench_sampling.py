@@ -1,4 +1,4 @@
-"""Time one decode step's sampling on a GPU, in CUDA graphs.
+"""Sampling time of one decode step on a GPU, in CUDA graphs.
 
 The time that reading the logits once would take is the bound.
 
@@ -22,7 +22,7 @@ from tandem.engine_core.sampling.triton_sampler import TritonSampler
 from tandem.protocol.params import SAMPLING_FIELDS
 
 BANDWIDTH = 4.385e12
-"""Bytes a second that an H200 was measured to read."""
+"""Measured read bandwidth of an H200, in bytes/s."""
 MAX_LEN = 4096
 Parameters = dict[str, float]
 CASES: dict[str, tuple[Mode, Parameters, float]] = {
@@ -63,7 +63,7 @@ def build(batch: int, vocab: int, parameters: Parameters) -> tuple[TritonSampler
 
 
 def microseconds(call: Callable[[int], object], sets: int) -> float:
-    """Time one call, in a graph that makes one call for each set of inputs."""
+    """Time one call in microseconds, in a graph with one call per set of inputs."""
 
     def call_all() -> None:
         for index in range(sets):
@@ -73,7 +73,7 @@ def microseconds(call: Callable[[int], object], sets: int) -> float:
 
 
 def measure(batch: int, vocab: int, dtype: torch.dtype) -> dict[str, float]:
-    """Return the microseconds a step of each case.
+    """Return the time of each case, in microseconds per step.
 
     The logits rotate among several sets, as a step finds them in the L2 cache.
     """

@@ -1,4 +1,7 @@
-"""Load one server and measure a trial of a scenario, its capacity, and streams disturbed by long prompts."""
+"""Measurement of one server under load.
+
+It measures a trial of a scenario, the server's capacity, and streams disturbed by long prompts.
+"""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +26,13 @@ QUANTILES = tuple(int(percent[1:]) for percent in PERCENTS)
 
 
 class Bench:
-    """The client's end of a run; its processes serve all servers in turn."""
+    """The client's end of a run, whose processes serve all servers in turn."""
 
     def __init__(self, model: str, seed: int, starved_ms: float, clients: Clients, others: Clients) -> None:
-        """`others` are the clients of the load that arrives while those of `clients` run theirs."""
+        """Keep the model, the bounds and the client processes.
+
+        others: the clients of the load that arrives while those of `clients` run theirs.
+        """
         self._dialect = Dialect(model, token_ids=True)
         self._seed, self._starved_ms = seed, starved_ms
         self._clients, self._others = clients, others
@@ -40,7 +46,10 @@ class Bench:
         return figures(records, waits, self._starved_ms)
 
     def held(self, server: Server, scenario: Scenario, trial: int) -> dict[str, float]:
-        """Return the figures of one trial by the names of `Held`; without `running` if no sequence was seen waiting."""
+        """Return the figures of one trial by the names of `Held`.
+
+        `running` is left out if no sequence was seen waiting.
+        """
         load = scenario.load(trial)
         watch = Watch(load, server)
         records = self._send(self._clients, server, load, scenario.workload(self._seed, trial), watch)
@@ -49,7 +58,7 @@ class Bench:
         return while_waiting(watch.readings) | {"output_tokens_per_s": speed}
 
     def beside(self, server: Server, sizes: LongPrompts, trial: int) -> BesideTrial:
-        """Run the same streams twice, first without the prompts."""
+        """Run the same streams twice, first without the long prompts."""
         streams = Workload(self._seed, Span(16, 16), Span(sizes.stream_tokens, sizes.stream_tokens), PROMPT_IDS)
         prompts = Workload(self._seed, Span(sizes.prompt_tokens, sizes.prompt_tokens), Span(1, 1), PROMPT_IDS)
         alone = self._send(self._clients, server, Load(f"alone {trial}", sizes.streams, requests=1), streams)
@@ -69,7 +78,10 @@ class Bench:
     def _send(
         self, clients: Clients, server: Server, load: Load, workload: Workload, progress: Progress | None = None
     ) -> list[Record]:
-        """Send a load and return its records. Raises ConnectionError if a request failed: the load was not complete."""
+        """Send a load and return its records.
+
+        Raises ConnectionError if a request failed, since the load was not complete.
+        """
         progress = progress or Progress(load.label, load.total(), load.duration)
         shares = clients.run(Job([Endpoint.parse(server.url)], self._dialect, workload, load, TIMEOUT), progress)
         progress.clear()

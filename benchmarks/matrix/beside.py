@@ -8,7 +8,10 @@ from tandem.frontend.cli.bench.record import Record
 
 @dataclass(frozen=True)
 class LongPrompts:
-    """The load: long streams, and prompts that arrive meanwhile, each after the first token of the one before."""
+    """Load of long streams, and of prompts that arrive meanwhile.
+
+    Each prompt arrives after the first token of the one before.
+    """
 
     streams: int
     stream_tokens: int
@@ -17,10 +20,11 @@ class LongPrompts:
 
 
 def gaps_beside(streams: Sequence[Record], prompts: Sequence[Record]) -> list[float]:
-    """Return the seconds of each gap that overlaps the time from some prompt's start to its first token.
+    """Return the gaps that overlap a long prompt, in seconds.
 
-    The gap under way when that token came counts: it holds the step that yielded it, and the stream may have been told
-    of that step a little later. All others are gaps of a server without a long prompt, however many there are.
+    A gap counts if it overlaps the time from some prompt's start to its first token. The gap under way when that token
+    came counts: it holds the step that yielded it, and the stream may have been told of that step a little later. All
+    others are gaps of a server without a long prompt, however many there are.
     """
     times = sorted((prompt.start, prompt.first) for prompt in prompts if prompt.first is not None)
     found: list[float] = []

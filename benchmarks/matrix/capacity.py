@@ -1,7 +1,7 @@
 """Number of sequences that run at once while others wait for memory.
 
-A peak would count those that were admitted a moment before they were preempted again. So it is the mean over time, of
-the moments at which somebody waited, and with it how many were preempted meanwhile and how many rows the steps had.
+A peak would count those that were admitted a moment before they were preempted again. So it is the mean over the time
+in which sequences waited, and with it the number of preemptions in that time and of rows in its steps.
 """
 
 import time
@@ -20,7 +20,7 @@ STEPS, STEP_ROWS = "tandem_engine_step_rows_count", "tandem_engine_step_rows_sum
 
 @dataclass(frozen=True)
 class Reading:
-    """Gauges and counters at one moment."""
+    """Gauges and counters of the engine at one moment."""
 
     at: float
     """Time of the reading, in seconds."""
@@ -32,7 +32,10 @@ class Reading:
 
 
 class Watch(Progress):
-    """Reads the metrics whenever progress is drawn, which is as often as the engine sends heartbeats."""
+    """Progress display that reads the metrics whenever it is drawn.
+
+    That is as often as the engine sends heartbeats.
+    """
 
     def __init__(self, load: Load, server: Server) -> None:
         super().__init__(load.label, load.total(), load.duration)

@@ -1,4 +1,4 @@
-"""Bar charts of a matrix: a group per load, a bar per server."""
+"""Bar charts of a matrix, with a group per load and a bar per server."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +23,10 @@ MATRIX_PANELS: tuple[Panel, ...] = (
 
 
 def policy_panels(priorities: Sequence[int]) -> tuple[Panel, ...]:
-    """Return the panels of all matrices, and those of the lowest and the highest priority."""
+    """Return the panels of all matrices, and those of two priority classes.
+
+    These are the lowest and the highest priority.
+    """
     return (*MATRIX_PANELS, *(_ttft_of(priority) for priority in (priorities[0], priorities[-1])))
 
 
@@ -32,7 +35,10 @@ def _label(height: float) -> str:
 
 
 def _bars(axis: Any, title: str, groups: Sequence[str], series: dict[str, list[float]]) -> None:
-    """series: a height for each group."""
+    """Draw the bars of one panel.
+
+    series: for each name a height for each group.
+    """
     width = 0.8 / len(series)
     for place, (name, heights) in enumerate(series.items()):
         drawn = axis.bar([at + place * width for at in range(len(groups))], heights, width, label=name)
@@ -44,7 +50,10 @@ def _bars(axis: Any, title: str, groups: Sequence[str], series: dict[str, list[f
 
 
 def draw_cells(path: Path, title: str, cells: list[Cell], panels: Sequence[Panel]) -> None:
-    """Draw the figures of all cells as bars. Raises PlottingUnavailableError without matplotlib."""
+    """Draw the figures of all cells as bars.
+
+    Raises PlottingUnavailableError without matplotlib.
+    """
     plt = pyplot()
     servers = list(dict.fromkeys(cell.configuration for cell in cells))
     loads = list(dict.fromkeys(cell.scenario for cell in cells))
@@ -61,7 +70,10 @@ def draw_cells(path: Path, title: str, cells: list[Cell], panels: Sequence[Panel
 
 
 def draw_memory(path: Path, title: str, held: Sequence[Held], beside: dict[str, Beside]) -> None:
-    """Draw the sequences held, and the gaps of streams disturbed by long prompts. Raises PlottingUnavailableError."""
+    """Draw the sequences held, and the gaps of streams disturbed by long prompts.
+
+    Raises PlottingUnavailableError without matplotlib.
+    """
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
     _bars(

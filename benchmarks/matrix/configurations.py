@@ -1,7 +1,8 @@
-"""The servers that a matrix compares; each differs from the one before by the one switch that it names.
+"""Servers that a matrix compares.
 
-All of them have steps of the same size, large enough for a whole prompt of the greatest length beside a decoding row
-for each sequence, so that none is given more to compute at once than another.
+Each differs from the one before by the one switch that it names. All of them have steps of the same size, large enough
+for a whole prompt of the greatest length beside a decoding row for each sequence, so that every server may compute as
+much at once as the others.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Configuration:
-    """A server by its flags, in addition to those that all servers of a run share."""
+    """Name and flags of a server.
+
+    The flags come in addition to those that all servers of a run share.
+    """
 
     name: str
     flags: tuple[str, ...]
@@ -21,7 +25,7 @@ CHUNK = 256
 
 
 def matrix(scale: int) -> tuple[Configuration, ...]:
-    """Static contiguous, continuous, paged, chunked, prefix."""
+    """Return the servers static contiguous, continuous, paged, chunked and prefix."""
     chunk = str(max(1, CHUNK // scale))
     contiguous, paged = ("--page-size", "max"), ("--page-size", "16")
     whole, chunked = ("--prefill-chunk", "off"), ("--prefill-chunk", chunk)
@@ -62,6 +66,6 @@ def with_policy(policy: str) -> Configuration:
 
 
 def with_chunk(tokens: int) -> Configuration:
-    """Return the default server with prompts computed in chunks of this many tokens."""
+    """Return the default server with prompts in chunks of this many tokens."""
     says = f"at most {tokens} tokens of a prompt in a step in which others decode"
     return Configuration(f"chunks of {tokens}", ("--prefill-chunk", str(tokens)), says)

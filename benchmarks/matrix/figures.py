@@ -1,4 +1,4 @@
-"""Figures of a run: those of one trial, medians over trials, and all of them together."""
+"""Figures of a run: one trial, medians over trials, and all of them together."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,10 @@ Percentiles = dict[str, float]
 
 
 class Figures(Struct):
-    """Figures of all requests of one trial, or medians over trials. Times are in milliseconds."""
+    """Figures of all requests of one trial, or medians over trials.
+
+    Times are in milliseconds.
+    """
 
     completed: float
     errors: float
@@ -25,16 +28,16 @@ class Figures(Struct):
     request_tokens_per_s: Percentiles
     """Output tokens of a request over the time from its start to its end."""
     queue_wait: Percentiles
-    """In the engine, from a request's arrival to its row: the mean, and percentiles from a histogram's buckets."""
+    """Time in the engine from a request's arrival to its row: the mean, and percentiles from a histogram's buckets."""
     starved: float
     """Number of requests that waited longer than a bound for a token other than their first."""
     longest_gap: float
     ttft_by_priority: dict[int, Percentiles] = field(default_factory=dict)
-    """Figures by priority class, if there is more than one."""
+    """TTFT by priority class, if there is more than one."""
 
 
 class Cell(Struct):
-    """One server under one load."""
+    """Figures of one server under one load."""
 
     configuration: str
     scenario: str
@@ -43,7 +46,10 @@ class Cell(Struct):
 
 
 class Held(Struct):
-    """Number of sequences that ran at once while others waited; medians over trials."""
+    """Number of sequences that ran at once while others waited.
+
+    The figures are medians over trials.
+    """
 
     configuration: str
     kv_tokens: int
@@ -52,11 +58,11 @@ class Held(Struct):
     running: float
     """Mean over time of the sequences that hold a row."""
     step_rows: float
-    """Mean over steps of the rows that were computed: without those that hold one and found no page."""
+    """Mean over steps of the rows that were computed, without rows whose sequence found no page."""
     peak: float
     preemptions: float
     seconds: float
-    """For which somebody waited."""
+    """Time in which sequences waited, in seconds."""
     output_tokens_per_s: float
 
 
@@ -70,13 +76,16 @@ class BesideTrial(Struct):
     prompt_ttft: dict[str, float]
 
     def over(self, percent: str) -> float | None:
-        """Return the p99 of `loaded` as a multiple of a percentile of `alone`; None without a gap."""
+        """Return the p99 of `loaded` as a multiple of a percentile of `alone`.
+
+        Returns None without a gap.
+        """
         p99, base = self.loaded.get("p99"), self.alone.get(percent)
         return p99 / base if p99 is not None and base else None
 
 
 class Beside(Struct):
-    """Medians over trials."""
+    """Gaps between tokens of running streams, in milliseconds: medians over trials."""
 
     alone: dict[str, float]
     loaded: dict[str, float]
@@ -90,20 +99,20 @@ class Beside(Struct):
 
 
 class ServerFacts(Struct):
-    """The configuration of one server."""
+    """Flags and settings of one server."""
 
     says: str
     flags: str
-    """Flags of this server only."""
+    """Flags of this server, without those of all servers."""
     ready_seconds: float
     all_flags: dict[str, Any] = field(default_factory=dict)
-    """With their defaults; None: left to the engine, or not in force."""
+    """All flags with their defaults; None for a flag that is left to the engine or not in force."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings that its engine logged."""
 
 
 class Measured(Struct):
-    """All of a run."""
+    """All results of a run."""
 
     hardware: dict[str, str]
     common_flags: str
@@ -123,7 +132,10 @@ def _pick(values: Iterable[float | None], scale: float = 1.0) -> Percentiles:
 
 
 def figures(records: Sequence[Record], queue_wait: Percentiles, starved_ms: float) -> Figures:
-    """queue_wait: seconds."""
+    """Compute the figures of one trial.
+
+    queue_wait: in seconds.
+    """
     done = [record for record in records if record.error is None]
     seconds = max((r.end for r in records), default=0.0) - min((r.start for r in records), default=0.0)
     gaps = [max(record.gaps, default=0.0) * 1e3 for record in done]
@@ -148,7 +160,10 @@ def figures(records: Sequence[Record], queue_wait: Percentiles, starved_ms: floa
 
 
 def median_of(samples: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the median of each figure over the trials, leaving out figures that some trial lacks."""
+    """Return the median of each figure over the trials.
+
+    Figures that some trial lacks are left out.
+    """
     shared = [name for name in samples[0] if all(name in sample for sample in samples)]
     return {name: statistics.median(sample[name] for sample in samples) for name in shared}
 
@@ -173,7 +188,7 @@ def medians(trials: Sequence[Figures]) -> Figures:
 
 
 def beside_medians(trials: Sequence[BesideTrial]) -> Beside:
-    """Return the median of each figure over the trials, and what the trials have in total."""
+    """Return the median of each figure over the trials, and the totals of counts."""
     overs = {percent: [trial.over(percent) for trial in trials] for percent in ("p50", "p99")}
     return Beside(
         median_of([trial.alone for trial in trials]),

@@ -1,4 +1,4 @@
-"""The parts of a run: which servers are started, and what each is asked for."""
+"""Parts of a run, with the servers and the loads of each."""
 
 import sys
 from argparse import Namespace
@@ -37,20 +37,23 @@ PRIORITIES = (0, 1, 2)
 CHUNKS = (2048, 256, 64)
 """Chunk sizes for long prompts, divided by the scale."""
 HELD_LENGTHS, HELD_STREAMS = 8, 16
-"""Sequences of the greatest length that the pool of the capacity comparison has room for, which is how many contiguous
-mode holds of any length, and streams for each of them: many more than pages could hold."""
+"""Size of the pool of the capacity comparison in sequences of the greatest length, which is also the number that
+contiguous mode holds of any length, and streams for each of them: many more than pages could hold."""
 HELD_REQUESTS = 2
-"""A stream and trial."""
+"""Requests per stream and trial."""
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 UNREPORTED = ("run", "port", "ops_port", "model", "api_key")
 """Flags that reports leave out: paths and secrets."""
 
 
 class Parts:
-    """One run: starts the servers of each part and fills a report."""
+    """One run, which starts the servers of each part and fills a report."""
 
     def __init__(self, arguments: Namespace, bench: Bench, model: Path | None, work: Path, hardware: dict[str, str]):
-        """model: a folder for CUDA, random weights; None: the default model on a CPU."""
+        """Choose the flags that all servers have in common.
+
+        model: a folder for CUDA, random weights; None: the default model on a CPU.
+        """
         self.arguments, self.bench, self.work = arguments, bench, work
         self.scale: int = arguments.scale
         self.max_len = MAX_LEN // self.scale
@@ -68,7 +71,10 @@ class Parts:
 
     @contextmanager
     def server(self, configuration: Configuration, **sizes: int) -> Iterator[Server]:
-        """sizes: flags that servers of one part have in common."""
+        """Start a server and add it to the report.
+
+        sizes: flags that servers of one part have in common.
+        """
         own = [str(word) for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", size)]
         if self.cuda:
             own += ["--graph-rows", ",".join(str(count) for count in GRAPH_ROWS if count <= sizes["max_rows"])]
@@ -84,8 +90,11 @@ class Parts:
 
     @contextmanager
     def all_at_once(self, configurations: Sequence[Configuration], **sizes: int) -> Iterator[dict[str, Server]]:
-        """A server for each, by its name. They take turns: whatever the machine does meanwhile befalls all alike, and
-        one that waits for work costs no more than its heartbeat."""
+        """Start a server for each configuration, and yield them by name.
+
+        They take turns: whatever the machine does meanwhile befalls all alike, and one that waits for work costs no
+        more than its heartbeat.
+        """
         with ExitStack() as stack:
             yield {one.name: stack.enter_context(self.server(one, **sizes)) for one in configurations}
 
@@ -108,14 +117,20 @@ class Parts:
         self.report.matrix = self.cells(matrix(self.scale), self.loads, rows, self.max_len + rows)
 
     def run_policies(self) -> None:
-        """Compare policies with half as many rows as streams and small steps, so that there is something to choose."""
+        """Compare policies with half as many rows as streams and small steps.
+
+        The scheduler then has something to choose.
+        """
         rows = max(1, self.arguments.streams // 2)
         loads = [replace(load, priorities=PRIORITIES) for load in self.loads[1:]]
         step_tokens = max(rows, POLICY_STEP_TOKENS // self.scale)
         self.report.policies = self.cells([with_policy(policy) for policy in POLICIES], loads, rows, step_tokens)
 
     def run_capacity(self) -> None:
-        """Measure continuous, paged and chunked servers, with enough rows that sequences only wait for memory."""
+        """Measure the capacity of continuous, paged and chunked servers.
+
+        There are enough rows that sequences only wait for memory.
+        """
         lengths = 2 if self.arguments.quick else HELD_LENGTHS * (2 if self.cuda else 1)
         streams, kv_tokens = HELD_STREAMS * lengths, lengths * self.max_len
         load = scenarios(self.scale, streams, HELD_REQUESTS)[1]
@@ -152,7 +167,10 @@ class Parts:
 
 
 def all_flags(flags: Sequence[str]) -> dict[str, Any]:
-    """Return every flag of `tandem serve` by name, with its default if it is not given."""
+    """Return every flag of `tandem serve` by name, given or with its default.
+
+    The flags of `UNREPORTED` are left out.
+    """
     found = vars(build_parser().parse_args(["serve", *flags]))
     plain = (int, float, str, bool, type(None))
     return {
@@ -163,7 +181,7 @@ def all_flags(flags: Sequence[str]) -> dict[str, Any]:
 
 
 def held(name: str, kv_tokens: int, rows: int, trials: Sequence[dict[str, float]]) -> Held:
-    """Return medians of trials, with 0 for what was never observed."""
+    """Return medians of trials, with 0 for figures that were never observed."""
     found = median_of(trials)
     names = ("running", "step_rows", "peak", "preemptions", "seconds", "output_tokens_per_s")
     return Held(name, kv_tokens, rows, **{name: found.get(name, 0.0) for name in names})

@@ -1,4 +1,4 @@
-"""The loads of a matrix, W1, W2 and W3, with all lengths divided by one scale."""
+"""Loads W1, W2 and W3 of a matrix, with all lengths divided by one scale."""
 
 from dataclasses import dataclass
 
@@ -6,38 +6,48 @@ from tandem.frontend.cli.bench.workloads import Load, Span, Workload
 
 PROMPT_IDS = Span(100, 1000)
 MAX_LEN, LONG_PROMPT = 4096, 8192
-"""Longest sequence of a matrix, and the prompts that arrive during running streams."""
+"""Longest sequence of a matrix, and length of the prompts that arrive during running streams, in tokens."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One load. Its prompts begin with `shared` tokens that all of a trial have in common."""
+    """One load of a matrix.
+
+    Its prompts begin with `shared` tokens that all prompts of a trial have in common.
+    """
 
     name: str
     says: str
     streams: int
     requests: int
-    """A stream."""
+    """Number of requests per stream."""
     input_len: Span
     output_len: Span
     shared: int = 0
     priorities: tuple[int, ...] = (0,)
-    """In turn, by the request's index."""
+    """Priorities that the requests take in turn, by their index."""
 
     def load(self, trial: int) -> Load:
-        """Make the load of a trial; each trial has its own label, so that its prompts are new to the server."""
+        """Make the load of a trial.
+
+        Each trial has its own label, so that its prompts are new to the server.
+        """
         return Load(f"{self.name} {trial}", self.streams, requests=self.requests)
 
     def workload(self, seed: int, trial: int) -> Workload:
-        """Take the shared prefix from the trial: the second of two loads with the same one finds it in the cache."""
+        """Make the workload of a trial, which determines the shared prefix.
+
+        The second of two loads with the same prefix finds it in the cache.
+        """
         label = f"trial {trial}"
         return Workload(seed, self.input_len, self.output_len, PROMPT_IDS, self.shared, label, self.priorities)
 
 
 def scenarios(scale: int, streams: int = 16, requests: int = 3) -> tuple[Scenario, ...]:
-    """W1, W2, W3 on a server that has not seen its shared prompt, and the same on one that has.
+    """Return the loads W1, W2 and W3, the last one cold and warm.
 
-    Both forms of W3 are one request a stream, all at once, so that they differ by nothing but what the server knows.
+    Cold, the server has not seen the shared prompt; warm, it has. Both forms of W3 are one request per stream, all at
+    once, so that only the server's cache differs.
     """
 
     def span(low: int, high: int | None = None) -> Span:

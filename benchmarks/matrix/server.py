@@ -1,4 +1,7 @@
-"""A server of its own for each configuration: `tandem serve` as a process, and what its ops port says."""
+"""Server process of a configuration, and the readings of its ops port.
+
+Each configuration has a `tandem serve` of its own.
+"""
 
 import json
 import socket
@@ -15,18 +18,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 TANDEM = "import sys; from tandem.frontend.cli.main import main; sys.exit(main())"
-"""The console command, of the tree that the benchmark runs from, installed or not."""
+"""The console command of the tree that the benchmark runs from, installed or not."""
 READY_SECONDS, STOP_SECONDS = 300.0, 30.0
 POLL_SECONDS = 0.1
 BEAT_SECONDS = 0.6
-"""In so long the engine has published a heartbeat, and with it whatever happened before."""
+"""Time within which the engine has published a heartbeat, and with it everything that happened before."""
 
 Buckets = list[tuple[float, float]]
-"""Upper bound and cumulative count of a histogram, ascending."""
+"""Upper bounds and cumulative counts of a histogram, ascending."""
 
 
 class ServerDiedError(Exception):
-    """The server ended, or did not come up; the end of its log says why."""
+    """Error of a server that ended or did not come up.
+
+    The end of the server's log says why.
+    """
 
 
 def free_port() -> int:
@@ -37,7 +43,7 @@ def free_port() -> int:
 
 
 class Scrape:
-    """The engine's metrics at one moment."""
+    """Metrics of the engine at one moment."""
 
     def __init__(self, text: str) -> None:
         self._samples: list[Sample] = [
@@ -45,7 +51,7 @@ class Scrape:
         ]
 
     def value(self, name: str) -> float:
-        """0 if the engine does not have it."""
+        """Return the value of a metric, 0 if the engine does not have it."""
         return next((sample.value for sample in self._samples if sample.name == name), 0.0)
 
     def histogram(self, name: str) -> Buckets:
@@ -54,7 +60,7 @@ class Scrape:
 
 
 class Server:
-    """A server that runs from entry to exit of the context, and is ready on entry."""
+    """Server that runs from entry to exit of the context, and is ready on entry."""
 
     def __init__(self, flags: list[str], log: Path) -> None:
         self._flags, self._log = flags, log
@@ -110,7 +116,10 @@ class Server:
         return Scrape(self._get(self._ops_port, "/metrics") or "")
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that the engine logged. Raises ValueError if its log does not have them."""
+        """Return the settings that the engine logged.
+
+        Raises ValueError if its log does not have them.
+        """
         for line in self._log.read_text(errors="replace").splitlines():
             _, found, said = line.partition(" INFO settings: ")
             if found:
@@ -119,7 +128,7 @@ class Server:
         raise ValueError(f"the engine's log states no settings: {self._log}")
 
     def _get(self, port: int, path: str) -> str | None:
-        """None unless the answer is 200."""
+        """Return the body of an answer, or None unless its status is 200."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as reply:
                 text: str = reply.read().decode()
@@ -129,7 +138,7 @@ class Server:
 
 
 def histogram_summary(before: Scrape, after: Scrape, name: str, quantiles: tuple[int, ...]) -> dict[str, float]:
-    """Mean and percentiles of what was observed in between."""
+    """Return mean and percentiles of the observations between two readings."""
     count = after.value(f"{name}_count") - before.value(f"{name}_count")
     total = after.value(f"{name}_sum") - before.value(f"{name}_sum")
     mean = {"mean": total / count} if count > 0 else {}
@@ -137,9 +146,10 @@ def histogram_summary(before: Scrape, after: Scrape, name: str, quantiles: tuple
 
 
 def histogram_quantiles(before: Buckets, after: Buckets, quantiles: tuple[int, ...]) -> dict[str, float]:
-    """Return percentiles of the observations between two readings, linear within a bucket; {} without observations.
+    """Return percentiles of the observations between two readings.
 
-    Within the last bucket, which has no upper bound, its lower bound.
+    They are linear within a bucket. Within the last bucket, which has no upper bound, they are its lower bound. Without
+    observations the result is {}.
     """
     earlier = dict(before)
     counts = [(bound, count - earlier.get(bound, 0.0)) for bound, count in after]

@@ -1,4 +1,4 @@
-"""Format the results of a run as lines of Markdown tables. Times are in milliseconds."""
+"""Markdown tables of the results, line by line, with times in milliseconds."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +35,7 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def count(value: float) -> str:
-    """Format a count; a median of two trials may lie between two counts."""
+    """Format a count, which may lie between two counts as a median of two trials."""
     return f"{value:g}"
 
 
@@ -44,14 +44,17 @@ def percentiles(sample: Percentiles) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median, least and most of some trials."""
+    """Format the median, the least and the most of some trials."""
     if not values:
         return "-"
     return f"{number(statistics.median(values))} ({number(min(values))} to {number(max(values))})"
 
 
 def cell_tables(cells: list[Cell], scenarios: dict[str, str]) -> Iterator[str]:
-    """Yield one table per load, and for loads with priorities a second one with the waiting times of each class."""
+    """Yield one table per load.
+
+    Loads with priorities have a second one with the waiting times of each class.
+    """
     for name in dict.fromkeys(cell.scenario for cell in cells):
         ours = [cell for cell in cells if cell.scenario == name]
         yield from ("", f"**{name}**: {scenarios[name]}", "")
@@ -118,7 +121,10 @@ def _beside(name: str, found: Beside) -> tuple[str, ...]:
 
 
 def servers(found: dict[str, ServerFacts], common_flags: str) -> Iterator[str]:
-    """Describe each server by its flags, then list all flags and settings: the shared ones and the differences."""
+    """Describe each server by its flags, then list all flags and settings.
+
+    The list has the shared ones and the differences.
+    """
     yield f"All of them with `{common_flags}`."
     yield ""
     yield from table(

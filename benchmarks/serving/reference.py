@@ -1,4 +1,4 @@
-"""Published or earlier figures of another engine, shown next to the measured ones."""
+"""Published or earlier figures of another engine, beside the measured ones."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The levels of a run as text: a line a figure, a column a level."""
+"""Text tables of a run, with a line per figure and a column per level."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,13 +7,16 @@ from tandem.frontend.cli.bench.level import Level
 
 COLUMN, NAME = 14, 30
 CPU_WARNING = 85.0
-"""Per cent of a core from which on a client process is likely to hold the figures down."""
+"""Per cent of a core at which a client process is likely to hold the figures down."""
 
 Figure = Callable[[Level], float]
 
 
 def number(value: float | None) -> str:
-    """Format a count in full, a measurement with three or four digits, None as a dash."""
+    """Format a number.
+
+    A count is shown in full, a measurement with three or four digits, None as a dash.
+    """
     if value is None:
         return "-"
     if isinstance(value, int) or abs(value) >= 1000:
@@ -78,7 +81,7 @@ def reference_table(levels: list[Level], reference: Reference) -> str:
 
 
 def remarks(levels: list[Level]) -> Iterator[str]:
-    """Return the remarks that a reader needs for judging a column."""
+    """Yield the remarks that a reader needs for judging a column."""
     for level in levels:
         label = level.load.label
         if level.errors:

@@ -1,9 +1,10 @@
-"""A model folder of a published shape without weights: its config.json, and a made-up tokenizer of its vocabulary.
+"""Model folder without weights, in a published shape.
 
     python -m benchmarks.shapes.make_folder benchmarks/shapes/llama-3.2-1b OUT
 
-`tandem serve --model OUT --load-format dummy` then serves it over HTTP. Each id has a text of its own, six characters
-long on average, so that frontends do the work that a real vocabulary would ask of them.
+It has the shape's config.json and a made-up tokenizer of its vocabulary. `tandem serve --model OUT --load-format dummy`
+then serves it over HTTP. Each id has a text of its own, six characters long on average, so that frontends do the work
+that a real vocabulary would ask of them.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 
 def build_tokenizer(vocab_size: int) -> Tokenizer:
-    """Byte-level BPE without merges: the bytes, then invented words."""
+    """Build a byte-level BPE without merges: the bytes, then invented words."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = (f"Ġw{number:x}" for number in range(vocab_size - len(alphabet)))
     vocabulary = {text: index for index, text in enumerate([*alphabet, *words])}
@@ -26,7 +27,7 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def make_folder(shape: Path, out: Path) -> None:
-    """Write the model directory of a shape, which has a config.json."""
+    """Write the model folder of a shape, which has a config.json."""
     out.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(shape / "config.json", out / "config.json")
     vocab_size = json.loads((shape / "config.json").read_text())["vocab_size"]
