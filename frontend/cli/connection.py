@@ -1,6 +1,5 @@
 """The HTTP connection of the terminal commands to a running server."""
 
-import ssl
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -11,7 +10,9 @@ import msgspec
 from msgspec import Struct
 
 from tandem.frontend.cli.connection_failure import connection_failure
+from tandem.frontend.cli.trust import Trust
 
+_USUAL = Trust()
 _MAX_MESSAGE_CHARS = 500
 
 
@@ -166,13 +167,9 @@ class Connection:
             raise unreachable(self._url, error) from error
 
 
-Trust = ssl.SSLContext | bool
-"""Certificates that are trusted: those of a context, the usual ones (True), or any (False)."""
-
-
-def connect(url: str, api_key: str | None, timeout: float, trust: Trust = True) -> Connection:
+def connect(url: str, api_key: str | None, timeout: float, trust: Trust = _USUAL) -> Connection:
     """Create a connection without sending anything.
 
     `timeout` is the longest time in seconds between two bytes.
     """
-    return Connection(httpx.Client(headers=headers(api_key), timeout=timeouts(timeout), verify=trust), url)
+    return Connection(httpx.Client(headers=headers(api_key), timeout=timeouts(timeout), verify=trust.context()), url)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tandem.frontend.cli.trust import Trust
 from tandem.frontend.config import MAX_SECONDS, Flag
 from tandem.frontend.errors import ApiError
 from tandem.frontend.request.fields import Field
@@ -113,13 +114,9 @@ def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     return fields
 
 
-def trust(arguments: argparse.Namespace) -> ssl.SSLContext | bool:
-    """Return the certificates to trust.
-
-    They are those of a context, the usual ones (True), or any (False).
-    """
-    context: ssl.SSLContext | None = arguments.ca_cert
-    return context or not arguments.insecure
+def trust(arguments: argparse.Namespace) -> Trust:
+    """Return the certificates to trust."""
+    return Trust(arguments.ca_cert, arguments.insecure)
 
 
 def api_key(arguments: argparse.Namespace) -> str | None:
@@ -161,13 +158,15 @@ def _value_of(field: Field) -> Callable[[str], Any]:
     return convert
 
 
-def _certificates(path: str) -> ssl.SSLContext:
+def _certificates(path: str) -> str:
+    """Check that a file holds certificates, and return its path."""
     try:
-        return ssl.create_default_context(cafile=path)
+        Trust(path).context()
     except ssl.SSLError:
         raise argparse.ArgumentTypeError(f"{path} does not hold certificates in PEM format") from None
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path} cannot be read: {error.strerror}") from None
+    return path
 
 
 def _schema(path: str) -> Any:

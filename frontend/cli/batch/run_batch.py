@@ -174,8 +174,8 @@ async def _send_all(
         tally.count(outcome)
 
     key = headers(api_key(arguments))
-    allowed = timeouts(arguments.timeout)
-    async with httpx.AsyncClient(headers=key, timeout=allowed, limits=limits, verify=trust(arguments)) as http:
+    allowed, context = timeouts(arguments.timeout), trust(arguments).context()
+    async with httpx.AsyncClient(headers=key, timeout=allowed, limits=limits, verify=context) as http:
         sender = BatchSender(http, arguments.url, arguments.retries, progress)
         queue = iter(requests)
         drawing = asyncio.create_task(progress.keep_drawing())

@@ -5,6 +5,7 @@ Prompts are random token ids, sent to /v1/completions. Failed requests enter no 
 
 import argparse
 import math
+import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from tandem.frontend.cli.bench.completion import Dialect
 from tandem.frontend.cli.bench.connection import Endpoint
 from tandem.frontend.cli.bench.level import Level, Slo, summarise
 from tandem.frontend.cli.bench.workloads import Load, Span, Workload
-from tandem.frontend.cli.flags import api_key
+from tandem.frontend.cli.connection_failure import connection_failure, is_permanent
+from tandem.frontend.cli.flags import api_key, trust
 from tandem.frontend.progress import Progress
 
 _LATENCIES = (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("E2E", "e2e_ms"))
@@ -31,11 +33,11 @@ _RETRY_SECONDS = 0.5
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """Measure, print the results and return 1 if a request failed."""
-    key = api_key(arguments) or ""
+    key, trusted = api_key(arguments) or "", trust(arguments)
     try:
         load = load_of(arguments)
-        endpoint = Endpoint.parse(arguments.url, key)
-        model = wait_for_model(arguments.url, key, arguments.wait)
+        endpoint = Endpoint.parse(arguments.url, key, trusted)
+        model = wait_for_model(arguments.url, key, trusted.context(), arguments.wait)
         length = Span(arguments.random_input_len, arguments.random_input_len)
         answer = Span(arguments.random_output_len, arguments.random_output_len)
         workload = Workload(arguments.seed, length, answer, _PROMPT_IDS)
@@ -64,22 +66,25 @@ def load_of(arguments: argparse.Namespace) -> Load:
     return Load("bench", streams, requests=-(-number // streams), most=number)
 
 
-def wait_for_model(url: str, key: str, seconds: float) -> str:
+def wait_for_model(url: str, key: str, context: ssl.SSLContext, seconds: float) -> str:
     """Wait until a server lists its models and return the name of the first.
 
-    Raises OSError if it does not within some seconds, ValueError for another refusal.
+    Raises OSError if it does not within some seconds, ValueError for another refusal and for a certificate that is not
+    trusted.
     """
     deadline, said = time.monotonic() + seconds, False
     headers = {"authorization": f"Bearer {key}"} if key else {}
     while True:
         try:
-            response = httpx.get(f"{url}/v1/models", headers=headers, timeout=10.0)
+            response = httpx.get(f"{url}/v1/models", headers=headers, timeout=10.0, verify=context)
             if response.status_code == 200:
                 return str(response.json()["data"][0]["id"])
             if response.status_code not in (429, 502, 503, 504):
                 raise ValueError(f"{url}/v1/models answered {response.status_code}: {response.text[:200]}")
             reason = f"it answers {response.status_code}"
         except httpx.HTTPError as error:
+            if is_permanent(error):
+                raise ValueError(connection_failure(url, error)) from None
             reason = str(error) or type(error).__name__
         except (KeyError, IndexError, TypeError):
             raise ValueError(f"{url}/v1/models lists no model") from None

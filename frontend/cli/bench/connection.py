@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from tandem.frontend.cli.bench.framing import Chunked, Framing, Sized, UntilClose
+from tandem.frontend.cli.trust import Trust
 
 READ_BYTES = 1 << 16
+_USUAL = Trust()
 _HEAD_END = b"\r\n\r\n"
 
 
@@ -23,16 +25,24 @@ class Endpoint:
     path: str
     is_tls: bool = False
     api_key: str = ""
+    trust: Trust = _USUAL
 
     @classmethod
-    def parse(cls, url: str, api_key: str = "") -> "Endpoint":
+    def parse(cls, url: str, api_key: str = "", trust: Trust = _USUAL) -> "Endpoint":
         """Parse the address of a server. Raises ValueError for one that is not valid."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"the URL must be http://host:port or https://host:port, not {url!r}")
         is_tls = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/completions"
-        return cls(parts.hostname, parts.port or (443 if is_tls else 80), path, is_tls, api_key)
+        return cls(parts.hostname, parts.port or (443 if is_tls else 80), path, is_tls, api_key, trust)
+
+    def context(self) -> ssl.SSLContext | None:
+        """Build the TLS context of connections to this endpoint.
+
+        It is None if they are not encrypted.
+        """
+        return self.trust.context() if self.is_tls else None
 
     def head(self, length: int) -> bytes:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -71,8 +81,7 @@ class Connection:
         self.status = 0
 
     @classmethod
-    async def open(cls, endpoint: Endpoint) -> "Connection":
-        context = ssl.create_default_context() if endpoint.is_tls else None
+    async def open(cls, endpoint: Endpoint, context: ssl.SSLContext | None) -> "Connection":
         streams = await asyncio.open_connection(endpoint.host, endpoint.port, limit=READ_BYTES, ssl=context)
         return cls(endpoint, *streams)
 
@@ -126,6 +135,7 @@ class ConnectionPool:
 
     def __init__(self, endpoints: list[Endpoint]) -> None:
         self._endpoints = endpoints
+        self._contexts = [endpoint.context() for endpoint in endpoints]
         self._idle: list[list[Connection]] = [[] for _ in endpoints]
 
     def __len__(self) -> int:
@@ -137,7 +147,7 @@ class ConnectionPool:
 
     async def connect(self, place: int) -> None:
         """Open a connection before its first request."""
-        self._idle[place].append(await Connection.open(self._endpoints[place]))
+        self._idle[place].append(await self._open(place))
 
     async def post(self, place: int, body: bytes) -> Connection:
         """Send a request and return its connection after the response head.
@@ -155,13 +165,16 @@ class ConnectionPool:
             except BaseException:
                 connection.close()
                 raise
-        connection = await Connection.open(self._endpoints[place])
+        connection = await self._open(place)
         try:
             await connection.post(body)
         except BaseException:
             connection.close()
             raise
         return connection
+
+    async def _open(self, place: int) -> Connection:
+        return await Connection.open(self._endpoints[place], self._contexts[place])
 
     def release(self, place: int, connection: Connection) -> None:
         if connection.reusable:

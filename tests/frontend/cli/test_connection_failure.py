@@ -2,7 +2,6 @@
 
 import socket
 import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import pytest
 
 from tandem.frontend.cli.main import main
 from tests.fakes.http_server import Answer, ScriptedServer, scripted_server
+from tests.support.certificate import write_certificate
 
 ANSWER = Answer(200, b'data: {"choices": []}\n\ndata: [DONE]\n\n')
 
@@ -20,14 +20,9 @@ ANSWER = Answer(200, b'data: {"choices": []}\n\ndata: [DONE]\n\n')
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A self-signed certificate of 127.0.0.1, with its key in the same file."""
     folder = tmp_path_factory.mktemp("certificate")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-keyout", str(folder / "key"), "-out", str(folder / "cert"), "-subj", "/CN=local",
-         "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True, timeout=60,
-    )  # fmt: skip
+    cert, key = write_certificate(folder)
     both = folder / "both.pem"
-    both.write_text((folder / "cert").read_text() + (folder / "key").read_text())
+    both.write_text(cert.read_text() + key.read_text())
     return both
 
 

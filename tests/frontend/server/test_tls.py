@@ -2,7 +2,6 @@
 
 import socket
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.server.connections import Closed
 from tests.frontend.conftest import DEADLINE, RunningServer, until
 from tests.frontend.server.test_limits import connect, counted
+from tests.support.certificate import write_certificate
 from tests.support.raw_http import request
 
 LIMITS = ConnectionLimits(max_connections=4, header_timeout=DEADLINE)
@@ -24,12 +24,7 @@ LIMITS = ConnectionLimits(max_connections=4, header_timeout=DEADLINE)
 @pytest.fixture
 def secure(config: FrontendConfig, tmp_path: Path) -> Iterator[RunningServer]:
     """Run a server with TLS and 4 connections, without an engine."""
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-keyout", str(key), "-out", str(cert), "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True, timeout=60,
-    )  # fmt: skip
+    cert, key = write_certificate(tmp_path)
     running = RunningServer(structs.replace(config, tls_cert=cert, tls_key=key, connections=LIMITS)).start()
     yield running
     running.stop()

@@ -4,13 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from tandem.frontend.cli.bench.command import load_of, wait_for_model
 from tandem.frontend.cli.bench.connection import Endpoint
 from tandem.frontend.cli.bench.workloads import Load
 from tandem.frontend.cli.main import build_parser, main
+from tandem.frontend.cli.trust import Trust
+from tandem.frontend.config import FrontendConfig
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer
+from tests.support.certificate import write_certificate
 
 SHAPE = ["--random-input-len", "5", "--random-output-len", "7", "--clients", "1"]
 
@@ -49,8 +53,28 @@ def test_bench_without_a_server_says_so(capsys: pytest.CaptureFixture[str]) -> N
     assert "tandem bench: no server is ready on http://127.0.0.1:1 after 0 s" in error
 
 
+def test_bench_trusts_the_certificates_that_it_is_given(
+    config: FrontendConfig, engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cert, key = write_certificate(tmp_path)
+    engine.start()
+    secure = RunningServer(structs.replace(config, tls_cert=cert, tls_key=key)).start()
+    flags = ["bench", "--url", secure.url.replace("http", "https"), *SHAPE, "--num-prompts", "3"]
+    try:
+        assert main(flags) == 1
+        error = capsys.readouterr().err
+        assert "is not trusted (self-signed certificate)" in error and "--ca-cert FILE" in error
+        assert engine.submits == []
+        assert main([*flags, "--ca-cert", str(cert)]) == 0
+        assert len(engine.submits) == 3
+        assert main([*flags, "--insecure"]) == 0
+        assert len(engine.submits) == 6
+    finally:
+        secure.stop()
+
+
 def test_server_names_its_model(server: RunningServer) -> None:
-    assert wait_for_model(server.url, "", 30.0) == "fake-model"
+    assert wait_for_model(server.url, "", Trust().context(), 30.0) == "fake-model"
 
 
 @pytest.mark.parametrize(
