@@ -31,6 +31,8 @@ class ModelFacts(Struct, frozen=True, array_like=True):
     dtype: str
     created: int
     """Unix time of the engine's start, in seconds."""
+    template_fingerprint: str = ""
+    """SHA-256 of the checkpoint's own chat templates in hex; "" if it has none."""
 
 
 class Limits(Struct, frozen=True, array_like=True):

@@ -41,6 +41,7 @@ from tandem.engine_core.startup.start_log import StartLog
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Limits, ModelFacts, Phase
+from tandem.protocol.model_folder import template_fingerprint
 from tandem.protocol.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -232,4 +233,5 @@ def _facts(config: EngineConfig, model: ModelConfig, directory: Path) -> ModelFa
         device=config.device,
         dtype=config.dtype,
         created=int(time.time()),
+        template_fingerprint=template_fingerprint(directory),
     )

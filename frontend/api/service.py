@@ -13,6 +13,7 @@ from tandem.frontend.chat.chat_template import ChatTemplate, load_chat_template,
 from tandem.frontend.chat.tool_formats import tool_format
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.engine.client import EngineClient
+from tandem.frontend.engine.compatibility import Fingerprints
 from tandem.frontend.engine.health import EngineHealth, EngineWatch
 from tandem.frontend.errors import unavailable
 from tandem.frontend.generation.admission import Admission
@@ -28,6 +29,7 @@ from tandem.frontend.store.store_worker import StoreWorker, open_store_worker
 from tandem.frontend.workers import Workers
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Ready
+from tandem.protocol.model_folder import template_fingerprint
 
 _POLL_SECONDS = 0.05
 _FLUSH_SECONDS = 1.0
@@ -146,7 +148,10 @@ def build_service(config: FrontendConfig) -> Service:
     metrics = FrontendMetrics(CollectorRegistry())
     tokenizer = load_tokenizer(config.model_dir)
     watch = EngineWatch(config.beat_timeout, config.step_timeout)
-    client = EngineClient(config.endpoint, config.transport, tokenizer.fingerprint, watch, metrics)
+    # A template of the frontend's own choice may be any.
+    template_print = template_fingerprint(config.model_dir) if config.chat.template is None else ""
+    fingerprints = Fingerprints(tokenizer.fingerprint, template_print)
+    client = EngineClient(config.endpoint, config.transport, fingerprints, watch, metrics)
     template = load_chat_template(config.model_dir, config.chat.template, tokenizer)
     store = open_store_worker(config.state_dir, config.store_limits, metrics) if config.store else None
     defaults = load_sampling_defaults(config.model_dir) if config.generation_config == "auto" else {}

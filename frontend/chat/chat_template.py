@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from jinja2 import Template
 
 from tandem.frontend.chat.template_sandbox import RenderError, SandboxedTemplates
@@ -18,6 +17,7 @@ from tandem.frontend.errors import ApiError, malformed, unsupported_field
 from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IgnoredFields
+from tandem.protocol.model_folder import TemplateFileError, TemplateSource, find_templates, read_json, read_template
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +46,6 @@ class ChatTemplateError(Exception):
 
     The text names the template and the reason.
     """
-
-
-class TemplateSource(msgspec.Struct, frozen=True):
-    """The source text of a model's templates."""
-
-    texts: dict[str, str]
-    """Source by the template's name: `default`, and optionally `tool_use` for requests with tools."""
-    origin: str
-    """Name of the file or the built-in template, for error messages."""
 
 
 class ChatTemplate:
@@ -144,11 +135,14 @@ def load_chat_template(model_dir: Path, file: Path | None, tokenizer: Tokenizer)
     The template is the one in `file`, else the checkpoint's, else the built-in one of the checkpoint's `model_type`.
     Raises ChatTemplateError for a file that cannot be read, and for a template that cannot be compiled.
     """
-    config = _read_json(model_dir / "tokenizer_config.json")
-    if file is not None:
-        source: TemplateSource | None = _read_file(file)
-    else:
-        source = _find_in_checkpoint(model_dir, config) or _find_built_in(model_dir, tokenizer)
+    config = read_json(model_dir / "tokenizer_config.json")
+    try:
+        if file is not None:
+            source: TemplateSource | None = TemplateSource({"default": read_template(file)}, f"--chat-template {file}")
+        else:
+            source = find_templates(model_dir) or _find_built_in(model_dir, tokenizer)
+    except TemplateFileError as error:
+        raise ChatTemplateError(str(error)) from None
     if source is None:
         logger.info("the model has no chat template, so it cannot chat; --chat-template FILE gives it one")
         return None
@@ -160,7 +154,7 @@ def load_chat_template(model_dir: Path, file: Path | None, tokenizer: Tokenizer)
 def special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the texts of the checkpoint's special tokens, by their template names."""
     found: dict[str, Any] = {}
-    for fields in (_read_json(model_dir / "special_tokens_map.json"), config):
+    for fields in (read_json(model_dir / "special_tokens_map.json"), config):
         for name in _SPECIAL_TOKENS:
             if (text := _token_text(fields.get(name))) is not None:
                 found[name] = text
@@ -169,7 +163,7 @@ def special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, Any]
 
 def model_type(model_dir: Path) -> str:
     """Read the checkpoint's `model_type`; "" if config.json does not state it."""
-    return str(_read_json(model_dir / "config.json").get("model_type", ""))
+    return str(read_json(model_dir / "config.json").get("model_type", ""))
 
 
 def _token_text(value: object) -> str | None:
@@ -181,57 +175,13 @@ def _token_text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _read_file(file: Path) -> TemplateSource:
-    return TemplateSource({"default": _read_text(file)}, f"--chat-template {file}")
-
-
-def _find_in_checkpoint(model_dir: Path, config: Mapping[str, Any]) -> TemplateSource | None:
-    """Read the templates of a checkpoint.
-
-    They are chat_template.jinja and additional_chat_templates/*.jinja, or else the template in tokenizer_config.json.
-    """
-    texts: dict[str, str] = {}
-    if (path := model_dir / "chat_template.jinja").is_file():
-        texts["default"] = _read_text(path)
-        for other in sorted((model_dir / "additional_chat_templates").glob("*.jinja")):
-            texts[other.stem] = _read_text(other)
-        return TemplateSource(texts, path.name)
-    template = config.get("chat_template", _read_json(model_dir / "chat_template.json").get("chat_template"))
-    if isinstance(template, str):
-        texts["default"] = template
-    elif isinstance(template, list):
-        for entry in template:
-            if isinstance(entry, dict) and isinstance(entry.get("template"), str):
-                texts[str(entry.get("name"))] = entry["template"]
-    return TemplateSource(texts, "tokenizer_config.json") if texts else None
-
-
 def _find_built_in(model_dir: Path, tokenizer: Tokenizer) -> TemplateSource | None:
     kind = model_type(model_dir)
     name, token = MODEL_TEMPLATES.get(kind, ("", ""))
     if not name or tokenizer.token_id(token) is None:
         return None
     path = TEMPLATES / f"{name}.jinja"
-    return TemplateSource({"default": _read_text(path)}, f"built in for {kind}")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ChatTemplateError(f"the chat template {path} cannot be read: {error}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    The result is {} if the file is missing or contains anything else.
-    """
-    try:
-        value = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return TemplateSource({"default": read_template(path)}, f"built in for {kind}")
 
 
 def _adapt_role(message: dict[str, Any], template: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from tandem.frontend.engine.calls import EngineCall, EngineCalls
+from tandem.frontend.engine.compatibility import Fingerprints, mismatch
 from tandem.frontend.engine.health import EngineHealth, EngineWatch
 from tandem.frontend.engine.link import EngineLink
 from tandem.frontend.engine.monitor import EngineMonitor
@@ -24,7 +25,6 @@ from tandem.protocol.commands import Abort, Submit
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Answer, AnyEvent, Heartbeat, Inspection, Phase, Ready, Refused, StepOutput
 from tandem.protocol.sockets import Transport, connect_heartbeat, heartbeat_endpoint
-from tandem.protocol.version import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +52,14 @@ class EngineClient:
         self,
         endpoint: str,
         transport: Transport,
-        tokenizer_fingerprint: str,
+        fingerprints: Fingerprints,
         watch: EngineWatch,
         metrics: FrontendMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._endpoint = endpoint
         self._transport = transport
-        self._fingerprint = tokenizer_fingerprint
+        self._fingerprints = fingerprints
         self._watch = watch
         self._metrics = metrics
         self._clock = clock
@@ -249,14 +249,9 @@ class EngineClient:
         link = self._link
         if link is None or ready.engine_epoch != link.epoch:
             return
-        theirs, ours = ready.model.tokenizer_fingerprint, self._fingerprint
-        if ready.protocol_version != PROTOCOL_VERSION:
-            self._refuse(f"the engine speaks protocol {ready.protocol_version}, this frontend {PROTOCOL_VERSION}")
-        elif theirs and ours and theirs != ours:
-            self._refuse(
-                f"the engine's tokenizer.json (sha256 {theirs[:12]}) is not this frontend's ({ours[:12]}); "
-                "give both the same model directory"
-            )
+        reason = mismatch(ready, self._fingerprints)
+        if reason is not None:
+            self._refuse(reason)
         else:
             link.ready = ready
             self._metrics.engine_connected.set(1)

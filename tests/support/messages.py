@@ -82,6 +82,7 @@ FACTS = st.builds(
     device=TEXT,
     dtype=TEXT,
     created=ANY_INT,
+    template_fingerprint=TEXT,
 )
 LIMITS = st.builds(Limits, ANY_INT, ANY_INT, ANY_INT, ANY_INT, ANY_INT)
 FINISHED = st.builds(

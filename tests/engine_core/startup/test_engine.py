@@ -21,6 +21,7 @@ from tandem.protocol.commands import Hello, Submit
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, Phase, Ready
+from tandem.protocol.model_folder import TemplateSource
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.mailbox import FakeMailbox
@@ -108,6 +109,14 @@ def test_ready_names_the_facts_and_limits(folder: Path) -> None:
     assert (limits.max_rows, limits.kv_tokens, limits.page_size) == (4, 96, 16)
     assert (limits.max_step_tokens, limits.max_waiting) == (33, 7)
     assert (status.stats.rows_total, status.stats.pages_total) == (4, 6)
+
+
+def test_ready_tells_the_checkpoints_chat_template(folder: Path) -> None:
+    engine, _, _ = build(folder)
+    assert engine.control.model.template_fingerprint == ""
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    engine, _, _ = build(folder)
+    assert engine.control.model.template_fingerprint == TemplateSource({"default": "{{ messages }}"}, "").fingerprint
 
 
 def test_the_name_is_the_folders_and_a_missing_tokenizer_has_no_fingerprint(folder: Path) -> None:

@@ -13,7 +13,6 @@ from tandem.frontend.chat.chat_template import (
     TEMPLATES,
     ChatTemplate,
     ChatTemplateError,
-    TemplateSource,
     load_chat_template,
     special_tokens,
 )
@@ -21,6 +20,7 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.tokenizer import Tokenizer, load_tokenizer
 from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IgnoredFields
+from tandem.protocol.model_folder import TemplateSource
 from tests.fakes.tokenizer import BEGIN, END, write_tokenizer
 
 TOKENS = {"bos_token": BEGIN, "eos_token": END}

@@ -5,6 +5,7 @@ from prometheus_client import CollectorRegistry
 
 from tandem.frontend.engine import client as engine_client
 from tandem.frontend.engine.client import STALE_SECONDS, EngineClient
+from tandem.frontend.engine.compatibility import Fingerprints
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.streams import ReadySet
 from tandem.frontend.metrics import FrontendMetrics
@@ -46,7 +47,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def client(clock: FakeClock) -> EngineClient:
     metrics = FrontendMetrics(CollectorRegistry())
-    made = EngineClient("ipc:///nowhere", Transport(), "", EngineWatch(5.0, 60.0, clock), metrics, clock)
+    made = EngineClient("ipc:///nowhere", Transport(), Fingerprints(), EngineWatch(5.0, 60.0, clock), metrics, clock)
     made._context = object()  # type: ignore[assignment]
     return made
 

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from msgspec import structs
 from tandem.frontend.config import FrontendConfig
 from tandem.protocol.events import Phase
 from tests.fakes.engine import FakeEngine
+from tests.fakes.tokenizer import write_chat_template, write_tokenizer
 from tests.frontend.conftest import DEADLINE, RunningServer, get, open_stream, post, until
 
 
@@ -135,26 +137,34 @@ def test_a_hung_engine_is_not_ready(engine: FakeEngine, config: FrontendConfig) 
         server.stop()
 
 
-@pytest.mark.parametrize("how", ["refused", "protocol", "tokenizer"])
-def test_an_incompatible_engine_is_tried_once(engine: FakeEngine, config: FrontendConfig, how: str) -> None:
+@pytest.mark.parametrize("how", ["refused", "protocol", "tokenizer", "template"])
+def test_an_incompatible_engine_is_tried_once(
+    engine: FakeEngine, config: FrontendConfig, tmp_path: Path, how: str
+) -> None:
     if how == "refused":
         engine.hello_refusal = "protocol 9 wanted"
     elif how == "protocol":
         engine.protocol_version = 9
-    else:
+    elif how == "tokenizer":
         engine.facts = structs.replace(engine.facts, tokenizer_fingerprint="0" * 64)
+    else:
+        write_tokenizer(tmp_path)
+        write_chat_template(tmp_path)
+        config = structs.replace(config, model_dir=tmp_path)
+        engine.facts = structs.replace(engine.facts, template_fingerprint="0" * 64)
     engine.start()
     server = RunningServer(config).start()
     try:
         until(lambda: ready(server)["status"] == "refused", "the mismatch is told")
         reason = ready(server)["reason"]
-        assert {"refused": "protocol 9 wanted", "protocol": "protocol 9", "tokenizer": "tokenizer.json"}[how] in reason
+        told = {"refused": "protocol 9 wanted", "protocol": "protocol 9", "tokenizer": "tokenizer.json"}
+        assert told.get(how, "--chat-template FILE") in reason
         assert complete(server).status_code == 503
         count = len(engine.hellos)
         engine.die()
         engine.hello_refusal = None
         engine.protocol_version = 1
-        engine.facts = structs.replace(engine.facts, tokenizer_fingerprint="")
+        engine.facts = structs.replace(engine.facts, tokenizer_fingerprint="", template_fingerprint="")
         engine.start()
         server.ready()
         # One Hello a life of the engine: what does not fit is not tried again.

@@ -1,0 +1,43 @@
+"""Comparison of an engine's model and protocol with this frontend's."""
+
+from msgspec import Struct
+
+from tandem.protocol.events import Ready
+from tandem.protocol.version import PROTOCOL_VERSION
+
+
+class Fingerprints(Struct, frozen=True):
+    """Fingerprints of the files that decide the token ids of a prompt.
+
+    Each is a SHA-256 in hex, or "" for what is not compared.
+    """
+
+    tokenizer: str = ""
+    template: str = ""
+    """Fingerprint of the checkpoint's own chat templates; "" if it has none, or --chat-template replaces them."""
+
+
+def mismatch(ready: Ready, ours: Fingerprints) -> str | None:
+    """Say why this frontend cannot serve an engine, or return None.
+
+    An empty fingerprint on either side fits any.
+    """
+    if ready.protocol_version != PROTOCOL_VERSION:
+        return f"the engine speaks protocol {ready.protocol_version}, this frontend {PROTOCOL_VERSION}"
+    theirs = ready.model
+    if _differ(theirs.tokenizer_fingerprint, ours.tokenizer):
+        return (
+            f"the engine's tokenizer.json (sha256 {theirs.tokenizer_fingerprint[:12]}) is not this frontend's "
+            f"({ours.tokenizer[:12]}); give both the same model directory"
+        )
+    if _differ(theirs.template_fingerprint, ours.template):
+        return (
+            f"the chat template of the engine's model (sha256 {theirs.template_fingerprint[:12]}) is not that of this "
+            f"frontend's folder ({ours.template[:12]}); give both the same model directory, or choose a template for "
+            "this frontend with --chat-template FILE"
+        )
+    return None
+
+
+def _differ(theirs: str, ours: str) -> bool:
+    return bool(theirs and ours and theirs != ours)

@@ -1,0 +1,82 @@
+"""Chat templates of a model's folder, as frontend and engine core read them."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+
+class TemplateFileError(Exception):
+    """A file of chat templates that cannot be read; the text names it and the reason."""
+
+
+class TemplateSource(Struct, frozen=True):
+    """The source text of a model's templates."""
+
+    texts: dict[str, str]
+    """Source by the template's name: `default`, and optionally `tool_use` for requests with tools."""
+    origin: str
+    """Name of the file or the built-in template, for error messages."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the texts and their names in hex, whichever files hold them."""
+        return hashlib.sha256(msgspec.json.encode(self.texts, order="sorted")).hexdigest()
+
+
+def find_templates(folder: Path) -> TemplateSource | None:
+    """Read the templates of a checkpoint, or return None if it has none.
+
+    They are chat_template.jinja and additional_chat_templates/*.jinja, or else the template in tokenizer_config.json or
+    chat_template.json. Raises TemplateFileError.
+    """
+    texts: dict[str, str] = {}
+    if (path := folder / "chat_template.jinja").is_file():
+        texts["default"] = read_template(path)
+        for other in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            texts[other.stem] = read_template(other)
+        return TemplateSource(texts, path.name)
+    template = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if template is None:
+        template = read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(template, str):
+        texts["default"] = template
+    elif isinstance(template, list):
+        for entry in template:
+            if isinstance(entry, dict) and isinstance(entry.get("template"), str):
+                texts[str(entry.get("name"))] = entry["template"]
+    return TemplateSource(texts, "tokenizer_config.json") if texts else None
+
+
+def template_fingerprint(folder: Path) -> str:
+    """Return the fingerprint of a checkpoint's templates.
+
+    It is "" if there are none that can be read.
+    """
+    try:
+        source = find_templates(folder)
+    except TemplateFileError:
+        return ""
+    return source.fingerprint if source is not None else ""
+
+
+def read_template(path: Path) -> str:
+    """Read the text of a template. Raises TemplateFileError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TemplateFileError(f"the chat template {path} cannot be read: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file.
+
+    The result is {} if the file is missing or contains anything else.
+    """
+    try:
+        value = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return {}
+    return value if isinstance(value, dict) else {}
