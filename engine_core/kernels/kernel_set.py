@@ -19,11 +19,13 @@ class KernelSet:
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    norm_add_rms_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rope_and_kv_write: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float], Tensor
     ]
     """Includes the norms of queries and keys, where the model has them."""
     gated_activation: Callable[[Tensor, Activation], Tensor]
+    soft_cap: Callable[[Tensor, float], Tensor]
 
 
 def torch_kernels() -> KernelSet:
@@ -31,8 +33,10 @@ def torch_kernels() -> KernelSet:
     return KernelSet(
         layer.rms_norm,
         layer.add_rms_norm,
+        layer.norm_add_rms_norm,
         layer.qk_norm_rope_and_kv_write,
         layer.gated_activation,
+        layer.soft_cap,
     )
 
 
@@ -42,12 +46,15 @@ def triton_kernels(pdl: bool) -> KernelSet:
     pdl: chain them by programmatic dependent launch, where a kernel's prologue overlaps its predecessor's end.
     """
     from tandem.engine_core.kernels.gated_activation import gated_activation
-    from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
+    from tandem.engine_core.kernels.norm import add_rms_norm, norm_add_rms_norm, rms_norm
     from tandem.engine_core.kernels.rope import rope_and_kv_write
+    from tandem.engine_core.kernels.soft_cap import soft_cap
 
     return KernelSet(
         partial(rms_norm, pdl=pdl),
         partial(add_rms_norm, pdl=pdl),
+        partial(norm_add_rms_norm, pdl=pdl),
         partial(rope_and_kv_write, pdl=pdl),
         partial(gated_activation, pdl=pdl),
+        partial(soft_cap, pdl=pdl),
     )

@@ -1,6 +1,7 @@
 """Root mean square norm in Triton, alone and fused with the residual addition.
 
-Each program holds one row in registers, so memory is read once. Oracles: `reference.layer.rms_norm` and `add_rms_norm`.
+Each program holds one row in registers, so memory is read once. Oracles: `reference.layer.rms_norm`, `add_rms_norm` and
+`norm_add_rms_norm`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -18,11 +19,22 @@ WARPS = {1024: 2, 2048: 4, 4096: 8, 8192: 16, 16384: 16}
 
 
 @triton.jit
+def normalised(x, weight, eps, hidden: tl.constexpr, dtype: tl.constexpr):
+    """Return the norm of one row, [BLOCK] of `dtype`.
+
+    Rounds as `reference.layer.rms_norm` does. x: [BLOCK] float32, 0 past `hidden`; weight: [BLOCK], as stored.
+    """
+    quotient = x * tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
+    return (quotient.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
+
+
+@triton.jit
 def _rms_norm_kernel(
     normed_ptr,
     total_ptr,
     x_ptr,
     residual_ptr,
+    x_weight_ptr,
     weight_ptr,
     x_stride,
     residual_stride,
@@ -30,23 +42,26 @@ def _rms_norm_kernel(
     hidden: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    NORM_X: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < hidden
-    # No kernel writes the weight, so it is fetched while the previous kernel still runs.
-    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    # No kernel writes the weights, so they are fetched while the previous kernel still runs.
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
+    if NORM_X:
+        x_weight = tl.load(x_weight_ptr + offs, mask=mask, other=0.0)
     wait_for_previous(PDL)
     total = tl.load(x_ptr + row * x_stride + offs, mask=mask, other=0.0)
+    if NORM_X:
+        total = normalised(total.to(tl.float32), x_weight, eps, hidden, total.dtype)
     if ADD:
         residual = tl.load(residual_ptr + row * residual_stride + offs, mask=mask, other=0.0)
         total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
         tl.store(total_ptr + row * hidden + offs, total, mask=mask)
-    wide = total.to(tl.float32)
-    mean = tl.sum(wide * wide, axis=0) / hidden
-    quotient = (wide * tl.rsqrt(mean + eps)).to(total.dtype).to(tl.float32)
-    tl.store(normed_ptr + row * hidden + offs, (quotient * weight).to(total.dtype), mask=mask)
+    normed = normalised(total.to(tl.float32), weight, eps, hidden, total.dtype)
+    tl.store(normed_ptr + row * hidden + offs, normed, mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
@@ -58,7 +73,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor
     Raises ValueError for a hidden size above 16384 and for rows that are not contiguous.
     """
     normed = _empty_like(x)
-    _launch(normed, normed, x, x, weight, eps, False, pdl)
+    _launch(normed, None, x, None, None, weight, eps, pdl)
     return normed
 
 
@@ -69,7 +84,20 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: b
     `reference.layer.add_rms_norm`.
     """
     normed, total = _empty_like(x), _empty_like(x)
-    _launch(normed, total, x, residual, weight, eps, True, pdl)
+    _launch(normed, total, x, residual, None, weight, eps, pdl)
+    return normed, total
+
+
+def norm_add_rms_norm(
+    x: Tensor, x_weight: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Normalise x, add it to the residual stream and normalise the sum.
+
+    Returns what `add_rms_norm` does. x_weight: [hidden], in the weight's dtype. Oracle:
+    `reference.layer.norm_add_rms_norm`.
+    """
+    normed, total = _empty_like(x), _empty_like(x)
+    _launch(normed, total, x, residual, x_weight, weight, eps, pdl)
     return normed, total
 
 
@@ -78,10 +106,22 @@ def _empty_like(x: Tensor) -> Tensor:
 
 
 def _launch(
-    normed: Tensor, total: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add: bool, pdl: bool
+    normed: Tensor,
+    total: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    x_weight: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    pdl: bool,
 ) -> None:
+    """Check what the kernel assumes and run it.
+
+    x and weight stand in for tensors that a variant lacks.
+    """
     tokens, hidden = x.shape
-    if hidden > MAX_HIDDEN or x.stride(1) != 1 or residual.stride(1) != 1:
+    stream = x if residual is None else residual
+    if hidden > MAX_HIDDEN or x.stride(1) != 1 or stream.stride(1) != 1:
         raise ValueError(
             f"rms_norm needs contiguous rows of at most {MAX_HIDDEN} elements, found {tuple(x.shape)} with strides "
             f"{x.stride()}"
@@ -91,16 +131,18 @@ def _launch(
     block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(tokens,)](
         normed,
-        total,
+        x if total is None else total,
         x,
-        residual,
+        stream,
+        weight if x_weight is None else x_weight,
         weight,
         x.stride(0),
-        residual.stride(0),
+        stream.stride(0),
         eps,
         hidden,
         BLOCK=block,
-        ADD=add,
+        ADD=residual is not None,
+        NORM_X=x_weight is not None,
         PDL=pdl,
         num_warps=WARPS.get(block, 1 if block <= 256 else 2),
         **({"launch_pdl": True} if pdl else {}),

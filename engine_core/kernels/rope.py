@@ -81,8 +81,10 @@ def _rope_kernel(
     if NORM:
         mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / D
         inverse = tl.rsqrt(mean + eps)[:, None]
-        first = ((first * inverse).to(dtype).to(tl.float32) * first_weight.to(tl.float32)).to(dtype).to(tl.float32)
-        second = ((second * inverse).to(dtype).to(tl.float32) * second_weight.to(tl.float32)).to(dtype).to(tl.float32)
+        # Rounded to the weight's dtype and then to the head's, as in `norm.normalised`.
+        first = ((first * inverse).to(first_weight.dtype).to(tl.float32) * first_weight.to(tl.float32)).to(dtype)
+        second = ((second * inverse).to(second_weight.dtype).to(tl.float32) * second_weight.to(tl.float32)).to(dtype)
+        first, second = first.to(tl.float32), second.to(tl.float32)
     rotated_first = (first * c - second * s).to(dtype)
     rotated_second = (second * c + first * s).to(dtype)
 
@@ -116,9 +118,9 @@ def rope_and_kv_write(
 
     qkv: [T, heads + 2 * kv_heads, D], heads contiguous, D one of 32, 64, 128, 256; cos, sin: [T, 1, D] float32 as in
     `reference.layer.rope`; slot_mapping: [T] int64; keys, values: [slots, kv_heads, D], written, with one stride for
-    slots; q_norm, k_norm: [D], both or neither (Qwen 3). Dtypes float32, bfloat16 or float16, all but the tables' the
-    same; keys and values may be as in `kv_dtype`. Returns the rotated queries, [T, heads, D], contiguous. Raises
-    ValueError for another D or layout.
+    slots; q_norm, k_norm: [D], both or neither (Qwen 3, Gemma 3). Dtypes float32, bfloat16 or float16, all but the
+    tables' the same; keys and values may be as in `kv_dtype`, the norms float32. Returns the rotated queries, [T,
+    heads, D], contiguous. Raises ValueError for another D or layout.
     """
     tokens, all_heads, head_dim = qkv.shape
     kv_heads = keys.shape[1]

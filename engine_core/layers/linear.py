@@ -20,6 +20,8 @@ class Norm(Protocol):
 
     weight: Tensor
     """Factors of the normalised elements, [hidden]."""
+    update_weight: Tensor | None
+    """Factors of the norm of an update before it is added, [hidden]; None: it is added as it is."""
     eps: float
 
     def __call__(self, update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ class RMSNorm:
         weight: factors, [hidden]; unit_offset: True if the checkpoint stores factors less 1.
         """
         self.weight = weight
+        self.update_weight: Tensor | None = None
         self.eps = eps
         self.kernels = kernels
         self.unit_offset = unit_offset
@@ -43,6 +44,33 @@ class RMSNorm:
     def slots(self, name: str) -> list[WeightSlot]:
         """List the slot of the checkpoint's tensor."""
         return [WeightSlot.whole(f"{name}.weight", self.weight, transform=_add_one if self.unit_offset else None)]
+
+
+class SandwichNorm:
+    """A norm of the residual stream behind a norm of the update.
+
+    Gemma 2 and 3 have both around every block (Gemma Team, 2024): what attention or a feed-forward network returns is
+    normalised, added to the stream, and the stream is normalised for the next block.
+    """
+
+    def __init__(self, update_norm: RMSNorm, norm: RMSNorm) -> None:
+        """Keep two norms with one eps.
+
+        update_norm: that of the update; norm: that of the stream.
+        """
+        assert update_norm.eps == norm.eps, f"norms of eps {update_norm.eps} and {norm.eps} cannot share a kernel"
+        self.weight = norm.weight
+        self.update_weight: Tensor | None = update_norm.weight
+        self.eps = norm.eps
+        self.kernels = norm.kernels
+
+    def __call__(self, update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Normalise the update, add it to the residual stream and normalise that.
+
+        Return the normalised stream and the stream. All tensors are [T, hidden].
+        """
+        assert residual is not None and self.update_weight is not None, "the first block has a plain norm before it"
+        return self.kernels.norm_add_rms_norm(update, self.update_weight, residual, self.weight, self.eps)
 
 
 def _add_one(weight: Tensor) -> Tensor:

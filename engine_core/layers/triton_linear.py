@@ -117,7 +117,7 @@ class TritonLinear(TorchLinear):
             return norm_gemv(x, norm.weight, norm.eps, weight, self.bias, plan, activation, self.gpu.pdl), x
         if plan is not None and residual is not None and residual.is_contiguous():
             given = (x, residual, norm.weight, norm.eps, weight, self.bias, plan, activation)
-            return add_norm_gemv(*given, self.gpu.pdl)
+            return add_norm_gemv(*given, self.gpu.pdl, norm.update_weight)
         normed, stream = norm(x, residual)
         return (self.apply(normed) if activation is None else self._apply_gated(normed, activation)), stream
 

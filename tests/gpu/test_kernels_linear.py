@@ -11,12 +11,14 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
 from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan, workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
+from tandem.engine_core.kernels.reference import layer as oracle
 from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activation, rms_norm
+from tandem.engine_core.kernels.soft_cap import soft_cap
 from tandem.engine_core.layers import triton_linear
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.linear_choice import triton_build_context
-from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
 from tandem.engine_core.layers.triton_linear import TritonLinear
 from tandem.engine_core.runtime.device import read_gpu_traits
 
@@ -153,6 +155,36 @@ def test_linear_behind_a_norm_is_exact_enough(rows: int, activation: Activation 
             expected = exact if activation is None else gated_activation(exact, activation)
             assert error(y, expected) < FUSED_TOLERANCE[torch.bfloat16]
             assert torch.equal(stream, total)
+
+
+@pytest.mark.parametrize("activation", [None, Activation.GELU_TANH])
+@pytest.mark.parametrize("rows", [1, 2, 64, 300])
+def test_linear_behind_a_sandwich_of_norms_is_exact_enough(rows: int, activation: Activation | None) -> None:
+    """Gemma's norms multiply in float32 and round once; the sizes are those of its 1B, 2B, 4B and 9B models."""
+    context = new_context()
+    for inputs in (1152, 2304, 2560, 3584):
+        x, _, _ = operands(rows, 4096, inputs, torch.bfloat16)
+        linear = linear_of(context, 4096, inputs)
+        residual = torch.randn_like(x)
+        norms = [RMSNorm(torch.rand(inputs, device="cuda") + 0.5, EPS, context.kernels) for _ in range(2)]
+        y, stream = linear.apply_normed(x, residual, SandwichNorm(*norms), activation)
+        normed, total = oracle.norm_add_rms_norm(x, norms[0].weight, residual, norms[1].weight, EPS)
+        exact = product(normed, linear.weight, None)
+        expected = exact if activation is None else gated_activation(exact, activation)
+        assert error(y, expected) < FUSED_TOLERANCE[torch.bfloat16]
+        assert error(stream, total.float()) < 5e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_soft_cap_rounds_as_its_oracle(dtype: torch.dtype) -> None:
+    logits = (torch.randn(64, 262144, device="cuda") * 40).to(dtype)
+    expected = oracle.soft_cap(logits.clone(), 30.0)
+    found = soft_cap(logits, 30.0, pdl=True)
+    assert found is logits
+    steps = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-21}
+    torch.testing.assert_close(found, expected, atol=3e-5, rtol=2 * steps[dtype])
+    if dtype.itemsize == 2:
+        assert (found == expected).float().mean() > 0.99
 
 
 def chain(linears: list[LinearWeights], x: Tensor) -> Tensor:

@@ -96,18 +96,23 @@ def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
+def kind_of(head_dim: int) -> LayerAttention:
+    """Heads of 256 elements attend as the local layers of Gemma 2, whose sizes those are."""
+    return LayerAttention(0.1, window=4096, softcap=50.0) if head_dim == 256 else LayerAttention(0.1)
+
+
 def decode(gpu: GpuTraits, head_dim: int, group: int, pairs: int, kv_dtype: torch.dtype, splits: int = 2) -> Launch:
     """Decode of as many rows as there are pairs, on one KV head."""
     table = PageTable(torch.zeros(pairs, 8, dtype=torch.int32), 16, 64)
     index, pool = torch.zeros(pairs, dtype=torch.int32), half(64, 1, head_dim, dtype=kv_dtype)
-    query, layer = half(pairs, group, head_dim), LayerAttention(0.1)
+    query, layer = half(pairs, group, head_dim), kind_of(head_dim)
     return lambda: DecodeStep(index, index, table, splits, gpu).run(query, pool, pool, layer)
 
 
 def prompts(gpu: GpuTraits, head_dim: int, group: int, kv_dtype: torch.dtype, splits: int = 2) -> Launch:
     """One tile of prompts, on one KV head and beside decoding rows."""
     table = PageTable(torch.zeros(1, 8, dtype=torch.int32), 16, 64)
-    query, pool, layer = half(1, group, head_dim), half(64, 1, head_dim, dtype=kv_dtype), LayerAttention(0.1)
+    query, pool, layer = half(1, group, head_dim), half(64, 1, head_dim, dtype=kv_dtype), kind_of(head_dim)
     ragged = RaggedStep(torch.zeros(1, TILE_WORDS, dtype=torch.int32), table, gpu, splits)
     return lambda: ragged.run_into(query, query, pool, pool, layer, beside_decode=True)
 
@@ -143,6 +148,8 @@ def sampling(gpu: GpuTraits, tile: int, group: int, capacity: int) -> Iterator[L
 def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
     kernels, x, weight = triton_kernels(gpu.pdl), half(2, 256), half(256)
     yield lambda: kernels.rms_norm(x, weight, 1e-5)
+    yield lambda: kernels.norm_add_rms_norm(x, weight.float(), x, weight.float(), 1e-5)
+    yield lambda: kernels.soft_cap(x, 30.0)
     yield lambda: kernels.gated_activation(x, Activation.SILU)
     pool, angles, slots = half(16, 1, 32), torch.zeros(2, 1, 32), torch.zeros(2, dtype=torch.int64)
     heads = x.view(2, 8, 32)
@@ -174,6 +181,9 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
                 x, weight = half(1, inputs), half(outputs, inputs)
                 call = (x, x, half(inputs), 1e-5, weight, None, normed, Activation.SILU if gated else None, gpu.pdl)
                 yield lambda call=call: add_norm_gemv(*call)
+                factors = half(inputs, dtype=torch.float32)
+                call = (x, x, factors, 1e-5, weight, None, normed, Activation.GELU_TANH if gated else None, gpu.pdl)
+                yield lambda call=call, factors=factors: add_norm_gemv(*call, factors)
     for head_dim, tiles in TILES.items():
         for pairs in (max(1, least) for least in tiles):
             for group in (1, 32):

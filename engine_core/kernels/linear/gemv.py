@@ -19,26 +19,39 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.gated_activation import activated
 from tandem.engine_core.kernels.linear.plans import GemvPlan
+from tandem.engine_core.kernels.norm import normalised
 
-NO_NORM, NORM, ADD_NORM = 0, 1, 2
+NO_NORM, NORM, ADD_NORM, NORM_ADD_NORM = 0, 1, 2, 3
 
 
 @triton.jit
-def normalised(x_ptr, norm_weight, residual_ptr, total_ptr, eps, offs_k, mask_k, K: tl.constexpr, ADD: tl.constexpr):
-    """Normalise x, rounding as the unfused kernels do.
+def normed_input(
+    x_ptr,
+    x_weight,
+    norm_weight,
+    residual_ptr,
+    total_ptr,
+    eps,
+    offs_k,
+    mask_k,
+    K: tl.constexpr,
+    MODE: tl.constexpr,
+):
+    """Normalise x for a MODE of `gemv_kernel` above 0.
 
-    ADD: add the residual first and write the sum, as MODE 2 of `gemv_kernel` does. Returns [BLOCK_K] float32.
+    Rounds as the kernels of `norm` do. x_weight, norm_weight: [BLOCK_K], as stored. Returns [BLOCK_K] float32.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     wide = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
-    if ADD:
+    if MODE == 3:
+        wide = normalised(wide, x_weight, eps, K, dtype).to(tl.float32)
+    if MODE >= 2:
         wide += tl.load(residual_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
         rounded = wide.to(dtype)
         if tl.program_id(0) == 0:
             tl.store(total_ptr + offs_k, rounded, mask=mask_k)
         wide = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)
-    return ((wide * scale).to(dtype).to(tl.float32) * norm_weight.to(tl.float32)).to(dtype).to(tl.float32)
+    return normalised(wide, norm_weight, eps, K, dtype).to(tl.float32)
 
 
 @triton.jit
@@ -64,6 +77,7 @@ def gemv_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    x_weight_ptr,
     norm_weight_ptr,
     residual_ptr,
     y_ptr,
@@ -84,7 +98,7 @@ def gemv_kernel(
     x: [K]; weight: [N, K] ([2 N, K] with an ACTIVATION, gate first); y: [N].
 
     A program makes ROWS * TILES elements of y. MODE: 1 normalises x first (norm_weight: [K]); 2 adds residual: [K]
-    before that and writes the sum to total: [K].
+    before that and writes the sum to total: [K]; 3 normalises x (x_weight: [K]) before it is added.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -103,9 +117,12 @@ def gemv_kernel(
         upper_tile = tl.load(upper_ptr + offs, mask=mask_k[None, :], other=0.0)
     if MODE > 0:
         norm_weight = tl.load(norm_weight_ptr + offs_k, mask=mask_k, other=0.0)
+        x_weight = norm_weight
+    if MODE == 3:
+        x_weight = tl.load(x_weight_ptr + offs_k, mask=mask_k, other=0.0)
     wait_for_previous(PDL)
     if MODE > 0:
-        vector = normalised(x_ptr, norm_weight, residual_ptr, total_ptr, eps, offs_k, mask_k, K, MODE == 2)
+        vector = normed_input(x_ptr, x_weight, norm_weight, residual_ptr, total_ptr, eps, offs_k, mask_k, K, MODE)
     elif STEPS == 1:
         vector = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
     for t in tl.static_range(TILES):
@@ -148,6 +165,7 @@ def _launch(
     eps: float = 0.0,
     residual: Tensor | None = None,
     total: Tensor | None = None,
+    x_weight: Tensor | None = None,
 ) -> Tensor:
     """Check what the kernel assumes and run it.
 
@@ -164,6 +182,7 @@ def _launch(
         x,
         weight,
         x if bias is None else bias,
+        x if x_weight is None else x_weight,
         x if norm_weight is None else norm_weight,
         x if residual is None else residual,
         y,
@@ -175,13 +194,21 @@ def _launch(
         BLOCK_K=plan.block_k,
         TILES=plan.tiles,
         HAS_BIAS=bias is not None,
-        MODE=NO_NORM if norm_weight is None else NORM if residual is None else ADD_NORM,
+        MODE=_mode(norm_weight, residual, x_weight),
         ACTIVATION=0 if activation is None else activation.value,
         PDL=pdl,
         num_warps=plan.warps,
         **({"launch_pdl": True} if pdl else {}),
     )
     return y
+
+
+def _mode(norm_weight: Tensor | None, residual: Tensor | None, x_weight: Tensor | None) -> int:
+    if norm_weight is None:
+        return NO_NORM
+    if residual is None:
+        return NORM
+    return ADD_NORM if x_weight is None else NORM_ADD_NORM
 
 
 def gemv(
@@ -229,7 +256,11 @@ def add_norm_gemv(
     plan: GemvPlan,
     activation: Activation | None = None,
     pdl: bool = False,
+    x_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `norm_gemv` of x + residual, and that sum, [1, K]. residual: [1, K]."""
+    """Return `norm_gemv` of x + residual, and that sum, [1, K].
+
+    residual: [1, K]; x_weight: x is first normalised with these factors, [K], as `norm.norm_add_rms_norm` does.
+    """
     total = torch.empty_like(x)
-    return _launch(plan, x, weight, bias, activation, pdl, norm_weight, eps, residual, total), total
+    return _launch(plan, x, weight, bias, activation, pdl, norm_weight, eps, residual, total, x_weight), total

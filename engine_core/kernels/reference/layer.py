@@ -28,9 +28,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     It is x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019).
 
     x: [T, hidden], normalised over the last dimension; weight: [hidden], in x's dtype or float32. The quotient is
-    computed in float32 and rounded to x's dtype before the product, as transformers' Llama does.
+    computed in float32 and rounded to the weight's dtype before the product: with a weight in x's dtype that is
+    transformers' Llama, with one in float32 its Gemma, which rounds the product alone.
     """
-    return (functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight).to(x.dtype)
+    return (functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(weight.dtype) * weight).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -40,6 +41,24 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """
     total = x + residual
     return rms_norm(total, weight, eps), total
+
+
+def norm_add_rms_norm(
+    x: Tensor, x_weight: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Run `add_rms_norm` on rms_norm(x), whose factors are x_weight, [hidden].
+
+    Gemma 2 and 3 normalise what a block adds to the residual stream as well.
+    """
+    return add_rms_norm(rms_norm(x, x_weight, eps), residual, weight, eps)
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """Replace logits by cap * tanh(logits / cap), in place, and return them.
+
+    Each of the three operations is rounded to the logits' dtype, as in transformers (Gemma 2).
+    """
+    return logits.div_(cap).tanh_().mul_(cap)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

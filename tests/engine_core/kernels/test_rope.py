@@ -32,6 +32,21 @@ def test_rotation_and_kv_write_equal_the_oracle(
     assert (pools[0][:, sorted(set(range(20)) - set(given[3].tolist()))] == 7).all()
 
 
+def test_norms_in_float32_round_once(device: str) -> None:
+    """Gemma 3 keeps the factors of its norms, 1 + weight, in float32 beside heads of half precision."""
+    qkv, cos, sin, index = inputs(3, 4, 2, 64, device)
+    weights = [torch.rand(64, device=device) + 0.5 for _ in range(2)]
+    # Unrotated, since the interpreter does not round a sum of products as torch does.
+    given = qkv.half(), torch.ones_like(cos), torch.zeros_like(sin), index
+    pools = [torch.zeros(2, 20, 2, 64, device=device).half() for _ in range(2)]
+    query = rope_and_kv_write(*given, *pools[0].unbind(0), *weights, eps=1e-6)
+    expected = qk_norm_rope_and_kv_write(*given, *pools[1].unbind(0), *weights, eps=1e-6)
+    torch.testing.assert_close(query, expected, atol=1e-6, rtol=2**-10)
+    torch.testing.assert_close(pools[0], pools[1], atol=1e-6, rtol=2**-10)
+    # Rounding twice would change more than a tenth of them.
+    assert (query == expected).float().mean() > 0.98
+
+
 def test_a_pool_of_8_bit_floats_equals_the_oracle(device: str) -> None:
     """Only numbers that such a pool holds, unrotated, since the interpreter does not round as a GPU does; and larger
     ones, which are clamped."""

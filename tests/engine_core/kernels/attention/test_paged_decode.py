@@ -101,6 +101,12 @@ def test_a_soft_cap_equals_the_oracle(softcap: float, window: int | None, device
     assert_equals_the_oracle(given._replace(query=given.query * 5), 3, window, softcap)
 
 
+def test_heads_of_256_with_a_window_and_a_soft_cap_equal_the_oracle(device: str) -> None:
+    """The local layers of Gemma 2 have all three."""
+    given = inputs([17, 40], 2, 1, 256, 16, device)
+    assert_equals_the_oracle(given._replace(query=given.query * 2), 2, 20, 50.0)
+
+
 def test_a_window_reads_no_key_outside_it(device: str) -> None:
     """Pages that a window has passed may be given back: neither their keys nor their ids count any more."""
     given = inputs([70], 2, 1, 32, 8, device)

@@ -142,6 +142,12 @@ def test_a_soft_cap_equals_the_oracle(softcap: float, window: int | None, device
     assert_equals_the_oracle(work, given._replace(query=given.query * 5), layer)
 
 
+def test_heads_of_256_with_a_window_and_a_soft_cap_equal_the_oracle(device: str) -> None:
+    """The local layers of Gemma 2 have all three."""
+    work: Work = [(0, 20), (37, 5)]
+    assert_equals_the_oracle(work, inputs(work, 4, 2, 256, 16, device), LayerAttention(0.2, 17, 50.0))
+
+
 def test_a_window_reads_no_key_outside_it(device: str) -> None:
     """Pages that a window has passed may be given back: neither their keys nor their ids count any more."""
     spans, query, keys, values, table = inputs([(60, 9)], 2, 1, 32, 8, device)

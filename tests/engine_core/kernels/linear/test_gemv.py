@@ -8,7 +8,12 @@ from torch.nn import functional
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
 from tandem.engine_core.kernels.linear.plans import GemvPlan
-from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activation, rms_norm
+from tandem.engine_core.kernels.reference.layer import (
+    add_rms_norm,
+    gated_activation,
+    norm_add_rms_norm,
+    rms_norm,
+)
 
 # Where the sigmoid is zero, the exponential under it overflows, which only NumPy reports.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -71,6 +76,19 @@ def test_add_norm_gemv_equals_separate_operations(activation: Activation | None,
     y, stream = add_norm_gemv(x, residual, norm_weight, EPS, weight, None, WHOLE, activation)
     torch.testing.assert_close(y, expected_product(functional.linear(normed, weight), activation))
     assert torch.equal(stream, total)
+
+
+@pytest.mark.parametrize("activation", [None, Activation.GELU_TANH])
+def test_add_norm_gemv_of_a_normalised_update_equals_separate_operations(
+    activation: Activation | None, device: str
+) -> None:
+    x, weight, _ = operands(26, 48, device)
+    residual = torch.randn(1, 48, device=device)
+    x_weight, norm_weight = torch.randn(2, 48, device=device).unbind(0)
+    normed, total = norm_add_rms_norm(x, x_weight, residual, norm_weight, EPS)
+    y, stream = add_norm_gemv(x, residual, norm_weight, EPS, weight, None, WHOLE, activation, x_weight=x_weight)
+    torch.testing.assert_close(y, expected_product(functional.linear(normed, weight), activation))
+    torch.testing.assert_close(stream, total)
 
 
 def test_gemv_refuses_several_rows_and_plans_of_partial_rows(device: str) -> None:

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activation, rms_norm, rope, rope_and_kv_write
+from tandem.engine_core.kernels.reference.layer import (
+    add_rms_norm,
+    gated_activation,
+    norm_add_rms_norm,
+    rms_norm,
+    rope,
+    rope_and_kv_write,
+    soft_cap,
+)
 
 
 def tables(tokens: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,7 +90,29 @@ def test_gated_activation_with_gelu_equals_the_tanh_formula() -> None:
     torch.testing.assert_close(product.double(), expected, atol=1e-6, rtol=0)
 
 
-def test_rms_norm_keeps_the_dtype_of_its_input_under_a_float32_weight() -> None:
-    x, weight = torch.randn(3, 64).bfloat16(), torch.rand(64) + 0.5
-    expected = (torch.nn.functional.rms_norm(x.float(), (64,), None, 1e-6).bfloat16().float() * weight).bfloat16()
-    assert torch.equal(rms_norm(x, weight, 1e-6), expected)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rms_norm_with_a_float32_weight_rounds_once_as_the_gemma_of_transformers_does(dtype: torch.dtype) -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+    reference = Gemma3RMSNorm(64, eps=1e-6)
+    x, stored = torch.randn(50, 64).to(dtype), torch.randn(64).to(dtype)
+    reference.weight.data = stored
+    found = rms_norm(x, stored.float() + 1, 1e-6)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, reference(x), atol=1e-6, rtol=0 if dtype.itemsize == 2 else 1e-6)
+
+
+def test_norm_add_rms_norm_normalises_the_update_before_it_is_added() -> None:
+    x, residual = torch.randn(2, 3, 16).bfloat16().unbind(0)
+    update_weight, weight = torch.rand(2, 16).unbind(0)
+    normed, stream = norm_add_rms_norm(x, update_weight, residual, weight, 1e-5)
+    assert torch.equal(stream, rms_norm(x, update_weight, 1e-5) + residual)
+    assert torch.equal(normed, rms_norm(stream, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_soft_cap_bounds_logits_in_place_with_the_operations_of_transformers(dtype: torch.dtype) -> None:
+    logits = torch.linspace(-400, 400, 801).to(dtype)
+    expected = torch.tanh(logits / 30.0) * 30.0
+    assert soft_cap(logits, 30.0) is logits
+    assert torch.equal(logits, expected)
