@@ -5,16 +5,15 @@ Whatever this engine does not support is refused by name: a field that would cha
 """
 
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.rope_config import Base, Count, Positive, RopeConfig, RopeReader
 
-Count = Annotated[int, Meta(gt=0)]
-Positive = Annotated[float, Meta(gt=0)]
 T = TypeVar("T")
 
 QWEN3 = "Qwen3ForCausalLM"
@@ -22,20 +21,6 @@ QWEN3_HEAD_DIM = 128
 """Head size of a Qwen 3 config that names none; a Llama's follows from its hidden_size."""
 ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 """Supported values of `hidden_act`."""
-
-
-class RopeConfig(Struct, frozen=True):
-    """Base and scaling of a rotary embedding.
-
-    `kind` is "default", "linear" or "llama3"; which of the other fields are used depends on it.
-    """
-
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
 
 
 class ModelConfig(Struct, frozen=True):
@@ -105,15 +90,16 @@ class _RawConfig(Struct, kw_only=True):
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
     max_position_embeddings: Count = 2048
+    original_max_position_embeddings: Count | None = None
     rms_norm_eps: Positive = 1e-6
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
-    rope_theta: Positive | None = None
+    rope_theta: Base | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
-    partial_rotary_factor: float | None = None
+    partial_rotary_factor: Positive | None = None
     sliding_window: int | None = None
     use_sliding_window: bool | None = None
     layer_types: list[str] | None = None
@@ -122,22 +108,6 @@ class _RawConfig(Struct, kw_only=True):
     eos_token_id: int | list[int] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
-
-
-class _RawRope(Struct, forbid_unknown_fields=True):
-    """The fields of `rope_scaling` or `rope_parameters`.
-
-    `rope_scaling` may give its kind as `type`.
-    """
-
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: Positive | None = None
-    partial_rotary_factor: float | None = None
-    factor: Positive | None = None
-    low_freq_factor: Positive | None = None
-    high_freq_factor: Positive | None = None
-    original_max_position_embeddings: Count | None = None
 
 
 def _decode(path: Path, kind: type[T]) -> T:
@@ -171,7 +141,7 @@ def _resolve(raw: _RawConfig, generation_ends: int | list[int] | None) -> ModelC
         tie_embeddings=raw.tie_word_embeddings,
         attention_bias=raw.attention_bias,
         mlp_bias=raw.mlp_bias,
-        rope=_rope(raw),
+        rope=_rope(raw, head_dim),
         eos_ids=_end_ids(raw, generation_ends),
         dtype=raw.dtype or raw.torch_dtype,
         qk_norm=architecture == QWEN3,
@@ -201,8 +171,6 @@ def _refuse_unsupported(raw: _RawConfig) -> None:
         problems.append(f"sliding_window {raw.sliding_window} is not supported")
     if unknown := sorted(set(raw.layer_types or []) - {"full_attention"}):
         problems.append(f"layer_types {', '.join(unknown)} are not supported, only full_attention")
-    if raw.partial_rotary_factor not in (None, 1.0):
-        problems.append(f"partial_rotary_factor {raw.partial_rotary_factor} is not supported")
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -217,31 +185,11 @@ def _end_ids(raw: _RawConfig, generation_ends: int | list[int] | None) -> tuple[
     return tuple(dict.fromkeys(ids))
 
 
-def _rope(raw: _RawConfig) -> RopeConfig:
-    name = "rope_scaling" if raw.rope_scaling else "rope_parameters"
-    try:
-        rope = msgspec.convert(getattr(raw, name) or {}, _RawRope)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    theta = rope.rope_theta or raw.rope_theta or 10000.0
-    kind = rope.rope_type or rope.type or "default"
-    if rope.partial_rotary_factor not in (None, 1.0):
-        raise ConfigError(f"{name}: partial_rotary_factor {rope.partial_rotary_factor} is not supported")
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta, kind, _needed(rope, name, "factor"))
-    if kind == "llama3":
-        low, high = _needed(rope, name, "low_freq_factor"), _needed(rope, name, "high_freq_factor")
-        if low >= high:
-            raise ConfigError(f"{name}: low_freq_factor {low} is not below high_freq_factor {high}")
-        original = rope.original_max_position_embeddings or raw.max_position_embeddings
-        return RopeConfig(theta, kind, _needed(rope, name, "factor"), low, high, original)
-    raise ConfigError(f'{name}: rope_type "{kind}" is not supported, only default, linear and llama3')
-
-
-def _needed(rope: _RawRope, name: str, field: str) -> float:
-    value = getattr(rope, field)
-    if value is None:
-        raise ConfigError(f"{name}: {field} is missing")
-    return float(value)
+def _rope(raw: _RawConfig, head_dim: int) -> RopeConfig:
+    reader = RopeReader(
+        head_dim=head_dim,
+        max_positions=raw.max_position_embeddings,
+        original_positions=raw.original_max_position_embeddings,
+        partial_rotary_factor=raw.partial_rotary_factor,
+    )
+    return reader.read(raw.rope_theta, raw.rope_scaling, raw.rope_parameters)

@@ -36,6 +36,7 @@ L3_NAMES = (
     "layers",
     "models",
     "model_config",
+    "rope_config",
     "sampling",
     "loader",
     "kv_cache.storage",

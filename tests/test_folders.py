@@ -35,8 +35,8 @@ LEVELS = {
         {"__main__"},
     ),
     "engine_core": (
-        {"integers"},
-        {"errors", "kernels", "plan", "stats"},
+        {"errors", "integers"},
+        {"kernels", "plan", "rope_config", "stats"},
         {"attention", "config", "contracts", "loader", "model_config", "pipeline", "sampling"},
         {"constraints", "layers", "sequence", "wire"},
         {"kv_cache"},
@@ -48,7 +48,7 @@ LEVELS = {
     ),
 }
 """Rooms (the folders and the loose modules of a package), from the ground up. One imports only from lower levels."""
-MAX_ROOMS = {"frontend": 23, "engine_core": 24}
+MAX_ROOMS = {"frontend": 23, "engine_core": 25}
 MAX_ARROWS = {"frontend": 70}
 """Pairs of rooms of which the first imports the second."""
 

@@ -1,11 +1,30 @@
-"""The table of rotary position embedding: cosines and sines of every position."""
+"""The table of rotary position embedding: cosines and sines of every position.
+
+A table is computed once, for every position that a sequence of this engine can have, because keys stay in the KV cache
+as they were turned. Two scalings depend on the length of the context, for which it takes the number of positions, that
+is `--max-len`, as vLLM does; transformers takes the length that a sequence has so far:
+
+- "dynamic": the base grows with the length beyond `max_position_embeddings`. Up to there both agree. With a larger
+  --max-len every sequence turns as one of --max-len positions does in transformers.
+- "longrope": above `original_max_position_embeddings` the long factors hold, else the short ones. With a --max-len up
+  to there, both agree; with a larger one every sequence turns by the long factors, the short ones too, where
+  transformers would compute all keys of a sequence again when it grows past that length.
+"""
 
 import math
 
 import torch
 from torch import Tensor
 
-from tandem.engine_core.model_config import RopeConfig
+from tandem.engine_core.rope_config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 
 class RotaryTable:
@@ -15,22 +34,26 @@ class RotaryTable:
     """
 
     def __init__(self, table: Tensor) -> None:
-        """Keep the table, [positions, 2, head_dim] float32.
+        """Keep the table, [positions, 2, rotary_dim] float32.
 
         It holds cosines, then sines with the first half negated (see `rope`).
         """
         self.table = table
 
     @classmethod
-    def build(cls, config: RopeConfig, head_dim: int, positions: int, device: torch.device) -> "RotaryTable":
-        """Compute the table of positions 0 to `positions - 1`."""
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies(config, head_dim))
-        cos, sin = angles.cos(), angles.sin()
+    def build(cls, config: RopeConfig, positions: int, device: torch.device) -> "RotaryTable":
+        """Compute the table of positions 0 to `positions - 1`.
+
+        positions: also the length of the context, which two scalings depend on (see the head of this module).
+        """
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies(config, positions))
+        scale = attention_factor(config)
+        cos, sin = angles.cos() * scale, angles.sin() * scale
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
         return cls(table.to(device))
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up cosines and signed sines, each [T, 1, head_dim] float32.
+        """Look up cosines and signed sines, each [T, 1, rotary_dim] float32.
 
         positions: [T] int64.
         """
@@ -38,19 +61,60 @@ class RotaryTable:
         return rows[:, :1], rows[:, 1:]
 
 
-def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Return the frequency of each pair of a head, [head_dim / 2] float32.
+def attention_factor(config: RopeConfig) -> float:
+    """Return the factor of cosines and sines.
 
-    A frequency is the angle, in radians, by which a pair turns in one position. "linear" divides all frequencies by the
-    factor (Chen et al., 2023). "llama3" (Llama 3.1) divides the slow ones by the factor, keeps the fast ones and blends
-    in between; slow and fast are measured by the wavelength relative to the original context.
+    It is squared in the products of queries and keys.
     """
-    base = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if config.kind == "linear":
-        return base / config.factor
-    if config.kind == "llama3":
-        turns = config.original_max_positions / (2 * math.pi / base)
-        span = config.high_freq_factor - config.low_freq_factor
-        blend = ((turns - config.low_freq_factor) / span).clamp(0, 1)
-        return (1 - blend) * base / config.factor + blend * base
-    return base
+    scaling = config.scaling
+    return scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
+
+
+def frequencies(config: RopeConfig, positions: int) -> Tensor:
+    """Return the frequency of each pair of a head, [rotary_dim / 2] float32.
+
+    A frequency is the angle, in radians, by which a pair turns in one position. positions: length of the context.
+    """
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
+    base = 1.0 / config.theta**exponents
+    match config.scaling:
+        case LinearScaling(factor):
+            return base / factor
+        case DynamicScaling(factor, original):
+            growth = factor * max(positions, original) / original - (factor - 1)
+            theta: float = config.theta * growth ** (config.rotary_dim / (config.rotary_dim - 2))
+            return 1.0 / theta**exponents
+        case Llama3Scaling() as llama3:
+            return _llama3(base, llama3)
+        case YarnScaling() as yarn:
+            return _yarn(base, yarn, config)
+        case LongRopeScaling() as longrope:
+            long = positions > longrope.original_positions
+            return base / torch.tensor(longrope.long_factor if long else longrope.short_factor)
+        case ProportionalScaling(factor, turning):
+            return torch.where(torch.arange(len(base)) < turning, base / factor, 0.0)
+        case None:
+            return base
+
+
+def _llama3(base: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turns = scaling.original_positions / (2 * math.pi / base)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    blend = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+    return (1 - blend) * base / scaling.factor + blend * base
+
+
+def _yarn(base: Tensor, scaling: YarnScaling, config: RopeConfig) -> Tensor:
+    def pair_of(turns: float) -> float:
+        # The index, with a fraction, of the pair that turns so often within the original context.
+        wavelength = scaling.original_positions / (turns * 2 * math.pi)
+        return config.rotary_dim * math.log(wavelength) / (2 * math.log(config.theta))
+
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.rotary_dim - 1)
+    # A ramp without a width is a step.
+    width = last - first or 0.001
+    slow = ((torch.arange(len(base), dtype=torch.float32) - first) / width).clamp(0, 1)
+    return base / scaling.factor * slow + base * (1 - slow)

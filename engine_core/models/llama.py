@@ -109,7 +109,7 @@ class LlamaModel:
         head = context.head_method.build(vocab, hidden, False, context)
         return cls(
             config,
-            (RotaryTable.build(config.rope, config.head_dim, max_positions, context.device),),
+            (RotaryTable.build(config.rope, max_positions, context.device),),
             Embedding.tied_to(head) if config.tie_embeddings else Embedding.build(vocab, hidden, context),
             [LlamaLayer.build(config, layer, context) for layer in layer_attentions(config)],
             RMSNorm.build(hidden, config.rms_norm_eps, context),

@@ -10,8 +10,9 @@ import torch
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.layers.linear_choice import torch_build_context
-from tandem.engine_core.model_config import ModelConfig, RopeConfig
+from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import build_model
+from tandem.engine_core.rope_config import LinearScaling, Llama3Scaling, RopeConfig
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -59,7 +60,7 @@ def test_a_plain_config_is_read(tmp_path: Path) -> None:
         tie_embeddings=False,
         attention_bias=False,
         mlp_bias=False,
-        rope=RopeConfig(theta=500000.0),
+        rope=RopeConfig(8, 500000.0),
         eos_ids=(3, 4),
         dtype="bfloat16",
     )
@@ -103,12 +104,13 @@ def test_end_ids_join_both_files(tmp_path: Path, config_ids: Any, generation: An
     ],
 )
 def test_llama3_rope_is_read_in_each_layout(tmp_path: Path, fields: dict[str, Any]) -> None:
-    assert read(tmp_path, **fields).rope == RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+    assert read(tmp_path, **fields).rope == RopeConfig(8, 500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192))
 
 
 def test_linear_rope_is_read(tmp_path: Path) -> None:
-    rope = read(tmp_path, rope_scaling={"type": "linear", "factor": 2}).rope
-    assert (rope.kind, rope.factor, rope.theta) == ("linear", 2.0, 500000.0)
+    assert read(tmp_path, rope_scaling={"type": "linear", "factor": 2}).rope == RopeConfig(
+        8, 500000.0, LinearScaling(2.0)
+    )
 
 
 def test_the_published_qwen3_config_is_read() -> None:
@@ -126,7 +128,7 @@ def test_the_published_qwen3_config_is_read() -> None:
         tie_embeddings=True,
         attention_bias=False,
         mlp_bias=False,
-        rope=RopeConfig(theta=1e6),
+        rope=RopeConfig(128, 1e6),
         eos_ids=(151645,),
         dtype="bfloat16",
         qk_norm=True,
@@ -151,9 +153,9 @@ def test_a_sliding_window_that_is_switched_off_is_ignored(tmp_path: Path) -> Non
         ({"use_sliding_window": True}, "use_sliding_window true"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, '"yarn"'),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, 'rope_type "ntk"'),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor, high_freq_factor is missing"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "is not below"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}}, "beta_fast"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),

@@ -15,10 +15,11 @@ from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.layers.linear_choice import torch_build_context
-from tandem.engine_core.model_config import ModelConfig, RopeConfig
+from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.llama import LlamaModel
 from tandem.engine_core.models.registry import build_model
 from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.rope_config import RopeConfig
 from tandem.engine_core.runtime.device import CpuDevice
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.runtime.slots import StepSlot
@@ -57,7 +58,7 @@ CONFIG = ModelConfig(
     tie_embeddings=False,
     attention_bias=False,
     mlp_bias=False,
-    rope=RopeConfig(),
+    rope=RopeConfig(8),
     eos_ids=(END,),
     dtype="float32",
 )

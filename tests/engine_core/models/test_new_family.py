@@ -44,7 +44,7 @@ def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Lla
         LlamaLayer(norm(), Attention.build(config, layer, context), norm(), GatedMLP.build(config, context))
         for layer in layer_attentions(config)
     ]
-    rotary = RotaryTable.build(config.rope, config.head_dim, max_positions, context.device)
+    rotary = RotaryTable.build(config.rope, max_positions, context.device)
     return LlamaModel(config, (rotary,), ScaledEmbedding.tied_to(head), layers, norm(), head)
 
 

@@ -1,0 +1,332 @@
+"""Rotary position embedding as config.json describes it.
+
+Both layouts are read: `rope_theta` beside `rope_scaling`, and `rope_parameters`, which holds everything.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from tandem.engine_core.errors import ConfigError
+
+Count = Annotated[int, Meta(gt=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Base = Annotated[float, Meta(gt=1)]
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Layer types with a table of their own (Gemma 3)."""
+
+
+class LinearScaling(Struct, frozen=True):
+    """Position interpolation (Chen et al., 2023).
+
+    Every frequency is divided by the factor.
+    """
+
+    factor: float
+
+
+class DynamicScaling(Struct, frozen=True):
+    """NTK-aware scaling of the base.
+
+    The base grows with the length of the context beyond the original one.
+    """
+
+    factor: float
+    original_positions: int
+
+
+class Llama3Scaling(Struct, frozen=True):
+    """The scaling of Llama 3.1.
+
+    Slow frequencies are divided by the factor, fast ones are kept, and those in between are blended. Slow and fast
+    are measured by the number of turns within the original context.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+class YarnScaling(Struct, frozen=True):
+    """YaRN (Peng et al., 2023).
+
+    Slow frequencies are divided by the factor, fast ones are kept, with a ramp between them over the pairs. Cosines
+    and sines are multiplied by the attention factor.
+    """
+
+    factor: float
+    original_positions: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    """Turns within the original context from which a pair is kept."""
+    beta_slow: float = 1.0
+    """Turns within the original context up to which a pair is divided by the factor."""
+    truncate: bool = True
+    """True if the ends of the ramp are rounded outwards to whole pairs."""
+
+
+class LongRopeScaling(Struct, frozen=True):
+    """LongRoPE (Ding et al., 2024).
+
+    The frequency of each pair is divided by a factor of its own. Cosines and sines are multiplied by the attention
+    factor.
+    """
+
+    short_factor: tuple[float, ...]
+    """Divisors of a context up to `original_positions`, one for each pair."""
+    long_factor: tuple[float, ...]
+    """Divisors of a longer context, one for each pair."""
+    original_positions: int
+    attention_factor: float
+
+
+class ProportionalScaling(Struct, frozen=True):
+    """Frequencies of a head of which only the fastest pairs turn.
+
+    They are divided by the factor.
+    """
+
+    factor: float
+    turning_pairs: int
+
+
+Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling
+
+
+class RopeConfig(Struct, frozen=True):
+    """Rotary position embedding of one kind of layer."""
+
+    rotary_dim: int
+    """Rotated elements of each head, its first ones; the rest passes unchanged."""
+    theta: float = 10000.0
+    """Base: pair i of n turns theta^(-i/n) radians in one position, before scaling."""
+    scaling: Scaling | None = None
+
+
+class _Fields(Struct, forbid_unknown_fields=True):
+    """The fields of `rope_scaling` or `rope_parameters`.
+
+    `rope_parameters` may have an entry with these fields for each layer type.
+    """
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Base | None = None
+    partial_rotary_factor: Positive | None = None
+    original_max_position_embeddings: Count | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+    short_factor: list[Positive] | None = None
+    long_factor: list[Positive] | None = None
+    finetuned: bool | None = None
+    """A remark of the YaRN checkpoints, without effect."""
+
+
+class _Kind(Struct, frozen=True):
+    """The fields of one rope_type besides those of `COMMON`."""
+
+    needed: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned"}
+"""Fields that any rope_type may have, whether or not it uses them."""
+KINDS = {
+    "default": _Kind(),
+    "linear": _Kind(("factor",)),
+    "dynamic": _Kind(("factor",)),
+    "llama3": _Kind(("factor", "low_freq_factor", "high_freq_factor")),
+    "yarn": _Kind((), ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
+    "longrope": _Kind(("short_factor", "long_factor"), ("factor", "attention_factor")),
+    "proportional": _Kind((), ("factor",)),
+}
+
+
+class RopeReader(Struct, frozen=True, kw_only=True):
+    """Reader of rotary fields, with the facts of the model that they depend on."""
+
+    head_dim: int
+    max_positions: int
+    """`max_position_embeddings`."""
+    original_positions: int | None = None
+    """`original_max_position_embeddings` from outside the rotary fields, which wins over theirs."""
+    partial_rotary_factor: float | None = None
+    """Share of each head that turns, from outside the rotary fields; those win."""
+    partial: bool = False
+    """True if the family's heads may turn in part."""
+    longrope_names: tuple[str, ...] = ("su",)
+    """Older names of the rope_type "longrope"."""
+
+    def read(
+        self,
+        rope_theta: float | None = None,
+        rope_scaling: Mapping[str, Any] | None = None,
+        rope_parameters: Mapping[str, Any] | None = None,
+        default_theta: float = 10000.0,
+    ) -> RopeConfig:
+        """Read the rotary fields of a model whose layers share one table.
+
+        The arguments have the names of config.json. default_theta: the base of a config that has none.
+
+        Raises ConfigError if they are malformed, or if a field would be ignored.
+        """
+        name, fields = ("rope_scaling", rope_scaling) if rope_scaling else ("rope_parameters", rope_parameters)
+        return self._resolve(name, fields or {}, rope_theta or default_theta)
+
+    def read_by_layer_type(
+        self,
+        rope_theta: float | None = None,
+        rope_local_base_freq: float | None = None,
+        rope_scaling: Mapping[str, Any] | None = None,
+        rope_parameters: Mapping[str, Any] | None = None,
+        default_theta: float = 1e6,
+        default_local_theta: float = 10000.0,
+    ) -> tuple[RopeConfig, RopeConfig]:
+        """Read the rotary fields of a model with two tables.
+
+        Return that of full attention, then that of sliding attention.
+        In the older layout `rope_theta` and `rope_scaling` belong to full attention, and `rope_local_base_freq` is the
+        base of sliding attention; in the newer one `rope_parameters` has an entry for each.
+
+        Raises ConfigError as `read` does, and for `rope_parameters` without entries for layer types.
+        """
+        nested = rope_parameters or {}
+        if unknown := sorted(nested.keys() - {FULL, SLIDING}):
+            raise ConfigError(
+                f"rope_parameters: {', '.join(unknown)} cannot stand beside the layer types; this model needs one "
+                f"entry for {FULL} and one for {SLIDING}"
+            )
+        parts: list[Mapping[str, Any]] = []
+        for layer_type in (FULL, SLIDING):
+            part = nested.get(layer_type) or {}
+            if not isinstance(part, Mapping):
+                raise ConfigError(f"rope_parameters: {layer_type} must be an object, found {part!r}")
+            parts.append(part)
+        full, sliding = parts
+        return (
+            self._resolve(f"rope_parameters.{FULL}", {**full, **(rope_scaling or {})}, rope_theta or default_theta),
+            self._resolve(f"rope_parameters.{SLIDING}", sliding, rope_local_base_freq or default_local_theta),
+        )
+
+    def _resolve(self, name: str, raw: Mapping[str, Any], theta: float) -> RopeConfig:
+        try:
+            fields = msgspec.convert(raw, _Fields)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{name}: {error}") from None
+        given_kind = fields.rope_type or fields.type or "default"
+        kind = "longrope" if given_kind in self.longrope_names else given_kind
+        if kind not in KINDS:
+            raise ConfigError(f'{name}: rope_type "{given_kind}" is not supported; supported: {", ".join(KINDS)}')
+        _check_names(name, kind, fields)
+        try:
+            share = self._share(kind, fields)
+            dim = self.head_dim if kind == "proportional" else self._rotary_dim(share)
+            return RopeConfig(dim, fields.rope_theta or theta, self._scaling(kind, fields, dim, share))
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+
+    def _share(self, kind: str, fields: _Fields) -> float:
+        share = fields.partial_rotary_factor or self.partial_rotary_factor or 1.0
+        if share > 1:
+            raise ConfigError(f"partial_rotary_factor {share} is above 1, a whole head")
+        if share < 1 and not self.partial and kind != "proportional":
+            raise ConfigError(f"partial_rotary_factor {share} is not supported for this architecture, only 1")
+        return share
+
+    def _rotary_dim(self, share: float) -> int:
+        dim = int(self.head_dim * share)
+        if dim < 2 or dim % 2:
+            raise ConfigError(
+                f"{dim} of {self.head_dim} elements of a head would turn (partial_rotary_factor {share}); rotary "
+                "embedding needs pairs"
+            )
+        return dim
+
+    def _scaling(self, kind: str, fields: _Fields, dim: int, share: float) -> Scaling | None:
+        factor = fields.factor or 1.0
+        original = self.original_positions or fields.original_max_position_embeddings or self.max_positions
+        match kind:
+            case "linear":
+                return LinearScaling(factor)
+            case "dynamic":
+                if dim < 4:
+                    raise ConfigError(f'rope_type "dynamic" needs at least 4 rotated elements of a head, found {dim}')
+                return DynamicScaling(factor, self.max_positions)
+            case "proportional":
+                return ProportionalScaling(factor, int(share * dim // 2))
+            case "llama3":
+                return _llama3(fields, original)
+            case "yarn":
+                return _yarn(fields, original, self.max_positions / original)
+            case "longrope":
+                return _longrope(fields, original, self.max_positions / original, dim // 2)
+        return None
+
+
+def _check_names(name: str, kind: str, fields: _Fields) -> None:
+    """Raise ConfigError for a field that a kind lacks, or that it would ignore."""
+    given = {field for field, value in msgspec.structs.asdict(fields).items() if value is not None}
+    known = KINDS[kind]
+    if missing := [field for field in known.needed if field not in given]:
+        raise ConfigError(f'{name}: {", ".join(missing)} is missing; rope_type "{kind}" needs it')
+    if stray := sorted(given - COMMON - {*known.needed, *known.optional}):
+        raise ConfigError(f'{name}: {", ".join(stray)} has no meaning for rope_type "{kind}"; remove it')
+
+
+def _llama3(fields: _Fields, original: int) -> Llama3Scaling:
+    factor, low, high = fields.factor, fields.low_freq_factor, fields.high_freq_factor
+    assert factor is not None and low is not None and high is not None, fields
+    if low >= high:
+        raise ConfigError(f"low_freq_factor {low} is not below high_freq_factor {high}")
+    return Llama3Scaling(factor, low, high, original)
+
+
+def _yarn(fields: _Fields, original: int, extension: float) -> YarnScaling:
+    """Resolve YaRN's fields.
+
+    extension: positions of the model over the original ones.
+    """
+    factor = fields.factor or extension
+    fast, slow = fields.beta_fast or 32.0, fields.beta_slow or 1.0
+    if fast < slow:
+        raise ConfigError(f"beta_fast {fast} is below beta_slow {slow}")
+    attention_factor = fields.attention_factor
+    if attention_factor is None:
+        attention_factor = _yarn_scale(factor, 1.0)
+        if fields.mscale and fields.mscale_all_dim:
+            attention_factor = _yarn_scale(factor, fields.mscale) / _yarn_scale(factor, fields.mscale_all_dim)
+    truncate = True if fields.truncate is None else fields.truncate
+    return YarnScaling(factor, original, attention_factor, fast, slow, truncate)
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _longrope(fields: _Fields, original: int, extension: float, pairs: int) -> LongRopeScaling:
+    """Resolve LongRoPE's fields.
+
+    extension: as in `_yarn`; pairs: number of those that turn in a head.
+    """
+    short, long = fields.short_factor or [], fields.long_factor or []
+    for name, factors in (("short_factor", short), ("long_factor", long)):
+        if len(factors) != pairs:
+            raise ConfigError(f"{name} has {len(factors)} numbers, but {pairs} pairs of each head turn")
+    factor, attention_factor = fields.factor or extension, fields.attention_factor
+    if attention_factor is None:
+        if original < 2:
+            raise ConfigError(f"original_max_position_embeddings {original} is too small to derive an attention_factor")
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return LongRopeScaling(tuple(short), tuple(long), original, attention_factor)
