@@ -153,7 +153,10 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str) 
     max_rows = options.max_rows or (CPU_MAX_ROWS if cpu else CUDA_MAX_ROWS)
     wanted_len = options.max_len or model.max_positions
     if wanted_len > model.max_positions:
-        raise ConfigError(f"--max-len {wanted_len}, but the model's positions end at {model.max_positions}")
+        raise ConfigError(
+            f"--max-len {wanted_len}, but the model's positions end at {model.max_positions}; lower it to that, or "
+            "leave it out"
+        )
     _check_switches(options)
     _check_graphs(options, cpu)
     step_tokens, chunk = _step_size(options, CPU_STEP_TOKENS if cpu else CUDA_STEP_TOKENS, max_rows, wanted_len)

@@ -1,4 +1,4 @@
-"""Chat templates of a model's folder, as frontend and engine core read them."""
+"""A model's folder: what frontends, supervisor and engine core read alike."""
 
 import hashlib
 from pathlib import Path
@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+
+_UNSTRETCHED = ("default", "llama3")
+"""Kinds of rotary embeddings for which `max_position_embeddings` is the whole number of positions."""
 
 
 class TemplateFileError(Exception):
@@ -60,6 +63,19 @@ def template_fingerprint(folder: Path) -> str:
     except TemplateFileError:
         return ""
     return source.fingerprint if source is not None else ""
+
+
+def max_positions(folder: Path) -> int | None:
+    """Return the number of positions that config.json states.
+
+    The result is None where it states no number, or where the scaling of the rotary embedding may add to it.
+    """
+    config = read_json(folder / "config.json")
+    config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else None
+    stated = config.get("max_position_embeddings")
+    return stated if isinstance(stated, int) and kind in _UNSTRETCHED else None
 
 
 def read_template(path: Path) -> str:

@@ -26,6 +26,7 @@ from tandem.frontend.run_directory import run_directory
 from tandem.frontend.supervisor.ops import ops_server
 from tandem.frontend.supervisor.supervisor import Supervisor
 from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
+from tandem.protocol.model_folder import max_positions
 from tandem.protocol.sockets import Transport
 from tandem.protocol.transport_options import transport, transport_argv
 
@@ -77,6 +78,19 @@ def _missing_model(model: str) -> str:
         f"the model {model} is not a directory here. If it is a name on the Hugging Face hub, download it first:\n"
         f"  hf download {model} --local-dir {folder}\n  tandem serve {folder}"
     )
+
+
+def check_length(max_len: int | None, folder: Path) -> None:
+    """Raise LaunchError for a `--max-len` beyond the model's positions.
+
+    They are those that its config.json states. The engine refuses more as well, but only after it was started.
+    """
+    positions = max_positions(folder)
+    if max_len is not None and positions is not None and max_len > positions:
+        raise LaunchError(
+            f"--max-len {max_len} is more than the {positions} positions of the model in {folder} "
+            f"(max_position_embeddings in its config.json); give at most {positions}, or leave it out"
+        )
 
 
 def private_endpoint(directory: Path) -> str:
@@ -182,6 +196,7 @@ async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
     options = _engine_options(arguments)
     with ExitStack() as stack:
         folder = model_dir(arguments.model)
+        check_length(options.max_len, folder)
         private = stack.enter_context(run_directory())
         endpoint = arguments.endpoint or private_endpoint(private)
         _check_ipc_length(endpoint)

@@ -3,10 +3,17 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tandem.protocol.model_folder import TemplateFileError, TemplateSource, find_templates, template_fingerprint
+from tandem.protocol.model_folder import (
+    TemplateFileError,
+    TemplateSource,
+    find_templates,
+    max_positions,
+    template_fingerprint,
+)
 
 TEXT = "{{ messages }}"
 ONE = TemplateSource({"default": TEXT}, "").fingerprint
@@ -52,3 +59,29 @@ def test_a_template_that_cannot_be_read_is_named_and_has_no_fingerprint(tmp_path
     with pytest.raises(TemplateFileError, match=r"chat_template\.jinja cannot be read: 'utf-8' codec"):
         find_templates(tmp_path)
     assert template_fingerprint(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"max_position_embeddings": 2048, "rope_scaling": None}, 2048),
+        ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "llama3", "factor": 8}}, 131072),
+        ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "default"}}, 2048),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "yarn", "factor": 4}}, None),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 2}}, None),
+        ({"text_config": {"max_position_embeddings": 64}, "max_position_embeddings": 9}, 64),
+        ({"max_position_embeddings": "many"}, None),
+        ({"rope_scaling": "yarn", "max_position_embeddings": 2048}, None),
+        ({}, None),
+    ],
+)
+def test_positions_are_those_of_the_configuration(
+    tmp_path: Path, config: dict[str, Any], positions: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert max_positions(tmp_path) == positions
+
+
+def test_a_folder_without_a_configuration_states_no_positions(tmp_path: Path) -> None:
+    assert max_positions(tmp_path) is None

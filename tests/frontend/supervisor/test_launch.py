@@ -7,7 +7,7 @@ import pytest
 
 from tandem.frontend.cli.main import main
 from tandem.frontend.supervisor import launch
-from tandem.frontend.supervisor.launch import LaunchError, check_unused, listen_ops, model_dir
+from tandem.frontend.supervisor.launch import LaunchError, check_length, check_unused, listen_ops, model_dir
 
 
 def test_default_ops_port_gives_way_to_the_next_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,3 +64,23 @@ def test_gguf_file_is_named_as_such() -> None:
 def test_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="is not a directory"):
         model_dir(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("command", [["serve"], ["engine", "--endpoint", "ipc:///nowhere/engine"]])
+def test_length_beyond_the_models_positions_is_refused_before_anything_starts(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    monkeypatch.setattr(launch, "run_directory", lambda: pytest.fail("nothing is prepared"))
+    assert main([*command, "--model", str(tmp_path), "--max-len", "2049"]) == 2
+    assert capsys.readouterr().err == (
+        f"tandem: --max-len 2049 is more than the 2048 positions of the model in {tmp_path} "
+        "(max_position_embeddings in its config.json); give at most 2048, or leave it out\n"
+    )
+
+
+def test_length_within_the_models_positions_and_of_an_unknown_model_is_left_to_the_engine(tmp_path: Path) -> None:
+    check_length(4096, tmp_path)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    check_length(2048, tmp_path)
+    check_length(None, tmp_path)
