@@ -13,7 +13,7 @@ from tandem.frontend.cli.streamed_answer import StreamedAnswer
 HELP = '''\
 /system       show the system prompt
 /system TEXT  set it for the questions that follow; /system "" removes it
-/reset        forget the conversation, but not the system prompt
+/reset        forget the conversation, but not the system prompt; so does /clear
 /help         show this help
 /quit         quit, like Ctrl-D
 """           start or end a prompt of several lines
@@ -54,8 +54,10 @@ class ChatSession:
         is_complete = answer.follow(self._server.stream("/v1/chat/completions", body))
         if answer.content:
             self.messages += [question, {"role": "assistant", "content": answer.content}]
-        if self._usage:
+        if self._usage:  # it says, too, whether the answer was stopped
             print(answer.summary(), file=sys.stderr)
+        elif not is_complete:
+            print("(stopped)", file=sys.stderr)
         return answer.report_cut("response_format" in self._fields) if is_complete else INTERRUPTED
 
     def _preamble(self) -> list[dict[str, str]]:
@@ -131,7 +133,7 @@ def _run_command(session: ChatSession, line: str) -> bool:
     match command:
         case "/quit" | "/exit":
             return False
-        case "/reset":
+        case "/reset" | "/clear":
             print(f"forgot the conversation ({len(session.messages) // 2} questions)")
             session.messages.clear()
         case "/system":

@@ -25,6 +25,9 @@ _CHECKS_PER_TIMEOUT = 4
 _CHECK_SECONDS = 1.0
 """Longest time between two checks of the deadlines of a connection."""
 
+_READY_SECONDS = 0.1
+"""Time between two looks at whether the engine answers."""
+
 
 class DrainingServer(uvicorn.Server):
     """Server that drains on the first signal and exits at once on the second.
@@ -33,20 +36,29 @@ class DrainingServer(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, connections: Connections, tls: ssl.SSLContext | None
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        connections: Connections,
+        tls: ssl.SSLContext | None,
+        url: str | None = None,
     ) -> None:
+        """Connect the parts; `url` is announced on stdout once the frontend is ready."""
         super().__init__(config)
         self.connections = connections
         self._service = service
         self._tls = tls
+        self._url = url
         self._listeners: list[TlsListener] = []
-        self._watch: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        self._watch = asyncio.create_task(self.connections.watch())
+        self._tasks = [asyncio.create_task(self.connections.watch())]
+        if self._url is not None:
+            self._tasks.append(asyncio.create_task(self._announce(self._url)))
         await super().startup(sockets if self._tls is None else [])
         if self._tls is not None:
             timeout = self._service.config.connections.header_timeout
@@ -61,8 +73,17 @@ class DrainingServer(uvicorn.Server):
         for listener in self._listeners:
             listener.close()
         await super().shutdown(sockets)
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    async def _announce(self, url: str) -> None:
+        """Print the URL once the engine answers.
+
+        Whoever waits for the frontend then knows when to begin.
+        """
+        while not self._service.health().ready:
+            await asyncio.sleep(_READY_SECONDS)
+        print(f"tandem frontend is ready on {url}", flush=True)
 
     def _make_protocol(self, successor_of: Connection) -> LimitedProtocol:
         return LimitedProtocol(
@@ -98,8 +119,8 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = True
 
 
-def build_server(config: FrontendConfig) -> DrainingServer:
-    """Build the server of one frontend.
+def build_server(config: FrontendConfig, url: str | None = None) -> DrainingServer:
+    """Build the server of one frontend, which announces its URL if it has one.
 
     Raises TokenizerError if the model directory has no usable tokenizer.
     """
@@ -122,7 +143,7 @@ def build_server(config: FrontendConfig) -> DrainingServer:
     tls = None
     if config.tls_cert is not None and config.tls_key is not None:
         tls = server_context(config.tls_cert, config.tls_key)
-    return DrainingServer(settings, service, connections, tls)
+    return DrainingServer(settings, service, connections, tls, url)
 
 
 def _build_connections(config: FrontendConfig, service: Service) -> Connections:
@@ -152,8 +173,9 @@ def serve(config: FrontendConfig) -> None:
     """
     raise_file_limit()
     with listen(config.host, config.port) if config.fd is None else socket.socket(fileno=config.fd) as sock:
-        server = build_server(config)
-        if config.fd is None:
-            scheme = "http" if config.tls_cert is None else "https"
-            print(f"tandem frontend listens on {url_of(sock, scheme)}", flush=True)
+        # A supervisor announces its frontend itself.
+        url = url_of(sock, "http" if config.tls_cert is None else "https") if config.fd is None else None
+        server = build_server(config, url)
+        if url is not None:
+            print(f"tandem frontend listens on {url}", flush=True)
         server.run(sockets=[sock])

@@ -150,6 +150,14 @@ def test_chat_keeps_the_conversation_and_runs_commands(session: Session, engine:
     assert len(engine.submits) == 3
 
 
+def test_clear_forgets_the_conversation_as_reset_does(session: Session, engine: FakeEngine) -> None:
+    say(engine, "one")
+    session.ask("first")
+    assert session.ask("/clear") == "forgot the conversation (1 questions)\n"
+    session.ask("second")
+    assert prompts(engine)[1] == "user: second\nassistant:"
+
+
 def test_chat_continues_after_an_error_of_one_line(session: Session, engine: FakeEngine) -> None:
     engine.script = lambda _: RAW.encode("stop here and stop there").ids
     engine.break_after = 2
@@ -170,7 +178,7 @@ def test_interrupt_stops_the_answer_but_not_the_chat(session: Session, engine: F
     session.write("count\n")
     session.read("three")
     session.write("\x03")
-    session.read(">>> ")
+    assert session.read(">>> ").endswith("\r\n(stopped)\r\n>>> ")
     until(lambda: engine.num_running == 0, "the engine is told")
     engine.step_seconds = 0.001
     say(engine, "done")

@@ -18,6 +18,7 @@ import pytest
 
 from tandem.frontend.process import MAX_FAILED_STARTS, ManagedProcess
 from tandem.frontend.supervisor.supervisor import REPEATED_SIGNAL_SECONDS
+from tests.fakes.engine import FakeEngine
 from tests.fakes.tokenizer import write_tokenizer
 from tests.frontend.conftest import DEADLINE, get, open_stream, post, until
 from tests.support.tandem_with_fake_engine import write_tandem
@@ -329,7 +330,14 @@ def test_a_signal_that_is_sent_twice_at_once_still_drains(tandem: Start) -> None
     process.find(r"frontend|stopping: waiting up to 60 s for 1 sequences in progress; interrupt again to stop at once")
 
 
-def test_a_frontend_says_where_it_listens(tandem: Start, ipc_dir: Path, model_dir: Path) -> None:
-    process = tandem(SERVING, "frontend", "--port", "0", "--endpoint", f"ipc://{ipc_dir}/e", "--model", str(model_dir))
+def test_a_frontend_says_where_it_listens_and_when_it_is_ready(
+    tandem: Start, ipc_dir: Path, model_dir: Path, engine: FakeEngine
+) -> None:
+    endpoint = f"ipc://{ipc_dir}/engine"
+    process = tandem(SERVING, "frontend", "--port", "0", "--endpoint", endpoint, "--model", str(model_dir))
     url = process.find(r"tandem frontend listens on (http://127\.0\.0\.1:\d+)")[1]
     until(lambda: get(url + "/health/live").status_code == 200, "it answers there")
+    assert "ready" not in process.output
+    engine.start()
+    process.find(f"tandem frontend is ready on {url}\n")
+    assert process.output.count(url) == 2
