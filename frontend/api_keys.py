@@ -40,7 +40,8 @@ def api_keys(arguments: argparse.Namespace, environ: Mapping[str, str] = os.envi
         try:
             lines = arguments.api_key_file.read_text().split()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--api-key-file {arguments.api_key_file} cannot be read: {error}") from None
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"--api-key-file {arguments.api_key_file} cannot be read: {why}") from None
         if not lines:
             raise ValueError(f"--api-key-file {arguments.api_key_file} contains no key; write one per line")
         keys += lines

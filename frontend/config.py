@@ -340,8 +340,12 @@ def check_security(arguments: argparse.Namespace) -> None:
     if cert is not None:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
+        except ssl.SSLError as error:
+            why = "they are not a pair" if error.reason == "KEY_VALUES_MISMATCH" else "both must be in PEM format"
+            raise ValueError(f"--tls-cert {cert} with --tls-key {key} cannot be used: {why}") from None
         except (OSError, ValueError) as error:
-            raise ValueError(f"--tls-cert {cert} with --tls-key {key} cannot be used: {error}") from None
+            why = str(error.strerror if isinstance(error, OSError) else error)
+            raise ValueError(f"--tls-cert {cert} with --tls-key {key} cannot be used: {why}") from None
 
 
 def _no_password() -> str:

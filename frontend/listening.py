@@ -4,6 +4,7 @@ The sockets are for this process or for a child process that inherits them.
 """
 
 import contextlib
+import os
 import resource
 import socket
 
@@ -46,7 +47,13 @@ def listen(host: str, port: int) -> socket.socket:
     Port 0 selects a free one. Raises OSError if the address is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=2048)
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno is None:
+            raise
+        # Python adds the address to the reason; messages name it in their own words.
+        raise OSError(error.errno, os.strerror(error.errno)) from None
 
 
 def url_of(sock: socket.socket, scheme: str = "http") -> str:

@@ -83,7 +83,8 @@ def read_template(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TemplateFileError(f"the chat template {path} cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise TemplateFileError(f"the chat template {path} cannot be read: {why}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -63,7 +63,13 @@ class Transport(Struct, frozen=True):
                 f"endpoint {endpoint!r} would carry prompts unencrypted: give --curve-keys DIR "
                 "(made with `tandem keys DIR`), or --insecure-tcp on a network you trust"
             )
-        if self.curve is None:
+
+    def warn(self, endpoint: str) -> None:
+        """Log that an endpoint is not secure, if so.
+
+        Each process does that once, where it starts to use the endpoint.
+        """
+        if endpoint.startswith("tcp://") and self.curve is None:
             logger.warning("%s is neither encrypted nor authenticated (--insecure-tcp)", endpoint)
 
 
@@ -190,6 +196,7 @@ def bind_router(context: Any, endpoint: str, transport: Transport = Transport())
     router.rcvhwm = RECEIVE_HIGH_WATER_MARK
     router.maxmsgsize = MAX_COMMAND_BYTES
     _bind(router, endpoint, transport)
+    transport.warn(endpoint)
     return router
 
 

@@ -217,6 +217,8 @@ def run_frontend(arguments: argparse.Namespace) -> int:
         config = frontend_config(arguments)
     except ValueError as error:
         return _refuse(str(error))
+    if config.fd is None:  # the engine of a supervisor says it for its frontend too
+        config.transport.warn(config.endpoint)
     try:
         serve(config)
     except (TokenizerError, ChatTemplateError, StoreError) as error:

@@ -83,7 +83,7 @@ class Batch:
                 failure = RequestError(index, error)
                 if self._options.raise_on_error:
                     raise failure from error
-                results[index] = failed_result(failure)
+                results[index] = failed_result(failure, item if isinstance(item, str) else None)
             self._done += 1
             self._draw_if_due()
 

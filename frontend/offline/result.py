@@ -106,9 +106,12 @@ class OutputDelta(Struct, frozen=True):
     """Log-probabilities of the tokens of `text`; None unless requested."""
 
 
-def failed_result(error: RequestError) -> Result:
-    """Build the result of a request without output."""
-    return Result([], [], Usage(0, 0, 0), error=error)
+def failed_result(error: RequestError, prompt: str | None) -> Result:
+    """Build the result of a request without output.
+
+    `prompt` is its text; None if it was none.
+    """
+    return Result([], [], Usage(0, 0, 0), prompt, error=error)
 
 
 class ResultBuilder:

@@ -11,10 +11,10 @@ from msgspec import Raw, Struct
 
 from tandem.frontend.errors import malformed
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.kinds import Kind
+from tandem.frontend.request.kinds import Kind, Reader
 from tandem.frontend.request.known_names import split_object
 from tandem.frontend.request.schema import Schema, opened
-from tandem.frontend.request.unserved_kinds import Ignored
+from tandem.frontend.request.unserved_kinds import Ignored, Unsupported
 
 
 class Field(Struct, frozen=True):
@@ -34,6 +34,16 @@ class Field(Struct, frozen=True):
         if self.required and isinstance(found.get("type"), list):
             found["type"] = found["type"][0]
         return {**found, "description": self.text} if self.text else found
+
+    def reader(self) -> Reader:
+        """Return the function that parses the JSON of the field.
+
+        The refusal of a field that is not served ends with its text, which says what to use instead.
+        """
+        kind = self.kind
+        if isinstance(kind, Unsupported):
+            kind = msgspec.structs.replace(kind, hint=self.text)
+        return kind.reader(self.name)
 
     @property
     def help(self) -> str:
@@ -68,7 +78,7 @@ class BodyFormat:
     def __init__(self, fields: Iterable[Field]) -> None:
         self.fields = tuple(fields)
         table = {field.name: field for field in (*IGNORED_FIELDS, *self.fields)}
-        self._readers = {name: field.kind.reader(name) for name, field in table.items()}
+        self._readers = {name: field.reader() for name, field in table.items()}
         self._required = tuple(field.name for field in self.fields if field.required)
         self._absent = {field.name: field.kind.absent for field in self.fields}
         slots = [(name, Raw, Raw()) for name in table]

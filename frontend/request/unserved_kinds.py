@@ -23,10 +23,12 @@ class Unsupported(Checked, frozen=True):
     """
 
     accepted: tuple[Any, ...] = ()
+    hint: str = ""
+    """Sentence that the refusal ends with."""
 
     def check(self, name: str, value: Any) -> None:
         if not any(type(value) is type(known) and value == known for known in self.accepted):
-            raise _only(name, self.accepted)
+            raise _only(name, self.accepted, self.hint)
 
     def schema(self) -> Schema:
         # 1 and 1.0 are the same number in JSON.
@@ -59,7 +61,8 @@ class Ignored(Kind, frozen=True):
         return ANY
 
 
-def _only(name: str, accepted: Iterable[Any]) -> ApiError:
+def _only(name: str, accepted: Iterable[Any], hint: str = "") -> ApiError:
     """Return the 400 for a field that takes only null and the accepted values."""
     values = ", ".join(["null", *(msgspec.json.encode(known).decode() for known in accepted)])
-    return unsupported_field(f"{{param}} is not supported; only {values} is accepted", name)
+    end = f". {hint}".rstrip(".") if hint else ""
+    return unsupported_field(f"{{param}} is not supported; only {values} is accepted{end}", name)

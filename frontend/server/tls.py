@@ -63,6 +63,9 @@ class Handshake:
             await loop.connect_accepted_socket(
                 lambda: factory(self), self._sock, ssl=context, ssl_handshake_timeout=timeout
             )
+        except ConnectionError:
+            # A probe of the port, or a client that gave up: nothing that a setting here would change.
+            connections.report(Closed.HANDSHAKE, self)
         except OSError as error:
             why = f"the TLS handshake failed ({type(error).__name__}: {error})"
             connections.report(Closed.HANDSHAKE, self, why)

@@ -6,7 +6,6 @@ It prepares the sockets, the endpoint and the command lines of the child process
 import argparse
 import errno
 import importlib.util
-import os
 import re
 import socket
 import sys
@@ -121,7 +120,7 @@ def _listen(host: str, port: int, flag: str) -> socket.socket:
         return listen(host, port)
     except OSError as error:
         other = f"{flag.removesuffix('port')}host" if error.errno == errno.EADDRNOTAVAIL else flag
-        reason = os.strerror(error.errno) if error.errno else str(error)
+        reason = error.strerror or error
         raise LaunchError(f"cannot listen on {host}:{port} ({reason}); choose another {other}") from None
 
 

@@ -18,14 +18,16 @@ THROUGHPUT_SECONDS = 10.0
 class StatusLog:
     """Report what the watched engine is doing, at intervals.
 
-    While it loads, report the percentage done; while it serves, tokens per second and the load. Nothing is logged of an
-    engine that was idle for the whole interval. `clock` returns monotonic seconds.
+    While it loads, report the percentage done when that changes; while it serves, tokens per second and the load.
+    Nothing is logged of an engine that was idle for the whole interval. `clock` returns monotonic seconds.
     """
 
     def __init__(self, watch: EngineWatch, clock: Callable[[], float] = time.monotonic) -> None:
         self._watch = watch
         self._clock = clock
         self._logged_at = clock()
+        self._progress = ""
+        """Last line on a start; the next one says something else."""
         self._last: Heartbeat | None = None
         """Heartbeat at the start of the interval; None unless the engine served then."""
 
@@ -36,7 +38,9 @@ class StatusLog:
             self._last = None
             if heartbeat is not None and now - self._logged_at >= LOADING_SECONDS:
                 self._logged_at = now
-                if (health := self._watch.health()).status == "loading":
+                health = self._watch.health()
+                if health.status == "loading" and health.reason != self._progress:
+                    self._progress = health.reason
                     logger.info("%s", health.reason)
         elif self._last is None or self._last.engine_epoch != heartbeat.engine_epoch:
             self._last, self._logged_at = heartbeat, now

@@ -64,3 +64,9 @@ def test_url_names_scheme_address_and_port() -> None:
 def test_url_has_brackets_around_an_address_of_version_6() -> None:
     listening: Any = SimpleNamespace(getsockname=lambda: ("::1", 8000, 0, 0))
     assert url_of(listening) == "http://[::1]:8000"
+
+
+def test_address_in_use_is_named_without_its_address() -> None:
+    with listen("127.0.0.1", 0) as taken, pytest.raises(OSError, match="Address already in use") as caught:
+        listen("127.0.0.1", taken.getsockname()[1])
+    assert caught.value.strerror == "Address already in use"

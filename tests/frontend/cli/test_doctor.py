@@ -48,7 +48,8 @@ def test_ports_in_use_name_their_process_and_only_given_ones_are_problems(
         port = taken.getsockname()[1]
         assert port_owner(port).endswith(f"(process {os.getpid()})")
         assert report("--port", str(port), "--ops-port", "0") == 1
-        assert f"used by {port_owner(port)}); choose another --port" in capsys.readouterr().out
+        reason = f"cannot listen on 127.0.0.1:{port} (Address already in use, used by {port_owner(port)}); "
+        assert f"{reason}choose another --port" in capsys.readouterr().out
         assert report("--port", "0", "--ops-port", str(port)) == 1
         assert "choose another --ops-port" in capsys.readouterr().out
         monkeypatch.setattr(doctor, "DEFAULT_OPS_PORT", port)

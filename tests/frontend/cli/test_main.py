@@ -145,10 +145,10 @@ def test_access_flags_are_checked_before_anything_starts(tmp_path: Path, capsys:
         (["--cors-origin", "a.example"], "--cors-origin a.example is not an origin"),
         (["--cors-origin", "https://a.example/path"], "is not an origin"),
         (["--tls-cert", str(cert)], "--tls-cert and --tls-key belong together"),
-        (["--tls-cert", str(cert), "--tls-key", str(cert)], "cannot be used"),
-        (["--tls-cert", "/none", "--tls-key", "/none"], "cannot be used"),
+        (["--tls-cert", str(cert), "--tls-key", str(cert)], "cannot be used: both must be in PEM format\n"),
+        (["--tls-cert", "/none", "--tls-key", "/none"], "cannot be used: No such file or directory\n"),
         (["--api-key", "two words"], "printable ASCII"),
-        (["--api-key-file", "/none"], "cannot be read"),
+        (["--api-key-file", "/none"], "cannot be read: No such file or directory\n"),
         (["--max-n", "129"], "--max-n must be between 1 and 128"),
         (["--max-body", "0"], "--max-body must be between 1 and 1024"),
         (["--max-top-logprobs", "21"], "--max-top-logprobs must be between 0 and 20"),
@@ -176,7 +176,7 @@ def test_invalid_chat_template_prints_one_line(tmp_path: Path, capsys: pytest.Ca
     write_tokenizer(tmp_path)
     (tmp_path / "broken.jinja").write_text("{% if %}")
     argv = ["frontend", "--model-dir", str(tmp_path), "--endpoint", "ipc:///x", "--port", "0", "--chat-template"]
-    for name, reason in (("broken.jinja", "line 1"), ("missing.jinja", "cannot be read")):
+    for name, reason in (("broken.jinja", "line 1"), ("missing.jinja", "cannot be read: No such file or directory\n")):
         assert main([*argv, str(tmp_path / name)]) == 2
         error = capsys.readouterr().err
         assert reason in error

@@ -62,7 +62,7 @@ def test_a_refused_prompt_does_not_lose_the_others(llm: LLM, caplog: pytest.LogC
     prompts = ["a", "b " * 3000, "c"]
     first, refused, last = llm.generate(prompts, max_tokens=4)
     assert first.outputs[0].token_ids and last.outputs[0].token_ids
-    assert refused.outputs == []
+    assert (refused.outputs, refused.prompt) == ([], prompts[1])
     assert refused.error is not None
     assert (refused.error.index, refused.error.code) == (1, "context_length_exceeded")
     with pytest.raises(RequestError, match="request 1: This model's maximum context length is 2048"):

@@ -109,6 +109,8 @@ def test_the_reference_shows_every_route_and_its_fields_without_other_hosts(
         assert "at least 0, at most 2" in row.inner_text()
         assert page.get_by_text("messages (required)").locator("visible=true").count() == 1
         assert all(url.startswith(server.url) for url in asked)
+        page.set_viewport_size({"width": 375, "height": 667})
+        assert page.evaluate("document.documentElement.scrollWidth") == 375, "a phone need not scroll sideways"
         assert page.complaints == []
 
 

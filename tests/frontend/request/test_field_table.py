@@ -73,6 +73,7 @@ def test_refused_field_is_refused_by_its_name(endpoint: str, field: Field) -> No
         parse(endpoint, {field.name: {"any": "value"}})
     assert (caught.value.status, caught.value.param) == (400, field.name)
     assert caught.value.code == "unsupported_parameter"
+    assert caught.value.message.endswith(f"is accepted. {field.text}".rstrip(".")), "the text says what to use instead"
     assert isinstance(field.kind, Unsupported)
     for value in (None, *field.kind.accepted):
         assert parse(endpoint, {field.name: value}) == ()

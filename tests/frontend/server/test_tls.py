@@ -90,3 +90,11 @@ def test_shutdown_ends_handshakes(secure: RunningServer) -> None:
         until(lambda: len(secure.server.connections) == 1)
         secure.server.should_exit = True
         assert silent.rest() == b""
+
+
+def test_client_that_gives_up_a_handshake_is_counted_and_not_logged(
+    secure: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    connect(secure).close()
+    until(lambda: counted(secure, Closed.HANDSHAKE) == 1)
+    assert caplog.messages == []

@@ -42,6 +42,13 @@ def test_loading_is_reported_at_intervals(lines: Callable[[], list[str]]) -> Non
     assert lines() == ["the engine is loading, 30 %", "the engine is loading, 70 %"]
 
 
+def test_loading_that_stands_still_is_reported_once(lines: Callable[[], list[str]]) -> None:
+    engine = Engine()
+    for percent in (0, 0, 0, 1):
+        engine.beat(Phase.LOADING, LOADING_SECONDS, percent=percent)
+    assert lines() == ["the engine is loading, 0 %", "the engine is loading, 1 %"]
+
+
 def test_throughput_is_that_of_the_interval(lines: Callable[[], list[str]]) -> None:
     engine = Engine()
     engine.beat(Phase.READY, 0, prompt_tokens=1000, generation_tokens=5000)
