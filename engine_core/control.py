@@ -231,10 +231,14 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _check_scheduling(submit: Submit) -> None:
-    """Raise RequestError for a priority, session or cache salt outside its bounds."""
+    """Raise RequestError for a priority or a name outside its bounds."""
     priority = submit.priority
     _require(-MAX_PRIORITY <= priority <= MAX_PRIORITY, f"priority is {priority}, {-MAX_PRIORITY} to {MAX_PRIORITY}")
-    for what, name in (("session_id", submit.session), ("cache_salt", submit.cache_salt)):
+    for what, name in (
+        ("session_id", submit.session),
+        ("cache_salt", submit.cache_salt),
+        ("http_request_id", submit.http_request_id),
+    ):
         size = len(name.encode())
         _require(size <= MAX_NAME_BYTES, f"{what} has {size} bytes in UTF-8, at most {MAX_NAME_BYTES}")
 

@@ -238,7 +238,8 @@ class Sequence:
 
     def __repr__(self) -> str:
         return (
-            f"Sequence({self.id}, {self.prompt_len}+{self.generated} tokens of {self.total_len}, "
+            f"Sequence({self.id}, request {self.submit.http_request_id!r}, "
+            f"{self.prompt_len}+{self.generated} tokens of {self.total_len}, "
             f"num_scheduled_tokens={self.num_scheduled_tokens}, num_inflight_samples={self.num_inflight_samples}, "
             f"inflight={self.inflight}, row={self.row}, "
             f"{len(self.pages)} pages, {len(self.cache.nodes)} shared, outcome={self.outcome})"

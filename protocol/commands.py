@@ -6,7 +6,7 @@ from tandem.protocol.params import SamplingParams
 
 MAX_PRIORITY = 100
 MAX_NAME_BYTES = 256
-"""Longest session name or cache salt, in bytes of UTF-8."""
+"""Longest session name, cache salt or HTTP request id, in bytes of UTF-8."""
 
 
 class Command(Struct, frozen=True, array_like=True, tag_field="t"):
@@ -50,6 +50,8 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
     """Conversation whose KV is kept between turns, open to every frontend; "" for none."""
     cache_salt: str = ""
     """Salt of the prefix cache: KV is shared only among requests with the same one."""
+    http_request_id: str = ""
+    """Id of the HTTP request, the same for all its sequences, for logs and inspections; "" for none."""
 
 
 class Abort(Command, frozen=True, array_like=True, tag=2):

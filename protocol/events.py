@@ -178,6 +178,8 @@ class InspectedSequence(Struct, frozen=True, array_like=True):
     session: str = ""
     wait: float = 0.0
     """Seconds in the queue since its arrival or its last preemption; 0 unless it waits."""
+    http_request_id: str = ""
+    """Id of the HTTP request that it belongs to; "" for none."""
 
 
 class InspectedSession(Struct, frozen=True, array_like=True):

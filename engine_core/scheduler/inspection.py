@@ -99,4 +99,5 @@ def _sequence(seq: Sequence, state: SequenceState, now: float, wait: float = 0.0
         now - seq.arrival,
         seq.submit.session,
         wait,
+        seq.submit.http_request_id,
     )

@@ -74,6 +74,7 @@ def _sequence(sequence: InspectedSequence) -> dict[str, Any]:
         "age": round(sequence.age, 3),
         "wait": round(sequence.wait, 3),
         "session_id": sequence.session or None,
+        "http_request_id": sequence.http_request_id or None,
     }
 
 
@@ -105,6 +106,7 @@ _SEQUENCE = closed(
         "age": _NUMBER,
         "wait": _NUMBER,
         "session_id": {"type": ["string", "null"]},
+        "http_request_id": {"type": ["string", "null"]},
     }
 )
 _SESSION = closed({"session_id": STRING, "busy": _FLAG, "pages": _COUNT, "idle": _NUMBER})

@@ -5,12 +5,14 @@ It ends as soon as the client disconnects.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import TypeVar, TypeVarTuple
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.frontend.api.formatter import Formatter
+from tandem.frontend.api.request_scope import request_id
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
@@ -54,7 +56,8 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
-        answer = self._stream(send) if generation.admitted.options.stream else self._whole(send)
+        start = partial(generation.start, *self._service.config.load_limits, request_id(scope))
+        answer = self._stream(send, start) if generation.admitted.options.stream else self._whole(send, start)
         reason = "cancelled"
         tasks = [asyncio.create_task(answer), asyncio.create_task(_wait_for_disconnect(receive))]
         self._service.num_responses += 1
@@ -74,9 +77,9 @@ class GenerationResponse(Response):
             self._service.num_responses -= 1
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send, start: Callable[[], None]) -> None:
         generation, formatter = self._generation, self._formatter
-        generation.start(*self._service.config.load_limits)
+        start()
         begun = False
         try:
             async for batch in generation.batches(*self._service.config.stream_waits):
@@ -94,9 +97,9 @@ class GenerationResponse(Response):
             return
         await _send_body(send, await self.end(generation.usage()), more=False)
 
-    async def _whole(self, send: Send) -> None:
+    async def _whole(self, send: Send, start: Callable[[], None]) -> None:
         generation = self._generation
-        generation.start(*self._service.config.load_limits)
+        start()
         choices = await collect_choices(generation.batches(), generation.admitted.num_choices)
         body = await self.encode(choices, generation.usage())
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]

@@ -17,7 +17,9 @@ _SEQUENCES = {
     "state": "STATE", "row": "ROW", "request_id": "REQUEST", "prompt_tokens": "PROMPT", "generated_tokens": "OUTPUT",
     "computed_tokens": "COMPUTED", "cached_tokens": "CACHED", "pages": "PAGES", "shared_pages": "SHARED",
     "priority": "PRIORITY", "preemptions": "PREEMPTED", "age": "AGE", "wait": "WAIT", "session_id": "SESSION",
+    "http_request_id": "HTTP REQUEST",
 }  # fmt: skip
+_TEXTS = ("state", "session_id", "http_request_id")
 _SESSIONS = {"session_id": "SESSION", "busy": "BUSY", "pages": "KEPT", "idle": "IDLE"}
 _WAITING = ("waiting", "compiling", "following")
 
@@ -108,7 +110,7 @@ def _table(columns: dict[str, str], entries: Sequence[dict[str, Any]]) -> str:
     """Format a table, text columns left-aligned and the others right-aligned."""
     lines = [list(columns.values()), *([_cell(entry[name]) for name in columns] for entry in entries)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
-    texts = [name in ("state", "session_id") for name in columns]
+    texts = [name in _TEXTS for name in columns]
     return "\n".join(
         "  ".join(
             cell.ljust(width) if text else cell.rjust(width)

@@ -81,8 +81,10 @@ class Generation:
         options = self.admitted.options
         return options.max_tokens == 0 and options.prompt_logprobs is None
 
-    def start(self, max_concurrent: int, max_queued_tokens: int) -> None:
+    def start(self, max_concurrent: int, max_queued_tokens: int, request_id: str = "") -> None:
         """Submit one sequence per choice.
+
+        `request_id` is the id of the HTTP request, which the engine shows to its operators.
 
         Raises ApiError 429 if the frontend has no room for them, 503 if the engine is not ready.
         """
@@ -98,7 +100,7 @@ class Generation:
         check_queue(client.queued_tokens, tokens, max_queued_tokens, client.seconds_until_prefilled)
         for index in range(count):
             prompt = admitted.prompt_of(index)
-            command = self._command(prompt, index % options.n)
+            command = self._command(prompt, index % options.n, request_id)
             stream = self._client.submit(command, index, self._ready_set)
             if index % options.n == 0:
                 self._firsts.append(stream)
@@ -172,7 +174,7 @@ class Generation:
             return None
         return echoed_prompt(prompt.ids, prompt.text, self._tokenizer.detokenizer())
 
-    def _command(self, prompt: AdmittedPrompt, choice: int) -> Submit:
+    def _command(self, prompt: AdmittedPrompt, choice: int, request_id: str) -> Submit:
         """Build the message that submits one choice.
 
         A request that only scores its prompts asks the engine for one token and discards it.
@@ -195,6 +197,7 @@ class Generation:
             priority=options.priority,
             session=options.session_id,
             cache_salt=options.cache_salt,
+            http_request_id=request_id,
         )
 
     def _advance(self, stream: TokenStream) -> list[ChoiceDelta]:

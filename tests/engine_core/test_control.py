@@ -93,6 +93,14 @@ class TestScheduling:
         (seq,) = control.scheduler.waiting
         assert (seq.priority, seq.submit.session, seq.cache.namespace) == (3, "talk", b"pepper")
 
+    def test_an_inspection_and_the_log_name_the_http_request(self) -> None:
+        control = greeted()
+        control.apply(b"a", structs.replace(submit(), http_request_id="req_7"))
+        (seq,) = control.scheduler.waiting
+        assert "request 'req_7'" in repr(seq)
+        seen = control.apply(b"a", Inspect(1))
+        assert isinstance(seen, Inspection) and seen.sequences[0].http_request_id == "req_7"
+
     @pytest.mark.parametrize(
         ("field", "value", "text"),
         [
@@ -100,6 +108,7 @@ class TestScheduling:
             ("priority", -101, "priority is -101"),
             ("session", "é" * 129, "session_id has 258 bytes in UTF-8, at most 256"),
             ("cache_salt", "x" * 257, "cache_salt has 257 bytes"),
+            ("http_request_id", "x" * 257, "http_request_id has 257 bytes"),
         ],
     )
     def test_scheduling_fields_out_of_range_are_rejected(self, field: str, value: Any, text: str) -> None:

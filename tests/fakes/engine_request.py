@@ -64,4 +64,5 @@ class Running(Struct):
             preemptions=0,
             age=1.5,
             session=self.submit.session,
+            http_request_id=self.submit.http_request_id,
         )

@@ -64,6 +64,7 @@ COMMANDS = (
         priority=ANY_INT,
         session=TEXT,
         cache_salt=TEXT,
+        http_request_id=TEXT,
     )
     | st.builds(Abort, request_ids=st.lists(ANY_INT, max_size=5))
     | st.builds(Goodbye)
@@ -146,7 +147,15 @@ EVENTS = (
         pages_settling=ANY_INT,
         sequences=st.lists(
             st.builds(
-                InspectedSequence, TEXT, ANY_INT, st.sampled_from(SEQUENCE_STATES), *[ANY_INT] * 9, REAL, TEXT, REAL
+                InspectedSequence,
+                TEXT,
+                ANY_INT,
+                st.sampled_from(SEQUENCE_STATES),
+                *[ANY_INT] * 9,
+                REAL,
+                TEXT,
+                REAL,
+                TEXT,
             ),
             max_size=2,
         ),

@@ -32,7 +32,9 @@ def test_inspection_is_converted_to_json() -> None:
         running=1, waiting=3, pages_used=5, pages_total=9, oldest_wait=1.23456, pages_cached=4, prefix_queries=300,
         prefix_hits=100, pages_evicted=6, preemptions=2, sessions=1, sessions_evicted=7,
     )  # fmt: skip
-    running = InspectedSequence("ab", 5, "decode", 0, 40, 3, 42, 3, 2, 32, -1, 1, 2.34567, "talk")
+    running = InspectedSequence(
+        "ab", 5, "decode", 0, 40, 3, 42, 3, 2, 32, -1, 1, 2.34567, "talk", http_request_id="req_1"
+    )
     waiting = InspectedSequence("ab", 6, "waiting", -1, 40, 0, 0, 0, 0, 0, 0, 0, 1.0, wait=0.5678)
     session = InspectedSession("talk", True, 2, 0.0)
     found = inspection_body(Inspection(1, "fcfs", stats, 4, 1, [running, waiting], [session], 2), LIMITS)
@@ -51,13 +53,13 @@ def test_inspection_is_converted_to_json() -> None:
                 "client": "ab", "request_id": 5, "state": "decode", "row": 0, "prompt_tokens": 40,
                 "generated_tokens": 3, "computed_tokens": 42, "pages": 3, "shared_pages": 2, "cached_tokens": 32,
                 "priority": -1, "preemptions": 1, "age": 2.346, "wait": 0.0,
-                "session_id": "talk",
+                "session_id": "talk", "http_request_id": "req_1",
             },
             {
                 "client": "ab", "request_id": 6, "state": "waiting", "row": None, "prompt_tokens": 40,
                 "generated_tokens": 0, "computed_tokens": 0, "pages": 0, "shared_pages": 0, "cached_tokens": 0,
                 "priority": 0, "preemptions": 0, "age": 1.0, "wait": 0.568,
-                "session_id": None,
+                "session_id": None, "http_request_id": None,
             },
         ],
         "sessions": [{"session_id": "talk", "busy": True, "pages": 2, "idle": 0.0}],
@@ -76,13 +78,15 @@ def test_inspection_schema_describes_every_sequence_state(state: SequenceState) 
 
 def test_inspection_shows_a_turn_in_progress(server: RunningServer, engine: FakeEngine) -> None:
     body = {"model": "fake-model", "prompt": "one", "max_tokens": 1000, "stream": True, "session_id": "talk"}
-    with open_stream("POST", server.url + "/v1/completions", json={**body, "priority": 4}):
+    headers = {"x-request-id": "ticket 7"}
+    with open_stream("POST", server.url + "/v1/completions", json={**body, "priority": 4}, headers=headers):
         engine.hold = True
         response = get(server.url + PATH)
     assert response.status_code == 200
     found: dict[str, Any] = response.json()
     jsonschema.validate(found, answer_schema(described(server), PATH, "get", 200))
-    assert [(one["session_id"], one["priority"]) for one in found["sequences"]] == [("talk", 4)]
+    (one,) = found["sequences"]
+    assert (one["session_id"], one["priority"], one["http_request_id"]) == ("talk", 4, "ticket 7")
     assert found["sessions"] == [{"session_id": "talk", "busy": True, "pages": 2, "idle": 0.0}]
     assert found["rows"]["total"] == 64
 

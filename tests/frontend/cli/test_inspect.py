@@ -25,7 +25,7 @@ IDLE: dict[str, Any] = {
 SEQUENCE = {
     "client": "ab", "request_id": 5, "state": "decode", "row": 0, "prompt_tokens": 40, "generated_tokens": 3,
     "computed_tokens": 42, "pages": 3, "shared_pages": 2, "cached_tokens": 32, "priority": -1, "preemptions": 1,
-    "age": 2.345, "wait": 0.0, "session_id": "talk",
+    "age": 2.345, "wait": 0.0, "session_id": "talk", "http_request_id": "req_1",
 }  # fmt: skip
 BUSY = {
     **IDLE,
@@ -38,7 +38,8 @@ BUSY = {
     },
     "sequences": [
         SEQUENCE,
-        {**SEQUENCE, "state": "waiting", "row": None, "request_id": 12345, "age": 1.0, "wait": 0.5, "session_id": None},
+        {**SEQUENCE, "state": "waiting", "row": None, "request_id": 12345, "age": 1.0, "wait": 0.5, "session_id": None,
+         "http_request_id": None},
     ],
     "sessions": [
         {"session_id": "talk", "busy": True, "pages": 2, "idle": 0.0},
@@ -67,9 +68,9 @@ def test_render_shows_a_busy_scheduler() -> None:
     assert "sessions      2, 1 of them busy, 0 evicted" in summary
     assert "prefix cache  12 pages, hit rate 33.3% (100 of 300 prompt tokens), 6 evicted" in summary
     assert [" ".join(line.split()) for line in sequences.splitlines()] == [
-        "STATE ROW REQUEST PROMPT OUTPUT COMPUTED CACHED PAGES SHARED PRIORITY PREEMPTED AGE WAIT SESSION",
-        "decode 0 5 40 3 42 32 3 2 -1 1 2.3 s - talk",
-        "waiting - 12345 40 3 42 32 3 2 -1 1 1.0 s 0.5 s -",
+        "STATE ROW REQUEST PROMPT OUTPUT COMPUTED CACHED PAGES SHARED PRIORITY PREEMPTED AGE WAIT SESSION HTTP REQUEST",
+        "decode 0 5 40 3 42 32 3 2 -1 1 2.3 s - talk req_1",
+        "waiting - 12345 40 3 42 32 3 2 -1 1 1.0 s 0.5 s - -",
     ]
     head, first, _ = sequences.splitlines()
     assert first.index("  5 ") + 3 == head.index("REQUEST") + len("REQUEST"), "numbers end where their heads do"
