@@ -1,6 +1,6 @@
 """Slots: the places in a model where the tensors of a checkpoint belong."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,7 +48,10 @@ class WeightSlot:
     source: SourceSlice | None = None
     """Part of the checkpoint tensor that is read; None: a tensor of the region's shape, whole."""
     transform: Callable[[Tensor], Tensor] | None = None
-    """Function from the tensor read to one of the region's shape, such as a transposition or an unpacking."""
+    """Function from the tensor read to one of the region's shape, such as a transposition or an unpacking.
+
+    It is called on the parameter's device, by any thread.
+    """
     dtypes: tuple[str, ...] = FLOAT_DTYPES
     """Dtypes of the checkpoint tensor that can be read, in the words of safetensors."""
     tied_to: str | None = None
@@ -76,17 +79,24 @@ class WeightSlot:
         """The region itself, to be written."""
         return self.parameter.narrow(self.dim, self.start, self.length)
 
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise ConfigError unless a shape is that of the region.
+
+        shape: of what was read, or of what the transform made of it.
+        """
+        if tuple(shape) != tuple(self.target.shape):
+            raise ConfigError(
+                f"{self.name}: read {list(shape)} for a region of shape {list(self.target.shape)}; "
+                "the slice or the transform of its slot does not fit the checkpoint"
+            )
+
     def fill(self, tensor: Tensor) -> None:
         """Write a tensor read from the checkpoint, cast to the parameter's dtype.
 
-        Raises ConfigError if what was read, or what the transform made of it, does not have the region's shape.
+        Raises ConfigError if what the transform made of it does not have the region's shape.
         """
         value = tensor if self.transform is None else self.transform(tensor)
-        if value.shape != self.target.shape:
-            raise ConfigError(
-                f"{self.name}: read {list(value.shape)} for a region of shape {list(self.target.shape)}; "
-                "the slice or the transform of its slot does not fit the checkpoint"
-            )
+        self.check(value.shape)
         self.target.copy_(value)
 
 

@@ -11,7 +11,6 @@ from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.slots import Loadable
-from tandem.engine_core.loader.weights import tensors_differ
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.llama import EMBEDDING, HEAD, LlamaModel
 
@@ -61,6 +60,6 @@ def build_model(
     """
     check_architecture(config)
     if checkpoint is not None and config.tie_embeddings:
-        tied = not tensors_differ(checkpoint, f"{EMBEDDING}.weight", f"{HEAD}.weight")
+        tied = not checkpoint.tensors_differ(f"{EMBEDDING}.weight", f"{HEAD}.weight")
         config = structs.replace(config, tie_embeddings=tied)
     return BUILDERS[config.architecture](config, max_positions or config.max_positions, context)

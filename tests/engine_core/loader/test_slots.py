@@ -1,5 +1,6 @@
 """Slots fill parameters from fused, split, transposed and packed checkpoints, reading no more than they need."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -56,17 +57,18 @@ def test_a_shard_reads_its_slice_of_either_dimension(dim: int, tmp_path: Path) -
 
 
 def test_only_the_slice_is_read_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[tuple[int, ...]] = []
-    fill_slot = WeightSlot.fill
+    read: list[int] = []
+    preadv = os.preadv
 
-    def recorded(slot: WeightSlot, tensor: Tensor) -> None:
-        read.append(tuple(tensor.shape))
-        fill_slot(slot, tensor)
+    def recorded(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        read.append(preadv(descriptor, buffers, offset))
+        return read[-1]
 
-    monkeypatch.setattr(WeightSlot, "fill", recorded)
-    shard = torch.empty(2, 6)
-    fill(tmp_path, {"w": torch.randn(8, 6)}, WeightSlot.whole("w", shard, SourceSlice((8, 6), 0, 4, 2)))
-    assert read == [(2, 6)]
+    monkeypatch.setattr(os, "preadv", recorded)
+    whole, shard = torch.randn(8, 6), torch.empty(2, 6)
+    fill(tmp_path, {"w": whole}, WeightSlot.whole("w", shard, SourceSlice((8, 6), 0, 4, 2)))
+    assert torch.equal(shard, whole[4:6])
+    assert sum(read) == 2 * 6 * 4
 
 
 def test_a_transposed_tensor_is_transformed(tmp_path: Path) -> None:
@@ -114,3 +116,17 @@ def test_a_region_along_the_second_dimension_may_not_stay_uncovered_or_be_given_
         fill(tmp_path, {"a": torch.zeros(4, 3)}, *slots)
     with pytest.raises(ConfigError, match=r"given twice: (b and ab|ab and b)"):
         fill(tmp_path, {"b": torch.zeros(4, 7), "ab": torch.zeros(4, 10)}, *slots)
+
+
+def test_a_slice_of_another_shape_than_its_region_is_refused_before_anything_is_filled(tmp_path: Path) -> None:
+    first, second = torch.zeros(3), torch.zeros(3, 6)
+    slots = (WeightSlot.whole("n", first), WeightSlot.whole("w", second, SourceSlice((8, 6), 0, 4, 2)))
+    with pytest.raises(ConfigError, match=r"w: read \[2, 6\] for a region of shape \[3, 6\]"):
+        fill(tmp_path, {"n": torch.ones(3), "w": torch.randn(8, 6)}, *slots)
+    assert not first.any() and not second.any()
+
+
+def test_a_transform_of_another_shape_than_its_region_is_refused(tmp_path: Path) -> None:
+    slot = WeightSlot.whole("w", torch.empty(5, 3), transform=torch.t)
+    with pytest.raises(ConfigError, match=r"w: read \[3, 5\] for a region of shape \[5, 3\]"):
+        fill(tmp_path, {"w": torch.randn(5, 3)}, slot)

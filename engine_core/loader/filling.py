@@ -1,0 +1,113 @@
+"""The filling of one slot, in pieces that several threads read."""
+
+from dataclasses import dataclass
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
+from tandem.engine_core.loader.pieces import Piece, cut
+from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.loader.source_file import SourceFile
+
+
+class Filling:
+    """A slot, and how much of it is still to be filled.
+
+    Without a transform, pieces go to the slot's region. With one they go to a tensor beside it, on the same device,
+    which exists from the first piece to the last and is transformed then.
+    """
+
+    def __init__(self, slot: WeightSlot, stored: StoredTensor, file: SourceFile) -> None:
+        """Set up a filling from a tensor in a file."""
+        self.slot = slot
+        self.stored = stored
+        self.file = file
+        self.dtype = TORCH_DTYPES[stored.dtype]
+        self._lock = Lock()
+        self._left = 0
+        self._part: Tensor | None = None if slot.transform else slot.target
+
+    def jobs(self, nbytes: int) -> "list[Job]":
+        """Cut the filling into pieces of at most `nbytes` bytes.
+
+        Raises ConfigError if the slot's part of the tensor does not have the shape of its region.
+        """
+        slot = self.slot
+        if slot.transform is None:
+            slot.check(self._part_shape())
+        jobs = [Job(self, piece) for piece in cut(self.stored.shape, slot.source, nbytes // self.dtype.itemsize)]
+        self._left = len(jobs)
+        return jobs
+
+    def part(self) -> Tensor:
+        """Return the tensor that the pieces go to."""
+        with self._lock:
+            if self._part is None:
+                self._part = torch.empty(self._part_shape(), dtype=self.dtype, device=self.slot.target.device)
+            return self._part
+
+    def end_piece(self) -> None:
+        """Count a piece as copied, and transform the tensor with the last one.
+
+        Raises ConfigError if the transform does not yield the shape of the slot's region.
+        """
+        with self._lock:
+            self._left -= 1
+            left = self._left
+        if left == 0 and self.slot.transform is not None:
+            self.slot.fill(self.part())
+            if self.slot.target.is_cuda:
+                # Before the tensor goes back to the allocator, from where another thread's stream may take it.
+                torch.cuda.current_stream(self.slot.target.device).synchronize()
+            self._part = None
+
+    def _part_shape(self) -> tuple[int, ...]:
+        source, shape = self.slot.source, self.stored.shape
+        if source is None:
+            return shape
+        length = shape[source.dim] - source.start if source.length is None else source.length
+        return (*shape[: source.dim], length, *shape[source.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A piece that is to be read into a slot."""
+
+    filling: Filling
+    piece: Piece
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are read."""
+        count = 1
+        for length in self.piece.shape:
+            count *= length
+        return count * self.filling.dtype.itemsize
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file and the first byte in it."""
+        stored = self.filling.stored
+        return str(stored.path), stored.start + self.piece.start * self.filling.dtype.itemsize
+
+    def target(self) -> Tensor:
+        """Return the place that the piece fills."""
+        return self.filling.part()[self.piece.index]
+
+    def is_plain(self, target: Tensor) -> bool:
+        """Return whether the bytes of the file are those of the target, in order."""
+        return target.dtype == self.filling.dtype and target.is_contiguous() and target.shape == self.piece.shape
+
+    def read(self, buffer: memoryview) -> None:
+        """Fill a buffer of `nbytes` bytes.
+
+        Raises ConfigError if the file cannot be read.
+        """
+        self.filling.file.read_into(buffer, self.place[1])
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """Return what was read into a buffer of bytes, in the shape of the target."""
+        read = buffer[: self.nbytes].view(self.filling.dtype).view(self.piece.shape)
+        return read[self.piece.window]

@@ -1,0 +1,82 @@
+"""The check that a checkpoint's tensors fill a model, before any of them is read.
+
+No tensor may be missing, left over or of another shape.
+"""
+
+from itertools import pairwise
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.loader.checkpoint import Checkpoint
+from tandem.engine_core.loader.header import StoredTensor
+from tandem.engine_core.loader.listing import listing, shown
+from tandem.engine_core.loader.slots import WeightSlot
+
+HARMLESS = (".rotary_emb.inv_freq",)
+"""Name suffixes of buffers that old checkpoints hold and that follow from the configuration."""
+
+
+def check_fit(checkpoint: Checkpoint, slots: list[WeightSlot]) -> None:
+    """Check that the tensors of a checkpoint fill all slots.
+
+    Raises ConfigError that names the tensors which are missing, unexpected, misshaped, of a dtype that is not read, or
+    given twice, and tied tensors that differ. Of many it names twenty. Raises it as well if a file cannot be read.
+    """
+    if problems := _problems(checkpoint, slots):
+        raise ConfigError(
+            f"{checkpoint.directory} does not fit the model of its config.json:\n  {listing(problems, by_kind=True)}"
+        )
+
+
+def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
+    by_name: dict[str, list[WeightSlot]] = {}
+    for slot in slots:
+        by_name.setdefault(slot.name, []).append(slot)
+    problems = []
+    for tensor in checkpoint.tensors.values():
+        problems += _misfits(tensor, by_name.get(tensor.name, []))
+    present: dict[int, list[WeightSlot]] = {}
+    for slot in slots:
+        if slot.name in checkpoint.tensors:
+            present.setdefault(id(slot.parameter), []).append(slot)
+    covered = {key: list(found) for key, found in present.items()}
+    for slot in slots:
+        others = covered.setdefault(id(slot.parameter), [])
+        if not _covers(others, slot):
+            problems.append(f"missing {slot.name}: expected {list(slot.shape)}")
+            others.append(slot)
+    return sorted(problems) + _doubles(checkpoint, present)
+
+
+def _misfits(tensor: StoredTensor, slots: list[WeightSlot]) -> list[str]:
+    """Return the problems of one checkpoint tensor, one line each."""
+    found = shown(str(list(tensor.shape)))
+    if not slots:
+        return [] if tensor.name.endswith(HARMLESS) else [f"unexpected {shown(tensor.name)}: {found}"]
+    for slot in slots:
+        if tensor.shape != slot.shape:
+            return [f"misshaped {tensor.name}: expected {list(slot.shape)}, found {found}"]
+        if tensor.dtype not in slot.dtypes:
+            return [f"unreadable {tensor.name}: it is {tensor.dtype}, expected {', '.join(slot.dtypes)}"]
+    return []
+
+
+def _covers(others: list[WeightSlot], slot: WeightSlot) -> bool:
+    """Return whether other slots of a parameter cover all of this one's region."""
+    reached = slot.start
+    for other in sorted(others, key=lambda item: item.start):
+        if other.start <= reached:
+            reached = max(reached, other.start + other.length)
+    return reached >= slot.start + slot.length
+
+
+def _doubles(checkpoint: Checkpoint, present: dict[int, list[WeightSlot]]) -> list[str]:
+    problems = []
+    for slots in present.values():
+        for first, second in pairwise(sorted(slots, key=lambda slot: slot.start)):
+            if first.start + first.length <= second.start:
+                continue
+            if first.tied_to != second.name and second.tied_to != first.name:
+                problems.append(f"given twice: {first.name} and {second.name} fill the same region of a parameter")
+            elif checkpoint.tensors_differ(first.name, second.name):
+                problems.append(f"tied {first.name} and {second.name} differ, but the model shares one tensor for both")
+    return problems

@@ -1,0 +1,148 @@
+"""The ways from a file into a parameter, one for each kind of device.
+
+A lane belongs to one thread and is entered by it.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from tandem.engine_core.loader.filling import Job
+from tandem.engine_core.loader.source_file import memory_of
+
+STAGING_BUFFERS = 2
+"""Buffers of a lane to a GPU: one is filled while the other is copied."""
+
+
+class Lane(Protocol):
+    """A way from files to one device."""
+
+    def __enter__(self) -> Self:
+        """Allocate what the lane needs."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def move(self, job: Job) -> Iterator[Job]:
+        """Read a piece and start to copy it.
+
+        Yield the pieces, of this call or an earlier one, that are copied.
+        """
+
+    def finish(self) -> Iterator[Job]:
+        """Wait for all copies, and yield the pieces that `move` has not."""
+
+
+class HostLane:
+    """Implement `Lane` for parameters in host memory.
+
+    A piece whose elements have the parameter's dtype and order is read in place, any other through a buffer.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Set up a lane.
+
+        nbytes: those of the largest piece.
+        """
+        self._nbytes = nbytes
+        self._buffer: Tensor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._buffer = None
+
+    def move(self, job: Job) -> Iterator[Job]:
+        """Implement `Lane.move`."""
+        target = job.target()
+        if target.device.type == "cpu" and job.is_plain(target):
+            job.read(memory_of(target))
+        else:
+            if self._buffer is None:
+                self._buffer = torch.empty(self._nbytes, dtype=torch.uint8)
+            job.read(memory_of(self._buffer)[: job.nbytes])
+            target.copy_(job.view(self._buffer))
+        yield job
+
+    def finish(self) -> Iterator[Job]:
+        """Implement `Lane.finish`."""
+        yield from ()
+
+
+class CudaLane:
+    """Implement `Lane` for parameters on a GPU.
+
+    Pieces are read into pinned buffers and copied on a stream of the lane's own, where they are cast if need be.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """Set up a lane.
+
+        nbytes: those of the largest piece.
+        """
+        self._nbytes = nbytes
+        self._device = device
+        self._stack = ExitStack()
+        self._buffers: list[Tensor] = []
+        self._events: list[torch.cuda.Event] = []
+        self._moving: list[Job | None] = [None] * STAGING_BUFFERS
+        self._turn = 0
+        self._cast: Tensor | None = None
+        """Buffer on the GPU for pieces that are cast or rearranged there."""
+
+    def __enter__(self) -> Self:
+        # The memory of parameters may have been another tensor's a moment ago, on another stream.
+        torch.cuda.synchronize(self._device)
+        self._stack.enter_context(torch.cuda.device(self._device))
+        self._stack.enter_context(torch.cuda.stream(torch.cuda.Stream(self._device)))  # type: ignore[no-untyped-call]
+        for _ in range(STAGING_BUFFERS):
+            self._buffers.append(torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=True))
+            self._events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            torch.cuda.current_stream().synchronize()
+        self._buffers.clear()
+        self._cast = None
+        self._stack.close()
+
+    def move(self, job: Job) -> Iterator[Job]:
+        """Implement `Lane.move`."""
+        turn = self._turn
+        self._turn = (turn + 1) % STAGING_BUFFERS
+        yield from self._await(turn)
+        buffer, target = self._buffers[turn], job.target()
+        job.read(memory_of(buffer)[: job.nbytes])
+        if job.is_plain(target):
+            target.copy_(job.view(buffer), non_blocking=True)
+        else:
+            # A copy from the host that casts would cast there, into memory that is not pinned.
+            if self._cast is None:
+                self._cast = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+            self._cast[: job.nbytes].copy_(buffer[: job.nbytes], non_blocking=True)
+            target.copy_(job.view(self._cast))
+        self._events[turn].record()
+        self._moving[turn] = job
+
+    def finish(self) -> Iterator[Job]:
+        """Implement `Lane.finish`."""
+        for turn in range(STAGING_BUFFERS):
+            yield from self._await(turn)
+
+    def _await(self, turn: int) -> Iterator[Job]:
+        job = self._moving[turn]
+        if job is not None:
+            self._events[turn].synchronize()
+            self._moving[turn] = None
+            yield job

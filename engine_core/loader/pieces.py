@@ -1,0 +1,63 @@
+"""The cutting of tensors into pieces that are read one at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from tandem.engine_core.loader.slots import SourceSlice
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive elements of a tensor in a file.
+
+    They have a place in the part of it that a slot reads.
+    """
+
+    start: int
+    """First element, of those of the whole tensor in order."""
+    shape: tuple[int, ...]
+    """Shape of the elements; it has as many dimensions as the tensor."""
+    window: Index
+    """The elements that belong to the part, as an index of the piece."""
+    index: Index
+    """Their place, as an index of the part."""
+
+
+def cut(shape: tuple[int, ...], source: SourceSlice | None, most: int) -> Iterator[Piece]:
+    """Yield the pieces of a part of a tensor, in the order of the file.
+
+    A piece has at most `most` elements, a positive number. Of a part that is cut along an inner dimension, the elements
+    beside it are read too.
+
+    shape: of the whole tensor; source: the part, None for all.
+    """
+    if not shape:
+        yield Piece(0, (), (), ())
+        return
+    bounds = [(0, length) for length in shape]
+    if source is not None:
+        stop = shape[source.dim] if source.length is None else source.start + source.length
+        bounds[source.dim] = (source.start, stop)
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    along = next(dim for dim, stride in enumerate(strides) if stride <= most)
+    inner = strides[along]
+    if not inner:
+        return
+    first, end = bounds[along]
+    rest = [slice(*bound) for bound in bounds[along + 1 :]]
+    step = most // inner
+    for outer in product(*(range(*bound) for bound in bounds[:along])):
+        base = sum(place * stride for place, stride in zip(outer, strides, strict=False))
+        places = [slice(place - bound[0], place - bound[0] + 1) for place, bound in zip(outer, bounds, strict=False)]
+        for start in range(first, end, step):
+            stop = min(start + step, end)
+            yield Piece(
+                base + start * inner,
+                (*(1 for _ in outer), stop - start, *shape[along + 1 :]),
+                (*(slice(None) for _ in outer), slice(None), *rest),
+                (*places, slice(start - first, stop - first), *(slice(None) for _ in rest)),
+            )

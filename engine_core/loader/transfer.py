@@ -1,0 +1,126 @@
+"""The transfer of tensors from files into parameters by several threads."""
+
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Lock, Thread
+
+import torch
+
+from tandem.engine_core.loader.checkpoint import Checkpoint
+from tandem.engine_core.loader.filling import Filling, Job
+from tandem.engine_core.loader.lanes import CudaLane, HostLane, Lane
+from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.loader.source_file import SourceFile
+
+PIECE_BYTES = 2**24
+"""Largest piece. For a GPU a thread holds two in pinned memory, for a CPU one, where it cannot read in place."""
+MAX_THREADS = {"cuda": 8, "cpu": 4}
+"""Most threads that read, by kind of device."""
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are done, and with all."""
+
+
+def transfer(
+    slots: list[WeightSlot], checkpoint: Checkpoint, progress: Progress | None = None, threads: int | None = None
+) -> None:
+    """Fill slots from the tensors of a checkpoint, all of which it has.
+
+    Besides the parameters, host memory holds at most two pieces of PIECE_BYTES for each thread.
+
+    progress: never called by two threads at once; threads: None for as many as there are cores, up to MAX_THREADS.
+
+    Raises ConfigError if a file cannot be read or a slot's part does not fit its region; then some slots are filled.
+    """
+    devices = {slot.target.device for slot in slots}
+    assert len(devices) <= 1, f"the parameters of a model are on one device, not {devices}"
+    for device in devices:
+        with ExitStack() as stack:
+            files = {path: stack.enter_context(SourceFile(path)) for path in _paths(slots, checkpoint)}
+            jobs: list[Job] = []
+            for slot in slots:
+                stored = checkpoint.tensors[slot.name]
+                jobs += Filling(slot, stored, files[stored.path]).jobs(PIECE_BYTES)
+            jobs.sort(key=lambda job: job.place)
+            count = min(threads or _thread_count(device), len(jobs))
+            largest = max((job.nbytes for job in jobs), default=0)
+            _Transfer(jobs, progress).run([_lane(device, largest) for _ in range(count)])
+        if device.type == "cuda":
+            _release_pinned()
+
+
+class _Transfer:
+    """Jobs that threads take in the order of the files."""
+
+    def __init__(self, jobs: list[Job], progress: Progress | None) -> None:
+        self._jobs = deque(jobs)
+        self._progress = progress
+        self._lock = Lock()
+        self._done, self._total = 0, sum(job.nbytes for job in jobs)
+        self._error: BaseException | None = None
+
+    def run(self, lanes: list[Lane]) -> None:
+        """Do all jobs, with a thread for each lane.
+
+        Raises the first error of any of them.
+        """
+        threads = [Thread(target=self._work, args=(lane,), name="loader") for lane in lanes[1:]]
+        try:
+            for thread in threads:
+                thread.start()
+            for lane in lanes[:1]:
+                self._work(lane)
+        finally:
+            self._jobs.clear()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _work(self, lane: Lane) -> None:
+        try:
+            with torch.inference_mode(), lane:
+                while job := self._take():
+                    for moved in lane.move(job):
+                        self._end(moved)
+                for moved in lane.finish():
+                    self._end(moved)
+        except BaseException as error:
+            with self._lock:
+                self._error = self._error or error
+            self._jobs.clear()
+
+    def _take(self) -> Job | None:
+        try:
+            return self._jobs.popleft()
+        except IndexError:
+            return None
+
+    def _end(self, job: Job) -> None:
+        job.filling.end_piece()
+        with self._lock:
+            self._done += job.nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+
+def _paths(slots: list[WeightSlot], checkpoint: Checkpoint) -> list[Path]:
+    return sorted({checkpoint.tensors[slot.name].path for slot in slots})
+
+
+def _thread_count(device: torch.device) -> int:
+    return min(MAX_THREADS["cuda" if device.type == "cuda" else "cpu"], len(os.sched_getaffinity(0)))
+
+
+def _lane(device: torch.device, nbytes: int) -> Lane:
+    return CudaLane(nbytes, device) if device.type == "cuda" else HostLane(nbytes)
+
+
+def _release_pinned() -> None:
+    """Give pinned memory that is not in use back to the system, where torch can."""
+    if (release := getattr(torch.accelerator, "empty_host_cache", None)) is not None:
+        release()
