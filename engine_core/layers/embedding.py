@@ -9,28 +9,46 @@ from tandem.engine_core.loader.slots import WeightSlot
 
 
 class Embedding:
-    """A table with one row for each token of the vocabulary."""
+    """A table with one row for each token of the vocabulary.
 
-    def __init__(self, table: Tensor) -> None:
-        """Keep the table, [vocab, hidden], in any memory layout."""
+    Some families (Gemma) scale the rows on the way in. A table that is tied to the output head is stored as it is.
+    """
+
+    def __init__(self, table: Tensor, scale: float = 1.0) -> None:
+        """Keep the table, [vocab, hidden], in any memory layout.
+
+        scale: factor of the rows, a number of the table's dtype.
+        """
         self.table = table
+        self.scale = scale
 
     @classmethod
-    def build(cls, vocab: int, hidden: int, context: BuildContext) -> "Embedding":
-        """Allocate a table of its own, not filled yet."""
-        return cls(torch.empty(vocab, hidden, device=context.device, dtype=context.dtype))
+    def build(cls, vocab: int, hidden: int, context: BuildContext, scale: float = 1.0) -> "Embedding":
+        """Allocate a table of its own, not filled yet.
+
+        scale: factor of the rows, rounded to the model's dtype.
+        """
+        return cls._scaled(torch.empty(vocab, hidden, device=context.device, dtype=context.dtype), scale)
 
     @classmethod
-    def tied_to(cls, head: LinearWeights) -> "Embedding":
-        """Share the storage of an output head, in the memory layout of that head."""
-        return cls(head.embedding_table())
+    def tied_to(cls, head: LinearWeights, scale: float = 1.0) -> "Embedding":
+        """Share the storage of an output head, in the memory layout of that head.
+
+        scale: factor of the rows, rounded to the model's dtype.
+        """
+        return cls._scaled(head.embedding_table(), scale)
+
+    @classmethod
+    def _scaled(cls, table: Tensor, scale: float) -> "Embedding":
+        return cls(table, torch.tensor(scale, dtype=table.dtype).item())
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the embeddings of token ids, [T, hidden].
 
         ids: [T] int64.
         """
-        return self.table[ids]
+        rows = self.table[ids]
+        return rows if self.scale == 1.0 else rows.mul_(self.scale)
 
     def slots(self, name: str) -> list[WeightSlot]:
         """List the slot of the checkpoint's tensor."""

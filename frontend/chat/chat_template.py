@@ -27,6 +27,8 @@ MODEL_TEMPLATES = {
     "llama": ("llama3", "<|start_header_id|>"),
     "qwen3": ("qwen3", "<|im_start|>"),
     "qwen3_moe": ("qwen3", "<|im_start|>"),
+    # The turns of Gemma 2 are those of Gemma 3.
+    "gemma2": ("gemma3", "<start_of_turn>"),
     "gemma3": ("gemma3", "<start_of_turn>"),
     "gemma3_text": ("gemma3", "<start_of_turn>"),
     "mistral": ("mistral", "[INST]"),

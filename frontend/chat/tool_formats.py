@@ -29,7 +29,7 @@ FORMATS = {
 
 MODEL_FORMATS = {
     "llama": "llama3_json", "qwen2": "hermes", "qwen3": "hermes", "qwen3_moe": "hermes", "mistral": "mistral",
-    "gemma3": "json", "gemma3_text": "json",
+    "gemma2": "json", "gemma3": "json", "gemma3_text": "json",
 }  # fmt: skip
 """Name of the format by a checkpoint's `model_type`; "json" for any other type."""
 

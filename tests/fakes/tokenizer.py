@@ -57,6 +57,21 @@ def sentence_piece_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def gemma_tokenizer() -> tokenizers.Tokenizer:
+    """Build a BPE as Gemma's: byte fallback, spaces as a letter, turns as special tokens, a begin token."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+    vocab = {name: index for index, name in enumerate(special)}
+    for token in (*(f"<0x{byte:02X}>" for byte in range(256)), "▁", *sorted(set("".join(_CORPUS) + "\n"))):
+        vocab.setdefault(token, len(vocab))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    return tokenizer
+
+
 def write_tokenizer(folder: Path, with_begin: bool = False) -> str:
     """Write `folder/tokenizer.json`; return its fingerprint."""
     path = folder / "tokenizer.json"
