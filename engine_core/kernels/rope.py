@@ -1,11 +1,14 @@
 """Rotary embedding in Triton, fused with the KV write.
 
 Norms of queries and keys can be fused too. A program takes a few heads of one token, whatever their kind: queries, keys
-and values are adjacent in the output of the projection. Oracle: `reference.layer.qk_norm_rope_and_kv_write`. `pdl`: see
-the head of `kernels.norm`.
+and values are adjacent in the output of the projection. It holds a head as pairs: those that turn, R / 2 elements apart
+in the head's first R, and then the rest, halved. Oracle: `reference.layer.qk_norm_rope_and_kv_write`. `pdl`: see the
+head of `kernels.norm`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
+
+import math
 
 import torch
 import triton
@@ -49,33 +52,43 @@ def _rope_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
-    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TURNING: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    pair = tl.arange(0, HALF)
-    is_query = head < HEADS
-    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
-    is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
-    mask = (head < HEADS + 2 * KV_HEADS)[:, None]
+    pair = tl.arange(0, PAIRS)
+    # The elements of each pair. Runs of `ALIGNED` pairs lie side by side, so they can be moved by wide instructions.
+    i, j = pair, pair + D // 2
+    if TURNING < D // 2:
+        i += tl.where(pair < TURNING, 0, TURNING)
+        j -= tl.where(pair < TURNING, D // 2 - TURNING, 0)
+        i = tl.max_contiguous(tl.multiple_of(i, ALIGNED), ALIGNED)
+        j = tl.max_contiguous(tl.multiple_of(j, ALIGNED), ALIGNED)
+    inside = pair < D // 2
+    is_query = (head < HEADS)[:, None] & inside[None, :]
+    is_key = ((head >= HEADS) & (head < HEADS + KV_HEADS))[:, None] & inside[None, :]
+    is_value = ((head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS))[:, None] & inside[None, :]
     if NORM:
         first_weight = tl.where(
-            is_query[:, None], tl.load(q_norm_ptr + pair)[None, :], tl.load(k_norm_ptr + pair)[None, :]
+            is_query, tl.load(q_norm_ptr + i, mask=inside)[None, :], tl.load(k_norm_ptr + i, mask=inside)[None, :]
         )
         second_weight = tl.where(
-            is_query[:, None], tl.load(q_norm_ptr + HALF + pair)[None, :], tl.load(k_norm_ptr + HALF + pair)[None, :]
+            is_query, tl.load(q_norm_ptr + j, mask=inside)[None, :], tl.load(k_norm_ptr + j, mask=inside)[None, :]
         )
     wait_for_previous(PDL)
-    source = qkv_ptr + token * qkv_stride + head[:, None] * D + pair[None, :]
-    first_raw = tl.load(source, mask=mask, other=0.0)
-    second_raw = tl.load(source + HALF, mask=mask, other=0.0)
+    source = qkv_ptr + token * qkv_stride + head[:, None] * D
+    first_raw = tl.load(source + i[None, :], mask=is_query | is_key | is_value, other=0.0)
+    second_raw = tl.load(source + j[None, :], mask=is_query | is_key | is_value, other=0.0)
     slot = tl.load(slot_mapping_ptr + token)
     # The cosine's halves are equal and the sine's first half is its second, negated: half of each is enough.
-    c = tl.load(cos_ptr + token * cos_stride + pair)[None, :]
-    s = tl.load(sin_ptr + token * sin_stride + HALF + pair)[None, :]
+    turns = pair < TURNING
+    c = tl.load(cos_ptr + token * cos_stride + pair, mask=turns, other=1.0)[None, :]
+    s = tl.load(sin_ptr + token * sin_stride + TURNING + pair, mask=turns, other=0.0)[None, :]
     dtype: tl.constexpr = first_raw.dtype
     first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
     if NORM:
@@ -88,16 +101,16 @@ def _rope_kernel(
     rotated_first = (first * c - second * s).to(dtype)
     rotated_second = (second * c + first * s).to(dtype)
 
-    out = query_ptr + (token * HEADS + head[:, None]) * D + pair[None, :]
-    tl.store(out, rotated_first, mask=is_query[:, None])
-    tl.store(out + HALF, rotated_second, mask=is_query[:, None])
+    out = query_ptr + (token * HEADS + head[:, None]) * D
+    tl.store(out + i[None, :], rotated_first, mask=is_query)
+    tl.store(out + j[None, :], rotated_second, mask=is_query)
     slot_offset = slot.to(tl.int64) * slot_stride
-    out = keys_ptr + slot_offset + (head[:, None] - HEADS) * D + pair[None, :]
-    tl.store(out, _stored(rotated_first, out), mask=is_key[:, None])
-    tl.store(out + HALF, _stored(rotated_second, out), mask=is_key[:, None])
-    out = values_ptr + slot_offset + (head[:, None] - HEADS - KV_HEADS) * D + pair[None, :]
-    tl.store(out, _stored(first_raw, out), mask=is_value[:, None])
-    tl.store(out + HALF, _stored(second_raw, out), mask=is_value[:, None])
+    out = keys_ptr + slot_offset + (head[:, None] - HEADS) * D
+    tl.store(out + i[None, :], _stored(rotated_first, keys_ptr), mask=is_key)
+    tl.store(out + j[None, :], _stored(rotated_second, keys_ptr), mask=is_key)
+    out = values_ptr + slot_offset + (head[:, None] - HEADS - KV_HEADS) * D
+    tl.store(out + i[None, :], _stored(first_raw, values_ptr), mask=is_value)
+    tl.store(out + j[None, :], _stored(second_raw, values_ptr), mask=is_value)
 
 
 def rope_and_kv_write(
@@ -116,11 +129,11 @@ def rope_and_kv_write(
 
     Queries and keys are normalised first where norm weights are given.
 
-    qkv: [T, heads + 2 * kv_heads, D], heads contiguous, D one of 32, 64, 128, 256; cos, sin: [T, 1, D] float32 as in
-    `reference.layer.rope`; slot_mapping: [T] int64; keys, values: [slots, kv_heads, D], written, with one stride for
-    slots; q_norm, k_norm: [D], both or neither (Qwen 3, Gemma 3). Dtypes float32, bfloat16 or float16, all but the
-    tables' the same; keys and values may be as in `kv_dtype`, the norms float32. Returns the rotated queries, [T,
-    heads, D], contiguous. Raises ValueError for another D or layout.
+    qkv: [T, heads + 2 * kv_heads, D], heads contiguous, D one of `HEAD_DIMS`; cos, sin: [T, 1, R] float32 as in
+    `reference.layer.rope`, R even and at most D; slot_mapping: [T] int64; keys, values: [slots, kv_heads, D], written,
+    with one stride for slots; q_norm, k_norm: [D], both or neither (Qwen 3, Gemma 3). Dtypes float32, bfloat16 or
+    float16, all but the tables' the same; keys and values may be as in `kv_dtype`, the norms float32. Returns the
+    rotated queries, [T, heads, D], contiguous. Raises ValueError for another D, R or layout.
     """
     tokens, all_heads, head_dim = qkv.shape
     kv_heads = keys.shape[1]
@@ -129,12 +142,18 @@ def rope_and_kv_write(
     if (q_norm is None) != (k_norm is None):
         raise ValueError("the norms of queries and keys must both be given, or neither")
     check_heads(qkv, keys, values)
+    rotary_dim = cos.shape[2]
+    if cos.shape != sin.shape or rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+        raise ValueError(
+            f"tables of {rotary_dim} cosines and {sin.shape[2]} sines a position cannot turn a head of {head_dim}"
+        )
     if cos.stride(2) != 1 or sin.stride(2) != 1:
         raise ValueError("each row of cosines and sines must be contiguous")
     query = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return query
-    block = max(1, ELEMENTS // head_dim)
+    pairs = int(triton.next_power_of_2(head_dim // 2))
+    block = max(1, ELEMENTS // (2 * pairs))
     _rope_kernel[(tokens, triton.cdiv(all_heads, block))](
         *(query, keys, values, qkv, cos, sin, slot_mapping),
         *(qkv if norm is None else norm for norm in (q_norm, k_norm)),
@@ -142,7 +161,9 @@ def rope_and_kv_write(
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
-        HALF=head_dim // 2,
+        PAIRS=pairs,
+        TURNING=rotary_dim // 2,
+        ALIGNED=_largest_power_of_two(math.gcd(rotary_dim // 2, head_dim // 2)),
         BLOCK=block,
         NORM=q_norm is not None,
         PDL=pdl,
@@ -150,3 +171,8 @@ def rope_and_kv_write(
         **({"launch_pdl": True} if pdl else {}),
     )
     return query
+
+
+def _largest_power_of_two(number: int) -> int:
+    """Return the largest power of two that divides a number."""
+    return number & -number

@@ -62,15 +62,19 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of elements half a head apart.
+    """Rotate pairs of elements, R / 2 apart in the first R of each head.
 
-    (x1, x2) becomes (x1 c - x2 s, x2 c + x1 s). This is the rotary position embedding (Su et al., 2021).
+    (x1, x2) becomes (x1 c - x2 s, x2 c + x1 s). This is the rotary position embedding (Su et al., 2021). The elements
+    behind the first R pass unchanged.
 
-    x: [T, heads, head_dim]; cos: [T, 1, head_dim] float32, its halves equal; sin: likewise, its first half negated.
-    Computed in float32, returned in x's dtype.
+    x: [T, heads, head_dim]; cos: [T, 1, R] float32, its halves equal; sin: likewise, its first half negated. Computed
+    in float32, returned in x's dtype.
     """
+    rotary_dim = cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        return torch.cat((rope(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), -1)
     wide = x.float()
-    swapped = wide.roll(x.shape[-1] // 2, -1)
+    swapped = wide.roll(rotary_dim // 2, -1)
     return torch.addcmul(wide * cos, swapped, sin).to(x.dtype)
 
 

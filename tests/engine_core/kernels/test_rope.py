@@ -8,9 +8,14 @@ from tandem.engine_core.kernels.reference.layer import qk_norm_rope_and_kv_write
 from tandem.engine_core.kernels.rope import rope_and_kv_write
 
 
-def inputs(tokens: int, heads: int, kv_heads: int, head_dim: int, device: str) -> tuple[torch.Tensor, ...]:
-    """qkv, cos, sin and slot_mapping. The tables are halves of one lookup, as `RotaryTable` gives them."""
-    angles = torch.rand(tokens, head_dim // 2) * 6
+def inputs(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, device: str, rotary_dim: int | None = None
+) -> tuple[torch.Tensor, ...]:
+    """qkv, cos, sin and slot_mapping. The tables are halves of one lookup, as `RotaryTable` gives them.
+
+    rotary_dim: None for whole heads.
+    """
+    angles = torch.rand(tokens, (rotary_dim or head_dim) // 2) * 6
     cos, sin = angles.cos(), angles.sin()
     table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(device)
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, device=device)
@@ -18,11 +23,25 @@ def inputs(tokens: int, heads: int, kv_heads: int, head_dim: int, device: str) -
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 64), (2, 2, 256)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "rotary_dim"),
+    [
+        (4, 2, 32, 32),
+        (3, 1, 64, 64),
+        (2, 2, 256, 256),
+        # Phi-4-mini, and shares of a head that leave a power of two, an odd number of pairs, or one pair.
+        (3, 1, 128, 96),
+        (4, 2, 64, 32),
+        (2, 1, 256, 64),
+        (4, 2, 32, 22),
+        (5, 3, 32, 2),
+        (4, 2, 64, 62),
+    ],
+)
 def test_rotation_and_kv_write_equal_the_oracle(
-    heads: int, kv_heads: int, head_dim: int, norm: bool, device: str
+    heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norm: bool, device: str
 ) -> None:
-    given = inputs(3, heads, kv_heads, head_dim, device)
+    given = inputs(3, heads, kv_heads, head_dim, device, rotary_dim)
     weights = tuple(torch.rand(head_dim, device=device) + 0.5 for _ in range(2)) if norm else (None, None)
     pools = [torch.full((2, 20, kv_heads, head_dim), 7.0, device=device) for _ in range(2)]
     query = rope_and_kv_write(*given, *pools[0].unbind(0), *weights, eps=1e-5)
@@ -78,6 +97,10 @@ def test_shapes_without_a_kernel_are_refused(device: str) -> None:
     with pytest.raises(ValueError, match="head_dim"):
         rope_and_kv_write(*inputs(1, 2, 1, 48, device), pool, pool)
     pool = torch.zeros(20, 1, 32, device=device)
+    qkv, cos, sin, index = inputs(1, 2, 1, 32, device, 34)
+    for tables in ((cos, sin), (cos[:, :, :31], sin[:, :, :31]), (cos[:, :, :30], sin[:, :, :32])):
+        with pytest.raises(ValueError, match=r"tables of \d+ cosines and \d+ sines a position cannot turn"):
+            rope_and_kv_write(qkv, *tables, index, pool, pool)
     with pytest.raises(ValueError, match="norms"):
         rope_and_kv_write(*inputs(1, 2, 1, 32, device), pool, pool, torch.ones(32, device=device))
     with pytest.raises(ValueError, match="contiguous"):

@@ -57,6 +57,14 @@ def test_rope_rotates_pairs_half_a_head_apart() -> None:
     torch.testing.assert_close(rope(x, cos, sin).double(), expected, atol=1e-5, rtol=0)
 
 
+def test_rope_rotates_the_first_elements_of_a_head_and_passes_the_rest() -> None:
+    _, cos, sin = tables(6, 10)
+    x = torch.randn(6, 3, 16)
+    found = rope(x, cos, sin)
+    torch.testing.assert_close(found[..., :10], rope(x[..., :10], cos, sin), atol=0, rtol=0)
+    assert torch.equal(found[..., 10:], x[..., 10:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rope_and_kv_write_touches_its_slots_only(dtype: torch.dtype) -> None:
     heads, kv_heads, head_dim = 4, 2, 8
