@@ -30,7 +30,7 @@ from benchmarks.results import save
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.integers import ceil_div
-from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.engine_core.stats import new_stats
 from tandem.frontend.cli.bench.client import Job
@@ -76,7 +76,7 @@ def measure_grammar(
 
 
 def measure_grammars(model_dir: Path) -> dict[str, Any]:
-    model = ModelConfig.read(model_dir)
+    model = read_config(model_dir)
     grammars = Grammars(model_dir / "tokenizer.json", model.vocab_size, model.eos_ids)
     start = time.perf_counter()
     grammars.prepare()

@@ -24,7 +24,7 @@ from torch.nn import functional
 from benchmarks.graph_timing import graph_seconds, new_event
 from benchmarks.results import save
 from tandem.engine_core.engine import Engine
-from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.pipeline import PipelineState
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.sampling.sampler import Mode
@@ -95,7 +95,7 @@ class Bench:
         self.engine = build_engine(options, self.mailbox, Status(EPOCH, new_stats()))
         self.ready_seconds = time.perf_counter() - started
         self.shape = shape.name
-        self.model = ModelConfig.read(shape)
+        self.model = read_config(shape)
         self.requests = 0
         self.mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "bench")))
 

@@ -37,7 +37,8 @@ LEVELS = {
     "engine_core": (
         {"errors", "integers"},
         {"kernels", "plan", "rope_config", "stats"},
-        {"attention", "config", "contracts", "loader", "model_config", "pipeline", "sampling"},
+        {"attention", "config", "contracts", "loader", "pipeline", "sampling"},
+        {"model_config"},
         {"constraints", "layers", "sequence", "wire"},
         {"kv_cache"},
         {"models", "scheduler"},

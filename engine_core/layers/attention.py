@@ -13,22 +13,6 @@ from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
 
 
-def layer_attentions(config: ModelConfig) -> tuple[LayerAttention, ...]:
-    """Return the attention of each layer of a model.
-
-    Scale, window and soft cap are decided only here.
-    """
-    return (LayerAttention(scale=config.head_dim**-0.5),) * config.layers
-
-
-def attention_kinds(config: ModelConfig) -> tuple[LayerAttention, ...]:
-    """Return the distinct kinds of attention among a model's layers.
-
-    A step is planned once for each kind (see `layer_attentions`).
-    """
-    return tuple(dict.fromkeys(layer_attentions(config)))
-
-
 class Attention:
     """Self-attention layer over a paged KV pool.
 
@@ -50,8 +34,8 @@ class Attention:
     ) -> None:
         """Keep the parts of a layer.
 
-        layer: the layer's entry of `layer_attentions`; q_norm, k_norm: norms over head_dim elements with one eps, both
-        or neither.
+        layer: the layer's entry of `ModelConfig.attention`; q_norm, k_norm: norms over head_dim elements with one eps,
+        both or neither.
         """
         self.qkv = qkv
         self.output = output
@@ -69,13 +53,13 @@ class Attention:
     ) -> "Attention":
         """Allocate a layer whose weights are not filled yet.
 
-        layer: the layer's entry of `layer_attentions`; unit_offset: that of the norms of queries and keys, see
+        layer: the layer's entry of `ModelConfig.attention`; unit_offset: that of the norms of queries and keys, see
         `RMSNorm`.
         """
         heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
-        width, bias = (heads + 2 * kv_heads) * head_dim, config.attention_bias
-        qkv = context.linear_method.build(width, config.hidden_size, bias, context)
-        output = context.linear_method.build(config.hidden_size, heads * head_dim, bias, context)
+        width = (heads + 2 * kv_heads) * head_dim
+        qkv = context.linear_method.build(width, config.hidden_size, config.qkv_bias, context)
+        output = context.linear_method.build(config.hidden_size, heads * head_dim, config.output_bias, context)
         q_norm, k_norm = (
             RMSNorm.build(head_dim, config.rms_norm_eps, context, unit_offset) if config.qk_norm else None
             for _ in range(2)

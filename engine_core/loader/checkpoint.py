@@ -3,12 +3,14 @@
 Headers are read when a checkpoint is opened, tensors when they are asked for.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.loader.folder import Files, read_folder
 from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
 from tandem.engine_core.loader.pieces import cut
@@ -21,7 +23,10 @@ class Checkpoint:
     """The headers of a folder's tensors, by name."""
 
     def __init__(self, directory: Path, files: Files) -> None:
-        """Keep the headers; no name is in two files."""
+        """Keep the headers; no name is in two files.
+
+        A tensor's name here is that in its file, unless it was `renamed`.
+        """
         self.directory = directory
         self.tensors = {name: tensor for found in files.values() for name, tensor in found.items()}
 
@@ -32,6 +37,23 @@ class Checkpoint:
         Raises ConfigError if they cannot be read.
         """
         return cls(directory, read_folder(directory))
+
+    def renamed(self, rename: Callable[[str], str | None]) -> "Checkpoint":
+        """Return the same checkpoint with other names of its tensors.
+
+        rename: returns the new name of a tensor, or None to leave it out. Raises ConfigError if two get the same.
+        """
+        tensors: dict[str, StoredTensor] = {}
+        for tensor in self.tensors.values():
+            name = rename(tensor.name)
+            if name in tensors:
+                raise ConfigError(
+                    f"{self.directory} holds both {tensors[name].name} and {tensor.name}, which are one tensor; remove "
+                    "either"
+                )
+            if name is not None:
+                tensors[name] = tensor
+        return Checkpoint(self.directory, {self.directory: tensors})
 
     def tensors_differ(self, first: str, second: str) -> bool:
         """Return whether the folder holds both tensors and they are not equal.

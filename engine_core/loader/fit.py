@@ -32,8 +32,8 @@ def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
     for slot in slots:
         by_name.setdefault(slot.name, []).append(slot)
     problems = []
-    for tensor in checkpoint.tensors.values():
-        problems += _misfits(tensor, by_name.get(tensor.name, []))
+    for name, tensor in checkpoint.tensors.items():
+        problems += _misfits(tensor, by_name.get(name, []))
     present: dict[int, list[WeightSlot]] = {}
     for slot in slots:
         if slot.name in checkpoint.tensors:

@@ -1,16 +1,16 @@
-"""Llama (Touvron et al., 2023), versions 1 to 3.2.
+"""Llama (Touvron et al., 2023), versions 1 to 3.
 
 Models that share its architecture, such as TinyLlama, are included.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
 from tandem.engine_core.kv_cache.storage import KVStorage
-from tandem.engine_core.layers.attention import Attention, layer_attentions
+from tandem.engine_core.layers.attention import Attention
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.embedding import Embedding
 from tandem.engine_core.layers.linear import LinearWeights
@@ -19,28 +19,52 @@ from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.layers.rotary import RotaryTable
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.models.config_fields import ConfigFields, ConfigSource
+from tandem.engine_core.models.decoder import build_embedding, build_rotary, decoder_slots, select_sampled
+from tandem.engine_core.rope_config import Count
 
-EMBEDDING = "model.embed_tokens"
-HEAD = "lm_head"
+
+class LlamaFields(ConfigFields, kw_only=True):
+    """The fields of config.json that this family reads."""
+
+    max_position_embeddings: Count = 2048
+    attention_bias: bool = False
+    """True if all projections of attention, the output's included, have biases."""
+    mlp_bias: bool = False
 
 
+def read_config(source: ConfigSource) -> ModelConfig:
+    """Return the facts of a model from its config.json."""
+    fields = source.read(LlamaFields)
+    head_dim = fields.head_dim or fields.hidden_per_head
+    return source.resolve(
+        fields,
+        head_dim=head_dim,
+        attention=[LayerAttention(head_dim**-0.5)] * fields.num_hidden_layers,
+        ropes=[fields.rope(head_dim)],
+        qkv_bias=fields.attention_bias,
+        output_bias=fields.attention_bias,
+        mlp_bias=fields.mlp_bias,
+    )
+
+
+@dataclass(slots=True, eq=False)
 class LlamaLayer:
     """One block: attention and a feed-forward network.
 
     Each comes after a norm and is added to the residual stream.
     """
 
-    def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
+    attention_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
 
     @classmethod
     def build(cls, config: ModelConfig, layer: LayerAttention, context: BuildContext) -> "LlamaLayer":
         """Allocate a block whose weights are not filled yet.
 
-        layer: the block's entry of `layer_attentions`.
+        layer: the block's entry of `ModelConfig.attention`.
         """
         return cls(
             RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
@@ -76,44 +100,25 @@ class LlamaLayer:
         ]
 
 
+@dataclass(slots=True, eq=False)
 class LlamaModel:
-    """The decoder with its output head.
+    """The decoder with its output head."""
 
-    Call it in inference mode, because it does not support autograd. It is not a torch module: the machinery around a
-    module's call takes longer than a small layer's arithmetic on a CPU.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        rotary_tables: tuple[RotaryTable, ...],
-        embedding: Embedding,
-        layers: list[LlamaLayer],
-        norm: RMSNorm,
-        head: LinearWeights,
-    ) -> None:
-        self.config = config
-        self.rotary_tables = rotary_tables
-        self.embedding = embedding
-        self.layers = layers
-        self.norm = norm
-        self.head = head
+    config: ModelConfig
+    rotary_tables: tuple[RotaryTable, ...]
+    embedding: Embedding
+    layers: list[LlamaLayer]
+    norm: RMSNorm
+    head: LinearWeights
 
     @classmethod
     def build(cls, config: ModelConfig, max_positions: int, context: BuildContext) -> "LlamaModel":
-        """Allocate a model whose weights are not filled yet.
-
-        `loader.weights.load_weights` fills them.
-        """
-        vocab, hidden = config.vocab_size, config.hidden_size
-        head = context.head_method.build(vocab, hidden, False, context)
+        """Allocate a model whose weights are not filled yet."""
+        rotary = build_rotary(config, max_positions, context)
+        embedding, head = build_embedding(config, context)
+        layers = [LlamaLayer.build(config, layer, context) for layer in config.attention]
         return cls(
-            config,
-            (RotaryTable.build(config.rope, max_positions, context.device),),
-            Embedding.tied_to(head) if config.tie_embeddings else Embedding.build(vocab, hidden, context),
-            [LlamaLayer.build(config, layer, context) for layer in layer_attentions(config)],
-            RMSNorm.build(hidden, config.rms_norm_eps, context),
-            head,
+            config, rotary, embedding, layers, RMSNorm.build(config.hidden_size, config.rms_norm_eps, context), head
         )
 
     def forward(self, batch: ForwardBatch, kv: KVStorage) -> Tensor:
@@ -123,10 +128,7 @@ class LlamaModel:
         residual: Tensor | None = None
         for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
             update, residual = layer(update, residual, rotary, batch, keys, values)
-        assert residual is not None, "a model has at least one layer"
-        if batch.sample_index is not None:
-            update, residual = update[batch.sample_index], residual[batch.sample_index]
-        hidden, _ = self.norm(update, residual)
+        hidden, _ = self.norm(*select_sampled(update, residual, batch))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -135,10 +137,4 @@ class LlamaModel:
 
     def weight_slots(self) -> list[WeightSlot]:
         """Implement `Loadable.weight_slots`."""
-        head = self.head.slots("", HEAD)
-        if self.config.tie_embeddings:
-            head = [replace(slot, tied_to=f"{EMBEDDING}.weight") for slot in head]
-        slots = self.embedding.slots(EMBEDDING)
-        for index, layer in enumerate(self.layers):
-            slots += layer.slots(f"model.layers.{index}.")
-        return slots + self.norm.slots("model.norm") + head
+        return decoder_slots(self.config, self.embedding, self.layers, self.norm, self.head)

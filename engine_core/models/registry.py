@@ -1,5 +1,9 @@
-"""The models, by the architecture that a config.json names."""
+"""The families of models, by the architecture that a config.json names."""
 
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from msgspec import structs
@@ -12,19 +16,20 @@ from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.slots import Loadable
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.llama import EMBEDDING, HEAD, LlamaModel
+from tandem.engine_core.models import llama, mistral, qwen2, qwen3
+from tandem.engine_core.models.config_fields import ConfigSource
+from tandem.engine_core.models.decoder import EMBEDDING, HEAD
+from tandem.engine_core.models.text_half import TEXT_HALVES, text_name
+from tandem.engine_core.models.unsupported import describe
 
-BUILDERS = {
-    "LlamaForCausalLM": LlamaModel.build,
-    # The same decoder with norms of queries and keys, see `ModelConfig.qk_norm`.
-    "Qwen3ForCausalLM": LlamaModel.build,
-}
+logger = logging.getLogger(__name__)
 
 
 class Model(Loadable, Protocol):
     """A model as the runtime sees it.
 
-    `forward` and `logits` are called in inference mode.
+    `forward` and `logits` are called in inference mode. A model is not a torch module: the machinery around a module's
+    call takes longer than a small layer's arithmetic on a CPU.
     """
 
     config: ModelConfig
@@ -42,11 +47,57 @@ class Model(Loadable, Protocol):
         """
 
 
-def check_architecture(config: ModelConfig) -> None:
-    """Raise ConfigError for an architecture that is not supported."""
-    if config.architecture not in BUILDERS:
-        supported = ", ".join(BUILDERS)
-        raise ConfigError(f"the architecture {config.architecture} is not supported; supported: {supported}")
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The functions that configure and build the models of an architecture."""
+
+    read_config: Callable[[ConfigSource], ModelConfig]
+    build: Callable[[ModelConfig, int, BuildContext], Model]
+    """Allocates a model for a number of positions; its weights are not filled yet."""
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(llama.read_config, llama.LlamaModel.build),
+    "MistralForCausalLM": Family(mistral.read_config, mistral.MistralModel.build),
+    "Qwen2ForCausalLM": Family(qwen2.read_config, qwen2.Qwen2Model.build),
+    "Qwen3ForCausalLM": Family(qwen3.read_config, qwen3.Qwen3Model.build),
+}
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Read the configuration of a model folder.
+
+    Raises ConfigError if a file is missing or malformed, if the architecture is not supported, which is checked before
+    any other field, or if the configuration asks for something that its family does not support.
+    """
+    return resolve_source(ConfigSource.open(directory))
+
+
+def resolve_source(source: ConfigSource) -> ModelConfig:
+    """Return the facts of a model. Raises ConfigError as `read_config` does."""
+    try:
+        family = _find_family(source)
+        return family.read_config(source.text_half() if source.architecture in TEXT_HALVES else source)
+    except ConfigError as error:
+        raise ConfigError(f"{source.path}: {error}") from None
+
+
+def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
+    """Open the checkpoint of a model.
+
+    Of a multimodal one only the tensors of the text half are there.
+
+    Raises ConfigError as `Checkpoint.open` does.
+    """
+    checkpoint = Checkpoint.open(directory)
+    if not config.multimodal:
+        return checkpoint
+    text = checkpoint.renamed(text_name)
+    logger.info(
+        "%s is multimodal; its text half is served, and the %d tensors of the others are not read",
+        config.architecture, len(checkpoint.tensors) - len(text.tensors),
+    )  # fmt: skip
+    return text
 
 
 def build_model(
@@ -56,10 +107,34 @@ def build_model(
 
     max_positions: largest number of positions of a sequence, if below that of the config. checkpoint: the one that will
     be loaded; if it holds an output head that differs from the embedding, the model is built untied whatever the config
-    says, as transformers does. Raises ConfigError if the architecture is not supported.
+    says, as transformers does.
     """
-    check_architecture(config)
     if checkpoint is not None and config.tie_embeddings:
         tied = not checkpoint.tensors_differ(f"{EMBEDDING}.weight", f"{HEAD}.weight")
         config = structs.replace(config, tie_embeddings=tied)
-    return BUILDERS[config.architecture](config, max_positions or config.max_positions, context)
+    half = TEXT_HALVES.get(config.architecture)
+    family = FAMILIES[half.architecture if half else config.architecture]
+    return family.build(config, max_positions or config.max_positions, context)
+
+
+def _find_family(source: ConfigSource) -> Family:
+    """Return the family of an architecture.
+
+    Raises ConfigError that lists the known ones if it has none.
+    """
+    architecture = source.architecture
+    known = f"supported: {', '.join(FAMILIES)}, and the text halves of {', '.join(TEXT_HALVES)}"
+    half = TEXT_HALVES.get(architecture)
+    if half is not None:
+        text = source.fields.get("text_config")
+        found = text.get("model_type") if isinstance(text, dict) else None
+        if found != half.model_type:
+            raise ConfigError(
+                f'the architecture {architecture} is multimodal, and its text_config of model_type "{found}" is not '
+                f'supported, only "{half.model_type}"; {known}'
+            )
+        return FAMILIES[half.architecture]
+    if architecture not in FAMILIES:
+        nature = describe(architecture, source.fields)
+        raise ConfigError(f"the architecture {architecture} is not supported{nature and ': it is ' + nature}; {known}")
+    return FAMILIES[architecture]

@@ -16,7 +16,6 @@ from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kv_cache.storage import KVLayout
-from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS
@@ -46,7 +45,7 @@ def eager_planners(
 
     Each slot needs its own. All of them use FlashInfer if it can serve every layer of the model, else Triton.
     """
-    kinds = attention_kinds(model)
+    kinds = model.attention_kinds
     obstacle = find_obstacle(model.head_dim, dtype, layout, kinds, _kernel_loader(device, model, dtype))
     if obstacle:
         logger.info("prompts run on Triton instead of FlashInfer: %s", obstacle)

@@ -16,7 +16,6 @@ from tandem.engine_core.config import StepConfig
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.gpu_traits import LOWEST_CAPABILITY, GpuTraits
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
-from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import torch_build_context, triton_build_context
 from tandem.engine_core.model_config import ModelConfig
@@ -151,7 +150,7 @@ class CpuParts:
         self, model: ModelConfig, config: StepConfig, dtype: torch.dtype, layout: KVLayout
     ) -> Callable[[], AttentionPlanner]:
         """Implement `DeviceParts.attention`."""
-        return lambda: TorchPlanner(attention_kinds(model))
+        return lambda: TorchPlanner(model.attention_kinds)
 
     def sampler(self, tables: DeviceTables, vocab_size: int, max_rows: int) -> Sampler:
         """Implement `DeviceParts.sampler`."""

@@ -29,6 +29,7 @@ from tandem.engine_core.kv_cache.sessions import Sessions
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.layers.linear_choice import check_quantization
 from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.runtime.staging import MAX_END_IDS
 from tandem.engine_core.scheduler.admission import RowGate
@@ -69,7 +70,7 @@ def resolve_engine(options: EngineOptions, cuda: bool) -> ResolvedEngine:
     Raises ConfigError if the engine cannot start as asked.
     """
     directory = Path(options.model) if options.model else DEFAULT_MODEL
-    model_config = ModelConfig.read(directory)
+    model_config = read_config(directory)
     check_quantization(model_config.quantization)
     kind = configuration.resolve_device(options, cuda)
     check_memory_flags(options, kind)

@@ -18,9 +18,8 @@ from tandem.engine_core.config import EngineConfig
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.layers.linear_choice import check_quantization
-from tandem.engine_core.loader.checkpoint import Checkpoint
-from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.registry import check_architecture
+from tandem.engine_core.models.config_fields import ConfigSource
+from tandem.engine_core.models.registry import open_checkpoint, resolve_source
 from tandem.engine_core.runtime.device import CpuDevice, read_gpu_traits
 from tandem.engine_core.startup.device import check_gpu, check_installed
 from tandem.engine_core.startup.engine import DEFAULT_MODEL, ResolvedEngine, resolve_engine
@@ -53,14 +52,10 @@ def forecast(options: EngineOptions, gpus: list[Gpu], cpu_free: Callable[[], int
     lines = [_gpu_line(gpu) for gpu in gpus]
     model: Section = {}
     try:
-        config = ModelConfig.read(Path(options.model) if options.model else DEFAULT_MODEL)
-        model = {
-            "architecture": config.architecture,
-            "dtype": config.dtype or "not named",
-            "positions": str(config.max_positions),
-            "supported": "no",
-        }
-        check_architecture(config)
+        source = ConfigSource.open(Path(options.model) if options.model else DEFAULT_MODEL)
+        model = {"architecture": source.architecture, "supported": "no"}
+        config = resolve_source(source)
+        model |= {"dtype": config.dtype or "not named", "positions": str(config.max_positions)}
         check_quantization(config.quantization)
         model["supported"] = "yes"
         resolved = resolve_engine(options, cuda=bool(gpus))
@@ -85,7 +80,7 @@ def _gpu_line(gpu: Gpu) -> str:
 
 def _weight_bytes(resolved: ResolvedEngine) -> int:
     """Return the bytes of all tensors of the checkpoint in the dtype of the engine."""
-    tensors = Checkpoint.open(resolved.source.directory).tensors.values()
+    tensors = open_checkpoint(resolved.source.directory, resolved.source.model).tensors.values()
     return sum(math.prod(tensor.shape) for tensor in tensors) * resolved.source.dtype.itemsize
 
 

@@ -14,10 +14,9 @@ from tandem.engine_core.config import EngineConfig, StepConfig
 from tandem.engine_core.errors import ConfigError, DeviceMemoryError
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
-from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.registry import Model, build_model
+from tandem.engine_core.models.registry import Model, build_model, open_checkpoint
 from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.masks import MaskFiller
 from tandem.engine_core.runtime.runtime import TorchRuntime
@@ -219,7 +218,7 @@ def _load_model(options: EngineOptions, source: ModelSource, context: BuildConte
         model = build_model(source.model, context, options.max_len)
         fill_with_noise(model)
         return model
-    checkpoint = Checkpoint.open(source.directory)
+    checkpoint = open_checkpoint(source.directory, source.model)
     model = build_model(source.model, context, options.max_len, checkpoint)
     load_weights(model, checkpoint, LoadingProgress(status).report)
     return model

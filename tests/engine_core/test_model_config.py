@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.registry import build_model
+from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.rope_config import LinearScaling, Llama3Scaling, RopeConfig
 
 LLAMA = {
@@ -42,7 +41,7 @@ def read(directory: Path, generation: dict[str, Any] | None = None, **fields: An
     (directory / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (directory / "generation_config.json").write_text(json.dumps(generation))
-    return ModelConfig.read(directory)
+    return read_config(directory)
 
 
 def test_a_plain_config_is_read(tmp_path: Path) -> None:
@@ -51,16 +50,14 @@ def test_a_plain_config_is_read(tmp_path: Path) -> None:
         vocab_size=1000,
         hidden_size=64,
         intermediate_size=128,
-        layers=2,
         heads=8,
         kv_heads=2,
         head_dim=8,
         max_positions=512,
         rms_norm_eps=1e-5,
         tie_embeddings=False,
-        attention_bias=False,
-        mlp_bias=False,
-        rope=RopeConfig(8, 500000.0),
+        attention=(LayerAttention(8**-0.5),) * 2,
+        ropes=(RopeConfig(8, 500000.0),),
         eos_ids=(3, 4),
         dtype="bfloat16",
     )
@@ -70,7 +67,7 @@ def test_absent_fields_take_their_defaults(tmp_path: Path) -> None:
     config = read(
         tmp_path, num_key_value_heads=..., rms_norm_eps=..., rope_theta=..., eos_token_id=..., torch_dtype=...
     )
-    assert (config.kv_heads, config.rms_norm_eps, config.rope.theta) == (8, 1e-6, 10000.0)
+    assert (config.kv_heads, config.rms_norm_eps, config.ropes[0].theta) == (8, 1e-6, 10000.0)
     assert (config.eos_ids, config.dtype) == ((), None)
 
 
@@ -104,31 +101,28 @@ def test_end_ids_join_both_files(tmp_path: Path, config_ids: Any, generation: An
     ],
 )
 def test_llama3_rope_is_read_in_each_layout(tmp_path: Path, fields: dict[str, Any]) -> None:
-    assert read(tmp_path, **fields).rope == RopeConfig(8, 500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    assert read(tmp_path, **fields).ropes == (RopeConfig(8, 500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192)),)
 
 
 def test_linear_rope_is_read(tmp_path: Path) -> None:
-    assert read(tmp_path, rope_scaling={"type": "linear", "factor": 2}).rope == RopeConfig(
-        8, 500000.0, LinearScaling(2.0)
-    )
+    linear = read(tmp_path, rope_scaling={"type": "linear", "factor": 2})
+    assert linear.ropes == (RopeConfig(8, 500000.0, LinearScaling(2.0)),)
 
 
 def test_the_published_qwen3_config_is_read() -> None:
-    assert ModelConfig.read(SHAPES / "qwen3-4b") == ModelConfig(
+    assert read_config(SHAPES / "qwen3-4b") == ModelConfig(
         architecture="Qwen3ForCausalLM",
         vocab_size=151936,
         hidden_size=2560,
         intermediate_size=9728,
-        layers=36,
         heads=32,
         kv_heads=8,
         head_dim=128,
         max_positions=40960,
         rms_norm_eps=1e-6,
         tie_embeddings=True,
-        attention_bias=False,
-        mlp_bias=False,
-        rope=RopeConfig(128, 1e6),
+        attention=(LayerAttention(128**-0.5),) * 36,
+        ropes=(RopeConfig(128, 1e6),),
         eos_ids=(151645,),
         dtype="bfloat16",
         qk_norm=True,
@@ -151,6 +145,8 @@ def test_a_sliding_window_that_is_switched_off_is_ignored(tmp_path: Path) -> Non
         ({"sliding_window": 4096}, "sliding_window 4096"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window true"),
         ({"use_sliding_window": True}, "use_sliding_window true"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ({"num_local_experts": 8}, "num_local_experts 8"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, 'rope_type "ntk"'),
@@ -167,7 +163,7 @@ def test_a_sliding_window_that_is_switched_off_is_ignored(tmp_path: Path) -> Non
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
         ({"num_attention_heads": 6, "num_key_value_heads": 2}, "not a multiple of num_attention_heads 6"),
-        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"head_dim": 7}, "rotary embedding needs pairs"),
         ({"eos_token_id": 1000}, "eos_token_id 1000"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
     ],
@@ -199,15 +195,14 @@ def test_all_unsupported_fields_are_named_at_once(tmp_path: Path) -> None:
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        ModelConfig.read(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("{not json")
     with pytest.raises(ConfigError, match=r"config\.json"):
-        ModelConfig.read(tmp_path)
+        read_config(tmp_path)
     with pytest.raises(ConfigError, match=r"generation_config\.json.*eos_token_id"):
         read(tmp_path, {"eos_token_id": 1.5})
 
 
 def test_unknown_architecture_names_the_supported(tmp_path: Path) -> None:
-    config = read(tmp_path, architectures=["GPT2LMHeadModel"])
-    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel.*LlamaForCausalLM"):
-        build_model(config, torch_build_context(torch.device("cpu"), torch.float32))
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel is not supported; supported: LlamaForCausalLM"):
+        read(tmp_path, architectures=["GPT2LMHeadModel"], vocab_size=..., hidden_act="unheard of")

@@ -15,7 +15,6 @@ if not torch.cuda.is_available():
 from tandem.engine_core.attention.flashinfer import FlashInferGraphPlanner, FlashInferPlanner
 from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.attention.triton import RaggedGraphPlanner, RaggedPlanner
-from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.startup import attention as startup_attention
 from tandem.protocol.engine_options import Device, Dtype, EngineOptions, PageSize
@@ -117,7 +116,7 @@ def test_eager_prompts_agree_with_transformers(checkpoints: dict[int, Checkpoint
     label = f"head_dim {head_dim}, {dtype}, eager"
     check(runtime, checkpoint, f"{label} {kernels.__name__}", BOUNDS[dtype])
     for slot in runtime.slots:
-        slot.attention = TorchPlanner(attention_kinds(runtime.model.config))
+        slot.attention = TorchPlanner(runtime.model.config.attention_kinds)
     check(runtime, checkpoint, f"{label} torch", BOUNDS[dtype])
 
 

@@ -13,12 +13,10 @@ from tandem.engine_core.attention.base import ForwardBatch, Span
 from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
-from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import load_weights
-from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.registry import build_model
+from tandem.engine_core.models.registry import build_model, read_config
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.protocol.engine_options import Device, Dtype, EngineOptions, Switch
@@ -54,7 +52,7 @@ def answers(device: Device, dtype: Dtype, pipeline: Switch, temperature: float =
 
 def logits_of(sequence: Sequence[int], device: str, dtype: torch.dtype) -> torch.Tensor:
     """Teacher-forced logits at every position, [len(sequence), vocab] float32 on the CPU."""
-    config = ModelConfig.read(DEFAULT_MODEL)
+    config = read_config(DEFAULT_MODEL)
     where = torch.device(device)
     model = build_model(config, torch_build_context(where, dtype))
     load_weights(model, Checkpoint.open(DEFAULT_MODEL))
@@ -63,7 +61,7 @@ def logits_of(sequence: Sequence[int], device: str, dtype: torch.dtype) -> torch
     kv = KVStorage.allocate(layout, 12, where)
     positions = torch.arange(len(sequence), device=where)
     page_table = kv.page_table(torch.arange(1, 12, dtype=torch.int32, device=where)[None])
-    planner = TorchPlanner(attention_kinds(config))
+    planner = TorchPlanner(config.attention_kinds)
     batch = ForwardBatch(
         input_ids=torch.tensor(sequence, device=where),
         positions=positions,

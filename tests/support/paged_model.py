@@ -10,21 +10,19 @@ from tandem.engine_core.attention.base import ForwardBatch, Span
 from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
-from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.layers.linear_choice import torch_build_context
-from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import load_weights
-from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.registry import Model, build_model
+from tandem.engine_core.models.registry import Model, build_model, open_checkpoint, read_config
 
 Work = tuple[int, int, int]
 """Index of the sequence, first position, number of positions."""
 
 
 def load(directory: Path) -> Model:
-    checkpoint = Checkpoint.open(directory)
+    config = read_config(directory)
+    checkpoint = open_checkpoint(directory, config)
     context = torch_build_context(torch.device("cpu"), torch.float32)
-    model = build_model(ModelConfig.read(directory), context, checkpoint=checkpoint)
+    model = build_model(config, context, checkpoint=checkpoint)
     load_weights(model, checkpoint)
     return model
 
@@ -64,7 +62,7 @@ class PagedRun:
             ids.append(self.tokens[row][start : start + length])
             positions.append(where)
             slots.append(self.page_table.slots(torch.full_like(where, row), where))
-        planner = TorchPlanner(attention_kinds(self.model.config))
+        planner = TorchPlanner(self.model.config.attention_kinds)
         with torch.inference_mode():
             attention = planner.plan(spans, self.page_table)
             batch = ForwardBatch(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.contracts import Masks, StepResult
 from tandem.engine_core.engine import Engine
@@ -13,7 +14,6 @@ from tandem.engine_core.kernels.reference.philox import gumbel_noise
 from tandem.engine_core.kernels.reference.sampling import truncate
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
-from tandem.engine_core.layers.attention import attention_kinds
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.llama import LlamaModel
@@ -49,16 +49,14 @@ CONFIG = ModelConfig(
     vocab_size=VOCAB,
     hidden_size=32,
     intermediate_size=48,
-    layers=2,
     heads=4,
     kv_heads=2,
     head_dim=8,
     max_positions=MAX_LEN,
     rms_norm_eps=1e-5,
     tie_embeddings=False,
-    attention_bias=False,
-    mlp_bias=False,
-    rope=RopeConfig(8),
+    attention=(LayerAttention(8**-0.5),) * 2,
+    ropes=(RopeConfig(8),),
     eos_ids=(END,),
     dtype="float32",
 )
@@ -82,7 +80,7 @@ def dense_logits(model: LlamaModel, tokens: Sequence[int]) -> Tensor:
     config = model.config
     weights = {slot.name: slot.target.double() for slot in model.weight_slots()}
     length, half = len(tokens), config.head_dim // 2
-    frequency = 1.0 / config.rope.theta ** (torch.arange(half, dtype=torch.float64) / half)
+    frequency = 1.0 / config.ropes[0].theta ** (torch.arange(half, dtype=torch.float64) / half)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     hidden_mask = torch.ones(length, length, dtype=torch.bool).triu(1)
@@ -219,7 +217,7 @@ def build_runtime(model: LlamaModel, shape: Shape) -> RecordingTorchRuntime:
     kv = KVStorage.allocate(layout, pages, "cpu")
     tables = DeviceTables.allocate(shape.max_rows, MAX_LEN, -(-MAX_LEN // shape.page_size), device.torch_device)
     words = capacity(shape.max_rows, shape.step_tokens, shape.max_rows * -(-MAX_LEN // shape.page_size), 1024)
-    attention = TorchPlanner(attention_kinds(CONFIG))
+    attention = TorchPlanner(CONFIG.attention_kinds)
     slots = [
         StepSlot.allocate(device, words, shape.max_rows, shape.step_tokens, VOCAB, attention)
         for _ in range(shape.depth)

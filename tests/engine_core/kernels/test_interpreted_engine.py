@@ -7,6 +7,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.sampling import triton_sampler
 from tandem.engine_core.startup import engine as startup_engine
 from tandem.protocol.engine_options import EngineOptions
@@ -17,7 +18,7 @@ from tests.support.model_folder import write_model
 from tests.support.plan_recording import constraining, runtime_of
 from tests.support.tiny_llama import CONFIG, Compared, random_model
 
-MODEL = structs.replace(CONFIG, layers=1, heads=2, kv_heads=1, head_dim=32)
+MODEL = structs.replace(CONFIG, attention=(LayerAttention(32**-0.5),), heads=2, kv_heads=1, head_dim=32)
 ASKED = [
     SamplingParams(4, temperature=0.0, ignore_eos=True),
     SamplingParams(4, temperature=1.0, seed=3, ignore_eos=True),

@@ -18,8 +18,7 @@ from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
-from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.registry import Model, build_model
+from tandem.engine_core.models.registry import Model, build_model, read_config
 from tests.engine_core.models.test_llama import BASE, random_tokens, save_random
 from tests.support.paged_model import PagedRun, load
 
@@ -78,7 +77,7 @@ def quantize(directory: Path) -> None:
 def load_int8(directory: Path) -> Model:
     context = replace(torch_build_context(torch.device("cpu"), torch.float32), linear_method=Int8Method())
     checkpoint = Checkpoint.open(directory)
-    model = build_model(ModelConfig.read(directory), context, checkpoint=checkpoint)
+    model = build_model(read_config(directory), context, checkpoint=checkpoint)
     load_weights(model, checkpoint)
     return model
 

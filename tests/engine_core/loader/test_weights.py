@@ -12,8 +12,7 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import load_weights
-from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.registry import Model, build_model
+from tandem.engine_core.models.registry import Model, build_model, read_config
 from tests.engine_core.models.test_llama import BASE, random_tokens, reference_logits, save_random
 from tests.support.paged_model import PagedRun, load
 
@@ -48,7 +47,7 @@ def fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unfilled(directory: Path) -> Model:
-    return build_model(ModelConfig.read(directory), torch_build_context(torch.device("cpu"), torch.float32))
+    return build_model(read_config(directory), torch_build_context(torch.device("cpu"), torch.float32))
 
 
 def target(model: Model, name: str) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, Span
 from tandem.engine_core.attention.torch import TorchPlanner
-from tandem.engine_core.layers.attention import attention_kinds
 from tests.support.paged_model import PagedRun, chunked, load
 
 TOLERANCE = 1e-4
@@ -127,7 +126,7 @@ def test_forward_returns_sampled_positions_only(tmp_path: Path) -> None:
     tokens = random_tokens((12, 7), BASE["vocab_size"], seed=3)
     run = PagedRun(load(tmp_path), tokens, 4, seed=0)
     everything = run.step([(0, 0, 12), (1, 0, 7)])
-    planner = TorchPlanner(attention_kinds(run.model.config))
+    planner = TorchPlanner(run.model.config.attention_kinds)
     positions = torch.cat((torch.arange(12), torch.arange(7)))
     rows = torch.tensor([0] * 12 + [1] * 7)
     slots = run.page_table.slots(rows, positions)

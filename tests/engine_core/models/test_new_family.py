@@ -14,7 +14,7 @@ from msgspec import structs
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.layers.attention import Attention, layer_attentions
+from tandem.engine_core.layers.attention import Attention
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.embedding import Embedding
 from tandem.engine_core.layers.mlp import GatedMLP
@@ -22,7 +22,7 @@ from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.layers.rotary import RotaryTable
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models import registry
-from tandem.engine_core.models.llama import LlamaLayer, LlamaModel
+from tandem.engine_core.models.llama import LlamaLayer, LlamaModel, read_config
 from tests.engine_core.models.test_llama import BASE, LENGTHS, PREFILL, random_tokens, reference_logits, worst
 from tests.support.paged_model import PagedRun, chunked, load
 
@@ -42,9 +42,9 @@ def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Lla
     head = context.head_method.build(config.vocab_size, config.hidden_size, False, context)
     layers = [
         LlamaLayer(norm(), Attention.build(config, layer, context), norm(), GatedMLP.build(config, context))
-        for layer in layer_attentions(config)
+        for layer in config.attention
     ]
-    rotary = RotaryTable.build(config.rope, max_positions, context.device)
+    rotary = RotaryTable.build(config.ropes[0], max_positions, context.device)
     return LlamaModel(config, (rotary,), ScaledEmbedding.tied_to(head), layers, norm(), head)
 
 
@@ -71,7 +71,7 @@ def test_a_family_of_its_own_norms_and_activation_equals_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = save_gemma(tmp_path)
-    monkeypatch.setitem(registry.BUILDERS, "GemmaForCausalLM", build)
+    monkeypatch.setitem(registry.FAMILIES, "GemmaForCausalLM", registry.Family(read_config, build))
     tokens = random_tokens(LENGTHS, BASE["vocab_size"], seed=1)
     model = load(tmp_path)
     for slot in model.weight_slots():

@@ -1,0 +1,227 @@
+"""The reading of a config.json, shared by all families.
+
+A family names the fields that it reads in a struct. Whatever it does not support is refused by name: a field that would
+change the output is never ignored.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from tandem.engine_core.attention.base import LayerAttention
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.rope_config import Base, Count, Positive, RopeConfig, RopeReader
+
+T = TypeVar("T")
+
+ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+"""Supported values of `hidden_act`."""
+FULL = "full_attention"
+"""Value of `layer_types` for a layer without a window."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "sliding_window": (),
+    "use_sliding_window": (False,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "query_pre_attn_scalar": (),
+    "use_bidirectional_attention": (False,),
+    "is_causal": (True,),
+    "clip_qkv": (),
+    "use_qk_norm": (False,),
+    "no_rope_layers": ([],),
+    "num_local_experts": (0, 1),
+    "num_experts": (0, 1),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+    "attention_multiplier": (),
+    "logits_scaling": (1.0,),
+}
+"""Fields that change the output of some family, with the values besides null that change nothing."""
+_OUTER_FIELDS = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "compression_config")
+"""Fields of a multimodal config.json that hold for its text half, unless that says otherwise."""
+
+
+class ConfigFields(Struct, kw_only=True):
+    """The fields of config.json that all families have.
+
+    A family adds fields of its own, and replaces the defaults in which its configuration differs in transformers.
+    """
+
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    max_position_embeddings: Count
+    original_max_position_embeddings: Count | None = None
+    rms_norm_eps: Positive = 1e-6
+    tie_word_embeddings: bool = False
+    hidden_act: str = "silu"
+    rope_theta: Base | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    partial_rotary_factor: Positive | None = None
+    quantization_config: dict[str, Any] | None = None
+    compression_config: dict[str, Any] | None = None
+    eos_token_id: int | list[int] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
+    @property
+    def hidden_per_head(self) -> int:
+        """Size of a head if the heads share the hidden size.
+
+        Raises ConfigError if they cannot.
+        """
+        if self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+            )
+        return self.hidden_size // self.num_attention_heads
+
+    def rope(self, head_dim: int) -> RopeConfig:
+        """Return the rotary embedding of all layers, over whole heads.
+
+        Raises ConfigError for malformed fields, and for heads that turn in part.
+        """
+        reader = RopeReader(
+            head_dim=head_dim,
+            max_positions=self.max_position_embeddings,
+            original_positions=self.original_max_position_embeddings,
+            partial_rotary_factor=self.partial_rotary_factor,
+        )
+        return reader.read(self.rope_theta, self.rope_scaling, self.rope_parameters)
+
+
+F = TypeVar("F", bound=ConfigFields)
+
+
+class ConfigSource(Struct, frozen=True, kw_only=True):
+    """The configuration files of a model folder, before a family reads them."""
+
+    path: Path
+    """The config.json, for error messages."""
+    architecture: str
+    fields: dict[str, Any]
+    """The object in config.json, or the part that describes the text half."""
+    generation_ends: int | list[int] | None = None
+    """The `eos_token_id` of generation_config.json."""
+    multimodal: bool = False
+
+    @classmethod
+    def open(cls, directory: Path) -> "ConfigSource":
+        """Read the files of a model folder.
+
+        Raises ConfigError if one is missing or malformed, or if config.json does not name one architecture.
+        """
+        path = directory / "config.json"
+        if not path.is_file():
+            raise ConfigError(f"{directory} is not a model folder: it has no config.json")
+        generation = directory / "generation_config.json"
+        fields = _decode(path, dict[str, Any])
+        ends = _decode(generation, _Generation).eos_token_id if generation.is_file() else None
+        match fields.get("architectures"):
+            case [str(architecture)]:
+                return cls(path=path, architecture=architecture, fields=fields, generation_ends=ends)
+        found = fields.get("architectures")
+        raise ConfigError(f"{path}: architectures must name one architecture, found {found}")
+
+    def text_half(self) -> "ConfigSource":
+        """Return the source of a multimodal checkpoint's text half, its `text_config`."""
+        text = self.fields.get("text_config")
+        if not isinstance(text, dict):
+            raise ConfigError(f"text_config must be an object, found {text}")
+        outer = {name: self.fields[name] for name in _OUTER_FIELDS if name in self.fields}
+        return msgspec.structs.replace(self, fields=outer | text, multimodal=True)
+
+    def read(self, kind: type[F]) -> F:
+        """Return the fields that a family reads.
+
+        Raises ConfigError that names malformed fields, and all that the family does not read but that would change the
+        output.
+        """
+        try:
+            fields = msgspec.convert(self.fields, kind)
+        except msgspec.ValidationError as error:
+            raise ConfigError(str(error)) from None
+        problems = []
+        if fields.hidden_act not in ACTIVATIONS:
+            problems.append(f'hidden_act "{fields.hidden_act}" is not supported, only {", ".join(ACTIVATIONS)}')
+        others = {name: value for name, value in self.fields.items() if name not in kind.__struct_fields__}
+        if others.get("use_sliding_window") is False:
+            others.pop("sliding_window", None)
+        for name, neutral in _NEUTRAL.items():
+            value = others.get(name)
+            if value is not None and value not in neutral:
+                problems.append(f"{name} {msgspec.json.encode(value).decode()} is not supported")
+        if unknown := sorted(set(others.get("layer_types") or []) - {FULL}):
+            problems.append(f"layer_types {', '.join(unknown)} are not supported, only {FULL}")
+        if problems:
+            raise ConfigError("; ".join(problems))
+        return fields
+
+    def resolve(
+        self,
+        fields: ConfigFields,
+        *,
+        head_dim: int,
+        attention: Sequence[LayerAttention],
+        ropes: Sequence[RopeConfig],
+        **own: Any,
+    ) -> ModelConfig:
+        """Return the facts of a model.
+
+        own: further fields of ModelConfig that the family sets. Raises ConfigError for numbers that cannot be.
+        """
+        heads = fields.num_attention_heads
+        kv_heads = fields.num_key_value_heads or heads
+        if heads % kv_heads:
+            raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        quantization = fields.quantization_config
+        common: dict[str, Any] = {
+            "architecture": self.architecture,
+            "vocab_size": fields.vocab_size,
+            "hidden_size": fields.hidden_size,
+            "intermediate_size": fields.intermediate_size,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "max_positions": fields.max_position_embeddings,
+            "rms_norm_eps": fields.rms_norm_eps,
+            "tie_embeddings": fields.tie_word_embeddings,
+            "attention": tuple(attention),
+            "ropes": tuple(ropes),
+            "eos_ids": self._end_ids(fields),
+            "dtype": fields.dtype or fields.torch_dtype,
+            "activation": ACTIVATIONS[fields.hidden_act],
+            "quantization": fields.compression_config if quantization is None else quantization,
+            "multimodal": self.multimodal,
+        }
+        return ModelConfig(**(common | own))
+
+    def _end_ids(self, fields: ConfigFields) -> tuple[int, ...]:
+        ids: list[int] = []
+        for field in (self.generation_ends, fields.eos_token_id):
+            ids += [field] if isinstance(field, int) else field or []
+        for token in ids:
+            if not 0 <= token < fields.vocab_size:
+                raise ConfigError(f"eos_token_id {token} is outside the vocabulary of {fields.vocab_size}")
+        return tuple(dict.fromkeys(ids))
+
+
+class _Generation(Struct):
+    eos_token_id: int | list[int] | None = None
+
+
+def _decode(path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path}: {error}") from None

@@ -1,0 +1,35 @@
+"""The nature of checkpoints that no family supports, for error messages."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_EXPERTS = re.compile(
+    r"moe|mixtral|deepseekv[23]|gptoss|dbrx|jamba|llama4|arctic|minimax|qwen3next|grok", re.IGNORECASE
+)
+_EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_MULTIMODAL = re.compile(r"llava|vision|vl(?=For|Chat|_|[A-Z]|$)|\dV(?=For)|MMFor|omni|paligemma|idefics|mllama|audio")
+_MULTIMODAL_FIELDS = ("vision_config", "audio_config", "vision_tower", "thinker_config")
+_ENCODER = re.compile(r"Bert|(?<!LMHead)Model$|ForMaskedLM$|ForSequenceClassification$|ForTokenClassification$|Encoder")
+
+
+def describe(architecture: str, fields: Mapping[str, Any]) -> str:
+    """Return what kind of checkpoint this is, such as "multimodal".
+
+    fields: its config.json. Empty: no kind that is known not to be supported.
+    """
+    text = fields.get("text_config")
+    everywhere = {**(text if isinstance(text, dict) else {}), **fields}
+    found = []
+    if any(everywhere.get(name) for name in _MULTIMODAL_FIELDS) or _MULTIMODAL.search(architecture):
+        found.append("multimodal")
+    if any((everywhere.get(name) or 0) > 1 for name in _EXPERT_FIELDS) or _EXPERTS.search(architecture):
+        found.append("a mixture of experts (MoE)")
+    if everywhere.get("is_encoder_decoder"):
+        found.append("an encoder and decoder")
+    elif not found and _ENCODER.search(architecture):
+        found.append("an encoder or embedding model, which generates no text")
+    quantization = everywhere.get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+        found.append("quantized to MXFP4")
+    return ", ".join(found)
