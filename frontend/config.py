@@ -249,6 +249,9 @@ STORE_FLAGS = (
     Flag("store_size", _STORE, "maximum size of the store in MiB; conversations unused for longest make room", int,
          (1, 2**20), default=StoreLimits().max_bytes // MEBIBYTE, struct=StoreLimits, field="max_bytes",
          to_field=lambda size: size * MEBIBYTE),
+    Flag("store_size_per_key", _STORE, "maximum size in MiB of what one API key stores; its own conversations make "
+         "room", int, (1, 2**20), default_text="no limit but --store-size", struct=StoreLimits, field="max_owner_bytes",
+         to_field=lambda size: size and size * MEBIBYTE),
     Flag("store_ttl", _STORE, "seconds that a conversation is stored after its last response", float,
          (1, 1e10), struct=StoreLimits, field="ttl"),
 )

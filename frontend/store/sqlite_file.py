@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import logging
 import os
 import sqlite3
 import time
@@ -9,11 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tandem.frontend.store.sqlite_store import SqliteStore
+from tandem.frontend.store.sqlite_store import SIZE, SqliteStore
 from tandem.frontend.store.store import StoreError, StoreLimits
 
+logger = logging.getLogger(__name__)
+
 FILE_NAME = "store.sqlite3"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Version 1 had threads without owner and bytes."""
 BUSY_SECONDS = 5.0
 """Seconds that a write waits for those of other frontends before it fails."""
 MIN_BYTES = 2**20
@@ -22,8 +26,10 @@ MIN_BYTES = 2**20
 _APPLICATION_ID = 0x7464_6D73
 """Marks a file as a store of this server."""
 _TABLES = """
-CREATE TABLE threads(num INTEGER PRIMARY KEY, used REAL NOT NULL);
+CREATE TABLE threads(
+    num INTEGER PRIMARY KEY, used REAL NOT NULL, owner TEXT NOT NULL DEFAULT '', bytes INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX threads_used ON threads(used);
+CREATE INDEX threads_owner ON threads(owner, used);
 CREATE TABLE responses(
     num INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
     thread INTEGER NOT NULL REFERENCES threads(num) ON DELETE CASCADE,
@@ -36,6 +42,15 @@ CREATE TABLE items(
 CREATE INDEX items_response ON items(response);
 CREATE INDEX items_id ON items(id);
 """
+_FROM_VERSION_1 = (
+    "ALTER TABLE threads ADD COLUMN owner TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE threads ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0",
+    "CREATE INDEX threads_owner ON threads(owner, used)",
+    "UPDATE threads SET owner = coalesce((SELECT owner FROM responses WHERE thread = threads.num), ''), "
+    f"bytes = coalesce((SELECT sum({SIZE}) FROM responses r WHERE thread = threads.num), 0)",
+)
+_INCREMENTAL = 2
+"""Value of `auto_vacuum` with which free pages can be returned to the file system."""
 
 
 def open_store(directory: Path, limits: StoreLimits, clock: Callable[[], float] = time.time) -> SqliteStore:
@@ -79,6 +94,8 @@ def _alone(directory: Path) -> Iterator[None]:
 def _prepare(connection: sqlite3.Connection, path: Path, limits: StoreLimits) -> None:
     """Check or create the tables, and set up the connection."""
     try:
+        # In an empty file it takes effect at once, in any other with the next VACUUM.
+        connection.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
@@ -87,6 +104,8 @@ def _prepare(connection: sqlite3.Connection, path: Path, limits: StoreLimits) ->
         connection.execute("BEGIN IMMEDIATE")
         create_tables(connection, path)
         connection.execute("COMMIT")
+        if connection.execute("PRAGMA auto_vacuum").fetchone()[0] != _INCREMENTAL:
+            _rewrite(connection, path)
         page_size = connection.execute("PRAGMA page_size").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {limits.max_bytes // page_size}")
     except sqlite3.Error as error:
@@ -95,8 +114,19 @@ def _prepare(connection: sqlite3.Connection, path: Path, limits: StoreLimits) ->
         ) from None
 
 
+def _rewrite(connection: sqlite3.Connection, path: Path) -> None:
+    """Rewrite a file that was made without `auto_vacuum`, so that it can shrink.
+
+    While another frontend uses the file, or without room for the copy, it stays as it is until a later start.
+    """
+    try:
+        connection.execute("VACUUM")
+    except sqlite3.OperationalError as error:
+        logger.warning("the store %s does not shrink before a later start: %s", path, error)
+
+
 def create_tables(connection: sqlite3.Connection, path: Path) -> None:
-    """Create the tables of an empty database, or check its version.
+    """Create the tables of an empty database, or check and raise its version.
 
     Raises StoreError for a database of another program or a newer version; `path` is its name in the message.
     """
@@ -114,3 +144,7 @@ def create_tables(connection: sqlite3.Connection, path: Path) -> None:
             f"the store {path} has schema version {version}; this server knows {SCHEMA_VERSION}: start the newer "
             "version that wrote it, or choose another --state-dir"
         )
+    elif version == 1:
+        for statement in _FROM_VERSION_1:
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

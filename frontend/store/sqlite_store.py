@@ -15,6 +15,13 @@ ROW_BYTES = 320
 """Estimate of what a row takes beside its body: ids, indexes and the slack of its last page."""
 PURGED_AT_ONCE = 64
 """Maximum number of expired conversations that one write removes."""
+SPARE_PAGES = 256
+"""Free pages that the file keeps for later writes."""
+SHRUNK_AT_ONCE = 256
+"""Maximum number of pages by which one write shrinks the file."""
+SIZE = f"""length(r.body) + {ROW_BYTES} + coalesce(
+(SELECT sum(length(i.body) + {ROW_BYTES}) FROM items i WHERE i.response = r.num), 0)"""
+"""Expression for the bytes of a response `r` with its items."""
 
 _LIVE = "NOT r.hidden AND t.used >= ?"
 _ONE = f"""SELECT r.num, r.body, r.thread, p.id FROM responses r JOIN threads t ON t.num = r.thread
@@ -45,10 +52,11 @@ class SqliteStore:
             now = self._clock()
             previous, thread = self._continued(owner, response.previous)
             if thread is None:
-                thread = self._execute("INSERT INTO threads(used) VALUES (?)", now).lastrowid
-            else:
-                self._execute("UPDATE threads SET used = max(used, ?) WHERE num = ?", now, thread)
-            self._make_room(response, thread)
+                thread = self._execute("INSERT INTO threads(used, owner) VALUES (?, ?)", now, owner).lastrowid
+            needed = _size(response)
+            self._make_room(owner, needed, thread)
+            used = "UPDATE threads SET used = max(used, ?), bytes = bytes + ? WHERE num = ?"
+            self._execute(used, now, needed, thread)
             added = self._execute(
                 "INSERT INTO responses(id, owner, thread, previous, body) VALUES (?, ?, ?, ?, ?)",
                 *(response.id, owner, thread, previous, response.body),
@@ -56,6 +64,7 @@ class SqliteStore:
             sides = ((response.input, 0), (response.output, 1))
             rows = [(added.lastrowid, side, item.id, item.body) for items, side in sides for item in items]
             self._connection.executemany("INSERT INTO items(response, side, id, body) VALUES (?, ?, ?, ?)", rows)
+            self._shrink()
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
         with self._transaction():
@@ -77,9 +86,10 @@ class SqliteStore:
                 return False
             num, _, thread, _ = row
             self._execute("UPDATE responses SET hidden = 1 WHERE num = ?", num)
-            self._remove_unused(num)
+            self._remove_unused(num, thread)
             empty = "NOT EXISTS (SELECT 1 FROM responses WHERE thread = ?)"
             self._execute(f"DELETE FROM threads WHERE num = ? AND {empty}", thread, thread)
+            self._shrink()
             return True
 
     def conversation(self, owner: str, response_id: str, max_bytes: int) -> list[StoredItem] | None:
@@ -139,28 +149,36 @@ class SqliteStore:
             raise StoreError(f"the response {previous} was deleted while it was continued")
         return row[0], row[2]
 
-    def _remove_unused(self, num: int | None) -> None:
-        """Remove a deleted response that none continues.
+    def _remove_unused(self, num: int | None, thread: int) -> None:
+        """Remove a deleted response that none continues, from its thread.
 
         Then remove those before it of which that is true.
         """
         while num is not None:
             unused = "num = ? AND hidden AND NOT EXISTS (SELECT 1 FROM responses WHERE previous = ?)"
-            row = self._execute(f"SELECT previous FROM responses WHERE {unused}", num, num).fetchone()
+            row = self._execute(f"SELECT previous, {SIZE} FROM responses r WHERE {unused}", num, num).fetchone()
             if row is None:
                 return
             self._execute("DELETE FROM responses WHERE num = ?", num)
+            self._execute("UPDATE threads SET bytes = bytes - ? WHERE num = ?", row[1], thread)
             num = row[0]
 
-    def _make_room(self, response: StoredResponse, thread: int | None) -> None:
-        """Remove expired threads, then the least recently used until the response fits.
+    def _make_room(self, owner: str, needed: int, thread: int | None) -> None:
+        """Remove expired threads, then the least recently used until `needed` bytes fit.
 
-        Raises StoreError if removing everything but its own thread is not enough.
+        Those of the owner go first, until its own bound holds. Raises StoreError if removing everything but the thread
+        itself is not enough.
         """
         expired = "SELECT num FROM threads WHERE used < ? ORDER BY used LIMIT ?"
         self._execute(f"DELETE FROM threads WHERE num IN ({expired})", self._oldest, PURGED_AT_ONCE)
-        items = (*response.input, *response.output)
-        needed = len(response.body) + sum([len(item.body) for item in items]) + ROW_BYTES * (len(items) + 1)
+        quota = self._limits.max_owner_bytes
+        while quota is not None and self._owner_bytes(owner) + needed > quota:
+            oldest = "SELECT num FROM threads WHERE owner = ? AND num != ? ORDER BY used LIMIT 1"
+            if not self._execute(f"DELETE FROM threads WHERE num IN ({oldest})", owner, thread).rowcount:
+                raise StoreError(
+                    f"the response needs {needed} bytes beside the {self._owner_bytes(owner)} of its conversation; an "
+                    f"API key may store {quota}: raise --store-size-per-key"
+                )
         # A few pages of every index are partly empty.
         room = self._limits.max_bytes - self._limits.max_bytes // 16 - needed
         while self._used_bytes() > room:
@@ -171,8 +189,28 @@ class SqliteStore:
                     f"holds {self._limits.max_bytes}: raise --store-size"
                 )
 
+    def _owner_bytes(self, owner: str) -> int:
+        total: int = self._execute("SELECT coalesce(sum(bytes), 0) FROM threads WHERE owner = ?", owner).fetchone()[0]
+        return total
+
+    def _shrink(self) -> None:
+        """Return some of the free pages beyond the spare ones to the file system."""
+        free: int = self._execute("PRAGMA freelist_count").fetchone()[0]
+        for _ in range(min(free - SPARE_PAGES, SHRUNK_AT_ONCE)):
+            # One page is one step of the statement, and sqlite3 makes one step of a statement without rows.
+            self._execute("PRAGMA incremental_vacuum(1)")
+
     def _used_bytes(self) -> int:
         pages, free, size = (
             self._execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
         )
         return int((pages - free) * size)
+
+
+def _size(response: StoredResponse) -> int:
+    """Estimate what a response with its items takes of the file.
+
+    It is what `SIZE` says in SQL.
+    """
+    items = (*response.input, *response.output)
+    return len(response.body) + sum([len(item.body) for item in items]) + ROW_BYTES * (len(items) + 1)

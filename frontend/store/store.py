@@ -22,6 +22,8 @@ class StoreLimits(Struct, frozen=True):
     """Limit on the bytes of all objects and their indexes."""
     ttl: float = 30 * 86400.0
     """Seconds that a conversation is kept after its last response."""
+    max_owner_bytes: int | None = None
+    """Limit on the bytes of all objects of one owner; None for no limit but that of the store."""
 
 
 class ResponseStore(Protocol):
@@ -35,8 +37,9 @@ class ResponseStore(Protocol):
     def save(self, owner: str, response: StoredResponse) -> None:
         """Store a response.
 
-        Other conversations make room for it, those that were continued least recently first. Raises StoreError if the
-        response that it continues is gone, or if its conversation alone exceeds the bound on bytes.
+        Other conversations make room for it, those that were continued least recently first; where the bound on one
+        owner's bytes is reached, only that owner's. Raises StoreError if the response that it continues is gone, or if
+        its conversation alone exceeds a bound.
         """
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:

@@ -125,7 +125,7 @@ def test_supervisor_forwards_limits_and_access_flags(tmp_path: Path) -> None:
     argv = ["--max-body", "2", "--max-n", "3", "--max-top-logprobs", "0", "--max-stop-strings", "1"]
     argv += ["--max-queued-tokens", "9", "--max-prompt-tokens", "8", "--cors-origin", "*"]
     argv += ["--cors-origin", "https://a.example", "--api-key", "secret"]
-    argv += ["--store", "off", "--store-size", "7", "--store-ttl", "60"]
+    argv += ["--store", "off", "--store-size", "7", "--store-size-per-key", "3", "--store-ttl", "60"]
     arguments = build_parser().parse_args(["serve", *argv])
     command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5, tmp_path / "state")
     assert "secret" not in " ".join(command)
@@ -135,7 +135,7 @@ def test_supervisor_forwards_limits_and_access_flags(tmp_path: Path) -> None:
     assert config.cors_origins == ("*", "https://a.example")
     assert config.api_keys == ()
     assert (config.store, config.state_dir) == (False, tmp_path / "state")
-    assert config.store_limits == StoreLimits(7 * 2**20, 60.0)
+    assert config.store_limits == StoreLimits(7 * 2**20, 60.0, 3 * 2**20)
 
 
 def test_access_flags_are_checked_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

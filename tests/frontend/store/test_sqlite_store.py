@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tandem.frontend.store.sqlite_file import FILE_NAME, SCHEMA_VERSION, create_tables, open_store
-from tandem.frontend.store.sqlite_store import SqliteStore
+from tandem.frontend.store.sqlite_store import SIZE, SqliteStore
 from tandem.frontend.store.store import ConversationTooLargeError, StoreError, StoreLimits
 from tandem.frontend.store.stored_response import StoredItem
 from tests.fakes.clock import FakeClock
@@ -149,6 +149,70 @@ def test_conversation_that_alone_exceeds_the_bound_is_refused_and_kept(store: Sq
         store.save("me", stored("r3", size=600_000))
     store.save("me", stored("r4"))
     assert rows(store) == (2, 2, 4)
+
+
+def sizes(store: SqliteStore) -> list[tuple[int, int]]:
+    """Return the bytes of each thread as it states them, and as its responses add up."""
+    each = f"SELECT t.bytes, (SELECT sum({SIZE}) FROM responses r WHERE r.thread = t.num) FROM threads t"
+    return store._connection.execute(each).fetchall()
+
+
+def test_a_key_beyond_its_quota_makes_room_among_its_own(tmp_path: Path, clock: FakeClock) -> None:
+    store = open_store(tmp_path, StoreLimits(16 * MEBIBYTE, 100.0, max_owner_bytes=MEBIBYTE), clock)
+    store.save("other", stored("o1", size=300_000))
+    for number in range(3):
+        clock.now += 1
+        store.save("me", stored(f"r{number}", size=300_000))
+    assert [store.get("me", f"r{number}") is not None for number in range(3)] == [False, False, True]
+    assert store.get("other", "o1") is not None, "another key's conversation is older and stays"
+    clock.now += 1
+    with pytest.raises(StoreError, match=r"an API key may store 1048576: raise --store-size-per-key"):
+        store.save("me", stored("r2-next", "r2", size=300_000))
+    assert store.get("me", "r2") is not None
+    assert store.delete("me", "r2")
+    store.save("me", stored("r3", size=500_000))
+    store.close()
+
+
+def test_file_shrinks_when_much_is_deleted(tmp_path: Path) -> None:
+    store = open_store(tmp_path, StoreLimits(64 * MEBIBYTE))
+
+    def file_size() -> int:
+        store._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return (tmp_path / FILE_NAME).stat().st_size
+
+    for number in range(8):
+        store.save("me", stored(f"r{number}", size=500_000))
+    full = file_size()
+    for number in range(8):
+        assert store.delete("me", f"r{number}")
+    for number in range(8):
+        store.save("me", stored(f"small{number}"))
+    assert full > 8_000_000
+    assert file_size() < 2 * MEBIBYTE
+    assert store.get("me", "small7") == stored("small7")
+    store.close()
+
+
+def test_store_of_the_first_version_is_taken_over(tmp_path: Path) -> None:
+    open_store(tmp_path, StoreLimits()).close()
+    with sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None) as old:
+        for statement in (
+            "DROP INDEX threads_owner", "ALTER TABLE threads DROP COLUMN owner",
+            "ALTER TABLE threads DROP COLUMN bytes", "PRAGMA journal_mode = DELETE", "PRAGMA auto_vacuum = 0", "VACUUM",
+            "PRAGMA user_version = 1", "INSERT INTO threads VALUES (1, 1e12)",
+            "INSERT INTO responses(id, owner, thread, body) VALUES ('r1', 'me', 1, 'body of r1')",
+            "INSERT INTO items(response, side, id, body) VALUES (1, 0, 'r1-q', CAST('r1-q' AS BLOB))",
+        ):  # fmt: skip
+            old.execute(statement)
+    old.close()
+    store = open_store(tmp_path, StoreLimits())
+    assert names(store.conversation("me", "r1", ANY)) == ["r1-q"]
+    store.save("me", stored("r2", "r1"))
+    assert [said for said, _ in sizes(store)] == [added for _, added in sizes(store)]
+    values = [store._connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("user_version", "auto_vacuum")]
+    assert values == [SCHEMA_VERSION, 2]
+    store.close()
 
 
 def test_full_disk_undoes_the_write_and_leaves_the_rest(tmp_path: Path) -> None:
@@ -296,6 +360,10 @@ class StoreMachine(RuleBasedStateMachine):
     def nothing_is_left_of_deleted_conversations(self) -> None:
         threads, responses, _ = rows(self.store)
         assert threads <= responses
+
+    @invariant()
+    def threads_know_their_bytes(self) -> None:
+        assert all(said == added for said, added in sizes(self.store))
 
 
 TestStoreMachine = StoreMachine.TestCase
