@@ -1,0 +1,1 @@
+"""Parts that the tools for porting a model share."""

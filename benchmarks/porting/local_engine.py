@@ -1,0 +1,123 @@
+"""An engine core in this process, without sockets.
+
+Its model can also be run step by step.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.engine_core.attention.base import ForwardBatch, Span
+from tandem.engine_core.engine import Engine
+from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.startup.engine import build_engine
+from tandem.engine_core.stats import new_stats
+from tandem.engine_core.wire.heartbeat import Status
+from tandem.protocol.codec import pack_ids
+from tandem.protocol.commands import Hello, Submit
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.params import SamplingParams
+from tandem.protocol.version import PROTOCOL_VERSION
+from tests.fakes.mailbox import FakeMailbox
+
+CLIENT, EPOCH = b"porting", 1
+ROW = 1
+"""Row of the tables that steps outside the loop use; row 0 is padding."""
+
+
+def small_options(
+    folder: Path, device: str, dtype: str, *, positions: int, rows: int = 4, load_format: str = "auto"
+) -> EngineOptions:
+    """Return the options of an engine that captures no graphs.
+
+    It holds `rows` sequences of `positions` positions each.
+    """
+    return EngineOptions(
+        model=str(folder),
+        device=device,
+        dtype=dtype,
+        load_format=load_format,
+        max_rows=rows,
+        max_len=positions,
+        kv_tokens=2 * rows * positions + 256,
+        graph_rows="off",
+        graph_tokens="off",
+        pipeline="off",
+        prefix_cache="off",
+    )
+
+
+class LocalEngine:
+    """An engine core, called by the program that holds it."""
+
+    def __init__(self, engine: Engine, mailbox: FakeMailbox) -> None:
+        self.engine = engine
+        self.mailbox = mailbox
+        self._requests = 0
+
+    @classmethod
+    def open(cls, options: EngineOptions) -> "LocalEngine":
+        """Load a model. Raises ConfigError if it is not supported."""
+        mailbox = FakeMailbox()
+        engine = build_engine(options, mailbox, Status(EPOCH, new_stats()))
+        mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "porting")))
+        return cls(engine, mailbox)
+
+    @property
+    def runtime(self) -> TorchRuntime:
+        runtime = self.engine.runtime
+        assert isinstance(runtime, TorchRuntime)
+        return runtime
+
+    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[tuple[bytes, int]]:
+        """Queue requests and return their keys in the mailbox."""
+        first = self._requests
+        for ids in prompts:
+            self._requests += 1
+            self.mailbox.inbox.append((CLIENT, Submit(self._requests, pack_ids(list(ids)), params)))
+        return [(CLIENT, number) for number in range(first + 1, self._requests + 1)]
+
+    def generate(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Return `count` greedy tokens after a prompt."""
+        [key] = self.submit([prompt], SamplingParams(count, temperature=0.0, ignore_eos=True))
+        while key not in self.mailbox.outcomes:
+            self.engine.tick()
+        return self.mailbox.received[key]
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int], singles: int = 0) -> Tensor:
+        """Return the logits after every token, [T, vocab] in float32 on the host.
+
+        The last `singles` tokens are computed one a step, as in decoding, the others in one step. Nothing may run in
+        the loop meanwhile.
+        """
+        parts = []
+        for start, count in _steps(len(ids), singles):
+            parts.append(self._step(ids[start : start + count], start).float().cpu())
+        return torch.cat(parts)
+
+    def _step(self, ids: Sequence[int], start: int) -> Tensor:
+        runtime = self.runtime
+        device, table = runtime.device.torch_device, runtime.page_table
+        used = ceil_div(start + len(ids), table.page_size)
+        table.pages[ROW, :used] = torch.arange(1, used + 1, dtype=torch.int32, device=device)
+        positions = torch.arange(start, start + len(ids), device=device)
+        batch = ForwardBatch(
+            input_ids=torch.tensor(ids, device=device),
+            positions=positions,
+            slot_mapping=table.slots(torch.full_like(positions, ROW), positions),
+            sample_index=None,
+            attention=runtime.slots[0].attention.plan([Span(ROW, 0, start, len(ids))], table),
+        )
+        return runtime.model.logits(runtime.model.forward(batch, runtime.kv))
+
+
+def _steps(total: int, singles: int) -> Iterator[tuple[int, int]]:
+    """Yield the first position and the number of positions of each step."""
+    whole = max(1, total - singles)
+    yield 0, whole
+    for position in range(whole, total):
+        yield position, 1

@@ -1,0 +1,37 @@
+"""A model folder in transformers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def load_reference(folder: Path, device: str, dtype: str) -> Any:
+    """Load the causal language model of a folder, with attention in plain torch."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
+    return model.to(device).eval()
+
+
+@torch.inference_mode()
+def reference_logits(model: Any, ids: Sequence[int]) -> Tensor:
+    """Return the logits after every token, [T, vocab] in float32 on the host."""
+    logits: Tensor = model(torch.tensor([list(ids)], device=model.device)).logits[0]
+    return logits.float().cpu()
+
+
+@torch.inference_mode()
+def reference_tokens(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """Return `count` greedy tokens after a prompt, by `generate`."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    whole = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+        eos_token_id=None, repetition_penalty=1.0,
+    )  # fmt: skip
+    tokens: list[int] = whole[0, len(prompt) :].tolist()
+    return tokens

@@ -1,0 +1,50 @@
+"""Tiny random checkpoints of every family, written by transformers."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Fields of all families. The layers are enough for two local and two global ones."""
+TINY: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"model_type": "llama"},
+    "Qwen3ForCausalLM": {"model_type": "qwen3", "head_dim": 16},
+}
+"""Fields by architecture; windows are shorter than the prompt of a check."""
+
+
+def save_tiny(architecture: str, folder: Path, seed: int = 0) -> None:
+    """Save a checkpoint of an architecture in float32.
+
+    Weights, norms and biases are random.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = AutoConfig.for_model(**(COMMON | TINY[architecture]))
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+                elif name.endswith("bias"):
+                    parameter.normal_(0, 0.1)
+        model.save_pretrained(folder)
