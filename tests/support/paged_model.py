@@ -18,10 +18,10 @@ Work = tuple[int, int, int]
 """Index of the sequence, first position, number of positions."""
 
 
-def load(directory: Path) -> Model:
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> Model:
     config = read_config(directory)
     checkpoint = open_checkpoint(directory, config)
-    context = torch_build_context(torch.device("cpu"), torch.float32)
+    context = torch_build_context(torch.device("cpu"), dtype)
     model = build_model(config, context, checkpoint=checkpoint)
     load_weights(model, checkpoint)
     return model
@@ -30,7 +30,9 @@ def load(directory: Path) -> Model:
 class PagedRun:
     """Teacher-forced sequences over pages in random order, page 0 left out, full of stale numbers."""
 
-    def __init__(self, model: Model, tokens: Sequence[Tensor], page_size: int, seed: int) -> None:
+    def __init__(
+        self, model: Model, tokens: Sequence[Tensor], page_size: int, seed: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         config = model.config
         need = [-(-len(sequence) // page_size) for sequence in tokens]
         generator = torch.Generator().manual_seed(seed)
@@ -46,7 +48,7 @@ class PagedRun:
             page_size=page_size,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            dtype=torch.float32,
+            dtype=dtype,
         )
         self.storage = KVStorage.allocate(layout, sum(need) + 1, "cpu")
         self.page_table = self.storage.page_table(self.pages)

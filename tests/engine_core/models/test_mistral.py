@@ -1,0 +1,23 @@
+"""Mistral: logits equal those of transformers, with windows shorter and longer than the sequences, and without."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.parity import SMALL, check_parity, save_random
+
+MODELS: dict[str, dict[str, Any]] = {
+    "no_window_tied": {"sliding_window": None, "tie_word_embeddings": True},
+    "window_of_one_page": {"sliding_window": 4},
+    "window_across_pages": {"sliding_window": 13, "num_key_value_heads": 4},
+    "window_beyond_the_sequences": {"sliding_window": 128, "num_key_value_heads": 1},
+    "head_dim_of_its_own": {"sliding_window": None, "head_dim": 32, "hidden_size": 60, "num_attention_heads": 6},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import MistralConfig
+
+    check_parity(tmp_path, save_random(tmp_path, MistralConfig(**SMALL | MODELS[name]), seed=len(name)))
