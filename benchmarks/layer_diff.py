@@ -4,10 +4,10 @@
     python -m benchmarks.layer_diff FOLDER OTHER_FOLDER
     python -m benchmarks.layer_diff FOLDER transformers:OTHER_FOLDER --reference-dtype float32
 
-It prints the errors at each point and names the first at which the two differ. A folder is run by Tandem, `transformers` runs the other side's folder (the extra `dev` has it). Both compute the same
-tokens; Tandem computes the last of them one a step, as in decoding, and captures no graphs. The relative error is the
-norm of the difference over that of B. The exit code is 1 if a point differs by more than the tolerance, 2 if a side
-cannot be run.
+It prints the errors at each point and names the first at which the two differ. A folder is run by Tandem,
+`transformers` runs the other side's folder (the extra `dev` has it). Both compute the same tokens; Tandem computes
+the last of them one a step, as in decoding, and captures no graphs. The relative error is the norm of the difference
+over that of B. The exit code is 1 if a point differs by more than the tolerance, 2 if a side cannot be run.
 """
 
 import argparse

@@ -24,7 +24,8 @@ from torch import Tensor
 from benchmarks.layer_diff import DTYPES, token_ids
 from benchmarks.porting.local_engine import LocalEngine, small_options
 from benchmarks.porting.reference import load_reference, reference_logits, reference_tokens
-from benchmarks.porting.tiny import TINY, save_tiny
+from benchmarks.porting.tiny import save_tiny
+from tandem.engine_core.models.registry import FAMILIES
 
 PROMPT = 40
 """Tokens of a random prompt, more than the windows of the tiny checkpoints."""
@@ -98,7 +99,7 @@ def checkpoints(folders: list[Path], families: list[str]) -> Iterator[tuple[str,
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", metavar="FOLDER", nargs="*", type=Path, help="checkpoints (default: all families)")
-    parser.add_argument("--family", action="append", choices=sorted(TINY), help="only this family; may be repeated")
+    parser.add_argument("--family", action="append", choices=list(FAMILIES), help="only this family; may be repeated")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--prompt", metavar="TEXT", help="prompt of the folders (default: random tokens)")
@@ -111,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     device = arguments.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    families = arguments.family or ([] if arguments.folders else list(TINY))
+    families = arguments.family or ([] if arguments.folders else list(FAMILIES))
     failed = 0
     for name, folder in checkpoints(arguments.folders, families):
         started = time.perf_counter()

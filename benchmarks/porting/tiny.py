@@ -22,7 +22,30 @@ COMMON: dict[str, Any] = {
 """Fields of all families. The layers are enough for two local and two global ones."""
 TINY: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama"},
+    "MistralForCausalLM": {"model_type": "mistral", "sliding_window": 24},
+    "Qwen2ForCausalLM": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "max_window_layers": 2,
+    },
     "Qwen3ForCausalLM": {"model_type": "qwen3", "head_dim": 16},
+    "Gemma2ForCausalLM": {
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 24,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 4.0,
+    },
+    "Gemma3ForCausalLM": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "Phi3ForCausalLM": {"model_type": "phi3", "partial_rotary_factor": 0.5},
 }
 """Fields by architecture; windows are shorter than the prompt of a check."""
 
@@ -43,8 +66,8 @@ def save_tiny(architecture: str, folder: Path, seed: int = 0) -> None:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "norm" in name:
-                    parameter.uniform_(0.5, 1.5)
+                if "norm" in name:  # Gemma's factors are stored less 1
+                    parameter.uniform_(*((-0.5, 0.5) if "Gemma" in architecture else (0.5, 1.5)))
                 elif name.endswith("bias"):
                     parameter.normal_(0, 0.1)
         model.save_pretrained(folder)
