@@ -1,6 +1,7 @@
 """Death and orderly stop of the processes of a server."""
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import openai
@@ -12,12 +13,19 @@ PROMPT = "Tell me about os.path.join"
 ENDLESS = {"ignore_eos": True}
 
 
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A server for the tests of this file: the first kills its engine, the second stops it."""
+    with Serving(tmp_path_factory.mktemp("faults") / "log", "--drain-timeout", "0.5") as running:
+        yield running
+
+
 def connect(serving: Serving) -> openai.OpenAI:
     return openai.OpenAI(base_url=serving.url + "/v1", api_key="none", timeout=GUARD_SECONDS, max_retries=0)
 
 
-def test_a_killed_engine_ends_its_streams_and_is_restarted(tmp_path: Path) -> None:
-    with Serving(tmp_path / "log") as serving, connect(serving) as client:
+def test_a_killed_engine_ends_its_streams_and_is_restarted(serving: Serving) -> None:
+    with connect(serving) as client:
         stream = client.completions.create(
             model="tandem-default", prompt=PROMPT, max_tokens=1900, stream=True, extra_body=ENDLESS
         )
@@ -40,8 +48,8 @@ def test_a_killed_engine_ends_its_streams_and_is_restarted(tmp_path: Path) -> No
         assert serving.engine_metric("tandem_engine_restarts_total") == 1
 
 
-def test_sigterm_ends_open_streams_and_exits_with_0(tmp_path: Path) -> None:
-    with Serving(tmp_path / "log", "--drain-timeout", "0.5") as serving, connect(serving) as client:
+def test_sigterm_ends_open_streams_and_exits_with_0(serving: Serving) -> None:
+    with connect(serving) as client:
         stream = client.completions.create(
             model="tandem-default", prompt=PROMPT, max_tokens=1900, stream=True, extra_body=ENDLESS
         )

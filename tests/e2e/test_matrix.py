@@ -18,7 +18,11 @@ FLAGS = ["--device", "cpu", "--threads", "1", *(word for name, n in SIZES.items(
 STATIC, *_, PREFIX = matrix(SCALE)
 
 
-@pytest.mark.parametrize("configuration", [STATIC, PREFIX], ids=lambda configuration: configuration.name)
+@pytest.mark.parametrize(
+    "configuration",
+    [pytest.param(STATIC, marks=pytest.mark.slow), PREFIX],
+    ids=lambda configuration: configuration.name,
+)
 def test_a_short_benchmark_matrix_completes(configuration: Configuration, tmp_path: Path) -> None:
     _, two, cold, warm = scenarios(SCALE, STREAMS, 1)
     with Clients(1) as clients, Clients(1) as others:

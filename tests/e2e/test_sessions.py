@@ -1,7 +1,6 @@
 """Sessions, cached tokens and the scheduler of a real server, through the official client."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -124,37 +123,33 @@ def test_requests_of_different_salts_share_no_kv(client: openai.OpenAI) -> None:
     assert cache["pages"] > 0
 
 
-def test_an_idle_session_expires(tmp_path: Path) -> None:
-    """The pages of an expired session stay in the prefix cache while the memory is not needed."""
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """A server for this file, whose idle sessions expire soon and whose policy a test may change."""
     with (
-        Serving(tmp_path / "log", "--session-ttl", "0.2") as serving,
-        openai.OpenAI(base_url=serving.url + "/v1", api_key="none", timeout=GUARD_SECONDS, max_retries=0) as client,
-    ):
-        messages = [user(TURNS[0] * 8)]
-        stream = client.chat.completions.create(
-            model=MODEL, messages=messages, max_tokens=1500, stream=True,
-            extra_body={"ignore_eos": True, "session_id": "brief"},
-        )  # fmt: skip
-        next(iter(stream))
-        session = session_of(client, "brief")
-        assert session is not None
-        assert session["busy"]
-        stream.close()
-        until(lambda: session_of(client, "brief") is None, "the session to expire")
-        with pytest.raises(openai.NotFoundError):
-            end(client, "brief")
-        assert cached(turn(client, messages, session_id="brief")) > 0
-        assert inspected(client)["evicted_sessions"] == 0
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[openai.OpenAI]:
-    """A server of its own, whose policy the test may change."""
-    with (
-        Serving(tmp_path / "log", "--api-key", "key") as serving,
+        Serving(tmp_path_factory.mktemp("own") / "log", "--session-ttl", "0.2", "--api-key", "key") as serving,
         openai.OpenAI(base_url=serving.url + "/v1", api_key="key", timeout=GUARD_SECONDS, max_retries=0) as client,
     ):
         yield client
+
+
+def test_an_idle_session_expires(own: openai.OpenAI) -> None:
+    """The pages of an expired session stay in the prefix cache while the memory is not needed."""
+    messages = [user(TURNS[0] * 8)]
+    stream = own.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=1500, stream=True,
+        extra_body={"ignore_eos": True, "session_id": "brief"},
+    )  # fmt: skip
+    next(iter(stream))
+    session = session_of(own, "brief")
+    assert session is not None
+    assert session["busy"]
+    stream.close()
+    until(lambda: session_of(own, "brief") is None, "the session to expire")
+    with pytest.raises(openai.NotFoundError):
+        end(own, "brief")
+    assert cached(turn(own, messages, session_id="brief")) > 0
+    assert inspected(own)["evicted_sessions"] == 0
 
 
 def test_the_policy_is_switched_at_run_time(own: openai.OpenAI) -> None:
