@@ -228,9 +228,9 @@ HTTP_FLAGS = (
          "the header x-tandem-ignored, or refuse the request", choices=get_args(UnknownFields), struct=FrontendConfig),
     Flag("max_prompt_tokens", _LIMITS, "maximum number of tokens of a prompt", int, _COUNT, struct=RequestLimits,
          default_text="the model's context length"),
-    Flag("limit_concurrency", _CONNECTIONS, "maximum number of open connections; beyond it the oldest one without a "
-         "request is closed", int, (2, MAX_INT32), struct=ConnectionLimits, field="max_connections",
-         default_text="16384, or what ulimit -n has room for"),
+    Flag("limit_concurrency", _CONNECTIONS, "maximum number of open connections, of which an eighth (1 to 64) is kept "
+         "from requests; beyond it the oldest one without a request is closed", int, (2, MAX_INT32),
+         struct=ConnectionLimits, field="max_connections", default_text="16384, or what ulimit -n has room for"),
     Flag("timeout_keep_alive", _CONNECTIONS, "seconds for which a connection waits for its next request", float,
          _SECONDS, struct=ConnectionLimits, field="keep_alive_timeout"),
     Flag("client_header_timeout", _CONNECTIONS, "seconds in which all headers of a request, or a TLS handshake, must "

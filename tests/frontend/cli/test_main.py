@@ -51,6 +51,11 @@ def test_start_failure_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFix
             ),
             (["frontend", "--model-dir", str(tmp_path), "--endpoint", "http://x"], "neither ipc:// nor tcp://"),
             (["frontend", "--model-dir", ".", "--endpoint", "ipc:///x", "--max-concurrent", "0"], "must be between 1"),
+            # One of two places is kept from requests, so that one place would serve none.
+            (
+                ["frontend", "--model-dir", ".", "--endpoint", "ipc:///x", "--limit-concurrency", "1"],
+                "--limit-concurrency must be between 2 and",
+            ),
             (
                 ["frontend", "--model-dir", ".", "--endpoint", "ipc:///x", "--default-max-tokens", "0"],
                 "must be between 1",
