@@ -96,6 +96,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._limits = limits
         self._connections = connections
         self._successor_of = successor_of
+        self.url = b""
         self._input = _Input.NEW
         self._is_resuming = False
         """True while a parser reads headers again that are known already."""
@@ -363,7 +364,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._is_answering and (self._running is not self.cycle or self.cycle.response_started):
             self.transport.close()
         else:
-            self.transport.write(refused.response(self.server_state.default_headers, self.scope))
+            self.transport.write(refused.response(self.server_state.default_headers, self.scope, self.url))
             self._linger(REFUSED_BYTES, REFUSED_SECONDS)
         self.pipeline.clear()
         self._disconnect_app()

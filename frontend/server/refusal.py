@@ -22,13 +22,17 @@ class Refusal(Struct, frozen=True):
     code: str
     message: str
 
-    def response(self, default_headers: Iterable[tuple[bytes, bytes]], scope: Mapping[str, object] | None) -> bytes:
+    def response(
+        self, default_headers: Iterable[tuple[bytes, bytes]], scope: Mapping[str, object] | None, url: bytes = b""
+    ) -> bytes:
         """Encode the answer, after which the connection is closed.
 
-        It has the shape of the API that the request uses, if its `scope` is known so far.
+        It has the shape of the API that the request uses, as far as its `scope` is known. Before the end of the headers
+        that is without a path, which the `url` has.
         """
         request_id = fresh_id()
-        known = {**(scope or {}), REQUEST_ID_KEY: request_id.decode()}
+        path = url.partition(b"?")[0].decode("latin-1")
+        known = {"path": path, **(scope or {}), REQUEST_ID_KEY: request_id.decode()}
         answer = error_answer(known, ApiError(self.status, self.message, None, self.code))
         headers = [
             *default_headers,

@@ -1,5 +1,6 @@
 """Limits of sizes and connections, on a real server without an engine."""
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -75,6 +76,15 @@ def test_headers_beyond_their_size_are_431(strict: RunningServer, data: bytes) -
     assert reply.status == 431
     assert (reply.error["code"], reply.error["type"]) == ("headers_too_large", "invalid_request_error")
     assert "exceed 2000 bytes" in reply.error["message"]
+
+
+@pytest.mark.parametrize("data", [request("/v1/messages", LONG), request("/v1/messages?beta=true", LONG * 2)[:-100]])
+def test_headers_beyond_their_size_have_the_error_of_the_api_of_the_path(strict: RunningServer, data: bytes) -> None:
+    reply = refused(strict, Closed.HEADERS_TOO_LARGE, data)
+    assert reply.status == 431
+    body = json.loads(reply.body)
+    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+    assert reply.headers["request-id"] == reply.headers["x-request-id"]
 
 
 def test_more_headers_than_the_limit_are_431(strict: RunningServer) -> None:

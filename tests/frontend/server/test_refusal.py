@@ -35,13 +35,21 @@ def read(answer: bytes) -> tuple[int, dict[str, str], dict[str, object]]:
 def test_refusal_has_the_shape_of_the_api_that_the_request_uses(
     refused: Refusal, status: int, anthropic_status: int, kind: str
 ) -> None:
-    for scope in (None, {}, {"path": "/v1/chat/completions", "headers": []}):
-        found, headers, body = read(refused.response(DEFAULTS, scope))
+    for scope, url in (
+        (None, b""),
+        ({}, b"/v1/messagesX"),
+        ({"path": "/v1/chat/completions", "headers": []}, b"/v1/messages"),
+    ):
+        found, headers, body = read(refused.response(DEFAULTS, scope, url))
         assert (found, headers["connection"], headers["date"]) == (status, "close", "today")
         assert (set(body), "request-id" in headers) == ({"error"}, False)
         assert headers["x-request-id"].startswith("req_")
-    for scope in ({"path": "/v1/messages", "headers": []}, {"headers": [(b"anthropic-version", b"2023-06-01")]}):
-        found, headers, body = read(refused.response(DEFAULTS, scope))
+    for scope, url in (
+        ({"path": "/v1/messages", "headers": []}, b""),
+        ({"headers": [(b"anthropic-version", b"2023-06-01")]}, b""),
+        ({"headers": []}, b"/v1/messages/count_tokens?beta=true"),
+    ):
+        found, headers, body = read(refused.response(DEFAULTS, scope, url))
         assert (found, headers["connection"]) == (anthropic_status, "close")
         assert body["error"] == {"type": kind, "message": refused.message}
         assert body["request_id"] == headers["request-id"] == headers["x-request-id"]
