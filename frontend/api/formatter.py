@@ -81,8 +81,11 @@ class Formatter(Protocol):
     keep_alive: bytes
     """Sign of life of a stream that has nothing to send."""
 
-    def opening(self) -> bytes:
-        """Return the bytes ahead of all pieces, sent together with the first."""
+    def opening(self, usage: Usage) -> bytes:
+        """Return the bytes ahead of all pieces, sent together with the first.
+
+        `usage` has the cached tokens of the prompt, unless a stream begins before the engine's first event.
+        """
 
     def batch(self, pieces: Sequence[ChoiceDelta]) -> bytes:
         """Encode pieces as events; empty if they have no visible output."""
@@ -114,7 +117,7 @@ class EventFormatter:
         self._head = response_head("evt", "events", model)
         self._finish_reason: str | None = None
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         return b""
 
     def batch(self, pieces: Sequence[ChoiceDelta]) -> bytes:

@@ -87,7 +87,7 @@ class GenerationResponse(Response):
                 if not begun:
                     begun = True
                     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                    opening = formatter.opening()
+                    opening = formatter.opening(generation.usage())
                 if body := opening + (formatter.batch(batch) if batch else formatter.keep_alive):
                     await _send_body(send, body)
         except ApiError as error:

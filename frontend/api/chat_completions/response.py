@@ -54,7 +54,7 @@ class ChatFormatter:
         self._content_only = shape.is_content_only and not extras
         self._after_content = b'},"logprobs":null,"finish_reason":null}]' + self._tail
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         """Return one chunk per choice, with the role and any requested prompt ids."""
         # With tools or reasoning it is not known yet if there will be content.
         content = b'""' if self._shape.is_content_only else b"null"

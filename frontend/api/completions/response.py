@@ -39,7 +39,7 @@ class CompletionFormatter:
         self._unechoed = set(range(admitted.num_choices)) if echo and self._with_logprobs else set()
         """Choices whose echoed prompt is still to be sent, together with its log-probabilities, in the first piece."""
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         """Return the chunks of the echoed prompts and of their ids, as requested.
 
         They precede all output.

@@ -34,7 +34,6 @@ class MessagesFormatter:
         self._parser = shape.new_parser()
         self._blocks = ContentBlocks(hide_thinking)
         self._request_id = request_id
-        self._prompt_tokens = admitted.prompt_tokens
         self._is_lowered = admitted.prompt_of(0).max_tokens < admitted.options.max_tokens
         """True if the context has less room than `max_tokens`."""
         self._ending: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
@@ -45,10 +44,10 @@ class MessagesFormatter:
             "model": admitted.model.name,
         }
 
-    def opening(self) -> bytes:
-        # How much of the prompt was cached is known later; the last event has the final counts.
-        usage = {**_usage(self._prompt_tokens, 0), "output_tokens": 0}
-        return _encoded([("message_start", {"message": {**self._head, "content": [], **self._ending, "usage": usage}})])
+    def opening(self, usage: Usage) -> bytes:
+        counts = {**_usage(usage), "output_tokens": 0}
+        message: dict[str, Any] = {**self._head, "content": [], **self._ending, "usage": counts}
+        return _encoded([("message_start", {"message": message})])
 
     def batch(self, pieces: Sequence[ChoiceDelta]) -> bytes:
         return _encoded([event for piece in pieces for event in self._read(piece)])
@@ -82,20 +81,20 @@ class MessagesFormatter:
         return _STOP_REASONS[self._parser.finish_reason(piece.finish_reason or "stop")]
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        counts = _usage(usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens)
-        shown: dict[str, Any] = {**counts, "output_tokens": usage.completion_tokens}
+        shown: dict[str, Any] = {**_usage(usage), "output_tokens": usage.completion_tokens}
         if self._parser.reasoning_tokens is not None:
             shown["output_tokens_details"] = {"thinking_tokens": self._parser.reasoning_tokens}
         return shown
 
 
-def _usage(prompt_tokens: int, cached_tokens: int) -> dict[str, int]:
+def _usage(usage: Usage) -> dict[str, int]:
     """Count the tokens of a prompt as Anthropic does.
 
     It leaves the cached ones out of `input_tokens`.
     """
+    cached_tokens = usage.prompt_tokens_details.cached_tokens
     return {
-        "input_tokens": prompt_tokens - cached_tokens,
+        "input_tokens": usage.prompt_tokens - cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached_tokens,
     }

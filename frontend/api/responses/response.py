@@ -56,7 +56,7 @@ class ResponsesFormatter:
         }
         self._settings = settings
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         response = self._response("in_progress")
         return self._encoded([(f"response.{name}", {"response": response}) for name in ("created", "in_progress")])
 

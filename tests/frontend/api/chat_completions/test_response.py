@@ -52,8 +52,9 @@ def chunks(data: bytes) -> list[dict[str, Any]]:
 
 def streamed(shape: MessageShape, pieces: list[ChoiceDelta], **fields: Any) -> list[dict[str, Any]]:
     formatter = ChatFormatter(admitted(stream=True, **fields), shape)
-    data = formatter.opening() + b"".join(formatter.batch([piece]) for piece in pieces)
-    found = chunks(data + formatter.closing(Usage(2, 5, 7)))
+    usage = Usage(2, 5, 7)
+    data = formatter.opening(usage) + b"".join(formatter.batch([piece]) for piece in pieces)
+    found = chunks(data + formatter.closing(usage))
     for chunk in found:
         ChatCompletionChunk.model_validate(chunk, strict=True)
     return found

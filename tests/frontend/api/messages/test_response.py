@@ -49,7 +49,7 @@ def events_of(data: bytes) -> list[dict[str, Any]]:
 
 def stream(texts: list[str], end: ChoiceDelta, form: MessagesFormatter) -> list[dict[str, Any]]:
     pieces = [*(ChoiceDelta(0, text, [7], None) for text in texts), end]
-    return events_of(form.opening() + b"".join(form.batch([piece]) for piece in pieces) + form.closing(USAGE))
+    return events_of(form.opening(USAGE) + b"".join(form.batch([piece]) for piece in pieces) + form.closing(USAGE))
 
 
 def whole(text: str, finish: str = "stop", stop: str | None = None, **settings: Any) -> dict[str, Any]:
@@ -160,14 +160,14 @@ def test_usage_counts_cached_tokens_apart() -> None:
     }  # fmt: skip
     assert whole("some")["usage"] == wanted
     events = stream(["some"], ChoiceDelta(0, "", [1], "stop"), format_of())
-    assert events[0]["message"]["usage"]["input_tokens"] == 30
+    assert events[0]["message"]["usage"]["input_tokens"] == 14
     assert events[-2]["usage"] == wanted
 
 
 def test_thinking_is_signed_and_counted() -> None:
     form = format_of()
     pieces = [ChoiceDelta(0, "<think>a b</think>c", [7, 7, 8, 7], None), ChoiceDelta(0, "", [1], "stop")]
-    events = events_of(form.opening() + form.batch(pieces) + form.closing(USAGE))
+    events = events_of(form.opening(USAGE) + form.batch(pieces) + form.closing(USAGE))
     (thinking, _) = replay(events)["content"]
     assert (thinking["thinking"], bool(thinking["signature"])) == ("a b", True)
     assert events[-2]["usage"]["output_tokens_details"] == {"thinking_tokens": 3}
@@ -196,7 +196,7 @@ def test_input_that_is_not_json_is_returned_as_text() -> None:
 )  # fmt: skip
 def test_failure_of_a_stream_is_an_error_event(status: int, code: str, kind: str) -> None:
     form = format_of()
-    begun = form.opening() + form.batch([ChoiceDelta(0, "so fa", [7], None)])
+    begun = form.opening(USAGE) + form.batch([ChoiceDelta(0, "so fa", [7], None)])
     *_, error = events_of(begun + form.failure(ApiError(status, "no more", None, code)))
     assert error == {"type": "error", "error": {"type": kind, "message": "no more"}, "request_id": "req_1"}
     ErrorResponse.model_validate(error, strict=True)

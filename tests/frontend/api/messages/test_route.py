@@ -88,6 +88,19 @@ def test_a_message_has_its_blocks_and_its_usage(client: anthropic.Anthropic, eng
     assert usage.input_tokens + 16 == counted.input_tokens == len(engine.submits[-1].prompt_ids) // 4
 
 
+def test_a_stream_counts_cached_tokens_from_its_first_event_on(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+    engine.script = answer_with("os.path.join")
+    engine.cached = lambda _: 16
+    with client.messages.stream(**BODY) as stream:
+        first = next(iter(stream))
+        final = stream.get_final_message()
+    assert first.type == "message_start"
+    counted = len(engine.submits[-1].prompt_ids) // 4
+    for usage in (first.message.usage, final.usage):
+        assert (usage.input_tokens, usage.cache_read_input_tokens) == (counted - 16, 16)
+    assert final.usage.output_tokens > 0
+
+
 def test_a_stream_accumulates_to_the_whole_message(client: anthropic.Anthropic, engine: FakeEngine) -> None:
     engine.script = answer_with(f"{THOUGHT}I look.\n{CALL}")
     fields: dict[str, Any] = {**BODY, "max_tokens": 400, "tools": [LOOK]}

@@ -44,7 +44,7 @@ def events_of(data: bytes) -> list[dict[str, Any]]:
 def stream(texts: list[str], finish: str = "stop", shape: MessageShape = SHAPE) -> list[dict[str, Any]]:
     form = format_of(shape)
     pieces = [*(ChoiceDelta(0, text, [7], None) for text in texts), ChoiceDelta(0, "", [1], finish)]
-    return events_of(form.opening() + b"".join(form.batch([piece]) for piece in pieces) + form.closing(USAGE))
+    return events_of(form.opening(USAGE) + b"".join(form.batch([piece]) for piece in pieces) + form.closing(USAGE))
 
 
 def whole(text: str, finish: str = "stop") -> dict[str, Any]:
@@ -126,7 +126,7 @@ def test_response_matches_the_official_types(finish: str) -> None:
     known = pydantic.TypeAdapter(ResponseStreamEvent)
     for failed in (False, True):
         form = ResponsesFormatter("m", SHAPE, parse_responses(BODY, 16, IgnoredFields()).settings)
-        data = form.opening() + form.batch([ChoiceDelta(0, TEXTS[3], [7], None), ChoiceDelta(0, "", [1], finish)])
+        data = form.opening(USAGE) + form.batch([ChoiceDelta(0, TEXTS[3], [7], None), ChoiceDelta(0, "", [1], finish)])
         data += form.failure(ApiError(500, "no more")) if failed else form.closing(USAGE)
         for event in events_of(data):
             assert known.validate_python(event, strict=True).type == event["type"]
@@ -173,7 +173,7 @@ def test_truncated_output_is_incomplete_in_its_last_item(text: str) -> None:
 )
 def test_failure_is_reported_and_ends_the_response(status: int, code: str) -> None:
     form = format_of()
-    begun = form.opening() + form.batch([ChoiceDelta(0, "so fa", [7], None)])
+    begun = form.opening(USAGE) + form.batch([ChoiceDelta(0, "so fa", [7], None)])
     *_, done, error, failed = events_of(begun + form.failure(ApiError(status, "no more", None, "engine_failed")))
     assert (done["type"], done["item"]["status"]) == ("response.output_item.done", "incomplete")
     assert {name: error[name] for name in ("type", "code", "message", "param")} == {
