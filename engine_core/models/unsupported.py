@@ -8,7 +8,9 @@ _EXPERTS = re.compile(
     r"moe|mixtral|deepseekv[23]|gptoss|dbrx|jamba|llama4|arctic|minimax|qwen3next|grok", re.IGNORECASE
 )
 _EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_MULTIMODAL = re.compile(r"llava|vision|vl(?=For|Chat|_|[A-Z]|$)|\dV(?=For)|MMFor|omni|paligemma|idefics|mllama|audio")
+_MULTIMODAL = re.compile(
+    r"llava|vision|vl(for|chat|moe|_|$)|\dvfor|mmfor|omni|paligemma|idefics|mllama|pixtral|audio", re.IGNORECASE
+)
 _MULTIMODAL_FIELDS = ("vision_config", "audio_config", "vision_tower", "thinker_config")
 _ENCODER = re.compile(r"Bert|(?<!LMHead)Model$|ForMaskedLM$|ForSequenceClassification$|ForTokenClassification$|Encoder")
 

@@ -204,7 +204,7 @@ def _build_loop(
 def _kv_groups(model: ModelConfig) -> tuple[KVGroup, ...]:
     """Return the groups of layers that share pages.
 
-    All layers form one group, because all attend to every position before.
+    All layers form one group: those with a window keep the keys and values of all positions too.
     """
     return (KVGroup(tuple(range(model.layers))),)
 

@@ -1,0 +1,152 @@
+"""Which architectures are served, how the others are refused, and the text halves of multimodal checkpoints."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.models.registry import FAMILIES, read_config
+from tests.support.paged_model import load
+from tests.support.parity import SMALL, check_parity, save_random
+
+OTHERS: list[tuple[str, dict[str, Any], str]] = [
+    ("MixtralForCausalLM", {"num_local_experts": 8}, "a mixture of experts (MoE)"),
+    ("Qwen3MoeForCausalLM", {"num_experts": 128}, "a mixture of experts (MoE)"),
+    ("DeepseekV3ForCausalLM", {"n_routed_experts": 256}, "a mixture of experts (MoE)"),
+    (
+        "GptOssForCausalLM",
+        {"num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}},
+        "a mixture of experts (MoE), quantized to MXFP4",
+    ),
+    ("Llama4ForConditionalGeneration", {"vision_config": {}}, "a mixture of experts (MoE)"),
+    ("LlavaForConditionalGeneration", {"vision_config": {"a": 1}}, "multimodal"),
+    ("Qwen2VLForConditionalGeneration", {}, "multimodal"),
+    ("Qwen2_5_VLForConditionalGeneration", {"vision_config": {"depth": 32}}, "multimodal"),
+    ("MllamaForConditionalGeneration", {"vision_config": {"a": 1}}, "multimodal"),
+    ("Phi3VForCausalLM", {}, "multimodal"),
+    ("InternVLChatModel", {"vision_config": {"a": 1}}, "multimodal"),
+    ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder and decoder"),
+    ("BertModel", {}, "an encoder or embedding model, which generates no text"),
+    ("XLMRobertaForSequenceClassification", {}, "an encoder or embedding model, which generates no text"),
+    ("Qwen2Model", {}, "an encoder or embedding model, which generates no text"),
+    ("GPT2LMHeadModel", {}, ""),
+    ("MambaForCausalLM", {}, ""),
+]
+PREFIXES = [("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")]
+"""Beginnings of the names of the text half's tensors: those of published folders, those of transformers today."""
+TOWER, PROJECTOR = "vision_tower.transformer.layers.0.norm.weight", "multi_modal_projector.linear_1.weight"
+
+
+def write_config(folder: Path, **fields: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize(("architecture", "fields", "nature"), OTHERS)
+def test_an_unknown_architecture_is_refused_for_what_it_is_before_any_other_field(
+    architecture: str, fields: dict[str, Any], nature: str, tmp_path: Path
+) -> None:
+    write_config(tmp_path, architectures=[architecture], hidden_size="unreadable", **fields)
+    with pytest.raises(ConfigError) as refused:
+        read_config(tmp_path)
+    text = str(refused.value)
+    assert f"the architecture {architecture} is not supported{nature and ': it is ' + nature}; supported: " in text
+    assert all(name in text for name in FAMILIES)
+    assert "hidden_size" not in text
+
+
+@pytest.mark.parametrize("found", [None, [], ["A", "B"], [7], "LlamaForCausalLM"])
+def test_a_config_names_one_architecture(found: Any, tmp_path: Path) -> None:
+    write_config(tmp_path, architectures=found)
+    with pytest.raises(ConfigError, match="architectures must name one architecture, found"):
+        read_config(tmp_path)
+
+
+def nest(folder: Path, prefixes: tuple[str, str]) -> None:
+    """Turn a Mistral folder into the multimodal one that holds it as its text half."""
+    tensors = load_file(folder / "model.safetensors")
+    nested = {
+        prefixes[1] + name.removeprefix("lm_head.")
+        if name.startswith("lm_head.")
+        else prefixes[0] + name.removeprefix("model."): tensor
+        for name, tensor in tensors.items()
+    }
+    own = "model." if prefixes[1] == "lm_head." else ""
+    vision = {own + TOWER: torch.ones(3), own + PROJECTOR: torch.ones(2, 3)}
+    save_file(nested | vision, folder / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    outer = {"eos_token_id": text.pop("eos_token_id"), "dtype": text.pop("dtype")}
+    write_config(
+        folder,
+        architectures=["Mistral3ForConditionalGeneration"],
+        model_type="mistral3",
+        text_config=text,
+        vision_config={"hidden_size": 3},
+        **outer,
+    )
+
+
+@pytest.fixture
+def mistral(tmp_path: Path) -> Any:
+    from transformers import MistralConfig
+
+    return save_random(tmp_path, MistralConfig(**SMALL, sliding_window=None))
+
+
+@pytest.mark.parametrize("prefixes", PREFIXES)
+def test_the_text_half_of_a_multimodal_checkpoint_is_served_and_says_so(
+    prefixes: tuple[str, str], tmp_path: Path, mistral: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    nest(tmp_path, prefixes)
+    config = read_config(tmp_path)
+    assert (config.architecture, config.multimodal) == ("Mistral3ForConditionalGeneration", True)
+    assert (config.eos_ids, config.dtype) == ((2,), "float32")
+    with caplog.at_level(logging.INFO):
+        check_parity(tmp_path, mistral, schedules=[(7, 4)])
+    (line,) = [record.getMessage() for record in caplog.records if "multimodal" in record.getMessage()]
+    assert "its text half is served" in line and "2 tensors" in line
+
+
+@pytest.mark.usefixtures("mistral")
+def test_other_tensors_of_a_multimodal_checkpoint_remain_errors(tmp_path: Path) -> None:
+    nest(tmp_path, PREFIXES[0])
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"language_model.model.extra.weight": torch.ones(2)}, path)
+    with pytest.raises(ConfigError, match=r"unexpected language_model\.model\.extra\.weight"):
+        load(tmp_path)
+
+
+@pytest.mark.usefixtures("mistral")
+def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    nest(tmp_path, PREFIXES[0])
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"model.language_model.norm.weight": torch.ones(64)}, path)
+    with pytest.raises(ConfigError, match="which are one tensor"):
+        load(tmp_path)
+
+
+@pytest.mark.usefixtures("mistral")
+def test_vision_tensors_of_a_text_model_remain_errors(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {TOWER: torch.ones(3)}, path)
+    with pytest.raises(ConfigError, match=r"unexpected vision_tower"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ({"model_type": "ministral3"}, 'its text_config of model_type "ministral3" is not supported, only "mistral"'),
+        (None, 'its text_config of model_type "None" is not supported'),
+        ({"model_type": "mistral", "hidden_size": 0}, "hidden_size"),
+    ],
+)
+def test_a_text_half_that_is_not_supported_is_named(text: Any, words: str, tmp_path: Path) -> None:
+    write_config(tmp_path, architectures=["Mistral3ForConditionalGeneration"], text_config=text)
+    with pytest.raises(ConfigError) as refused:
+        read_config(tmp_path)
+    assert words in str(refused.value)
