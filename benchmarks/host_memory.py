@@ -1,0 +1,53 @@
+"""Anonymous memory of this process, and its peak while something runs."""
+
+import threading
+from pathlib import Path
+from types import TracebackType
+
+SAMPLE_SECONDS = 0.01
+
+
+def anonymous_bytes() -> int:
+    """Return the resident bytes of this process that no file backs.
+
+    Where the kernel does not tell them apart (in some sandboxes), return all resident bytes.
+    """
+    for path, field in (("smaps_rollup", "Anonymous:"), ("status", "RssAnon:"), ("status", "VmRSS:")):
+        file = Path("/proc/self") / path
+        for line in file.read_text().splitlines() if file.exists() else ():
+            if line.startswith(field):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self tells no memory of this process")
+
+
+class PeakMemory:
+    """Sampler of the anonymous memory from entry to exit of the context.
+
+    It runs on a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self.idle = self.peak = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memory")
+
+    @property
+    def growth(self) -> int:
+        """Bytes of the peak above the memory on entry."""
+        return self.peak - self.idle
+
+    def __enter__(self) -> "PeakMemory":
+        self.idle = self.peak = anonymous_bytes()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.peak = max(self.peak, anonymous_bytes())
+
+    def _run(self) -> None:
+        while not self._stop.wait(SAMPLE_SECONDS):
+            self.peak = max(self.peak, anonymous_bytes())
