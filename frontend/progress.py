@@ -17,7 +17,8 @@ class Progress:
         self.interval = 0.25
         self._total, self._duration = total, duration
         self._out = out or sys.stderr
-        self._shown = self._out.isatty()
+        self.is_shown = self._out.isatty()
+        """True if the bar is drawn."""
         self._width = 0
 
     def line(self, done: int, seconds: float, tokens: int | None = None) -> str:
@@ -41,7 +42,7 @@ class Progress:
 
     def show(self, line: str) -> None:
         """Replace the bar by another line of text."""
-        if self._shown:
+        if self.is_shown:
             # What is left of a longer line is overwritten.
             self._out.write("\r" + line.ljust(self._width))
             self._out.flush()
@@ -49,6 +50,6 @@ class Progress:
 
     def clear(self) -> None:
         """Remove the bar from the terminal."""
-        if self._shown:
+        if self.is_shown:
             self._out.write("\r" + " " * self._width + "\r")
             self._out.flush()

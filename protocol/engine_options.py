@@ -83,8 +83,8 @@ class EngineOptions(Struct, frozen=True):
     model: Annotated[
         str | None,
         EngineFlag(
-            "Hugging Face directory with config.json, safetensors and tokenizer.json (default: the model shipped "
-            "with Tandem)",
+            "Hugging Face directory with config.json, safetensors and tokenizer.json, or name on the Hugging Face hub "
+            "(default: the model shipped with Tandem)",
             metavar="MODEL",
             is_everyday=True,
         ),
@@ -92,7 +92,9 @@ class EngineOptions(Struct, frozen=True):
     served_model_name: Annotated[
         str | None,
         EngineFlag(
-            "name by which clients select the model (default: the directory's name)", metavar="NAME", is_everyday=True
+            "name by which clients select the model (default: the directory's name, or that on the hub)",
+            metavar="NAME",
+            is_everyday=True,
         ),
     ] = None
     device: Annotated[Device, EngineFlag("device that runs the model; auto is cuda if available", is_everyday=True)] = (

@@ -7,7 +7,12 @@ from typing import Literal
 LogLevel = Literal["debug", "info", "warning", "error"]
 """Least severe level that is written."""
 
-_QUIET = {"asyncio": logging.INFO, "uvicorn.error": logging.WARNING}
+_QUIET = {
+    "asyncio": logging.INFO,
+    "uvicorn.error": logging.WARNING,
+    "httpx": logging.WARNING,
+    "httpx2": logging.WARNING,
+}
 """Loggers of libraries that say nothing of use below these levels, unless everything is asked for."""
 
 

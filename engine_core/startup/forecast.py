@@ -44,10 +44,12 @@ def read_gpus() -> list[Gpu]:
     return [Gpu(read_gpu_traits(), free, total)]
 
 
-def forecast(options: EngineOptions, gpus: list[Gpu], cpu_free: Callable[[], int]) -> Forecast:
+def forecast(
+    options: EngineOptions, gpus: list[Gpu], cpu_free: Callable[[], int], stored_bytes: int | None = None
+) -> Forecast:
     """Resolve the settings of an engine as it would itself.
 
-    cpu_free: returns the bytes of main memory that are free.
+    cpu_free: returns the bytes of main memory that are free. stored_bytes: size of weights that are not here yet.
     """
     lines = [_gpu_line(gpu) for gpu in gpus]
     model: Section = {}
@@ -62,7 +64,7 @@ def forecast(options: EngineOptions, gpus: list[Gpu], cpu_free: Callable[[], int
         if resolved.config.device == "cuda":
             check_installed()
             check_gpu(gpus[0].traits)
-        weights = 0 if options.load_format == "dummy" else _weight_bytes(resolved)
+        weights = 0 if options.load_format == "dummy" else _weight_bytes(resolved, stored_bytes)
         model["weights"] = f"{weights / GIB:.2f} GiB in {resolved.config.dtype}"
         memory = _memory(resolved, gpus, cpu_free, weights)
         pool = size_pool(resolved.config, memory, resolved.source.layout.token_bytes)
@@ -78,8 +80,11 @@ def _gpu_line(gpu: Gpu) -> str:
     return f"{traits.name}, compute capability {capability}, {traits.multiprocessors} multiprocessors, {memory}"
 
 
-def _weight_bytes(resolved: ResolvedEngine) -> int:
+def _weight_bytes(resolved: ResolvedEngine, stored_bytes: int | None) -> int:
     """Return the bytes of all tensors of the checkpoint in the dtype of the engine."""
+    if stored_bytes is not None:
+        stored_dtype: torch.dtype = getattr(torch, resolved.source.model.dtype or "float32")
+        return stored_bytes * resolved.source.dtype.itemsize // stored_dtype.itemsize
     tensors = open_checkpoint(resolved.source.directory, resolved.source.model).tensors.values()
     return sum(math.prod(tensor.shape) for tensor in tensors) * resolved.source.dtype.itemsize
 
@@ -130,7 +135,9 @@ def main() -> None:
     """Print the forecast for the flags of the command line."""
     parser = argparse.ArgumentParser(prog="python -m tandem.engine_core.startup.forecast", allow_abbrev=False)
     add_engine_arguments(parser)
-    found = forecast(engine_options(parser.parse_args()), read_gpus(), CpuDevice().free_bytes)
+    parser.add_argument("--weight-bytes", type=int, help="size of the weights, if they are not in the folder yet")
+    arguments = parser.parse_args()
+    found = forecast(engine_options(arguments), read_gpus(), CpuDevice().free_bytes, arguments.weight_bytes)
     sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
 
 

@@ -16,17 +16,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
+from tandem.frontend.cli.flags import hub_options
 from tandem.frontend.cli.port_owner import port_owner
+from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.listening import listen
-from tandem.frontend.supervisor.launch import DEFAULT_OPS_PORT, LaunchError, check_engine_installed, model_dir
+from tandem.frontend.supervisor.launch import DEFAULT_OPS_PORT, check_engine_installed
+from tandem.frontend.supervisor.model import LaunchError, find_model, is_hub_name
 from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
 from tandem.protocol.forecast import Forecast, Section
 
 PACKAGES = (
     *("tandem-llm", "torch", "triton", "flashinfer-python", "pyzmq", "msgspec", "transformers"),
-    *("tokenizers", "safetensors", "llguidance", "uvicorn"),
+    *("tokenizers", "huggingface_hub", "safetensors", "llguidance", "uvicorn"),
 )
 GIB = 2**30
 CHILD_SECONDS = 300.0
@@ -48,7 +51,8 @@ class Report(Struct, frozen=True):
         return "\n".join([*lines, *(["problems", *problems] if problems else ["No problem found."])])
 
 
-AskEngine = Callable[[EngineOptions], Forecast]
+AskEngine = Callable[[EngineOptions, int | None], Forecast]
+"""Takes the settings, and the bytes of the weights if they are not here yet."""
 
 
 def run_doctor(arguments: argparse.Namespace, ask: AskEngine | None = None) -> int:
@@ -69,12 +73,12 @@ def examine(arguments: argparse.Namespace, ask: AskEngine) -> Report:
         "ops port": _ops_port(arguments.ops_host, arguments.ops_port, problems),
     }
     options = engine_options(arguments)
-    engine, model = Forecast(), options.model or ""
+    engine, model = Forecast(), {"folder": options.model or ""}
     try:
-        model = str(model_dir(options.model))
+        model, weight_bytes = _find_model(options.model, hub_options(arguments))
         check_engine_installed()
         check_numbers(options)
-        engine = ask(options)
+        engine = ask(structs.replace(options, model=options.model and model["folder"]), weight_bytes)
     except (LaunchError, ValueError) as error:
         problems.append(str(error))
     if engine.problem:
@@ -85,18 +89,38 @@ def examine(arguments: argparse.Namespace, ask: AskEngine) -> Report:
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "machine": {**_machine(), **gpus, "NVIDIA driver": driver},
         "ports": ports,
-        "model": {"folder": model, **engine.model},
+        "model": {**model, **engine.model},
         "choices": engine.choices or {"none": "see problems"},
     }
     return Report(sections, problems)
 
 
-def ask_engine(options: EngineOptions) -> Forecast:
+def _find_model(model: str | None, options: HubOptions) -> tuple[Section, int | None]:
+    """Describe the model; the bytes are those of weights that are still on the hub.
+
+    The small files of a model on the hub are downloaded. Raises LaunchError if the model is found nowhere.
+    """
+    if model is None or not is_hub_name(model):
+        return {"folder": str(find_model(model, options).folder)}, None
+    from tandem.frontend.hub.client import HubModel
+    from tandem.frontend.hub.errors import HubError
+    from tandem.frontend.hub.preview import preview
+
+    try:
+        found = preview(HubModel.open(model, options))
+    except HubError as error:
+        raise LaunchError(str(error)) from None
+    return {"name": model, "folder": str(found.folder), **found.rows}, found.weight_bytes
+
+
+def ask_engine(options: EngineOptions, weight_bytes: int | None) -> Forecast:
     """Run the engine's forecast in a child process.
 
     No frontend imports torch. Raises ValueError if the child fails.
     """
     command = [sys.executable, "-P", "-m", "tandem.engine_core.startup.forecast", *engine_argv(options)]
+    if weight_bytes is not None:
+        command.append(f"--weight-bytes={weight_bytes}")
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS)
         return msgspec.json.decode(child.stdout, type=Forecast)

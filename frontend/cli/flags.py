@@ -14,6 +14,7 @@ from typing import Any
 from tandem.frontend.cli.trust import Trust
 from tandem.frontend.config import MAX_SECONDS, Flag
 from tandem.frontend.errors import ApiError
+from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.request.fields import Field
 from tandem.frontend.request.kinds import Checked
 from tandem.frontend.request.options import FLAG_FIELDS
@@ -50,7 +51,22 @@ BENCH_FLAGS = (
     Flag("clients", "load", "number of client processes", int, (1, 256), default=min(4, os.cpu_count() or 1)),
     Flag("wait", "server", "time to wait until the server is ready", float, (0, 1e7), default=300.0),
 )
+_HUB = "model hub"
+HUB_FLAGS = (
+    Flag("revision", _HUB, "branch, tag or commit of a model that is given by its name on the Hugging Face hub",
+         metavar="REVISION", is_everyday=True, default_text="main"),
+    Flag("hf_token", _HUB, "access token for gated and private models; other users can see it in the process list",
+         metavar="TOKEN", is_everyday=True, default_text="$HF_TOKEN, or that of `hf auth login`"),
+    Flag("download_dir", _HUB, "folder of the cache to download to, in the layout of huggingface_hub", Path,
+         metavar="DIR", is_everyday=True, default_text="$HF_HUB_CACHE, or hub in $HF_HOME, which is "
+         "~/.cache/huggingface"),
+)
 # fmt: on
+
+
+def hub_options(arguments: argparse.Namespace) -> HubOptions:
+    """Collect the options of a model on the hub."""
+    return HubOptions(arguments.revision, arguments.hf_token, arguments.download_dir)
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:

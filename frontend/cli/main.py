@@ -7,15 +7,19 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from msgspec import structs
+
 from tandem.frontend.cli.flags import (
     BATCH_FLAGS,
     BENCH_FLAGS,
     CLIENT_FLAGS,
+    HUB_FLAGS,
     INSPECT_FLAGS,
     INTERRUPTED,
     add_bench_arguments,
     add_sampling_arguments,
     add_server_arguments,
+    hub_options,
 )
 from tandem.frontend.cli.parsing.command_help import COMMANDS, TANDEM
 from tandem.frontend.cli.parsing.parser import CommandParser
@@ -80,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model_argument(serve)
     # The frontend takes several names, and the engine the first of them.
     add_engine_arguments(serve, without=["served_model_name"])
+    add_flags(serve, HUB_FLAGS)
     add_http_arguments(serve)
     add_watch_arguments(serve)
     add_flags(serve, OPS_FLAGS)
@@ -88,6 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
     engine = _add_command(commands, "engine", run_engine, rare=_RARE_FLAGS)
     _add_model_argument(engine)
     add_engine_arguments(engine)
+    add_flags(engine, HUB_FLAGS)
     add_watch_arguments(engine)
     add_flags(engine, OPS_FLAGS)
     add_transport_arguments(engine, endpoint_required=True)
@@ -95,9 +101,10 @@ def build_parser() -> argparse.ArgumentParser:
     frontend = _add_command(commands, "frontend", run_frontend, rare=_RARE_FLAGS)
     _add_model_argument(frontend)
     frontend.add_argument(
-        "--model", "--model-dir", dest="model_dir", type=Path, metavar="MODEL",
-        help="directory with the model's tokenizer.json",
+        "--model", "--model-dir", dest="model_dir", metavar="MODEL",
+        help="directory with the model's tokenizer.json, or name on the Hugging Face hub",
     )  # fmt: skip
+    add_flags(frontend, HUB_FLAGS)
     # A supervisor passes its listening socket on.
     frontend.add_argument("--fd", type=int, help=argparse.SUPPRESS)
     add_http_arguments(frontend)
@@ -109,6 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = _add_command(commands, "doctor", run_doctor, rare=_RARE_FLAGS - {"host", "port"})
     _add_model_argument(doctor)
     add_engine_arguments(doctor)
+    add_flags(doctor, HUB_FLAGS)
     add_flags(doctor, [flag for flag in FRONTEND_FLAGS if flag.name in ("host", "port")])
     add_flags(doctor, OPS_FLAGS)
     doctor.add_argument("--json", action="store_true", help="print JSON")
@@ -181,7 +189,9 @@ def _settle_model(arguments: argparse.Namespace) -> None:
             raise ValueError(f"the model is given twice, as {positional} and as --model {flag}; leave one out")
         setattr(arguments, name, positional)
     elif arguments.command == "frontend" and flag is None:
-        raise ValueError("a frontend needs the model's folder for its tokenizer; give it as MODEL or --model MODEL")
+        raise ValueError(
+            "a frontend needs the model's folder, or its name on the hub, for its tokenizer; give it as MODEL"
+        )
 
 
 def _refuse(reason: str) -> int:
@@ -198,11 +208,15 @@ def run_engine(arguments: argparse.Namespace) -> int:
 
 
 def _supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
-    from tandem.frontend.supervisor.launch import LaunchError, check_engine_installed, supervise
+    from tandem.frontend.supervisor.launch import check_engine_installed, checked_engine_options, supervise
+    from tandem.frontend.supervisor.model import LaunchError, find_model
 
     try:
         check_engine_installed()
-        return asyncio.run(supervise(arguments, with_frontend))
+        checked_engine_options(arguments)
+        # Here an interrupt ends the download at once; within the loop it would wait for it.
+        model = find_model(arguments.model, hub_options(arguments))
+        return asyncio.run(supervise(arguments, model, with_frontend))
     except LaunchError as error:
         return _refuse(str(error))
 
@@ -212,10 +226,13 @@ def run_frontend(arguments: argparse.Namespace) -> int:
     from tandem.frontend.generation.tokenizer import TokenizerError
     from tandem.frontend.server.server import serve
     from tandem.frontend.store.store import StoreError
+    from tandem.frontend.supervisor.model import LaunchError, find_model
 
     try:
         config = frontend_config(arguments)
-    except ValueError as error:
+        model = find_model(arguments.model_dir, hub_options(arguments), with_weights=False)
+        config = structs.replace(config, model_dir=model.folder)
+    except (ValueError, LaunchError) as error:
         return _refuse(str(error))
     if config.fd is None:  # the engine of a supervisor says it for its frontend too
         config.transport.warn(config.endpoint)

@@ -5,7 +5,10 @@ async with AsyncLLM(model="/models/qwen3") as llm:
         print(piece.text, end="")
 """
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,12 +22,14 @@ from tandem.frontend.offline.fields import (
     completion_fields,
     conversation_batch,
     engine_options,
+    hub_options,
     prompt_batch,
 )
 from tandem.frontend.offline.result import EngineError, OutputDelta, Result
 from tandem.frontend.offline.session import OfflineSession
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.supervisor.launch import check_engine_installed
+from tandem.frontend.supervisor.model import ModelFolder, find_model
 
 
 class AsyncLLM:
@@ -41,6 +46,9 @@ class AsyncLLM:
         chat: ChatOptions | None = None,
         startup_timeout: float = 600.0,
         log_level: str = "info",
+        revision: str | None = None,
+        hf_token: str | None = None,
+        download_dir: str | Path | None = None,
         **options: Any,
     ) -> None:
         """Keep the settings, which are those of `LLM`, without starting anything.
@@ -50,6 +58,7 @@ class AsyncLLM:
         self._session = OfflineSession(
             engine_options(model, options), chat or ChatOptions(), check_log_level(log_level)
         )
+        self._model, self._hub = model, hub_options(revision, hf_token, download_dir)
         self._startup_timeout = startup_timeout
         self._state = "not started"
 
@@ -61,6 +70,8 @@ class AsyncLLM:
     async def start(self) -> None:
         """Start the engine and wait until it is ready.
 
+        A model of the hub that is not in the cache is downloaded first.
+
         Raises LaunchError, TokenizerError or EngineError like the constructor of `LLM`.
         """
         if self._state != "not started":
@@ -68,10 +79,18 @@ class AsyncLLM:
         check_engine_installed()
         self._state = "running"
         try:
-            await self._session.open(self._startup_timeout)
+            await self._session.open(await self._find_model(), self._startup_timeout)
         except BaseException:
             await self.close()
             raise
+
+    async def _find_model(self) -> ModelFolder:
+        """Find or download the model in a thread, which a cancelled call tells to stop."""
+        stop = threading.Event()
+        try:
+            return await asyncio.to_thread(find_model, self._model, self._hub, stop=stop)
+        finally:
+            stop.set()
 
     async def close(self) -> None:
         """Stop the engine process and wait for its end. Idempotent."""

@@ -2,12 +2,14 @@
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from tandem.frontend.api.chat_completions.request import BODY as CHAT
 from tandem.frontend.api.completions.request import BODY as COMPLETION
+from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.request.prompts import Prompt
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import MAX_TOP_LOGPROBS
@@ -68,6 +70,11 @@ def engine_options(model: str | None, options: Mapping[str, Any]) -> EngineOptio
             hint = f"; did you mean {near!r}?" if near else f"; the options are {', '.join(known)}"
             raise TypeError(f"{name!r} is not an option of LLM{hint}")
     return EngineOptions(model=model, **options)
+
+
+def hub_options(revision: str | None, hf_token: str | None, download_dir: str | Path | None) -> HubOptions:
+    """Build the options of a model on the hub from the keywords of a constructor."""
+    return HubOptions(revision, hf_token, None if download_dir is None else Path(download_dir))
 
 
 def completion_fields(given: Mapping[str, Any], stream: bool = False) -> Fields:

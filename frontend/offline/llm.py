@@ -8,6 +8,7 @@ with LLM(model="/models/qwen3") as llm:
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -22,13 +23,15 @@ from tandem.frontend.offline.fields import (
     completion_fields,
     conversation_batch,
     engine_options,
+    hub_options,
     prompt_batch,
 )
 from tandem.frontend.offline.loop_thread import LoopThread
 from tandem.frontend.offline.result import EngineError, Logprob, Output, OutputDelta, RequestError, Result
 from tandem.frontend.offline.session import Item, OfflineSession
 from tandem.frontend.request.prompts import Prompt
-from tandem.frontend.supervisor.launch import LaunchError, check_engine_installed
+from tandem.frontend.supervisor.launch import check_engine_installed
+from tandem.frontend.supervisor.model import LaunchError, find_model
 
 __all__ = [
     "LLM",
@@ -57,23 +60,29 @@ class LLM:
         chat: ChatOptions | None = None,
         startup_timeout: float = 600.0,
         log_level: str = "info",
+        revision: str | None = None,
+        hf_token: str | None = None,
+        download_dir: str | Path | None = None,
         **options: Any,
     ) -> None:
         """Start the engine and wait until it is ready.
 
-        Without `model`, the engine serves the model that ships with it. It logs what is at least as severe as
-        `log_level` (debug, info, warning or error) to stderr. Raises LaunchError or TokenizerError for a model that
+        `model` is a folder or a name on the Hugging Face hub, which is downloaded first if it is not in the cache:
+        at `revision`, with `hf_token`, to `download_dir`, each as the flag of `tandem serve`. Without `model`, the
+        engine serves the model that ships with it. It logs what is at least as severe as `log_level` (debug, info,
+        warning or error) to stderr. Raises LaunchError or TokenizerError for a model that
         cannot be served, EngineError for an engine that ends or is not ready within `startup_timeout` seconds,
         TypeError for an unknown option.
         """
         settings, level = engine_options(model, options), check_log_level(log_level)
         check_engine_installed()
+        found = find_model(model, hub_options(revision, hf_token, download_dir))
         self._session = OfflineSession(settings, chat or ChatOptions(), level)
         self._thread = LoopThread("tandem-offline")
         self._thread.start()
         self._finalizer = weakref.finalize(self, _close, self._thread, self._session)
         try:
-            self._thread.run(self._session.open(startup_timeout))
+            self._thread.run(self._session.open(found, startup_timeout))
         except BaseException:
             self.close()
             raise

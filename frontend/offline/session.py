@@ -31,7 +31,8 @@ from tandem.frontend.offline.result import (
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.prompts import Prompt
 from tandem.frontend.run_directory import run_directory
-from tandem.frontend.supervisor.launch import model_dir, private_endpoint
+from tandem.frontend.supervisor.launch import private_endpoint
+from tandem.frontend.supervisor.model import ModelFolder
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.logs import LogLevel
 
@@ -63,19 +64,23 @@ class OfflineSession:
     def engine_pid(self) -> int | None:
         return self._engine.pid if self._engine is not None else None
 
-    async def open(self, timeout: float) -> None:
-        """Start the engine and wait until it accepts requests.
+    async def open(self, model: ModelFolder, timeout: float) -> None:
+        """Start the engine for a model that was found and wait until it accepts requests.
 
-        The wait takes at most `timeout` seconds. Raises LaunchError or TokenizerError for a model that cannot be
-        served, EngineError if the engine ends or is not ready in time. `close` has to be called even then.
+        The wait takes at most `timeout` seconds. Raises TokenizerError for a model that cannot be served, EngineError
+        if the engine ends or is not ready in time. `close` has to be called even then.
         """
-        folder = model_dir(self._options.model)
         endpoint = private_endpoint(self._resources.enter_context(run_directory()))
         config = FrontendConfig(
-            endpoint, folder, max_concurrent=_UNLIMITED, max_queued_tokens=_UNLIMITED, chat=self._chat, store=False
+            endpoint,
+            model.folder,
+            max_concurrent=_UNLIMITED,
+            max_queued_tokens=_UNLIMITED,
+            chat=self._chat,
+            store=False,
         )
         self._service = build_service(config)
-        self._engine = EngineProcess(endpoint, self._options, self._log_level)
+        self._engine = EngineProcess(endpoint, model.options(self._options), self._log_level)
         await self._engine.start()
         self._service.client.start()
         deadline = time.monotonic() + timeout

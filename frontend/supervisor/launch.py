@@ -6,7 +6,6 @@ It prepares the sockets, the endpoint and the command lines of the child process
 import argparse
 import errno
 import importlib.util
-import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from tandem.frontend.engine.metrics import EngineCollector
 from tandem.frontend.listening import listen
 from tandem.frontend.process import ManagedProcess
 from tandem.frontend.run_directory import run_directory
+from tandem.frontend.supervisor.model import LaunchError, ModelFolder
 from tandem.frontend.supervisor.ops import ops_server
 from tandem.frontend.supervisor.supervisor import Supervisor
 from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
@@ -36,47 +36,10 @@ MAX_IPC_PATH = 100
 """Longest path of a socket, in bytes including the suffix `.beat`, that every system accepts."""
 
 
-class LaunchError(Exception):
-    """The requested server cannot be started; the message says what to change."""
-
-
 def check_engine_installed() -> None:
     """Raise LaunchError if the packages of the engine core are not installed."""
     if importlib.util.find_spec("torch") is None:
         raise LaunchError("the engine core needs torch, which is not installed: pip install 'tandem-llm[engine]'")
-
-
-def model_dir(model: str | None) -> Path:
-    """Return the directory of the model to serve.
-
-    By default it is the model that ships with the engine core. Raises LaunchError if it does not exist. The engine core
-    is located, not imported.
-    """
-    if model is not None:
-        if not Path(model).is_dir():
-            raise LaunchError(_missing_model(model))
-        return Path(model)
-    spec = importlib.util.find_spec("tandem.engine_core")
-    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
-        if (folder := Path(location) / "default_model").is_dir():
-            return folder
-    raise LaunchError("this installation has no default model; give one with --model DIR")
-
-
-def _missing_model(model: str) -> str:
-    """Explain that a model is not on this machine.
-
-    For what looks like a name on the Hugging Face hub, give the commands that download and serve it.
-    """
-    if model.endswith(".gguf"):
-        return f"the model {model} is in the GGUF format, which is not supported; give a folder with safetensors"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) is None or model.startswith("."):
-        return f"the model {model} is not a directory; give a Hugging Face one with config.json"
-    folder = model.partition("/")[2]
-    return (
-        f"the model {model} is not a directory here. If it is a name on the Hugging Face hub, download it first:\n"
-        f"  hf download {model} --local-dir {folder}\n  tandem serve {folder}"
-    )
 
 
 def check_length(max_len: int | None, folder: Path) -> None:
@@ -174,7 +137,7 @@ def _http_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
         raise LaunchError(str(error)) from None
 
 
-def _engine_options(arguments: argparse.Namespace) -> EngineOptions:
+def checked_engine_options(arguments: argparse.Namespace) -> EngineOptions:
     """Return the engine's settings.
 
     Raises LaunchError for numbers that no engine accepts.
@@ -187,15 +150,14 @@ def _engine_options(arguments: argparse.Namespace) -> EngineOptions:
     return options
 
 
-async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
+async def supervise(arguments: argparse.Namespace, model: ModelFolder, with_frontend: bool) -> int:
     """Run an engine core until a signal and return the exit code.
 
     A frontend runs beside it if wanted. Raises LaunchError before anything is started.
     """
-    options = _engine_options(arguments)
+    options = model.options(checked_engine_options(arguments))
     with ExitStack() as stack:
-        folder = model_dir(arguments.model)
-        check_length(options.max_len, folder)
+        check_length(options.max_len, model.folder)
         private = stack.enter_context(run_directory())
         endpoint = arguments.endpoint or private_endpoint(private)
         _check_ipc_length(endpoint)
@@ -213,7 +175,9 @@ async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
             http_socket = stack.enter_context(_listen(arguments.host, arguments.port, "--port"))
             frontend = ManagedProcess(
                 "frontend",
-                frontend_command(arguments, endpoint, folder, http_socket.fileno(), arguments.state_dir or private),
+                frontend_command(
+                    arguments, endpoint, model.folder, http_socket.fileno(), arguments.state_dir or private
+                ),
                 pass_fds=[http_socket.fileno()],
                 environment=key_environment(_http_keys(arguments)),
             )
@@ -230,6 +194,7 @@ async def supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
             ops_socket,
             arguments.drain_timeout if with_frontend else 0.0,
             "https" if with_frontend and arguments.tls_cert is not None else "http",
+            model.commit,
         )
         return await supervisor.run()
 

@@ -57,6 +57,7 @@ class Supervisor:
         ops_socket: socket.socket,
         drain_timeout: float,
         scheme: Literal["http", "https"] = "http",
+        commit: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -69,6 +70,8 @@ class Supervisor:
         self._ops_socket = ops_socket
         self._drain_timeout = drain_timeout
         self._scheme = scheme
+        self._commit = f"commit {commit}, " if commit else ""
+        """Commit of a model of the hub, as it stands in the line that announces the server."""
         self._clock = clock
         self._status_log = StatusLog(watch, clock)
         self._signaled_at = 0.0
@@ -204,13 +207,13 @@ class Supervisor:
         while not self._watch.health().ready:
             await asyncio.sleep(_READY_POLL_SECONDS)
         if self._http_socket is None:
-            print(f"the engine is ready ({self._uptime()})", flush=True)
+            print(f"the engine is ready ({self._commit}{self._uptime()})", flush=True)
             return
         host, port = self._http_socket.getsockname()[:2]
         facts = await _until_serving(self._scheme, _reachable(host), port)
         print(
             f"tandem is ready on {url_of(self._http_socket, self._scheme)} "
-            f"(model {facts.get('model')}, {facts.get('device')}, "
+            f"(model {facts.get('model')}, {self._commit}{facts.get('device')}, "
             f"{facts.get('kv_tokens')} KV tokens, {self._uptime()})",
             flush=True,
         )

@@ -40,8 +40,12 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 class Serving:
     """A server that starts on entry and waits until it is ready; it leaves no process behind."""
 
-    def __init__(self, log: Path, *flags: str, tandem: Path | None = None) -> None:
-        """`tandem` is the console script, by default that of the tests' environment."""
+    def __init__(self, log: Path, *flags: str, tandem: Path | None = None, wait: bool = True) -> None:
+        """`tandem` is the console script, by default that of the tests' environment.
+
+        With `wait` False, entry only starts the server.
+        """
+        self.wait = wait
         self.log = log
         self.tandem = tandem or Path(sys.executable).with_name("tandem")
         self.flags = flags
@@ -57,7 +61,8 @@ class Serving:
         command = [str(self.tandem), "serve", *ports, *self.flags]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        until(self.ready, f"readiness; the log says:\n{self.log.read_text()}")
+        if self.wait:
+            until(self.ready, f"readiness; the log says:\n{self.log.read_text()}")
         return self
 
     def __exit__(

@@ -30,26 +30,27 @@ COMMANDS = {
     "serve": CommandHelp(
         "start an engine core and an HTTP process",
         "Serve one model on this machine: an engine core that owns the GPU (or CPU), and an HTTP process that answers "
-        "OpenAI's and Anthropic's APIs. Without a model it serves the small one that ships with Tandem.",
+        "OpenAI's and Anthropic's APIs. The model is a folder, or a name on the Hugging Face hub, which is downloaded "
+        "first; without one it serves the small model that ships with Tandem.",
         "[MODEL] [FLAGS]",
-        ("tandem serve", "tandem serve ./Qwen3-0.6B --host 0.0.0.0 --api-key-file keys.txt",
-         "tandem serve ./Qwen3-0.6B --max-len 8192 --gpu-memory 0.8"),
+        ("tandem serve", "tandem serve Qwen/Qwen3-0.6B --host 0.0.0.0 --api-key-file keys.txt",
+         "tandem serve Qwen/Qwen3-0.6B --max-len 8192 --gpu-memory 0.8"),
     ),
     "engine": CommandHelp(
         "start an engine core for frontends elsewhere",
         "Run an engine core without an HTTP process. Frontends connect to its endpoint, from this machine or another; "
         "a tcp endpoint takes two ports, PORT and PORT+1.",
         "[MODEL] --endpoint ENDPOINT [FLAGS]",
-        ("tandem engine ./Qwen3-0.6B --endpoint ipc:///run/tandem/engine",
-         "tandem engine ./Qwen3-0.6B --endpoint tcp://0.0.0.0:7000 --curve-keys keys"),
+        ("tandem engine Qwen/Qwen3-0.6B --endpoint ipc:///run/tandem/engine",
+         "tandem engine Qwen/Qwen3-0.6B --endpoint tcp://0.0.0.0:7000 --curve-keys keys"),
     ),
     "frontend": CommandHelp(
         "start an HTTP process for a running engine",
-        "Run one more HTTP process for an engine core that is already running. It needs the model's folder for the "
+        "Run one more HTTP process for an engine core that is already running. It needs the model for its "
         "tokenizer and the chat template; the weights stay with the engine.",
         "[MODEL] --endpoint ENDPOINT [FLAGS]",
-        ("tandem frontend ./Qwen3-0.6B --endpoint ipc:///run/tandem/engine --port 8001",
-         "tandem frontend ./Qwen3-0.6B --endpoint tcp://10.0.0.5:7000 --curve-keys keys"),
+        ("tandem frontend Qwen/Qwen3-0.6B --endpoint ipc:///run/tandem/engine --port 8001",
+         "tandem frontend Qwen/Qwen3-0.6B --endpoint tcp://10.0.0.5:7000 --curve-keys keys"),
     ),
     "chat": CommandHelp(
         "chat with a running server in the terminal",
@@ -93,10 +94,10 @@ COMMANDS = {
     "doctor": CommandHelp(
         "show what a server would find and choose here",
         "Print versions, the machine, its GPUs and ports, the model, and what a server would choose and why; nothing "
-        "is loaded or started. The output has no keys and fits a bug report. The exit code is 1 if something would "
-        "prevent a start.",
+        "is loaded or started, and of a model on the hub only the small files are downloaded. The output has no keys "
+        "and fits a bug report. The exit code is 1 if something would prevent a start.",
         "[MODEL] [FLAGS]",
-        ("tandem doctor", "tandem doctor ./Qwen3-0.6B --max-len 8192 --port 8001", "tandem doctor --json"),
+        ("tandem doctor", "tandem doctor Qwen/Qwen3-0.6B --max-len 8192 --port 8001", "tandem doctor --json"),
     ),
     "keys": CommandHelp(
         "create the key pair of an encrypted tcp endpoint",

@@ -21,7 +21,7 @@ PORTS = ["--port", "0", "--ops-port", "0"]
 
 
 def report(*argv: str, found: Forecast = CHOICES) -> int:
-    return run_doctor(build_parser().parse_args(["doctor", *argv]), lambda _: found)
+    return run_doctor(build_parser().parse_args(["doctor", *argv]), lambda *_: found)
 
 
 def test_report_states_versions_machine_ports_model_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +93,7 @@ def test_engine_that_cannot_be_loaded_is_reported_with_its_last_line(monkeypatch
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(ValueError, match=r"exit code 1\): ImportError: libcudart.so.13 is missing"):
-        ask_engine(EngineOptions())
+        ask_engine(EngineOptions(), None)
 
 
 def test_command_asks_the_engine_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What is checked before any process starts: ports, endpoints and the model's directory."""
+"""What is checked before any process starts: ports and endpoints."""
 
 import socket
 from pathlib import Path
@@ -7,7 +7,8 @@ import pytest
 
 from tandem.frontend.cli.main import main
 from tandem.frontend.supervisor import launch
-from tandem.frontend.supervisor.launch import LaunchError, check_length, check_unused, listen_ops, model_dir
+from tandem.frontend.supervisor.launch import check_length, check_unused, listen_ops
+from tandem.frontend.supervisor.model import LaunchError
 
 
 def test_default_ops_port_gives_way_to_the_next_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,25 +46,6 @@ def test_tcp_endpoint_needs_its_port_and_the_next(host: str) -> None:
         for endpoint in (f"tcp://{host}:{port}", f"tcp://{host}:{port - 1}"):
             with pytest.raises(LaunchError, match=f"needs the ports .* {port} is in use"):
                 check_unused(endpoint)
-
-
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B-Instruct"])
-def test_name_on_the_hub_is_answered_with_the_command_that_downloads_it(name: str) -> None:
-    with pytest.raises(LaunchError) as caught:
-        model_dir(name)
-    folder = name.partition("/")[2]
-    assert f"hf download {name} --local-dir {folder}" in str(caught.value)
-    assert f"tandem serve {folder}" in str(caught.value)
-
-
-def test_gguf_file_is_named_as_such() -> None:
-    with pytest.raises(LaunchError, match="GGUF format, which is not supported"):
-        model_dir("Qwen3-4B-Q4_K_M.gguf")
-
-
-def test_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="is not a directory"):
-        model_dir(str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize("command", [["serve"], ["engine", "--endpoint", "ipc:///nowhere/engine"]])

@@ -1,0 +1,111 @@
+"""One model on a hub, through huggingface_hub."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download, hf_hub_url
+from msgspec import Struct
+
+from tandem.frontend.hub.cache import COMMIT, ModelCache
+from tandem.frontend.hub.errors import Asked, HubError
+from tandem.frontend.hub.options import HubOptions
+
+USER_AGENT = "tandem"
+MAX_HTTP_BYTES = constants.MAX_HTTP_DOWNLOAD_SIZE
+"""Largest file that the hub sends over plain HTTP."""
+_LIST_SECONDS = 30.0
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+class RemoteFile(Struct, frozen=True):
+    """One file of a repository."""
+
+    name: str
+    size: int
+    """Size in bytes."""
+    digest: str
+    """SHA-256 of the content of a large file, else the id that git gives it; the name of the blob in the cache."""
+
+
+class Listing(Struct, frozen=True):
+    """The files of one commit."""
+
+    commit: str
+    files: Mapping[str, RemoteFile]
+    """The files by name."""
+
+
+class HubModel:
+    """A model on a hub, at one revision, and its place in the cache."""
+
+    def __init__(
+        self, name: str, revision: str, endpoint: str, token: str | None, cache_root: Path, offline: bool
+    ) -> None:
+        self.name = name
+        self.revision = revision
+        self.cache = ModelCache(cache_root, name)
+        self.asked = Asked(name, revision, endpoint, token is not None)
+        self.offline = offline
+        """True if the hub must not be asked, as HF_HUB_OFFLINE demands."""
+        self._endpoint = endpoint
+        self._token = token
+
+    @classmethod
+    def open(cls, name: str, options: HubOptions) -> "HubModel":
+        """Find hub, token and cache as the environment and the options say."""
+        return cls(
+            name,
+            options.revision or constants.DEFAULT_REVISION,
+            constants.ENDPOINT,
+            options.token or get_token(),
+            options.download_dir or Path(constants.HF_HUB_CACHE),
+            constants.HF_HUB_OFFLINE,
+        )
+
+    def list_files(self) -> Listing:
+        """Ask for the commit of the revision and its files.
+
+        Raises HubError if the model or the revision does not exist, and UnreachableError without an answer.
+        """
+        if self.offline:
+            raise self.asked.offline()
+        api = HfApi(endpoint=self._endpoint, token=self._token or False, library_name=USER_AGENT)
+        try:
+            info = api.model_info(self.name, revision=self.revision, files_metadata=True, timeout=_LIST_SECONDS)
+        except Exception as error:  # of the library, or of the HTTP client that its version has
+            raise self.asked.explain(error) from None
+        files = {}
+        for sibling in info.siblings or ():
+            digest = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
+            if sibling.size is not None and digest is not None and _HASH.fullmatch(digest):
+                files[sibling.rfilename] = RemoteFile(sibling.rfilename, sibling.size, digest)
+        if info.sha is None or COMMIT.fullmatch(info.sha) is None:
+            raise HubError(f"{self._endpoint} does not answer like a hub: it named no commit; check HF_ENDPOINT")
+        return Listing(info.sha, files)
+
+    def url(self, file: RemoteFile, commit: str) -> str:
+        return hf_hub_url(self.name, file.name, revision=commit, endpoint=self._endpoint)
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of a request to the hub, with the token."""
+        headers = {"user-agent": USER_AGENT}
+        return headers if self._token is None else headers | {"authorization": f"Bearer {self._token}"}
+
+    def link(self, file: RemoteFile, commit: str) -> None:
+        """Give a file that is among the blobs its name in the snapshot.
+
+        The library downloads a file that is not. Raises HubError if that fails.
+        """
+        try:
+            hf_hub_download(
+                self.name,
+                file.name,
+                revision=commit,
+                cache_dir=self.cache.root,
+                endpoint=self._endpoint,
+                token=self._token or False,
+                library_name=USER_AGENT,
+            )
+        except Exception as error:
+            raise self.asked.explain(error) from None

@@ -1,0 +1,196 @@
+"""The download of the files that serving a model needs, several at a time."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cached_property
+
+import httpx
+
+from tandem.frontend.hub.client import MAX_HTTP_BYTES, HubModel, Listing, RemoteFile
+from tandem.frontend.hub.errors import HubError, explain_file_error
+from tandem.frontend.hub.progress import DownloadProgress, size_text
+from tandem.frontend.hub.selection import CONFIG, INDEX, SINGLE, SelectionError, shards, small_files, weight_index
+from tandem.frontend.hub.transfer import Source, StoppedError, Transfer, new_client
+
+logger = logging.getLogger(__name__)
+
+THREADS = 8
+"""Most files that are downloaded at once."""
+_SHOW_SECONDS = 0.2
+
+
+class Download:
+    """Download of one commit into the cache.
+
+    `stop` ends it early from another thread.
+    """
+
+    def __init__(self, model: HubModel, listing: Listing, with_weights: bool, stop: threading.Event) -> None:
+        """Keep what `run` downloads; leaving the context closes the connections.
+
+        with_weights: False for a frontend, which needs the tokenizer and templates only."""
+        self._model = model
+        self._listing = listing
+        self._with_weights = with_weights
+        self._stop = stop
+        self._snapshot = model.cache.snapshot(listing.commit)
+        self._resources = ExitStack()
+
+    def __enter__(self) -> "Download":
+        return self
+
+    def __exit__(self, *_exit: object) -> None:
+        self._resources.close()
+
+    def run(self) -> None:
+        """Download what the snapshot lacks.
+
+        Raises HubError if that fails; what has arrived is kept. At a KeyboardInterrupt it says so.
+        """
+        try:
+            if absent := [file for file in self.wanted() if not (self._snapshot / file.name).exists()]:
+                self.check_space(absent)
+                self._download(absent)
+        except OSError as error:
+            raise HubError(explain_file_error(error, self._model.cache.root)) from None
+        self._model.cache.record(self._model.revision, self._listing.commit)
+
+    def wanted(self) -> list[RemoteFile]:
+        """Return the files to have, the weights last.
+
+        An index of shards is downloaded for that. Raises HubError for a repository without the files of a model.
+        """
+        files = self._listing.files
+        chosen = small_files(files)
+        if CONFIG not in chosen:
+            raise self._refuse(f"has no {CONFIG}, which every model in Hugging Face's format has")
+        if not self._with_weights:
+            return [files[name] for name in chosen]
+        try:
+            if weight_index(files) is None:
+                return [files[name] for name in (*chosen, SINGLE)]
+            self.check_space([files[INDEX]])
+            self._fetch([files[INDEX]], _new_progress([files[INDEX]]))
+            named = shards((self._snapshot / INDEX).read_bytes(), files)
+        except SelectionError as error:
+            raise self._refuse(str(error)) from None
+        return [files[name] for name in (*chosen, INDEX, *named)]
+
+    def _refuse(self, reason: str) -> HubError:
+        return HubError(f"the model {self._model.name} (commit {self._listing.commit[:12]}) {reason}")
+
+    def check_space(self, files: Sequence[RemoteFile]) -> None:
+        """Raise HubError if the disk has no room for what is missing of some files."""
+        needed = sum(file.size - self._held(file) for file in files)
+        free = self._model.cache.free_bytes()
+        if needed > free:
+            raise HubError(
+                f"{self._model.name} needs {size_text(needed)} ({needed} bytes) more in {self._model.cache.root}, and "
+                f"{size_text(free)} ({free} bytes) are free: free some space, or give a folder on another disk with "
+                "--download-dir"
+            )
+
+    def _held(self, file: RemoteFile) -> int:
+        """Return the bytes of a file that are here."""
+        for path in (self._model.cache.blob(file.digest), self._model.cache.partial(file.digest)):
+            if path.is_file():
+                return min(path.stat().st_size, file.size)
+        return 0
+
+    def _download(self, files: Sequence[RemoteFile]) -> None:
+        """Download files with progress.
+
+        The small ones come first, so that a snapshot never has weights without them.
+        """
+        total = sum(file.size for file in files)
+        logger.info(
+            "downloading %s, commit %s: %d files, %s, to %s",
+            self._model.name, self._listing.commit, len(files), size_text(total), self._snapshot,
+        )  # fmt: skip
+        progress = _new_progress(files)
+        weights = [file for file in files if file.name.endswith(".safetensors")]
+        config = [file for file in files if file.name == CONFIG]
+        small = [file for file in files if file not in weights and file not in config]
+        try:
+            for stage in (small, config, weights):
+                self._fetch(stage, progress)
+        except (KeyboardInterrupt, StoppedError):
+            progress.clear()
+            logger.warning(
+                "interrupted: %s of %s are kept in %s, and the same command continues there",
+                size_text(progress.bytes_done), size_text(total), self._model.cache.folder,
+            )  # fmt: skip
+            raise
+        finally:
+            progress.clear()
+        logger.info("downloaded %s", progress.text())
+
+    def _fetch(self, files: Sequence[RemoteFile], progress: DownloadProgress) -> None:
+        """Download files in threads and wait for them.
+
+        The threads end with the process, however long a connection takes to notice.
+        """
+        waiting: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
+        for file in files:
+            waiting.put(file)
+        finished: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+        def work() -> None:
+            while True:
+                try:
+                    file = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    self._fetch_one(file, client, progress)
+                    finished.put(None)
+                except Exception as error:
+                    finished.put(error)
+                    return
+
+        client = self._client
+        for _ in range(min(THREADS, len(files))):
+            threading.Thread(target=work, name="download", daemon=True).start()
+        left = len(files)
+        try:
+            while left:
+                try:
+                    error = finished.get(timeout=_SHOW_SECONDS)
+                except queue.Empty:
+                    error = None
+                else:
+                    left -= 1
+                if error is not None:
+                    raise error if isinstance(error, OSError | StoppedError) else self._model.asked.explain(error)
+                progress.show()
+        except BaseException:
+            self._stop.set()
+            raise
+
+    @cached_property
+    def _client(self) -> httpx.Client:
+        """Connections, which cost time to prepare: a model in the cache needs none."""
+        return self._resources.enter_context(new_client(THREADS))
+
+    def _fetch_one(self, file: RemoteFile, client: httpx.Client, progress: DownloadProgress) -> None:
+        if self._stop.is_set():
+            raise StoppedError
+        if (self._snapshot / file.name).exists():
+            return
+        if file.size <= MAX_HTTP_BYTES:  # larger ones are the library's, which has other ways than HTTP
+            source = Source(self._model.url(file, self._listing.commit), self._model.headers(), self._model.asked)
+            Transfer(self._model.cache, file, source, client, self._stop, progress, _log_wait).run()
+        self._model.link(file, self._listing.commit)
+        progress.add_file()
+
+
+def _new_progress(files: Sequence[RemoteFile]) -> DownloadProgress:
+    return DownloadProgress(len(files), sum(file.size for file in files), time.monotonic)
+
+
+def _log_wait(name: str) -> None:
+    logger.info("another process is downloading %s; waiting for it", name)

@@ -1,0 +1,114 @@
+"""Errors of a model on the hub, in words that say what to do."""
+
+import errno
+import os
+from pathlib import Path
+
+from huggingface_hub.errors import (
+    DisabledRepoError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from msgspec import Struct
+
+_WORDS = {401: "the hub does not accept the token (401): check it, or leave it out for a public model"}
+
+
+class HubError(Exception):
+    """A model cannot be had from the hub; the message says what to do."""
+
+
+class UnreachableError(HubError):
+    """The hub could not be asked, or had no answer."""
+
+
+class Asked(Struct, frozen=True):
+    """Request for a model, as its errors state it."""
+
+    name: str
+    """Name of the model, such as Qwen/Qwen3-0.6B."""
+    revision: str
+    endpoint: str
+    """Address of the hub."""
+    has_token: bool
+
+    def offline(self) -> HubError:
+        """Return the error of a hub that must not be asked."""
+        return UnreachableError("HF_HUB_OFFLINE is set")
+
+    def explain(self, error: BaseException) -> HubError:
+        """Turn any error of a download into one that says what to do."""
+        if isinstance(error, HubError):
+            return error
+        if isinstance(error, OfflineModeIsEnabled):
+            return self.offline()
+        if isinstance(error, HFValidationError):
+            return HubError(f"the model {self.name} is not a directory here, and no hub has such a name: {error}")
+        if isinstance(error, HfHubHTTPError):
+            return self._explain_answer(error)
+        if is_transport_error(error):
+            return UnreachableError(f"cannot reach {self.endpoint} ({str(error) or type(error).__name__})")
+        if isinstance(error, OSError) and (cause := error.__cause__) is not None and cause is not error:
+            return self.explain(cause)  # the library wraps what it met
+        if isinstance(error, OSError):
+            return HubError(explain_file_error(error, None))
+        return HubError(f"{self.name} cannot be downloaded: {type(error).__name__}: {error}")
+
+    def explain_status(self, status: int) -> HubError:
+        """Explain an answer by its status alone."""
+        if status in (401, 403):
+            return self._gated() if status == 403 or not self.has_token else HubError(_WORDS[401])
+        if status == 404:
+            return HubError(f"{self.endpoint} has lost a file of {self.name} (404); start again")
+        if status == 429:
+            return UnreachableError(f"{self.endpoint} answers 429, too many requests: try again later, or give a token")
+        return UnreachableError(f"{self.endpoint} answers {status}: try again later")
+
+    def _explain_answer(self, error: HfHubHTTPError) -> HubError:
+        if isinstance(error, GatedRepoError):
+            return self._gated()
+        if isinstance(error, DisabledRepoError):
+            return HubError(f"the model {self.name} has been disabled by its author or by the hub; choose another")
+        if isinstance(error, RepositoryNotFoundError):
+            return HubError(
+                f"the model {self.name} is neither a directory here nor a model on {self.endpoint} that can be seen "
+                f"{'with this token' if self.has_token else 'without a token'} ({error.response.status_code}): check "
+                "the spelling; for a private model give a token with HF_TOKEN or --hf-token"
+            )
+        if isinstance(error, RevisionNotFoundError):
+            return HubError(
+                f"the model {self.name} has no revision {self.revision} (404): give --revision a branch, tag or commit "
+                f"of {self.endpoint}/{self.name}"
+            )
+        return self.explain_status(error.response.status_code)
+
+    def _gated(self) -> HubError:
+        token = (
+            "wait until access is granted to the account of this token, or give another one's"
+            if self.has_token
+            else "give a token of that account with HF_TOKEN or --hf-token"
+        )
+        return HubError(
+            f"the model {self.name} is gated: accept its licence at {self.endpoint}/{self.name}, then {token}"
+        )
+
+
+def is_transport_error(error: BaseException) -> bool:
+    """Return True for a connection that failed.
+
+    The library's HTTP client is httpx or httpx2, depending on its version; both call that a TransportError.
+    """
+    return any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+
+
+def explain_file_error(error: OSError, root: Path | None) -> str:
+    """Explain why the cache, which is in `root`, cannot be written."""
+    place = f"{error.filename or root}: " if error.filename or root else ""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno == errno.ENOSPC:
+        return f"{place}the disk is full; free some space, or give a folder on another disk with --download-dir"
+    return f"{place}{reason}; give a folder that can be written with --download-dir or HF_HOME"

@@ -1,0 +1,100 @@
+"""The files of a repository that serving a model needs."""
+
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+"""Files of which a model has at least one: its tokenizer, or what one can be converted from."""
+_SMALL_FILES = frozenset(
+    {CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+     "merges.txt", "chat_template.jinja", "chat_template.json", *TOKENIZER_FILES}
+)  # fmt: skip
+_MORE_TEMPLATES = re.compile(r"additional_chat_templates/[\w-][\w.-]*\.jinja")
+_SHARD = re.compile(r"[\w-][\w.-]*\.safetensors")
+_FORMATS = (
+    (re.compile(r"consolidated.*\.safetensors"), "Mistral's own format (consolidated.safetensors)"),
+    (re.compile(r"adapter_model\.safetensors"), "a LoRA adapter (adapter_model.safetensors)"),
+    (re.compile(r".*\.(bin|pth|pt|ckpt)"), "PyTorch files (.bin, .pth)"),
+    (re.compile(r".*\.gguf"), "GGUF"),
+    (re.compile(r".*\.onnx"), "ONNX"),
+    (re.compile(r".*\.h5"), "TensorFlow files (.h5)"),
+    (re.compile(r".*\.msgpack"), "Flax files (.msgpack)"),
+    (re.compile(r".*\.safetensors"), f"safetensors of other names than {SINGLE}"),
+)
+
+
+class SelectionError(Exception):
+    """The repository lacks files of a model; the message names what it has."""
+
+
+class _Index(Struct):
+    weight_map: dict[str, str]
+
+
+def small_files(names: Iterable[str]) -> list[str]:
+    """Choose the configuration, tokenizer and chat templates.
+
+    `config.json` is the last: once it is there, the others are.
+    """
+    chosen = {name for name in names if name in _SMALL_FILES or _MORE_TEMPLATES.fullmatch(name)}
+    return sorted(chosen, key=lambda name: (name == CONFIG, name))
+
+
+def weight_index(names: Collection[str]) -> str | None:
+    """Return the name of the index of shards, or None for weights in one file.
+
+    Raises SelectionError for a repository without weights in safetensors.
+    """
+    if SINGLE in names:
+        return None
+    if INDEX in names:
+        return INDEX
+    formats = formats_of(names)
+    has = f"it has {', '.join(formats)}" if formats else "it has no weights in any known format"
+    raise SelectionError(f"has neither {SINGLE} nor {INDEX}; {has}. Choose a repository with safetensors")
+
+
+def formats_of(names: Iterable[str]) -> list[str]:
+    """Name the formats of weights among some files."""
+    found = (next((text for form, text in _FORMATS if form.fullmatch(Path(name).name)), "") for name in names)
+    return sorted(set(found) - {""})
+
+
+def shards(index: bytes, names: Collection[str]) -> list[str]:
+    """Return the shards that an index names.
+
+    Raises SelectionError for an index that cannot be read, or that names files which are not in the repository.
+    """
+    try:
+        named = sorted(set(msgspec.json.decode(index, type=_Index).weight_map.values()))
+    except msgspec.MsgspecError as error:
+        raise SelectionError(f"has an {INDEX} that cannot be read: {error}") from None
+    wrong = [name for name in named if name not in names or _SHARD.fullmatch(name) is None]
+    if wrong or not named:
+        what = f"files that the repository lacks: {', '.join(wrong[:3])}" if wrong else "no files"
+        raise SelectionError(f"has an {INDEX} that names {what}. Choose another revision with --revision")
+    return named
+
+
+def missing(folder: Path, with_weights: bool) -> str:
+    """Return the first file that a model in a folder lacks; "" for a complete one."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return TOKENIZER_FILES[0]
+    if not (folder / CONFIG).is_file():
+        return CONFIG
+    if not with_weights or (folder / SINGLE).is_file():
+        return ""
+    try:
+        index = (folder / INDEX).read_bytes()
+        named = sorted(set(msgspec.json.decode(index, type=_Index).weight_map.values()))
+    except (OSError, msgspec.MsgspecError):
+        return SINGLE
+    return next((name for name in named if not (folder / name).is_file()), "")

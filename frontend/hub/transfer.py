@@ -1,0 +1,201 @@
+"""The transfer of one file from the hub into the blobs of the cache.
+
+It continues what an earlier one has left, and the content is checked before the blob has its name. The library itself
+keeps no partial files, which for weights are many gigabytes.
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from filelock import FileLock, Timeout
+from msgspec import Struct
+
+from tandem.frontend.hub.cache import ModelCache
+from tandem.frontend.hub.client import RemoteFile
+from tandem.frontend.hub.errors import Asked, HubError, UnreachableError
+from tandem.frontend.hub.progress import DownloadProgress
+
+MAX_FRUITLESS = 5
+"""Attempts in a row without a byte after which a transfer fails."""
+CHUNK_BYTES = 2**20
+_FIRST_PAUSE, _LAST_PAUSE = 0.5, 8.0
+_LOCK_POLL_SECONDS = 0.2
+_BUSY = (429, 500, 502, 503, 504)
+_PARTIAL, _BEYOND = 206, 416
+
+
+class StoppedError(Exception):
+    """The transfer was told to stop; what has arrived is kept."""
+
+
+class Source(Struct, frozen=True):
+    """Place that a file is downloaded from."""
+
+    url: str
+    headers: Mapping[str, str]
+    """Headers of the request; the client drops the token where a redirect leaves the hub."""
+    asked: Asked
+
+
+class Transfer:
+    """Transfer of one file, in a thread of its own."""
+
+    def __init__(
+        self,
+        cache: ModelCache,
+        file: RemoteFile,
+        source: Source,
+        client: httpx.Client,
+        stop: threading.Event,
+        progress: DownloadProgress,
+        on_wait: Callable[[str], None],
+    ) -> None:
+        """Describe the transfer.
+
+        stop: ends it early. on_wait: takes the file's name, if another process downloads it.
+        """
+        self._cache = cache
+        self._file = file
+        self._source = source
+        self._client = client
+        self._stop = stop
+        self._progress = progress
+        self._on_wait = on_wait
+
+    def run(self) -> None:
+        """Make the blob, unless it is there.
+
+        Raises HubError if that fails, StoppedError if `stop` was set.
+        """
+        blob, partial = self._cache.blob(self._file.digest), self._cache.partial(self._file.digest)
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            if blob.exists():
+                self._progress.keep_bytes(self._file.size)
+                return
+            with partial.open("ab", buffering=0) as out:
+                if out.tell() > self._file.size:
+                    out.truncate(0)
+                self._progress.keep_bytes(out.tell())
+                self._fill(out.fileno())
+            self._check(partial)
+            os.replace(partial, blob)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock of the blob, which programs that use the library hold as well."""
+        self._cache.locks.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self._cache.locks / f"{self._file.digest}.lock", mode=0o664)
+        waited = False
+        while True:
+            try:
+                lock.acquire(timeout=_LOCK_POLL_SECONDS if waited else 0)
+                break
+            except Timeout:
+                if not waited:
+                    self._on_wait(self._file.name)
+                waited = True
+                if self._stop.is_set():
+                    raise StoppedError from None
+            except NotImplementedError:  # no locks on this file system; the check finds what two writers spoil
+                yield
+                return
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _fill(self, out: int) -> None:
+        """Append to the partial file until it has its size."""
+        fruitless, pause = 0, _FIRST_PAUSE
+        while (have := os.fstat(out).st_size) < self._file.size:
+            try:
+                self._append(out, have)
+                problem: HubError = UnreachableError(f"the connection to {self._source.asked.endpoint} was cut")
+            except httpx.TransportError as error:
+                problem = self._source.asked.explain(error)
+            except _BusyError as error:
+                problem = self._source.asked.explain_status(error.status)
+            if self._stop.is_set():
+                raise StoppedError
+            if os.fstat(out).st_size > have:
+                fruitless, pause = 0, _FIRST_PAUSE
+                continue
+            fruitless += 1
+            if fruitless == MAX_FRUITLESS:
+                raise HubError(f"{problem}; what has arrived is kept, start again to continue")
+            self._stop.wait(pause)
+            pause = min(2 * pause, _LAST_PAUSE)
+
+    def _append(self, out: int, have: int) -> None:
+        """Send one request for what is missing and append its answer."""
+        headers = {**self._source.headers, "accept-encoding": "identity"}
+        if have:
+            headers["range"] = f"bytes={have}-"
+        with self._client.stream("GET", self._source.url, headers=headers) as answer:
+            if answer.status_code in _BUSY:
+                raise _BusyError(answer.status_code)
+            if answer.status_code == _BEYOND or (have and answer.status_code == 200):
+                os.ftruncate(out, 0)  # the server has no ranges, or another file
+                self._progress.add_bytes(-have)
+                have = 0
+            if answer.status_code == _BEYOND:
+                return
+            if answer.status_code not in (200, _PARTIAL):
+                raise self._source.asked.explain_status(answer.status_code)
+            for chunk in answer.iter_raw(CHUNK_BYTES if self._file.size > CHUNK_BYTES else None):
+                have += len(chunk)
+                if have > self._file.size:
+                    raise self._spoiled(f"more than the {self._file.size} bytes that the hub lists")
+                _write(out, chunk)
+                self._progress.add_bytes(len(chunk))
+                if self._stop.is_set():
+                    raise StoppedError
+
+    def _check(self, partial: Path) -> None:
+        """Compare the content with the hash that the hub lists.
+
+        Raises HubError, and removes the file, if they differ.
+        """
+        with partial.open("rb") as content:
+            if len(self._file.digest) == 64:
+                found = hashlib.file_digest(content, "sha256").hexdigest()
+            else:  # git's id of a file is the SHA-1 of a header and the content
+                blob = hashlib.sha1(f"blob {self._file.size}\0".encode(), usedforsecurity=False)
+                blob.update(content.read())
+                found = blob.hexdigest()
+        if found != self._file.digest:
+            partial.unlink()
+            raise self._spoiled(f"the checksum {found[:12]}, the hub lists {self._file.digest[:12]}")
+
+    def _spoiled(self, what: str) -> HubError:
+        return HubError(
+            f"{self._file.name} of {self._source.asked.name} arrived with {what}; it was thrown away: start again, "
+            "and if it happens again, look for a proxy in between"
+        )
+
+
+class _BusyError(Exception):
+    """The hub answered with a status that may pass."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def _write(out: int, chunk: bytes) -> None:
+    """Write all of a chunk: a nearly full disk takes a part before it refuses."""
+    view = memoryview(chunk)
+    while view:
+        view = view[os.write(out, view) :]
+
+
+def new_client(connections: int) -> httpx.Client:
+    """Create a client with the proxies and certificates of the environment."""
+    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+    return httpx.Client(follow_redirects=True, timeout=httpx.Timeout(30.0), limits=limits)

@@ -1,0 +1,104 @@
+"""The model to serve: a folder, found or downloaded before any process starts."""
+
+import importlib.util
+import logging
+import re
+import threading
+from pathlib import Path
+
+from msgspec import Struct, structs
+
+from tandem.frontend.hub.options import HubOptions
+from tandem.protocol.engine_options import EngineOptions
+
+logger = logging.getLogger(__name__)
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
+
+
+class LaunchError(Exception):
+    """The requested server cannot be started; the message says what to change."""
+
+
+class ModelFolder(Struct, frozen=True):
+    """A model in a folder of this machine."""
+
+    folder: Path
+    name: str = ""
+    """Name on the hub, as it was typed; empty for a local folder."""
+    commit: str = ""
+    """Commit on the hub; empty for a local folder."""
+
+    def options(self, given: EngineOptions) -> EngineOptions:
+        """Return the settings of an engine for this folder.
+
+        It serves a model of the hub under its name there, unless another was given.
+        """
+        if not self.name:
+            return given
+        return structs.replace(given, model=str(self.folder), served_model_name=given.served_model_name or self.name)
+
+
+def find_model(
+    model: str | None, hub: HubOptions, *, with_weights: bool = True, stop: threading.Event | None = None
+) -> ModelFolder:
+    """Return the folder of the model to serve.
+
+    A model of the hub is downloaded if it is not in the cache.
+
+    By default it is the model that ships with the engine core. The engine core is located, not imported. with_weights:
+    False for a frontend, which needs the tokenizer and templates only. stop: ends a download early.
+
+    Raises LaunchError if the model is found nowhere, or if it cannot be downloaded.
+    """
+    if model is None:
+        return ModelFolder(_default_model())
+    if Path(model).is_dir():
+        if hub.revision is not None:
+            raise LaunchError(
+                f"the model {model} is a directory here, and --revision is for names on the hub; leave it out"
+            )
+        return ModelFolder(Path(model))
+    if not is_hub_name(model):
+        raise LaunchError(_missing_folder(model))
+    return _download(model, hub, with_weights, stop or threading.Event())
+
+
+def is_hub_name(model: str) -> bool:
+    """Return True for a possible name on the hub, such as Qwen/Qwen3-0.6B.
+
+    A folder or file of that name here comes first.
+    """
+    return _HUB_NAME.fullmatch(model) is not None and not model.endswith(".gguf") and not Path(model).exists()
+
+
+def _download(model: str, hub: HubOptions, with_weights: bool, stop: threading.Event) -> ModelFolder:
+    # The library reads the environment when it is imported, and takes a while.
+    from tandem.frontend.hub.client import HubModel
+    from tandem.frontend.hub.errors import HubError
+    from tandem.frontend.hub.snapshot import find_snapshot
+
+    try:
+        found = find_snapshot(HubModel.open(model, hub), with_weights, stop)
+    except HubError as error:
+        raise LaunchError(str(error)) from None
+    logger.info("%s is commit %s, in %s", model, found.commit, found.folder)
+    return ModelFolder(found.folder, model, found.commit)
+
+
+def _default_model() -> Path:
+    spec = importlib.util.find_spec("tandem.engine_core")
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if (folder := Path(location) / "default_model").is_dir():
+            return folder
+    raise LaunchError("this installation has no default model; give one with --model DIR")
+
+
+def _missing_folder(model: str) -> str:
+    """Explain that a model is not on this machine, and its name is none of the hub."""
+    if model.endswith(".gguf"):
+        return f"the model {model} is in the GGUF format, which is not supported; give a folder with safetensors"
+    return (
+        f"the model {model} is not a directory; give a Hugging Face one with config.json, or a name on the hub like "
+        "Qwen/Qwen3-0.6B"
+    )

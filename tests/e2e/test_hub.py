@@ -1,0 +1,128 @@
+"""Real commands with a model that is given by its name, from a fake hub into a fresh cache."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem import LLM
+from tandem.frontend.hub.cache import ModelCache
+from tests.fakes.hub_server import COMMIT, HubServer, Repository, digest_of, hub_server
+from tests.support.hub_models import UNWANTED
+from tests.support.serving import GUARD_SECONDS, Serving, until
+
+NAME = "org/Tiny-Model"
+WEIGHTS = "model.safetensors"
+TANDEM = Path(sys.executable).with_name("tandem")
+
+
+def default_model() -> dict[str, bytes]:
+    """Return the files of the model that ships with Tandem."""
+    folder = Path(__file__).parents[2] / "engine_core" / "default_model"
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with hub_server({NAME: Repository(default_model() | UNWANTED)}) as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE"):
+            monkeypatch.delenv(name, raising=False)
+        yield running
+
+
+def complete(server: Serving, model: str) -> str:
+    status, body = server.post("/v1/completions", {"model": model, "prompt": "textwrap.dedent", "max_tokens": 4})
+    assert status == 200, body
+    return str(body["choices"][0]["text"])
+
+
+def test_server_downloads_once_continues_after_a_cut_and_serves_from_the_cache(hub: HubServer, tmp_path: Path) -> None:
+    hub.cuts[WEIGHTS] = [3 * 2**20]
+    with Serving(tmp_path / "log", NAME) as server:
+        assert complete(server, NAME)
+        assert json.loads(server.get("/v1/models")[1])["data"][0]["id"] == NAME
+        log = (tmp_path / "log").read_text()
+        assert f"(model {NAME}, commit {COMMIT}, cpu" in log
+        assert f"downloading {NAME}, commit {COMMIT}: 5 files, 11.2 MB" in log
+        assert "downloaded 100 %" in log
+    assert len(hub.lists()) == 1
+    assert [len(hub.bodies(name)) for name in ("config.json", "tokenizer.json", WEIGHTS)] == [1, 1, 2]
+    assert hub.bodies(WEIGHTS)[1].range.startswith("bytes=")
+    hub.close()
+    with Serving(tmp_path / "log2", NAME) as server:
+        assert complete(server, NAME)
+        log = (tmp_path / "log2").read_text()
+        assert f"serving {NAME} from the cache, commit {COMMIT}" in log
+        assert f"(model {NAME}, commit {COMMIT}, cpu" in log
+
+
+def test_interrupted_download_says_that_it_continues_and_does(hub: HubServer, tmp_path: Path) -> None:
+    hub.hold.clear()
+    with subprocess.Popen([TANDEM, "serve", NAME], stderr=subprocess.PIPE, text=True) as server:
+        cache = ModelCache(tmp_path / "home" / "hub", NAME)
+        partial = cache.partial(digest_of(default_model()["tokenizer.json"]))
+        until(lambda: partial.is_file() and partial.stat().st_size, "the first bytes")
+        server.send_signal(signal.SIGINT)
+        _, log = server.communicate(timeout=GUARD_SECONDS)
+    assert server.returncode == 130
+    assert "Traceback" not in log
+    assert f"are kept in {cache.folder}, and the same command continues there" in log
+
+
+@pytest.mark.parametrize("command", ["serve", "frontend", "doctor"])
+def test_every_command_explains_a_name_that_the_hub_does_not_have(hub: HubServer, command: str) -> None:
+    endpoint = [] if command in ("serve", "doctor") else ["--endpoint", "ipc:///nowhere"]
+    done = subprocess.run([TANDEM, command, "org/other", *endpoint], capture_output=True, text=True, timeout=120)
+    assert done.returncode == (1 if command == "doctor" else 2)
+    text = done.stdout if command == "doctor" else done.stderr
+    assert f"the model org/other is neither a directory here nor a model on {hub.url}" in text
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_doctor_forecasts_a_model_without_its_weights(hub: HubServer) -> None:
+    def doctor() -> dict[str, dict[str, str]]:
+        ports = ("--port", "0", "--ops-port", "0")
+        done = subprocess.run([TANDEM, "doctor", NAME, *ports, "--json"], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        report: dict[str, dict[str, str]] = json.loads(done.stdout)["sections"]
+        return report
+
+    report = doctor()
+    assert report["model"]["name"] == NAME
+    assert report["model"]["commit"] == COMMIT
+    assert report["model"]["download"].startswith("5 files, 11.2 MB, of ")
+    assert "GiB in float32" in report["model"]["weights"]
+    assert "KV cache" in report["choices"]
+    assert hub.bodies(WEIGHTS) == []
+    with LLM(NAME, log_level="error") as llm:
+        assert llm.generate("textwrap.dedent", max_tokens=2, progress=False)[0].text
+    later = doctor()
+    assert later["model"]["download"] == "complete in the cache"
+    assert later["choices"] == report["choices"]
+
+
+@pytest.mark.slow
+def test_two_servers_at_once_and_a_frontend_elsewhere_share_one_download(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Serving(tmp_path / "a", NAME, wait=False) as first, Serving(tmp_path / "b", NAME) as second:
+        until(first.ready, "the first server")
+        assert complete(first, NAME) is not None
+        assert complete(second, NAME) is not None
+        assert len(hub.bodies(WEIGHTS)) == 1
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "elsewhere"))
+    hub.seen.clear()
+    endpoint = f"ipc://{tmp_path}/none"
+    with subprocess.Popen([TANDEM, "frontend", NAME, "--endpoint", endpoint, "--port", "0"]) as frontend:
+        cache = tmp_path / "elsewhere"
+        until(lambda: any(cache.rglob("config.json")), "the tokenizer and the configuration")
+        frontend.send_signal(signal.SIGTERM)
+    assert len(hub.bodies("tokenizer.json")) == 1
+    assert hub.bodies(WEIGHTS) == []

@@ -1,0 +1,225 @@
+"""Models of a fake hub: what is downloaded, what the cache saves, and each error with its remedy."""
+
+import logging
+import shutil
+import threading
+from collections import Counter, namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.frontend.hub.errors import HubError
+from tandem.frontend.hub.snapshot import Snapshot, find_snapshot
+from tests.fakes.hub_server import COMMIT, HubServer, hub_server
+from tests.support.hub_models import NAME, SHARDED, SHARDS, SINGLE, UNWANTED, hub_model, names_in, repository
+
+OTHER_COMMIT = "f" * 40
+DiskUsage = namedtuple("DiskUsage", "total used free")
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with hub_server({NAME: repository()}) as running:
+        yield running
+
+
+@pytest.fixture
+def gone() -> HubServer:
+    """A hub that is not reached: its port is closed."""
+    with hub_server({}) as running:
+        return running
+
+
+def find(hub: HubServer, cache: Path, with_weights: bool = True, **settings: object) -> Snapshot:
+    return find_snapshot(hub_model(hub, cache, **settings), with_weights, threading.Event())  # type: ignore[arg-type]
+
+
+def refusal(hub: HubServer, cache: Path, **settings: object) -> str:
+    with pytest.raises(HubError) as caught:
+        find(hub, cache, **settings)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("files", [SINGLE, SHARDED], ids=["one file", "shards"])
+def test_only_the_files_that_serving_needs_are_downloaded(tmp_path: Path, files: dict[str, bytes]) -> None:
+    with hub_server({NAME: repository(files | UNWANTED)}) as hub:
+        found = find(hub, tmp_path)
+        assert found.commit == COMMIT
+        assert names_in(found) == set(files)
+        assert {name: (found.folder / name).read_bytes() for name in files} == files
+        assert Counter(len(hub.bodies(name)) for name in files) == {1: len(files)}
+        assert not any(hub.bodies(name) for name in UNWANTED)
+
+
+def test_more_chat_templates_and_slow_tokenizers_are_among_the_files(tmp_path: Path) -> None:
+    more = {"additional_chat_templates/tool_use.jinja": b"x", "merges.txt": b"m", "tokenizer.model": b"s" * 2000}
+    with hub_server({NAME: repository(SINGLE | more)}) as hub:
+        assert names_in(find(hub, tmp_path)) == set(SINGLE | more)
+
+
+def test_frontend_needs_no_weights_and_a_server_then_only_those(hub: HubServer, tmp_path: Path) -> None:
+    assert names_in(find(hub, tmp_path, with_weights=False)) == set(SINGLE) - {"model.safetensors"}
+    hub.seen.clear()
+    assert names_in(find(hub, tmp_path)) == set(SINGLE)
+    assert [name for name in SINGLE if hub.bodies(name)] == ["model.safetensors"]
+
+
+def test_second_start_downloads_nothing_and_a_pinned_commit_asks_nothing(hub: HubServer, tmp_path: Path) -> None:
+    first = find(hub, tmp_path)
+    hub.seen.clear()
+    assert find(hub, tmp_path) == first
+    assert [seen.path for seen in hub.seen] == [f"/api/models/{NAME}/revision/main"]
+    hub.seen.clear()
+    assert find(hub, tmp_path, revision=COMMIT) == first
+    assert hub.seen == []
+
+
+def test_new_commit_is_downloaded_and_the_old_one_serves_while_it_is_not_whole(
+    hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = find(hub, tmp_path)
+    changed = hub.repositories[NAME]
+    changed.revisions = {"main": OTHER_COMMIT, "v1": COMMIT}
+    changed.files["model.safetensors"] = b"n" * 4000
+    hub.statuses["model.safetensors"] = [404]
+    assert "has lost a file" in refusal(hub, tmp_path)
+    hub.statuses["list"] = [500]
+    with caplog.at_level(logging.WARNING):
+        assert find(hub, tmp_path) == first
+    assert f"answers 500: try again later; serving {NAME} from the cache, commit {COMMIT}" in caplog.text
+    assert find(hub, tmp_path).commit == OTHER_COMMIT
+
+
+def test_cache_serves_without_the_hub_and_offline(
+    hub: HubServer, gone: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = find(hub, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert find(hub, tmp_path, offline=True) == first
+        assert caplog.text == ""
+        assert find(gone, tmp_path) == first
+    assert f"cannot reach {gone.url}" in caplog.text
+
+
+def test_hub_that_is_not_reached_says_what_to_do(gone: HubServer, tmp_path: Path) -> None:
+    text = refusal(gone, tmp_path)
+    assert f"cannot reach {gone.url}" in text
+    assert f"{NAME} is not in the cache {tmp_path}" in text
+    assert "check the network, set HTTPS_PROXY, or HF_ENDPOINT for a mirror, or copy the model's folder" in text
+    assert "HF_HUB_OFFLINE is set" in (text := refusal(gone, tmp_path, offline=True))
+    assert "unset it once" in text
+
+
+def test_download_that_is_not_whole_is_named_offline(tmp_path: Path) -> None:
+    with hub_server({NAME: repository(SHARDED)}) as sharded:
+        found = find(sharded, tmp_path)
+        (found.folder / list(SHARDS)[1]).unlink()
+        assert f"lacks {list(SHARDS)[1]}" in refusal(sharded, tmp_path, offline=True)
+
+
+def test_misspelt_name_is_told_apart_from_a_folder(hub: HubServer, tmp_path: Path) -> None:
+    text = refusal(hub, tmp_path, name="org/tinny")
+    assert f"org/tinny is neither a directory here nor a model on {hub.url}" in text
+    assert "without a token (401): check the spelling" in text
+    assert "with this token (404)" in refusal(hub, tmp_path, name="org/tinny", token="good")
+    assert "no hub has such a name" in refusal(hub, tmp_path, name="org/ti--ny")
+
+
+def test_private_model_needs_its_token(tmp_path: Path) -> None:
+    with hub_server({NAME: repository(token="good")}) as hub:
+        assert "for a private model give a token with HF_TOKEN or --hf-token" in refusal(hub, tmp_path)
+        assert "does not accept the token (401)" in refusal(hub, tmp_path, token="invalid")
+        assert names_in(find(hub, tmp_path, token="good")) == set(SINGLE)
+
+
+def test_gated_model_names_its_page(tmp_path: Path) -> None:
+    with hub_server({NAME: repository(gate="good")}) as hub:
+        page = f"is gated: accept its licence at {hub.url}/{NAME}, then"
+        assert f"{page} give a token of that account" in refusal(hub, tmp_path)
+        assert f"{page} wait until access is granted" in refusal(hub, tmp_path, token="other")
+        assert names_in(find(hub, tmp_path, token="good")) == set(SINGLE)
+
+
+def test_token_goes_to_the_hub_and_not_to_the_cdn(tmp_path: Path) -> None:
+    with hub_server({NAME: repository(token="good", gate="good")}) as hub:
+        find(hub, tmp_path, token="good")
+        sent = {(seen.server, seen.token) for seen in hub.seen}
+        assert sent == {("hub", "Bearer good"), ("cdn", "")}
+
+
+def test_revision_is_a_branch_a_tag_or_a_commit(hub: HubServer, tmp_path: Path) -> None:
+    hub.repositories[NAME].revisions["refs/pr/3"] = OTHER_COMMIT
+    assert find(hub, tmp_path, revision="refs/pr/3").commit == OTHER_COMMIT
+    assert find(hub, tmp_path, revision="refs/pr/3", offline=True).commit == OTHER_COMMIT
+    assert find(hub, tmp_path / "other", revision=COMMIT).commit == COMMIT
+    text = refusal(hub, tmp_path, revision="v9")
+    assert f"{NAME} has no revision v9 (404): give --revision a branch, tag or commit" in text
+    assert "not in the cache" in refusal(hub, tmp_path, revision="../../main", offline=True)
+
+
+@pytest.mark.parametrize(
+    ("files", "formats"),
+    [
+        ({"pytorch_model.bin": b"", "m.gguf": b""}, "it has GGUF, PyTorch files (.bin, .pth)"),
+        ({"consolidated.safetensors": b""}, "it has Mistral's own format (consolidated.safetensors)"),
+        ({"adapter_model.safetensors": b""}, "it has a LoRA adapter (adapter_model.safetensors)"),
+        ({"README.md": b""}, "it has no weights in any known format"),
+    ],
+)
+def test_repository_without_safetensors_names_its_formats(
+    tmp_path: Path, files: dict[str, bytes], formats: str
+) -> None:
+    with hub_server({NAME: repository({"config.json": b"{}"} | files)}) as hub:
+        text = refusal(hub, tmp_path)
+        assert f"{formats}. Choose a repository with safetensors" in text
+        assert not any(hub.bodies(name) for name in files)
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        (b"[", "cannot be read"),
+        (b'{"weight_map": {"a": "../config.json"}}', "files that the repository lacks: ../config.json"),
+        (b'{"weight_map": {"a": "model-9.safetensors"}}', "files that the repository lacks: model-9.safetensors"),
+        (b'{"weight_map": {"a": "config.json"}}', "files that the repository lacks: config.json"),
+        (b'{"weight_map": {}}', "names no files"),
+    ],
+)
+def test_index_that_names_other_files_is_refused(tmp_path: Path, index: bytes, reason: str) -> None:
+    with hub_server({NAME: repository(SHARDED | {"model.safetensors.index.json": index})}) as hub:
+        assert reason in refusal(hub, tmp_path)
+
+
+def test_repository_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with hub_server({NAME: repository({"model.safetensors": b"w"})}) as hub:
+        assert "has no config.json" in refusal(hub, tmp_path)
+
+
+def test_disk_without_room_is_refused_before_the_download(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _place: DiskUsage(30_000, 10_000, 20_000))
+    needed = sum(map(len, SINGLE.values()))
+    assert f"({needed} bytes) more in {tmp_path}, and 20 kB (20000 bytes) are free" in (text := refusal(hub, tmp_path))
+    assert "--download-dir" in text
+    assert not any(hub.bodies(name) for name in SINGLE)
+
+
+def test_folder_that_cannot_be_written_is_named(hub: HubServer, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "Not a directory; give a folder that can be written with --download-dir" in refusal(hub, tmp_path / "file")
+
+
+def test_two_downloads_at_once_fetch_each_file_once(hub: HubServer, tmp_path: Path) -> None:
+    hub.hold.clear()
+    found: list[Snapshot] = []
+    threads = [threading.Thread(target=lambda: found.append(find(hub, tmp_path))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    hub.hold.set()
+    for thread in threads:
+        thread.join()
+    assert found[0] == found[1]
+    assert {name: (found[0].folder / name).read_bytes() for name in SINGLE} == SINGLE
+    assert Counter(len(hub.bodies(name)) for name in SINGLE) == {1: len(SINGLE)}
