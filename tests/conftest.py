@@ -3,6 +3,9 @@
 Hypothesis has no deadline, because a loaded machine must not fail a test. Interrupts are enabled: a test run started in
 a shell's background ignores them, and so would its children, but some tests send them. Triton interprets its kernels
 where there is no GPU: it decides that when a module with kernels is first imported, by whichever test.
+
+Torch computes in one thread. Tensors here are small, and if the test processes have more threads than the machine has
+cores, those threads take most of the time to wait for each other.
 """
 
 import os
@@ -14,6 +17,8 @@ from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available() and find_spec("triton") is not None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+torch.set_num_threads(1)
 
 settings.register_profile(
     "tandem", deadline=None, print_blob=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]

@@ -1,0 +1,107 @@
+"""Triton 3.6's interpreter, mended for NumPy 2.4 and relieved of work that changes no result.
+
+A kernel here is some thousand operations on small arrays. NumPy needs a tenth of the time that the interpreter spends
+on their types; what it computes for nothing, or again and again, is left out or kept.
+"""
+
+from dataclasses import replace
+from functools import cache
+from math import prod
+from typing import Any
+
+from triton import language as tl
+from triton.runtime import interpreter
+
+
+def adapt_interpreter() -> None:
+    """Apply all changes of this module to the interpreter of this process."""
+    let_loops_end_where_the_device_says()
+    patch_the_language_once_a_launch()
+    skip_ignored_overflow_checks()
+    keep_numpy_types()
+    keep_shapes()
+    keep_block_types()
+
+
+def let_loops_end_where_the_device_says() -> None:
+    """Turn arrays of one element into loop bounds, which NumPy 2.4 no longer does by itself."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_with_index
+
+
+def patch_the_language_once_a_launch() -> None:
+    """Skip the patches of `triton.language` that stand already.
+
+    The interpreter puts its functions in place before a launch, and again at every call of a device function, which
+    takes many times as long as the call. A launch takes them out of `tl` at its end, but not out of `tl.core`.
+    """
+    patch = interpreter._patch_lang
+
+    @cache
+    def modules_of(function: Any) -> list[Any]:
+        return [module for module in (tl, tl.core) if any(value is module for value in function.__globals__.values())]
+
+    def patch_what_is_left(function: Any) -> Any:
+        members = [tl.tensor.__add__, *(module.load for module in modules_of(function))]
+        if any(map(tl.core.is_builtin, members)):
+            return patch(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_what_is_left
+
+
+def skip_ignored_overflow_checks() -> None:
+    """Compute integers once.
+
+    The interpreter computes every sum, difference and product again in 64 bits, and then asserts that they are equal
+    only if its option `debug` is set.
+    """
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug, "overflow would be reported"
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def keep_numpy_types() -> None:
+    """Look up the NumPy type of each Triton type once, instead of building the table for every look-up."""
+    look_up, known = interpreter._get_np_dtype, {}
+
+    def numpy_type(of: Any) -> Any:
+        name = of.scalar.name
+        if name not in known:
+            known[name] = look_up(of)
+        return known[name]
+
+    interpreter._get_np_dtype = numpy_type
+
+
+def keep_shapes() -> None:
+    """Share the constants that are the shape of a tensor among all tensors of that shape."""
+
+    @cache
+    def constants(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.constexpr(prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
+
+    def initialize(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = constants(tuple(type.shape.values) if type.is_block() else ())
+
+    tl.tensor.__init__ = initialize
+
+
+def keep_block_types() -> None:
+    """Check and name each type of blocks once."""
+    initialize, known = tl.block_type.__init__, {}
+
+    def initialize_again(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+        if key not in known:
+            initialize(self, element_ty, shape)
+            known[key] = dict(vars(self))
+        vars(self).update(known[key], element_ty=element_ty)
+
+    tl.block_type.__init__ = initialize_again
