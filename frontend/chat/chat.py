@@ -54,10 +54,6 @@ class Chat:
             conversation = with_tools_as_text(conversation, self._tool_format.syntax)
         return await self._workers.run(self._template.render, conversation, ignored)
 
-    def reads(self, variable: str) -> bool:
-        """Tell whether the chat template reads a variable of this name."""
-        return self._template is not None and self._template.mentions(variable)
-
     async def admit(
         self,
         options: GenerationOptions,

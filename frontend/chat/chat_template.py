@@ -207,7 +207,7 @@ def _reasoning_variables(conversation: Conversation, template: str, ignored: Ign
     if effort is not None:
         if "reasoning_effort" in template:
             variables["reasoning_effort"] = effort
-        elif "enable_thinking" in template:
+        elif conversation.effort_switches and "enable_thinking" in template:
             variables["enable_thinking"] = effort != "none"
         else:
             ignored.add(conversation.effort_field)

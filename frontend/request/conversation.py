@@ -64,6 +64,8 @@ class Conversation(Struct, frozen=True):
     reasoning_effort: str | None = None
     effort_field: str = "reasoning_effort"
     """Field of the request that `reasoning_effort` comes from."""
+    effort_switches: bool = True
+    """True if the effort also turns reasoning on or off in templates that read `enable_thinking` alone."""
     thinking: bool | None = None
     """Whether the model is to reason; None to leave it to the template."""
     thinking_field: str = "enable_thinking"

@@ -57,10 +57,6 @@ class PromptRequest(Struct, frozen=True):
     model: str
     conversation: Conversation
     tool_use: ToolUse
-    has_thinking: bool
-    """True if the request says whether the model is to reason (`thinking`)."""
-    effort: str | None
-    """How much the model should reason (`output_config.effort`), for templates that read it."""
     output_schema: dict[str, Any] | None
     """JSON Schema that the output has to follow; None for text."""
 
@@ -163,18 +159,19 @@ def _prompt(values: Mapping[str, Any], ignored: IgnoredFields) -> PromptRequest:
     system = [{"role": "system", "content": values["system"]}] if values["system"] else []
     # A last message of the assistant is the beginning of the answer.
     continues = values["messages"][-1]["role"] == "assistant"
+    kwargs, given = template_kwargs(values), values["thinking"]
     conversation = Conversation(
         messages=[*system, *values["messages"]],
         tools=use.template_tools,
         add_generation_prompt=not continues,
         continue_final_message=continues,
-        template_kwargs={**_thinking_kwargs(values["thinking"]), **template_kwargs(values)},
+        template_kwargs=kwargs,
+        reasoning_effort=_EFFORTS.get(output.effort or "", output.effort),
+        effort_field="output_config.effort",
+        effort_switches=False,
+        # The template's own variable says more than the field that stands for it.
+        thinking=None if given is None or "enable_thinking" in kwargs else not isinstance(given, _Disabled),
+        thinking_field="thinking",
     )
     schema = None if output_format is None else output_format.schema
-    effort = _EFFORTS.get(output.effort or "", output.effort)
-    return PromptRequest(values["model"], conversation, use, values["thinking"] is not None, effort, schema)
-
-
-def _thinking_kwargs(thinking: _Thinking | None) -> dict[str, Any]:
-    """Return the variable by which templates switch reasoning on and off."""
-    return {} if thinking is None else {"enable_thinking": not isinstance(thinking, _Disabled)}
+    return PromptRequest(values["model"], conversation, use, schema)

@@ -6,7 +6,6 @@ from functools import partial
 from time import monotonic
 
 from fastapi import APIRouter, Request
-from msgspec import structs
 from starlette.responses import Response
 
 from tandem.frontend.api.generation_response import GenerationResponse
@@ -14,7 +13,6 @@ from tandem.frontend.api.messages.request import (
     BODY,
     COUNT_BODY,
     NAMES,
-    PromptRequest,
     parse_count_request,
     parse_message_request,
 )
@@ -24,8 +22,6 @@ from tandem.frontend.api.request_scope import request_id
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError, PromptTooLongError
 from tandem.frontend.generation.generation import Generation
-from tandem.frontend.request.conversation import Conversation
-from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.schema import ID, closed
 
 _COUNTED = closed({"input_tokens": ID})
@@ -42,9 +38,9 @@ def messages_router(service: Service) -> APIRouter:
         ignored = service.ignored_fields(request)
         async with service.pending.receive(request, partial(parse_message_request, ignored=ignored)) as parsed:
             with _own_names():
-                conversation = read_by_template(service, parsed.prompt, ignored)
+                prompt = parsed.prompt
                 admitted, shape = await service.chat.admit(
-                    parsed.options, conversation, parsed.prompt.tool_use, service.ready(), ignored
+                    parsed.options, prompt.conversation, prompt.tool_use, service.ready(), ignored
                 )
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
         formatter = MessagesFormatter(admitted, shape, parsed.hide_thinking, request_id(request.scope))
@@ -60,27 +56,11 @@ def messages_router(service: Service) -> APIRouter:
         async with service.pending.receive(request, partial(parse_count_request, ignored=ignored)) as prompt:
             with _own_names():
                 service.admission.named(prompt.model, service.ready().model)
-                text = await service.chat.render(read_by_template(service, prompt, ignored), ignored)
+                text = await service.chat.render(prompt.conversation, ignored)
             ids = await service.tokenizer.encode(text, False)
         return {"input_tokens": len(ids)}
 
     return router
-
-
-def read_by_template(service: Service, prompt: PromptRequest, ignored: IgnoredFields) -> Conversation:
-    """Return the conversation with the settings of reasoning that its template reads.
-
-    The others are recorded as ignored.
-    """
-    conversation = prompt.conversation
-    if prompt.has_thinking and not service.chat.reads("enable_thinking"):
-        ignored.add("thinking")
-    if prompt.effort is None:
-        return conversation
-    if not service.chat.reads("reasoning_effort"):
-        ignored.add("output_config.effort")
-        return conversation
-    return structs.replace(conversation, reasoning_effort=prompt.effort)
 
 
 @contextmanager

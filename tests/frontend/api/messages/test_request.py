@@ -247,22 +247,23 @@ def test_server_tools_are_dropped_unless_they_are_forced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("thinking", "kwargs", "hidden"),
+    ("thinking", "wanted", "hidden"),
     [
-        (None, {}, False), ({"type": "enabled", "budget_tokens": 2048}, {"enable_thinking": True}, False),
-        ({"type": "adaptive", "display": "omitted"}, {"enable_thinking": True}, True),
-        ({"type": "adaptive", "display": "summarized"}, {"enable_thinking": True}, False),
-        ({"type": "disabled"}, {"enable_thinking": False}, False),
+        (None, None, False), ({"type": "enabled", "budget_tokens": 2048}, True, False),
+        ({"type": "adaptive", "display": "omitted"}, True, True),
+        ({"type": "adaptive", "display": "summarized"}, True, False),
+        ({"type": "disabled"}, False, False),
     ],
 )  # fmt: skip
-def test_thinking_switches_the_variable_of_templates(thinking: Any, kwargs: dict[str, Any], hidden: bool) -> None:
+def test_thinking_says_whether_the_model_reasons(thinking: Any, wanted: bool | None, hidden: bool) -> None:
     parsed = parse(thinking=thinking)
-    assert (parsed.prompt.conversation.template_kwargs, parsed.hide_thinking) == (kwargs, hidden)
+    assert (parsed.prompt.conversation.thinking, parsed.hide_thinking) == (wanted, hidden)
 
 
 def test_template_variables_of_a_request_come_before_its_thinking() -> None:
     fields = {"thinking": {"type": "adaptive"}, "chat_template_kwargs": {"enable_thinking": False, "mood": "calm"}}
-    assert parse(**fields).prompt.conversation.template_kwargs == {"enable_thinking": False, "mood": "calm"}
+    found = parse(**fields).prompt.conversation
+    assert (found.template_kwargs, found.thinking) == ({"enable_thinking": False, "mood": "calm"}, None)
 
 
 def test_what_has_no_effect_is_named() -> None:
@@ -302,7 +303,7 @@ def test_message_options_are_those_of_generation() -> None:
 
 @pytest.mark.parametrize(("effort", "read"), [("low", "low"), ("xhigh", "xhigh"), ("max", "xhigh"), (None, None)])
 def test_effort_has_the_words_of_templates(effort: str | None, read: str | None) -> None:
-    assert parse(output_config={"effort": effort}).prompt.effort == read
+    assert parse(output_config={"effort": effort}).prompt.conversation.reasoning_effort == read
 
 
 def test_counting_takes_the_fields_of_the_prompt() -> None:

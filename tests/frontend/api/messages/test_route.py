@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -14,11 +13,12 @@ from anthropic.types import Message, TextBlock, ThinkingBlock, ToolUseBlock
 from msgspec import structs
 
 from tandem.frontend.api.messages.request import parse_message_request
-from tandem.frontend.api.messages.route import read_by_template
+from tandem.frontend.chat.chat_template import ChatTemplate
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.protocol.codec import unpack_ids
 from tandem.protocol.errors import ErrorCode
+from tandem.protocol.model_folder import TemplateSource
 from tests.fakes.engine import FakeEngine, repeat_prompt
 from tests.frontend.conftest import RunningServer, get
 from tests.frontend.conftest import post as send
@@ -161,21 +161,31 @@ def test_what_the_model_does_not_serve_is_named_in_a_header(client: anthropic.An
 
 
 @pytest.mark.parametrize(
-    ("read", "effort", "ignored"),
+    ("template", "text", "ignored"),
     [
-        ((), None, ("thinking", "output_config.effort")), (("enable_thinking",), None, ("output_config.effort",)),
-        (("enable_thinking", "reasoning_effort"), "high", ()), (("reasoning_effort",), "high", ("thinking",)),
+        ("x", "x", ("output_config.effort", "thinking")),
+        ("{{ enable_thinking }}", "True", ("output_config.effort",)),
+        ("{{ thinking }}", "True", ("output_config.effort",)),
+        ("{{ enable_thinking }} {{ reasoning_effort }}", "True high", ()),
+        ("{{ reasoning_effort }}", "high", ("thinking",)),
     ],
-)  # fmt: skip
+)
 def test_settings_of_reasoning_reach_a_template_that_reads_them(
-    read: tuple[str, ...], effort: str | None, ignored: tuple[str, ...]
+    template: str, text: str, ignored: tuple[str, ...]
 ) -> None:
     body = {**BODY, "thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}
-    prompt = parse_message_request(json.dumps(body).encode(), IgnoredFields()).prompt
-    service: Any = SimpleNamespace(chat=SimpleNamespace(reads=lambda name: name in read))
+    conversation = parse_message_request(json.dumps(body).encode(), IgnoredFields()).prompt.conversation
     recorded = IgnoredFields()
-    assert read_by_template(service, prompt, recorded).reasoning_effort == effort
+    assert ChatTemplate(TemplateSource({"default": template}, "a test"), {}).render(conversation, recorded) == text
     assert recorded.paths == ignored
+
+
+def test_effort_alone_leaves_reasoning_to_the_template() -> None:
+    body = {**BODY, "output_config": {"effort": "high"}}
+    conversation = parse_message_request(json.dumps(body).encode(), IgnoredFields()).prompt.conversation
+    recorded, source = IgnoredFields(), TemplateSource({"default": "{{ enable_thinking is defined }}"}, "a test")
+    assert ChatTemplate(source, {}).render(conversation, recorded) == "False"
+    assert recorded.paths == ("output_config.effort",)
 
 
 def test_a_begun_answer_is_continued(client: anthropic.Anthropic, engine: FakeEngine) -> None:
