@@ -21,34 +21,45 @@ GREEDY = SamplingParams(1, temperature=0.0)
 
 
 def save_random(directory: Path, head_dim: int, heads: int, kv_heads: int, seed: int) -> None:
-    """A Llama of random weights, as transformers writes one, in bfloat16: the same numbers whoever reads them."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A small Llama of random weights."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=512, intermediate_size=1024, num_hidden_layers=3, head_dim=head_dim,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=512,
+        rms_norm_eps=1e-5, initializer_range=0.03, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    save_config(directory, config, seed)
+
+
+def save_config(directory: Path, config: Any, seed: int, norms: tuple[float, float] = (0.5, 1.5)) -> None:
+    """A model of random weights, as transformers writes one, in bfloat16: the same numbers whoever reads them.
+
+    config: one of transformers' configurations; norms: range of the norms' weights.
+    """
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        config = LlamaConfig(
-            vocab_size=VOCAB, hidden_size=512, intermediate_size=1024, num_hidden_layers=3, head_dim=head_dim,
-            num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=512,
-            rms_norm_eps=1e-5, initializer_range=0.03, bos_token_id=1, eos_token_id=2,
-        )  # fmt: skip
-        model: Any = LlamaForCausalLM(config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" in name:
-                    parameter.uniform_(0.5, 1.5)
-                elif "embed" in name:
-                    parameter.normal_(0, 0.7)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(*norms)
+            elif "embed" in name:
+                parameter.normal_(0, 0.7)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.1)
         model.to(torch.bfloat16).save_pretrained(directory)
 
 
 def reference_logits(directory: Path, sequences: list[list[int]], device: str) -> list[Tensor]:
     """transformers in float32: logits after every position, [L, V] each."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")
-        model: Any = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
         model = model.to(device).eval()
         return [model(torch.tensor([ids], device=device)).logits[0] for ids in sequences]
 

@@ -1,0 +1,124 @@
+"""Each family's shape, of two layers, on CUDA beside transformers in float32.
+
+Widths, heads and activations are those of a published model; the vocabulary is small, and windows are shorter than the
+sequences. Steps of every sort have to agree: prompts and chunks, chunks beside decoding rows, and decode from graphs.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from tandem.engine_core.attention.flashinfer import FlashInferGraphPlanner
+from tandem.engine_core.attention.triton import RaggedGraphPlanner
+from tandem.engine_core.models.registry import FAMILIES
+from tandem.engine_core.startup import attention as startup_attention
+from tandem.protocol.engine_options import Dtype
+from tests.gpu.test_backends import DEVICE, LONGEST, ROWS, Checkpoint, build, check
+from tests.support.teacher_forcing import VOCAB, random_sequences, reference_logits, save_config
+
+pytestmark = pytest.mark.gpu
+
+WINDOW = 48
+"""Positions of the windows, of sequences of 80 to 160."""
+BOUNDS: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.15}
+"""Largest error of a logit over the standard deviation of logits. In bfloat16 on a CPU it is 0.06."""
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a published model."""
+
+    config: str
+    """Name of its configuration in transformers."""
+    fields: dict[str, Any]
+    norms: tuple[float, float] = (0.5, 1.5)
+    """Range of the norms' weights as a checkpoint stores them."""
+
+
+def shape(config: str, hidden: int, inner: int, heads: int, kv_heads: int, **fields: Any) -> Shape:
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "initializer_range": 1.2 * hidden**-0.5,
+    }
+    return Shape(config, COMMON | sizes | fields)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SHAPES = {
+    "llama-3.2-1b": shape(
+        "LlamaConfig", 2048, 8192, 32, 8, head_dim=64, rope_parameters=LLAMA3, tie_word_embeddings=True
+    ),
+    "llama-2-7b": shape("LlamaConfig", 4096, 11008, 32, 32),
+    "mistral-7b-v0.1": shape("MistralConfig", 4096, 14336, 32, 8, sliding_window=WINDOW),
+    "mistral-7b-v0.3": shape("MistralConfig", 4096, 14336, 32, 8, sliding_window=None),
+    "mistral-nemo": shape("MistralConfig", 5120, 14336, 32, 8, head_dim=128, sliding_window=None),
+    "qwen2.5-0.5b": shape("Qwen2Config", 896, 4864, 14, 2, tie_word_embeddings=True),
+    "qwen2.5-7b": shape("Qwen2Config", 3584, 18944, 28, 4),
+    "qwen2-windowed": shape(
+        "Qwen2Config", 3584, 18944, 28, 4, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3-4b": shape("Qwen3Config", 2560, 9728, 32, 8, head_dim=128, tie_word_embeddings=True),
+}
+
+
+class FamilyCheckpoint(Checkpoint):
+    """A random model of a family's shape, two sets of sequences, and transformers' logits for them."""
+
+    def __init__(self, directory: Path, shape: Shape) -> None:
+        import transformers
+
+        save_config(directory, getattr(transformers, shape.config)(**shape.fields), seed=1, norms=shape.norms)
+        self.directory = directory
+        self.sequences = [random_sequences(ROWS, LONGEST, seed) for seed in (1, 2)]
+        self.reference = [reference_logits(directory, sequences, DEVICE) for sequences in self.sequences]
+        self.deviation = float(torch.cat(self.reference[0]).std())
+
+
+@pytest.fixture(scope="module", params=list(SHAPES))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FamilyCheckpoint:
+    return FamilyCheckpoint(tmp_path_factory.mktemp("family"), SHAPES[request.param])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "few"), [("float32", 256), ("bfloat16", 256), ("bfloat16", 0)], ids=["fp32", "bf16", "bf16-flashinfer"]
+)
+def test_a_familys_shape_agrees_with_transformers(
+    checkpoint: FamilyCheckpoint, dtype: Dtype, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of graphs run in Triton up to `few` tokens and in FlashInfer beyond, where it has a kernel."""
+    monkeypatch.setattr(startup_attention, "FEW_TOKENS", few)
+    runtime = build(checkpoint, dtype)
+    assert runtime.graphs is not None
+    kernels = {type(mixed.prompts) for slot in runtime.graphs.mixed for mixed in slot.values()}
+    assert kernels and kernels <= {RaggedGraphPlanner, FlashInferGraphPlanner}
+    label = f"{runtime.model.config.architecture}, {dtype}, {' and '.join(kind.__name__ for kind in kernels)}"
+    check(runtime, checkpoint, label, BOUNDS[dtype] * checkpoint.deviation)
+
+
+def test_every_family_has_a_shape_here() -> None:
+    covered = {shape.config.removesuffix("Config").removesuffix("Text") for shape in SHAPES.values()}
+    assert covered == {name.removesuffix("ForCausalLM") for name in FAMILIES}
