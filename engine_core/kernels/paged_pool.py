@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HEAD_DIMS = (32, 64, 128, 256)
+HEAD_DIMS = (32, 64, 96, 128, 256)
 """Values of head_dim that the kernels are compiled for."""
 
 
@@ -17,6 +17,23 @@ def slots_of(page, position, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr)
     They take 64 bits, because a slot times the number of its elements exceeds 32.
     """
     return page.to(tl.int64) * PAGE_STRIDE + position % PAGE_SIZE
+
+
+@triton.jit
+def in_head(mask, d, D: tl.constexpr, WIDE: tl.constexpr):
+    """Return a mask of rows for a tile of their heads, [rows, 1] or [rows, WIDE].
+
+    A tile is as wide as the next power of two: the elements `d` from D on belong to the next head.
+    """
+    if WIDE == D:
+        return mask[:, None]
+    else:
+        return mask[:, None] & (d < D)[None, :]
+
+
+def head_width(head_dim: int) -> int:
+    """Return the width of a tile that holds a head, a power of two."""
+    return int(triton.next_power_of_2(head_dim))
 
 
 def check_head_dim(head_dim: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tandem.engine_core.kernels import kv_dtype
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.paged_pool import check_head_dim, check_heads
+from tandem.engine_core.kernels.paged_pool import check_head_dim, check_heads, head_width
 
 LARGEST = tl.constexpr(kv_dtype.LARGEST)
 ELEMENTS, WARPS = 1024, 2
@@ -152,7 +152,7 @@ def rope_and_kv_write(
     query = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return query
-    pairs = int(triton.next_power_of_2(head_dim // 2))
+    pairs = head_width(head_dim) // 2
     block = max(1, ELEMENTS // (2 * pairs))
     _rope_kernel[(tokens, triton.cdiv(all_heads, block))](
         *(query, keys, values, qkv, cos, sin, slot_mapping),

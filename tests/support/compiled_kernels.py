@@ -30,6 +30,7 @@ from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv
 from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan, choose, choose_gated, choose_normed
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm, splitk_gemm_kernel
 from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kernels.paged_pool import HEAD_DIMS, head_width
 from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
 from tandem.engine_core.sampling.sampler import Mode
@@ -154,7 +155,7 @@ def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
     pool, angles, slots = half(16, 1, 32), torch.zeros(2, 1, 32), torch.zeros(2, dtype=torch.int64)
     heads = x.view(2, 8, 32)
     yield lambda: kernels.rope_and_kv_write(heads, angles, angles, slots, pool, pool, half(32), half(32), 1e-6)
-    for head_dim, part in ((128, 96), (64, 22)):
+    for head_dim, part in ((128, 96), (64, 22), (96, 96)):
         heads, pool, angles = half(2, 6, head_dim), half(16, 1, head_dim), torch.zeros(2, 1, part)
         call = (heads, angles, angles, slots, pool, pool)
         yield lambda call=call: kernels.rope_and_kv_write(*call, None, None, 1e-6)
@@ -188,7 +189,8 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
                 factors = half(inputs, dtype=torch.float32)
                 call = (x, x, factors, 1e-5, weight, None, normed, Activation.GELU_TANH if gated else None, gpu.pdl)
                 yield lambda call=call, factors=factors: add_norm_gemv(*call, factors)
-    for head_dim, tiles in TILES.items():
+    for head_dim in HEAD_DIMS:
+        tiles = TILES[head_width(head_dim)]
         for pairs in (max(1, least) for least in tiles):
             for group in (1, 32):
                 yield decode(gpu, head_dim, group, pairs, torch.bfloat16)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
+from tandem.engine_core.kernels.paged_pool import head_width
 
 LOG2_E = 1.4426950408889634
 WARPGROUP_ROWS = 64
@@ -24,7 +25,7 @@ def max_stages(rows: int, positions: int, query: Tensor, keys: Tensor, gpu: GpuT
 
     rows: of the tile, query heads times queries; positions: of a block; query: [.., heads, D]; keys: [.., kv_heads, D].
     """
-    head_dim, itemsize = query.shape[-1], query.element_size()
+    head_dim, itemsize = head_width(query.shape[-1]), query.element_size()
     warpgroup = rows >= WARPGROUP_ROWS
     held = rows * (head_dim + positions) * itemsize
     if warpgroup and keys.element_size() < itemsize:

@@ -29,6 +29,8 @@ from tandem.engine_core.kernels.paged_pool import (
     check_groups,
     check_head_dim,
     check_heads,
+    head_width,
+    in_head,
     slots_of,
 )
 
@@ -61,7 +63,7 @@ TILES = {
     128: {0: Tile(64, 4, 3), 32: Tile(32, 2, 3), MANY: Tile(64, 4, 4), 512: Tile(64, 4, 2)},
     256: {0: Tile(32, 4, 2), 32: Tile(16, 2, 3), MANY: Tile(32, 4, 2)},
 }
-"""Tiles by head_dim and by the number of pairs of row and KV head from which they are used.
+"""Tiles by `head_width` and by the number of pairs of row and KV head from which they are used.
 
 With few pairs only latency counts; with many, the number of programs that fit side by side does, since the last ones
 run alone. Measured in bfloat16 on an H200, in a graph.
@@ -85,7 +87,7 @@ def choose_tile(head_dim: int, pairs: int, dtype: torch.dtype) -> Tile:
     """
     if dtype.itemsize > 2:
         return Tile(16, 4, 1)
-    return next(tile for least, tile in reversed(TILES[head_dim].items()) if pairs >= least)
+    return next(tile for least, tile in reversed(TILES[head_width(head_dim)].items()) if pairs >= least)
 
 
 def fit_tile(tile: Tile, query: Tensor, keys: Tensor, gpu: GpuTraits) -> Tile:
@@ -99,17 +101,24 @@ def fit_tile(tile: Tile, query: Tensor, keys: Tensor, gpu: GpuTraits) -> Tile:
 
 @triton.jit
 def _combine(
-    partial_ptr, log_sums_ptr, used, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr
+    partial_ptr,
+    log_sums_ptr,
+    used,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Weigh the outputs of splits by their softmax sums.
 
-    used: number of splits. Returns [ROWS, D] float32.
+    used: number of splits. Returns [ROWS, WIDE] float32.
     """
     g = tl.arange(0, ROWS)
-    d = tl.arange(0, D)
+    d = tl.arange(0, WIDE)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
+    acc = tl.zeros([ROWS, WIDE], tl.float32)
     for start in range(0, used, CHUNK):
         s = start + tl.arange(0, CHUNK)
         mask = (s < used)[:, None] & (g < GROUP)[None, :]
@@ -118,7 +127,7 @@ def _combine(
         log_sum = tl.load(log_sums_ptr + offs, mask=mask, other=float("-inf"), cache_modifier=".cg")
         out = tl.load(
             partial_ptr + offs[:, :, None] * D + d[None, None, :],
-            mask=mask[:, :, None],
+            mask=mask[:, :, None] if WIDE == D else mask[:, :, None] & (d < D)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
@@ -155,6 +164,7 @@ def _paged_decode_kernel(
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     D: tl.constexpr,
+    WIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -187,7 +197,7 @@ def _paged_decode_kernel(
         last += lowest // BLOCK
 
     g = tl.arange(0, ROWS)
-    d = tl.arange(0, D)
+    d = tl.arange(0, WIDE)
     n = tl.arange(0, BLOCK)
     page_row = page_table_ptr + row * table_stride
     head_keys = keys_ptr + head * D
@@ -199,40 +209,43 @@ def _paged_decode_kernel(
     page = tl.load(page_row + tl.minimum(first * BLOCK + n, end) // PAGE_SIZE)
     wait_for_previous(PDL)
     q_offs = b.to(tl.int64) * query_stride + (head * GROUP + g[:, None]) * D + d[None, :]
-    q = tl.load(query_ptr + q_offs, mask=(g < GROUP)[:, None], other=0.0)
+    in_group = in_head(g < GROUP, d, D, WIDE)
+    q = tl.load(query_ptr + q_offs, mask=in_group, other=0.0)
 
     best = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
+    acc = tl.zeros([ROWS, WIDE], tl.float32)
     for block in tl.range(first, last, num_stages=STAGES):
         m = block * BLOCK + n
         offs = slots_of(page, m, PAGE_SIZE, PAGE_STRIDE)[:, None] * slot_stride + d[None, :]
         visible = m < length
         if WINDOW is not None:
             visible = visible & (m >= lowest)
-        k = tl.load(head_keys + offs, mask=visible[:, None], other=0.0)
-        v = tl.load(head_values + offs, mask=visible[:, None], other=0.0)
+        k = tl.load(head_keys + offs, mask=in_head(visible, d, D, WIDE), other=0.0)
+        v = tl.load(head_values + offs, mask=in_head(visible, d, D, WIDE), other=0.0)
         page = tl.load(page_row + tl.minimum(m + BLOCK, end) // PAGE_SIZE)
         best, weight, acc = attend(q, k, v, visible[None, :], scale, best, weight, acc, CAP, PRECISION)
     acc = acc / weight[:, None]
 
     out_group = out_ptr + (b.to(tl.int64) * KV_HEADS + head) * GROUP * D
     if used == 1:
-        tl.store(out_group + g[:, None] * D + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=(g < GROUP)[:, None])
+        tl.store(out_group + g[:, None] * D + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=in_group)
     elif SHARED:
         pair = b.to(tl.int64) * KV_HEADS + head
         group_log_sums = log_sums_ptr + pair * splits * GROUP
         group_partial = partial_ptr + pair * splits * GROUP * D
         tl.store(group_log_sums + split * GROUP + g, best + tl.log2(weight), mask=g < GROUP)
-        tl.store(group_partial + (split * GROUP + g[:, None]) * D + d[None, :], acc, mask=(g < GROUP)[:, None])
+        tl.store(group_partial + (split * GROUP + g[:, None]) * D + d[None, :], acc, mask=in_group)
         # All of this program's stores come before its own arrival; the last one sees those of all.
         tl.debug_barrier()
         if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == used - 1:
             tl.store(counters_ptr + pair, 0)
-            total = _combine(group_partial, group_log_sums, used, GROUP, COMBINE_ROWS, D, CHUNK)
+            total = _combine(group_partial, group_log_sums, used, GROUP, COMBINE_ROWS, D, WIDE, CHUNK)
             h = tl.arange(0, COMBINE_ROWS)
             tl.store(
-                out_group + h[:, None] * D + d[None, :], total.to(out_ptr.dtype.element_ty), mask=(h < GROUP)[:, None]
+                out_group + h[:, None] * D + d[None, :],
+                total.to(out_ptr.dtype.element_ty),
+                mask=in_head(h < GROUP, d, D, WIDE),
             )
 
 
@@ -259,7 +272,7 @@ def paged_decode(
     Token i attends to positions 0 to positions[i] of its row, inclusive, all of them in the pool already.
 
     query: [B, heads, D], heads contiguous; keys, values: [slots, kv_heads, D], float32, bfloat16 or float16 as the
-    query, or as in `kv_dtype`, D one of 32, 64, 128, 256; rows, positions: [B] integers on the device, contiguous;
+    query, or as in `kv_dtype`, D one of `HEAD_DIMS`; rows, positions: [B] integers on the device, contiguous;
     scale, window, softcap: as in `LayerAttention`; splits: from `choose_splits`; tile, least (positions worth a program
     of their own): measured defaults if None; out: where to write; scratch: from `split_scratch`, for a caller that has
     to keep it. Returns [B, heads, D], contiguous.
@@ -321,12 +334,13 @@ def _options(tile: Tile, group: int, head_dim: int, dtype: torch.dtype, pdl: boo
     combine_rows = triton.next_power_of_2(group)
     return {
         "D": head_dim,
+        "WIDE": head_width(head_dim),
         "GROUP": group,
         "ROWS": _tile_rows(group),
         "BLOCK": tile.positions,
         "STAGES": tile.stages,
         "COMBINE_ROWS": combine_rows,
-        "CHUNK": max(1, min(32, 1024 * tile.warps // (combine_rows * head_dim))),
+        "CHUNK": max(1, min(32, 1024 * tile.warps // (combine_rows * head_width(head_dim)))),
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "num_warps": tile.warps,
         "PDL": pdl,

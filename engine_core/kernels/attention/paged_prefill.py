@@ -28,6 +28,8 @@ from tandem.engine_core.kernels.paged_pool import (
     check_groups,
     check_head_dim,
     check_heads,
+    head_width,
+    in_head,
     slots_of,
 )
 
@@ -117,6 +119,7 @@ def _paged_prefill_kernel(
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     D: tl.constexpr,
+    WIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -153,7 +156,7 @@ def _paged_prefill_kernel(
         end += lowest // BLOCK
 
     r = tl.arange(0, ROWS)
-    d = tl.arange(0, D)
+    d = tl.arange(0, WIDE)
     n = tl.arange(0, BLOCK)
     # A tile of fewer queries than it has room for repeats the last one.
     index = tl.minimum(r // WIDTH, queries - 1)
@@ -171,18 +174,21 @@ def _paged_prefill_kernel(
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # Bypass the first-level cache: a program beside `paged_decode` has waited for nothing since this was written.
-    q = tl.load(query_ptr + q_offs[:, None] + d[None, :], cache_modifier=".cg")
+    if WIDE == D:
+        q = tl.load(query_ptr + q_offs[:, None] + d[None, :], cache_modifier=".cg")
+    else:
+        q = tl.load(query_ptr + q_offs[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0, cache_modifier=".cg")
     best = tl.full([ROWS], LOWEST, tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
+    acc = tl.zeros([ROWS, WIDE], tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
         m = block * BLOCK + n
         offs = slots_of(page, m, PAGE_SIZE, PAGE_STRIDE)[:, None] * slot_stride + d[None, :]
         inside = m < length
         if WINDOW is not None:
             inside = inside & (m >= lowest)
-        k = tl.load(head_keys + offs, mask=inside[:, None], other=0.0)
-        v = tl.load(head_values + offs, mask=inside[:, None], other=0.0)
+        k = tl.load(head_keys + offs, mask=in_head(inside, d, D, WIDE), other=0.0)
+        v = tl.load(head_values + offs, mask=in_head(inside, d, D, WIDE), other=0.0)
         page = tl.load(page_row + tl.minimum(m + BLOCK, length - 1) // PAGE_SIZE)
         visible = m[None, :] <= position[:, None]
         if WINDOW is not None:
@@ -193,12 +199,13 @@ def _paged_prefill_kernel(
 
     output = ((first + index) * KV_HEADS + head) * GROUP + group
     out_offs = output[:, None] * D + d[None, :]
+    out_mask = in_head(mask, d, D, WIDE)
     if used == 1:
-        tl.store(out_ptr + out_offs, acc.to(out_ptr.dtype.element_ty), mask=mask[:, None])
+        tl.store(out_ptr + out_offs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
     elif SHARED:
         outputs = tokens.to(tl.int64) * KV_HEADS * GROUP
         tl.store(log_sums_ptr + split * outputs + output, best + tl.log2(weight), mask=mask)
-        tl.store(partial_ptr + split * outputs * D + out_offs, acc, mask=mask[:, None])
+        tl.store(partial_ptr + split * outputs * D + out_offs, acc, mask=out_mask)
         # All of this program's stores come before its own arrival; the last one sees those of all.
         tl.debug_barrier()
         pair = number * KV_HEADS + head
@@ -206,20 +213,18 @@ def _paged_prefill_kernel(
             tl.store(counters_ptr + pair, 0)
             best = tl.full([ROWS], LOWEST, tl.float32)
             weight = tl.zeros([ROWS], tl.float32)
-            acc = tl.zeros([ROWS, D], tl.float32)
+            acc = tl.zeros([ROWS, WIDE], tl.float32)
             for s in range(0, used):
                 # Bypass the first-level cache, which may hold what an earlier launch left there.
                 log_sum = tl.load(log_sums_ptr + s * outputs + output, mask=mask, other=LOWEST, cache_modifier=".cg")
-                part = tl.load(
-                    partial_ptr + s * outputs * D + out_offs, mask=mask[:, None], other=0.0, cache_modifier=".cg"
-                )
+                part = tl.load(partial_ptr + s * outputs * D + out_offs, mask=out_mask, other=0.0, cache_modifier=".cg")
                 new_best = tl.maximum(best, log_sum)
                 shrink, w = tl.exp2(best - new_best), tl.exp2(log_sum - new_best)
                 weight = weight * shrink + w
                 acc = acc * shrink[:, None] + part * w[:, None]
                 best = new_best
             acc = acc / weight[:, None]
-            tl.store(out_ptr + out_offs, acc.to(out_ptr.dtype.element_ty), mask=mask[:, None])
+            tl.store(out_ptr + out_offs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
     # A kernel that waits for this one has then waited for the one beside it, too.
     if PDL and BESIDE:
         tl.extra.cuda.gdc_wait()
@@ -244,7 +249,7 @@ def paged_prefill(
     """Attend with each query to its row's positions up to its own.
 
     All of those positions are in the pool already. query: [T, heads, D], heads contiguous; keys, values: [slots,
-    kv_heads, D], float32, bfloat16 or float16 as the query, or as in `kv_dtype`, D one of 32, 64, 128, 256; tiles: [N,
+    kv_heads, D], float32, bfloat16 or float16 as the query, or as in `kv_dtype`, D one of `HEAD_DIMS`; tiles: [N,
     4] int32 on the device, contiguous, which together cover every query once: a row of the page table, the index among
     T of the tile's first query, that query's position, and the number of queries that the row has from there on (a tile
     takes up to `tile_queries` of them); scale, window, softcap: as in `LayerAttention`; splits: from `choose_splits`;
@@ -292,6 +297,7 @@ def _options(shape: TileShape, group: int, head_dim: int, dtype: torch.dtype, pd
     queries = max(1, shape.rows // width)
     return {
         "D": head_dim,
+        "WIDE": head_width(head_dim),
         "GROUP": group,
         "WIDTH": width,
         "QUERIES": queries,

@@ -36,6 +36,9 @@ def inputs(
         (4, 2, 32, 22),
         (5, 3, 32, 2),
         (4, 2, 64, 62),
+        # Heads that do not fill a tile, as Phi-3-mini's.
+        (3, 2, 96, 96),
+        (2, 1, 96, 72),
     ],
 )
 def test_rotation_and_kv_write_equal_the_oracle(

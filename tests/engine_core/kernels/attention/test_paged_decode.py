@@ -74,7 +74,8 @@ def assert_equals_the_oracle(
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "page_size"), [(4, 2, 32, 4), (3, 1, 64, 16), (2, 2, 128, 32), (6, 1, 32, 1)]
+    ("heads", "kv_heads", "head_dim", "page_size"),
+    [(4, 2, 32, 4), (3, 1, 64, 16), (2, 2, 96, 8), (2, 2, 128, 32), (6, 1, 32, 1)],
 )
 def test_decode_attention_equals_the_oracle(
     heads: int, kv_heads: int, head_dim: int, page_size: int, splits: int, device: str
@@ -160,7 +161,8 @@ def test_a_row_of_one_page_equals_the_oracle(length: int, device: str) -> None:
 
 def test_large_scores_do_not_overflow(device: str) -> None:
     given = inputs([40], 2, 1, 32, 4, device)
-    given = given._replace(query=given.query * 1e3)
+    # Whole thousands: scores that differ at all differ by far more than their rounding.
+    given = given._replace(query=given.query.round() * 1e3, keys=given.keys.round())
     found = paged_decode(*given, 1.0, 4, tile=SMALL)
     torch.testing.assert_close(found, reference.paged_decode(*given, 1.0), atol=1e-4, rtol=1e-4)
 
