@@ -50,10 +50,10 @@ TINY: dict[str, dict[str, Any]] = {
 """Fields by architecture; windows are shorter than the prompt of a check."""
 
 
-def save_tiny(architecture: str, folder: Path, seed: int = 0) -> None:
+def save_tiny(architecture: str, folder: Path, seed: int = 0, **fields: Any) -> None:
     """Save a checkpoint of an architecture in float32.
 
-    Weights, norms and biases are random.
+    Weights, norms and biases are random. fields: of config.json, in place of the tiny ones.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -62,7 +62,7 @@ def save_tiny(architecture: str, folder: Path, seed: int = 0) -> None:
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = AutoConfig.for_model(**(COMMON | TINY[architecture]))
+        config = AutoConfig.for_model(**(COMMON | TINY[architecture] | fields))
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():

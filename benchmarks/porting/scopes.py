@@ -1,0 +1,78 @@
+"""Profiler scopes around the parts of a model, by operation."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from tandem.engine_core.runtime.runtime import TorchRuntime
+
+PREFIX = "tandem:"
+"""Beginning of the names of scopes in a trace."""
+STEP = "step"
+
+
+class Scoped:
+    """A part of a model whose calls are profiler scopes."""
+
+    def __init__(self, part: Any, operation: str) -> None:
+        self._part = part
+        self._operation = operation
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with record_function(PREFIX + self._operation):
+            return self._part(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._part, name)
+        return Scoped(found, self._operation) if callable(found) and not isinstance(found, Tensor) else found
+
+
+class ScopedPlanner:
+    """A planner of attention whose steps are profiler scopes."""
+
+    def __init__(self, planner: Any) -> None:
+        self._planner = planner
+
+    def plan(self, *args: Any) -> Scoped:
+        with record_function(PREFIX + "attention"):
+            return Scoped(self._planner.plan(*args), "attention")
+
+
+@contextmanager
+def scoped(runtime: TorchRuntime) -> Iterator[None]:
+    """Put every part of a runtime's model into a scope of its operation.
+
+    Scopes see eager steps only: a graph is replayed without the Python that it was captured from.
+    """
+    kept: list[tuple[Any, str, Any]] = []
+
+    def put(owner: Any, name: str, wrapper: Any) -> None:
+        kept.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, wrapper)
+
+    model: Any = runtime.model
+    for layer in model.layers:
+        for name in _norms(layer):
+            put(layer, name, Scoped(getattr(layer, name), "norm"))
+        for name, operation in (("qkv", "qkv"), ("output", "attention output"), ("kernels", "rotary")):
+            put(layer.attention, name, Scoped(getattr(layer.attention, name), operation))
+        put(layer, "mlp", Scoped(layer.mlp, "mlp"))
+    for name, operation in (("embedding", "embedding"), ("norm", "norm"), ("head", "head")):
+        put(model, name, Scoped(getattr(model, name), operation))
+    for slot in runtime.slots:
+        put(slot, "attention", ScopedPlanner(slot.attention))
+    put(runtime, "sampler", Scoped(runtime.sampler, "sampling"))
+    try:
+        yield
+    finally:
+        for owner, name, part in reversed(kept):
+            setattr(owner, name, part)
+
+
+def _norms(layer: Any) -> list[str]:
+    """Return the names of a layer's norms, of whatever kind."""
+    names = getattr(type(layer), "__slots__", None) or vars(layer)
+    return [name for name in names if hasattr(getattr(layer, name), "eps")]
