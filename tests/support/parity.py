@@ -80,6 +80,16 @@ def reference_logits(model: Any, tokens: Sequence[Tensor]) -> list[Tensor]:
         return [model(input_ids=sequence[None]).logits[0].float() for sequence in tokens]
 
 
+def greedy_tokens(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """Tokens that transformers' `generate` appends to a prompt, none of which ends the sequence."""
+    with torch.no_grad():
+        ids = torch.tensor([list(prompt)])
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=count, max_new_tokens=count
+        )
+    return made[0, len(prompt) :].tolist()
+
+
 def worst(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return max((one.float() - other).abs().max().item() for one, other in zip(found, expected, strict=True))
 

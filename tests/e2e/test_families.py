@@ -1,0 +1,58 @@
+"""Greedy tokens of every family over HTTP: they are those of transformers' `generate`."""
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.tokenizer import byte_level_tokenizer, write_tokenizer
+from tests.support.parity import SMALL, greedy_tokens, random_tokens, save_random
+from tests.support.serving import GUARD_SECONDS, Serving
+
+LENGTHS = (3, 30, 50)
+TOKENS = 20
+WINDOW = 8
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+}
+"""Configuration in transformers, with the fields that are not those of `SMALL`."""
+NORMS: dict[str, tuple[float, float]] = {}
+"""Range of the norms' weights, of families that store another than their factor."""
+
+
+def complete(url: str, prompt: list[int]) -> list[int]:
+    """Return the ids of a greedy completion of `TOKENS` tokens."""
+    body = {
+        "model": "model", "prompt": prompt, "max_tokens": TOKENS, "min_tokens": TOKENS, "temperature": 0,
+        "return_token_ids": True,
+    }  # fmt: skip
+    request = urllib.request.Request(
+        url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=GUARD_SECONDS) as response:
+        found: list[int] = json.load(response)["choices"][0]["token_ids"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "mistral" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_greedy_tokens_over_http_are_those_of_generate(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    kind, fields = FAMILIES[name]
+    folder = tmp_path / "model"
+    vocab = byte_level_tokenizer().get_vocab_size()
+    config = getattr(transformers, kind)(**SMALL | {"vocab_size": vocab} | fields)
+    reference = save_random(folder, config, seed=5, norms=NORMS.get(name, (0.5, 1.5)))
+    write_tokenizer(folder)
+    prompts = [sequence.tolist() for sequence in random_tokens(LENGTHS, vocab, seed=6)]
+    expected = [greedy_tokens(reference, prompt, TOKENS) for prompt in prompts]
+    flags = ("--model", str(folder), "--served-model-name", "model", "--dtype", "float32", "--device", "cpu")
+    with Serving(tmp_path / "log", *flags) as serving:
+        assert [complete(serving.url, prompt) for prompt in prompts] == expected

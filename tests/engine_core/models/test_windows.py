@@ -1,0 +1,40 @@
+"""Sliding windows in a whole engine: chunks, decode, prefix-cache hits and preemption give transformers' tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.params import SamplingParams
+from tests.support.engine_driver import DrivenEngine
+from tests.support.parity import SMALL, VOCAB, greedy_tokens, random_tokens, save_random
+
+WINDOW = 9
+"""More than two pages, and fewer positions than any prompt has."""
+TOKENS = 24
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "all_layers": ("MistralConfig", {"sliding_window": WINDOW}),
+    "upper_layers": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_windows_hold_in_chunks_decode_cache_hits_and_preemption(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    kind, fields = MODELS[name]
+    reference = save_random(tmp_path, getattr(transformers, kind)(**SMALL | fields), seed=3)
+    shared, *others = (sequence.tolist() for sequence in random_tokens((29, 12, 17, 31), VOCAB, seed=4))
+    prompts = [shared, *(shared[: 29 - 4 * index] + other for index, other in enumerate(others)), *others]
+    expected = [greedy_tokens(reference, prompt, TOKENS) for prompt in prompts]
+    options = EngineOptions(
+        model=str(tmp_path), device="cpu", dtype="float32", max_rows=4, max_len=128, max_step_tokens=32,
+        prefill_chunk=8, kv_tokens=160, page_size=4,
+    )  # fmt: skip
+    driven = DrivenEngine.build(options)
+    params = [SamplingParams(TOKENS, temperature=0.0, min_tokens=TOKENS)] * len(prompts)
+    assert driven.generate(prompts, params) == expected
+    assert driven.generate(prompts, params) == expected
+    stats = driven.engine.stats
+    assert stats.preemptions > 0 and stats.prefix_hits > 0, stats
