@@ -24,6 +24,7 @@ from tandem.frontend.offline.fields import (
     engine_options,
     hub_options,
     prompt_batch,
+    refuse_parameters,
 )
 from tandem.frontend.offline.result import EngineError, OutputDelta, Result
 from tandem.frontend.offline.session import OfflineSession
@@ -109,6 +110,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
+        sampling_params: object = None,
         *,
         progress: bool = False,
         raise_on_error: bool = False,
@@ -118,6 +120,7 @@ class AsyncLLM:
 
         The bar is off by default, because calls may run at once.
         """
+        refuse_parameters(sampling_params, "await llm.generate(prompts")
         batch, checked = prompt_batch(prompts), completion_fields(fields)
         self._check_running()
         return await self._session.generate(batch, checked, BatchOptions(progress, raise_on_error))
@@ -125,12 +128,14 @@ class AsyncLLM:
     async def chat(
         self,
         conversations: Conversation | Sequence[Conversation],
+        sampling_params: object = None,
         *,
         progress: bool = False,
         raise_on_error: bool = False,
         **fields: Any,
     ) -> list[Result]:
         """Answer conversations like `LLM.chat`."""
+        refuse_parameters(sampling_params, "await llm.chat(conversations")
         batch, checked = conversation_batch(conversations), chat_fields(fields)
         self._check_running()
         return await self._session.chat(batch, checked, BatchOptions(progress, raise_on_error))

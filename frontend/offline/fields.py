@@ -77,6 +77,21 @@ def hub_options(revision: str | None, hf_token: str | None, download_dir: str | 
     return HubOptions(revision, hf_token, None if download_dir is None else Path(download_dir))
 
 
+def refuse_parameters(given: object, call: str) -> None:
+    """Raise TypeError for sampling parameters in an object, as vLLM takes them.
+
+    The text has the call that was meant; `call` names the method and its first argument.
+    """
+    if given is None:
+        return
+    fields = given if isinstance(given, Mapping) else {"temperature": 0, "max_tokens": 64}
+    keywords = ", ".join([f"{name}={value!r}" for name, value in fields.items()])
+    such_as = "" if isinstance(given, Mapping) else " for example"
+    raise TypeError(
+        f"sampling parameters are keywords here, not a {type(given).__name__}; call{such_as} {call}, {keywords})"
+    )
+
+
 def completion_fields(given: Mapping[str, Any], stream: bool = False) -> Fields:
     """Check the keywords of a completion.
 

@@ -25,6 +25,7 @@ from tandem.frontend.offline.fields import (
     engine_options,
     hub_options,
     prompt_batch,
+    refuse_parameters,
 )
 from tandem.frontend.offline.loop_thread import LoopThread
 from tandem.frontend.offline.result import EngineError, Logprob, Output, OutputDelta, RequestError, Result
@@ -95,6 +96,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
+        sampling_params: object = None,
         *,
         progress: bool = True,
         raise_on_error: bool = False,
@@ -108,8 +110,10 @@ class LLM:
 
         A prompt that is refused or fails has a result with an `error`, whose `text` raises it; the others are not
         lost. With `raise_on_error`, RequestError is raised for the first one instead. Raises RequestError for a value
-        that no prompt can have, TypeError for a name that is not a field, EngineError if the engine has ended.
+        that no prompt can have, TypeError for a name that is not a field and for `sampling_params`, whose place in
+        vLLM it has, EngineError if the engine has ended.
         """
+        refuse_parameters(sampling_params, "llm.generate(prompts")
         batch, checked = prompt_batch(prompts), completion_fields(fields)
         self._check_open()
         return self._thread.run(self._session.generate(batch, checked, BatchOptions(progress, raise_on_error)))
@@ -117,6 +121,7 @@ class LLM:
     def chat(
         self,
         conversations: Conversation | Sequence[Conversation],
+        sampling_params: object = None,
         *,
         progress: bool = True,
         raise_on_error: bool = False,
@@ -127,6 +132,7 @@ class LLM:
         `fields` are those of `POST /v1/chat/completions` (`tools`, `response_format`, ... and those of `generate`), and
         `json_schema`. Errors are those of `generate`.
         """
+        refuse_parameters(sampling_params, "llm.chat(conversations")
         batch, checked = conversation_batch(conversations), chat_fields(fields)
         self._check_open()
         return self._thread.run(self._session.chat(batch, checked, BatchOptions(progress, raise_on_error)))

@@ -1,18 +1,26 @@
 """Keywords of offline calls, right and wrong."""
 
+import asyncio
 from typing import Any
 
 import numpy as np
 import pydantic
 import pytest
 
+from tandem.frontend.offline.async_llm import AsyncLLM
 from tandem.frontend.offline.fields import (
     chat_fields,
     completion_fields,
     conversation_batch,
     engine_options,
     prompt_batch,
+    refuse_parameters,
 )
+from tandem.frontend.offline.llm import LLM
+
+
+class SamplingParams:
+    """Such an object as other engines take."""
 
 
 class Model(pydantic.BaseModel):
@@ -117,3 +125,35 @@ def test_an_unknown_option_names_the_nearest_one() -> None:
             engine_options(None, {name: 1})
     with pytest.raises(TypeError, match="'xyzzy' is not an option of LLM; the options are model, served_model_name"):
         engine_options(None, {"xyzzy": 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            SamplingParams(),
+            "sampling parameters are keywords here, not a SamplingParams; call for example "
+            "llm.generate(prompts, temperature=0, max_tokens=64)",
+        ),
+        (
+            {"temperature": 0.5, "stop": ["x"]},
+            "sampling parameters are keywords here, not a dict; call "
+            "llm.generate(prompts, temperature=0.5, stop=['x'])",
+        ),
+    ],
+)
+def test_sampling_parameters_in_an_object_are_answered_with_the_call_that_was_meant(given: object, text: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        refuse_parameters(given, "llm.generate(prompts")
+    assert str(caught.value) == text
+    refuse_parameters(None, "llm.generate(prompts")
+
+
+def test_every_batch_call_takes_the_place_of_sampling_parameters() -> None:
+    for call, first in (("generate", "x"), ("chat", TALK)):
+        closed = LLM.__new__(LLM)
+        with pytest.raises(TypeError, match=rf"call for example llm\.{call}\("):
+            getattr(closed, call)(first, SamplingParams())
+        waiting = getattr(AsyncLLM.__new__(AsyncLLM), call)(first, SamplingParams())
+        with pytest.raises(TypeError, match=rf"call for example await llm\.{call}\("):
+            asyncio.run(waiting)
