@@ -23,6 +23,7 @@ from types import TracebackType
 from msgspec import Struct, to_builtins
 
 from benchmarks.attackers import ATTACKS, Attack, run_attackers
+from benchmarks.processes import stop_process
 from benchmarks.results import save
 from tandem.frontend.listening import raise_file_limit
 
@@ -81,12 +82,7 @@ class Frontend:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process is not None
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        stop_process(self._process, STOP_SECONDS)
 
     def memory(self) -> float:
         """Return the resident memory in MiB."""

@@ -17,6 +17,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from benchmarks.processes import stop_process
+
 TANDEM = "import sys; from tandem.frontend.cli.main import main; sys.exit(main())"
 """The console command of the tree that the benchmark runs from, installed or not."""
 READY_SECONDS, STOP_SECONDS = 300.0, 30.0
@@ -105,12 +107,7 @@ class Server:
 
     def _stop(self) -> None:
         assert self._process is not None
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        stop_process(self._process, STOP_SECONDS)
 
     def scrape(self) -> Scrape:
         return Scrape(self._get(self._ops_port, "/metrics") or "")
