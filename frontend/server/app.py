@@ -27,9 +27,10 @@ from tandem.frontend.api.tokenize import tokenize_router
 from tandem.frontend.api_keys import ApiKeys
 from tandem.frontend.errors import ApiError
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER
-from tandem.frontend.server.middleware import Access, RequireKey
+from tandem.frontend.server.access import Access
 from tandem.frontend.server.missing_routes import missing_route
 from tandem.frontend.server.openapi import document
+from tandem.frontend.server.require_key import RequireKey
 from tandem.protocol.version import distribution_version
 
 

@@ -10,7 +10,7 @@ from tandem.frontend.api.request_scope import REQUEST_ID_KEY
 from tandem.frontend.errors import ApiError
 from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.server.connections import Closed
-from tandem.frontend.server.middleware import fresh_id, request_id_headers
+from tandem.frontend.server.request_ids import fresh_id, request_id_headers
 from tandem.protocol.errors import ErrorCode
 
 

@@ -13,7 +13,8 @@ from msgspec import structs
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.server.connections import Closed
-from tests.frontend.conftest import DEADLINE, RunningServer, until
+from tests.fakes.engine import FakeEngine
+from tests.frontend.conftest import DEADLINE, RunningServer, get, until
 from tests.frontend.server.test_limits import connect, counted
 from tests.support.certificate import write_certificate
 from tests.support.raw_http import request
@@ -98,3 +99,24 @@ def test_client_that_gives_up_a_handshake_is_counted_and_not_logged(
     connect(secure).close()
     until(lambda: counted(secure, Closed.HANDSHAKE) == 1)
     assert caplog.messages == []
+
+
+def test_tls_serves_https(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> None:
+    cert, key = write_certificate(tmp_path)
+    engine.start()
+    running = RunningServer(structs.replace(config, tls_cert=cert, tls_key=key)).start()
+    try:
+        url = running.url.replace("http://", "https://")
+        context = ssl.create_default_context(cafile=str(cert))
+        until(lambda: httpx.get(url + "/health/ready", verify=context, timeout=DEADLINE).status_code == 200)
+        with httpx.stream(
+            "POST",
+            url + "/v1/completions",
+            json={"model": "fake-model", "prompt": "one", "max_tokens": 2, "stream": True},
+            verify=context,
+        ) as response:
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        with pytest.raises(httpx.HTTPError):
+            get(running.url + "/health/live")
+    finally:
+        running.stop()

@@ -1,0 +1,84 @@
+"""ASGI middleware that counts and logs responses, and tells each its request id."""
+
+import logging
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.frontend.api.request_scope import REQUEST_ID_KEY
+from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.request.extra_fields import ignored_label
+from tandem.frontend.request.ignored_fields import IGNORED_HEADER, IGNORED_KEY, IgnoredFields
+from tandem.frontend.server.paths import is_health_check, route_label
+from tandem.frontend.server.rate_limited_log import RateLimitedLog
+from tandem.frontend.server.request_ids import choose_request_id, request_id_headers
+
+logger = logging.getLogger(__name__)
+
+
+class Access:
+    """Middleware that labels, counts and logs responses.
+
+    It adds a request id to each response, counts it and logs failures; bodies pass through unchanged.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: FrontendMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._log = RateLimitedLog(logger)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope = _without_slash(scope)
+        own_id = choose_request_id(scope)
+        scope[REQUEST_ID_KEY] = own_id.decode()
+        id_headers = [(name, own_id) for name in request_id_headers(scope)]
+
+        async def marking_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._answered(scope, message["status"], own_id)
+                message["headers"] = [*message["headers"], *id_headers, *self._ignored(scope)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, marking_send)
+        except Exception:
+            # The framework has sent a 500 if the response had not started.
+            logger.exception("%s failed, request id %s", _request_line(scope), own_id.decode())
+
+    def _ignored(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+        """Count the fields without effect and return the header that names them."""
+        ignored: IgnoredFields | None = scope.get(IGNORED_KEY)
+        if ignored is None or not ignored.paths:
+            return []
+        for label in {ignored_label(path) for path in ignored.paths}:
+            self._metrics.ignored_fields.labels(label).inc()
+        return [(IGNORED_HEADER.encode(), ignored.header())]
+
+    def _answered(self, scope: Scope, status: int, own_id: bytes) -> None:
+        self._metrics.requests.labels(route_label(scope["path"]), str(status)).inc()
+        if status >= 400:
+            # A health check reports its 503 in the response; it is not logged as a failure.
+            is_fault = status >= 500 and not is_health_check(scope["path"])
+            line = f"{status} for {_request_line(scope)}, request id {own_id.decode()}"
+            if status == 429 or (is_fault and status in (503, 529)):
+                self._log.warning(str(status), line)  # of which there are many under overload
+            else:
+                logger.log(logging.WARNING if is_fault else logging.DEBUG, "%s", line)
+
+
+def _without_slash(scope: Scope) -> Scope:
+    """Return the scope of a request with a path that does not end in a slash.
+
+    Clients that join a base and a path add one; a redirect would lose the body of a POST. The name of a session may end
+    in a slash.
+    """
+    path: str = scope["path"]
+    if not path.endswith("/") or path == "/" or path.startswith("/v1/sessions/"):
+        return scope
+    return {**scope, "path": path.rstrip("/") or "/"}
+
+
+def _request_line(scope: Scope) -> str:
+    return f"{scope['method']} {scope['path'][:200]!r}"

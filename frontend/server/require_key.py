@@ -1,0 +1,67 @@
+"""ASGI middleware that asks for an API key."""
+
+from collections.abc import Collection
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tandem.frontend.api.error_response import error_answer
+from tandem.frontend.api.owner import OWNER_KEY
+from tandem.frontend.api.request_scope import speaks_anthropic
+from tandem.frontend.api_keys import ApiKeys, owner_name
+from tandem.frontend.errors import ApiError
+from tandem.frontend.server.paths import is_health_check
+
+_BEARER = "'authorization: Bearer KEY'"
+
+
+class RequireKey:
+    """Middleware that answers 401 to every request without a valid key.
+
+    It does so even for paths that do not exist. Health checks and `open_paths` need no key.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        key = self._valid_key(scope)
+        if key is not None:
+            scope[OWNER_KEY] = owner_name(key)
+            await self._app(scope, receive, send)
+            return
+        header = "'x-api-key: KEY' or 'authorization: Bearer KEY'" if speaks_anthropic(scope) else _BEARER
+        error = ApiError(401, f"a valid API key is required; send the header {header}", None, "invalid_api_key")
+        response = error_answer(scope, error)
+        response.headers["www-authenticate"] = "Bearer"
+        if any(name == b"expect" for name, _ in scope["headers"]):
+            # The client may send its body or not; what comes next on the connection cannot be told.
+            response.headers["connection"] = "close"
+        await response(scope, receive, send)
+
+    def _valid_key(self, scope: Scope) -> bytes | None:
+        """Return the key of a request if it is valid.
+
+        Clients of Anthropic's API send it in a header of their own, `x-api-key`.
+        """
+        given = [_key(scope), *([_only(scope, b"x-api-key")] if speaks_anthropic(scope) else [])]
+        return next((key for key in given if self._keys.accepts(key)), None)
+
+    def _is_open(self, path: str) -> bool:
+        return is_health_check(path) or path in self._open_paths
+
+
+def _key(scope: Scope) -> bytes:
+    """Return the bearer token of a request; empty if it has none or several."""
+    scheme, _, key = _only(scope, b"authorization").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _only(scope: Scope, header: bytes) -> bytes:
+    """Return the value of a header; empty if a request has none or several of it."""
+    given = [value for name, value in scope["headers"] if name == header]
+    return bytes(given[0]) if len(given) == 1 else b""
