@@ -2,8 +2,8 @@
 
 import os
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock, Thread
 
@@ -17,8 +17,8 @@ from tandem.engine_core.loader.source_file import SourceFile
 
 PIECE_BYTES = 2**24
 """Largest piece. For a GPU a thread holds two in pinned memory, for a CPU one, where it cannot read in place."""
-MAX_THREADS = {"cuda": 8, "cpu": 4}
-"""Most threads that read, by kind of device."""
+MAX_THREADS = 8
+"""Most threads that read."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done, and with all."""
@@ -45,9 +45,10 @@ def transfer(
                 stored = checkpoint.tensors[slot.name]
                 jobs += Filling(slot, stored, files[stored.path]).jobs(PIECE_BYTES)
             jobs.sort(key=lambda job: job.place)
-            count = min(threads or _thread_count(device), len(jobs))
+            count = min(threads or _thread_count(), len(jobs))
             largest = max((job.nbytes for job in jobs), default=0)
-            _Transfer(jobs, progress).run([_lane(device, largest) for _ in range(count)])
+            with _single_threaded_torch():
+                _Transfer(jobs, progress).run([_lane(device, largest) for _ in range(count)])
         if device.type == "cuda":
             _release_pinned()
 
@@ -112,8 +113,22 @@ def _paths(slots: list[WeightSlot], checkpoint: Checkpoint) -> list[Path]:
     return sorted({checkpoint.tensors[slot.name].path for slot in slots})
 
 
-def _thread_count(device: torch.device) -> int:
-    return min(MAX_THREADS["cuda" if device.type == "cuda" else "cpu"], len(os.sched_getaffinity(0)))
+def _thread_count() -> int:
+    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+@contextmanager
+def _single_threaded_torch() -> Iterator[None]:
+    """Let each thread that starts in this context do its own arithmetic.
+
+    By default torch would start a pool of threads for each of them.
+    """
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
 
 
 def _lane(device: torch.device, nbytes: int) -> Lane:

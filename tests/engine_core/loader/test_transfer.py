@@ -160,9 +160,11 @@ def test_an_interrupt_ends_all_threads(tmp_path: Path) -> None:
     def interrupt(*_: int) -> None:
         raise KeyboardInterrupt
 
+    torch_threads = torch.get_num_threads()
     with pytest.raises(KeyboardInterrupt):
         transfer(slots, checkpoint, interrupt, threads=3)
     assert threading.active_count() == before
+    assert torch.get_num_threads() == torch_threads
 
 
 @pytest.mark.parametrize(("place", "differ"), [(0, True), (4999, True), (None, False)])
