@@ -35,6 +35,8 @@ class ModelShape(Struct, frozen=True):
 
     name: str
     max_positions: int
+    longest_context: int = 0
+    """Largest --max-len, if above `max_positions`."""
 
 
 class StepConfig(Struct, frozen=True, kw_only=True):
@@ -152,10 +154,10 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str) 
     cpu = device == "cpu"
     max_rows = options.max_rows or (CPU_MAX_ROWS if cpu else CUDA_MAX_ROWS)
     wanted_len = options.max_len or model.max_positions
-    if wanted_len > model.max_positions:
+    longest = max(model.max_positions, model.longest_context)
+    if wanted_len > longest:
         raise ConfigError(
-            f"--max-len {wanted_len}, but the model's positions end at {model.max_positions}; lower it to that, or "
-            "leave it out"
+            f"--max-len {wanted_len}, but the model's positions end at {longest}; lower it to that, or leave it out"
         )
     _check_switches(options)
     _check_graphs(options, cpu)

@@ -24,6 +24,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     kv_heads: int
     head_dim: int
     max_positions: int
+    """Positions of a sequence, unless --max-len says otherwise."""
     rms_norm_eps: float
     tie_embeddings: bool
     attention: tuple[LayerAttention, ...]
@@ -48,6 +49,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """Bound c of the logits z, which become c * tanh(z / c). None: they stay as they are."""
     quantization: dict[str, Any] | None = None
     """The `quantization_config` (or `compression_config`) as in the file; None: the checkpoint is not quantized."""
+    longest_context: int = 0
+    """Largest --max-len where the rotary scaling can be stretched beyond `max_positions`; 0: it cannot."""
     multimodal: bool = False
     """True if this is the text half of a multimodal checkpoint, whose other tensors are ignored."""
 

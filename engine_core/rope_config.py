@@ -107,6 +107,22 @@ class RopeConfig(Struct, frozen=True):
     """Base: pair i of n turns theta^(-i/n) radians in one position, before scaling."""
     scaling: Scaling | None = None
 
+    def context_lengths(self, stated: int) -> tuple[int, int]:
+        """Return the usual length of a context and the largest one.
+
+        YaRN's is its factor times the original context. "linear" and "dynamic" reach as far beyond what is stated, but
+        some checkpoints state the length with the factor in it, so that more is left to --max-len.
+
+        stated: `max_position_embeddings`.
+        """
+        match self.scaling:
+            case YarnScaling(factor, original):
+                stretched = max(stated, int(factor * original))
+                return stretched, stretched
+            case LinearScaling(factor) | DynamicScaling(factor):
+                return stated, max(stated, int(factor * stated))
+        return stated, stated
+
 
 class _Fields(Struct, forbid_unknown_fields=True):
     """The fields of `rope_scaling` or `rope_parameters`.

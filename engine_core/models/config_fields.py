@@ -5,6 +5,7 @@ change the output is never ignored.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,16 +87,18 @@ class ConfigFields(Struct, kw_only=True):
             )
         return self.hidden_size // self.num_attention_heads
 
-    def rope(self, head_dim: int) -> RopeConfig:
-        """Return the rotary embedding of all layers, over whole heads.
+    def rope(self, head_dim: int, *, partial: bool = False, longrope_names: tuple[str, ...] = ("su",)) -> RopeConfig:
+        """Return the rotary embedding of all layers.
 
-        Raises ConfigError for malformed fields, and for heads that turn in part.
+        partial, longrope_names: as in `RopeReader`. Raises ConfigError for malformed fields.
         """
         reader = RopeReader(
             head_dim=head_dim,
             max_positions=self.max_position_embeddings,
             original_positions=self.original_max_position_embeddings,
             partial_rotary_factor=self.partial_rotary_factor,
+            partial=partial,
+            longrope_names=longrope_names,
         )
         return reader.read(self.rope_theta, self.rope_scaling, self.rope_parameters)
 
@@ -185,6 +188,8 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
         if heads % kv_heads:
             raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         quantization = fields.quantization_config
+        contexts = [rope.context_lengths(fields.max_position_embeddings) for rope in ropes]
+        usual, longest = min(usual for usual, _ in contexts), min(longest for _, longest in contexts)
         common: dict[str, Any] = {
             "architecture": self.architecture,
             "vocab_size": fields.vocab_size,
@@ -193,10 +198,11 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
             "heads": heads,
             "kv_heads": kv_heads,
             "head_dim": head_dim,
-            "max_positions": fields.max_position_embeddings,
+            "max_positions": usual,
+            "longest_context": longest if longest > usual else 0,
             "rms_norm_eps": fields.rms_norm_eps,
             "tie_embeddings": fields.tie_word_embeddings,
-            "attention": tuple(attention),
+            "attention": tuple(without_idle_window(layer, longest) for layer in attention),
             "ropes": tuple(ropes),
             "eos_ids": self._end_ids(fields),
             "dtype": fields.dtype or fields.torch_dtype,
@@ -214,6 +220,16 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
             if not 0 <= token < fields.vocab_size:
                 raise ConfigError(f"eos_token_id {token} is outside the vocabulary of {fields.vocab_size}")
         return tuple(dict.fromkeys(ids))
+
+
+def without_idle_window(layer: LayerAttention, positions: int) -> LayerAttention:
+    """Return the attention of a layer without a window that no sequence outgrows.
+
+    positions: of the longest sequence. Attention without a window has more kernels to choose from.
+    """
+    if layer.window is None or layer.window < positions:
+        return layer
+    return replace(layer, window=None)
 
 
 class _Generation(Struct):

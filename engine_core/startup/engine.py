@@ -78,7 +78,8 @@ def resolve_engine(options: EngineOptions, cuda: bool) -> ResolvedEngine:
         raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")
     dtype = configuration.resolve_dtype(options, kind, model_config.dtype or "float32")
     name = "tandem-default" if directory == DEFAULT_MODEL else directory.resolve().name
-    step_config = configuration.resolve(options, ModelShape(name, model_config.max_positions), kind, dtype)
+    shape = ModelShape(name, model_config.max_positions, model_config.longest_context)
+    step_config = configuration.resolve(options, shape, kind, dtype)
     groups = _kv_groups(model_config)
     layout = _kv_layout(groups[0], step_config, model_config)
     return ResolvedEngine(ModelSource(directory, model_config, getattr(torch, dtype), layout), groups, step_config)

@@ -89,6 +89,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_a_context_that_can_be_stretched_is_as_long_as_asked() -> None:
+    model = ModelShape("stretched", max_positions=2048, longest_context=8192)
+    assert decide(model=model).max_len == 2048
+    assert decide(model=model, max_len=8192).max_len == 8192
+    with pytest.raises(ConfigError, match="--max-len 8193, but the model's positions end at 8192"):
+        decide(model=model, max_len=8193)
+
+
 @pytest.mark.parametrize(("options", "text"), WRONG, ids=[text for _, text in WRONG])
 def test_contradicting_options_are_refused_with_numbers(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:

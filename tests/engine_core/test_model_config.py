@@ -139,6 +139,25 @@ def test_a_sliding_window_that_is_switched_off_is_ignored(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("scaling", "positions", "longest"),
+    [
+        (None, 512, 0),
+        ({"rope_type": "linear", "factor": 4.0}, 512, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024, 0),
+    ],
+)
+def test_positions_follow_the_rotary_scaling(tmp_path: Path, scaling: Any, positions: int, longest: int) -> None:
+    config = read(tmp_path, rope_scaling=scaling)
+    assert (config.max_positions, config.longest_context) == (positions, longest)
+
+
+@pytest.mark.parametrize(("window", "kept"), [(511, 511), (512, None), (4096, None)])
+def test_a_window_that_no_sequence_outgrows_is_left_out(tmp_path: Path, window: int, kept: int | None) -> None:
+    config = read(tmp_path, architectures=["MistralForCausalLM"], sliding_window=window)
+    assert {layer.window for layer in config.attention} == {kept}
+
+
+@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),

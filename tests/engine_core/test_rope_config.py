@@ -175,6 +175,23 @@ def test_malformed_fields_are_refused_by_name(fields: dict[str, Any], words: str
             READER.read(**{name: fields})
 
 
+@pytest.mark.parametrize(
+    ("scaling", "lengths"),
+    [
+        (None, (4096, 4096)),
+        (LinearScaling(4.0), (4096, 16384)),
+        (DynamicScaling(2.5, 4096), (4096, 10240)),
+        (LinearScaling(0.5), (4096, 4096)),
+        (Llama3Scaling(8.0, 1.0, 4.0, 1024), (4096, 4096)),
+        (YarnScaling(4.0, 4096, 1.1), (16384, 16384)),
+        (YarnScaling(4.0, 1024, 1.1), (4096, 4096)),
+        (LongRopeScaling((1.0,), (2.0,), 1024, 1.1), (4096, 4096)),
+    ],
+)
+def test_scalings_that_can_be_stretched_have_longer_contexts(scaling: Any, lengths: tuple[int, int]) -> None:
+    assert RopeConfig(64, 1e4, scaling).context_lengths(4096) == lengths
+
+
 @pytest.mark.parametrize(("head_dim", "share", "words"), [(20, 0.25, "5 of 20"), (64, 0.02, "1 of 64")])
 def test_a_part_of_a_head_that_makes_no_pairs_is_refused(head_dim: int, share: float, words: str) -> None:
     reader = RopeReader(head_dim=head_dim, max_positions=8, partial=True)

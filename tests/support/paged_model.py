@@ -18,11 +18,11 @@ Work = tuple[int, int, int]
 """Index of the sequence, first position, number of positions."""
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32) -> Model:
+def load(directory: Path, dtype: torch.dtype = torch.float32, max_positions: int | None = None) -> Model:
     config = read_config(directory)
     checkpoint = open_checkpoint(directory, config)
     context = torch_build_context(torch.device("cpu"), dtype)
-    model = build_model(config, context, checkpoint=checkpoint)
+    model = build_model(config, context, max_positions, checkpoint)
     load_weights(model, checkpoint)
     return model
 

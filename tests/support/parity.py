@@ -103,15 +103,16 @@ def check_parity(
     lengths: Sequence[int] = LENGTHS,
     prefill: Sequence[int] = PREFILL,
     schedules: Sequence[tuple[int, int]] = SCHEDULES,
+    max_positions: int | None = None,
 ) -> None:
     """Assert that a checkpoint's logits are within the tolerance of the reference's, in every schedule.
 
     dtype: that in which this engine computes; the reference stays in float32. lengths, prefill, schedules: as the
-    constants of this module.
+    constants of this module; max_positions: as in `build_model`.
     """
     tokens = random_tokens(lengths, VOCAB, seed=1)
     expected = reference_logits(reference, tokens)
-    model = load(directory, dtype)
+    model = load(directory, dtype, max_positions)
     errors = {}
     for chunk, page_size in schedules:
         run = PagedRun(model, tokens, page_size, seed=chunk, dtype=dtype)
