@@ -54,10 +54,11 @@ def check(lines: Lines, architecture: int) -> None:
 
 @pytest.fixture(scope="module")
 def one_tile_each() -> Lines:
-    return compiled("80", "89", "120", **FAST)
+    """The architectures that differ most: 120 chains kernels and has the least shared memory, 80 differs in both."""
+    return compiled("80", "120", **FAST)
 
 
-@pytest.mark.parametrize("architecture", [80, 89, 120])
+@pytest.mark.parametrize("architecture", [80, 120])
 def test_one_tile_of_each_kernel_fits_the_architecture(one_tile_each: Lines, architecture: int) -> None:
     check(one_tile_each, architecture)
 

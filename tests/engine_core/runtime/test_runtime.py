@@ -11,6 +11,7 @@ from tandem.engine_core.runtime.staging import MAX_SUPPRESSED
 from tandem.protocol.codec import pack_floats, pack_ids
 from tandem.protocol.params import MAX_LOGIT_BIAS, SamplingParams
 from tests.support.plan_recording import table_tensors
+from tests.support.thinned import thinned
 from tests.support.tiny_llama import END, MAX_LEN, VOCAB, Compared, Shape, TinyEngine, build_runtime
 
 
@@ -58,13 +59,14 @@ def check(
     return compared
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 16])
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("step_tokens", "chunk"), [(64, 64), (16, 5), (4, 1)])
+@pytest.mark.parametrize(
+    ("page_size", "depth", "cut"), thinned([1, 2, 16], [1, 2], [(64, 64), (16, 5), (4, 1)]), ids=str
+)
 def test_tokens_equal_those_of_a_dense_model(
-    model: LlamaModel, page_size: int, depth: int, step_tokens: int, chunk: int
+    model: LlamaModel, page_size: int, depth: int, cut: tuple[int, int]
 ) -> None:
-    engine = TinyEngine(model, Shape(depth, page_size, 4, step_tokens, chunk))
+    """`cut` is the most tokens of a step, and of one prompt in it."""
+    engine = TinyEngine(model, Shape(depth, page_size, 4, *cut))
     asked = prompts(len(EVERYTHING), seed=page_size)
     got = engine.generate(asked, EVERYTHING, CONSTRAINED)
     assert check(model, asked, got, EVERYTHING, CONSTRAINED).tokens > 80
