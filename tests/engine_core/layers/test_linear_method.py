@@ -19,8 +19,9 @@ from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
 from tandem.engine_core.models.registry import Model, build_model, read_config
-from tests.engine_core.models.test_llama import BASE, random_tokens, save_random
+from tests.engine_core.models.test_llama import BASE, save_random
 from tests.support.paged_model import PagedRun, load
+from tests.support.parity import random_tokens
 
 
 class Int8Linear:

@@ -13,8 +13,9 @@ from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import load_weights
 from tandem.engine_core.models.registry import Model, build_model, read_config
-from tests.engine_core.models.test_llama import BASE, random_tokens, reference_logits, save_random
+from tests.engine_core.models.test_llama import BASE, save_random
 from tests.support.paged_model import PagedRun, load
+from tests.support.parity import random_tokens, reference_logits
 
 ATTENTION = "model.layers.1.self_attn"
 MLP = "model.layers.2.mlp"

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import torch
 
-from tests.engine_core.models.test_llama import BASE, random_tokens, save_random
+from tests.engine_core.models.test_llama import BASE, save_random
 from tests.support.paged_model import PagedRun, chunked, load
+from tests.support.parity import random_tokens
 
 LENGTHS = (48, 3, 70, 25, 33, 61, 17, 50)
 PREFILL = (20, 1, 61, 3, 33, 7, 16, 2)

@@ -1,32 +1,19 @@
 """Logits equal those of transformers, whatever the shape of the model, the batch and the chunks."""
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, Span
 from tandem.engine_core.attention.torch import TorchPlanner
+from tests.support import parity
 from tests.support.paged_model import PagedRun, chunked, load
+from tests.support.parity import LENGTHS, PREFILL, SMALL, TOLERANCE, random_tokens, reference_logits, worst
 
-TOLERANCE = 1e-4
-"""Measured: at most 1.1e-5 over these models, with logits up to 8."""
-
-BASE = {
-    "vocab_size": 157,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "initializer_range": 0.15,
-}
+BASE = SMALL | {"rms_norm_eps": 1e-5}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -35,6 +22,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+HALF_PRECISION = {torch.bfloat16: 0.4, torch.float16: 0.05}
+"""Largest error of a logit, of logits up to 6. Measured over three models: at most 0.25 and 0.03."""
 MODELS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "one_head_each": {"num_key_value_heads": 4},
@@ -54,55 +43,25 @@ MODELS: dict[str, dict[str, Any]] = {
     "gelu_tanh": {"hidden_act": "gelu_pytorch_tanh", "mlp_bias": True},
     "one_layer": {"num_hidden_layers": 1, "rms_norm_eps": 1e-6},
 }
-LENGTHS = (1, 9, 40, 23, 64)
-PREFILL = (1, 5, 39, 1, 30)
 
 
 def save_random(directory: Path, fields: dict[str, Any], seed: int = 0, **saving: Any) -> Any:
     """Save a random checkpoint, with random norms and biases, and return transformers' model."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
 
-    torch.manual_seed(seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = LlamaConfig(**{**BASE, **fields}, bos_token_id=1, eos_token_id=2, attn_implementation="eager")
-        model = LlamaForCausalLM(config).eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" in name:
-                    parameter.uniform_(0.5, 1.5)
-                elif name.endswith("bias"):
-                    parameter.normal_(0, 0.1)
-        model.save_pretrained(directory, **saving)
-    return model
-
-
-def random_tokens(lengths: tuple[int, ...], vocab: int, seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, vocab, (length,), generator=generator) for length in lengths]
-
-
-def reference_logits(model: Any, tokens: list[Tensor]) -> list[Tensor]:
-    with torch.no_grad():
-        return [model(sequence[None]).logits[0] for sequence in tokens]
-
-
-def worst(found: list[Tensor], expected: list[Tensor]) -> float:
-    return max((one - other).abs().max().item() for one, other in zip(found, expected, strict=True))
+    return parity.save_random(directory, LlamaConfig(**BASE | fields), seed=seed, **saving)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
-    reference = save_random(tmp_path, MODELS[name], seed=len(name))
-    tokens = random_tokens(LENGTHS, BASE["vocab_size"], seed=1)
-    expected = reference_logits(reference, tokens)
-    model = load(tmp_path)
-    errors = {}
-    for chunk, page_size in ((1, 16), (3, 4), (16, 1), (1000, 16)):
-        run = PagedRun(model, tokens, page_size, seed=chunk)
-        errors[chunk] = worst(run.run(chunked(LENGTHS, PREFILL, chunk)), expected)
-    print(name, "max abs error by chunk:", errors, "largest logit:", max(x.abs().max().item() for x in expected))
-    assert max(errors.values()) < TOLERANCE
+    schedules = ((1, 16), (3, 4), (16, 1), (1000, 16))
+    parity.check_parity(tmp_path, save_random(tmp_path, MODELS[name], seed=len(name)), schedules=schedules)
+
+
+@pytest.mark.parametrize("dtype", HALF_PRECISION)
+def test_half_precision_stays_near_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    reference = save_random(tmp_path, {}, seed=8)
+    parity.check_parity(tmp_path, reference, dtype=dtype, tolerance=HALF_PRECISION[dtype], schedules=[(7, 4)])
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.parity import SMALL, check_parity, save_random
 
+HALF_PRECISION = {torch.bfloat16: 0.4, torch.float16: 0.06}
+"""Largest error of a logit, of logits up to 6. Measured over three models: at most 0.21 and 0.041."""
 MODELS: dict[str, dict[str, Any]] = {
     "no_window_tied": {"sliding_window": None, "tie_word_embeddings": True},
     "window_of_one_page": {"sliding_window": 4},
@@ -21,3 +24,11 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     from transformers import MistralConfig
 
     check_parity(tmp_path, save_random(tmp_path, MistralConfig(**SMALL | MODELS[name]), seed=len(name)))
+
+
+@pytest.mark.parametrize("dtype", HALF_PRECISION)
+def test_half_precision_stays_near_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    from transformers import MistralConfig
+
+    reference = save_random(tmp_path, MistralConfig(**SMALL, sliding_window=13), seed=8)
+    check_parity(tmp_path, reference, dtype=dtype, tolerance=HALF_PRECISION[dtype], schedules=[(7, 4)])

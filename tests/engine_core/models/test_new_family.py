@@ -23,10 +23,9 @@ from tandem.engine_core.layers.rotary import RotaryTable
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models import registry
 from tandem.engine_core.models.llama import LlamaLayer, LlamaModel, read_config
-from tests.engine_core.models.test_llama import BASE, LENGTHS, PREFILL, random_tokens, reference_logits, worst
+from tests.engine_core.models.test_llama import BASE
 from tests.support.paged_model import PagedRun, chunked, load
-
-TOLERANCE = 1e-4
+from tests.support.parity import LENGTHS, PREFILL, TOLERANCE, random_tokens, reference_logits, save_random, worst
 
 
 class ScaledEmbedding(Embedding):
@@ -50,18 +49,9 @@ def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Lla
 
 def save_gemma(directory: Path) -> Any:
     """Save a random checkpoint with random norms, and return transformers' model."""
-    from transformers import GemmaConfig, GemmaForCausalLM
+    from transformers import GemmaConfig
 
-    torch.manual_seed(3)
-    config = GemmaConfig(
-        **{**BASE, "head_dim": 16}, bos_token_id=1, eos_token_id=2, pad_token_id=0, attn_implementation="eager"
-    )
-    model = GemmaForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(-0.5, 0.5)
-    model.save_pretrained(directory)
+    model = save_random(directory, GemmaConfig(**BASE | {"head_dim": 16}), seed=3, norms=(-0.5, 0.5))
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_act": "gelu_pytorch_tanh"}))
     return model
