@@ -46,7 +46,7 @@ def read_config(source: ConfigSource) -> ModelConfig:
     )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class MistralLayer:
     """One block: attention and a feed-forward network.
 
@@ -98,7 +98,7 @@ class MistralLayer:
         ]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class MistralModel:
     """The decoder with its output head."""
 

@@ -45,7 +45,7 @@ def read_config(source: ConfigSource) -> ModelConfig:
     )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Qwen2Layer:
     """One block: attention and a feed-forward network.
 
@@ -97,7 +97,7 @@ class Qwen2Layer:
         ]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Qwen2Model:
     """The decoder with its output head."""
 

@@ -52,7 +52,7 @@ def read_config(source: ConfigSource) -> ModelConfig:
     )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Qwen3Layer:
     """One block: attention and a feed-forward network.
 
@@ -104,7 +104,7 @@ class Qwen3Layer:
         ]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Qwen3Model:
     """The decoder with its output head."""
 
