@@ -33,8 +33,7 @@ from benchmarks.results import save
 from benchmarks.shapes.make_checkpoint import write_checkpoint
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import load_weights
-from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.registry import Model, build_model
+from tandem.engine_core.models.registry import Model, build_model, open_checkpoint, read_config
 from tandem.engine_core.startup.device import open_parts
 
 MB = 10**6
@@ -90,20 +89,21 @@ def copy_bandwidth(device: str) -> float:
     return best
 
 
-def touched_model(folder: Path, device: str, dtype: str) -> tuple[Model, float]:
+def touched_model(folder: Path, device: str, dtype: str) -> tuple[Model, Checkpoint, float]:
     """Build the model, all of whose memory is resident.
 
-    Return it with the seconds that took.
+    Return it with its checkpoint and the seconds that took.
     """
     started = time.perf_counter()
-    config = ModelConfig.read(folder)
+    config = read_config(folder)
+    checkpoint = open_checkpoint(folder, config)
     context = open_parts(device).build_context(config, getattr(torch, dtype))
-    model = build_model(config, context, None, Checkpoint.open(folder))
+    model = build_model(config, context, None, checkpoint)
     for slot in model.weight_slots():
         slot.target.zero_()
     if device == "cuda":
         torch.cuda.synchronize()
-    return model, time.perf_counter() - started
+    return model, checkpoint, time.perf_counter() - started
 
 
 def measure_loads(folder: Path, device: str, dtype: str, threads: list[int]) -> dict[str, Any]:
@@ -111,14 +111,14 @@ def measure_loads(folder: Path, device: str, dtype: str, threads: list[int]) -> 
 
     Memory is measured first, then the time, for each number of threads too.
     """
-    model, build_seconds = touched_model(folder, device, dtype)
+    model, checkpoint, build_seconds = touched_model(folder, device, dtype)
     gc.collect()
     with PeakMemory() as memory:
-        load_weights(model, Checkpoint.open(folder))
+        load_weights(model, checkpoint)
 
     def seconds(count: int | None) -> float:
         started = time.perf_counter()
-        load_weights(model, Checkpoint.open(folder), threads=count)
+        load_weights(model, checkpoint, threads=count)
         return time.perf_counter() - started
 
     return {
@@ -132,7 +132,7 @@ def measure_loads(folder: Path, device: str, dtype: str, threads: list[int]) -> 
 
 def measure_library(folder: Path, device: str, dtype: str) -> dict[str, Any]:
     """Load the checkpoint with the safetensors library, one tensor at a time."""
-    model, _ = touched_model(folder, device, dtype)
+    model, _, _ = touched_model(folder, device, dtype)
     slots = {slot.name: slot for slot in model.weight_slots()}
     with PeakMemory() as memory:
         started = time.perf_counter()

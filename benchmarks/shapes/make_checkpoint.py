@@ -21,7 +21,7 @@ from benchmarks.shapes.make_folder import make_folder
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.registry import build_model
+from tandem.engine_core.models.registry import build_model, read_config
 
 BLOCK_BYTES = 2**25
 GIB = 2**30
@@ -62,7 +62,7 @@ def write_checkpoint(shape: Path, out: Path, shard_bytes: int = 5 * GIB) -> int:
     Return the bytes of its safetensors.
     """
     make_folder(shape, out)
-    config = ModelConfig.read(shape)
+    config = read_config(shape)
     dtype = config.dtype or "bfloat16"
     itemsize = getattr(torch, dtype).itemsize
     shards: list[dict[str, tuple[int, ...]]] = [{}]
