@@ -14,9 +14,11 @@ from tests.support.serving import GUARD_SECONDS, Serving
 LENGTHS = (3, 30, 50)
 TOKENS = 20
 WINDOW = 8
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "phi3": ("Phi3Config", {"rope_parameters": PARTIAL, "sliding_window": WINDOW}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
 }

@@ -68,6 +68,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0] * 48,
+    "long_factor": [1.0 + 0.5 * pair for pair in range(48)],
+}
+"""Every sequence is longer than the 64 positions below, so transformers takes the long factors for all."""
 SHAPES = {
     "llama-3.2-1b": shape(
         "LlamaConfig", 2048, 8192, 32, 8, head_dim=64, rope_parameters=LLAMA3, tie_word_embeddings=True
@@ -76,6 +84,14 @@ SHAPES = {
     "mistral-7b-v0.1": shape("MistralConfig", 4096, 14336, 32, 8, sliding_window=WINDOW),
     "mistral-7b-v0.3": shape("MistralConfig", 4096, 14336, 32, 8, sliding_window=None),
     "mistral-nemo": shape("MistralConfig", 5120, 14336, 32, 8, head_dim=128, sliding_window=None),
+    "phi-3-mini-4k": shape("Phi3Config", 3072, 8192, 32, 32, sliding_window=WINDOW),
+    "phi-4": shape("Phi3Config", 5120, 17920, 40, 10, rope_parameters={"rope_type": "default", "rope_theta": 250000.0}),
+    "phi-4-mini": shape(
+        *("Phi3Config", 3072, 8192, 24, 8),
+        rope_parameters=LONGROPE,
+        original_max_position_embeddings=64,
+        tie_word_embeddings=True,
+    ),
     "qwen2.5-0.5b": shape("Qwen2Config", 896, 4864, 14, 2, tie_word_embeddings=True),
     "qwen2.5-7b": shape("Qwen2Config", 3584, 18944, 28, 4),
     "qwen2-windowed": shape(
