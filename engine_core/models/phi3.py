@@ -48,7 +48,7 @@ def read_config(source: ConfigSource) -> ModelConfig:
     )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Phi3Layer:
     """One block: attention and a feed-forward network.
 
@@ -100,7 +100,7 @@ class Phi3Layer:
         ]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Phi3Model:
     """The decoder with its output head."""
 

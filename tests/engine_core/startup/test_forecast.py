@@ -1,5 +1,6 @@
 """A forecast of an engine agrees with the engine, and says why there would be none."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -89,4 +90,17 @@ def test_models_that_are_not_supported_say_so(folder: Path) -> None:
     write_config(folder, architectures=["GPT2LMHeadModel"])
     found = forecast_of(folder)
     assert "GPT2LMHeadModel is not supported" in found.problem
+    assert found.model == {"architecture": "GPT2LMHeadModel", "supported": "no"}
     assert "has no config.json" in forecast_of(folder / "nothing").problem
+
+
+def test_a_multimodal_model_is_forecast_as_its_text_half(folder: Path) -> None:
+    plain = forecast_of(folder)
+    text = json.loads((folder / "config.json").read_text()) | {"model_type": "mistral", "sliding_window": 8}
+    nested = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text, "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(nested))
+    found = forecast_of(folder)
+    assert found.problem == ""
+    assert found.model["architecture"] == "Mistral3ForConditionalGeneration" and found.model["supported"] == "yes"
+    assert (found.model["positions"], found.model["dtype"]) == (plain.model["positions"], "bfloat16")
+    assert found.model["weights"] == plain.model["weights"]
