@@ -74,6 +74,10 @@ FRONTEND_LOADS = {
 }  # fmt: skip
 
 
+CHILD, CHILD_LOADS = "tandem.frontend.supervisor.convert_tokenizer", {"transformers"}
+"""Program of a short-lived child process, and what it may load that no server may."""
+
+
 def modules() -> dict[str, Path]:
     found = {}
     for package in PACKAGES:
@@ -142,7 +146,12 @@ def test_a_module_imports_only_from_lower_levels(module: str) -> None:
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("tandem.frontend")])
 def test_frontends_never_import_the_engine_or_torch(module: str) -> None:
-    assert problems(module, {"tandem.protocol", "tandem.frontend"}, FRONTEND_LOADS) == []
+    own = CHILD_LOADS if module == CHILD else set()
+    assert problems(module, {"tandem.protocol", "tandem.frontend"}, FRONTEND_LOADS | own) == []
+
+
+def test_the_child_process_that_converts_tokenizers_is_imported_by_none() -> None:
+    assert [module for module, path in MODULES.items() if CHILD in imported(path)] == []
 
 
 def test_packages_of_the_engine_re_export_nothing() -> None:

@@ -66,7 +66,7 @@ def test_paths_in_code_spans_exist(page: str) -> None:
         assert span in MODEL_FILES or any(place.exists() for place in places), f"{page} names {span}"
 
 
-MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json")
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "vocab.json")
 """Files of a user's model folder."""
 
 

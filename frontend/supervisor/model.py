@@ -9,6 +9,7 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from tandem.frontend.hub.options import HubOptions
+from tandem.frontend.supervisor.tokenizer import ConversionError, cache_folder, with_tokenizer
 from tandem.protocol.engine_options import EngineOptions
 
 logger = logging.getLogger(__name__)
@@ -25,14 +26,14 @@ class ModelFolder(Struct, frozen=True):
 
     folder: Path
     name: str = ""
-    """Name on the hub, as it was typed; empty for a local folder."""
+    """Name on the hub, as it was typed, or of the folder that this one links to; otherwise empty."""
     commit: str = ""
     """Commit on the hub; empty for a local folder."""
 
     def options(self, given: EngineOptions) -> EngineOptions:
         """Return the settings of an engine for this folder.
 
-        It serves a model of the hub under its name there, unless another was given.
+        It serves the model under `name`, unless another name was given.
         """
         if not self.name:
             return given
@@ -44,13 +45,24 @@ def find_model(
 ) -> ModelFolder:
     """Return the folder of the model to serve.
 
-    A model of the hub is downloaded if it is not in the cache.
+    A model of the hub is downloaded if it is not in the cache, and a tokenizer of another format is converted.
 
     By default it is the model that ships with the engine core. The engine core is located, not imported. with_weights:
     False for a frontend, which needs the tokenizer and templates only. stop: ends a download early.
 
-    Raises LaunchError if the model is found nowhere, or if it cannot be downloaded.
+    Raises LaunchError if the model is found nowhere, or if it cannot be downloaded or converted.
     """
+    found = _find(model, hub, with_weights, stop or threading.Event())
+    try:
+        folder = with_tokenizer(found.folder, cache_folder())
+    except ConversionError as error:
+        raise LaunchError(str(error)) from None
+    if folder == found.folder:
+        return found
+    return ModelFolder(folder, found.name or found.folder.resolve().name, found.commit)
+
+
+def _find(model: str | None, hub: HubOptions, with_weights: bool, stop: threading.Event) -> ModelFolder:
     if model is None:
         return ModelFolder(_default_model())
     if Path(model).is_dir():
@@ -61,7 +73,7 @@ def find_model(
         return ModelFolder(Path(model))
     if not is_hub_name(model):
         raise LaunchError(_missing_folder(model))
-    return _download(model, hub, with_weights, stop or threading.Event())
+    return _download(model, hub, with_weights, stop)
 
 
 def is_hub_name(model: str) -> bool:

@@ -1,0 +1,48 @@
+"""Child process that converts a tokenizer to tokenizer.json with transformers.
+
+It runs as `python -m tandem.frontend.supervisor.convert_tokenizer FOLDER OUT`, within limits on time, memory and the
+size of files, because the files of a checkpoint may come from anyone. Code of the checkpoint is never run.
+"""
+
+import resource
+import sys
+
+MAX_CPU_SECONDS = 120
+MAX_MEMORY_BYTES = 6 * 2**30
+MAX_FILE_BYTES = 2**30
+
+
+def limit() -> None:
+    """Bound what this process may use from here on."""
+    for kind, most in (
+        (resource.RLIMIT_CPU, MAX_CPU_SECONDS),
+        (resource.RLIMIT_AS, MAX_MEMORY_BYTES),
+        (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def convert(folder: str, out: str) -> None:
+    """Write the tokenizer of a folder to another as tokenizer.json."""
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(
+        folder, use_fast=True, trust_remote_code=False, local_files_only=True
+    ).save_pretrained(out)
+
+
+def main() -> None:
+    """Convert, or print the reason on one line and exit with 1."""
+    limit()
+    # Tokenizers do not need torch, which takes seconds and gigabytes of address space to import.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        convert(*sys.argv[1:])
+    except Exception as error:
+        sys.exit(" ".join(f"{type(error).__name__}: {error}".split()))
+
+
+if __name__ == "__main__":
+    main()

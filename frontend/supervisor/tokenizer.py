@@ -1,0 +1,133 @@
+"""Conversion of tokenizers to tokenizer.json, once and in a process of its own."""
+
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+from tandem.frontend.process import die_with_parent
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER = "tokenizer.json"
+SOURCES = ("tokenizer.model", "vocab.json", "tiktoken.model")
+"""Files that a tokenizer can be converted from."""
+_OTHERS = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+"""Files that are read with them."""
+MAX_SECONDS = 300.0
+"""Longest time of a conversion; a busy machine takes a minute to import transformers."""
+_PACKAGES = "pip install transformers sentencepiece protobuf tiktoken"
+_MAX_REASON_CHARS = 300
+
+
+class ConversionError(Exception):
+    """A tokenizer cannot be converted; the message says what to do."""
+
+
+def with_tokenizer(folder: Path, cache: Path) -> Path:
+    """Return a folder of the same model that has a tokenizer.json.
+
+    That is the model's own if it has one, or nothing that it could be converted from. Otherwise it is a folder in the
+    cache that links to the model's files and holds the converted tokenizer. Raises ConversionError if that fails.
+    """
+    if (folder / TOKENIZER).exists() or not any((folder / name).is_file() for name in SOURCES):
+        return folder
+    sources = [path for name in (*SOURCES, *_OTHERS) if (path := folder / name).is_file()]
+    try:
+        converted = _converted(folder, sources, cache)
+        return _linked(folder, converted, cache)
+    except OSError as error:
+        raise ConversionError(
+            f"{folder} has no {TOKENIZER}, and a converted one cannot be kept: {error.filename or cache}: "
+            f"{error.strerror or error}; set XDG_CACHE_HOME to a folder that can be written"
+        ) from None
+
+
+def cache_folder() -> Path:
+    """Return the folder of this user for what Tandem keeps between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+
+
+def _converted(folder: Path, sources: list[Path], cache: Path) -> Path:
+    """Return the converted tokenizer of some files, from the cache or a conversion.
+
+    Its name there is the hash of the files and of the version of transformers.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise _refusal(folder, sources, f"its conversion needs packages that are not installed: {_PACKAGES}")
+    digest = hashlib.sha256(version("transformers").encode())
+    for path in sources:
+        content = path.read_bytes()
+        digest.update(f"\0{path.name}\0{len(content)}\0".encode() + content)
+    place = cache / "tokenizers" / digest.hexdigest()
+    if (place / TOKENIZER).is_file():
+        return place / TOKENIZER
+    place.parent.mkdir(parents=True, exist_ok=True)
+    logger.info("converting %s of %s to %s, once", sources[0].name, folder, TOKENIZER)
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix="new-") as name:
+        work = Path(name)
+        (work / "in").mkdir()
+        for path in sources:  # the child sees these files and no code
+            shutil.copyfile(path, work / "in" / path.name)
+        _run(folder, sources, work)
+        (work / "done").mkdir()
+        os.replace(work / "out" / TOKENIZER, work / "done" / TOKENIZER)
+        with suppress(OSError):  # another process was first
+            os.rename(work / "done", place)
+    return place / TOKENIZER
+
+
+def _run(folder: Path, sources: list[Path], work: Path) -> None:
+    """Convert in a child process. Raises ConversionError with its reason."""
+    module = "tandem.frontend.supervisor.convert_tokenizer"
+    command = [sys.executable, "-P", "-m", module, str(work / "in"), str(work / "out")]
+    private = {name: text for name, text in os.environ.items() if name not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
+    environment = private | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work), "TOKENIZERS_PARALLELISM": "false"}
+    try:
+        child = subprocess.run(
+            die_with_parent(command), env=environment, capture_output=True, text=True, timeout=MAX_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise _refusal(folder, sources, f"its conversion took more than {MAX_SECONDS:g} s") from None
+    if child.returncode or not (work / "out" / TOKENIZER).is_file():
+        reason = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1][:_MAX_REASON_CHARS]
+        if child.returncode < 0:
+            reason = "its conversion exceeded the limits on time or memory"
+        hint = f". It may need packages: {_PACKAGES}" if _lacks_package(reason) else ""
+        raise _refusal(folder, sources, reason.rstrip(".") + hint)
+
+
+def _lacks_package(reason: str) -> bool:
+    return any(word in reason for word in ("ImportError", "pip install", "tiktoken", "sentencepiece", "protobuf"))
+
+
+def _refusal(folder: Path, sources: list[Path], reason: str) -> ConversionError:
+    return ConversionError(
+        f"{folder} has no {TOKENIZER}, and its {sources[0].name} was not converted: {reason}. Where transformers can "
+        f"read it, this converts it: AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+    )
+
+
+def _linked(folder: Path, tokenizer: Path, cache: Path) -> Path:
+    """Make a folder with links to a model's files and its converted tokenizer."""
+    whole = folder.resolve()
+    key = hashlib.sha256(f"{whole}\0{tokenizer.parent.name}".encode()).hexdigest()
+    place = cache / "models" / key
+    place.mkdir(parents=True, exist_ok=True)
+    targets = {path.name: path for path in whole.iterdir()} | {TOKENIZER: tokenizer}
+    for link in place.iterdir():
+        if link.name not in targets:
+            link.unlink(missing_ok=True)
+    for name, target in targets.items():
+        if not (place / name).is_symlink() or (place / name).readlink() != target:
+            unnamed = place / f".{name}.{os.getpid()}"
+            unnamed.symlink_to(target)
+            os.replace(unnamed, place / name)
+    return place
