@@ -3,7 +3,7 @@
 The scheduler composes the gates, the planner and the stop checks; it knows neither device nor wire.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from tandem.engine_core.contracts import NO_TOKEN, Constraint, Masks, StepResult, TokenDelta
 from tandem.engine_core.errors import RequestError
@@ -47,6 +47,8 @@ class Scheduler:
         """Sequences whose leases are open, zombies included, by id."""
         self._preempting: list[Sequence] = []
         """Preempted sequences that a step in flight still holds."""
+        self._any_skipped = False
+        """True if a running sequence may have been left out of the last steps."""
         self._now = 0.0
 
     @property
@@ -169,23 +171,32 @@ class Scheduler:
         for row in plan.updated_rows:
             self.memory.on_launch(held[row.seq_id], row)
         if self._running.unsteady:
-            self._update_unsteady({row.seq_id: row for row in plan.rows})
+            self._update_unsteady(plan.rows)
+            if self._any_skipped or len(plan.rows) < len(self.running):
+                self._count_skipped({row.seq_id for row in plan.rows})
 
-    def _update_unsteady(self, rows: Mapping[int, ScheduledSequence]) -> None:
+    def _update_unsteady(self, rows: Collection[ScheduledSequence]) -> None:
         """Update sequences outside steady decode after a launch.
 
-        Also counts the step for running sequences without a row in it. rows: of the launched plan, by sequence.
+        rows: of the launched plan.
         """
         unsteady = self._running.unsteady
-        for seq_id in [seq_id for seq_id in unsteady if seq_id in rows]:
-            seq, row = self.running[seq_id], rows[seq_id]
+        for row in [row for row in rows if row.seq_id in unsteady]:
+            seq = self.running[row.seq_id]
             seq.on_launch()
             if row.samples:
                 self._report_start(seq)
             if seq.in_steady_decode:
-                unsteady.discard(seq_id)
+                unsteady.discard(row.seq_id)
+
+    def _count_skipped(self, served: Collection[int]) -> None:
+        """Count a step for each running sequence that has no row in it.
+
+        served: sequences that have one.
+        """
         for seq in self.running.values():
-            seq.steps_skipped = 0 if seq.id in rows else seq.steps_skipped + 1
+            seq.steps_skipped = 0 if seq.id in served else seq.steps_skipped + 1
+        self._any_skipped = len(served) < len(self.running)
 
     def commit(self, plan: StepPlan, result: StepResult) -> SchedulerUpdates:
         """Apply the results of the oldest step; return the updates.

@@ -215,3 +215,24 @@ def test_constraint_sees_each_token_of_a_run() -> None:
     updates = scheduler.commit(launched(scheduler, 1), result_of([20, 21, 22]))
     assert updates.deltas[b"c"].tokens == [20, 21]
     assert seq.outcome == Finished(1, FinishReason.STOP)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_running_sequence_counts_the_steps_that_left_it_out(policy: Policy) -> None:
+    scheduler = new(rows=6, pages=200, step=8, chunk=4, policy=policy)
+    for number in range(1, 25):
+        scheduler.add(sequence(number, prompt=3 + number % 11, max_tokens=6, first=100 * number))
+    counted: dict[int, int] = {}
+    for step in range(1, 500):
+        scheduler.admit_waiting()
+        unsteady = any(not seq.in_steady_decode for seq in scheduler.running.values())
+        plan = launched(scheduler, step)
+        served = {row.seq_id for row in plan.rows}
+        # Steady sequences are all in every step, so that only the others can be left out.
+        if unsteady:
+            counted = {number: 0 if number in served else counted.get(number, 0) + 1 for number in scheduler.running}
+        assert [seq.steps_skipped for seq in scheduler.running.values()] == [counted[n] for n in scheduler.running]
+        commit(scheduler, plan, [20] * len(plan.rows))
+        if not scheduler.num_open:
+            break
+    assert not scheduler.num_open, "all have ended"
