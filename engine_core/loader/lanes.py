@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.loader.filling import Job
-from tandem.engine_core.loader.source_file import memory_of
+from tandem.engine_core.loader.source_file import BufferAddressError, memory_of
 
 BLOCK_ROWS = 64
 """Rows that are transposed at once on the host: their cache lines are written whole, 3 to 5 times as fast."""
@@ -99,6 +99,8 @@ class CudaLane:
         self._turn = 0
         self._cast: Tensor | None = None
         """Buffer on the GPU for pieces that are cast or rearranged there."""
+        self._unpinned: Tensor | None = None
+        """Buffer that files are read into where the kernel does not read into pinned memory."""
 
     def __enter__(self) -> Self:
         # The memory of parameters may have been another tensor's a moment ago, on another stream.
@@ -116,7 +118,7 @@ class CudaLane:
         if kind is None:
             torch.cuda.current_stream().synchronize()
         self._buffers.clear()
-        self._cast = None
+        self._cast = self._unpinned = None
         self._stack.close()
 
     def move(self, job: Job) -> Iterator[Job]:
@@ -125,7 +127,7 @@ class CudaLane:
         self._turn = (turn + 1) % STAGING_BUFFERS
         yield from self._await(turn)
         buffer, target = self._buffers[turn], job.target()
-        job.read(memory_of(buffer)[: job.nbytes])
+        self._read(job, buffer)
         if job.is_plain(target):
             target.copy_(job.view(buffer), non_blocking=True)
         else:
@@ -141,6 +143,16 @@ class CudaLane:
         """Implement `Lane.finish`."""
         for turn in range(STAGING_BUFFERS):
             yield from self._await(turn)
+
+    def _read(self, job: Job, buffer: Tensor) -> None:
+        if self._unpinned is None:
+            try:
+                job.read(memory_of(buffer)[: job.nbytes])
+                return
+            except BufferAddressError:
+                self._unpinned = torch.empty(self._nbytes, dtype=torch.uint8)
+        job.read(memory_of(self._unpinned)[: job.nbytes])
+        buffer[: job.nbytes].copy_(self._unpinned[: job.nbytes])
 
     def _await(self, turn: int) -> Iterator[Job]:
         job = self._moving[turn]

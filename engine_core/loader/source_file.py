@@ -1,5 +1,6 @@
 """An open file of a checkpoint, from which several threads read at once."""
 
+import errno
 import os
 from pathlib import Path
 from types import TracebackType
@@ -9,6 +10,13 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.errors import ConfigError
+
+
+class BufferAddressError(ConfigError):
+    """The kernel does not read into this memory.
+
+    That of a sandbox may refuse pinned memory.
+    """
 
 
 class SourceFile:
@@ -37,7 +45,7 @@ class SourceFile:
     def read_into(self, buffer: memoryview, start: int) -> None:
         """Fill a buffer of bytes from byte `start` of the file on.
 
-        Raises ConfigError if a read fails or the file ends before.
+        Raises ConfigError if a read fails or the file ends before, BufferAddressError if another buffer may do.
         """
         done = 0
         while done < len(buffer):
@@ -45,7 +53,8 @@ class SourceFile:
             try:
                 count = os.preadv(self._descriptor, [buffer[done:]], place)
             except OSError as error:
-                raise ConfigError(
+                kind = BufferAddressError if error.errno == errno.EFAULT else ConfigError
+                raise kind(
                     f"{self.path} cannot be read at byte {place}: {error.strerror}; check the disk, or download the "
                     "file again"
                 ) from None

@@ -1,5 +1,7 @@
 """Weights arrive on the GPU as they are in the file, and host memory holds only pieces of them."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,27 @@ def test_slices_and_transforms_are_filled_on_the_device(tmp_path: Path, monkeypa
     assert torch.equal(fused.cpu(), torch.cat((whole[200:], whole[:200])).bfloat16())
     assert torch.equal(columns.cpu(), whole[:, 40:47])
     assert torch.equal(turned.cpu(), whole[:, 250:].t().double())
+
+
+def test_a_kernel_that_does_not_read_into_pinned_memory_gets_other_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 4096)
+    preadv, refused = os.preadv, []
+
+    def refuses_once(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if not refused:
+            refused.append(offset)
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refuses_once)
+    whole = torch.randn(600, 500)
+    save_file({"w": whole}, tmp_path / "model.safetensors")
+    parameter = torch.empty(600, 500, device="cuda")
+    transfer([WeightSlot.whole("w", parameter)], Checkpoint.open(tmp_path), threads=1)
+    assert refused
+    assert torch.equal(parameter.cpu(), whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["as stored", "cast"])

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -17,6 +18,7 @@ from tandem.engine_core.loader import checkpoint as checkpoints
 from tandem.engine_core.loader import transfer as transfers
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.slots import SourceSlice, WeightSlot
+from tandem.engine_core.loader.source_file import BufferAddressError, SourceFile
 from tandem.engine_core.loader.transfer import transfer
 from tests.support.safetensors_files import entry, file_bytes
 
@@ -141,6 +143,21 @@ def test_a_read_error_names_file_and_byte_and_ends_all_threads(
     with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read at byte \d+: Input/output error"):
         transfer(slots, checkpoint, threads=threads)
     assert threading.active_count() == before
+
+
+def test_memory_that_the_kernel_does_not_read_into_is_told_from_a_broken_file(tmp_path: Path) -> None:
+    """The page of a mapping beyond the end of its file has no memory."""
+    opened(tmp_path)
+    (tmp_path / "short").write_bytes(b"x" * mmap.PAGESIZE)
+    with (tmp_path / "short").open("r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE) as mapped:
+        os.truncate(tmp_path / "short", 0)
+        buffer = memoryview(mapped)
+        with (
+            SourceFile(tmp_path / "model.safetensors") as source,
+            pytest.raises(BufferAddressError, match="Bad address"),
+        ):
+            source.read_into(buffer, 0)
+        buffer.release()
 
 
 @pytest.mark.usefixtures("small_pieces")
