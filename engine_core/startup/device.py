@@ -87,7 +87,7 @@ class DeviceParts(Protocol):
     def build_context(self, model: ModelConfig, dtype: torch.dtype) -> BuildContext:
         """Choose the implementations of a model's layers.
 
-        Raises ConfigError for an unsupported quantization.
+        Raises ConfigError for an unsupported quantization or size of heads.
         """
 
     def check_kv(self, kv_dtype: torch.dtype) -> None:
@@ -188,6 +188,12 @@ class CudaParts:
 
     def build_context(self, model: ModelConfig, dtype: torch.dtype) -> BuildContext:
         """Implement `DeviceParts.build_context`."""
+        from tandem.engine_core.kernels.paged_pool import check_head_dim
+
+        try:
+            check_head_dim(model.head_dim)
+        except ValueError as error:
+            raise ConfigError(f"--device cuda: {error}; use --device cpu") from None
         return triton_build_context(self.device.torch_device, dtype, self.gpu, model.quantization)
 
     def check_kv(self, kv_dtype: torch.dtype) -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec import structs
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.runtime import device as devices
@@ -12,6 +13,7 @@ from tandem.engine_core.runtime.device import CpuDevice
 from tandem.engine_core.startup import device as startup
 from tandem.engine_core.startup.device import CpuParts, CudaParts
 from tests.fakes.gpus import A100, H200, L4, SUPPORTED, T4, GpuTraits
+from tests.support.tiny_llama import CONFIG
 from tests.test_architecture import MODULES
 
 
@@ -32,6 +34,13 @@ def test_fp8_keys_need_a_gpu_that_converts_them() -> None:
     CudaParts(CpuDevice(), A100).check_kv(torch.bfloat16)
     with pytest.raises(ConfigError, match=r"the NVIDIA A100-SXM4-80GB has compute capability 8\.0, .* needs 8\.9"):
         CudaParts(CpuDevice(), A100).check_kv(torch.float8_e4m3fn)
+
+
+def test_heads_without_a_kernel_are_refused() -> None:
+    model = structs.replace(CONFIG, head_dim=80)
+    with pytest.raises(ConfigError, match=r"--device cuda: head_dim 80 is not supported; .*; use --device cpu"):
+        CudaParts(CpuDevice(), H200).build_context(model, torch.bfloat16)
+    CpuParts(CpuDevice()).build_context(model, torch.bfloat16)
 
 
 def test_a_cpu_is_opened_without_asking_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
