@@ -104,7 +104,10 @@ def test_doctor_forecasts_a_model_without_its_weights(hub: HubServer) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
     later = doctor()
     assert later["model"]["download"] == "complete in the cache"
-    assert later["choices"] == report["choices"]
+    # The free memory, which a reason of the KV cache names, is another each time.
+    chosen, before = ({name: text.partition(" (")[0] for name, text in r["choices"].items()} for r in (later, report))
+    assert chosen == before
+    assert later["model"]["weights"] == report["model"]["weights"]
 
 
 @pytest.mark.slow
