@@ -59,6 +59,7 @@ class SandwichNorm:
         update_norm: that of the update; norm: that of the stream.
         """
         assert update_norm.eps == norm.eps, f"norms of eps {update_norm.eps} and {norm.eps} cannot share a kernel"
+        self.norm = norm
         self.weight = norm.weight
         self.update_weight: Tensor | None = update_norm.weight
         self.eps = norm.eps
@@ -71,6 +72,13 @@ class SandwichNorm:
         """
         assert residual is not None and self.update_weight is not None, "the first block has a plain norm before it"
         return self.kernels.norm_add_rms_norm(update, self.update_weight, residual, self.weight, self.eps)
+
+    def slots(self, name: str) -> list[WeightSlot]:
+        """List the slot of the norm of the stream.
+
+        That of the update belongs to the block before.
+        """
+        return self.norm.slots(name)
 
 
 def _add_one(weight: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from tandem.engine_core.attention.base import ForwardBatch
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.embedding import Embedding
 from tandem.engine_core.layers.linear import LinearWeights
-from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
 from tandem.engine_core.layers.rotary import RotaryTable
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
@@ -29,14 +29,16 @@ class Layer(Protocol):
         """List the slots of the checkpoint's tensors."""
 
 
-def build_embedding(config: ModelConfig, context: BuildContext) -> tuple[Embedding, LinearWeights]:
+def build_embedding(config: ModelConfig, context: BuildContext, scale: float = 1.0) -> tuple[Embedding, LinearWeights]:
     """Allocate the embedding and the output head.
 
-    They share their storage if they are tied.
+    They share their storage if they are tied. scale: factor of the embeddings alone.
     """
     vocab, hidden = config.vocab_size, config.hidden_size
     head = context.head_method.build(vocab, hidden, False, context)
-    return Embedding.tied_to(head) if config.tie_embeddings else Embedding.build(vocab, hidden, context), head
+    if config.tie_embeddings:
+        return Embedding.tied_to(head, scale), head
+    return Embedding.build(vocab, hidden, context, scale), head
 
 
 def build_rotary(config: ModelConfig, max_positions: int, context: BuildContext) -> tuple[RotaryTable, ...]:
@@ -56,7 +58,11 @@ def select_sampled(update: Tensor, residual: Tensor | None, batch: ForwardBatch)
 
 
 def decoder_slots(
-    config: ModelConfig, embedding: Embedding, layers: Sequence[Layer], norm: RMSNorm, head: LinearWeights
+    config: ModelConfig,
+    embedding: Embedding,
+    layers: Sequence[Layer],
+    norm: RMSNorm | SandwichNorm,
+    head: LinearWeights,
 ) -> list[WeightSlot]:
     """List the slots of all of a decoder's tensors."""
     heads = head.slots("", HEAD)

@@ -16,7 +16,7 @@ from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.slots import Loadable
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models import llama, mistral, phi3, qwen2, qwen3
+from tandem.engine_core.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
 from tandem.engine_core.models.config_fields import ConfigSource
 from tandem.engine_core.models.decoder import EMBEDDING, HEAD
 from tandem.engine_core.models.text_half import TEXT_HALVES, text_name
@@ -57,6 +57,8 @@ class Family:
 
 
 FAMILIES = {
+    "Gemma2ForCausalLM": Family(gemma2.read_config, gemma2.Gemma2Model.build),
+    "Gemma3ForCausalLM": Family(gemma3.read_config, gemma3.Gemma3Model.build),
     "LlamaForCausalLM": Family(llama.read_config, llama.LlamaModel.build),
     "MistralForCausalLM": Family(mistral.read_config, mistral.MistralModel.build),
     "Phi3ForCausalLM": Family(phi3.read_config, phi3.Phi3Model.build),

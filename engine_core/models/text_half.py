@@ -17,6 +17,7 @@ class TextHalf:
 
 
 TEXT_HALVES = {
+    "Gemma3ForConditionalGeneration": TextHalf("Gemma3ForCausalLM", "gemma3_text"),
     "Mistral3ForConditionalGeneration": TextHalf("MistralForCausalLM", "mistral"),
 }
 """Multimodal architectures that are served as text models."""

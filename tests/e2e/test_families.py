@@ -21,9 +21,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {"rope_parameters": PARTIAL, "sliding_window": WINDOW}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "gemma2": ("Gemma2Config", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": WINDOW}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
 }
 """Configuration in transformers, with the fields that are not those of `SMALL`."""
-NORMS: dict[str, tuple[float, float]] = {}
+NORMS: dict[str, tuple[float, float]] = {"gemma2": (-0.5, 0.5), "gemma3": (-0.5, 0.5)}
 """Range of the norms' weights, of families that store another than their factor."""
 
 

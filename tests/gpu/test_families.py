@@ -57,7 +57,8 @@ def shape(config: str, hidden: int, inner: int, heads: int, kv_heads: int, **fie
         "num_key_value_heads": kv_heads,
         "initializer_range": 1.2 * hidden**-0.5,
     }
-    return Shape(config, COMMON | sizes | fields)
+    norms = (-0.5, 0.5) if config.startswith("Gemma") else (0.5, 1.5)
+    return Shape(config, COMMON | sizes | fields, norms)
 
 
 LLAMA3 = {
@@ -76,7 +77,21 @@ LONGROPE = {
     "long_factor": [1.0 + 0.5 * pair for pair in range(48)],
 }
 """Every sequence is longer than the 64 positions below, so transformers takes the long factors for all."""
+LOCAL_AND_GLOBAL = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": WINDOW,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 SHAPES = {
+    "gemma-2-2b": shape("Gemma2Config", 2304, 9216, 8, 4, sliding_window=WINDOW),
+    "gemma-2-27b": shape(
+        "Gemma2Config", 4608, 36864, 32, 16, head_dim=128, query_pre_attn_scalar=144, sliding_window=WINDOW
+    ),
+    "gemma-3-1b": shape("Gemma3TextConfig", 1152, 6912, 4, 1, **LOCAL_AND_GLOBAL),
+    "gemma-3-4b": shape("Gemma3TextConfig", 2560, 10240, 8, 4, **LOCAL_AND_GLOBAL),
     "llama-3.2-1b": shape(
         "LlamaConfig", 2048, 8192, 32, 8, head_dim=64, rope_parameters=LLAMA3, tie_word_embeddings=True
     ),
