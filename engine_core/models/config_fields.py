@@ -137,12 +137,16 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
         raise ConfigError(f"{path}: architectures must name one architecture, found {found}")
 
     def text_half(self) -> "ConfigSource":
-        """Return the source of a multimodal checkpoint's text half, its `text_config`."""
+        """Return the source of a multimodal checkpoint's text half, its `text_config`.
+
+        Whether the embeddings are tied is said outside it, by default that they are, as in transformers.
+        """
         text = self.fields.get("text_config")
         if not isinstance(text, dict):
             raise ConfigError(f"text_config must be an object, found {text}")
         outer = {name: self.fields[name] for name in _OUTER_FIELDS if name in self.fields}
-        return msgspec.structs.replace(self, fields=outer | text, multimodal=True)
+        tied = {"tie_word_embeddings": self.fields.get("tie_word_embeddings", True)}
+        return msgspec.structs.replace(self, fields=outer | text | tied, multimodal=True)
 
     def read(self, kind: type[F]) -> F:
         """Return the fields that a family reads.

@@ -111,6 +111,20 @@ def test_the_text_half_of_a_multimodal_checkpoint_is_served_and_says_so(
     assert "its text half is served" in line and "2 tensors" in line
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_multimodal_checkpoint_of_transformers_has_the_logits_of_its_text(tied: bool, tmp_path: Path) -> None:
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig, PixtralVisionConfig
+
+    text = MistralConfig(**SMALL, sliding_window=None, tie_word_embeddings=not tied)
+    vision = PixtralVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    reference = save_random(tmp_path, config, model_class=Mistral3ForConditionalGeneration)
+    assert ("language_model.lm_head.weight" in load_file(tmp_path / "model.safetensors")) != tied
+    check_parity(tmp_path, reference, schedules=[(7, 4)])
+
+
 @pytest.mark.usefixtures("mistral")
 def test_other_tensors_of_a_multimodal_checkpoint_remain_errors(tmp_path: Path) -> None:
     nest(tmp_path, PREFIXES[0])
