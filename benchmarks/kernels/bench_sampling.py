@@ -33,6 +33,7 @@ CASES: dict[str, tuple[Mode, Parameters, float]] = {
     "full, top-p 0.9, peaked": (Mode.FULL, {"top_p": 0.9}, 4.0),
     "full, top-p 0.99, peaked": (Mode.FULL, {"top_p": 0.99}, 3.0),
     "full, top-k 50, top-p 0.9": (Mode.FULL, {"top_p": 0.9, "top_k": 50}, 1.0),
+    "full, top-k 20,000": (Mode.FULL, {"top_k": 20_000}, 1.0),
     "full, min-p 0.05": (Mode.FULL, {"min_p": 0.05}, 1.0),
     "full, penalties, top-p 0.9": (Mode.FULL, {"top_p": 0.9, "presence_penalty": 0.5, "repetition_penalty": 1.1}, 1.0),
 }
