@@ -37,7 +37,8 @@ def test_constrained_rows_obey_their_grammars_in_steps_from_graphs(pipeline: str
         bound = [driven.submit(prompt, params, constraint=LLMatcher.grammar_from_regex(p)) for p, params in asked]
         driven.run()
     masked = [graphed for graphed, plan in zip(recording.graphed, recording.plans, strict=True) if plan.needs_mask]
-    assert sum(masked) > 20, f"{sum(masked)} of {len(masked)} constrained steps came from graphs"
+    # Without the pipeline forced tokens are appended at once, so fewer steps are masked.
+    assert sum(masked) > max(10, len(masked) // 2), f"{sum(masked)} of {len(masked)} masked steps came from graphs"
     for number, (pattern, params) in zip(bound, asked, strict=True):
         text = tokenizer.decode(driven.tokens(number))
         assert driven.outcome(number) == Finished(number, FinishReason.STOP), text

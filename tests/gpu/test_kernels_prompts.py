@@ -135,14 +135,12 @@ def test_windows_and_soft_caps_equal_the_oracle(heads: HeadShape, apart: int) ->
 def test_flashinfer_serves_the_kinds_whose_kernel_it_can_load(
     heads: HeadShape, apart: int, windowed: bool, capped: bool
 ) -> None:
-    """The plain kernel is always there; the others come prebuilt, or need a CUDA compiler."""
+    """Kernels come prebuilt, or need FlashInfer's sources and a CUDA compiler; else our own serve (see above)."""
     kinds = [kind for kind in KINDS if ((kind.window is not None), (kind.softcap is not None)) == (windowed, capped)]
     try:
         load_kernel(kinds[0], pinned, torch.device("cuda"), heads)
     except (RuntimeError, OSError) as error:
-        if not (windowed or capped):
-            raise
-        pytest.skip(f"FlashInfer has no kernel for this: {error}")
+        pytest.skip(f"FlashInfer has no kernel for this: {str(error).splitlines()[0]}")
     check_kinds(kinds, heads, apart, library=True)
 
 
