@@ -89,7 +89,7 @@ class Attention:
             qkv, *rotary[self.layer.rotary], batch.slot_mapping, keys, values, *norms
         )
         attended = batch.attention.run(query, keys, values, self.layer)
-        return self.output.apply(attended.view(update.shape[0], -1)), residual
+        return self.output.apply(attended.reshape(update.shape[0], -1)), residual
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.

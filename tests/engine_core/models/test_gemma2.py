@@ -73,6 +73,10 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     check_parity(tmp_path, save(tmp_path, name), schedules=schedules)
 
 
+def test_a_prompt_alone_in_its_step_equals_transformers(tmp_path: Path) -> None:
+    check_parity(tmp_path, save(tmp_path, "tight_caps"), lengths=(20,), prefill=(19,), schedules=((1000, 16),))
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.3), (torch.float16, 0.04)], ids=str)
 def test_half_precision_stays_near_float32(dtype: torch.dtype, tolerance: float, tmp_path: Path) -> None:
     reference = save(tmp_path, "window_across_pages")
