@@ -55,8 +55,9 @@ def scoped(runtime: TorchRuntime) -> Iterator[None]:
 
     model: Any = runtime.model
     for layer in model.layers:
-        for name in _norms(layer):
-            put(layer, name, Scoped(getattr(layer, name), "norm"))
+        for owner in (layer, layer.attention):
+            for name in _norms(owner):
+                put(owner, name, Scoped(getattr(owner, name), "norm"))
         for name, operation in (("qkv", "qkv"), ("output", "attention output"), ("kernels", "rotary")):
             put(layer.attention, name, Scoped(getattr(layer.attention, name), operation))
         put(layer, "mlp", Scoped(layer.mlp, "mlp"))
@@ -72,7 +73,7 @@ def scoped(runtime: TorchRuntime) -> Iterator[None]:
             setattr(owner, name, part)
 
 
-def _norms(layer: Any) -> list[str]:
-    """Return the names of a layer's norms, of whatever kind."""
-    names = getattr(type(layer), "__slots__", None) or vars(layer)
-    return [name for name in names if hasattr(getattr(layer, name), "eps")]
+def _norms(owner: Any) -> list[str]:
+    """Return the names of a part's norms, of whatever kind."""
+    names = getattr(type(owner), "__slots__", None) or vars(owner)
+    return [name for name in names if hasattr(getattr(owner, name), "eps")]

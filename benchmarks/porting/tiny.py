@@ -45,6 +45,7 @@ TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
     },
+    "Olmo2ForCausalLM": {"model_type": "olmo2"},
     "Phi3ForCausalLM": {"model_type": "phi3", "partial_rotary_factor": 0.5},
 }
 """Fields by architecture; windows are shorter than the prompt of a check."""

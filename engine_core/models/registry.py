@@ -16,7 +16,7 @@ from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.slots import Loadable
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
+from tandem.engine_core.models import gemma2, gemma3, llama, mistral, olmo2, phi3, qwen2, qwen3
 from tandem.engine_core.models.config_fields import ConfigSource
 from tandem.engine_core.models.decoder import EMBEDDING, HEAD
 from tandem.engine_core.models.text_half import TEXT_HALVES, text_name
@@ -61,6 +61,7 @@ FAMILIES = {
     "Gemma3ForCausalLM": Family(gemma3.read_config, gemma3.Gemma3Model.build),
     "LlamaForCausalLM": Family(llama.read_config, llama.LlamaModel.build),
     "MistralForCausalLM": Family(mistral.read_config, mistral.MistralModel.build),
+    "Olmo2ForCausalLM": Family(olmo2.read_config, olmo2.Olmo2Model.build),
     "Phi3ForCausalLM": Family(phi3.read_config, phi3.Phi3Model.build),
     "Qwen2ForCausalLM": Family(qwen2.read_config, qwen2.Qwen2Model.build),
     "Qwen3ForCausalLM": Family(qwen3.read_config, qwen3.Qwen3Model.build),

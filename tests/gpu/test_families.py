@@ -112,6 +112,7 @@ SHAPES = {
     "qwen2-windowed": shape(
         "Qwen2Config", 3584, 18944, 28, 4, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
+    "olmo-2-1b": shape("Olmo2Config", 2048, 8192, 16, 16),
     "qwen3-4b": shape("Qwen3Config", 2560, 9728, 32, 8, head_dim=128, tie_word_embeddings=True),
 }
 
