@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention.online_softmax import attend, kernel_cap, kernel_scale, max_stages
+from tandem.engine_core.kernels.attention.split_blocks import split_blocks
 from tandem.engine_core.kernels.attention.split_counters import COUNTERS, split_counters
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
@@ -182,19 +183,12 @@ def _paged_decode_kernel(
     position = tl.load(positions_ptr + b).to(tl.int32)
     row = tl.load(rows_ptr + b).to(tl.int64)
     length = position + 1
-    blocks = tl.cdiv(length, BLOCK)
+    lowest = 0
     if WINDOW is not None:
         lowest = tl.maximum(length - WINDOW, 0)
-        blocks -= lowest // BLOCK
-    share = tl.maximum(tl.cdiv(blocks, splits), least_blocks)
-    first = split * share
-    last = tl.minimum(first + share, blocks)
-    if first >= blocks:
+    first, last, used = split_blocks(length, lowest, split, splits, least_blocks, BLOCK)
+    if first >= last:
         return
-    used = tl.cdiv(blocks, share)
-    if WINDOW is not None:
-        first += lowest // BLOCK
-        last += lowest // BLOCK
 
     g = tl.arange(0, ROWS)
     d = tl.arange(0, WIDE)

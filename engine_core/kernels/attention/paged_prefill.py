@@ -20,6 +20,7 @@ from torch import Tensor
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention.online_softmax import attend, kernel_cap, kernel_scale, max_stages
 from tandem.engine_core.kernels.attention.paged_decode import MAX_SPLITS
+from tandem.engine_core.kernels.attention.split_blocks import split_blocks
 from tandem.engine_core.kernels.attention.split_counters import COUNTERS, split_counters
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
@@ -140,20 +141,13 @@ def _paged_prefill_kernel(
     start = tl.load(tile_ptr + 2)
     queries = tl.minimum(tl.load(tile_ptr + 3), QUERIES)
     length = start + queries
-    blocks = tl.cdiv(length, BLOCK)
+    lowest = 0
     if WINDOW is not None:
         lowest = tl.maximum(start + 1 - WINDOW, 0)
-        # A tile without work has no blocks, and begins at none.
-        blocks -= lowest // BLOCK
-    share = tl.maximum(tl.cdiv(blocks, splits), least_blocks)
-    begin = split * share
-    end = tl.minimum(begin + share, blocks)
-    if begin >= blocks:
+    # A tile without work has no blocks, and begins at none.
+    begin, end, used = split_blocks(length, lowest, split, splits, least_blocks, BLOCK)
+    if begin >= end:
         return
-    used = tl.cdiv(blocks, share)
-    if WINDOW is not None:
-        begin += lowest // BLOCK
-        end += lowest // BLOCK
 
     r = tl.arange(0, ROWS)
     d = tl.arange(0, WIDE)
