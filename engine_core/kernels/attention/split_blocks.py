@@ -8,11 +8,11 @@ import triton.language as tl
 
 @triton.jit
 def split_blocks(length, lowest, split, splits, least_blocks, BLOCK: tl.constexpr):
-    """Return a program's first block, the one after its last, and the number of programs that have any.
+    """Return a program's first block, the one after its last, and the programs in use.
 
     Blocks of `BLOCK` positions from the one of `lowest` to the one of `length - 1` are shared evenly by `splits`
-    programs, but each has at least `least_blocks`, so that the last ones may have none: their first is not below the
-    one after their last. split: number of the program.
+    programs, but each has at least `least_blocks`, so that the last ones may have none and are not in use: their first is
+    not below the one after their last. split: number of the program.
     """
     skipped = lowest // BLOCK
     blocks = tl.cdiv(length, BLOCK) - skipped
