@@ -8,11 +8,11 @@ import triton.language as tl
 
 @triton.jit
 def split_blocks(length, lowest, split, splits, least_blocks, BLOCK: tl.constexpr):
-    """Return a program's first block, the one after its last, and the programs in use.
+    """Return a program's range of blocks and the number of programs in use.
 
     Blocks of `BLOCK` positions from the one of `lowest` to the one of `length - 1` are shared evenly by `splits`
-    programs, but each has at least `least_blocks`, so that the last ones may have none and are not in use: their first is
-    not below the one after their last. split: number of the program.
+    programs, but each takes at least `least_blocks`, so that the last programs may have none and are not in use. The
+    range is the first block and the one after the last. split: number of the program.
     """
     skipped = lowest // BLOCK
     blocks = tl.cdiv(length, BLOCK) - skipped
