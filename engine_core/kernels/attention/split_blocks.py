@@ -1,4 +1,7 @@
-"""Division of the blocks of a row's positions among programs, which the attention kernels share."""
+"""Division of the blocks of a row's positions among programs.
+
+The attention kernels share it.
+"""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
 
