@@ -67,8 +67,8 @@ def find_obstacle(
 ) -> str:
     """Return why FlashInfer cannot serve the prompts of a model; empty if it can.
 
-    kinds: the distinct ones among the model's layers; load: loads FlashInfer's kernel for a kind, or raises
-    RuntimeError or OSError; None: the library is not installed.
+    kinds: the distinct ones among the model's layers; load: loads FlashInfer's kernel for a kind, which may compile it
+    first, or raises RuntimeError or OSError; None: the library is not installed.
     """
     if load is None:
         return "flashinfer is not installed"
@@ -79,6 +79,11 @@ def find_obstacle(
     if layout.page_elements >= FLASHINFER_PAGE_ELEMENTS:
         return f"pages of {layout.page_elements} elements exceed its 32-bit stride; lower --page-size"
     for kind in kinds:
+        logger.info(
+            "loading FlashInfer's kernel for head_dim %d, window %s and soft cap %s; one that is neither prebuilt nor "
+            "in its cache is compiled now, which takes minutes",
+            head_dim, kind.window, kind.softcap,
+        )  # fmt: skip
         try:
             load(kind)
         except torch.OutOfMemoryError:

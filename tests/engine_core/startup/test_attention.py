@@ -1,5 +1,7 @@
 """The choice of FlashInfer or Triton for the attention of prompts."""
 
+import logging
+
 import pytest
 import torch
 
@@ -45,6 +47,16 @@ def test_flashinfer_is_chosen_once_every_kind_of_layer_has_a_kernel() -> None:
 def test_a_kind_without_a_kernel_rules_flashinfer_out(kind: LayerAttention, text: str, error: Exception) -> None:
     obstacle = find_obstacle(128, BF16, layout(), [PLAIN, kind], Library(PLAIN, error=error).load)
     assert text in obstacle and (str(error) or "OSError") in obstacle
+
+
+def test_a_line_of_the_log_comes_before_each_kernel_that_may_be_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="tandem")
+    lines: list[list[str]] = []
+    find_obstacle(128, BF16, layout(), [PLAIN, LOCAL], lambda _: lines.append([*caplog.messages]))
+    plain, local = lines[1]
+    assert lines[0] == [plain]
+    assert "head_dim 128, window None and soft cap None" in plain and "compiled now" in plain
+    assert "head_dim 128, window 1024 and soft cap None" in local
 
 
 def test_an_obstacle_is_one_line() -> None:
