@@ -53,7 +53,8 @@ def create_app(service: Service) -> ASGIApp:
     others = (stored_responses_router, models_router, tokenize_router, sessions_router, scheduler_router, health_router)
     routers = [*(maker(service) for maker in (*generating, *others)), page_router()]
     for router in routers:
-        app.include_router(router)
+        # As it is: include_router() would build each of its routes again, for a prefix and dependencies it has not.
+        app.router.routes.extend(router.routes)
     _install_error_handlers(app)
     _install_openapi(app, routers, service)
     return _wrap_middleware(app, service)

@@ -52,7 +52,7 @@ class RunningServer:
         return self
 
     def ready(self) -> "RunningServer":
-        until(lambda: get(self.url + "/health/ready").status_code == 200, "the frontend is ready")
+        until(lambda: self.server._service.health().ready, "the frontend is ready")
         return self
 
     def stop(self) -> None:

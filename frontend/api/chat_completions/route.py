@@ -14,13 +14,15 @@ from tandem.frontend.api.openapi import generates
 from tandem.frontend.api.service import Service
 from tandem.frontend.generation.generation import Generation
 
+_BODY = BODY.schema()
+
 
 def chat_router(service: Service) -> APIRouter:
     """Build the route of `/v1/chat/completions`."""
     router = APIRouter()
     parse = partial(parse_chat, default_max_tokens=service.config.chat.default_max_tokens)
 
-    @router.post("/v1/chat/completions", openapi_extra=generates(BODY.schema()))
+    @router.post("/v1/chat/completions", openapi_extra=generates(_BODY))
     async def chat_completions(request: Request) -> Response:
         """Continue a conversation."""
         arrived = monotonic()

@@ -14,12 +14,14 @@ from tandem.frontend.api.openapi import generates
 from tandem.frontend.api.service import Service
 from tandem.frontend.generation.generation import Generation
 
+_BODY = BODY.schema()
+
 
 def completions_router(service: Service) -> APIRouter:
     """Build the route of `/v1/completions`."""
     router = APIRouter()
 
-    @router.post("/v1/completions", openapi_extra=generates(BODY.schema()))
+    @router.post("/v1/completions", openapi_extra=generates(_BODY))
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
         arrived = monotonic()

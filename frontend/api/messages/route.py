@@ -24,6 +24,8 @@ from tandem.frontend.errors import ApiError, PromptTooLongError
 from tandem.frontend.generation.generation import Generation
 from tandem.frontend.request.schema import ID, closed
 
+_BODY = BODY.schema()
+_COUNT_BODY = COUNT_BODY.schema()
 _COUNTED = closed({"input_tokens": ID})
 
 
@@ -31,7 +33,7 @@ def messages_router(service: Service) -> APIRouter:
     """Build the routes of `/v1/messages`."""
     router = APIRouter()
 
-    @router.post("/v1/messages", openapi_extra=generates_anthropic(BODY.schema()))
+    @router.post("/v1/messages", openapi_extra=generates_anthropic(_BODY))
     async def messages(request: Request) -> Response:
         """Continue a conversation; Anthropic's interface."""
         arrived = monotonic()
@@ -48,7 +50,7 @@ def messages_router(service: Service) -> APIRouter:
 
     @router.post(
         "/v1/messages/count_tokens",
-        openapi_extra=takes_anthropic(COUNT_BODY.schema(), json_response("The number of tokens.", _COUNTED)),
+        openapi_extra=takes_anthropic(_COUNT_BODY, json_response("The number of tokens.", _COUNTED)),
     )
     async def count_tokens(request: Request) -> dict[str, int]:
         """Count the tokens of the prompt that a message with these fields would have."""

@@ -22,6 +22,7 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.generation import Generation
 from tandem.frontend.request.schema import ID, closed
 
+_BODY = BODY.schema()
 _COUNTED = closed({"object": {"const": "response.input_tokens"}, "input_tokens": ID})
 _NAMES = {
     "response_format.json_schema": "text.format",
@@ -39,7 +40,7 @@ def responses_router(service: Service) -> APIRouter:
     parse = partial(parse_responses, default_max_tokens=service.config.chat.default_max_tokens)
     loader = ContextLoader(service.store, service.parser, service.config.max_body)
 
-    @router.post("/v1/responses", openapi_extra=generates(BODY.schema()))
+    @router.post("/v1/responses", openapi_extra=generates(_BODY))
     async def responses(request: Request) -> Response:
         """Continue a conversation; OpenAI's newer interface, with stored responses."""
         arrived = monotonic()
@@ -66,7 +67,7 @@ def responses_router(service: Service) -> APIRouter:
 
     @router.post(
         "/v1/responses/input_tokens",
-        openapi_extra=takes(BODY.schema(), json_response("The number of tokens.", _COUNTED)),
+        openapi_extra=takes(_BODY, json_response("The number of tokens.", _COUNTED)),
     )
     async def input_tokens(request: Request) -> dict[str, Any]:
         """Count the tokens of the prompt that a response with these fields would have."""
