@@ -59,6 +59,7 @@ class Dialect:
     temperature: float = 0.0
     ignore_eos: bool = True
     token_ids: bool = False
+    top_p: float | None = None
 
     def body(self, request: Request) -> bytes:
         body: dict[str, Any] = {
@@ -69,6 +70,8 @@ class Dialect:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if self.top_p is not None:
+            body["top_p"] = self.top_p
         if self.ignore_eos:
             body["ignore_eos"] = True
         if self.token_ids:
