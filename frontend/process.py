@@ -27,6 +27,8 @@ STEADY_SECONDS = 30.0
 MAX_FAILED_STARTS = 3
 """Exits in a row with one exit status, each before the program was ready, after which it is not started again."""
 
+HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+"""Variables that no child process gets: only this process asks the hub."""
 _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 
 
@@ -125,6 +127,7 @@ class ManagedProcess:
     async def start(self) -> None:
         """Start the program. Raises OSError if it cannot be executed."""
         pipe = None if self._pipe_limit is None else PIPE
+        environment = os.environ if self._environment is None else self._environment
         self._process = await asyncio.create_subprocess_exec(
             *die_with_parent(self._argv),
             stdin=pipe,
@@ -133,7 +136,7 @@ class ManagedProcess:
             limit=self._pipe_limit or self._stderr_limit or 2**16,
             pass_fds=self._pass_fds,
             start_new_session=True,
-            env=self._environment,
+            env={name: text for name, text in environment.items() if name not in HUB_TOKENS},
         )
         if self._stopping.is_set():  # stopped while it was being started
             self._kill()

@@ -32,6 +32,7 @@ from tandem.frontend.config import (
     check_bounds,
     frontend_config,
 )
+from tandem.frontend.supervisor.termination import TERMINATED, Terminated, raised_sigterm
 from tandem.protocol.engine_options import add_engine_arguments, rare_engine_flags
 from tandem.protocol.errors import ExitCode
 from tandem.protocol.logs import configure_logging
@@ -67,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     try:
         return int(arguments.run(arguments))
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        return TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED
     except BrokenPipeError:  # The reader of stdout is gone: discard the buffered output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -215,7 +216,8 @@ def _supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
         check_engine_installed()
         checked_engine_options(arguments)
         # Here an interrupt ends the download at once; within the loop it would wait for it.
-        model = find_model(arguments.model, hub_options(arguments))
+        with raised_sigterm():
+            model = find_model(arguments.model, hub_options(arguments))
         return asyncio.run(supervise(arguments, model, with_frontend))
     except LaunchError as error:
         return _refuse(str(error))
@@ -230,7 +232,8 @@ def run_frontend(arguments: argparse.Namespace) -> int:
 
     try:
         config = frontend_config(arguments)
-        model = find_model(arguments.model_dir, hub_options(arguments), with_weights=False)
+        with raised_sigterm():
+            model = find_model(arguments.model_dir, hub_options(arguments), with_weights=False)
         config = structs.replace(config, model_dir=model.folder)
     except (ValueError, LaunchError) as error:
         return _refuse(str(error))

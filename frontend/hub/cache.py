@@ -5,6 +5,7 @@ https://huggingface.co/docs/huggingface_hub/guides/manage-cache describes it: `b
 `snapshots/COMMIT` links to them by name, `refs/REVISION` holds the commit of a branch or tag.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class ModelCache:
@@ -42,10 +44,10 @@ class ModelCache:
         """Return the commit of a revision at its last complete download, or None."""
         if COMMIT.fullmatch(revision):
             return revision
-        path = self.folder / "refs" / revision
-        if ".." in Path(revision).parts or not path.is_file():
+        try:
+            commit = self._ref(revision).read_text().strip()
+        except (OSError, ValueError):  # no such file, or not text
             return None
-        commit = path.read_text().strip()
         return commit if COMMIT.fullmatch(commit) else None
 
     def record(self, revision: str, commit: str) -> None:
@@ -55,12 +57,39 @@ class ModelCache:
         """
         if revision == commit or self.commit_of(revision) == commit:
             return
-        path = self.folder / "refs" / revision
-        unnamed = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
+            path = self._ref(revision)
+            unnamed = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
             path.parent.mkdir(parents=True, exist_ok=True)
             unnamed.write_text(commit)
             os.replace(unnamed, path)
+
+    def _ref(self, revision: str) -> Path:
+        """Return the file of a revision.
+
+        Raises ValueError if it would lie outside the cache.
+        """
+        if Path(revision).is_absolute() or ".." in Path(revision).parts:
+            raise ValueError(f"the revision {revision!r} leads out of the cache")
+        return self.folder / "refs" / revision
+
+    def link(self, name: str, digest: str, commit: str) -> None:
+        """Link a blob to its name in a snapshot.
+
+        Where the file system has no links, the blob moves there. name: relative and within the snapshot. Raises OSError
+        if that fails.
+        """
+        blob, place = self.blob(digest), self.snapshot(commit) / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        unnamed = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}")
+        try:
+            unnamed.symlink_to(os.path.relpath(blob, place.parent))
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            os.replace(blob, place)
+            return
+        os.replace(unnamed, place)
 
     def free_bytes(self) -> int:
         """Return the free space of the disk that holds the cache."""

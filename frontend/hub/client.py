@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 from huggingface_hub import HfApi, constants, get_token, hf_hub_download, hf_hub_url
 from msgspec import Struct
@@ -15,6 +16,7 @@ USER_AGENT = "tandem"
 MAX_HTTP_BYTES = constants.MAX_HTTP_DOWNLOAD_SIZE
 """Largest file that the hub sends over plain HTTP."""
 _LIST_SECONDS = 30.0
+_TOKEN = re.compile(r"[!-~]+")
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -53,12 +55,18 @@ class HubModel:
 
     @classmethod
     def open(cls, name: str, options: HubOptions) -> "HubModel":
-        """Find hub, token and cache as the environment and the options say."""
+        """Find hub, token and cache as the environment and the options say.
+
+        Raises HubError for a token that no request can carry.
+        """
+        token = (options.token or get_token() or "").strip() or None
+        if token is not None and _TOKEN.fullmatch(token) is None:
+            raise HubError("the token of HF_TOKEN or --hf-token has spaces or characters that no token has; check it")
         return cls(
             name,
             options.revision or constants.DEFAULT_REVISION,
             constants.ENDPOINT,
-            options.token or get_token(),
+            token,
             options.download_dir or Path(constants.HF_HUB_CACHE),
             constants.HF_HUB_OFFLINE,
         )
@@ -78,7 +86,7 @@ class HubModel:
         files = {}
         for sibling in info.siblings or ():
             digest = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
-            if sibling.size is not None and digest is not None and _HASH.fullmatch(digest):
+            if _is_size(sibling.size) and isinstance(digest, str) and _HASH.fullmatch(digest):
                 files[sibling.rfilename] = RemoteFile(sibling.rfilename, sibling.size, digest)
         if info.sha is None or COMMIT.fullmatch(info.sha) is None:
             raise HubError(f"{self._endpoint} does not answer like a hub: it named no commit; check HF_ENDPOINT")
@@ -92,10 +100,10 @@ class HubModel:
         headers = {"user-agent": USER_AGENT}
         return headers if self._token is None else headers | {"authorization": f"Bearer {self._token}"}
 
-    def link(self, file: RemoteFile, commit: str) -> None:
-        """Give a file that is among the blobs its name in the snapshot.
+    def download_large(self, file: RemoteFile, commit: str) -> None:
+        """Download a file that is too large for HTTP.
 
-        The library downloads a file that is not. Raises HubError if that fails.
+        The library has other ways for it. Raises HubError if that fails.
         """
         try:
             hf_hub_download(
@@ -109,3 +117,8 @@ class HubModel:
             )
         except Exception as error:
             raise self.asked.explain(error) from None
+
+
+def _is_size(size: object) -> TypeGuard[int]:
+    """Return True for a number of bytes; the library passes on whatever the hub sent."""
+    return type(size) is int and size >= 0

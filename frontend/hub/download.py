@@ -181,10 +181,14 @@ class Download:
             raise StoppedError
         if (self._snapshot / file.name).exists():
             return
-        if file.size <= MAX_HTTP_BYTES:  # larger ones are the library's, which has other ways than HTTP
-            source = Source(self._model.url(file, self._listing.commit), self._model.headers(), self._model.asked)
+        commit = self._listing.commit
+        if file.size > MAX_HTTP_BYTES:
+            self._model.download_large(file, commit)
+        else:
+            source = Source(self._model.url(file, commit), self._model.headers(), self._model.asked)
             Transfer(self._model.cache, file, source, client, self._stop, progress, _log_wait).run()
-        self._model.link(file, self._listing.commit)
+            # Not by the library, which would ask again, and take what a later answer says in place of what was checked.
+            self._model.cache.link(file.name, file.digest, commit)
         progress.add_file()
 
 

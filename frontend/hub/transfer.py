@@ -167,8 +167,7 @@ class Transfer:
                 found = hashlib.file_digest(content, "sha256").hexdigest()
             else:  # git's id of a file is the SHA-1 of a header and the content
                 blob = hashlib.sha1(f"blob {self._file.size}\0".encode(), usedforsecurity=False)
-                blob.update(content.read())
-                found = blob.hexdigest()
+                found = hashlib.file_digest(content, lambda: blob).hexdigest()
         if found != self._file.digest:
             partial.unlink()
             raise self._spoiled(f"the checksum {found[:12]}, the hub lists {self._file.digest[:12]}")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import os
 import re
 import threading
 from pathlib import Path
@@ -17,6 +18,9 @@ logger = logging.getLogger(__name__)
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
+_MAX_SHOWN = 500
+
+
 class LaunchError(Exception):
     """The requested server cannot be started; the message says what to change."""
 
@@ -26,7 +30,7 @@ class ModelFolder(Struct, frozen=True):
 
     folder: Path
     name: str = ""
-    """Name on the hub, as it was typed, or of the folder that this one links to; otherwise empty."""
+    """Name on the hub, as it was typed, or of the local folder if another path was given; otherwise empty."""
     commit: str = ""
     """Commit on the hub; empty for a local folder."""
 
@@ -47,8 +51,9 @@ def find_model(
 
     A model of the hub is downloaded if it is not in the cache, and a tokenizer of another format is converted.
 
-    By default it is the model that ships with the engine core. The engine core is located, not imported. with_weights:
-    False for a frontend, which needs the tokenizer and templates only. stop: ends a download early.
+    By default it is the model that ships with the engine core. The engine core is located, not imported. A safetensors
+    file stands for its folder, if that has no other weights. with_weights: False for a frontend, which needs the
+    tokenizer and templates only. stop: ends a download early.
 
     Raises LaunchError if the model is found nowhere, or if it cannot be downloaded or converted.
     """
@@ -65,15 +70,42 @@ def find_model(
 def _find(model: str | None, hub: HubOptions, with_weights: bool, stop: threading.Event) -> ModelFolder:
     if model is None:
         return ModelFolder(_default_model())
-    if Path(model).is_dir():
+    path = Path(model)
+    if (is_folder := os.path.isdir(model)) or os.path.isfile(model):
         if hub.revision is not None:
+            kind = "directory" if is_folder else "file"
             raise LaunchError(
-                f"the model {model} is a directory here, and --revision is for names on the hub; leave it out"
+                f"the model {model} is a {kind} here, and --revision is for names on the hub; leave it out"
             )
-        return ModelFolder(Path(model))
+        return ModelFolder(path) if is_folder else _folder_of_file(path)
     if not is_hub_name(model):
         raise LaunchError(_missing_folder(model))
     return _download(model, hub, with_weights, stop)
+
+
+def _folder_of_file(path: Path) -> ModelFolder:
+    """Return the folder of a safetensors file that holds all weights of a model.
+
+    Raises LaunchError for any other file.
+    """
+    folder = path.parent
+    if path.suffix == ".gguf":
+        raise LaunchError(_missing_folder(str(path)))
+    if path.suffix != ".safetensors":
+        raise LaunchError(f"the model {path} is a file, and no safetensors; give the model's folder")
+    if not (folder / "config.json").is_file():
+        raise LaunchError(
+            f"{path} holds weights, and a model needs its config.json and tokenizer too, which {folder.resolve()} "
+            "lacks; download the whole model, or give its name on the hub"
+        )
+    # The engine reads model.safetensors if there is one, or else what the index names.
+    others = {other.name for other in folder.glob("*.safetensors")} - {path.name}
+    if path.name != "model.safetensors" and (others or (folder / "model.safetensors.index.json").exists()):
+        raise LaunchError(
+            f"{path} is one of the files of a model's weights, which are read together; give the folder, "
+            f"{folder.resolve()}"
+        )
+    return ModelFolder(folder, folder.resolve().name)
 
 
 def is_hub_name(model: str) -> bool:
@@ -81,7 +113,7 @@ def is_hub_name(model: str) -> bool:
 
     A folder or file of that name here comes first.
     """
-    return _HUB_NAME.fullmatch(model) is not None and not model.endswith(".gguf") and not Path(model).exists()
+    return _HUB_NAME.fullmatch(model) is not None and not model.endswith(".gguf") and not os.path.exists(model)
 
 
 def _download(model: str, hub: HubOptions, with_weights: bool, stop: threading.Event) -> ModelFolder:
@@ -111,6 +143,6 @@ def _missing_folder(model: str) -> str:
     if model.endswith(".gguf"):
         return f"the model {model} is in the GGUF format, which is not supported; give a folder with safetensors"
     return (
-        f"the model {model} is not a directory; give a Hugging Face one with config.json, or a name on the hub like "
-        "Qwen/Qwen3-0.6B"
+        f"the model {model[:_MAX_SHOWN]} is not a directory; give a Hugging Face one with config.json, or a name on "
+        "the hub like Qwen/Qwen3-0.6B"
     )

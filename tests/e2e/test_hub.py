@@ -61,15 +61,18 @@ def test_server_downloads_once_continues_after_a_cut_and_serves_from_the_cache(h
         assert f"(model {NAME}, commit {COMMIT}, cpu" in log
 
 
-def test_interrupted_download_says_that_it_continues_and_does(hub: HubServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_download_says_where_it_continues(
+    hub: HubServer, tmp_path: Path, sent: signal.Signals, code: int
+) -> None:
     hub.hold.clear()
     with subprocess.Popen([TANDEM, "serve", NAME], stderr=subprocess.PIPE, text=True) as server:
         cache = ModelCache(tmp_path / "home" / "hub", NAME)
         partial = cache.partial(digest_of(default_model()["tokenizer.json"]))
         until(lambda: partial.is_file() and partial.stat().st_size, "the first bytes")
-        server.send_signal(signal.SIGINT)
+        server.send_signal(sent)
         _, log = server.communicate(timeout=GUARD_SECONDS)
-    assert server.returncode == 130
+    assert server.returncode == code
     assert "Traceback" not in log
     assert f"are kept in {cache.folder}, and the same command continues there" in log
 

@@ -57,6 +57,8 @@ class HubServer:
         """Statuses, by file or "list", of the next answers."""
         self.spoiled: set[str] = set()
         """Files that are sent with a wrong first byte."""
+        self.more_listed: list[dict[str, Any]] = []
+        """Entries of the list of files that are no files of a repository."""
         self.has_ranges = True
         self.hold = threading.Event()
         """While this is not set, the body of a large file stops after its first half."""
@@ -155,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self._fails("list"):
             return
-        siblings = []
+        siblings = list(self.hub.more_listed)
         for file, content in repository.files.items():
             entry: dict[str, Any] = {"rfilename": file, "size": len(content), "blobId": digest_of(content)[:40]}
             if len(content) >= LARGE_BYTES:

@@ -1,6 +1,7 @@
 """Start, end and supervision of child processes."""
 
 import asyncio
+import os
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.frontend.process import MAX_FAILED_STARTS, ManagedProcess
+from tandem.frontend.process import HUB_TOKENS, MAX_FAILED_STARTS, ManagedProcess
 from tandem.protocol.errors import ExitCode
 
 IGNORES_SIGTERM = (
@@ -49,6 +50,23 @@ def test_pipes_connect_stdin_and_stdout() -> None:
         assert await child.stdout.readline() == b"hello!\n"
         child.kill()
         assert await child.wait() == -9
+
+    run(body())
+
+
+@pytest.mark.parametrize("own_environment", [False, True])
+def test_child_process_does_not_get_the_hubs_token(own_environment: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        for name in HUB_TOKENS:
+            monkeypatch.setenv(name, "hf_secret")
+        monkeypatch.setenv("OTHER", "kept")
+        environment = dict(os.environ) if own_environment else None
+        child = process("import os; print(dict(os.environ))", pipe_limit=2**16, environment=environment)
+        await child.start()
+        printed = (await child.stdout.readline()).decode()
+        await child.wait()
+        assert "'OTHER': 'kept'" in printed
+        assert "hf_secret" not in printed
 
     run(body())
 

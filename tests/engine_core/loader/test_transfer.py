@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.loader import checkpoint as checkpoints
+from tandem.engine_core.loader import lanes as lane_module
 from tandem.engine_core.loader import transfer as transfers
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.slots import SourceSlice, WeightSlot
@@ -80,6 +81,28 @@ def test_slices_and_transforms_of_one_tensor_are_filled_by_several_threads(tmp_p
     assert torch.equal(rows, whole[11:31])
     assert torch.equal(columns, whole[:, 40:47])
     assert torch.equal(turned, whole[:, 25:].t().double())
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (6, 6), (16, 16), (64, 16)])
+def test_as_many_threads_read_as_the_process_has_cores_up_to_sixteen(
+    cores: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(cores)))
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 64)
+    lanes: list[int] = []
+
+    def lane(_device: torch.device, nbytes: int) -> lane_module.HostLane:
+        lanes.append(nbytes)
+        return lane_module.HostLane(nbytes)
+
+    monkeypatch.setattr(transfers, "_lane", lane)
+    checkpoint, slots = opened(tmp_path)
+    transfer(slots, checkpoint)
+    assert len(lanes) == threads
+
+
+def test_pinned_buffers_of_all_threads_stay_below_one_gibibyte() -> None:
+    assert transfers.MAX_THREADS * lane_module.STAGING_BUFFERS * transfers.PIECE_BYTES <= 2**30
 
 
 @pytest.mark.usefixtures("small_pieces")

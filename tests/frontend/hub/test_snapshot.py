@@ -1,6 +1,8 @@
 """Models of a fake hub: what is downloaded, what the cache saves, and each error with its remedy."""
 
+import errno
 import logging
+import os
 import shutil
 import threading
 from collections import Counter, namedtuple
@@ -9,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tandem.frontend.hub.cache import ModelCache
+from tandem.frontend.hub.client import HubModel
 from tandem.frontend.hub.errors import HubError
+from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.hub.snapshot import Snapshot, find_snapshot
-from tests.fakes.hub_server import COMMIT, HubServer, hub_server
+from tests.fakes.hub_server import COMMIT, HubServer, digest_of, hub_server
 from tests.support.hub_models import NAME, SHARDED, SHARDS, SINGLE, UNWANTED, hub_model, names_in, repository
 
 OTHER_COMMIT = "f" * 40
@@ -56,6 +61,65 @@ def test_more_chat_templates_and_slow_tokenizers_are_among_the_files(tmp_path: P
     more = {"additional_chat_templates/tool_use.jinja": b"x", "merges.txt": b"m", "tokenizer.model": b"s" * 2000}
     with hub_server({NAME: repository(SINGLE | more)}) as hub:
         assert names_in(find(hub, tmp_path)) == set(SINGLE | more)
+
+
+def test_names_and_sizes_that_no_hub_lists_are_ignored(hub: HubServer, tmp_path: Path) -> None:
+    digest = "a" * 40
+    names = ["../config.json", "/tmp/config.json", "config.json\n", "a/../config.json", "merges.txt/../../x", ".", ""]
+    hub.more_listed = [{"rfilename": name, "size": 2, "blobId": digest} for name in names]
+    hub.more_listed += [
+        {"rfilename": "vocab.json", "size": size, "blobId": digest} for size in ("9", -1, 1.5, True, None)
+    ]
+    hub.more_listed += [{"rfilename": "vocab.json", "size": 2, "blobId": text} for text in ("../x", 5, "A" * 40, None)]
+    hub.more_listed += [{"rfilename": f"{number}.txt", "size": 1, "blobId": digest} for number in range(20_000)]
+    assert names_in(find(hub, tmp_path / "cache")) == set(SINGLE)
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_snapshot_links_to_what_was_checked_and_the_hub_is_not_asked_again(hub: HubServer, tmp_path: Path) -> None:
+    found = find(hub, tmp_path)
+    assert {seen.method for seen in hub.seen} == {"GET"}
+    blobs = found.folder.parents[1] / "blobs"
+    for name, content in SINGLE.items():
+        assert (found.folder / name).resolve() == (blobs / digest_of(content)).resolve()
+        assert not (found.folder / name).readlink().is_absolute()
+
+
+def test_file_system_without_links_has_the_files_themselves(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_path: Path, _target: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    found = find(hub, tmp_path)
+    assert {name: (found.folder / name).read_bytes() for name in SINGLE} == SINGLE
+    hub.seen.clear()
+    assert find(hub, tmp_path) == found
+    assert len(hub.seen) == 1
+
+
+@pytest.mark.parametrize("revision", ["../../main", "/etc/hostname", "x" * 300, "a\0b"])
+def test_revision_that_is_no_file_of_the_cache_is_not_in_it(revision: str, hub: HubServer, tmp_path: Path) -> None:
+    assert "not in the cache" in refusal(hub, tmp_path, revision=revision, offline=True)
+    ModelCache(tmp_path, NAME).record(revision, COMMIT)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_spoiled_note_of_a_revision_is_replaced(hub: HubServer, tmp_path: Path) -> None:
+    found = find(hub, tmp_path)
+    note = found.folder.parents[1] / "refs" / "main"
+    note.write_bytes(b"\xff\xfe")
+    assert "not in the cache" in refusal(hub, tmp_path, offline=True)
+    assert find(hub, tmp_path) == found
+    assert note.read_text() == COMMIT
+
+
+@pytest.mark.parametrize("token", ["good\nx", "go od", "gööd", "\x1b[2J"])
+def test_token_that_no_header_can_carry_is_refused_and_not_shown(token: str) -> None:
+    with pytest.raises(HubError, match="has spaces or characters that no token has") as caught:
+        HubModel.open(NAME, HubOptions(token=token))
+    assert token not in str(caught.value)
 
 
 def test_frontend_needs_no_weights_and_a_server_then_only_those(hub: HubServer, tmp_path: Path) -> None:
@@ -155,7 +219,6 @@ def test_revision_is_a_branch_a_tag_or_a_commit(hub: HubServer, tmp_path: Path) 
     assert find(hub, tmp_path / "other", revision=COMMIT).commit == COMMIT
     text = refusal(hub, tmp_path, revision="v9")
     assert f"{NAME} has no revision v9 (404): give --revision a branch, tag or commit" in text
-    assert "not in the cache" in refusal(hub, tmp_path, revision="../../main", offline=True)
 
 
 @pytest.mark.parametrize(

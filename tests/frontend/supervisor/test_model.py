@@ -55,6 +55,56 @@ def test_revision_of_a_folder_is_refused(tmp_path: Path) -> None:
         find_model(str(tmp_path), HubOptions(revision="main"))
 
 
+def model_folder(folder: Path, *names: str) -> Path:
+    folder.mkdir()
+    for name in (*names, "tokenizer.json"):
+        (folder / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("given", "others"),
+    [("model.safetensors", ["model-1.safetensors", "model.safetensors.index.json"]), ("weights.safetensors", [])],
+)
+def test_file_of_all_weights_stands_for_its_folder(given: str, others: list[str], tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "tiny", "config.json", given, *others)
+    found = find_model(str(folder / given), HubOptions())
+    assert found == ModelFolder(folder, "tiny")
+    assert found.options(EngineOptions()) == EngineOptions(model=str(folder), served_model_name="tiny")
+
+
+@pytest.mark.parametrize(
+    ("given", "others", "reason"),
+    [
+        ("model.safetensors", [], r"holds weights, and a model needs its config\.json and tokenizer too, which"),
+        (
+            "a.safetensors",
+            ["config.json", "b.safetensors"],
+            "is one of the files of a model's weights, .* give the folder",
+        ),
+        ("a.safetensors", ["config.json", "model.safetensors.index.json"], "is one of the files of a model's weights"),
+        ("config.json", [], "is a file, and no safetensors; give the model's folder"),
+        ("q.gguf", ["config.json"], "GGUF format, which is not supported"),
+    ],
+)
+def test_other_file_is_refused_with_its_reason(given: str, others: list[str], reason: str, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "tiny", given, *others)
+    with pytest.raises(LaunchError, match=reason):
+        find_model(str(folder / given), HubOptions())
+
+
+def test_revision_of_a_file_is_refused(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "tiny", "config.json", "model.safetensors")
+    with pytest.raises(LaunchError, match="is a file here, and --revision is for names on the hub"):
+        find_model(str(folder / "model.safetensors"), HubOptions(revision="main"))
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, f"org/{'x' * 300}", "a\0b"])
+def test_name_that_no_file_can_have_is_refused(name: str) -> None:
+    with pytest.raises(LaunchError, match="is not a directory"):
+        find_model(name, HubOptions())
+
+
 def test_default_model_is_a_folder_without_a_name() -> None:
     found = find_model(None, HubOptions())
     assert (found.folder / "config.json").is_file()
