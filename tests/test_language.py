@@ -5,9 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.test_architecture import MODULES, ROOT
+from tests.test_architecture import MODULES, ROOT, statements, tree_of
 
 BENCHMARKS = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "benchmarks").rglob("*.py")
@@ -29,7 +27,8 @@ Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 
 def openings(path: Path) -> Iterator[tuple[ast.AST, str]]:
     """Yield the first line of every docstring of a file, with what it documents."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = tree_of(path)
+    for node in (tree, *statements(tree)):
         if isinstance(node, Documented) and (text := ast.get_docstring(node)):
             yield node, text.splitlines()[0]
 
@@ -40,23 +39,23 @@ def third_person(line: str) -> bool:
     return bool(re.fullmatch(r"[A-Z][a-z]+s", first)) and not first.endswith("ss")
 
 
-@pytest.mark.parametrize("module", sorted(CHECKED))
-def test_docstrings_open_with_a_short_line_that_names_its_subject(module: str) -> None:
-    path = CHECKED[module]
+def test_docstrings_open_with_a_short_line_that_names_its_subject() -> None:
     wrong = []
-    for node, line in openings(path):
-        place = f"{path.name}:{getattr(node, 'lineno', 1)}: {line}"
-        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        prop = function and any("property" in ast.unparse(mark) for mark in node.decorator_list)
-        if len(line) >= MAX_OPENING or RIDDLES.match(line) or (function and not prop and third_person(line)):
-            wrong.append(place)
-        elif line[-1] not in ".:`)" and path.name != "die_with_parent.py":
-            wrong.append(f"{place} (no full stop)")
+    for module, path in CHECKED.items():
+        for node, line in openings(path):
+            place = f"{module}:{getattr(node, 'lineno', 1)}: {line}"
+            function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            prop = function and any("property" in ast.unparse(mark) for mark in node.decorator_list)
+            if len(line) >= MAX_OPENING or RIDDLES.match(line) or (function and not prop and third_person(line)):
+                wrong.append(place)
+            elif line[-1] not in ".:`)" and path.name != "die_with_parent.py":
+                wrong.append(f"{place} (no full stop)")
     assert wrong == []
 
 
-@pytest.mark.parametrize("module", sorted(CHECKED))
-def test_sentences_are_plain_english(module: str) -> None:
-    path = CHECKED[module]
-    lines = enumerate(path.read_text().splitlines(), 1)
-    assert [f"{path.name}:{number}: {line.strip()}" for number, line in lines if CALQUES.search(line)] == []
+def test_sentences_are_plain_english() -> None:
+    wrong = []
+    for module, path in CHECKED.items():
+        lines = enumerate(path.read_text().splitlines(), 1)
+        wrong += [f"{module}:{number}: {line.strip()}" for number, line in lines if CALQUES.search(line)]
+    assert wrong == []
