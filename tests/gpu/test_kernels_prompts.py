@@ -67,8 +67,7 @@ def ragged(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, rows: i
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize("dtype", list(STEP))
+@pytest.mark.parametrize(("dtype", "pdl"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 64), (32, 8, 128), (8, 4, 256), (14, 2, 64)])
 @pytest.mark.parametrize("work", [[(2000, 64)], [(0, 40), (777, 2), (300, 128)], [(0, 256)]], ids=str)
 def test_programs_that_share_a_tile_equal_the_oracle(
@@ -88,6 +87,10 @@ def test_programs_that_share_a_tile_equal_the_oracle(
 
 
 KINDS = [LayerAttention(0.25, window, softcap) for window in (None, 1, 63, 64, 300) for softcap in (None, 2.0, 50.0)]
+FEW_KINDS = [
+    LayerAttention(0.25, window, softcap) for window, softcap in ((None, 50.0), (1, 2.0), (63, None), (300, 50.0))
+]
+"""Triton compiles a kernel for each kind, so only one shape of heads meets all of them."""
 WORK: Work = [(0, 40), (777, 1), (63, 1), (300, 128), (4000, 97)]
 
 
@@ -119,10 +122,11 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("apart", [1, 8])
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
-def test_windows_and_soft_caps_equal_the_oracle(heads: HeadShape, apart: int) -> None:
-    check_kinds(KINDS, heads, apart, library=False)
+def test_windows_and_soft_caps_equal_the_oracle(heads: HeadShape) -> None:
+    if heads == SHAPES[0]:
+        check_kinds(KINDS, heads, apart=1, library=False)
+    check_kinds(FEW_KINDS, heads, apart=8, library=False)
 
 
 @pytest.mark.parametrize("capped", [False, True])
