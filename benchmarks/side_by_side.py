@@ -105,7 +105,10 @@ class Trials:
 
 
 def read_loads(shape: str, names: list[str] | None) -> tuple[str, list[ComparedLoad]]:
-    """Return the origin of vLLM's figures, and the loads of a shape. Raises ValueError for an unknown name."""
+    """Return the origin of vLLM's figures, and the loads of a shape.
+
+    names: of the loads, or all of them if None. Raises ValueError for an unknown name or shape.
+    """
     comparison = msgspec.json.decode(LOADS.read_bytes(), type=Comparison)
     found = {load.name: load for load in comparison.loads if load.shape == shape}
     if not found:
