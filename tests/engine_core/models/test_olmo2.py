@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.parity import SMALL, check_parity, save_random
+from tests.support.parity import SCHEDULES, SMALL, check_parity, save_random
+from tests.support.thinned import thinned
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 MODELS: dict[str, dict[str, Any]] = {
@@ -17,8 +18,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "schedule"), thinned(list(MODELS), SCHEDULES), ids=str)
+def test_logits_equal_transformers(name: str, schedule: tuple[int, int], tmp_path: Path) -> None:
     from transformers import Olmo2Config
 
-    check_parity(tmp_path, save_random(tmp_path, Olmo2Config(**SMALL | MODELS[name]), seed=len(name)))
+    check_parity(
+        tmp_path, save_random(tmp_path, Olmo2Config(**SMALL | MODELS[name]), seed=len(name)), schedules=[schedule]
+    )

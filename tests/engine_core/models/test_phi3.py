@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.rope_config import LongRopeScaling, RopeConfig
-from tests.support.parity import SMALL, check_parity, save_random
+from tests.support.parity import SCHEDULES, SMALL, check_parity, save_random
+from tests.support.thinned import thinned
 
 HALF_PRECISION = {torch.bfloat16: 0.7, torch.float16: 0.14}
 """Largest error of a logit, of logits up to 5.5; an attention factor of 1.4 doubles the scores, and so their rounding.
@@ -47,9 +48,9 @@ def config_of(fields: dict[str, Any]) -> Any:
     return Phi3Config(**PHI3 | fields)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
-    check_parity(tmp_path, save_random(tmp_path, config_of(MODELS[name]), seed=len(name)))
+@pytest.mark.parametrize(("name", "schedule"), thinned(list(MODELS), SCHEDULES), ids=str)
+def test_logits_equal_transformers(name: str, schedule: tuple[int, int], tmp_path: Path) -> None:
+    check_parity(tmp_path, save_random(tmp_path, config_of(MODELS[name]), seed=len(name)), schedules=[schedule])
 
 
 @pytest.mark.parametrize("dtype", HALF_PRECISION)

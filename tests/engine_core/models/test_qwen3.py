@@ -13,6 +13,7 @@ from tests.engine_core.loader.test_weights import ATTENTION, fuse, rewrite
 from tests.support import parity
 from tests.support.paged_model import load
 from tests.support.parity import SMALL
+from tests.support.thinned import thinned
 
 QWEN3 = SMALL | {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 HALF_PRECISION = {torch.bfloat16: 0.3, torch.float16: 0.04}
@@ -36,9 +37,9 @@ def save_random(directory: Path, fields: dict[str, Any], seed: int = 0) -> Any:
     return parity.save_random(directory, Qwen3Config(**QWEN3 | fields), seed=seed)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
-    parity.check_parity(tmp_path, save_random(tmp_path, MODELS[name], seed=len(name)))
+@pytest.mark.parametrize(("name", "schedule"), thinned(list(MODELS), parity.SCHEDULES), ids=str)
+def test_logits_equal_transformers(name: str, schedule: tuple[int, int], tmp_path: Path) -> None:
+    parity.check_parity(tmp_path, save_random(tmp_path, MODELS[name], seed=len(name)), schedules=[schedule])
 
 
 @pytest.mark.parametrize("dtype", HALF_PRECISION)
