@@ -8,9 +8,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
+
+from filelock import FileLock
 
 from tandem.frontend.process import die_with_parent
 
@@ -25,6 +28,22 @@ MAX_SECONDS = 300.0
 """Longest time of a conversion; a busy machine takes a minute to import transformers."""
 _PACKAGES = "pip install transformers sentencepiece protobuf tiktoken"
 _MAX_REASON_CHARS = 300
+MAX_SOURCE_BYTES = 2**28
+"""Most bytes of the files that a tokenizer is converted from; those of large vocabularies have 20 MB."""
+_PRIVATE = 0o700
+_WRITABLE_BY_OTHERS = 0o002
+_KEPT_VARIABLES = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+)
+"""Variables of the environment that a conversion gets; others may be secrets."""
 
 
 class ConversionError(Exception):
@@ -41,8 +60,14 @@ def with_tokenizer(folder: Path, cache: Path) -> Path:
         return folder
     sources = [path for name in (*SOURCES, *_OTHERS) if (path := folder / name).is_file()]
     try:
-        converted = _converted(folder, sources, cache)
-        return _linked(folder, converted, cache)
+        size = sum(path.stat().st_size for path in sources)
+        if size > MAX_SOURCE_BYTES:
+            reason = f"its files have {size} bytes, and at most {MAX_SOURCE_BYTES} are read"
+            raise _refusal(folder, sources, reason)
+        _make_private(cache)
+        with _locked(cache):
+            converted = _converted(folder, sources, cache)
+            return _linked(folder, converted, cache)
     except OSError as error:
         raise ConversionError(
             f"{folder} has no {TOKENIZER}, and a converted one cannot be kept: {error.filename or cache}: "
@@ -53,6 +78,32 @@ def with_tokenizer(folder: Path, cache: Path) -> Path:
 def cache_folder() -> Path:
     """Return the folder of this user for what Tandem keeps between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+
+
+def _make_private(cache: Path) -> None:
+    """Make the folder of the cache, which only this user may write.
+
+    Raises ConversionError if another user could change the tokenizers in it.
+    """
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(mode=_PRIVATE, exist_ok=True)
+    facts = cache.stat()
+    if facts.st_uid not in (os.geteuid(), 0) or facts.st_mode & _WRITABLE_BY_OTHERS:
+        raise ConversionError(
+            f"{cache}, where a converted tokenizer would be kept, can be changed by other users (owner {facts.st_uid}, "
+            f"mode {facts.st_mode & 0o777:o}); set XDG_CACHE_HOME to a folder of your own"
+        )
+
+
+@contextmanager
+def _locked(cache: Path) -> Iterator[None]:
+    """Let one process at a time convert and link; others wait, and find what it made."""
+    with ExitStack() as stack:
+        with suppress(NotImplementedError, OSError):  # a file system without locks, or one that is read-only
+            stack.enter_context(FileLock(cache / "tokenizers.lock"))
+            for left in (cache / "tokenizers").glob("new-*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+        yield
 
 
 def _converted(folder: Path, sources: list[Path], cache: Path) -> Path:
@@ -88,8 +139,8 @@ def _run(folder: Path, sources: list[Path], work: Path) -> None:
     """Convert in a child process. Raises ConversionError with its reason."""
     module = "tandem.frontend.supervisor.convert_tokenizer"
     command = [sys.executable, "-P", "-m", module, str(work / "in"), str(work / "out")]
-    private = {name: text for name, text in os.environ.items() if name not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
-    environment = private | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work), "TOKENIZERS_PARALLELISM": "false"}
+    kept = {name: text for name in _KEPT_VARIABLES if (text := os.environ.get(name)) is not None}
+    environment = kept | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work), "TOKENIZERS_PARALLELISM": "false"}
     try:
         child = subprocess.run(
             die_with_parent(command), env=environment, capture_output=True, text=True, timeout=MAX_SECONDS
@@ -97,7 +148,8 @@ def _run(folder: Path, sources: list[Path], work: Path) -> None:
     except subprocess.TimeoutExpired:
         raise _refusal(folder, sources, f"its conversion took more than {MAX_SECONDS:g} s") from None
     if child.returncode or not (work / "out" / TOKENIZER).is_file():
-        reason = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1][:_MAX_REASON_CHARS]
+        said = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1][:_MAX_REASON_CHARS]
+        reason = "".join(char if char.isprintable() else "?" for char in said)
         if child.returncode < 0:
             reason = "its conversion exceeded the limits on time or memory"
         hint = f". It may need packages: {_PACKAGES}" if _lacks_package(reason) else ""

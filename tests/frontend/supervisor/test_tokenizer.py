@@ -1,8 +1,10 @@
 """Tokenizers without a tokenizer.json: converted once in a child process, or refused with a remedy."""
 
 import json
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,75 @@ def test_failed_conversion_gives_its_reason_and_the_command(
     assert reason in str(caught.value)
     assert f"AutoTokenizer.from_pretrained('{tmp_path}/tiny').save_pretrained(" in str(caught.value)
     assert list((tmp_path / "cache" / "tokenizers").iterdir()) == []
+
+
+class Conversions:
+    """Conversions without a child process, with the environment of each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.environments: list[dict[str, str]] = []
+        monkeypatch.setattr(subprocess, "run", self._run)
+
+    def _run(self, command: list[str], env: dict[str, str], **_: Any) -> "subprocess.CompletedProcess[str]":
+        self.environments.append(env)
+        (Path(command[-1])).mkdir()
+        (Path(command[-1]) / "tokenizer.json").write_text("{}")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+
+def test_conversions_at_once_are_one_and_all_see_whole_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_slow_tokenizer(tmp_path / "tiny")
+    conversions = Conversions(monkeypatch)
+    (tmp_path / "cache" / "tokenizers" / "new-killed" / "in").mkdir(parents=True)
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda _: with_tokenizer(tmp_path / "tiny", tmp_path / "cache"), range(12)))
+    assert len(set(found)) == len(conversions.environments) == 1
+    names = {path.name for path in found[0].iterdir()}
+    assert names == {path.name for path in (tmp_path / "tiny").iterdir()} | {"tokenizer.json"}
+    assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 1
+
+
+def test_conversion_gets_no_secrets_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_slow_tokenizer(tmp_path / "tiny")
+    for name in ("HF_TOKEN", "TANDEM_API_KEY", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret")
+    conversions = Conversions(monkeypatch)
+    with_tokenizer(tmp_path / "tiny", tmp_path / "cache")
+    assert "PATH" in conversions.environments[0]
+    assert "secret" not in conversions.environments[0].values()
+
+
+def test_cache_belongs_to_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_slow_tokenizer(tmp_path / "tiny")
+    conversions = Conversions(monkeypatch)
+    cache = tmp_path / "cache"
+    with_tokenizer(tmp_path / "tiny", cache)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    cache.chmod(0o777)
+    with pytest.raises(ConversionError, match=r"can be changed by other users .*mode 777.*set XDG_CACHE_HOME"):
+        with_tokenizer(tmp_path / "tiny", cache)
+    cache.chmod(0o700)
+    owner = cache.stat().st_uid
+    monkeypatch.setattr(Path, "stat", lambda path, **_: os.stat_result((*os.stat(path)[:4], 4321, *os.stat(path)[5:])))
+    with pytest.raises(ConversionError, match=r"owner 4321"):
+        tokenizer._make_private(cache)
+    assert owner == os.geteuid()
+    assert len(conversions.environments) == 1
+
+
+def test_files_beyond_any_tokenizers_size_are_not_read(tmp_path: Path) -> None:
+    write_slow_tokenizer(tmp_path / "tiny")
+    os.truncate(tmp_path / "tiny" / "vocab.json", tokenizer.MAX_SOURCE_BYTES + 1)
+    with pytest.raises(ConversionError, match=r"its files have \d+ bytes, and at most 268435456 are read"):
+        with_tokenizer(tmp_path / "tiny", tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_reason_cannot_write_to_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_slow_tokenizer(tmp_path / "tiny")
+    refuse(monkeypatch, 1, "ValueError: \x1b]0;evil\x07")
+    with pytest.raises(ConversionError, match=r"ValueError: \?\]0;evil\?"):
+        with_tokenizer(tmp_path / "tiny", tmp_path / "cache")
 
 
 def test_child_process_has_limits() -> None:
