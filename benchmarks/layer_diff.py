@@ -15,12 +15,12 @@ import random
 import sys
 from pathlib import Path
 
-import msgspec
 import torch
 from msgspec import Struct
 
 from benchmarks.porting.streams import Streams, StructureError, of_tandem, of_transformers
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.models.registry import read_config
 
 TRANSFORMERS = "transformers"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -97,13 +97,15 @@ def sides(a: str, b: str) -> tuple[tuple[str, Path], tuple[str, Path]]:
 
 
 def token_ids(folder: Path, prompt: str | None, count: int, seed: int) -> list[int]:
-    """Return the ids of a prompt, or random ones of the vocabulary."""
+    """Return the ids of a prompt, or random ones of the vocabulary.
+
+    Raises ConfigError for a folder that Tandem does not support.
+    """
     if prompt is not None:
         from tokenizers import Tokenizer
 
         return list(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(prompt).ids)
-    fields = msgspec.json.decode((folder / "config.json").read_bytes())
-    vocab = (fields.get("text_config") or fields)["vocab_size"]
+    vocab = read_config(folder).vocab_size
     rng = random.Random(seed)
     return [rng.randrange(vocab) for _ in range(count)]
 

@@ -7,14 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.engine_core.models.config_fields import ConfigSource
+
 
 def load_reference(folder: Path, device: str, dtype: str) -> Any:
-    """Load the causal language model of a folder, with attention in plain torch."""
-    from transformers import AutoModelForCausalLM
+    """Load the language model of a folder, with attention in plain torch.
+
+    Its class is the architecture that config.json names: transformers' AutoModelForCausalLM lacks some multimodal ones.
+    """
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
+    model_class = getattr(transformers, ConfigSource.open(folder).architecture)
+    model: Any = model_class.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
     return model.to(device).eval()
 
 

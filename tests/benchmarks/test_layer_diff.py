@@ -1,5 +1,6 @@
 """Comparison of two implementations layer by layer, on a tiny checkpoint and on one with a changed weight."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.layer_diff import compare, main, sides, table, token_ids
 from benchmarks.porting.streams import Recorder, StructureError, tapped
+from tests.support.parity import SMALL, save_random
 
 SHORT = ["--device", "cpu", "--tokens", "24", "--decode", "3"]
 
@@ -31,6 +33,19 @@ def test_a_folder_agrees_with_transformers_at_every_point(tiny: Path, capsys: py
     layers = [f"layer {index} {part}" for index in range(4) for part in ("attention", "mlp")]
     assert points == ["embedding", *layers, "final norm", "logits"]
     assert lines[-1] == "all points agree within a relative error of 1e-04"
+
+
+def test_the_text_half_of_a_multimodal_folder_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig, PixtralVisionConfig
+
+    text = MistralConfig(**SMALL, sliding_window=None, tie_word_embeddings=False)
+    vision = PixtralVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    save_random(tmp_path, config, model_class=Mistral3ForConditionalGeneration)
+    assert main([str(tmp_path), "transformers", *SHORT]) == 0
+    assert "all points agree" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("reference", ["transformers:{}", "{}"])
@@ -87,3 +102,10 @@ def test_a_model_of_another_structure_is_refused() -> None:
 def test_random_tokens_depend_on_the_seed_alone(tiny: Path) -> None:
     assert token_ids(tiny, None, 9, 1) == token_ids(tiny, None, 9, 1) != token_ids(tiny, None, 9, 2)
     assert token_ids(Path("engine_core/default_model"), "What does abs do?", 9, 1)[0] == 1
+
+
+def test_random_tokens_of_a_text_half_that_leaves_out_its_vocabulary(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
+    fields = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert 200_000 < max(token_ids(tmp_path, None, 100, 1)) < 262_208

@@ -30,7 +30,7 @@ def test_a_checkpoint_that_fails_does_not_hide_the_next(
     monkeypatch.setitem(sanity_check.TOLERANCES, "float32", 0.0)
     assert main([str(tmp_path), str(tiny), "--tokens", "2", "--device", "cpu"]) == 1
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"FAIL {tmp_path.name:<24} FileNotFoundError: ")
+    assert first.startswith(f"FAIL {tmp_path.name:<24} ConfigError: ")
     assert second.startswith(f"FAIL {tiny.name:<24} 2/2 tokens equal, max logit error "), "beyond the tolerance"
 
 
