@@ -5,13 +5,14 @@ Both layouts are read: `rope_theta` beside `rope_scaling`, and `rope_parameters`
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from tandem.engine_core.errors import ConfigError
 
+T = TypeVar("T")
 Count = Annotated[int, Meta(gt=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Base = Annotated[float, Meta(gt=1)]
@@ -124,14 +125,19 @@ class RopeConfig(Struct, frozen=True):
         return stated, stated
 
 
-class _Fields(Struct, forbid_unknown_fields=True):
+class _Type(Struct):
+    """The type of rotary fields, by its name and its older one."""
+
+    rope_type: str | None = None
+    type: str | None = None
+
+
+class _Fields(_Type, forbid_unknown_fields=True):
     """The fields of `rope_scaling` or `rope_parameters`.
 
     `rope_parameters` may have an entry with these fields for each layer type.
     """
 
-    rope_type: str | None = None
-    type: str | None = None
     rope_theta: Base | None = None
     partial_rotary_factor: Positive | None = None
     original_max_position_embeddings: Count | None = None
@@ -237,14 +243,13 @@ class RopeReader(Struct, frozen=True, kw_only=True):
         )
 
     def _resolve(self, name: str, raw: Mapping[str, Any], theta: float) -> RopeConfig:
-        try:
-            fields = msgspec.convert(raw, _Fields)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{name}: {error}") from None
-        given_kind = fields.rope_type or fields.type or "default"
+        # The type comes first: a type that is not supported may have fields that no other has.
+        given = _convert(name, raw, _Type)
+        given_kind = given.rope_type or given.type or "default"
         kind = "longrope" if given_kind in self.longrope_names else given_kind
         if kind not in KINDS:
             raise ConfigError(f'{name}: rope_type "{given_kind}" is not supported; supported: {", ".join(KINDS)}')
+        fields = _convert(name, raw, _Fields)
         _check_names(name, kind, fields)
         try:
             share = self._share(kind, fields)
@@ -289,6 +294,13 @@ class RopeReader(Struct, frozen=True, kw_only=True):
             case "longrope":
                 return _longrope(fields, original, self.max_positions / original, dim // 2)
         return None
+
+
+def _convert(name: str, raw: Mapping[str, Any], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _check_names(name: str, kind: str, fields: _Fields) -> None:

@@ -160,7 +160,8 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
             raise ConfigError(str(error)) from None
         problems = []
         if fields.hidden_act not in ACTIVATIONS:
-            problems.append(f'hidden_act "{fields.hidden_act}" is not supported, only {", ".join(ACTIVATIONS)}')
+            named = dict(zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True))["hidden_act"]
+            problems.append(f'{named} "{fields.hidden_act}" is not supported, only {", ".join(ACTIVATIONS)}')
         others = {name: value for name, value in self.fields.items() if name not in kind.__struct_fields__}
         if others.get("use_sliding_window") is False:
             others.pop("sliding_window", None)

@@ -10,7 +10,7 @@ from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.registry import read_config
+from tandem.engine_core.models.registry import FAMILIES, read_config
 from tandem.engine_core.rope_config import LinearScaling, Llama3Scaling, RopeConfig
 
 LLAMA = {
@@ -223,5 +223,5 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_architecture_names_the_supported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel is not supported; supported: LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match=f"GPT2LMHeadModel is not supported; supported: {', '.join(FAMILIES)}, and"):
         read(tmp_path, architectures=["GPT2LMHeadModel"], vocab_size=..., hidden_act="unheard of")

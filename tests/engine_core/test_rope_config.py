@@ -142,6 +142,7 @@ def test_misplaced_fields_of_layer_types_are_refused(parameters: dict[str, Any],
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({"type": "mrope", "mrope_section": [16, 24, 24]}, 'rope_type "mrope" is not supported'),
         ({"rope_type": "ntk"}, 'rope_type "ntk" is not supported; supported: default, linear, dynamic, llama3, yarn'),
         ({"type": "linear"}, 'factor is missing; rope_type "linear" needs it'),
         ({"type": "linear", "factor": None}, "factor is missing"),

@@ -114,7 +114,7 @@ def test_caps_that_are_null_are_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_activation": "relu"}, '"relu" is not supported'),
+        ({"hidden_activation": "relu"}, 'hidden_activation "relu" is not supported'),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention true is not supported"),
         ({"sliding_window": None}, "sliding_window is not set"),
         ({"layer_types": ["full_attention"]}, "1 entries for 26 layers"),
