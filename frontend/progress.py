@@ -43,8 +43,8 @@ class Progress:
     def show(self, line: str) -> None:
         """Replace the bar by another line of text."""
         if self.is_shown:
-            # What is left of a longer line is overwritten.
-            self._out.write("\r" + line.ljust(self._width))
+            # What is left of a longer line is overwritten; the cursor is left where a line of the log may start.
+            self._out.write("\r" + line.ljust(self._width) + "\r")
             self._out.flush()
             self._width = max(self._width, len(line))
 

@@ -3,8 +3,10 @@
 import logging
 import time
 from collections.abc import Callable
+from typing import TextIO
 
 from tandem.frontend.engine.health import EngineWatch
+from tandem.frontend.progress import WIDTH, Progress
 from tandem.protocol.events import Heartbeat, Phase
 
 logger = logging.getLogger(__name__)
@@ -18,22 +20,29 @@ THROUGHPUT_SECONDS = 10.0
 class StatusLog:
     """Report what the watched engine is doing, at intervals.
 
-    While it loads, report the percentage done when that changes; while it serves, tokens per second and the load.
-    Nothing is logged of an engine that was idle for the whole interval. `clock` returns monotonic seconds.
+    While it loads, report the percentage done when that changes; on a terminal, that of the weights is a bar that is
+    redrawn. While it serves, report tokens per second and the load. Nothing is logged of an engine that was idle for
+    the whole interval. `clock` returns monotonic seconds; `out` is the terminal, stderr by default.
     """
 
-    def __init__(self, watch: EngineWatch, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, watch: EngineWatch, clock: Callable[[], float] = time.monotonic, out: TextIO | None = None
+    ) -> None:
         self._watch = watch
         self._clock = clock
         self._logged_at = clock()
         self._progress = ""
         """Last line on a start; the next one says something else."""
+        self._bar = Progress("loading", None, None, out)
+        self._has_bar = False
         self._last: Heartbeat | None = None
         """Heartbeat at the start of the interval; None unless the engine served then."""
 
     def tick(self) -> None:
         """Log a line if its interval has passed; call this several times a second."""
         heartbeat, now = self._watch.heartbeat, self._clock()
+        if self._draw(heartbeat):
+            return
         if heartbeat is None or heartbeat.phase is not Phase.READY:
             self._last = None
             if heartbeat is not None and now - self._logged_at >= LOADING_SECONDS:
@@ -49,6 +58,22 @@ class StatusLog:
             self._last, self._logged_at = heartbeat, now
             if line:
                 logger.info("%s", line)
+
+    def _draw(self, heartbeat: Heartbeat | None) -> bool:
+        """Draw the bar of the weights on a terminal, or remove it after them.
+
+        Return whether it stands there.
+        """
+        loads = heartbeat is not None and heartbeat.phase is Phase.LOADING and not self._watch.is_silent
+        if heartbeat is not None and loads and self._bar.is_shown:
+            filled = WIDTH * min(heartbeat.percent, 100) // 100
+            bar = "#" * filled + "." * (WIDTH - filled)
+            self._bar.show(f"{self._bar.label:>14} [{bar}] {heartbeat.percent:3} %  {heartbeat.detail}")
+            self._has_bar = True
+        elif self._has_bar:
+            self._bar.clear()
+            self._has_bar = False
+        return self._has_bar
 
 
 def throughput_line(before: Heartbeat, after: Heartbeat, seconds: float) -> str:

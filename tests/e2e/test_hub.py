@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
+from tandem.frontend.cli.main import main
 from tandem.frontend.hub.cache import ModelCache
 from tests.fakes.hub_server import COMMIT, HubServer, Repository, digest_of, hub_server
 from tests.support.hub_models import UNWANTED
@@ -78,13 +80,18 @@ def test_interrupted_download_says_where_it_continues(
 
 
 @pytest.mark.parametrize("command", ["serve", "frontend", "doctor"])
-def test_every_command_explains_a_name_that_the_hub_does_not_have(hub: HubServer, command: str) -> None:
+def test_every_command_explains_a_name_that_the_hub_does_not_have(
+    hub: HubServer, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # In this process: the library has read the environment already.
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     endpoint = [] if command in ("serve", "doctor") else ["--endpoint", "ipc:///nowhere"]
-    done = subprocess.run([TANDEM, command, "org/other", *endpoint], capture_output=True, text=True, timeout=120)
-    assert done.returncode == (1 if command == "doctor" else 2)
-    text = done.stdout if command == "doctor" else done.stderr
+    assert main([command, "org/other", *endpoint]) == (1 if command == "doctor" else 2)
+    out, err = capsys.readouterr()
+    text = out if command == "doctor" else err
     assert f"the model org/other is neither a directory here nor a model on {hub.url}" in text
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in err
 
 
 @pytest.mark.slow

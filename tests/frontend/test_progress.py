@@ -26,7 +26,7 @@ def test_a_shorter_line_covers_a_longer_one() -> None:
     progress = Progress("x", 8, None, terminal)
     progress.draw(4, 1.0, 100)
     progress.show("waiting")
-    _, bar, line = terminal.getvalue().split("\r")
+    bar, line = filter(None, terminal.getvalue().split("\r"))
     assert line == "waiting".ljust(len(bar))
 
 

@@ -1,5 +1,6 @@
 """Lines on loading and throughput, from heartbeats under a clock of the test's own."""
 
+import io
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +22,12 @@ class Engine:
         self.watch = EngineWatch(1e6, 1e6, self.clock)
         self.log = StatusLog(self.watch, self.clock)
 
-    def beat(self, phase: Phase, seconds: float, epoch: int = 1, percent: int = 0, **stats: Any) -> None:
+    def beat(
+        self, phase: Phase, seconds: float, epoch: int = 1, percent: int = 0, detail: str = "", **stats: Any
+    ) -> None:
         """Let time pass, then send a heartbeat and tick."""
         self.clock.advance(seconds)
-        self.watch.observe(Heartbeat(epoch, phase, percent, "", 0, EngineStats(**stats)))
+        self.watch.observe(Heartbeat(epoch, phase, percent, detail, 0, EngineStats(**stats)))
         self.log.tick()
 
 
@@ -40,6 +43,28 @@ def test_loading_is_reported_at_intervals(lines: Callable[[], list[str]]) -> Non
     for percent in range(0, 100, 10):
         engine.beat(Phase.LOADING, LOADING_SECONDS / 4, percent=percent)
     assert lines() == ["the engine is loading, 30 %", "the engine is loading, 70 %"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_loading_is_one_line_on_a_terminal_that_is_redrawn_and_removed(lines: Callable[[], list[str]]) -> None:
+    engine, terminal = Engine(), Terminal()
+    engine.log = StatusLog(engine.watch, engine.clock, terminal)
+    engine.beat(Phase.STARTING, 0.1)
+    assert terminal.getvalue() == ""
+    engine.beat(Phase.LOADING, 0.1, percent=50, detail="7.5 of 15.00 GiB, 30.10 GiB/s")
+    half = f"       loading [{'#' * 15}{'.' * 15}]  50 %  7.5 of 15.00 GiB, 30.10 GiB/s"
+    assert terminal.getvalue() == f"\r{half}\r"
+    engine.beat(Phase.LOADING, LOADING_SECONDS, percent=100, detail="15.00 of 15.00 GiB")
+    shown = terminal.getvalue()
+    assert shown.endswith(f"] 100 %  15.00 of 15.00 GiB{' ' * 11}\r")
+    engine.beat(Phase.WARMING, 0.1)
+    engine.beat(Phase.WARMING, 0.1)
+    assert terminal.getvalue() == f"{shown}\r{' ' * len(half)}\r"
+    assert lines() == ["the engine is warming, 0 %"]
 
 
 def test_loading_that_stands_still_is_reported_once(lines: Callable[[], list[str]]) -> None:
