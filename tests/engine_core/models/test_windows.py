@@ -16,15 +16,34 @@ TOKENS = 24
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "all_layers": ("MistralConfig", {"sliding_window": WINDOW}),
     "upper_layers": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "all_layers_and_half_of_each_head": ("Phi3Config", {"sliding_window": WINDOW, "partial_rotary_factor": 0.5}),
+    "every_other_layer_and_soft_caps": (
+        "Gemma2Config",
+        {"sliding_window": WINDOW, "head_dim": 16, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+    ),
+    "every_layer_but_the_last_and_two_tables": (
+        "Gemma3TextConfig",
+        {
+            "sliding_window": WINDOW,
+            "head_dim": 20,
+            "num_key_value_heads": 1,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"],
+        },
+    ),
 }
+IN_EVERY_RUN = ("all_layers", "upper_layers", "every_other_layer_and_soft_caps")
+"""The rest is left to `-m slow`."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_windows_hold_in_chunks_decode_cache_hits_and_preemption(name: str, tmp_path: Path) -> None:
     import transformers
 
     kind, fields = MODELS[name]
-    reference = save_random(tmp_path, getattr(transformers, kind)(**SMALL | fields), seed=3)
+    norms = (-0.5, 0.5) if kind.startswith("Gemma") else (0.5, 1.5)  # Gemma stores the factors less 1
+    reference = save_random(tmp_path, getattr(transformers, kind)(**SMALL | fields), seed=3, norms=norms)
     shared, *others = (sequence.tolist() for sequence in random_tokens((29, 12, 17, 31), VOCAB, seed=4))
     prompts = [shared, *(shared[: 29 - 4 * index] + other for index, other in enumerate(others)), *others]
     expected = [greedy_tokens(reference, prompt, TOKENS) for prompt in prompts]

@@ -75,7 +75,16 @@ def assert_equals_the_oracle(
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "page_size"),
-    [(4, 2, 32, 4), (3, 1, 64, 16), (2, 2, 96, 8), (2, 2, 128, 32), (6, 1, 32, 1)],
+    [
+        (4, 2, 32, 4),
+        (3, 1, 64, 16),
+        (14, 2, 64, 16),
+        (2, 2, 96, 8),
+        (5, 1, 96, 16),
+        (2, 2, 128, 32),
+        (6, 1, 32, 1),
+        (6, 1, 256, 32),
+    ],
 )
 def test_decode_attention_equals_the_oracle(
     heads: int, kv_heads: int, head_dim: int, page_size: int, splits: int, device: str
