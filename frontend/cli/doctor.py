@@ -20,10 +20,12 @@ from msgspec import Struct, structs
 
 from tandem.frontend.cli.flags import hub_options
 from tandem.frontend.cli.port_owner import port_owner
+from tandem.frontend.generation.tokenizer import TokenizerError, load_tokenizer
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.listening import listen
 from tandem.frontend.supervisor.launch import DEFAULT_OPS_PORT, check_engine_installed
 from tandem.frontend.supervisor.model import LaunchError, find_model, is_hub_name
+from tandem.frontend.supervisor.tokenizer import ConversionError, cache_folder, with_tokenizer
 from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
 from tandem.protocol.forecast import Forecast, Section
 
@@ -73,7 +75,7 @@ def examine(arguments: argparse.Namespace, ask: AskEngine) -> Report:
         "ops port": _ops_port(arguments.ops_host, arguments.ops_port, problems),
     }
     options = engine_options(arguments)
-    engine, model = Forecast(), {"folder": options.model or ""}
+    engine, model = Forecast(), {_kind(options.model): options.model or ""}
     try:
         model, weight_bytes = _find_model(options.model, hub_options(arguments))
         check_engine_installed()
@@ -83,6 +85,8 @@ def examine(arguments: argparse.Namespace, ask: AskEngine) -> Report:
         problems.append(str(error))
     if engine.problem:
         problems.append(engine.problem)
+    elif engine.choices and (reason := _tokenizer_problem(Path(model["folder"]))):
+        problems.append(reason)
     driver = _driver()
     gpus = {f"GPU {number}": line for number, line in enumerate(engine.gpus)} or {"GPU": "none seen by torch"}
     sections = {
@@ -111,6 +115,23 @@ def _find_model(model: str | None, options: HubOptions) -> tuple[Section, int | 
     except HubError as error:
         raise LaunchError(str(error)) from None
     return {"name": model, "folder": str(found.folder), **found.rows}, found.weight_bytes
+
+
+def _kind(model: str | None) -> str:
+    """Return what to call a model as it was given: a name on the hub, or a folder."""
+    return "folder" if model is None or not is_hub_name(model) else "name"
+
+
+def _tokenizer_problem(folder: Path) -> str:
+    """Return why the tokenizer of a folder cannot be loaded.
+
+    Empty if it can. One in another format is converted, as at a start.
+    """
+    try:
+        load_tokenizer(with_tokenizer(folder, cache_folder()), threads=1).close()
+    except (ConversionError, TokenizerError) as error:
+        return str(error)
+    return ""
 
 
 def ask_engine(options: EngineOptions, weight_bytes: int | None) -> Forecast:

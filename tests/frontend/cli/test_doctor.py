@@ -77,6 +77,26 @@ def test_what_prevents_a_start_is_a_problem(
     assert problem in text.partition("\nproblems\n")[2]
 
 
+@pytest.mark.parametrize(("content", "problem"), [(None, "has no tokenizer.json"), (b"{}", "cannot be read")])
+def test_unusable_tokenizer_is_a_problem_beside_the_choices(
+    content: bytes | None, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_bytes(content)
+    assert report("--model", str(tmp_path), *PORTS) == 1
+    text = capsys.readouterr().out
+    assert problem in text.partition("\nproblems\n")[2]
+    assert "\n  rows              256 (default on cuda)" in text
+
+
+def test_name_that_the_hub_cannot_give_is_not_called_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert report("--model", "org/never", "--download-dir", str(tmp_path), *PORTS) == 1
+    assert "\n  name              org/never\n" in capsys.readouterr().out
+
+
 def test_report_has_no_keys_and_no_values_of_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
