@@ -13,7 +13,6 @@ from tandem.engine_core.attention.base import ForwardBatch
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.embedding import Embedding
 from tandem.engine_core.layers.linear import LinearWeights
-from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
 from tandem.engine_core.layers.rotary import RotaryTable
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
@@ -22,11 +21,11 @@ EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
 
 
-class Layer(Protocol):
-    """A layer as the loader sees it."""
+class Part(Protocol):
+    """A layer or a norm as the loader sees it."""
 
-    def slots(self, prefix: str) -> list[WeightSlot]:
-        """List the slots of the checkpoint's tensors."""
+    def slots(self, name: str, /) -> list[WeightSlot]:
+        """List the slots of the checkpoint's tensors, whose names begin with `name`."""
 
 
 def build_embedding(config: ModelConfig, context: BuildContext, scale: float = 1.0) -> tuple[Embedding, LinearWeights]:
@@ -60,8 +59,8 @@ def select_sampled(update: Tensor, residual: Tensor | None, batch: ForwardBatch)
 def decoder_slots(
     config: ModelConfig,
     embedding: Embedding,
-    layers: Sequence[Layer],
-    norm: RMSNorm | SandwichNorm,
+    layers: Sequence[Part],
+    norm: Part,
     head: LinearWeights,
 ) -> list[WeightSlot]:
     """List the slots of all of a decoder's tensors."""
