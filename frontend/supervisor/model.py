@@ -118,9 +118,15 @@ def is_hub_name(model: str) -> bool:
 
 def _download(model: str, hub: HubOptions, with_weights: bool, stop: threading.Event) -> ModelFolder:
     # The library reads the environment when it is imported, and takes a while.
-    from tandem.frontend.hub.client import HubModel
-    from tandem.frontend.hub.errors import HubError
-    from tandem.frontend.hub.snapshot import find_snapshot
+    try:
+        from tandem.frontend.hub.client import HubModel
+        from tandem.frontend.hub.errors import HubError
+        from tandem.frontend.hub.snapshot import find_snapshot
+    except ValueError as error:
+        raise LaunchError(
+            f"the settings of huggingface_hub in the environment cannot be read ({error}): check HF_ENDPOINT and the "
+            "other variables that start with HF_"
+        ) from None
 
     try:
         found = find_snapshot(HubModel.open(model, hub), with_weights, stop)

@@ -1,5 +1,8 @@
 """The model that is given to a command: a folder, a name on the hub, or neither."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,19 @@ def test_gguf_file_is_named_as_such() -> None:
 def test_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"is not a directory; give .* or a name on the hub like Qwen/Qwen3-0.6B"):
         find_model(str(tmp_path / "none"), HubOptions())
+
+
+@pytest.mark.parametrize(("name", "text"), [("HF_ENDPOINT", "http://[::1"), ("HF_HUB_ETAG_TIMEOUT", "soon")])
+def test_settings_that_the_library_cannot_read_are_named(name: str, text: str) -> None:
+    program = (
+        "from tandem.frontend.supervisor import model\n"
+        "try: model.find_model('org/tiny', model.HubOptions())\n"
+        "except model.LaunchError as error: print(error)"
+    )
+    environment = {**os.environ, name: text}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert "in the environment cannot be read" in done.stdout, done.stderr
+    assert "check HF_ENDPOINT" in done.stdout
 
 
 def test_revision_of_a_folder_is_refused(tmp_path: Path) -> None:
