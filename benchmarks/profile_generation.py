@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.porting.local_engine import LocalEngine
 from benchmarks.porting.scopes import PREFIX, STEP, scoped
 from benchmarks.porting.trace import Totals, kernels, operations, read_trace
+from tandem.engine_core.errors import ConfigError
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
 
@@ -128,7 +129,11 @@ def main(argv: list[str] | None = None) -> None:
         dtype=arguments.dtype, max_rows=arguments.rows, max_len=positions,
         kv_tokens=arguments.rows * (positions + 64), prefix_cache="off",
     )  # fmt: skip
-    workload = Workload(LocalEngine.open(options), arguments)
+    try:
+        workload = Workload(LocalEngine.open(options), arguments)
+    except ConfigError as error:
+        print(f"profile_generation: {error}", file=sys.stderr)
+        sys.exit(2)
     runtime = workload.engine.runtime
     graphs, runtime.graphs = runtime.graphs, None
     trace = arguments.out / "operations.json.gz"
