@@ -117,7 +117,7 @@ def test_a_wait_is_counted_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     progress.wait("and for nothing else")
     progress.draw()
     progress.proceed()
-    first, second, bar = terminal.getvalue().split("\r")[1:]
+    first, second, bar = filter(None, terminal.getvalue().split("\r"))
     assert first.rstrip() == "waiting for the server at http://x, 1 s"
     assert second.rstrip() == "waiting for the server at http://x, 2 s"
     assert "0/4 requests" in bar
