@@ -23,8 +23,8 @@ from types import TracebackType
 from msgspec import Struct, to_builtins
 
 from benchmarks.attackers import ATTACKS, Attack, run_attackers
-from benchmarks.processes import stop_process
-from benchmarks.results import save
+from benchmarks.measuring.processes import stop_process
+from benchmarks.measuring.results import save
 from tandem.frontend.listening import raise_file_limit
 
 MODEL = Path(__file__).parents[1] / "engine_core" / "default_model"

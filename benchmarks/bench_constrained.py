@@ -26,7 +26,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from benchmarks.grammars import ENDLESS, SCHEMAS, Schema
-from benchmarks.results import save
+from benchmarks.measuring.results import save
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.integers import ceil_div

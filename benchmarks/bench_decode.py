@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from benchmarks.graph_timing import graph_seconds, new_event
-from benchmarks.results import save
+from benchmarks.measuring.graph_timing import graph_seconds, new_event
+from benchmarks.measuring.results import save
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.pipeline import PipelineState

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from benchmarks.host_memory import PeakMemory
 from benchmarks.matrix.server import Server
-from benchmarks.results import save
+from benchmarks.measuring.host_memory import PeakMemory
+from benchmarks.measuring.results import save
 from benchmarks.shapes.make_checkpoint import write_checkpoint
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.weights import load_weights

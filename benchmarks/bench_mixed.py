@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from msgspec import structs
 
-from benchmarks.results import save
+from benchmarks.measuring.results import save
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.startup.engine import build_engine
 from tandem.engine_core.stats import new_stats

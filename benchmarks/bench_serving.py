@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.plots import PlottingUnavailableError, plot_serving, pyplot
-from benchmarks.results import save
+from benchmarks.measuring.plots import PlottingUnavailableError, plot_serving, pyplot
+from benchmarks.measuring.results import save
 from benchmarks.serving.reference import Reference, load_reference
 from benchmarks.serving.table import number, reference_table, remarks, table
 from tandem.frontend.cli.bench.client import Job

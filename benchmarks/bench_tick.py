@@ -23,7 +23,7 @@ import numpy as np
 import zmq
 from llguidance import LLExecutor, LLMatcher
 
-from benchmarks.results import save
+from benchmarks.measuring.results import save
 from tandem.engine_core.constraints.compiler import GrammarCompiler
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder

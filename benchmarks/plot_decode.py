@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plots import pyplot
+from benchmarks.measuring.plots import pyplot
 
 
 def series(steps: list[dict[str, Any]], mode: str, name: str) -> tuple[list[int], list[float]]:

@@ -17,12 +17,12 @@ from msgspec import Struct
 from benchmarks.matrix.charts import MATRIX_PANELS, draw_cells, draw_memory, policy_panels
 from benchmarks.matrix.figures import Measured
 from benchmarks.matrix.tables import beside_table, cell_tables, count, held_table, rows_bind, servers, spread
-from benchmarks.plots import PlottingUnavailableError, pyplot
+from benchmarks.measuring.plots import PlottingUnavailableError, pyplot
 from benchmarks.serving.table import number
 
 
 class Saved(Struct):
-    """Results file, as `benchmarks.results.save` writes it."""
+    """Results file, as `benchmarks.measuring.results.save` writes it."""
 
     origin: dict[str, Any]
     config: dict[str, Any]

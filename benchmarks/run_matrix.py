@@ -29,7 +29,7 @@ import msgspec
 from benchmarks.matrix.bench import Bench
 from benchmarks.matrix.parts import PARTS, Parts
 from benchmarks.matrix.server import ServerDiedError
-from benchmarks.results import save
+from benchmarks.measuring.results import save
 from benchmarks.shapes.make_folder import make_folder
 from tandem.frontend.cli.bench.clients import ClientDiedError, Clients
 

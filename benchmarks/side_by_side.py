@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from benchmarks.results import save
+from benchmarks.measuring.results import save
 from tandem.frontend.cli.bench.client import Job
 from tandem.frontend.cli.bench.clients import ClientDiedError, Clients
 from tandem.frontend.cli.bench.completion import Dialect

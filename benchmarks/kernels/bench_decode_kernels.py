@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.graph_timing import graph_seconds
+from benchmarks.measuring.graph_timing import graph_seconds
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs

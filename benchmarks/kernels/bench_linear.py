@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.graph_timing import graph_seconds
+from benchmarks.measuring.graph_timing import graph_seconds
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gated_activation import gated_activation

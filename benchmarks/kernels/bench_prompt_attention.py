@@ -18,8 +18,8 @@ import torch
 import triton
 from torch import Tensor
 
-from benchmarks.graph_timing import graph_seconds
-from benchmarks.results import save
+from benchmarks.measuring.graph_timing import graph_seconds
+from benchmarks.measuring.results import save
 from tandem.engine_core.attention.base import Span
 from tandem.engine_core.attention.triton import RaggedPlanner
 from tandem.engine_core.integers import ceil_div

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.graph_timing import graph_seconds
-from benchmarks.results import save
+from benchmarks.measuring.graph_timing import graph_seconds
+from benchmarks.measuring.results import save
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
 from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
 from tandem.engine_core.runtime.device import read_gpu_traits

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.matrix.figures import Beside, Cell, Figures, Held
-from benchmarks.plots import pyplot
+from benchmarks.measuring.plots import pyplot
 
 Panel = tuple[str, Callable[[Figures], float | None]]
 

@@ -17,7 +17,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from benchmarks.processes import stop_process
+from benchmarks.measuring.processes import stop_process
 
 TANDEM = "import sys; from tandem.frontend.cli.main import main; sys.exit(main())"
 """The console command of the tree that the benchmark runs from, installed or not."""

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.bench_loading import line, measure_library, measure_loads, read_bandwidth
-from benchmarks.host_memory import PeakMemory
+from benchmarks.measuring.host_memory import PeakMemory
 from benchmarks.shapes.make_checkpoint import write_checkpoint
 from tandem.engine_core.loader.checkpoint import Checkpoint
 

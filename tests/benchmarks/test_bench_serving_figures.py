@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.bench_serving import arguments_parser, loads
-from benchmarks.plots import PlottingUnavailableError, plot_serving, pyplot
+from benchmarks.measuring.plots import PlottingUnavailableError, plot_serving, pyplot
 from benchmarks.serving.reference import load_reference
 from benchmarks.serving.table import number, reference_table, remarks, table
 from tandem.frontend.cli.bench.distribution import distribution, percentile

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import results
 from benchmarks.bench_serving import main
+from benchmarks.measuring import results
 from tandem.frontend.cli.bench.client import ERROR_PAUSE, Job, take_part
 from tandem.frontend.cli.bench.completion import Dialect
 from tandem.frontend.cli.bench.connection import Endpoint

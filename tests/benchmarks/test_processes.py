@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.processes import stop_process
+from benchmarks.measuring.processes import stop_process
 
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
 POLITE = "import signal; print(flush=True); signal.pause()"

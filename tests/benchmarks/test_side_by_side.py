@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks import results, side_by_side
+from benchmarks import side_by_side
+from benchmarks.measuring import results
 from benchmarks.side_by_side import FIGURES, Comparison, main, read_loads
 from tests.fakes.completions_server import CompletionsServer
 

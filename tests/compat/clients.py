@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import RESULTS, save
+from benchmarks.measuring.results import RESULTS, save
 from tests.compat.agent_server import AgentServer
 from tests.compat.installed import Installed, install
 from tests.compat.pins import CLIENTS, Client

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.host_memory import PeakMemory
+from benchmarks.measuring.host_memory import PeakMemory
 from tandem.engine_core.loader import transfer as transfers
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.slots import SourceSlice, WeightSlot

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent.parent / "results"
 PACKAGES = ("torch", "triton", "flashinfer-python", "pyzmq", "msgspec", "numpy", "transformers", "tokenizers")
 
 
