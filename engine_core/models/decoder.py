@@ -1,18 +1,22 @@
-"""The parts that all decoders have around their layers.
+"""The decoder that all families share, from token ids to logits.
 
-Their tensors are named as in Hugging Face's Llama.
+It is an embedding, blocks, a norm and an output head. A family says what its blocks are and, in its configuration, how
+they differ from those of other families.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch
+from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.embedding import Embedding
 from tandem.engine_core.layers.linear import LinearWeights
+from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
 from tandem.engine_core.layers.rotary import RotaryTable
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
@@ -21,53 +25,96 @@ EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
 
 
-class Part(Protocol):
-    """A layer or a norm as the loader sees it."""
+class Block(Protocol):
+    """Attention and a feed-forward network with their norms."""
 
-    def slots(self, name: str, /) -> list[WeightSlot]:
-        """List the slots of the checkpoint's tensors, whose names begin with `name`."""
+    def __call__(
+        self,
+        update: Tensor,
+        residual: Tensor | None,
+        rotary: Sequence[tuple[Tensor, Tensor]],
+        batch: ForwardBatch,
+        keys: Tensor,
+        values: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the update of the residual stream, and the stream, both [T, hidden].
+
+        update: that of the block before, [T, hidden]; residual: the stream that the update belongs to, None before the
+        first block; rotary, keys, values: those of `Attention.__call__`.
+        """
+
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        """List the slots of the checkpoint's tensors, whose names begin with `prefix`."""
 
 
-def build_embedding(config: ModelConfig, context: BuildContext, scale: float = 1.0) -> tuple[Embedding, LinearWeights]:
-    """Allocate the embedding and the output head.
+@dataclass(eq=False)
+class Decoder:
+    """Implement `registry.Model` around a family's blocks.
 
-    They share their storage if they are tied. scale: factor of the embeddings alone.
+    The tensors around the blocks are named as in Hugging Face's Llama.
     """
-    vocab, hidden = config.vocab_size, config.hidden_size
-    head = context.head_method.build(vocab, hidden, False, context)
-    if config.tie_embeddings:
-        return Embedding.tied_to(head, scale), head
-    return Embedding.build(vocab, hidden, context, scale), head
 
+    config: ModelConfig
+    rotary_tables: tuple[RotaryTable, ...]
+    embedding: Embedding
+    layers: Sequence[Block]
+    norm: RMSNorm | SandwichNorm
+    head: LinearWeights
+    kernels: KernelSet
 
-def build_rotary(config: ModelConfig, max_positions: int, context: BuildContext) -> tuple[RotaryTable, ...]:
-    """Compute the rotary tables of positions 0 to `max_positions - 1`."""
-    return tuple(RotaryTable.build(rope, max_positions, context.device) for rope in config.ropes)
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        max_positions: int,
+        context: BuildContext,
+        layers: Sequence[Block],
+        norm: RMSNorm | SandwichNorm | None = None,
+        embedding_scale: float = 1.0,
+    ) -> "Decoder":
+        """Allocate what is around the blocks, not filled yet.
 
+        Embedding and output head share their storage if they are tied. max_positions: number of positions of the rotary
+        tables; norm: the last one, None for a plain one; embedding_scale: factor of the embeddings alone.
+        """
+        vocab, hidden = config.vocab_size, config.hidden_size
+        head = context.head_method.build(vocab, hidden, False, context)
+        return cls(
+            config,
+            tuple(RotaryTable.build(rope, max_positions, context.device) for rope in config.ropes),
+            Embedding.tied_to(head, embedding_scale)
+            if config.tie_embeddings
+            else Embedding.build(vocab, hidden, context, embedding_scale),
+            layers,
+            norm or RMSNorm.build(hidden, config.rms_norm_eps, context),
+            head,
+            context.kernels,
+        )
 
-def select_sampled(update: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-    """Return the sampled positions of the last update and the residual stream.
+    def forward(self, batch: ForwardBatch, kv: KVStorage) -> Tensor:
+        """Implement `Model.forward`."""
+        rotary = [table(batch.positions) for table in self.rotary_tables]
+        update: Tensor = self.embedding(batch.input_ids)
+        residual: Tensor | None = None
+        for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
+            update, residual = layer(update, residual, rotary, batch, keys, values)
+        assert residual is not None, "a model has at least one layer"
+        if batch.sample_index is not None:
+            update, residual = update[batch.sample_index], residual[batch.sample_index]
+        hidden, _ = self.norm(update, residual)
+        return hidden
 
-    Both are [S, hidden].
-    """
-    assert residual is not None, "a model has at least one layer"
-    if batch.sample_index is None:
-        return update, residual
-    return update[batch.sample_index], residual[batch.sample_index]
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Implement `Model.logits`."""
+        logits, cap = self.head.apply(hidden), self.config.final_softcap
+        return logits if cap is None else self.kernels.soft_cap(logits, cap)
 
-
-def decoder_slots(
-    config: ModelConfig,
-    embedding: Embedding,
-    layers: Sequence[Part],
-    norm: Part,
-    head: LinearWeights,
-) -> list[WeightSlot]:
-    """List the slots of all of a decoder's tensors."""
-    heads = head.slots("", HEAD)
-    if config.tie_embeddings:
-        heads = [replace(slot, tied_to=f"{EMBEDDING}.weight") for slot in heads]
-    slots = embedding.slots(EMBEDDING)
-    for index, layer in enumerate(layers):
-        slots += layer.slots(f"model.layers.{index}.")
-    return slots + norm.slots("model.norm") + heads
+    def weight_slots(self) -> list[WeightSlot]:
+        """Implement `Loadable.weight_slots`."""
+        head = self.head.slots("", HEAD)
+        if self.config.tie_embeddings:
+            head = [replace(slot, tied_to=f"{EMBEDDING}.weight") for slot in head]
+        slots = self.embedding.slots(EMBEDDING)
+        for index, layer in enumerate(self.layers):
+            slots += layer.slots(f"model.layers.{index}.")
+        return slots + self.norm.slots("model.norm") + head

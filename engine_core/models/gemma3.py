@@ -6,27 +6,16 @@ plus the stored weight. Embeddings are scaled.
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from msgspec import field
-from torch import Tensor
 
-from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
-from tandem.engine_core.kernels.kernel_set import KernelSet
-from tandem.engine_core.kv_cache.storage import KVStorage
-from tandem.engine_core.layers.attention import Attention
+from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.layers.build_context import BuildContext
-from tandem.engine_core.layers.embedding import Embedding
-from tandem.engine_core.layers.linear import LinearWeights, Norm
-from tandem.engine_core.layers.mlp import GatedMLP
-from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
-from tandem.engine_core.layers.rotary import RotaryTable
-from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.layers.sandwich_block import build_sandwich
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.config_fields import FULL, ConfigFields, ConfigSource
-from tandem.engine_core.models.decoder import build_embedding, build_rotary, decoder_slots, select_sampled
+from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.models.sliding_fields import SLIDING, windows_of_types
 from tandem.engine_core.rope_config import Base, Count, Positive, RopeReader
 
@@ -86,108 +75,9 @@ def read_config(source: ConfigSource) -> ModelConfig:
     )
 
 
-@dataclass(eq=False)
-class Gemma3Layer:
-    """One block: attention and a feed-forward network.
-
-    Each comes after a norm, and what it returns is normalised before it is added to the residual stream.
-    """
-
-    attention_norm: Norm
-    """The norm of the stream before attention, behind that of the block before."""
-    attention: Attention
-    mlp_norm: SandwichNorm
-    """The norm of the stream before the feed-forward network, behind that of attention."""
-    mlp: GatedMLP
-    norms: dict[str, RMSNorm]
-    """The four norms by their names in the checkpoint."""
-
-    @classmethod
-    def build(
-        cls, config: ModelConfig, layer: LayerAttention, before: "Gemma3Layer | None", context: BuildContext
-    ) -> "Gemma3Layer":
-        """Allocate a block whose weights are not filled yet.
-
-        layer: the block's entry of `ModelConfig.attention`; before: the block before, None for the first.
-        """
-        names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-        norms = {
-            name: RMSNorm.build(config.hidden_size, config.rms_norm_eps, context, unit_offset=True) for name in names
-        }
-        first = norms["input"]
-        return cls(
-            first if before is None else SandwichNorm(before.norms["post_feedforward"], first),
-            Attention.build(config, layer, context, unit_offset=True),
-            SandwichNorm(norms["post_attention"], norms["pre_feedforward"]),
-            GatedMLP.build(config, context),
-            norms,
-        )
-
-    def __call__(
-        self,
-        update: Tensor,
-        residual: Tensor | None,
-        rotary: Sequence[tuple[Tensor, Tensor]],
-        batch: ForwardBatch,
-        keys: Tensor,
-        values: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the update of the residual stream, and the stream, both [T, hidden].
-
-        update: that of the block before, [T, hidden], not normalised yet; residual: the stream that the update belongs
-        to, None before the first block; rotary, keys, values: those of `Attention.__call__`.
-        """
-        update, residual = self.attention(update, residual, self.attention_norm, rotary, batch, keys, values)
-        return self.mlp(update, residual, self.mlp_norm)
-
-    def slots(self, prefix: str) -> list[WeightSlot]:
-        """List the slots of the checkpoint's tensors."""
-        norms = [slot for name, norm in self.norms.items() for slot in norm.slots(f"{prefix}{name}_layernorm")]
-        return [*norms, *self.attention.slots(f"{prefix}self_attn."), *self.mlp.slots(f"{prefix}mlp.")]
-
-
-@dataclass(eq=False)
-class Gemma3Model:
-    """The decoder with its output head."""
-
-    config: ModelConfig
-    rotary_tables: tuple[RotaryTable, ...]
-    embedding: Embedding
-    layers: list[Gemma3Layer]
-    norm: SandwichNorm
-    """The final norm, behind that of the last block."""
-    head: LinearWeights
-    kernels: KernelSet
-
-    @classmethod
-    def build(cls, config: ModelConfig, max_positions: int, context: BuildContext) -> "Gemma3Model":
-        """Allocate a model whose weights are not filled yet."""
-        if context.dtype == torch.float16:
-            logger.warning("activations of Gemma 3 may exceed float16's range, and their requests fail; use bfloat16")
-        rotary = build_rotary(config, max_positions, context)
-        embedding, head = build_embedding(config, context, scale=config.hidden_size**0.5)
-        layers: list[Gemma3Layer] = []
-        for layer in config.attention:
-            layers.append(Gemma3Layer.build(config, layer, layers[-1] if layers else None, context))
-        final = RMSNorm.build(config.hidden_size, config.rms_norm_eps, context, unit_offset=True)
-        norm = SandwichNorm(layers[-1].norms["post_feedforward"], final)
-        return cls(config, rotary, embedding, layers, norm, head, context.kernels)
-
-    def forward(self, batch: ForwardBatch, kv: KVStorage) -> Tensor:
-        """Implement `Model.forward`."""
-        rotary = [table(batch.positions) for table in self.rotary_tables]
-        update: Tensor = self.embedding(batch.input_ids)
-        residual: Tensor | None = None
-        for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
-            update, residual = layer(update, residual, rotary, batch, keys, values)
-        hidden, _ = self.norm(*select_sampled(update, residual, batch))
-        return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Implement `Model.logits`."""
-        logits, cap = self.head.apply(hidden), self.config.final_softcap
-        return logits if cap is None else self.kernels.soft_cap(logits, cap)
-
-    def weight_slots(self) -> list[WeightSlot]:
-        """Implement `Loadable.weight_slots`."""
-        return decoder_slots(self.config, self.embedding, self.layers, self.norm, self.head)
+def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Decoder:
+    """Allocate a model whose weights are not filled yet."""
+    if context.dtype == torch.float16:
+        logger.warning("activations of Gemma 3 may exceed float16's range, and their requests fail; use bfloat16")
+    blocks, norm = build_sandwich(config, context)
+    return Decoder.build(config, max_positions, context, blocks, norm, embedding_scale=config.hidden_size**0.5)

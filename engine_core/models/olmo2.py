@@ -13,16 +13,13 @@ from torch import Tensor
 from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import KernelSet
-from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
-from tandem.engine_core.layers.embedding import Embedding
 from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.norm import RMSNorm
-from tandem.engine_core.layers.rotary import RotaryTable
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.config_fields import ConfigFields, ConfigSource
-from tandem.engine_core.models.decoder import build_embedding, build_rotary, decoder_slots, select_sampled
+from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.rope_config import Count, Positive
 
 
@@ -151,7 +148,7 @@ class Olmo2MLP:
 
 
 @dataclass(slots=True, eq=False)
-class Olmo2Layer:
+class Olmo2Block:
     """One block: attention and a feed-forward network.
 
     Each is followed by a norm and added to the residual stream.
@@ -163,7 +160,7 @@ class Olmo2Layer:
     mlp_norm: RMSNorm
 
     @classmethod
-    def build(cls, config: ModelConfig, layer: LayerAttention, context: BuildContext) -> "Olmo2Layer":
+    def build(cls, config: ModelConfig, layer: LayerAttention, context: BuildContext) -> "Olmo2Block":
         """Allocate a block whose weights are not filled yet.
 
         layer: the block's entry of `ModelConfig.attention`.
@@ -205,41 +202,7 @@ class Olmo2Layer:
         ]
 
 
-@dataclass(slots=True, eq=False)
-class Olmo2Model:
-    """The decoder with its output head."""
-
-    config: ModelConfig
-    rotary_tables: tuple[RotaryTable, ...]
-    embedding: Embedding
-    layers: list[Olmo2Layer]
-    norm: RMSNorm
-    head: LinearWeights
-
-    @classmethod
-    def build(cls, config: ModelConfig, max_positions: int, context: BuildContext) -> "Olmo2Model":
-        """Allocate a model whose weights are not filled yet."""
-        rotary = build_rotary(config, max_positions, context)
-        embedding, head = build_embedding(config, context)
-        layers = [Olmo2Layer.build(config, layer, context) for layer in config.attention]
-        return cls(
-            config, rotary, embedding, layers, RMSNorm.build(config.hidden_size, config.rms_norm_eps, context), head
-        )
-
-    def forward(self, batch: ForwardBatch, kv: KVStorage) -> Tensor:
-        """Implement `Model.forward`."""
-        rotary = [table(batch.positions) for table in self.rotary_tables]
-        update: Tensor = self.embedding(batch.input_ids)
-        residual: Tensor | None = None
-        for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
-            update, residual = layer(update, residual, rotary, batch, keys, values)
-        hidden, _ = self.norm(*select_sampled(update, residual, batch))
-        return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Implement `Model.logits`."""
-        return self.head.apply(hidden)
-
-    def weight_slots(self) -> list[WeightSlot]:
-        """Implement `Loadable.weight_slots`."""
-        return decoder_slots(self.config, self.embedding, self.layers, self.norm, self.head)
+def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Decoder:
+    """Allocate a model whose weights are not filled yet."""
+    blocks = [Olmo2Block.build(config, layer, context) for layer in config.attention]
+    return Decoder.build(config, max_positions, context, blocks)

@@ -57,14 +57,14 @@ class Family:
 
 
 FAMILIES = {
-    "Gemma2ForCausalLM": Family(gemma2.read_config, gemma2.Gemma2Model.build),
-    "Gemma3ForCausalLM": Family(gemma3.read_config, gemma3.Gemma3Model.build),
-    "LlamaForCausalLM": Family(llama.read_config, llama.LlamaModel.build),
-    "MistralForCausalLM": Family(mistral.read_config, mistral.MistralModel.build),
-    "Olmo2ForCausalLM": Family(olmo2.read_config, olmo2.Olmo2Model.build),
-    "Phi3ForCausalLM": Family(phi3.read_config, phi3.Phi3Model.build),
-    "Qwen2ForCausalLM": Family(qwen2.read_config, qwen2.Qwen2Model.build),
-    "Qwen3ForCausalLM": Family(qwen3.read_config, qwen3.Qwen3Model.build),
+    "Gemma2ForCausalLM": Family(gemma2.read_config, gemma2.build),
+    "Gemma3ForCausalLM": Family(gemma3.read_config, gemma3.build),
+    "LlamaForCausalLM": Family(llama.read_config, llama.build),
+    "MistralForCausalLM": Family(mistral.read_config, mistral.build),
+    "Olmo2ForCausalLM": Family(olmo2.read_config, olmo2.build),
+    "Phi3ForCausalLM": Family(phi3.read_config, phi3.build),
+    "Qwen2ForCausalLM": Family(qwen2.read_config, qwen2.build),
+    "Qwen3ForCausalLM": Family(qwen3.read_config, qwen3.build),
 }
 
 

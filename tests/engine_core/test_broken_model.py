@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tandem.engine_core.models.llama import LlamaModel
+from tandem.engine_core.models.decoder import Decoder
 from tandem.protocol.codec import pack_floats, pack_ids
 from tandem.protocol.commands import Submit
 from tandem.protocol.errors import ErrorCode
@@ -90,7 +90,7 @@ POISON = VOCAB - 1
 
 
 @pytest.fixture(scope="module")
-def poisoned() -> LlamaModel:
+def poisoned() -> Decoder:
     model = random_model()
     (embedding,) = [slot.target for slot in model.weight_slots() if slot.name == "model.embed_tokens.weight"]
     embedding[POISON] = torch.nan
@@ -117,7 +117,7 @@ def forced(token: int, max_tokens: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_token_of_nan_weights_fails_the_requests_that_hold_it(poisoned: LlamaModel, depth: int) -> None:
+def test_a_token_of_nan_weights_fails_the_requests_that_hold_it(poisoned: Decoder, depth: int) -> None:
     """In a prompt it fails the request at once, as a sampled token one step later, whatever the request asks for."""
     sound = [[3, 4, 5, 6, 7], [8], [9, 10, 11]]
     asked = [
@@ -144,7 +144,7 @@ def test_a_token_of_nan_weights_fails_the_requests_that_hold_it(poisoned: LlamaM
     assert int(engine.runtime.tables.tokens.min()) >= 0, "a token that no embedding has is left in the table"
 
 
-def test_pages_that_held_nan_serve_the_next_requests(poisoned: LlamaModel) -> None:
+def test_pages_that_held_nan_serve_the_next_requests(poisoned: Decoder) -> None:
     """Both those freed with NaN in them, and a prefix that a failed request shared."""
     prompt = list(range(20, 33))
     params = [SamplingParams(10, temperature=0.0, ignore_eos=True)]

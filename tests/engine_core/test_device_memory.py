@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.engine_core.errors import DeviceMemoryError, FatalError
-from tandem.engine_core.models.llama import LlamaModel
+from tandem.engine_core.models.decoder import Decoder
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.commands import Submit
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -80,7 +80,7 @@ def test_a_step_without_prompts_that_does_not_fit_is_fatal() -> None:
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaModel:
+def model() -> Decoder:
     return random_model()
 
 
@@ -95,7 +95,7 @@ PARAMS = [
 class FailingModel:
     """A model whose forward pass runs out of memory, after it has written KV, in the calls with these numbers."""
 
-    def __init__(self, model: LlamaModel, at: list[int]) -> None:
+    def __init__(self, model: Decoder, at: list[int]) -> None:
         self.model, self.at, self.calls = model, at, 0
         self.logits = model.logits
 
@@ -108,7 +108,7 @@ class FailingModel:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_step_that_fits_after_all_changes_no_token(model: LlamaModel, depth: int) -> None:
+def test_a_step_that_fits_after_all_changes_no_token(model: Decoder, depth: int) -> None:
     """Decode steps and steps with prompts, with a step in flight before them."""
     expected = TinyEngine(model, Shape(depth)).generate(PROMPTS, PARAMS)
     engine = TinyEngine(model, Shape(depth))
@@ -119,7 +119,7 @@ def test_a_step_that_fits_after_all_changes_no_token(model: LlamaModel, depth: i
     assert len(released) == 3
 
 
-def test_a_step_that_never_fits_leaves_its_slot_free(model: LlamaModel) -> None:
+def test_a_step_that_never_fits_leaves_its_slot_free(model: Decoder) -> None:
     engine = TinyEngine(model, Shape(1))
     engine.generate(PROMPTS[:1], PARAMS[:1])
     plan = engine.runtime.plans[0]

@@ -12,7 +12,7 @@ from collections import Counter
 import psutil
 from msgspec import structs
 
-from tandem.engine_core.models.llama import LlamaModel
+from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.commands import Abort, EndSession, SetPolicy, Submit
@@ -30,7 +30,7 @@ MAX_WAITING = 8
 class Overload:
     """One client that keeps the queue full, and drops output once it has checked it."""
 
-    def __init__(self, model: LlamaModel, seed: int) -> None:
+    def __init__(self, model: Decoder, seed: int) -> None:
         self.rng = random.Random(seed)
         self.driven = TinyEngine(model, Shape(depth=2, pages=1 + 24, max_rows=6, step_tokens=24, chunk=9))
         scheduler = self.driven.scheduler

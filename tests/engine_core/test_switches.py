@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tandem.engine_core.models.llama import LlamaModel
+from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.scheduler.policy import POLICIES
@@ -37,7 +37,7 @@ GREEDY = SamplingParams(14, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaModel:
+def model() -> Decoder:
     return random_model()
 
 
@@ -56,7 +56,7 @@ def checked() -> dict[tuple[int, ...], Compared]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_same_tokens_as_a_dense_model(model: LlamaModel, checked: dict[tuple[int, ...], Compared], name: str) -> None:
+def test_same_tokens_as_a_dense_model(model: Decoder, checked: dict[tuple[int, ...], Compared], name: str) -> None:
     engine = TinyEngine(model, SHAPES[name])
     compared = Compared()
     for _ in range(2):
@@ -77,7 +77,7 @@ def test_same_tokens_as_a_dense_model(model: LlamaModel, checked: dict[tuple[int
     assert scheduler.memory.usage.in_use == 0
 
 
-def test_sampled_tokens_do_not_change_with_a_preemption(model: LlamaModel) -> None:
+def test_sampled_tokens_do_not_change_with_a_preemption(model: Decoder) -> None:
     """Random numbers go by position, so computing a sequence again changes nothing that was or will be drawn."""
     asked = prompts()
     params = [

@@ -16,7 +16,7 @@ from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.llama import LlamaModel
+from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.models.registry import build_model
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.rope_config import RopeConfig
@@ -62,10 +62,10 @@ CONFIG = ModelConfig(
 )
 
 
-def random_model(seed: int = 0, config: ModelConfig = CONFIG) -> LlamaModel:
+def random_model(seed: int = 0, config: ModelConfig = CONFIG) -> Decoder:
     """Weights large enough that tokens depend on each other and logits are apart."""
     model = build_model(config, torch_build_context(torch.device("cpu"), torch.float32))
-    assert isinstance(model, LlamaModel)
+    assert isinstance(model, Decoder)
     generator = torch.Generator().manual_seed(seed)
     for slot in sorted(model.weight_slots(), key=lambda item: item.name):
         if "norm" in slot.name:
@@ -75,7 +75,7 @@ def random_model(seed: int = 0, config: ModelConfig = CONFIG) -> LlamaModel:
     return model
 
 
-def dense_logits(model: LlamaModel, tokens: Sequence[int]) -> Tensor:
+def dense_logits(model: Decoder, tokens: Sequence[int]) -> Tensor:
     """Logits after every position, in float64: no pages, no batch, no fused weights. [L, vocab]."""
     config = model.config
     weights = {slot.name: slot.target.double() for slot in model.weight_slots()}
@@ -147,7 +147,7 @@ class Compared:
     gap: float = 1e-3
 
     def check(
-        self, model: LlamaModel, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams, constrained: bool
+        self, model: Decoder, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams, constrained: bool
     ) -> None:
         """Asserts that each token is what the dense model chooses after those before it."""
         logits = dense_logits(model, [*prompt, *tokens])
@@ -204,7 +204,7 @@ class Shape:
     static: bool = False
 
 
-def build_runtime(model: LlamaModel, shape: Shape) -> RecordingTorchRuntime:
+def build_runtime(model: Decoder, shape: Shape) -> RecordingTorchRuntime:
     pages = shape.pages or shape.max_rows * -(-MAX_LEN // shape.page_size) + 1
     device = CpuDevice()
     layout = KVLayout(
@@ -233,7 +233,7 @@ def build_runtime(model: LlamaModel, shape: Shape) -> RecordingTorchRuntime:
 class TinyEngine:
     """Scheduler, pipeline, control and TorchRuntime as in production, over a mailbox that is a list."""
 
-    def __init__(self, model: LlamaModel, shape: Shape) -> None:
+    def __init__(self, model: Decoder, shape: Shape) -> None:
         self.model = model
         self.runtime = build_runtime(model, shape)
         self.mailbox = FakeMailbox()

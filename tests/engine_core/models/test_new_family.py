@@ -1,4 +1,4 @@
-"""A family with norms and an activation of its own needs a model, a line in the registry and its config's fields.
+"""A family with norms and an activation of its own needs blocks, a line in the registry and its config's fields.
 
 Gemma (Gemma Team, 2024) stands for it: norms that multiply by 1 + weight, GELU's tanh approximation, and an embedding
 scaled by the square root of the hidden size.
@@ -11,40 +11,32 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
-from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.layers.attention import Attention
 from tandem.engine_core.layers.build_context import BuildContext
-from tandem.engine_core.layers.embedding import Embedding
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.norm import RMSNorm
-from tandem.engine_core.layers.rotary import RotaryTable
+from tandem.engine_core.layers.pre_norm_block import PreNormBlock
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models import registry
-from tandem.engine_core.models.llama import LlamaLayer, LlamaModel, read_config
+from tandem.engine_core.models.decoder import Decoder
+from tandem.engine_core.models.llama import read_config
 from tests.engine_core.models.test_llama import BASE
 from tests.support.paged_model import PagedRun, chunked, load
 from tests.support.parity import LENGTHS, PREFILL, TOLERANCE, random_tokens, reference_logits, save_random, worst
 
 
-class ScaledEmbedding(Embedding):
-    def __call__(self, ids: Tensor) -> Tensor:
-        return super().__call__(ids) * self.table.shape[1] ** 0.5
-
-
-def build(config: ModelConfig, max_positions: int, context: BuildContext) -> LlamaModel:
+def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Decoder:
     def norm() -> RMSNorm:
         return RMSNorm.build(config.hidden_size, config.rms_norm_eps, context, unit_offset=True)
 
     config = structs.replace(config, activation=Activation.GELU_TANH)
-    head = context.head_method.build(config.vocab_size, config.hidden_size, False, context)
-    layers = [
-        LlamaLayer(norm(), Attention.build(config, layer, context), norm(), GatedMLP.build(config, context))
+    blocks = [
+        PreNormBlock(norm(), Attention.build(config, layer, context), norm(), GatedMLP.build(config, context))
         for layer in config.attention
     ]
-    rotary = RotaryTable.build(config.ropes[0], max_positions, context.device)
-    return LlamaModel(config, (rotary,), ScaledEmbedding.tied_to(head), layers, norm(), head)
+    return Decoder.build(config, max_positions, context, blocks, norm(), embedding_scale=config.hidden_size**0.5)
 
 
 def save_gemma(directory: Path) -> Any:

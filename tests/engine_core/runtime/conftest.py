@@ -2,10 +2,10 @@
 
 import pytest
 
-from tandem.engine_core.models.llama import LlamaModel
+from tandem.engine_core.models.decoder import Decoder
 from tests.support.tiny_llama import random_model
 
 
 @pytest.fixture(scope="session")
-def model() -> LlamaModel:
+def model() -> Decoder:
     return random_model()

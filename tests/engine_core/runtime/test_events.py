@@ -1,6 +1,6 @@
 """I3 and I6: what `collect` waits for is recorded by the step itself, whatever the step holds."""
 
-from tandem.engine_core.models.llama import LlamaModel
+from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.plan import StepPlan
 from tandem.protocol.params import SamplingParams
 from tests.support.tiny_llama import Shape, TinyEngine
@@ -22,7 +22,7 @@ class CountingEvent:
         return None
 
 
-def test_every_step_is_waited_for_even_if_it_samples_nothing(model: LlamaModel) -> None:
+def test_every_step_is_waited_for_even_if_it_samples_nothing(model: Decoder) -> None:
     """A step of prompt chunks has no tokens; its slot's buffers are still read until the device is done with it."""
     engine = TinyEngine(model, Shape(chunk=4, step_tokens=8))
     runtime = engine.runtime

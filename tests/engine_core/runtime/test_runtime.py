@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.engine_core.models.llama import LlamaModel
+from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.runtime.staging import MAX_SUPPRESSED
 from tandem.protocol.codec import pack_floats, pack_ids
 from tandem.protocol.params import MAX_LOGIT_BIAS, SamplingParams
@@ -47,7 +47,7 @@ CONSTRAINED = (9, 10)
 
 
 def check(
-    model: LlamaModel, asked: list[list[int]], got: list[list[int]], params: list[SamplingParams], constrained: Any
+    model: Decoder, asked: list[list[int]], got: list[list[int]], params: list[SamplingParams], constrained: Any
 ) -> Compared:
     compared = Compared()
     for index, (prompt, tokens) in enumerate(zip(asked, got, strict=True)):
@@ -62,9 +62,7 @@ def check(
 @pytest.mark.parametrize(
     ("page_size", "depth", "cut"), thinned([1, 2, 16], [1, 2], [(64, 64), (16, 5), (4, 1)]), ids=str
 )
-def test_tokens_equal_those_of_a_dense_model(
-    model: LlamaModel, page_size: int, depth: int, cut: tuple[int, int]
-) -> None:
+def test_tokens_equal_those_of_a_dense_model(model: Decoder, page_size: int, depth: int, cut: tuple[int, int]) -> None:
     """`cut` is the most tokens of a step, and of one prompt in it."""
     engine = TinyEngine(model, Shape(depth, page_size, 4, *cut))
     asked = prompts(len(EVERYTHING), seed=page_size)
@@ -75,7 +73,7 @@ def test_tokens_equal_those_of_a_dense_model(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_tokens_are_the_same_mixed_and_one_by_one(model: LlamaModel, seed: int) -> None:
+def test_tokens_are_the_same_mixed_and_one_by_one(model: Decoder, seed: int) -> None:
     asked = prompts(len(EVERYTHING), seed)
     together = TinyEngine(model, Shape(max_rows=16)).generate(asked, EVERYTHING, CONSTRAINED)
     one_by_one = TinyEngine(model, Shape(max_rows=1))
@@ -87,7 +85,7 @@ def test_tokens_are_the_same_mixed_and_one_by_one(model: LlamaModel, seed: int) 
             assert compared.close, f"seed {seed}, request {index}: {alone[0]}, with others {together[index]}"
 
 
-def test_a_full_context_generates_to_its_last_position(model: LlamaModel) -> None:
+def test_a_full_context_generates_to_its_last_position(model: Decoder) -> None:
     asked = [[5] * (MAX_LEN - 1), [6], [7, 8]]
     params = [greedy(1), greedy(MAX_LEN - 1, ignore_eos=True), SamplingParams(MAX_LEN - 2, seed=3, ignore_eos=True)]
     got = TinyEngine(model, Shape()).generate(asked, params)
@@ -96,7 +94,7 @@ def test_a_full_context_generates_to_its_last_position(model: LlamaModel) -> Non
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_blocking_replay_is_equal_bit_for_bit(model: LlamaModel, depth: int) -> None:
+def test_a_blocking_replay_is_equal_bit_for_bit(model: Decoder, depth: int) -> None:
     shape = Shape(depth, chunk=7)
     engine = TinyEngine(model, shape)
     engine.generate(prompts(len(EVERYTHING), 4), EVERYTHING, CONSTRAINED)
@@ -115,7 +113,7 @@ def test_a_blocking_replay_is_equal_bit_for_bit(model: LlamaModel, depth: int) -
         assert torch.equal(mine, theirs_by_name[name]), name
 
 
-def test_a_row_keeps_nothing_of_its_previous_sequence(model: LlamaModel) -> None:
+def test_a_row_keeps_nothing_of_its_previous_sequence(model: Decoder) -> None:
     """Biases, suppressed ends, penalties and seeds of one sequence do not reach the next one in its row."""
     engine = TinyEngine(model, Shape(max_rows=1))
     first = SamplingParams(
@@ -142,7 +140,7 @@ def test_a_row_keeps_nothing_of_its_previous_sequence(model: LlamaModel) -> None
     assert got == fresh
 
 
-def test_choices_differ_and_equal_seeds_repeat(model: LlamaModel) -> None:
+def test_choices_differ_and_equal_seeds_repeat(model: Decoder) -> None:
     params = [SamplingParams(12, seed=21, choice=choice, ignore_eos=True) for choice in range(4)]
     params.append(SamplingParams(12, seed=22, ignore_eos=True))
     asked = [[5, 6, 7]] * len(params)
@@ -152,7 +150,7 @@ def test_choices_differ_and_equal_seeds_repeat(model: LlamaModel) -> None:
     assert again[::-1] == got
 
 
-def test_a_reused_slot_keeps_nothing_of_its_previous_step(model: LlamaModel) -> None:
+def test_a_reused_slot_keeps_nothing_of_its_previous_step(model: Decoder) -> None:
     """What a step leaves in its slot (more rows, masks, another prompt) does not reach the next one."""
     engine = TinyEngine(model, Shape(max_rows=4, step_tokens=64))
     sizes = [4, 1, 3, 1, 2]
@@ -166,7 +164,7 @@ def test_a_reused_slot_keeps_nothing_of_its_previous_step(model: LlamaModel) -> 
 class TestNothingWaits:
     """I7: the launch path copies out of the slot's own buffers and asks the device for nothing."""
 
-    def test_copies_come_from_the_slots_buffers(self, model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_copies_come_from_the_slots_buffers(self, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = TinyEngine(model, Shape())
         runtime = engine.runtime
         copies: list[tuple[int, int, bool]] = []

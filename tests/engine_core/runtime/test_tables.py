@@ -8,7 +8,7 @@ from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.kernels.reference.sampling import SamplingRows
 from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS
-from tandem.engine_core.models.llama import LlamaModel
+from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.device import CpuDevice, open_device
 from tandem.engine_core.runtime.slots import StepSlot
@@ -128,7 +128,7 @@ def test_end_ids_are_suppressed_while_the_row_asks_for_it() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("max_len", [2, 3, 4, 5, MAX_LEN])
-def test_warm_up_writes_to_the_padding_row_and_page_only(model: LlamaModel, depth: int, max_len: int) -> None:
+def test_warm_up_writes_to_the_padding_row_and_page_only(model: Decoder, depth: int, max_len: int) -> None:
     runtime = build_runtime(model, Shape(depth))
     pages_per_row = -(-max_len // 4)
     runtime.tables = DeviceTables.allocate(4, max_len, pages_per_row, torch.device("cpu"))

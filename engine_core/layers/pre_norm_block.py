@@ -1,0 +1,69 @@
+"""Block of a decoder whose parts come after their norms.
+
+It is that of Llama and its relatives.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
+from tandem.engine_core.layers.attention import Attention
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.mlp import GatedMLP
+from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.model_config import ModelConfig
+
+
+@dataclass(eq=False)
+class PreNormBlock:
+    """One block: attention and a feed-forward network.
+
+    Each comes after a norm and is added to the residual stream.
+    """
+
+    attention_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+
+    @classmethod
+    def build(cls, config: ModelConfig, layer: LayerAttention, context: BuildContext) -> "PreNormBlock":
+        """Allocate a block whose weights are not filled yet.
+
+        layer: the block's entry of `ModelConfig.attention`.
+        """
+        return cls(
+            RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
+            Attention.build(config, layer, context),
+            RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
+            GatedMLP.build(config, context),
+        )
+
+    def __call__(
+        self,
+        update: Tensor,
+        residual: Tensor | None,
+        rotary: Sequence[tuple[Tensor, Tensor]],
+        batch: ForwardBatch,
+        keys: Tensor,
+        values: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the update of the residual stream, and the stream, both [T, hidden].
+
+        update: that of the block before, [T, hidden]; residual: the stream that the update belongs to, None before the
+        first block; rotary, keys, values: those of `Attention.__call__`.
+        """
+        update, residual = self.attention(update, residual, self.attention_norm, rotary, batch, keys, values)
+        return self.mlp(update, residual, self.mlp_norm)
+
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        """List the slots of the checkpoint's tensors."""
+        return [
+            *self.attention_norm.slots(f"{prefix}input_layernorm"),
+            *self.attention.slots(f"{prefix}self_attn."),
+            *self.mlp_norm.slots(f"{prefix}post_attention_layernorm"),
+            *self.mlp.slots(f"{prefix}mlp."),
+        ]

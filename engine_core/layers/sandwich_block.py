@@ -1,0 +1,84 @@
+"""Blocks of a decoder whose parts stand between two norms, as in Gemma."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
+from tandem.engine_core.layers.attention import Attention
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.linear import Norm
+from tandem.engine_core.layers.mlp import GatedMLP
+from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
+from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.model_config import ModelConfig
+
+
+@dataclass(eq=False)
+class SandwichBlock:
+    """One block: attention and a feed-forward network.
+
+    Each comes after a norm, and what it returns is normalised before it is added to the residual stream.
+    """
+
+    attention_norm: Norm
+    """The norm of the stream before attention, behind that of the block before."""
+    attention: Attention
+    mlp_norm: SandwichNorm
+    """The norm of the stream before the feed-forward network, behind that of attention."""
+    mlp: GatedMLP
+    norms: dict[str, RMSNorm]
+    """The four norms by their names in the checkpoint."""
+
+    @classmethod
+    def build(
+        cls, config: ModelConfig, layer: LayerAttention, before: "SandwichBlock | None", context: BuildContext
+    ) -> "SandwichBlock":
+        """Allocate a block whose weights are not filled yet.
+
+        layer: the block's entry of `ModelConfig.attention`; before: the block before, None for the first.
+        """
+        names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        norms = {
+            name: RMSNorm.build(config.hidden_size, config.rms_norm_eps, context, unit_offset=True) for name in names
+        }
+        first = norms["input"]
+        return cls(
+            first if before is None else SandwichNorm(before.norms["post_feedforward"], first),
+            Attention.build(config, layer, context, unit_offset=True),
+            SandwichNorm(norms["post_attention"], norms["pre_feedforward"]),
+            GatedMLP.build(config, context),
+            norms,
+        )
+
+    def __call__(
+        self,
+        update: Tensor,
+        residual: Tensor | None,
+        rotary: Sequence[tuple[Tensor, Tensor]],
+        batch: ForwardBatch,
+        keys: Tensor,
+        values: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the update of the residual stream, and the stream, both [T, hidden].
+
+        update: that of the block before, [T, hidden], not normalised yet; residual: the stream that the update belongs
+        to, None before the first block; rotary, keys, values: those of `Attention.__call__`.
+        """
+        update, residual = self.attention(update, residual, self.attention_norm, rotary, batch, keys, values)
+        return self.mlp(update, residual, self.mlp_norm)
+
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        """List the slots of the checkpoint's tensors."""
+        norms = [slot for name, norm in self.norms.items() for slot in norm.slots(f"{prefix}{name}_layernorm")]
+        return [*norms, *self.attention.slots(f"{prefix}self_attn."), *self.mlp.slots(f"{prefix}mlp.")]
+
+
+def build_sandwich(config: ModelConfig, context: BuildContext) -> tuple[list[SandwichBlock], SandwichNorm]:
+    """Allocate the blocks of a decoder and the norm behind them, not filled yet."""
+    blocks: list[SandwichBlock] = []
+    for layer in config.attention:
+        blocks.append(SandwichBlock.build(config, layer, blocks[-1] if blocks else None, context))
+    final = RMSNorm.build(config.hidden_size, config.rms_norm_eps, context, unit_offset=True)
+    return blocks, SandwichNorm(blocks[-1].norms["post_feedforward"], final)
