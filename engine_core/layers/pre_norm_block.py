@@ -51,11 +51,7 @@ class PreNormBlock:
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return the update of the residual stream, and the stream, both [T, hidden].
-
-        update: that of the block before, [T, hidden]; residual: the stream that the update belongs to, None before the
-        first block; rotary, keys, values: those of `Attention.__call__`.
-        """
+        """Implement `decoder.Block`."""
         update, residual = self.attention(update, residual, self.attention_norm, rotary, batch, keys, values)
         return self.mlp(update, residual, self.mlp_norm)
 

@@ -61,10 +61,9 @@ class SandwichBlock:
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return the update of the residual stream, and the stream, both [T, hidden].
+        """Implement `decoder.Block`.
 
-        update: that of the block before, [T, hidden], not normalised yet; residual: the stream that the update belongs
-        to, None before the first block; rotary, keys, values: those of `Attention.__call__`.
+        The update is not normalised yet, neither the one given nor the one returned.
         """
         update, residual = self.attention(update, residual, self.attention_norm, rotary, batch, keys, values)
         return self.mlp(update, residual, self.mlp_norm)

@@ -181,11 +181,7 @@ class Olmo2Block:
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return the update of the residual stream, and the stream, both [T, hidden].
-
-        update: that of the block before, [T, hidden]; residual: the stream that the update belongs to, None before the
-        first block; rotary, keys, values: those of `Attention.__call__`.
-        """
+        """Implement `decoder.Block`."""
         update, residual = self.attention(update, residual, rotary, batch, keys, values)
         update, _ = self.attention_norm(update, None)
         update, residual = self.mlp(update, residual)
