@@ -65,10 +65,19 @@ def save_tiny(architecture: str, folder: Path, seed: int = 0, **fields: Any) -> 
         warnings.simplefilter("ignore")
         config = AutoConfig.for_model(**(COMMON | TINY[architecture] | fields))
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" in name:  # Gemma's factors are stored less 1
-                    parameter.uniform_(*((-0.5, 0.5) if "Gemma" in architecture else (0.5, 1.5)))
-                elif name.endswith("bias"):
-                    parameter.normal_(0, 0.1)
+        # Gemma's factors are stored less 1.
+        randomize_vectors(model, (-0.5, 0.5) if "Gemma" in architecture else (0.5, 1.5))
         model.save_pretrained(folder)
+
+
+def randomize_vectors(model: Any, norms: tuple[float, float]) -> None:
+    """Give the norms and biases of a model random values.
+
+    transformers makes them ones and zeros. norms: range of the norms' weights.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(*norms)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.1)

@@ -11,24 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.porting.tiny import COMMON, randomize_vectors
 from tests.support.paged_model import PagedRun, chunked, load
 
 TOLERANCE = 1e-4
 """Largest error of a logit in float32 on a CPU; logits reach about 8."""
 VOCAB = 157
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+SMALL: dict[str, Any] = COMMON | {"vocab_size": VOCAB, "num_hidden_layers": 3}
 """Fields of a configuration that is large enough to tell mistakes and small enough to be fast."""
 LENGTHS = (1, 9, 40, 23, 64)
 """Positions of the sequences that run together."""
@@ -60,11 +49,7 @@ def save_random(
         config._attn_implementation = "eager"
         model = AutoModelForCausalLM.from_config(config) if model_class is None else model_class(config)
         model = model.float().eval()
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(*norms)
-            elif name.endswith("bias"):
-                parameter.normal_(0, 0.1)
+        randomize_vectors(model, norms)
         model.save_pretrained(directory, **saving)
     return model
 
