@@ -3,8 +3,6 @@
 import ssl
 from dataclasses import dataclass
 
-import httpx
-
 
 @dataclass(frozen=True)
 class Trust:
@@ -25,4 +23,6 @@ class Trust:
         """
         if self.ca_file is not None:
             return ssl.create_default_context(cafile=self.ca_file)
+        import httpx  # Here, because every command has these flags, and `tandem --help` needs no HTTP client.
+
         return httpx.create_ssl_context(verify=not self.is_any)

@@ -215,3 +215,13 @@ def test_http_processes_import_neither_torch_nor_the_engine() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
+
+
+def test_parsing_flags_loads_no_http_client_server_or_hub() -> None:
+    program = (
+        "import sys, tandem.frontend.cli.main\n"
+        "tandem.frontend.cli.main.build_parser().parse_args(['chat', '--insecure'])\n"
+        "print([m for m in ('httpx', 'httpx2', 'huggingface_hub', 'fastapi', 'uvicorn') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
