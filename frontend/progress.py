@@ -9,11 +9,13 @@ WIDTH = 30
 class Progress:
     """Progress bar of requests or of time.
 
-    It covers a number of requests, or a duration in seconds if their number is unknown.
+    It covers a number of requests, or a duration in seconds if their number is unknown. Other work is drawn by `bar`.
     """
 
-    def __init__(self, label: str, total: int | None, duration: float | None, out: TextIO | None = None) -> None:
-        self.label = label
+    def __init__(
+        self, label: str, total: int | None = None, duration: float | None = None, out: TextIO | None = None
+    ) -> None:
+        self._label = label
         self.interval = 0.25
         self._total, self._duration = total, duration
         self._out = out or sys.stderr
@@ -28,13 +30,16 @@ class Progress:
         """
         share = done / self._total if self._total else seconds / (self._duration or seconds or 1.0)
         share = min(1.0, max(0.0, share))
-        filled = round(WIDTH * share)
         total = f"/{self._total}" if self._total else ""
-        bar = "#" * filled + "." * (WIDTH - filled)
         rate = "" if tokens is None else f"  {tokens / max(seconds, 1e-9):.0f} tokens/s"
         if rate and 0 < share < 1:
             rate += f"  {seconds * (1 - share) / share:.0f} s left"
-        return f"{self.label:>14} [{bar}] {100 * share:3.0f} %  {done}{total} requests  {max(0.0, seconds):.1f} s{rate}"
+        text = f"{100 * share:3.0f} %  {done}{total} requests  {max(0.0, seconds):.1f} s{rate}"
+        return self.bar(round(WIDTH * share), text)
+
+    def bar(self, filled: int, text: str) -> str:
+        """Format the label, a bar with `filled` of its WIDTH places full, and a text."""
+        return f"{self._label:>14} [{'#' * filled}{'.' * (WIDTH - filled)}] {text}"
 
     def draw(self, done: int, seconds: float, tokens: int | None = None) -> None:
         """Replace the bar on the terminal."""

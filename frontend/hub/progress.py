@@ -37,7 +37,7 @@ class DownloadProgress:
         self._bytes_kept = 0
         self._next_percent = LOG_PERCENT
         self._lock = threading.Lock()
-        self._bar = Progress("downloading", None, None, out)
+        self._bar = Progress("downloading", out=out)
 
     def add_bytes(self, size: int) -> None:
         """Count bytes that have arrived; negative for those that were thrown away."""
@@ -59,8 +59,7 @@ class DownloadProgress:
         """Draw the bar, or log a line if another tenth is done."""
         share = self.bytes_done / self.num_bytes if self.num_bytes else 1.0
         if self._bar.is_shown:
-            filled = round(WIDTH * min(share, 1.0))
-            self._bar.show(f"{self._bar.label:>14} [{'#' * filled}{'.' * (WIDTH - filled)}] {self.text()}")
+            self._bar.show(self._bar.bar(round(WIDTH * min(share, 1.0)), self.text()))
         elif 100 * share >= self._next_percent and share < 1:
             self._next_percent = int(100 * share) // LOG_PERCENT * LOG_PERCENT + LOG_PERCENT
             logger.info("downloaded %s", self.text())

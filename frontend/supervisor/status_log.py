@@ -33,7 +33,7 @@ class StatusLog:
         self._logged_at = clock()
         self._progress = ""
         """Last line on a start; the next one says something else."""
-        self._bar = Progress("loading", None, None, out)
+        self._bar = Progress("loading", out=out)
         self._has_bar = False
         self._last: Heartbeat | None = None
         """Heartbeat at the start of the interval; None unless the engine served then."""
@@ -67,8 +67,7 @@ class StatusLog:
         loads = heartbeat is not None and heartbeat.phase is Phase.LOADING and not self._watch.is_silent
         if heartbeat is not None and loads and self._bar.is_shown:
             filled = WIDTH * min(heartbeat.percent, 100) // 100
-            bar = "#" * filled + "." * (WIDTH - filled)
-            self._bar.show(f"{self._bar.label:>14} [{bar}] {heartbeat.percent:3} %  {heartbeat.detail}")
+            self._bar.show(self._bar.bar(filled, f"{heartbeat.percent:3} %  {heartbeat.detail}"))
             self._has_bar = True
         elif self._has_bar:
             self._bar.clear()
