@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
 )
 from msgspec import Struct
 
-_WORDS = {401: "the hub does not accept the token (401): check it, or leave it out for a public model"}
+_REFUSED_TOKEN = "the hub does not accept the token (401): check it, or leave it out for a public model"
 
 
 class HubError(Exception):
@@ -61,7 +61,7 @@ class Asked(Struct, frozen=True):
     def explain_status(self, status: int) -> HubError:
         """Explain an answer by its status alone."""
         if status in (401, 403):
-            return self._gated() if status == 403 or not self.has_token else HubError(_WORDS[401])
+            return self._gated() if status == 403 or not self.has_token else HubError(_REFUSED_TOKEN)
         if status == 404:
             return HubError(f"{self.endpoint} has lost a file of {self.name} (404); start again")
         if status == 429:

@@ -11,11 +11,12 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
-"""Files of which a model has at least one: its tokenizer, or what one can be converted from."""
+TOKENIZER = "tokenizer.json"
+TOKENIZER_SOURCES = ("tokenizer.model", "vocab.json", "tiktoken.model")
+"""Files that a tokenizer can be converted from, for a model without tokenizer.json."""
 _SMALL_FILES = frozenset(
     {CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-     "merges.txt", "chat_template.jinja", "chat_template.json", *TOKENIZER_FILES}
+     "merges.txt", "chat_template.jinja", "chat_template.json", TOKENIZER, *TOKENIZER_SOURCES}
 )  # fmt: skip
 _MORE_TEMPLATES = re.compile(r"additional_chat_templates/[\w-][\w.-]*\.jinja")
 _SHARD = re.compile(r"[\w-][\w.-]*\.safetensors")
@@ -74,7 +75,7 @@ def shards(index: bytes, names: Collection[str]) -> list[str]:
     Raises SelectionError for an index that cannot be read, or that names files which are not in the repository.
     """
     try:
-        named = sorted(set(msgspec.json.decode(index, type=_Index).weight_map.values()))
+        named = _named(index)
     except msgspec.MsgspecError as error:
         raise SelectionError(f"has an {INDEX} that cannot be read: {error}") from None
     wrong = [name for name in named if name not in names or _SHARD.fullmatch(name) is None]
@@ -86,15 +87,19 @@ def shards(index: bytes, names: Collection[str]) -> list[str]:
 
 def missing(folder: Path, with_weights: bool) -> str:
     """Return the first file that a model in a folder lacks; "" for a complete one."""
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return TOKENIZER_FILES[0]
+    if not any((folder / name).is_file() for name in (TOKENIZER, *TOKENIZER_SOURCES)):
+        return TOKENIZER
     if not (folder / CONFIG).is_file():
         return CONFIG
     if not with_weights or (folder / SINGLE).is_file():
         return ""
     try:
-        index = (folder / INDEX).read_bytes()
-        named = sorted(set(msgspec.json.decode(index, type=_Index).weight_map.values()))
+        named = _named((folder / INDEX).read_bytes())
     except (OSError, msgspec.MsgspecError):
         return SINGLE
     return next((name for name in named if not (folder / name).is_file()), "")
+
+
+def _named(index: bytes) -> list[str]:
+    """Return the files that an index names. Raises MsgspecError if it cannot be read."""
+    return sorted(set(msgspec.json.decode(index, type=_Index).weight_map.values()))

@@ -15,15 +15,13 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from tandem.frontend.hub.selection import TOKENIZER, TOKENIZER_SOURCES
 from tandem.frontend.process import die_with_parent
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER = "tokenizer.json"
-SOURCES = ("tokenizer.model", "vocab.json", "tiktoken.model")
-"""Files that a tokenizer can be converted from."""
 _OTHERS = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
-"""Files that are read with them."""
+"""Files that are read with those that a tokenizer is converted from."""
 MAX_SECONDS = 300.0
 """Longest time of a conversion; a busy machine takes a minute to import transformers."""
 _PACKAGES = "pip install transformers sentencepiece protobuf tiktoken"
@@ -56,9 +54,9 @@ def with_tokenizer(folder: Path, cache: Path) -> Path:
     That is the model's own if it has one, or nothing that it could be converted from. Otherwise it is a folder in the
     cache that links to the model's files and holds the converted tokenizer. Raises ConversionError if that fails.
     """
-    if (folder / TOKENIZER).exists() or not any((folder / name).is_file() for name in SOURCES):
+    if (folder / TOKENIZER).exists() or not any((folder / name).is_file() for name in TOKENIZER_SOURCES):
         return folder
-    sources = [path for name in (*SOURCES, *_OTHERS) if (path := folder / name).is_file()]
+    sources = [path for name in (*TOKENIZER_SOURCES, *_OTHERS) if (path := folder / name).is_file()]
     try:
         size = sum(path.stat().st_size for path in sources)
         if size > MAX_SOURCE_BYTES:
