@@ -23,6 +23,7 @@ from tandem.frontend.grammar.builder import GrammarBuilder
 from tandem.frontend.grammar.checker import GrammarChecker
 from tandem.frontend.grammar.grammar import THINK_END
 from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IGNORED_KEY, IgnoredFields
 from tandem.frontend.request.served_names import ServedNames
 from tandem.frontend.store.store_worker import StoreWorker, open_store_worker
@@ -111,6 +112,16 @@ class Service:
         ignored = IgnoredFields(self.config.unknown_fields == "refuse", names)
         request.scope[IGNORED_KEY] = ignored
         return ignored
+
+    async def count_tokens(self, model: str, conversation: Conversation, ignored: IgnoredFields) -> int:
+        """Count the tokens of a conversation's prompt.
+
+        Raises ApiError for a model that is not served, for a conversation that the chat template cannot render, and
+        while the engine is not ready.
+        """
+        self.admission.named(model, self.ready().model)
+        text = await self.chat.render(conversation, ignored)
+        return len(await self.tokenizer.encode(text, False))
 
     async def drain(self) -> None:
         """Accept no new request, and finish or end the open ones.

@@ -57,10 +57,8 @@ def messages_router(service: Service) -> APIRouter:
         ignored = service.ignored_fields(request)
         async with service.pending.receive(request, partial(parse_count_request, ignored=ignored)) as prompt:
             with _own_names():
-                service.admission.named(prompt.model, service.ready().model)
-                text = await service.chat.render(prompt.conversation, ignored)
-            ids = await service.tokenizer.encode(text, False)
-        return {"input_tokens": len(ids)}
+                number = await service.count_tokens(prompt.model, prompt.conversation, ignored)
+        return {"input_tokens": number}
 
     return router
 

@@ -20,6 +20,7 @@ from tandem.frontend.api.responses.stored_generation import ResponseRecord, Stor
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.generation import Generation
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.schema import ID, closed
 
 _BODY = BODY.schema()
@@ -47,9 +48,7 @@ def responses_router(service: Service) -> APIRouter:
         ignored = service.ignored_fields(request, {"response_format.json_schema": "text.format"})
         owner = owner_of(request.scope)
         async with service.pending.receive(request, partial(parse, ignored=ignored)) as parsed:
-            context = await loader.load(owner, parsed.previous_response_id, parsed.input)
-            if parsed.previous_response_id is not None:
-                parsed = parsed.with_tools(context.earlier, ignored)
+            parsed, context = await _continued(loader, owner, parsed, ignored)
             with _own_names():
                 admitted, shape = await service.chat.admit(
                     parsed.options, parsed.conversation(context.items), parsed.tool_use, service.ready(), ignored
@@ -73,14 +72,10 @@ def responses_router(service: Service) -> APIRouter:
         """Count the tokens of the prompt that a response with these fields would have."""
         ignored = service.ignored_fields(request)
         async with service.pending.receive(request, partial(parse, ignored=ignored)) as parsed:
-            context = await loader.load(owner_of(request.scope), parsed.previous_response_id, parsed.input)
-            if parsed.previous_response_id is not None:
-                parsed = parsed.with_tools(context.earlier, ignored)
+            parsed, context = await _continued(loader, owner_of(request.scope), parsed, ignored)
             with _own_names():
-                service.admission.named(parsed.options.model, service.ready().model)
-                text = await service.chat.render(parsed.conversation(context.items), ignored)
-            ids = await service.tokenizer.encode(text, False)
-        return {"object": "response.input_tokens", "input_tokens": len(ids)}
+                number = await service.count_tokens(parsed.options.model, parsed.conversation(context.items), ignored)
+        return {"object": "response.input_tokens", "input_tokens": number}
 
     @router.post("/v1/responses/compact", include_in_schema=False)
     async def compact() -> None:
@@ -89,6 +84,19 @@ def responses_router(service: Service) -> APIRouter:
         raise ApiError(404, message, None, "unknown_url")
 
     return router
+
+
+async def _continued(
+    loader: ContextLoader, owner: str, parsed: ResponsesRequest, ignored: IgnoredFields
+) -> tuple[ResponsesRequest, Context]:
+    """Load the conversation that a request continues.
+
+    The request then has the tools, too, that earlier items of the conversation add. Raises ApiError.
+    """
+    context = await loader.load(owner, parsed.previous_response_id, parsed.input)
+    if parsed.previous_response_id is not None:
+        parsed = parsed.with_tools(context.earlier, ignored)
+    return parsed, context
 
 
 def _record(service: Service, owner: str, parsed: ResponsesRequest, context: Context) -> ResponseRecord | None:
