@@ -214,11 +214,11 @@ def _supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
 
     try:
         check_engine_installed()
-        checked_engine_options(arguments)
+        options = checked_engine_options(arguments)
         # Here an interrupt ends the download at once; within the loop it would wait for it.
         with raised_sigterm():
             model = find_model(arguments.model, hub_options(arguments))
-        return asyncio.run(supervise(arguments, model, with_frontend))
+        return asyncio.run(supervise(arguments, options, model, with_frontend))
     except LaunchError as error:
         return _refuse(str(error))
 

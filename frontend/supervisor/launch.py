@@ -150,12 +150,15 @@ def checked_engine_options(arguments: argparse.Namespace) -> EngineOptions:
     return options
 
 
-async def supervise(arguments: argparse.Namespace, model: ModelFolder, with_frontend: bool) -> int:
+async def supervise(
+    arguments: argparse.Namespace, given: EngineOptions, model: ModelFolder, with_frontend: bool
+) -> int:
     """Run an engine core until a signal and return the exit code.
 
-    A frontend runs beside it if wanted. Raises LaunchError before anything is started.
+    `given` has the engine's settings, as the arguments state them. A frontend runs beside it if wanted. Raises
+    LaunchError before anything is started.
     """
-    options = model.options(checked_engine_options(arguments))
+    options = model.options(given)
     with ExitStack() as stack:
         check_length(options.max_len, model.folder)
         private = stack.enter_context(run_directory())
