@@ -12,7 +12,6 @@ from msgspec import Struct
 from tandem.frontend.cli.connection_failure import connection_failure
 from tandem.frontend.cli.trust import Trust
 
-_USUAL = Trust()
 _MAX_MESSAGE_CHARS = 500
 
 
@@ -167,7 +166,7 @@ class Connection:
             raise unreachable(self._url, error) from error
 
 
-def connect(url: str, api_key: str | None, timeout: float, trust: Trust = _USUAL) -> Connection:
+def connect(url: str, api_key: str | None, timeout: float, trust: Trust) -> Connection:
     """Create a connection without sending anything.
 
     `timeout` is the longest time in seconds between two bytes.

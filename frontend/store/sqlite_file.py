@@ -20,8 +20,6 @@ SCHEMA_VERSION = 2
 """Version 1 had threads without owner and bytes."""
 BUSY_SECONDS = 5.0
 """Seconds that a write waits for those of other frontends before it fails."""
-MIN_BYTES = 2**20
-"""Smallest bound on the bytes of a store: its empty tables take 60 KiB of it."""
 
 _APPLICATION_ID = 0x7464_6D73
 """Marks a file as a store of this server."""

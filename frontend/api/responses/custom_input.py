@@ -10,8 +10,6 @@ import msgspec
 from tandem.frontend.api.responses.tools import CUSTOM_ARGUMENT
 
 _OPENING = re.compile(rf'\s*\{{\s*"{CUSTOM_ARGUMENT}"\s*:\s*"')
-_OPENING_PREFIX_CHARS = 64
-"""Characters within which an opening has to be complete; a longer one is read at the end."""
 _CHARACTERS = re.compile(r'(?:[^"\\]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
                          r'|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u])*')  # fmt: skip
 """The characters of a JSON string that are complete."""
