@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.loader.folder import Files, read_folder
+from tandem.engine_core.loader.folder import read_folder
 from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
 from tandem.engine_core.loader.pieces import cut
 from tandem.engine_core.loader.source_file import SourceFile, memory_of
@@ -22,13 +22,13 @@ COMPARED_ELEMENTS = 2**21
 class Checkpoint:
     """The headers of a folder's tensors, by name."""
 
-    def __init__(self, directory: Path, files: Files) -> None:
-        """Keep the headers; no name is in two files.
+    def __init__(self, directory: Path, tensors: dict[str, StoredTensor]) -> None:
+        """Keep the headers.
 
-        A tensor's name here is that in its file, unless it was `renamed`.
+        tensors: by the name that a tensor has in its file, or the one that `renamed` gave it.
         """
         self.directory = directory
-        self.tensors = {name: tensor for found in files.values() for name, tensor in found.items()}
+        self.tensors = tensors
 
     @classmethod
     def open(cls, directory: Path) -> "Checkpoint":
@@ -36,7 +36,8 @@ class Checkpoint:
 
         Raises ConfigError if they cannot be read.
         """
-        return cls(directory, read_folder(directory))
+        files = read_folder(directory)
+        return cls(directory, {name: tensor for found in files.values() for name, tensor in found.items()})
 
     def renamed(self, rename: Callable[[str], str | None]) -> "Checkpoint":
         """Return the same checkpoint with other names of its tensors.
@@ -53,7 +54,7 @@ class Checkpoint:
                 )
             if name is not None:
                 tensors[name] = tensor
-        return Checkpoint(self.directory, {self.directory: tensors})
+        return Checkpoint(self.directory, tensors)
 
     def tensors_differ(self, first: str, second: str) -> bool:
         """Return whether the folder holds both tensors and they are not equal.
