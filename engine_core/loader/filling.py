@@ -1,6 +1,7 @@
 """The filling of one slot, in pieces that several threads read."""
 
 from dataclasses import dataclass
+from math import prod
 from threading import Lock
 
 import torch
@@ -67,8 +68,7 @@ class Filling:
         source, shape = self.slot.source, self.stored.shape
         if source is None:
             return shape
-        length = shape[source.dim] - source.start if source.length is None else source.length
-        return (*shape[: source.dim], length, *shape[source.dim + 1 :])
+        return (*shape[: source.dim], source.stop - source.start, *shape[source.dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,7 @@ class Job:
     @property
     def nbytes(self) -> int:
         """The bytes that are read."""
-        count = 1
-        for length in self.piece.shape:
-            count *= length
-        return count * self.filling.dtype.itemsize
+        return prod(self.piece.shape) * self.filling.dtype.itemsize
 
     @property
     def place(self) -> tuple[str, int]:

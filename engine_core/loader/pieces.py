@@ -40,8 +40,7 @@ def cut(shape: tuple[int, ...], source: SourceSlice | None, most: int) -> Iterat
         return
     bounds = [(0, length) for length in shape]
     if source is not None:
-        stop = shape[source.dim] if source.length is None else source.start + source.length
-        bounds[source.dim] = (source.start, stop)
+        bounds[source.dim] = (source.start, source.stop)
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     along = next(dim for dim, stride in enumerate(strides) if stride <= most)
     inner = strides[along]

@@ -26,10 +26,9 @@ class SourceSlice:
     """Number of indices of the part; None: up to the end."""
 
     @property
-    def index(self) -> tuple[slice, ...]:
-        """The part as an index of the whole tensor."""
-        stop = None if self.length is None else self.start + self.length
-        return (*(slice(None) for _ in range(self.dim)), slice(self.start, stop))
+    def stop(self) -> int:
+        """The first index behind the part."""
+        return self.shape[self.dim] if self.length is None else self.start + self.length
 
 
 @dataclass(frozen=True, slots=True)
