@@ -29,6 +29,8 @@ class Checkpoint:
         """
         self.directory = directory
         self.tensors = tensors
+        self._compared: dict[tuple[str, str], bool] = {}
+        """Results of `tensors_differ`: a tied head is compared for the layout of the model, and for its loading."""
 
     @classmethod
     def open(cls, directory: Path) -> "Checkpoint":
@@ -59,8 +61,13 @@ class Checkpoint:
     def tensors_differ(self, first: str, second: str) -> bool:
         """Return whether the folder holds both tensors and they are not equal.
 
-        They are read in pieces. Raises ConfigError if a file cannot be read.
+        They are read in pieces, once for each pair. Raises ConfigError if a file cannot be read.
         """
+        if (first, second) not in self._compared:
+            self._compared[first, second] = self._compare(first, second)
+        return self._compared[first, second]
+
+    def _compare(self, first: str, second: str) -> bool:
         one, other = self.tensors.get(first), self.tensors.get(second)
         if one is None or other is None:
             return False

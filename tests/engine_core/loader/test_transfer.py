@@ -221,3 +221,13 @@ def test_tensors_are_compared_to_the_last_element(
     assert checkpoint.tensors_differ("a", "b") == differ
     assert checkpoint.tensors_differ("a", "c")
     assert not checkpoint.tensors_differ("a", "gone")
+
+
+def test_a_pair_of_tensors_is_compared_once(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(5), "b": torch.ones(5), "c": torch.zeros(5)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    assert not checkpoint.tensors_differ("a", "b")
+    (tmp_path / "model.safetensors").unlink()
+    assert not checkpoint.tensors_differ("a", "b")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        checkpoint.tensors_differ("a", "c")
