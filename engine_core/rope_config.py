@@ -213,14 +213,13 @@ class RopeReader(Struct, frozen=True, kw_only=True):
         rope_local_base_freq: float | None = None,
         rope_scaling: Mapping[str, Any] | None = None,
         rope_parameters: Mapping[str, Any] | None = None,
-        default_theta: float = 1e6,
-        default_local_theta: float = 10000.0,
     ) -> tuple[RopeConfig, RopeConfig]:
         """Read the rotary fields of a model with two tables.
 
         Return that of full attention, then that of sliding attention.
         In the older layout `rope_theta` and `rope_scaling` belong to full attention, and `rope_local_base_freq` is the
-        base of sliding attention; in the newer one `rope_parameters` has an entry for each.
+        base of sliding attention; in the newer one `rope_parameters` has an entry for each. Bases that are not given
+        are those of Gemma 3, 1e6 and 10000.
 
         Raises ConfigError as `read` does, and for `rope_parameters` without entries for layer types.
         """
@@ -238,8 +237,8 @@ class RopeReader(Struct, frozen=True, kw_only=True):
             parts.append(part)
         full, sliding = parts
         return (
-            self._resolve(f"rope_parameters.{FULL}", {**full, **(rope_scaling or {})}, rope_theta or default_theta),
-            self._resolve(f"rope_parameters.{SLIDING}", sliding, rope_local_base_freq or default_local_theta),
+            self._resolve(f"rope_parameters.{FULL}", {**full, **(rope_scaling or {})}, rope_theta or 1e6),
+            self._resolve(f"rope_parameters.{SLIDING}", sliding, rope_local_base_freq or 10000.0),
         )
 
     def _resolve(self, name: str, raw: Mapping[str, Any], theta: float) -> RopeConfig:
