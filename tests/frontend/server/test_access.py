@@ -82,5 +82,6 @@ def test_a_flood_of_503s_is_few_lines_of_the_log(config: FrontendConfig, caplog:
 
 def test_route_labels_are_bounded() -> None:
     assert route_label("/v1/chat/completions") == "/v1/chat/completions"
+    assert route_label("/v1/responses/input_tokens") == "/v1/responses/input_tokens"
     assert route_label("/v1/models/a/b") == "/v1/models/{model}"
     assert route_label("/anything") == route_label("/page/x.js") == "other"
