@@ -13,7 +13,16 @@ import httpx
 from tandem.frontend.hub.client import MAX_HTTP_BYTES, HubModel, Listing, RemoteFile
 from tandem.frontend.hub.errors import HubError, explain_file_error
 from tandem.frontend.hub.progress import DownloadProgress, size_text
-from tandem.frontend.hub.selection import CONFIG, INDEX, SINGLE, SelectionError, shards, small_files, weight_index
+from tandem.frontend.hub.selection import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    SelectionError,
+    missing,
+    shards,
+    small_files,
+    weight_index,
+)
 from tandem.frontend.hub.transfer import Source, StoppedError, Transfer, new_client
 
 logger = logging.getLogger(__name__)
@@ -57,7 +66,13 @@ class Download:
                 self._download(absent)
         except OSError as error:
             raise HubError(explain_file_error(error, self._model.cache.root)) from None
-        self._model.cache.record(self._model.revision, self._listing.commit)
+        if self._with_weights or not self._serves_earlier():
+            self._model.cache.record(self._model.revision, self._listing.commit)
+
+    def _serves_earlier(self) -> bool:
+        """Return whether the revision's commit of an earlier download has weights, for a server without the hub."""
+        commit = self._model.cache.commit_of(self._model.revision)
+        return commit is not None and not missing(self._model.cache.snapshot(commit), with_weights=True)
 
     def wanted(self) -> list[RemoteFile]:
         """Return the files to have, the weights last.

@@ -155,6 +155,22 @@ def test_new_commit_is_downloaded_and_the_old_one_serves_while_it_is_not_whole(
     assert find(hub, tmp_path).commit == OTHER_COMMIT
 
 
+def test_small_files_of_a_new_commit_leave_the_weights_of_the_old_one_to_serve_offline(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    first = find(hub, tmp_path)
+    hub.repositories[NAME].revisions = {"main": OTHER_COMMIT}
+    assert find(hub, tmp_path, with_weights=False).commit == OTHER_COMMIT
+    assert find(hub, tmp_path, offline=True) == first
+    assert find(hub, tmp_path).commit == OTHER_COMMIT
+    assert find(hub, tmp_path, offline=True).commit == OTHER_COMMIT
+
+
+def test_small_files_alone_serve_a_frontend_offline(hub: HubServer, tmp_path: Path) -> None:
+    found = find(hub, tmp_path, with_weights=False)
+    assert find(hub, tmp_path, with_weights=False, offline=True) == found
+
+
 def test_cache_serves_without_the_hub_and_offline(
     hub: HubServer, gone: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
