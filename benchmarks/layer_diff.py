@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from msgspec import Struct
 
+from benchmarks.porting.arguments import DTYPES, add_device_and_dtype, device_name
 from benchmarks.porting.streams import Streams, StructureError, of_tandem, of_transformers
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.models.registry import read_config
 
 TRANSFORMERS = "transformers"
-DTYPES = ("float32", "bfloat16", "float16")
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Relative errors that rounding explains, by the coarser dtype of the two sides."""
 
@@ -114,8 +114,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", metavar="A", help="model folder, or transformers[:FOLDER]")
     parser.add_argument("b", metavar="B", help="reference: transformers[:FOLDER], or model folder")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    add_device_and_dtype(parser)
     parser.add_argument("--reference-dtype", choices=DTYPES, help="dtype of B (default: --dtype)")
     parser.add_argument("--prompt", metavar="TEXT", help="text to run (default: random tokens)")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="number of random tokens (default: 64)")
@@ -129,9 +128,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(sys.argv[1:] if argv is None else argv)
-    device = arguments.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_name(arguments.device)
     dtypes = arguments.dtype, arguments.reference_dtype or arguments.dtype
     tolerance = arguments.tolerance or max(TOLERANCES[dtype] for dtype in dtypes)
     try:

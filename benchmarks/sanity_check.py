@@ -21,7 +21,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from benchmarks.layer_diff import DTYPES, token_ids
+from benchmarks.layer_diff import token_ids
+from benchmarks.porting.arguments import add_device_and_dtype, device_name
 from benchmarks.porting.local_engine import LocalEngine, small_options
 from benchmarks.porting.reference import load_reference, reference_logits, reference_tokens
 from benchmarks.porting.tiny import save_tiny
@@ -100,8 +101,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", metavar="FOLDER", nargs="*", type=Path, help="checkpoints (default: all families)")
     parser.add_argument("--family", action="append", choices=list(FAMILIES), help="only this family; may be repeated")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    add_device_and_dtype(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="prompt of the folders (default: random tokens)")
     parser.add_argument("--tokens", type=int, default=32, metavar="N", help="tokens to generate (default: 32)")
     return parser.parse_args(argv)
@@ -109,9 +109,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(sys.argv[1:] if argv is None else argv)
-    device = arguments.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_name(arguments.device)
     families = arguments.family or ([] if arguments.folders else list(FAMILIES))
     failed = 0
     for name, folder in checkpoints(arguments.folders, families):
