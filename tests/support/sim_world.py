@@ -39,7 +39,6 @@ class FaultyRuntime(FakeRuntime):
         super().__init__(*sizes)
         self.fault = fault
         self.rng = rng
-        self.raised = 0
 
     def launch(self, slot: int, plan: StepPlan) -> None:
         self._maybe("launch")
@@ -55,7 +54,6 @@ class FaultyRuntime(FakeRuntime):
 
     def _maybe(self, place: str) -> None:
         if self.fault == place and self.rng.random() < 0.03:
-            self.raised += 1
             raise RuntimeError(f"device lost in {place}")
 
 

@@ -60,9 +60,7 @@ class Reader(HTMLParser):
         super().__init__()
         self.inline: list[str] = []
         self.ids: list[str] = []
-        self.labelled = 0
         self.sources: list[str] = []
-        self._within: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         names = dict(attrs)
