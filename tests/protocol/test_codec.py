@@ -1,7 +1,7 @@
 """Every message round-trips, and malformed bytes raise ProtocolError."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -16,7 +16,11 @@ from tandem.protocol.params import SamplingParams
 from tandem.protocol.stats import EngineStats
 from tests.support.messages import ANY_INT, COMMANDS, EVENTS, STATS
 
-DECODERS: list[Callable[[bytes], Any]] = [decode_command, decode_event]
+KINDS: dict[Callable[[bytes], Any], tuple[type, ...]] = {
+    decode_command: get_args(AnyCommand),
+    decode_event: get_args(AnyEvent),
+}
+"""The decoders, with the messages of each."""
 
 
 def pack(value: Any) -> bytes:
@@ -28,12 +32,15 @@ def builtins(value: Any) -> list[Any]:
     return fields
 
 
-def decodes_or_refuses(decode: Callable[[bytes], Any], data: bytes) -> Any:
-    """Decode, with None for a ProtocolError; any other exception is a bug that propagates."""
+def check_decoded_or_refused(decode: Callable[[bytes], Any], data: bytes) -> None:
+    """Check that bytes are a message that round-trips, or a ProtocolError; any other exception is a bug."""
     try:
-        return decode(data)
+        message = decode(data)
     except ProtocolError:
-        return None
+        return
+    assert isinstance(message, KINDS[decode])
+    # The bytes are compared, because NaN equals nothing.
+    assert encode(decode(encode(message))) == encode(message)
 
 
 @given(COMMANDS)
@@ -50,10 +57,10 @@ def test_events_round_trip(event: AnyEvent) -> None:
     assert type(decoded) is type(event)
 
 
-@pytest.mark.parametrize("decode", DECODERS)
+@pytest.mark.parametrize("decode", KINDS)
 @given(st.binary(max_size=80))
-def test_random_bytes_never_crash_the_decoder(decode: Callable[[bytes], Any], data: bytes) -> None:
-    decodes_or_refuses(decode, data)
+def test_random_bytes_decode_or_raise_a_protocol_error(decode: Callable[[bytes], Any], data: bytes) -> None:
+    check_decoded_or_refused(decode, data)
 
 
 @settings(deadline=None)
@@ -61,8 +68,14 @@ def test_random_bytes_never_crash_the_decoder(decode: Callable[[bytes], Any], da
 def test_truncated_commands_are_protocol_errors(command: AnyCommand) -> None:
     data = encode(command)
     for cut in range(len(data)):
-        assert decodes_or_refuses(decode_command, data[:cut]) is None
-    assert decodes_or_refuses(decode_command, data + b"\x00") is None, "one message, and nothing after it"
+        with pytest.raises(ProtocolError, match="undecodable command"):
+            decode_command(data[:cut])
+
+
+@given(COMMANDS)
+def test_bytes_after_a_command_are_protocol_errors(command: AnyCommand) -> None:
+    with pytest.raises(ProtocolError, match="undecodable command"):
+        decode_command(encode(command) + b"\x00")
 
 
 @settings(deadline=None)
@@ -70,14 +83,15 @@ def test_truncated_commands_are_protocol_errors(command: AnyCommand) -> None:
 def test_truncated_events_are_protocol_errors(event: AnyEvent) -> None:
     data = encode(event)
     for cut in range(0, len(data), max(1, len(data) // 40)):
-        assert decodes_or_refuses(decode_event, data[:cut]) is None
+        with pytest.raises(ProtocolError, match="undecodable event"):
+            decode_event(data[:cut])
 
 
 @given(COMMANDS, st.data())
 def test_flipped_bytes_decode_or_raise_a_protocol_error(command: AnyCommand, data: st.DataObject) -> None:
     raw = bytearray(encode(command))
     raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-    decodes_or_refuses(decode_command, bytes(raw))
+    check_decoded_or_refused(decode_command, bytes(raw))
 
 
 PLAIN = st.recursive(
@@ -87,12 +101,12 @@ PLAIN = st.recursive(
 )
 
 
-@pytest.mark.parametrize("decode", DECODERS)
+@pytest.mark.parametrize("decode", KINDS)
 @given(st.integers(-2, 5), st.lists(PLAIN, max_size=7))
-def test_msgpack_of_the_wrong_types_is_a_protocol_error(
+def test_msgpack_of_any_types_decodes_or_raises_a_protocol_error(
     decode: Callable[[bytes], Any], tag: int, fields: list[Any]
 ) -> None:
-    decodes_or_refuses(decode, pack([tag, *fields]))
+    check_decoded_or_refused(decode, pack([tag, *fields]))
 
 
 WRONG = [
@@ -130,7 +144,8 @@ def test_hostile_commands_are_protocol_errors(data: bytes) -> None:
 
 @pytest.mark.parametrize("data", [data for _, data in WRONG], ids=[name for name, _ in WRONG])
 def test_hostile_events_are_protocol_errors(data: bytes) -> None:
-    decodes_or_refuses(decode_event, data)
+    with pytest.raises(ProtocolError, match="undecodable event"):
+        decode_event(data)
 
 
 def test_a_message_of_the_other_direction_is_a_protocol_error() -> None:

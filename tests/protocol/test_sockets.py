@@ -103,8 +103,10 @@ class TestPrepareEndpoint:
         with pytest.raises(ValueError, match="endpoint"):
             bind_router(context, endpoint)
 
-    def test_ignores_tcp_endpoints(self) -> None:
+    def test_creates_nothing_for_tcp_endpoints(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(run_dir)
         prepare_endpoint("tcp://127.0.0.1:1")
+        assert list(run_dir.iterdir()) == []
 
 
 class TestRouter:

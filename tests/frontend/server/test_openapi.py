@@ -89,11 +89,14 @@ def test_good_requests_and_responses_match_their_schemas(chatting: RunningServer
     for path, fields in GOOD.items():
         validate(fields, body_schema(document, path))
         response = post(chatting.url + path, json=fields)
-        validate(response.json(), answer_schema(document, path, "post", response.status_code))
+        assert response.status_code == 200, (path, response.text)
+        validate(response.json(), answer_schema(document, path, "post", 200))
     for path in ("/v1/models", "/v1/models/{model}", "/version", "/health/live", "/health/ready"):
         response = get(chatting.url + path.format(model="fake-model"))
-        validate(response.json(), answer_schema(document, path, "get", response.status_code))
+        assert response.status_code == 200, (path, response.text)
+        validate(response.json(), answer_schema(document, path, "get", 200))
     missing = get(chatting.url + "/v1/models/other")
+    assert missing.status_code == 404
     validate(missing.json(), answer_schema(document, "/v1/models/{model}", "get", 404))
 
 
@@ -112,6 +115,7 @@ def test_error_responses_match_their_schema(chatting: RunningServer) -> None:
         for case in (*broken_json(path, random.Random(1)), *wrong_requests(path)):
             headers = {"content-type": "application/json", **case.headers}
             response = post(chatting.url + path, content=case.content, headers=headers)
+            assert response.status_code >= 400, (path, case.name)
             validate(response.json(), answer_schema(document, path, "post", response.status_code))
 
 
