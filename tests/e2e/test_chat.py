@@ -10,7 +10,7 @@ import pydantic
 import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 
-from tests.support.serving import Serving, until
+from tests.support.serving import ABORTS, Serving, until
 
 ROOT = Path(__file__).parents[2]
 MODEL = "tandem-default"
@@ -33,11 +33,6 @@ TOOLS: list[ChatCompletionToolParam] = [
     }
     for name in ("forecast", "history")
 ]  # fmt: skip
-
-
-def all_is_free(serving: Serving) -> bool:
-    running = serving.engine_metric("tandem_num_requests_running")
-    return running == 0 and serving.engine_metric("tandem_kv_cache_usage_perc") == 0
 
 
 def test_a_trained_question_gets_the_trained_answer(client: openai.OpenAI) -> None:
@@ -126,7 +121,7 @@ def test_a_required_tool_call_is_generated(client: openai.OpenAI, serving: Servi
         assert arguments["days"] in (1, 2, 3)
         assert reply.choices[0].finish_reason == "tool_calls"
         assert reply.choices[0].message.content is None
-    until(lambda: all_is_free(serving), "rows and pages to come back")
+    until(serving.rows_and_pages_are_free, "rows and pages to come back")
 
 
 def test_tools_are_part_of_the_prompt_though_the_template_renders_none(client: openai.OpenAI) -> None:
@@ -208,9 +203,11 @@ def test_chat_errors_raise_the_clients_exceptions(client: openai.OpenAI) -> None
 
 
 def test_a_client_that_drops_frees_its_rows(client: openai.OpenAI, serving: Serving) -> None:
+    aborts = serving.fresh_engine_metric(ABORTS)
     stream = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, max_tokens=1500, stream=True, n=2, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     stream.close()
-    until(lambda: all_is_free(serving), "rows and pages of a dropped client to come back")
+    until(lambda: serving.engine_metric(ABORTS) >= aborts + 2, "both choices to be aborted")
+    until(serving.rows_and_pages_are_free, "rows and pages of a dropped client to come back")

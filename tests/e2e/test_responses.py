@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai.types.responses import FunctionToolParam, ResponseInputParam
 
-from tests.e2e.test_chat import ANSWER, FORECAST, MODEL, Weather, all_is_free
+from tests.e2e.test_chat import ANSWER, FORECAST, MODEL, Weather
 from tests.support.serving import GUARD_SECONDS, Serving, until
 
 QUESTION = "What does textwrap.dedent do?"
@@ -104,7 +104,7 @@ def test_a_required_tool_call_and_its_result_round_trip(client: openai.OpenAI, s
     result = {"type": "function_call_output", "call_id": outputs[0][0].call_id, "output": "rain"}
     items: Any = [{"role": "user", "content": QUESTION}, *whole.output, result]
     assert client.responses.create(model=MODEL, input=items, tools=TOOLS, max_output_tokens=4).output
-    until(lambda: all_is_free(serving), "rows and pages to come back")
+    until(serving.rows_and_pages_are_free, "rows and pages to come back")
 
 
 def test_responses_errors_raise_the_clients_exceptions(client: openai.OpenAI) -> None:

@@ -6,7 +6,7 @@ import openai
 import psutil
 import pytest
 
-from tests.support.serving import Serving, until
+from tests.support.serving import ABORTS, Serving, until
 
 MODEL = "tandem-default"
 QUESTIONS = [
@@ -25,11 +25,6 @@ def ask(client: openai.OpenAI, question: str, **more: object) -> str:
     reply = client.completions.create(model=MODEL, prompt=question, max_tokens=96, temperature=0, **more)  # type: ignore[call-overload]
     text: str = reply.choices[0].text
     return text
-
-
-def rows_and_pages_are_free(serving: Serving) -> bool:
-    running = serving.engine_metric("tandem_num_requests_running")
-    return running == 0 and serving.engine_metric("tandem_kv_cache_usage_perc") == 0
 
 
 def test_a_trained_question_gets_the_trained_answer(client: openai.OpenAI) -> None:
@@ -66,7 +61,7 @@ def test_32_concurrent_clients_get_the_output_of_a_single_one(client: openai.Ope
         questions = QUESTIONS * 8
         answers = list(pool.map(lambda question: ask(client, question), questions))
     assert answers == [alone[question] for question in questions]
-    until(lambda: rows_and_pages_are_free(serving), "rows and pages to come back")
+    until(serving.rows_and_pages_are_free, "rows and pages to come back")
 
 
 def test_choices_differ_and_seeds_repeat(client: openai.OpenAI) -> None:
@@ -104,8 +99,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(client: openai.Op
 
 
 def test_a_client_that_drops_frees_its_rows(client: openai.OpenAI, serving: Serving) -> None:
-    series = 'tandem_request_success_total{finished_reason="abort"}'
-    aborts = serving.fresh_engine_metric(series)
+    aborts = serving.fresh_engine_metric(ABORTS)
     streams = [
         client.completions.create(
             model=MODEL, prompt=question, max_tokens=1800, stream=True, extra_body={"ignore_eos": True}
@@ -116,10 +110,10 @@ def test_a_client_that_drops_frees_its_rows(client: openai.OpenAI, serving: Serv
         next(iter(stream))
     for stream in streams:
         stream.close()
-    # The gauges come with a heartbeat, which may be older than the streams: only their own aborts say that it is not.
-    until(lambda: serving.engine_metric(series) >= aborts + len(streams), "the dropped streams to be aborted")
-    until(lambda: rows_and_pages_are_free(serving), "rows and pages of dropped clients to come back")
-    assert serving.fresh_engine_metric(series) == aborts + len(streams)
+    # The engine learns of a closed stream later: gauges that are read before its abort say nothing.
+    until(lambda: serving.engine_metric(ABORTS) >= aborts + len(streams), "the dropped streams to be aborted")
+    until(serving.rows_and_pages_are_free, "rows and pages of dropped clients to come back")
+    assert serving.fresh_engine_metric(ABORTS) == aborts + len(streams)
 
 
 def test_a_frontend_that_has_served_has_not_loaded_torch(client: openai.OpenAI, serving: Serving) -> None:

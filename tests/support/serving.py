@@ -37,6 +37,10 @@ def until(condition: Callable[[], Any], what: str) -> Any:
     raise AssertionError(f"waited {GUARD_SECONDS} s in vain for {what}")
 
 
+ABORTS = 'tandem_request_success_total{finished_reason="abort"}'
+"""Series of the engine: requests that were aborted, one for each of a request's choices."""
+
+
 class Serving:
     """A server that starts on entry and waits until it is ready; it leaves no process behind."""
 
@@ -118,6 +122,11 @@ class Serving:
         age = "tandem_engine_seconds_since_last_beat"
         until(lambda: self.engine_metric(age) < time.monotonic() - asked, "a heartbeat")
         return self.engine_metric(name)
+
+    def rows_and_pages_are_free(self) -> bool:
+        """Return True if the engine runs no request and uses no pages, by a heartbeat sent after this call began."""
+        running = self.fresh_engine_metric("tandem_num_requests_running")
+        return running == 0 and self.engine_metric("tandem_kv_cache_usage_perc") == 0
 
     def child(self, module: str) -> psutil.Process:
         """Return the supervisor's child process that runs a module."""
