@@ -1,14 +1,13 @@
 """The fields `session_id`, `cache_salt` and `priority`, and the usage of the prefix cache."""
 
-import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tandem.frontend.engine.calls import EngineCalls
 from tandem.protocol.errors import ErrorCode
 from tests.fakes.engine import FakeEngine
 from tests.frontend.api.test_errors import error_of
@@ -186,14 +185,11 @@ def test_session_deletion_fails_when_the_engine_dies(server: RunningServer, engi
     """Check that the call ends with the link, well before its own timeout."""
     engine.mute = True
     calls = server.server._service.client.calls
-    asyncio.run(_die_while_asked(server, engine, calls))
-
-
-async def _die_while_asked(server: RunningServer, engine: FakeEngine, calls: EngineCalls) -> None:
-    asked = asyncio.create_task(asyncio.to_thread(delete, server, "talk"))
-    await asyncio.to_thread(until, lambda: calls.num_open == 1)
-    await asyncio.to_thread(engine.die)
-    response = await asked
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(delete, server, "talk")
+        until(lambda: calls.num_open == 1)
+        engine.die()
+        response = asked.result()
     assert response.status_code == 503
     assert error_of(response)["code"] == "engine_unavailable"
     assert "did not answer" not in error_of(response)["message"]

@@ -359,15 +359,15 @@ def test_checkpoint_templates_are_found_as_transformers_finds_them(form: str, tm
     else:
         config["chat_template"] = CHATML_TOOLS if form == "string" else named
     write(tmp_path, tokenizer_config=config)
-    compare_folder(tmp_path, CONVERSATIONS)
+    assert_renders_as_transformers(tmp_path, CONVERSATIONS)
 
 
 def test_default_model_renders_as_transformers_does() -> None:
     plain = {name: messages for name, messages in CONVERSATIONS.items() if all("content" in m for m in messages)}
-    compare_folder(Path(__file__).parents[3] / "engine_core" / "default_model", plain)
+    assert_renders_as_transformers(Path(__file__).parents[3] / "engine_core" / "default_model", plain)
 
 
-def compare_folder(folder: Path, conversations: dict[str, list[dict[str, Any]]]) -> None:
+def assert_renders_as_transformers(folder: Path, conversations: dict[str, list[dict[str, Any]]]) -> None:
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer = load_tokenizer(folder)
     ours = load_chat_template(folder, None, tokenizer)
