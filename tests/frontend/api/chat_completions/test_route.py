@@ -1,6 +1,5 @@
 """`POST /v1/chat/completions` over a real socket, in front of a scripted fake engine."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tests.fakes.tokenizer import write_tokenizer
 from tests.frontend.conftest import RunningServer
 from tests.frontend.conftest import post as send
 from tests.support.broken_stream import LONG, post_broken_stream
+from tests.support.event_stream import events
 from tests.support.reasoning_model import RAW, answer_with, encode, with_reasoning, write_reasoning_model
 
 TEMPLATE = (
@@ -41,13 +41,6 @@ def config(config: FrontendConfig) -> FrontendConfig:
 
 def post(server: RunningServer, **fields: Any) -> httpx.Response:
     return send(server.url + "/v1/chat/completions", json={"model": "fake-model", "messages": [QUESTION], **fields})
-
-
-def events(response: httpx.Response) -> list[Any]:
-    assert response.headers["content-type"].startswith("text/event-stream"), response.text
-    parts = response.text.split("\n\n")
-    assert parts[-2:] == ["data: [DONE]", ""]
-    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
 
 def deltas(response: httpx.Response) -> list[dict[str, Any]]:

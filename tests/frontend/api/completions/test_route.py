@@ -1,7 +1,6 @@
 """`POST /v1/completions` over a real socket, in front of a fake engine."""
 
 import asyncio
-import json
 from typing import Any
 
 import httpx
@@ -17,6 +16,7 @@ from tests.fakes.tokenizer import byte_level_tokenizer
 from tests.frontend.conftest import RunningServer, get, until
 from tests.frontend.conftest import post as send
 from tests.support.broken_stream import LONG, post_broken_stream, slow_down
+from tests.support.event_stream import events
 
 RAW: tokenizers.Tokenizer = byte_level_tokenizer()
 TEXT = "how do I join two paths? 你好 🙂"
@@ -35,14 +35,6 @@ def say(text: str) -> Any:
 def post(server: RunningServer, **fields: Any) -> httpx.Response:
     body = {"model": "fake-model", "prompt": TEXT, **fields}
     return send(server.url + "/v1/completions", json=body)
-
-
-def events(response: httpx.Response) -> list[Any]:
-    """Decode the chunks of a stream, whose last event is [DONE]."""
-    assert response.headers["content-type"].startswith("text/event-stream"), response.text
-    parts = response.text.split("\n\n")
-    assert parts[-2:] == ["data: [DONE]", ""]
-    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
 
 def test_completion_has_every_field_of_the_api(server: RunningServer) -> None:
