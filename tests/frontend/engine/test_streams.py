@@ -153,6 +153,16 @@ def run_counted(scenario: Coroutine[Any, Any, None]) -> int:
     return count
 
 
+async def end_wait_in_time(
+    ready_set: ReadySet, stream: TokenStream, limit: float, token: int = 1, after: float = 0.0
+) -> None:
+    """Wait for at most `limit` seconds, and give the stream a token `after` seconds, before the limit."""
+    waiting = asyncio.create_task(ready_set.wait(limit))
+    await asyncio.sleep(after)
+    stream.put([token])
+    assert await waiting == [stream]
+
+
 def test_a_wait_beyond_its_limit_returns_no_stream() -> None:
     async def scenario() -> None:
         ready_set = ReadySet()
@@ -167,10 +177,7 @@ def test_waits_that_end_in_time_share_one_timer() -> None:
         ready_set = ReadySet()
         stream = stream_of(ready_set)
         for token in range(100):
-            waiting = asyncio.create_task(ready_set.wait(60.0))
-            await asyncio.sleep(0)
-            stream.put([token])
-            assert await waiting == [stream]
+            await end_wait_in_time(ready_set, stream, 60.0, token)
             assert stream.take()[0] == [token]
         ready_set.close()
 
@@ -181,10 +188,7 @@ def test_a_timer_that_rings_early_moves_to_the_deadline_of_the_present_wait() ->
     async def scenario() -> None:
         ready_set = ReadySet()
         stream = stream_of(ready_set)
-        waiting = asyncio.create_task(ready_set.wait(0.05))
-        await asyncio.sleep(0.02)
-        stream.put([1])
-        assert await waiting == [stream]
+        await end_wait_in_time(ready_set, stream, 0.05, after=0.02)
         stream.take()
         assert await ready_set.wait(0.05) == []
         assert asyncio.get_running_loop().time() == pytest.approx(0.07)
@@ -196,10 +200,7 @@ def test_a_shorter_limit_does_not_wait_for_the_timer_of_a_longer_one() -> None:
     async def scenario() -> None:
         ready_set = ReadySet()
         stream = stream_of(ready_set)
-        waiting = asyncio.create_task(ready_set.wait(3600.0))
-        await asyncio.sleep(0)
-        stream.put([1])
-        assert await waiting == [stream]
+        await end_wait_in_time(ready_set, stream, 3600.0)
         assert await ready_set.wait(0.01) == []
         assert asyncio.get_running_loop().time() == pytest.approx(0.01)
 
@@ -210,10 +211,7 @@ def test_a_wait_without_limit_outlasts_the_timer_of_one_before() -> None:
     async def scenario() -> None:
         ready_set = ReadySet()
         stream = stream_of(ready_set)
-        waiting = asyncio.create_task(ready_set.wait(0.02))
-        await asyncio.sleep(0)
-        stream.put([1])
-        assert await waiting == [stream]
+        await end_wait_in_time(ready_set, stream, 0.02)
         stream.take()
         unlimited = asyncio.create_task(ready_set.wait())
         await asyncio.sleep(0.05)
@@ -227,10 +225,7 @@ def test_a_wait_without_limit_outlasts_the_timer_of_one_before() -> None:
 def test_a_closed_set_keeps_no_timer() -> None:
     async def scenario() -> None:
         ready_set = ReadySet()
-        waiting = asyncio.create_task(ready_set.wait(3600.0))
-        await asyncio.sleep(0)
-        stream_of(ready_set).put([1])
-        await waiting
+        await end_wait_in_time(ready_set, stream_of(ready_set), 3600.0)
         ready_set.close()
         ready_set.close()
 
