@@ -70,7 +70,10 @@ class Download:
             self._model.cache.record(self._model.revision, self._listing.commit)
 
     def _serves_earlier(self) -> bool:
-        """Return whether the revision's commit of an earlier download has weights, for a server without the hub."""
+        """Return whether an earlier download of the revision has weights.
+
+        A server may have to start from it while the hub is away.
+        """
         commit = self._model.cache.commit_of(self._model.revision)
         return commit is not None and not missing(self._model.cache.snapshot(commit), with_weights=True)
 
