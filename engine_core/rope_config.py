@@ -18,7 +18,10 @@ Positive = Annotated[float, Meta(gt=0)]
 Base = Annotated[float, Meta(gt=1)]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""Layer types with a table of their own (Gemma 3)."""
+"""Values of `layer_types`: a layer without a window, and one with.
+
+In Gemma 3 each has a rotary embedding of its own.
+"""
 
 
 class LinearScaling(Struct, frozen=True):

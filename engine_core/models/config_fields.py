@@ -16,14 +16,12 @@ from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.rope_config import Base, Count, Positive, RopeConfig, RopeReader
+from tandem.engine_core.rope_config import FULL, Base, Count, Positive, RopeConfig, RopeReader
 
 T = TypeVar("T")
 
 ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 """Supported values of `hidden_act`."""
-FULL = "full_attention"
-"""Value of `layer_types` for a layer without a window."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "sliding_window": (),
     "use_sliding_window": (False,),

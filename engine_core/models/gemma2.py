@@ -13,10 +13,10 @@ from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.sandwich_block import build_sandwich
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.config_fields import FULL, ConfigFields, ConfigSource
+from tandem.engine_core.models.config_fields import ConfigFields, ConfigSource
 from tandem.engine_core.models.decoder import Decoder
-from tandem.engine_core.models.sliding_fields import SLIDING, windows_of_types
-from tandem.engine_core.rope_config import Count, Positive
+from tandem.engine_core.models.sliding_fields import windows_of_types
+from tandem.engine_core.rope_config import FULL, SLIDING, Count, Positive
 
 logger = logging.getLogger(__name__)
 

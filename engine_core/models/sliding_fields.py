@@ -3,11 +3,8 @@
 from collections.abc import Sequence
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.models.config_fields import FULL, ConfigFields
-from tandem.engine_core.rope_config import Count
-
-SLIDING = "sliding_attention"
-"""Value of `layer_types` for a layer with a window."""
+from tandem.engine_core.models.config_fields import ConfigFields
+from tandem.engine_core.rope_config import FULL, SLIDING, Count
 
 
 class SlidingFields(ConfigFields, kw_only=True):
