@@ -17,6 +17,7 @@ LEVELS = {
             "errors",
             "api_keys",
             "die_with_parent",
+            "control_channel",
             "listening",
             "metrics",
             "process",
@@ -48,7 +49,7 @@ LEVELS = {
     ),
 }
 """Rooms (the folders and the loose modules of a package), from the ground up. One imports only from lower levels."""
-MAX_ROOMS = {"frontend": 24, "engine_core": 25}
+MAX_ROOMS = {"frontend": 25, "engine_core": 25}
 MAX_ARROWS = {"frontend": 75}
 """Pairs of rooms of which the first imports the second."""
 

@@ -1,0 +1,123 @@
+"""Channel between the supervisor and one frontend process.
+
+It is a socket pair, and each message one line of JSON.
+"""
+
+import asyncio
+import socket
+from typing import Generic, Self, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+BEAT_SECONDS = 0.25
+"""Time between two beats of a frontend."""
+MAX_MESSAGE_BYTES = 16 * 2**20
+"""Longest message, in bytes; the other side of a longer one is broken."""
+_CLOGGED_BYTES = 64 * 1024
+"""Bytes waiting to be sent beyond which the other side does not read."""
+
+
+class Beat(Struct, frozen=True, tag="beat"):
+    """State of a frontend.
+
+    Its event loop sends it, so one that hangs sends none.
+    """
+
+    status: str
+    """`starting`, `serving` (from its slots) or `draining`."""
+    slots: tuple[int, ...] = ()
+    """Listening sockets that the process accepts from."""
+    open_sequences: int = 0
+    connections: int = 0
+    loop_lag: float = 0.0
+    """Longest delay of the event loop since the last beat, in seconds."""
+
+
+class Leaving(Struct, frozen=True, tag="leaving"):
+    """Request of a frontend that got a signal to end.
+
+    It serves on until a successor does and it is told to drain.
+    """
+
+
+class Accept(Struct, frozen=True, tag="accept"):
+    """All listening sockets that a frontend accepts from, from now on."""
+
+    slots: tuple[int, ...]
+
+
+class Drain(Struct, frozen=True, tag="drain"):
+    """Order to a frontend to finish what is open and end.
+
+    It is unready at once, accepts requests for `delay` seconds more, then ends what is open after `timeout` seconds.
+    """
+
+    delay: float
+    timeout: float
+
+
+FromFrontend = Beat | Leaving
+ToFrontend = Accept | Drain
+Incoming = TypeVar("Incoming")
+Outgoing = TypeVar("Outgoing", bound=Struct)
+
+
+class ControlChannel(Generic[Incoming, Outgoing]):
+    """One end of a channel."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: "msgspec.json.Decoder[Incoming]"
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder = decoder
+        self._encoder = msgspec.json.Encoder()
+
+    @property
+    def is_clogged(self) -> bool:
+        """True while the other side does not read; a beat is better left out then."""
+        return self._writer.transport.get_write_buffer_size() > _CLOGGED_BYTES
+
+    def send(self, message: Outgoing) -> None:
+        """Send a message without waiting.
+
+        On a channel that has ended it is dropped.
+        """
+        if not self._writer.is_closing():
+            self._writer.write(self._encoder.encode(message) + b"\n")
+
+    async def receive(self) -> Incoming | None:
+        """Wait for the next message.
+
+        None once the other side has closed the channel, or broke its rules.
+        """
+        try:
+            line = await self._reader.readline()
+            return self._decoder.decode(line) if line.endswith(b"\n") else None
+        except (OSError, ValueError):
+            return None
+
+    def close(self) -> None:
+        """Close the channel. Idempotent."""
+        self._writer.close()
+
+    @classmethod
+    async def open(cls, sock: socket.socket, decoder: "msgspec.json.Decoder[Incoming]") -> Self:
+        """Take over one socket of a pair."""
+        reader, writer = await asyncio.open_connection(sock=sock, limit=MAX_MESSAGE_BYTES)
+        return cls(reader, writer, decoder)
+
+
+FrontendEnd = ControlChannel[ToFrontend, FromFrontend]
+SupervisorEnd = ControlChannel[FromFrontend, ToFrontend]
+
+
+async def frontend_end(sock: socket.socket) -> FrontendEnd:
+    """Open the end of a frontend."""
+    return await FrontendEnd.open(sock, msgspec.json.Decoder(ToFrontend))
+
+
+async def supervisor_end(sock: socket.socket) -> SupervisorEnd:
+    """Open the end of the supervisor."""
+    return await SupervisorEnd.open(sock, msgspec.json.Decoder(FromFrontend))
