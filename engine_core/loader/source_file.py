@@ -59,8 +59,9 @@ class SourceFile:
                     "file again"
                 ) from None
             if count == 0:
+                size = os.fstat(self._descriptor).st_size
                 raise ConfigError(
-                    f"{self.path} ends at byte {place}, but its header promises more: it was truncated after it was "
+                    f"{self.path} ends at byte {size}, but its header promises more: it was truncated after it was "
                     "opened; download it again"
                 )
             done += count
