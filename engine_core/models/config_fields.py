@@ -7,10 +7,10 @@ change the output is never ignored.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.errors import ConfigError
@@ -57,6 +57,8 @@ class ConfigFields(Struct, kw_only=True):
     num_hidden_layers: Count
     num_attention_heads: Count
     num_key_value_heads: Count | None = None
+    default_end: ClassVar[int | None] = None
+    """End id of a checkpoint of this family where neither of its files says anything of one."""
     head_dim: Count | None = None
     max_position_embeddings: Count
     original_max_position_embeddings: Count | None = None
@@ -69,7 +71,7 @@ class ConfigFields(Struct, kw_only=True):
     partial_rotary_factor: Positive | None = None
     quantization_config: dict[str, Any] | None = None
     compression_config: dict[str, Any] | None = None
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | UnsetType | None = UNSET
     dtype: str | None = None
     torch_dtype: str | None = None
 
@@ -216,6 +218,9 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
         return ModelConfig(**(common | own))
 
     def _end_ids(self, fields: ConfigFields) -> tuple[int, ...]:
+        if self.generation_ends is None and fields.eos_token_id is UNSET:
+            default = fields.default_end
+            return (default,) if default is not None and default < fields.vocab_size else ()
         ids: list[int] = []
         for field in (self.generation_ends, fields.eos_token_id):
             ids += [field] if isinstance(field, int) else field or []

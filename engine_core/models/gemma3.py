@@ -6,6 +6,7 @@ plus the stored weight. Embeddings are scaled.
 """
 
 import logging
+from typing import ClassVar
 
 import torch
 from msgspec import field
@@ -37,7 +38,7 @@ class Gemma3Fields(ConfigFields, kw_only=True):
     head_dim: Count | None = 256
     max_position_embeddings: Count = 131_072
     tie_word_embeddings: bool = True
-    eos_token_id: int | list[int] | None = 1
+    default_end: ClassVar[int] = 1
     hidden_act: str = field(default="gelu_pytorch_tanh", name="hidden_activation")
     attention_bias: bool = False
     """True if all projections of attention, the output's included, have biases."""

@@ -3,6 +3,8 @@
 Models that share its architecture, such as TinyLlama, are included.
 """
 
+from typing import ClassVar
+
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.pre_norm_block import PreNormBlock
@@ -15,6 +17,7 @@ from tandem.engine_core.rope_config import Count
 class LlamaFields(ConfigFields, kw_only=True):
     """The fields of config.json that this family reads."""
 
+    default_end: ClassVar[int] = 2
     max_position_embeddings: Count = 2048
     attention_bias: bool = False
     """True if all projections of attention, the output's included, have biases."""

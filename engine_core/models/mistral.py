@@ -4,6 +4,8 @@ Mistral Nemo, Mistral Small and Ministral 8B are included. It is Llama's decoder
 see a window of positions only.
 """
 
+from typing import ClassVar
+
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.pre_norm_block import PreNormBlock
@@ -16,6 +18,7 @@ from tandem.engine_core.rope_config import Count
 class MistralFields(ConfigFields, kw_only=True):
     """The fields of config.json that this family reads."""
 
+    default_end: ClassVar[int] = 2
     max_position_embeddings: Count = 4096 * 32
     num_key_value_heads: Count | None = 8
     sliding_window: Count | None = 4096

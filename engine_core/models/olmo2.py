@@ -6,6 +6,7 @@ normalised in front of them. Queries and keys are normalised over all heads toge
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from tandem.engine_core.rope_config import Count, Positive
 class Olmo2Fields(ConfigFields, kw_only=True):
     """The fields of config.json that this family reads."""
 
+    default_end: ClassVar[int] = 50279
     max_position_embeddings: Count = 2048
     rms_norm_eps: Positive = 1e-5
     attention_bias: bool = False

@@ -4,6 +4,8 @@ It is Llama's decoder without biases, with fused projections in the checkpoint. 
 quarters turn. Versions for long contexts have LongRoPE, and some have a sliding window.
 """
 
+from typing import ClassVar
+
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.pre_norm_block import PreNormBlock
@@ -16,6 +18,7 @@ from tandem.engine_core.rope_config import Count, Positive
 class Phi3Fields(ConfigFields, kw_only=True):
     """The fields of config.json that this family reads."""
 
+    default_end: ClassVar[int] = 32000
     max_position_embeddings: Count = 4096
     original_max_position_embeddings: Count | None = 4096
     rms_norm_eps: Positive = 1e-5

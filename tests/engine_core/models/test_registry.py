@@ -66,6 +66,30 @@ def test_a_config_names_one_architecture(found: Any, tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("stated", "generation", "ends"),
+    [
+        ({}, None, (2,)),
+        ({}, {}, (2,)),
+        ({}, {"eos_token_id": [5, 2]}, (5, 2)),
+        ({}, {"eos_token_id": 5}, (5,)),
+        ({"eos_token_id": 7}, None, (7,)),
+        ({"eos_token_id": 7}, {"eos_token_id": 5}, (5, 7)),
+        ({"eos_token_id": None}, None, ()),
+        ({"vocab_size": 2}, None, ()),
+    ],
+)
+def test_the_end_id_of_the_family_holds_where_no_file_says_anything(
+    stated: dict[str, Any], generation: dict[str, Any] | None, ends: tuple[int, ...], tmp_path: Path
+) -> None:
+    fields = {name: value for name, value in SMALL.items() if name != "eos_token_id"}
+    fields |= {"architectures": ["LlamaForCausalLM"]} | stated
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_config(tmp_path).eos_ids == ends
+
+
 def nest(folder: Path, prefixes: tuple[str, str]) -> None:
     """Turn a Mistral folder into the multimodal one that holds it as its text half."""
     tensors = load_file(folder / "model.safetensors")
