@@ -17,6 +17,9 @@ Count = Annotated[int, Meta(gt=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Base = Annotated[float, Meta(gt=1)]
 
+DEFAULT_THETA = 10000.0
+"""Base of a config that has none."""
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Values of `layer_types`: a layer without a window, and one with.
 
@@ -199,16 +202,14 @@ class RopeReader(Struct, frozen=True, kw_only=True):
         rope_theta: float | None = None,
         rope_scaling: Mapping[str, Any] | None = None,
         rope_parameters: Mapping[str, Any] | None = None,
-        default_theta: float = 10000.0,
     ) -> RopeConfig:
         """Read the rotary fields of a model whose layers share one table.
 
-        The arguments have the names of config.json. default_theta: the base of a config that has none.
-
-        Raises ConfigError if they are malformed, or if a field would be ignored.
+        The arguments have the names of config.json. Raises ConfigError if they are malformed, or if a field would be
+        ignored.
         """
         name, fields = ("rope_scaling", rope_scaling) if rope_scaling else ("rope_parameters", rope_parameters)
-        return self._resolve(name, fields or {}, rope_theta or default_theta)
+        return self._resolve(name, fields or {}, rope_theta or DEFAULT_THETA)
 
     def read_by_layer_type(
         self,

@@ -91,11 +91,6 @@ def test_a_family_can_name_a_scaling_its_own_way() -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_a_family_has_its_own_default_base() -> None:
-    assert READER.read(default_theta=1e6) == RopeConfig(64, 1e6)
-    assert READER.read(rope_theta=5e5, default_theta=1e6) == RopeConfig(64, 5e5)
-
-
 @pytest.mark.parametrize(
     ("fields", "full", "sliding"),
     [
