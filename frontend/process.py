@@ -42,6 +42,11 @@ def die_with_parent(argv: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", str(_DIE_WITH_PARENT), str(os.getpid()), *argv]
 
 
+def without_hub_tokens(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a child process may have."""
+    return {name: text for name, text in environment.items() if name not in HUB_TOKENS}
+
+
 class ManagedProcess:
     """Child process that runs one program.
 
@@ -136,7 +141,7 @@ class ManagedProcess:
             limit=self._pipe_limit or self._stderr_limit or 2**16,
             pass_fds=self._pass_fds,
             start_new_session=True,
-            env={name: text for name, text in environment.items() if name not in HUB_TOKENS},
+            env=without_hub_tokens(environment),
         )
         if self._stopping.is_set():  # stopped while it was being started
             self._kill()

@@ -25,6 +25,8 @@ MAX_HEADER_BYTES = 100_000_000
 """Longest header that the format allows."""
 MAX_ENTRY_BYTES = 4096
 """Longest description of one tensor, without its name."""
+MAX_TENSORS = 100_000
+"""Largest number of tensors in one file; the largest models have that many in all their files together."""
 LENGTH_BYTES = 8
 LFS_MARK = b"version https://git-lfs"
 
@@ -132,6 +134,8 @@ def _tensors(header: bytes, path: Path) -> dict[str, StoredTensor]:
             metadata = True
         else:
             found[name] = _tensor(name, raw_entry, LENGTH_BYTES + len(header), path)
+            if len(found) > MAX_TENSORS:
+                raise _FormatError(f"it has more than {MAX_TENSORS} tensors")
     return found
 
 

@@ -23,6 +23,7 @@ from tandem.frontend.cli.port_owner import port_owner
 from tandem.frontend.generation.tokenizer import TokenizerError, load_tokenizer
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.listening import listen
+from tandem.frontend.process import without_hub_tokens
 from tandem.frontend.supervisor.launch import DEFAULT_OPS_PORT, check_engine_installed
 from tandem.frontend.supervisor.model import LaunchError, find_model, is_hub_name
 from tandem.frontend.supervisor.tokenizer import ConversionError, cache_folder, with_tokenizer
@@ -143,7 +144,8 @@ def ask_engine(options: EngineOptions, weight_bytes: int | None) -> Forecast:
     if weight_bytes is not None:
         command.append(f"--weight-bytes={weight_bytes}")
     try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS)
+        environment = without_hub_tokens(os.environ)
+        child = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS, env=environment)
         return msgspec.json.decode(child.stdout, type=Forecast)
     except subprocess.TimeoutExpired:
         raise ValueError(f"the engine's libraries did not load within {CHILD_SECONDS:g} s") from None

@@ -97,7 +97,7 @@ def missing(folder: Path, with_weights: bool) -> str:
         named = _named((folder / INDEX).read_bytes())
     except (OSError, msgspec.MsgspecError):
         return SINGLE
-    return next((name for name in named if not (folder / name).is_file()), "")
+    return next((name for name in named if not (folder / name).is_file()), "" if named else SINGLE)
 
 
 def _named(index: bytes) -> list[str]:

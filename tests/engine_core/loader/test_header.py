@@ -13,7 +13,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.loader.header import BITS, MAX_HEADER_BYTES, TORCH_DTYPES, StoredTensor, read_header
+from tandem.engine_core.loader.header import (
+    BITS,
+    MAX_HEADER_BYTES,
+    MAX_TENSORS,
+    TORCH_DTYPES,
+    StoredTensor,
+    read_header,
+)
 from tests.support.safetensors_files import entry, file_bytes, write
 
 NAMES = st.text('ab.é"\\\n\x00☃𝄞{}:', min_size=1, max_size=8)
@@ -117,6 +124,13 @@ def test_a_broken_file_is_refused_with_the_reason(case: str, tmp_path: Path) -> 
         read_header(path)
     assert len(str(caught.value)) < 2000
     assert library_reads(path) == (case == "name twice")
+
+
+def test_a_header_of_more_tensors_than_any_model_has_is_refused(tmp_path: Path) -> None:
+    empty = entry("F32", [0], 0, 0)
+    path = write(tmp_path / "w", {str(index): empty for index in range(MAX_TENSORS + 1)})
+    with pytest.raises(ConfigError, match=f"it has more than {MAX_TENSORS} tensors"):
+        read_header(path)
 
 
 def test_names_in_errors_are_printable_and_cut(tmp_path: Path) -> None:

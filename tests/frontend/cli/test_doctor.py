@@ -108,7 +108,11 @@ def test_report_has_no_keys_and_no_values_of_the_environment(
 
 
 def test_engine_that_cannot_be_loaded_is_reported_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
+    monkeypatch.setenv("HF_TOKEN", "hf-very-private")
+
+    def run(command: list[str], env: dict[str, str], **_: Any) -> "subprocess.CompletedProcess[str]":
+        assert "HF_TOKEN" not in env
+        assert env["PATH"]
         return subprocess.CompletedProcess(command, 1, "", "Traceback\nImportError: libcudart.so.13 is missing\n")
 
     monkeypatch.setattr(subprocess, "run", run)
