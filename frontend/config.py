@@ -7,13 +7,14 @@ bounds and the arguments that a supervisor passes on to HTTP processes follow fr
 import argparse
 import re
 import ssl
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from tandem.frontend.api_keys import add_key_arguments, api_keys
+from tandem.frontend.flag import MAX_INT32, MAX_SECONDS, Flag, add_flags
 from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.request.options import MAX_N, MAX_STOPS
@@ -26,6 +27,7 @@ from tandem.protocol.transport_options import transport
 
 MEBIBYTE = 2**20
 DEFAULT_BODY_MIB = 32
+MAX_FRONTENDS = 64
 FIRST_STREAM_WAIT = 5.0
 """Seconds for which a stream waits for its first output before it begins without; until then a refusal is a status."""
 
@@ -56,8 +58,12 @@ class FrontendConfig(Struct, frozen=True):
     transport: Transport = Transport()
     host: str = "127.0.0.1"
     port: int = 8000
-    fd: int | None = None
-    """File descriptor of a listening socket to serve on, instead of host and port."""
+    listener_fds: tuple[int, ...] = ()
+    """File descriptors of the inherited listening sockets, one for each slot, to serve on instead of host and port."""
+    slot: int = 0
+    """Index of the listening socket that this process accepts from once it serves, until it is told otherwise."""
+    supervisor_fd: int | None = None
+    """File descriptor of the control channel to the supervisor; None without one."""
     max_concurrent: int = 1024
     """Limit on sequences in progress; requests beyond it get a 429."""
     max_queued_tokens: int = 2**20
@@ -83,7 +89,9 @@ class FrontendConfig(Struct, frozen=True):
     tls_key: Path | None = None
     beat_timeout: float = 5.0
     step_timeout: float = 60.0
-    drain_timeout: float = 10.0
+    drain_timeout: float = 25.0
+    shutdown_delay: float = 0.0
+    """Time for which a process that is to end still accepts requests, unready already."""
     sse_keepalive: float = 15.0
     """Seconds after which a stream without output gets a sign of life; 0 for none."""
     log_level: LogLevel = "info"
@@ -105,74 +113,6 @@ class FrontendConfig(Struct, frozen=True):
         return (FIRST_STREAM_WAIT, self.sse_keepalive) if self.sse_keepalive else (None, None)
 
 
-_METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "SECONDS", Path: "FILE"}
-
-
-class Flag(Struct, frozen=True):
-    """One command-line flag, with its bounds and the attribute that it fills."""
-
-    name: str
-    """Name among the parsed arguments; the flag is written with two dashes and dashes for underscores."""
-    group: str
-    """Title of the flag's group in the help; empty for the command's own options."""
-    help: str
-    """One line of help, without the default."""
-    parse: Callable[[str], Any] = str
-    """Conversion of the text. Ignored for flags with choices."""
-    bounds: tuple[float, float] | None = None
-    """Smallest and largest value allowed; None for flags that are not bounded numbers."""
-    choices: tuple[str, ...] | None = None
-    metavar: str | None = None
-    """Name of the value in the help; None for that of its type: N, SECONDS or FILE."""
-    is_everyday: bool = False
-    """True for a flag that `--help` shows; `--help-all` shows the others too."""
-    is_repeated: bool = False
-    """True for a flag that may be given several times; its values are collected in a list."""
-    is_list: bool = False
-    """True for a flag that takes one or more values after it, collected in a list."""
-    default: Any = None
-    """Default of the argument; None for the default of the attribute that the flag fills."""
-    default_text: str = ""
-    """The default in words, for the help of flags whose default is None."""
-    struct: type[Struct] | None = None
-    """Struct that the flag fills; None for flags that the command reads itself."""
-    field: str = ""
-    """Name of the struct's attribute; empty if it is the flag's name."""
-    to_field: Callable[[Any], Any] | None = None
-    """Conversion from the argument to the struct's attribute; None if they are equal."""
-    is_forwarded: bool = True
-    """True if a supervisor passes the flag on to its HTTP processes."""
-
-    @property
-    def field_name(self) -> str:
-        return self.field or self.name
-
-    def get_default(self) -> Any:
-        """Return the default of the argument."""
-        if self.default is not None or self.struct is None:
-            return self.default
-        return next(info.default for info in structs.fields(self.struct) if info.name == self.field_name)
-
-    def add_to(self, group: argparse._ActionsContainer) -> None:
-        """Add the argument to a parser or one of its groups."""
-        default = self.get_default()
-        shown = self.default_text or ("" if default is None else f"{default:.10g}" if self.bounds else str(default))
-        help_text = f"{self.help} (default: {shown})" if shown else self.help
-        name, metavar = flag_name(self.name), self.metavar or _METAVARS.get(self.parse)
-        if self.is_repeated:
-            group.add_argument(name, action="append", default=default, metavar=metavar, help=help_text)
-        elif self.is_list:
-            group.add_argument(
-                name, nargs="+", action="extend", type=self.parse, default=default, metavar=metavar, help=help_text
-            )
-        elif self.choices is not None:
-            group.add_argument(name, choices=self.choices, default=default, help=help_text)
-        else:
-            group.add_argument(name, type=self.parse, default=default, metavar=metavar, help=help_text)
-
-
-MAX_INT32 = 2**31 - 1
-MAX_SECONDS = 1e7
 _COUNT = (1, MAX_INT32)
 _SECONDS = (0.001, MAX_SECONDS)
 _HTTP, _CHAT, _LIMITS, _ACCESS, _WATCH = "http", "chat", "request limits", "access control", "engine watchdog"
@@ -198,8 +138,12 @@ HTTP_FLAGS = (
          struct=FrontendConfig, field="served_names", to_field=tuple),
     Flag("max_concurrent", _HTTP, "maximum number of sequences in progress; further requests get a 429", int, _COUNT,
          struct=FrontendConfig),
+    Flag("frontends", _HTTP, "number of frontend processes behind the port", int, (1, MAX_FRONTENDS), is_everyday=True,
+         default_text="the usable CPU cores less 2, between 1 and 8", is_forwarded=False),
     Flag("drain_timeout", _HTTP, "seconds that open streams may take to finish at shutdown", float, (0, MAX_SECONDS),
          struct=FrontendConfig),
+    Flag("shutdown_delay", _HTTP, "seconds at shutdown for which requests are still accepted, while /health/ready says "
+         "503", float, (0, MAX_SECONDS), struct=FrontendConfig),
     Flag("sse_keepalive", _HTTP, "seconds after which a stream without output gets a comment or ping, 0 for never; its "
          f"headers are sent after {FIRST_STREAM_WAIT:g} s even without output", float, (0, MAX_SECONDS),
          struct=FrontendConfig),
@@ -267,6 +211,8 @@ ACCESS_FLAGS = (
 WATCH_FLAGS = (
     Flag("beat_timeout", _WATCH, "seconds without a heartbeat after which the engine counts as lost", float, _SECONDS,
          struct=FrontendConfig),
+    Flag("hang_timeout", _WATCH, "seconds without a heartbeat after which the engine or a frontend is killed and "
+         "started again", float, _SECONDS, default=8.0, is_forwarded=False),
     Flag("step_timeout", _WATCH, "seconds without a completed step, with work pending, after which the engine counts "
          "as hung", float, _SECONDS, struct=FrontendConfig),
     Flag("log_level", _WATCH, "least severe level of messages to log", choices=get_args(LogLevel), is_everyday=True,
@@ -275,15 +221,6 @@ WATCH_FLAGS = (
 # fmt: on
 FRONTEND_FLAGS = (*HTTP_FLAGS, *STORE_FLAGS, *ACCESS_FLAGS, *WATCH_FLAGS)
 """All flags of an HTTP process but those of its keys and its link to the engine."""
-
-
-def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
-    """Add flags to a parser, each to the group it names."""
-    groups: dict[str, argparse._ActionsContainer] = {"": parser}
-    for flag in flags:
-        if flag.group not in groups:
-            groups[flag.group] = parser.add_argument_group(flag.group)
-        flag.add_to(groups[flag.group])
 
 
 def add_http_arguments(parser: argparse.ArgumentParser) -> None:
@@ -298,6 +235,24 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
 def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a process that watches the engine's heartbeat."""
     add_flags(parser, WATCH_FLAGS)
+
+
+def add_child_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only a supervisor gives to its frontend processes."""
+    parser.add_argument("--listener-fds", type=_descriptors, default=(), help=argparse.SUPPRESS)
+    parser.add_argument("--slot", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--supervisor-fd", type=int, help=argparse.SUPPRESS)
+
+
+def _descriptors(text: str) -> tuple[int, ...]:
+    """Parse file descriptors that are separated by commas."""
+    return tuple(map(int, text.split(",")))
+
+
+def child_argv(slot: int, listener_fds: Sequence[int], supervisor_fd: int) -> list[str]:
+    """Build the flags of `add_child_arguments` for the process of a slot."""
+    fds = ",".join(map(str, listener_fds))
+    return ["--listener-fds", fds, "--slot", str(slot), "--supervisor-fd", str(supervisor_fd)]
 
 
 def http_argv(arguments: argparse.Namespace) -> list[str]:
@@ -316,20 +271,6 @@ def http_argv(arguments: argparse.Namespace) -> list[str]:
         for item in value if flag.is_repeated else (value,):
             argv += [flag_name(flag.name), str(item)]
     return argv
-
-
-def check_bounds(arguments: argparse.Namespace, flags: Iterable[Flag]) -> None:
-    """Raise ValueError for a number out of its flag's bounds.
-
-    Flags that the command does not have are skipped.
-    """
-    for flag in flags:
-        value = getattr(arguments, flag.name, None)
-        if value is None or flag.bounds is None:
-            continue
-        low, high = flag.bounds
-        if not low <= value <= high:  # also true for NaN
-            raise ValueError(f"{flag_name(flag.name)} must be between {low:.10g} and {high:.10g}, not {value}")
 
 
 def check_security(arguments: argparse.Namespace) -> None:
@@ -368,7 +309,9 @@ def frontend_config(arguments: argparse.Namespace) -> FrontendConfig:
         endpoint=arguments.endpoint,
         model_dir=Path(arguments.model_dir),
         transport=settings,
-        fd=arguments.fd,
+        listener_fds=arguments.listener_fds,
+        slot=arguments.slot,
+        supervisor_fd=arguments.supervisor_fd,
         limits=RequestLimits(**_fields(arguments, RequestLimits)),
         connections=ConnectionLimits(**_fields(arguments, ConnectionLimits)),
         chat=ChatOptions(**_fields(arguments, ChatOptions)),

@@ -37,12 +37,16 @@ class Beat(Struct, frozen=True, tag="beat"):
 class Leaving(Struct, frozen=True, tag="leaving"):
     """Request of a frontend that got a signal to end.
 
-    It serves on until a successor does and it is told to drain.
+    It serves on until a successor does and it is told to drain. The supervisor answers at once with `Accept`, so that
+    a frontend without an answer knows that it has to drain on its own.
     """
 
 
 class Accept(Struct, frozen=True, tag="accept"):
-    """All listening sockets that a frontend accepts from, from now on."""
+    """All listening sockets that a frontend accepts from, from now on.
+
+    Before the first such message these are its own slot alone. One that comes before it serves holds from then on.
+    """
 
     slots: tuple[int, ...]
 

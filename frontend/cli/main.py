@@ -25,13 +25,12 @@ from tandem.frontend.cli.parsing.command_help import COMMANDS, TANDEM
 from tandem.frontend.cli.parsing.parser import CommandParser
 from tandem.frontend.config import (
     FRONTEND_FLAGS,
-    Flag,
-    add_flags,
+    add_child_arguments,
     add_http_arguments,
     add_watch_arguments,
-    check_bounds,
     frontend_config,
 )
+from tandem.frontend.flag import Flag, add_flags, check_bounds
 from tandem.frontend.supervisor.termination import TERMINATED, Terminated, raised_sigterm
 from tandem.protocol.engine_options import add_engine_arguments, rare_engine_flags
 from tandem.protocol.errors import ExitCode
@@ -106,8 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="directory with the model's tokenizer.json, or name on the Hugging Face hub",
     )  # fmt: skip
     add_flags(frontend, HUB_FLAGS)
-    # A supervisor passes its listening socket on.
-    frontend.add_argument("--fd", type=int, help=argparse.SUPPRESS)
+    add_child_arguments(frontend)
     add_http_arguments(frontend)
     add_watch_arguments(frontend)
     add_transport_arguments(frontend, endpoint_required=True)
@@ -237,7 +235,7 @@ def run_frontend(arguments: argparse.Namespace) -> int:
         config = structs.replace(config, model_dir=model.folder)
     except (ValueError, LaunchError) as error:
         return _refuse(str(error))
-    if config.fd is None:  # the engine of a supervisor says it for its frontend too
+    if not config.listener_fds:  # the engine of a supervisor says it for its frontend too
         config.transport.warn(config.endpoint)
     try:
         serve(config)

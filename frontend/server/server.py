@@ -172,9 +172,10 @@ def serve(config: FrontendConfig) -> None:
     use, TokenizerError if the model directory has no usable tokenizer.
     """
     raise_file_limit()
-    with listen(config.host, config.port) if config.fd is None else socket.socket(fileno=config.fd) as sock:
+    fds = config.listener_fds
+    with socket.socket(fileno=fds[config.slot]) if fds else listen(config.host, config.port) as sock:
         # A supervisor announces its frontend itself.
-        url = url_of(sock, "http" if config.tls_cert is None else "https") if config.fd is None else None
+        url = url_of(sock, "http" if config.tls_cert is None else "https") if not fds else None
         server = build_server(config, url)
         if url is not None:
             print(f"tandem frontend listens on {url}", flush=True)

@@ -218,7 +218,7 @@ def frontend_command(arguments: argparse.Namespace, endpoint: str, folder: Path,
     """
     return [
         *(sys.executable, "-P", "-m", "tandem.frontend", "--endpoint", endpoint),
-        *("--model-dir", str(folder), "--fd", str(fd), "--state-dir", str(state_dir)),
+        *("--model-dir", str(folder), "--listener-fds", str(fd), "--state-dir", str(state_dir)),
         *http_argv(arguments),
         *transport_argv(arguments),
     ]

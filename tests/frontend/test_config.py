@@ -9,12 +9,11 @@ from tandem.frontend.cli.main import build_parser
 from tandem.frontend.config import (
     FRONTEND_FLAGS,
     ChatOptions,
-    Flag,
     FrontendConfig,
-    check_bounds,
     frontend_config,
     http_argv,
 )
+from tandem.frontend.flag import Flag, check_bounds
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.store.store import StoreLimits
 from tandem.protocol.engine_options import flag_name
@@ -24,7 +23,9 @@ OTHERWISE_FILLED = {
     "endpoint",
     "model_dir",
     "transport",
-    "fd",
+    "listener_fds",
+    "slot",
+    "supervisor_fd",
     "limits",
     "chat",
     "connections",

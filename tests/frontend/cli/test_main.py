@@ -100,7 +100,7 @@ def test_supervisor_forwards_its_flags(tmp_path: Path) -> None:
     assert engine_options(engine) == engine_options(arguments)
     command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5, tmp_path / "state")
     config = frontend_config(build_parser().parse_args(["frontend", *command[4:]]))
-    assert (config.endpoint, config.model_dir, config.fd) == ("ipc:///e", tmp_path, 5)
+    assert (config.endpoint, config.model_dir, config.listener_fds) == ("ipc:///e", tmp_path, (5,))
     assert (config.max_concurrent, config.drain_timeout, config.step_timeout) == (7, 3.5, 9.0)
 
 
