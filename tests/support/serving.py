@@ -1,6 +1,7 @@
 """A real `tandem serve`: supervisor, engine core and frontend as processes, on free ports of the loopback."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -9,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,12 +45,20 @@ ABORTS = 'tandem_request_success_total{finished_reason="abort"}'
 class Serving:
     """A server that starts on entry and waits until it is ready; it leaves no process behind."""
 
-    def __init__(self, log: Path, *flags: str, tandem: Path | None = None, wait: bool = True) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *flags: str,
+        tandem: Path | None = None,
+        wait: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         """`tandem` is the console script, by default that of the tests' environment.
 
-        With `wait` False, entry only starts the server.
+        With `wait` False, entry only starts the server. `environment` adds to this process's own.
         """
         self.wait = wait
+        self.environment = {**os.environ, **(environment or {})}
         self.log = log
         self.tandem = tandem or Path(sys.executable).with_name("tandem")
         self.flags = flags
@@ -64,7 +73,7 @@ class Serving:
         ports = ("--port", str(self.port), "--ops-port", str(self.ops_port))
         command = [str(self.tandem), "serve", *ports, *self.flags]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=self.environment)
         if self.wait:
             until(self.ready, f"readiness; the log says:\n{self.log.read_text()}")
         return self

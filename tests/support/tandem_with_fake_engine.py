@@ -3,27 +3,37 @@
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+SCRIPTED = "from tests.fakes.scripted_engine import main; main()"
+"""Program of an engine core whose model is a script (`tests.fakes.scripted_engine`)."""
 
 
-def write_tandem(folder: Path, program: str, frontend: str | None = None) -> str:
+def write_tandem(folder: Path, program: str, frontend: str | None = None, tree: Path = ROOT) -> str:
     """Write the package into a folder; return the PYTHONPATH that finds it first, and the tests behind it.
 
-    The frontend and the protocol are links to the real ones. `python -m tandem.engine_core` runs `program`, and
-    `python -m tandem.frontend` a program of its own if one is given.
+    The frontend and the protocol are links to the real ones of a tree. `python -m tandem.engine_core` runs `program`,
+    and `python -m tandem.frontend` a program of its own if one is given. A program that is SCRIPTED finds the other
+    modules of the engine core.
     """
     package = folder / "tandem"
     engine = package / "engine_core"
     engine.mkdir(parents=True, exist_ok=True)
+    if program == SCRIPTED:
+        _link_parts(tree / "engine_core", engine)
     if frontend is not None:
         (package / "frontend").mkdir(exist_ok=True)
-        for part in (ROOT / "frontend").iterdir():
-            if part.name != "__main__.py":
-                (package / "frontend" / part.name).symlink_to(part)
+        _link_parts(tree / "frontend", package / "frontend")
         (package / "frontend" / "__main__.py").write_text(frontend)
     for part in ("frontend", "protocol"):
         if not (package / part).exists():
-            (package / part).symlink_to(ROOT / part)
-    (package / "__init__.py").write_text((ROOT / "src" / "tandem" / "__init__.py").read_text())
+            (package / part).symlink_to(tree / part)
+    (package / "__init__.py").write_text((tree / "src" / "tandem" / "__init__.py").read_text())
     (engine / "__init__.py").touch()
     (engine / "__main__.py").write_text(program)
     return f"{folder}:{ROOT}"
+
+
+def _link_parts(source: Path, package: Path) -> None:
+    """Link every part of a package but its program and what is there already."""
+    for part in source.iterdir():
+        if part.name != "__main__.py" and not (package / part.name).exists():
+            (package / part.name).symlink_to(part)
