@@ -1,0 +1,126 @@
+"""Frontends of one checkout before a scripted engine of this one."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+
+from benchmarks.measuring.processes import stop_process
+from tests.fakes.scripted_engine import Journal, Script
+from tests.support.serving import free_port
+from tests.support.stream_client import answer
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "engine_core" / "default_model"
+READY_SECONDS, STOP_SECONDS = 120.0, 30.0
+MAX_LEN = 1_000_000
+"""Context of the scripted engine, so that no stream ends during a measurement."""
+SUPERVISED = "import sys; from tandem.frontend.cli.main import main; sys.exit(main(sys.argv[1:]))"
+MANY = "1000000"
+
+
+def protocol_version(tree: Path) -> int:
+    """Return the version of the wire that a checkout speaks."""
+    found = re.search(r"^PROTOCOL_VERSION = (\d+)", (tree / "protocol" / "version.py").read_text(), re.MULTILINE)
+    assert found is not None, f"{tree} is not a checkout of Tandem"
+    return int(found[1])
+
+
+def git_hash(tree: Path) -> str:
+    """Return the commit of a checkout, with a + if it was changed."""
+    command = ["git", "-C", str(tree), "describe", "--always", "--dirty=+"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of all threads of a process, in user and kernel mode.
+
+    It is read from the process's own clock (`clock_getcpuclockid`), in nanoseconds where `/proc` has hundredths.
+    """
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+class Deployment:
+    """A scripted engine and frontends, which run from entry to exit of the context.
+
+    One frontend runs alone; several run under `tandem frontend`, behind one port.
+    """
+
+    def __init__(self, tree: Path, script: Script, frontends: int = 1, flags: tuple[str, ...] = ()) -> None:
+        self.address = ("127.0.0.1", free_port())
+        self.journal = Journal([], {}, {})
+        """What the engine sent; filled on exit."""
+        self._tree = tree
+        self._script = script
+        self._frontends = frontends
+        self._flags = flags
+        self._stack = ExitStack()
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "Deployment":
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-")))
+        self._folder, self._log = folder, folder / "log"
+        endpoint = f"ipc://{folder}/engine"
+        version = protocol_version(self._tree) if self._tree != ROOT else None
+        script = Script(self._script.tokens_per_second, journal=str(folder / "journal"), protocol_version=version)
+        engine = [sys.executable, "-P", "-m", "tests.fakes.scripted_engine", "--endpoint", endpoint]
+        engine += ["--max-len", str(MAX_LEN), "--max-waiting", "8192", *_engine_limits(), "--log-level", "warning"]
+        self._start(engine, {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **script.environment()})
+        program = ["-m", "tandem.frontend"]
+        if self._frontends > 1:
+            program = ["-c", SUPERVISED, "frontend", "--frontends", str(self._frontends)]
+        frontend = [sys.executable, "-P", *program, "--endpoint", endpoint, "--model-dir", str(MODEL)]
+        frontend += ["--port", str(self.address[1]), "--max-concurrent", "8192", "--max-queued-tokens", MANY]
+        frontend += ["--log-level", "warning", *self._flags]
+        self._start(frontend, {"PYTHONPATH": str(self._tree / "src")})
+        deadline = time.monotonic() + READY_SECONDS
+        while answer(self.address, "/health/ready")[0] != 200:
+            ended = [process.returncode for process in self._processes if process.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                self._stop()
+                raise RuntimeError(f"the server of {self._tree} did not come up:\n{self._log.read_text()}")
+            time.sleep(0.1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def cpu(self) -> float:
+        """Return the CPU seconds that the frontends have used, with their supervisor and helpers."""
+        _, root = self._processes
+        family = [root.pid, *[child.pid for child in psutil.Process(root.pid).children(recursive=True)]]
+        return sum(cpu_seconds(pid) for pid in family)
+
+    def engine_cpu(self) -> float:
+        """Return the CPU seconds that the scripted engine has used."""
+        return cpu_seconds(self._processes[0].pid)
+
+    def _start(self, command: list[str], environment: dict[str, str]) -> None:
+        with self._log.open("ab") as log:
+            self._processes.append(
+                subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment}, cwd=self._folder
+                )
+            )
+
+    def _stop(self) -> None:
+        for process in reversed(self._processes):
+            stop_process(process, STOP_SECONDS)
+        if (path := self._folder / "journal").exists():
+            self.journal = Journal.read(path)
+        self._stack.close()
+
+
+def _engine_limits() -> list[str]:
+    """Return flags that lift the engine's limits of load, where it has them."""
+    from tandem.protocol.engine_options import EngineOptions
+
+    known = EngineOptions.__struct_fields__
+    limits = {"max_concurrent": "8192", "max_queued_tokens": MANY}
+    return [part for name, value in limits.items() if name in known for part in (f"--{name.replace('_', '-')}", value)]
