@@ -48,6 +48,9 @@ from tandem.protocol.version import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 
+ID_BYTES = 4
+"""Bytes of one token id on the wire."""
+
 
 class Control:
     """Applies the commands of frontends that have said Hello to this engine."""
@@ -72,6 +75,8 @@ class Control:
         self.clients: dict[bytes, str] = {}
         self._identities: dict[bytes, bytes] = {}
         """The one object used for each identity, whichever message brought it: `Scheduler.commit` compares by `is`."""
+        self._overloaded: dict[bytes, tuple[int, str]] = {}
+        """Group whose sequence was refused for overload last, and the message, by frontend."""
         self._sequences = 0
 
     def apply(self, client: bytes, command: AnyCommand) -> AnyEvent | Failure | None:
@@ -105,6 +110,7 @@ class Control:
     def forget(self, client: bytes) -> bool:
         """End the connection of a frontend; return whether there was one."""
         self._identities.pop(client, None)
+        self._overloaded.pop(client, None)
         return self.clients.pop(client, None) is not None
 
     def _hello(self, client: bytes, hello: Hello) -> Ready | Refused | None:
@@ -144,10 +150,16 @@ class Control:
         if self.scheduler.is_open(client, submit.request_id):
             logger.error("frontend %s reused open request id %d; ignored", self.clients[client], submit.request_id)
             return None
+        group, message = self._overloaded.get(client, (0, ""))
+        if submit.group and submit.group == group:
+            return Failure(submit.request_id, ErrorCode.OVERLOADED, message)
         try:
+            self._check_load(len(submit.prompt_ids) // ID_BYTES)
             seq = self._sequence(client, submit)
             self.scheduler.add(seq)
         except RequestError as error:
+            if error.code is ErrorCode.OVERLOADED:
+                self._overloaded[client] = (submit.group, error.message)
             refusal = Failure(submit.request_id, error.code, error.message)
             count_outcome(self.stats, refusal)
             return refusal
@@ -156,6 +168,21 @@ class Control:
             self.stats.requests_constrained += 1
             self.compiler.start(seq.id, submit.constraint, submit.sampling.ignore_eos)
         return None
+
+    def _check_load(self, prompt_len: int) -> None:
+        """Raise RequestError if one more prompt would exceed a limit over all frontends."""
+        num_open, queued, limits = self.scheduler.num_open, self.scheduler.queued.num_tokens, self.limits
+        if num_open >= limits.max_concurrent:
+            raise RequestError(
+                ErrorCode.OVERLOADED,
+                f"{num_open} sequences are open, as many as --max-concurrent allows; try again later",
+            )
+        if queued and queued + prompt_len > limits.max_queued_tokens:
+            raise RequestError(
+                ErrorCode.OVERLOADED,
+                f"{queued} prompt tokens are waiting and {prompt_len} more were asked for, at most "
+                f"{limits.max_queued_tokens} at once (--max-queued-tokens); try again later",
+            )
 
     def _sequence(self, client: bytes, submit: Submit) -> Sequence:
         """Build the sequence of a request.
@@ -216,7 +243,7 @@ def _parse_prompt(data: bytes, vocab_size: int) -> array[int]:
     data: packed little-endian int32. Raises ProtocolError unless its length is a multiple of 4, RequestError if it is
     empty or holds an id outside the vocabulary.
     """
-    if len(data) % 4:
+    if len(data) % ID_BYTES:
         raise ProtocolError(f"a prompt of {len(data)} bytes does not divide into int32 ids")
     _require(len(data) > 0, "the prompt is empty; send at least one token")
     ids = np.frombuffer(data, dtype="<i4")

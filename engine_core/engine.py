@@ -161,7 +161,11 @@ class Engine:
             self._send(self.scheduler.take_updates())
 
     def _plan(self) -> StepPlan | None:
-        """Admit the sequences that fit, then select the next step."""
+        """Admit the sequences that fit, announce them, then select the next step.
+
+        Announcements go out before the step, which may kill the process. A send that fails ends sequences, whose rows
+        the next turn of the loop can give to others.
+        """
         now = self.stages.clock()
         self.scheduler.advance(now)
         while admitted := self.scheduler.admit_waiting():
@@ -169,6 +173,8 @@ class Engine:
                 if not seq.preemptions:
                     self.stats.queue_time.observe(now - seq.arrival)
                     self.stats.prompt_tokens += seq.prompt_len
+            self.stages.mark("plan")
+            self._send(self.scheduler.take_updates())
         plan = self.scheduler.plan_step(self._steps + 1)
         self.stages.mark("plan")
         return plan

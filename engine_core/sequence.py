@@ -58,16 +58,17 @@ class DeviceState:
 class WireState:
     """Reports about a sequence that its frontend has got, beyond the tokens."""
 
-    __slots__ = ("reported_len", "start_reported")
+    __slots__ = ("reported_cached", "reported_len")
+
+    reported_cached: int
+    """Number of cached prompt tokens that the frontend was told of when the sequence started; -1 before."""
 
     reported_len: int
     """Number of positions computed before a preemption: their log-probabilities have been sent and are not sent again.
     """
-    start_reported: bool
-    """True if the frontend knows how much of the prompt was cached."""
 
     def __init__(self) -> None:
-        self.reported_len, self.start_reported = 0, False
+        self.reported_cached, self.reported_len = -1, 0
 
 
 class Sequence:

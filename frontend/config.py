@@ -136,7 +136,8 @@ HTTP_FLAGS = (
          "shell", _served_name, metavar="NAME", is_list=True, is_everyday=True, default=[],
          default_text="the one that the engine reports, its directory's",
          struct=FrontendConfig, field="served_names", to_field=tuple),
-    Flag("max_concurrent", _HTTP, "maximum number of sequences in progress; further requests get a 429", int, _COUNT,
+    Flag("max_concurrent", _HTTP, "maximum number of sequences in progress, of all frontends together; further "
+         "requests get a 429; a frontend on its own can only lower its engine's limit", int, _COUNT,
          struct=FrontendConfig),
     Flag("frontends", _HTTP, "number of frontend processes behind the port", int, (1, MAX_FRONTENDS), is_everyday=True,
          default_text="the usable CPU cores less 2, between 1 and 8", is_forwarded=False),
@@ -166,8 +167,9 @@ HTTP_FLAGS = (
          (0, MAX_TOP_LOGPROBS), struct=RequestLimits),
     Flag("max_stop_strings", _LIMITS, "maximum number of stop strings of a request", int, (0, MAX_STOPS),
          struct=RequestLimits),
-    Flag("max_queued_tokens", _LIMITS, "maximum number of prompt tokens that wait for their first output; further "
-         "requests get a 429", int, _COUNT, struct=FrontendConfig),
+    Flag("max_queued_tokens", _LIMITS, "maximum number of prompt tokens that wait for their first output, of all "
+         "frontends together; further requests get a 429; a frontend on its own can only lower its engine's limit", int,
+         _COUNT, struct=FrontendConfig),
     Flag("unknown_fields", _LIMITS, "what to do with request fields that have no effect: ignore them and name them in "
          "the header x-tandem-ignored, or refuse the request", choices=get_args(UnknownFields), struct=FrontendConfig),
     Flag("max_prompt_tokens", _LIMITS, "maximum number of tokens of a prompt", int, _COUNT, struct=RequestLimits,

@@ -52,6 +52,9 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
     """Salt of the prefix cache: KV is shared only among requests with the same one."""
     http_request_id: str = ""
     """Id of the HTTP request, the same for all its sequences, for logs and inspections; "" for none."""
+    group: int = 0
+    """Request id of the first sequence of the same HTTP request; 0 for none. Once one of a group is refused for
+    overload, those that follow are refused as well, and only the first refusal is counted."""
 
 
 class Abort(Command, frozen=True, array_like=True, tag=2):

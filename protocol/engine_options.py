@@ -27,6 +27,7 @@ Parse = Callable[[str], Any]
 ANY_NAME = "*"
 """Name of a model that stands for every name."""
 
+MAX_INT32 = 2**31 - 1
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -225,6 +226,21 @@ class EngineOptions(Struct, frozen=True):
             "maximum number of requests that wait in the engine; further requests get a 429", bounds=(1, math.inf)
         ),
     ] = 1024
+    max_concurrent: Annotated[
+        int,
+        EngineFlag(
+            "maximum number of sequences in progress, of all frontends together; further requests get a 429",
+            bounds=(1, MAX_INT32),
+        ),
+    ] = 1024
+    max_queued_tokens: Annotated[
+        int,
+        EngineFlag(
+            "maximum number of prompt tokens that wait for their first output, of all frontends together; further "
+            "requests get a 429",
+            bounds=(1, MAX_INT32),
+        ),
+    ] = 2**20
     threads: Annotated[
         int | None, EngineFlag("number of torch threads on a cpu (default: cores - 1)", bounds=(1, 4096))
     ] = None

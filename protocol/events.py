@@ -11,6 +11,9 @@ from msgspec import Struct, field
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.stats import EngineStats
 
+NO_LIMIT = 2**31 - 1
+"""Value of a limit that never applies."""
+
 
 class Event(Struct, frozen=True, array_like=True, tag_field="t"):
     """Base of every message from the engine."""
@@ -44,6 +47,11 @@ class Limits(Struct, frozen=True, array_like=True):
     max_step_tokens: int
     max_waiting: int
     """Maximum number of requests that wait in the engine; further ones are refused as overloaded."""
+    max_concurrent: int = NO_LIMIT
+    """Maximum number of open sequences of all frontends; further ones are refused as overloaded."""
+    max_queued_tokens: int = NO_LIMIT
+    """Maximum number of prompt tokens of all frontends that wait for their first output; a prompt beyond it is refused
+    as overloaded, unless no other waits."""
 
 
 class Ready(Event, frozen=True, array_like=True, tag=0):
@@ -99,9 +107,12 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 
 
 class Started(Struct, frozen=True, array_like=True):
-    """Announcement of a request's first token.
+    """Announcement that a request was admitted to run.
 
-    It is sent only if part of the request's prompt was cached.
+    It is sent before the first step that computes a part of the request is launched, so a frontend that loses its
+    engine knows which requests may be to blame. A second one, before the first token, has the final number where more
+    of the prompt was found in the cache meanwhile. A request that is preempted and admitted anew is not announced
+    again.
     """
 
     request_id: int

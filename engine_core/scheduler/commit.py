@@ -21,7 +21,7 @@ class SchedulerUpdates(Struct):
     """
 
     started: list[tuple[bytes, Started]] = field(default_factory=list)
-    """Frontend and start of each request whose first token is on its way, if part of its prompt was cached."""
+    """Frontend and start of each request that was admitted, again where more of its prompt was found in the cache."""
     deltas: dict[bytes, TokenDelta] = field(default_factory=dict)
     """New tokens by frontend."""
     ended: list[Sequence] = field(default_factory=list)

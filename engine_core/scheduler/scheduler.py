@@ -8,12 +8,13 @@ from collections.abc import Collection, Iterable
 from tandem.engine_core.contracts import NO_TOKEN, Constraint, Masks, StepResult, TokenDelta
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.kv_cache.manager import KVManager
-from tandem.engine_core.plan import ScheduledSequence, StepPlan
+from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.admission import Admission, RowGate
 from tandem.engine_core.scheduler.commit import SchedulerUpdates, append_tokens, check_stop, get_masks, jump_forward
 from tandem.engine_core.scheduler.logprobs import add_logprobs
 from tandem.engine_core.scheduler.planner import Planner, SchedulerLimits
 from tandem.engine_core.scheduler.queue import RunningSequences, WaitingQueue
+from tandem.engine_core.scheduler.queued_prompts import QueuedPrompts
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -37,6 +38,7 @@ class Scheduler:
         self.compiling: dict[int, Sequence] = {}
         """Accepted sequences whose grammar is being compiled; they block no other."""
         self.waiting = WaitingQueue(policy == "priority")
+        self.queued = QueuedPrompts()
         self.updates = SchedulerUpdates()
         self.preemptions = 0
         self.planner = Planner(memory, limits, policy, self.preempt)
@@ -92,6 +94,7 @@ class Scheduler:
             self.memory.sessions.check(seq.submit.session)
             self.memory.sessions.begin_turn(seq.submit.session, seq.id)
         self._open[seq.client, seq.request_id] = seq
+        self.queued.add(seq)
         if seq.compiling:
             self.compiling[seq.id] = seq
         else:
@@ -124,6 +127,7 @@ class Scheduler:
         for seq in moved:
             self._held[seq.id] = seq
             self._running.add(seq)
+            self._report_start(seq)
         for seq in moved:
             if seq.constraint is not None:
                 self._begin_constrained(seq)
@@ -134,16 +138,17 @@ class Scheduler:
         before = len(seq.tokens)
         self._jump_forward(seq)
         if len(seq.tokens) > before:
-            self._report_start(seq)
+            self.queued.remove(seq.id)
 
     def _report_start(self, seq: Sequence) -> None:
-        """Add the start of a sequence whose first token is on its way.
+        """Add the start of a sequence to the updates.
 
-        Does nothing if the start was reported before, or if no part of its prompt was cached.
+        Does nothing if it was reported before with the same number of cached tokens, or if the sequence has output.
         """
-        if seq.cache.num_cached_tokens and not seq.wire.start_reported:
-            self.updates.started.append((seq.client, Started(seq.request_id, seq.cache.num_cached_tokens)))
-        seq.wire.start_reported = True
+        cached = seq.cache.num_cached_tokens
+        if seq.wire.reported_cached != cached and not seq.generated:
+            seq.wire.reported_cached = cached
+            self.updates.started.append((seq.client, Started(seq.request_id, cached)))
 
     def plan_step(self, step_id: int) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute.
@@ -171,21 +176,19 @@ class Scheduler:
         for row in plan.updated_rows:
             self.memory.on_launch(held[row.seq_id], row)
         if self._running.unsteady:
-            self._update_unsteady(plan.rows)
+            self._update_unsteady(plan)
             if self._any_skipped or len(plan.rows) < len(self.running):
                 self._count_skipped({row.seq_id for row in plan.rows})
 
-    def _update_unsteady(self, rows: Collection[ScheduledSequence]) -> None:
-        """Update sequences outside steady decode after a launch.
-
-        rows: of the launched plan.
-        """
+    def _update_unsteady(self, plan: StepPlan) -> None:
+        """Update sequences outside steady decode after a launch."""
         unsteady = self._running.unsteady
-        for row in [row for row in rows if row.seq_id in unsteady]:
+        for row in [row for row in plan.rows if row.seq_id in unsteady]:
             seq = self.running[row.seq_id]
             seq.on_launch()
             if row.samples:
-                self._report_start(seq)
+                self._report_start(seq)  # A prompt may have found more in the cache since it was admitted.
+                self.queued.on_sample(row.seq_id, plan.step_id)
             if seq.in_steady_decode:
                 unsteady.discard(row.seq_id)
 
@@ -204,6 +207,7 @@ class Scheduler:
         Appends tokens, ends sequences and releases zombies. A run may have any length; tokens after the one that ends
         the sequence are dropped. Plans foresee one token a row: no later step may hold a sequence with a longer run.
         """
+        self.queued.on_commit(plan.step_id)
         held = self._held
         sequences = [held[row.seq_id] for row in plan.rows] if result.logprobs is not None else []
         live = [seq if seq.outcome is None else None for seq in sequences]
@@ -331,6 +335,7 @@ class Scheduler:
         assert seq.outcome is None, f"second outcome {outcome} for {seq}"
         seq.outcome = outcome
         del self._open[seq.client, seq.request_id]
+        self.queued.remove(seq.id)
         self.updates.ended.append(seq)
         self._running.remove(seq)
         if seq.submit.session:

@@ -185,7 +185,13 @@ def _build_loop(
     memory = _kv_manager(config, kv_groups)
     scheduler = Scheduler(RowGate(config.max_rows), memory, limits, config.policy)
     wire_limits = Limits(
-        config.max_rows, config.kv_tokens, config.page_size, config.max_step_tokens, config.max_waiting
+        config.max_rows,
+        config.kv_tokens,
+        config.page_size,
+        config.max_step_tokens,
+        config.max_waiting,
+        config.options.max_concurrent,
+        config.options.max_queued_tokens,
     )
     return Engine.assemble(
         scheduler,

@@ -82,8 +82,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     serve = _add_command(commands, "serve", run_serve, rare=_RARE_FLAGS | {"endpoint", "curve_keys", "insecure_tcp"})
     _add_model_argument(serve)
-    # The frontend takes several names, and the engine the first of them.
-    add_engine_arguments(serve, without=["served_model_name"])
+    # The frontend takes several names, and the engine the first of them; limits of load are the same for both.
+    add_engine_arguments(serve, without=["served_model_name", "max_concurrent", "max_queued_tokens"])
     add_flags(serve, HUB_FLAGS)
     add_http_arguments(serve)
     add_watch_arguments(serve)

@@ -150,7 +150,7 @@ class Admission:
         """
         wanted = options.n * prompts
         for most, flags in (
-            (self._max_concurrent, "--max-concurrent"),
+            (min(self._max_concurrent, limits.max_concurrent), "--max-concurrent"),
             (limits.max_rows + limits.max_waiting, "--max-rows and --max-waiting"),
         ):
             if (options.max_tokens or options.prompt_logprobs is not None) and wanted > most:

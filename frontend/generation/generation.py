@@ -98,9 +98,11 @@ class Generation:
         client, tokens = self._client, admitted.prompt_tokens * options.n
         check_overload(client.num_open, count, max_concurrent, client.seconds_until_ended)
         check_queue(client.queued_tokens, tokens, max_queued_tokens, client.seconds_until_prefilled)
+        group = 0
         for index in range(count):
             prompt = admitted.prompt_of(index)
-            command = self._command(prompt, index % options.n, request_id)
+            command = self._command(prompt, index % options.n, request_id, group)
+            group = group or command.request_id
             stream = self._client.submit(command, index, self._ready_set)
             if index % options.n == 0:
                 self._firsts.append(stream)
@@ -174,10 +176,11 @@ class Generation:
             return None
         return echoed_prompt(prompt.ids, prompt.text, self._tokenizer.detokenizer())
 
-    def _command(self, prompt: AdmittedPrompt, choice: int, request_id: str) -> Submit:
+    def _command(self, prompt: AdmittedPrompt, choice: int, request_id: str, group: int) -> Submit:
         """Build the message that submits one choice.
 
-        A request that only scores its prompts asks the engine for one token and discards it.
+        `group` is the number of the request's first message, 0 for that message itself. A request that only scores its
+        prompts asks the engine for one token and discards it.
         """
         admitted, options = self.admitted, self.admitted.options
         sampling, constraint, logprobs = admitted.sampling, admitted.constraint, options.logprobs
@@ -187,8 +190,9 @@ class Generation:
             sampling = structs.replace(sampling, choice=choice, max_tokens=prompt.max_tokens)
             if options.num_returned is not None and logprobs is None:
                 logprobs = 0  # the mean that ranks choices needs no alternatives
+        number = self._client.next_id()
         return Submit(
-            request_id=self._client.next_id(),
+            request_id=number,
             prompt_ids=prompt.packed,
             sampling=sampling,
             constraint=constraint,
@@ -198,6 +202,7 @@ class Generation:
             session=options.session_id,
             cache_salt=options.cache_salt,
             http_request_id=request_id,
+            group=group or number,
         )
 
     def _advance(self, stream: TokenStream) -> list[ChoiceDelta]:

@@ -12,6 +12,7 @@ from tandem.frontend.api.completions.request import BODY as COMPLETION
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.request.prompts import Prompt
 from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.events import NO_LIMIT
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 Conversation = Sequence[Mapping[str, Any]]
@@ -69,7 +70,8 @@ def engine_options(model: str | None, options: Mapping[str, Any]) -> EngineOptio
             near = _OTHER_OPTIONS.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), None)
             hint = f"; did you mean {near!r}?" if near else f"; the options are {', '.join(known)}"
             raise TypeError(f"{name!r} is not an option of LLM{hint}")
-    return EngineOptions(model=model, **options)
+    unlimited = {"max_concurrent": NO_LIMIT, "max_queued_tokens": NO_LIMIT}
+    return EngineOptions(model=model, **{**unlimited, **options})
 
 
 def hub_options(revision: str | None, hf_token: str | None, download_dir: str | Path | None) -> HubOptions:

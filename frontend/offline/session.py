@@ -34,9 +34,9 @@ from tandem.frontend.run_directory import run_directory
 from tandem.frontend.supervisor.launch import private_endpoint
 from tandem.frontend.supervisor.model import ModelFolder
 from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.events import NO_LIMIT
 from tandem.protocol.logs import LogLevel
 
-_UNLIMITED = 2**31 - 1
 _POLL_SECONDS = 0.05
 _END_SECONDS = 5.0
 """Seconds to wait for the end of an engine whose connection broke, to tell what it ended with."""
@@ -74,8 +74,8 @@ class OfflineSession:
         config = FrontendConfig(
             endpoint,
             model.folder,
-            max_concurrent=_UNLIMITED,
-            max_queued_tokens=_UNLIMITED,
+            max_concurrent=NO_LIMIT,
+            max_queued_tokens=NO_LIMIT,
             chat=self._chat,
             store=False,
         )

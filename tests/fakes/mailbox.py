@@ -21,6 +21,9 @@ class FakeMailbox:
         self.logprobs: dict[tuple[bytes, int], list[TokenLogprobs]] = defaultdict(list)
         self.outcomes: dict[tuple[bytes, int], list[Finished | Failure]] = defaultdict(list)
         self.cached: dict[tuple[bytes, int], int] = {}
+        """Cached tokens of each request that was announced."""
+        self.announced: set[tuple[bytes, int]] = set()
+        """Requests whose announcement was flushed."""
         self.gone: set[bytes] = set()
         self.stuck = False
         self.on_drain: Callable[[], None] = lambda: None
@@ -60,6 +63,7 @@ class FakeMailbox:
     def add_start(self, client: bytes, started: Started) -> None:
         assert not self.received.get((client, started.request_id)), f"{started} comes after the first token"
         self.cached[client, started.request_id] = started.cached_tokens
+        self._pending.add(client)
 
     def add_outcome(self, client: bytes, outcome: Finished | Failure) -> None:
         self.outcomes[client, outcome.request_id].append(outcome)
@@ -68,6 +72,7 @@ class FakeMailbox:
     def flush(self, step_id: int) -> list[bytes]:
         assert step_id >= 0
         self.on_flush()
+        self.announced.update(self.cached)
         lost = sorted(self._pending & self.gone)
         self._pending.clear()
         return lost

@@ -65,6 +65,7 @@ COMMANDS = (
         session=TEXT,
         cache_salt=TEXT,
         http_request_id=TEXT,
+        group=ANY_INT,
     )
     | st.builds(Abort, request_ids=st.lists(ANY_INT, max_size=5))
     | st.builds(Goodbye)
@@ -85,7 +86,7 @@ FACTS = st.builds(
     created=ANY_INT,
     template_fingerprint=TEXT,
 )
-LIMITS = st.builds(Limits, ANY_INT, ANY_INT, ANY_INT, ANY_INT, ANY_INT)
+LIMITS = st.builds(Limits, *[ANY_INT] * 7)
 FINISHED = st.builds(
     Finished, request_id=ANY_INT, reason=st.sampled_from(FinishReason), stop_token_id=st.none() | ANY_INT
 )

@@ -40,7 +40,10 @@ class FaultyRuntime(FakeRuntime):
         self.fault = fault
         self.rng = rng
 
+    on_launch: Callable[[StepPlan], None]
+
     def launch(self, slot: int, plan: StepPlan) -> None:
+        self.on_launch(plan)
         self._maybe("launch")
         super().launch(slot, plan)
 
@@ -106,6 +109,7 @@ class World:
         self.runtime = FaultyRuntime(max_rows, pages, page_size, fault=shape.faults, rng=rng)
         self.allocator.erase = self.runtime.free
         self.runtime.is_shared = self.allocator.is_shared
+        self.runtime.on_launch = self._check_announced
         limits = SchedulerLimits(
             step_tokens,
             0 if whole else rng.randint(1, step_tokens),
@@ -160,6 +164,13 @@ class World:
             self.check_at_rest()
             self.engine.stopping = True
 
+    def _check_announced(self, plan: StepPlan) -> None:
+        """Check that frontends were told of every sequence in a step before its launch."""
+        held = {seq.id: seq for seq in self.scheduler.held}
+        for row in plan.rows:
+            seq = held[row.seq_id]
+            assert (seq.client, seq.request_id) in self.mailbox.announced, f"launched before its start was sent: {seq}"
+
     def _check_sleep(self) -> None:
         """Check that a loop that falls asleep has nothing to do: every open request waits for a grammar."""
         assert not self.pipeline.in_flight
@@ -186,15 +197,16 @@ class World:
         outcomes = [outcome for outcomes in self.mailbox.outcomes.values() for outcome in outcomes]
         busy = [o for o in outcomes if isinstance(o, Failure) and o.code is ErrorCode.SESSION_BUSY]
         talks = {request.key for request in self.requests if request.session}
+        hits = {key for key, cached in self.mailbox.cached.items() if cached}
         return {
             "hit": self.memory.num_hit_tokens,
             "evicted": self.memory.usage.num_evicted,
-            "cache hits reported": len(self.mailbox.cached),
+            "cache hits reported": len(hits),
             "preemptions": self.scheduler.preemptions,
             "for lack of pages": self.scheduler.preemptions - self.forced,
             "session busy": len(busy),
             "sessions evicted": self.memory.sessions.num_evicted,
-            "session hits": len(talks & self.mailbox.cached.keys()),
+            "session hits": len(talks & hits),
         }
 
     def _manage(self) -> None:

@@ -238,6 +238,10 @@ def test_prompt_skips_pages_computed_by_another_meanwhile() -> None:
     assert (rows[1].new_pages, rows[1].first_page) == (tuple(behind.pages[1:]), 1)
     assert behind.pages[:3] == ahead.pages[:3]
     assert behind.cache.num_cached_tokens == 8
+    assert [start for _, start in scheduler.take_updates().started if start.request_id == 1] == [
+        Started(1, 0),
+        Started(1, 8),
+    ], "a start is reported at the admission, and again when more was found before the first token"
     assert scheduler.audit() == []
 
 

@@ -98,6 +98,7 @@ def test_supervisor_forwards_its_flags(tmp_path: Path) -> None:
     assert command[:6] == [sys.executable, "-P", "-m", "tandem.engine_core", "--endpoint", "ipc:///e"]
     engine = build_parser().parse_args(["engine", *command[4:]])
     assert engine_options(engine) == engine_options(arguments)
+    assert engine_options(engine).max_concurrent == 7, "one flag feeds the engine and its frontends"
     command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5, tmp_path / "state")
     config = frontend_config(build_parser().parse_args(["frontend", *command[4:]]))
     assert (config.endpoint, config.model_dir, config.listener_fds) == ("ipc:///e", tmp_path, (5,))

@@ -1,0 +1,85 @@
+"""Limits of load over all frontends: what is refused, what it says, what is counted."""
+
+import pytest
+from msgspec import structs
+
+from tandem.engine_core.control import Control
+from tandem.protocol.codec import pack_ids
+from tandem.protocol.commands import Abort, Hello, Submit
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.events import Failure
+from tandem.protocol.params import SamplingParams
+from tandem.protocol.version import PROTOCOL_VERSION
+from tests.fakes.model import VOCAB
+from tests.support.recorded_engine import EPOCH, Bench
+
+
+@pytest.fixture
+def control() -> Control:
+    control = Bench(2, pages=200).control
+    for client in (b"a", b"b"):
+        control.apply(client, Hello(PROTOCOL_VERSION, EPOCH, "test"))
+    control.limits = structs.replace(control.limits, max_concurrent=4, max_queued_tokens=9)
+    return control
+
+
+def ask(control: Control, client: bytes, number: int, tokens: int = 1, group: int = 0) -> str:
+    """Submit a prompt of this many tokens; return the refusal, "" for none."""
+    answer = control.apply(client, Submit(number, pack_ids([5] * tokens), SamplingParams(4), group=group))
+    if answer is None:
+        return ""
+    assert isinstance(answer, Failure) and (answer.request_id, answer.code) == (number, ErrorCode.OVERLOADED)
+    return answer.message
+
+
+def test_sequences_of_all_frontends_share_one_limit(control: Control) -> None:
+    assert [ask(control, client, number) for number in (1, 2) for client in (b"a", b"b")] == [""] * 4
+    for client in (b"a", b"b"):
+        assert ask(control, client, 3) == ("4 sequences are open, as many as --max-concurrent allows; try again later")
+    control.apply(b"b", Abort([2]))
+    assert ask(control, b"a", 4) == ""
+    assert control.stats.requests_failed == {"overloaded": 2}
+
+
+def test_prompts_without_output_share_one_limit(control: Control) -> None:
+    assert ask(control, b"a", 1, 5) == ""
+    assert ask(control, b"b", 1, 5) == (
+        "5 prompt tokens are waiting and 5 more were asked for, at most 9 at once (--max-queued-tokens); "
+        "try again later"
+    )
+    assert ask(control, b"b", 2, 4) == ""
+    assert ask(control, b"a", 2, 1) != ""
+
+
+def test_prompt_of_any_length_is_taken_while_no_other_waits(control: Control) -> None:
+    assert ask(control, b"a", 1, 20) == ""
+    assert ask(control, b"a", 2, 1).startswith("20 prompt tokens are waiting and 1 more")
+    control.apply(b"a", Abort([1]))
+    assert ask(control, b"b", 3, 20) == ""
+
+
+def test_invalid_request_is_not_counted_as_load(control: Control) -> None:
+    for number in range(1, 9):
+        answer = control.apply(b"a", Submit(number, pack_ids([VOCAB]), SamplingParams(4)))
+        assert isinstance(answer, Failure) and answer.code is ErrorCode.INVALID_VALUE
+    assert ask(control, b"a", 9, 9) == ""
+
+
+def test_rest_of_a_group_is_refused_with_its_first_refusal_which_counts_once(control: Control) -> None:
+    assert ask(control, b"b", 1) == ask(control, b"b", 2) == ""
+    assert [ask(control, b"a", number, group=1) for number in (1, 2)] == ["", ""]
+    refusal = ask(control, b"a", 3, group=1)
+    assert refusal
+    control.apply(b"b", Abort([1, 2]))
+    assert ask(control, b"a", 4, group=1) == refusal, "there is room again, but not for a part of a request"
+    assert control.stats.requests_failed == {"overloaded": 1}
+    assert ask(control, b"a", 5, group=5) == "", "another request of the same frontend"
+    assert ask(control, b"b", 3, group=1) == "", "groups are numbered by each frontend"
+
+
+def test_requests_without_a_group_are_judged_one_by_one(control: Control) -> None:
+    assert ask(control, b"a", 1, 9) == ""
+    assert ask(control, b"a", 2) and ask(control, b"a", 3)
+    control.apply(b"a", Abort([1]))
+    assert ask(control, b"a", 4) == ""
+    assert control.stats.requests_failed == {"overloaded": 2}
