@@ -22,7 +22,7 @@ from types import TracebackType
 
 from msgspec import Struct, to_builtins
 
-from benchmarks.attackers import ATTACKS, Attack, run_attackers
+from benchmarks.frontends.attackers import ATTACKS, Attack, run_attackers
 from benchmarks.measuring.processes import stop_process
 from benchmarks.measuring.results import save
 from tandem.frontend.listening import raise_file_limit

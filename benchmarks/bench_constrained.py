@@ -3,8 +3,9 @@
     python -m benchmarks.bench_constrained [--model-dir DIR] [--save NAME]
         [--url http://host:port --model NAME [--shares 0 20 80 100] [--streams 16] [--rounds 3] ...]
 
-Grammars: each schema of `benchmarks/grammars.py` is compiled a few times, then followed at random, every allowed token
-equally likely. Mask time is CPU time of one row, on one thread; a step fills the masks of many rows in parallel.
+Grammars: each schema of `benchmarks/measuring/grammars.py` is compiled a few times, then followed at random, every
+allowed token equally likely. Mask time is CPU time of one row, on one thread; a step fills the masks of many rows in
+parallel.
 
 With --url, a running server is loaded with requests, a share of which sets `response_format` to a JSON schema that no
 output completes, so that all requests generate the same number of tokens. Each round measures all shares in turn.
@@ -25,7 +26,7 @@ import msgspec
 import numpy as np
 from llguidance import LLMatcher
 
-from benchmarks.grammars import ENDLESS, SCHEMAS, Schema
+from benchmarks.measuring.grammars import ENDLESS, SCHEMAS, Schema
 from benchmarks.measuring.results import save
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder

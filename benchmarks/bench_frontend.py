@@ -1,4 +1,4 @@
-"""What a frontend costs: CPU a token and a request, added latency, and how late its event loop is.
+"""CPU of the frontends for a token and a request, and the latency that they add.
 
     python -m benchmarks.bench_frontend [--streams 1 64 256 1024 2048] [--frontends 1 2 4 8] [--seconds 5]
         [--tokens-per-second R] [--stream-interval-ms N] [--compare TREE] [--rounds 3] [--save NAME]
@@ -40,7 +40,7 @@ CONCURRENCY = 8
 
 
 class StreamFigures(Struct, frozen=True):
-    """Figures of one load of streams; times in milliseconds unless they say otherwise."""
+    """Figures of one load of streams; times are in milliseconds."""
 
     streams: int
     frontends: int
@@ -136,7 +136,10 @@ def measure_requests(tree: Path, kind: str, frontends: int, seconds: float, flag
 
 
 def delays_of(shares: list[Share], journal: Journal) -> tuple[list[float], list[float]]:
-    """Return the delays of all tokens of the measured time, and the gaps between reads of one stream, ascending."""
+    """Return the delays of all tokens of the measured time, in ascending order.
+
+    With them come the gaps between reads of one stream.
+    """
     delays: list[float] = []
     gaps: list[float] = []
     for share in shares:
@@ -159,7 +162,7 @@ def _add_delays(arrivals: Arrivals, since: float, journal: Journal, delays: list
 
 
 def added_first(probes: Probes, journal: Journal) -> list[float]:
-    """Return the clients' times to a first token, less those of the engine, ascending."""
+    """Return the times to a first token less those of the engine, ascending."""
     added = []
     for request_id, opened, first in probes.first:
         of_engine = journal.sent[journal.first[request_id][0] - 1] - journal.arrived[request_id][0]

@@ -92,7 +92,7 @@ class Deployment:
         self._stop()
 
     def cpu(self) -> float:
-        """Return the CPU seconds that the frontends have used, with their supervisor and helpers."""
+        """Return the CPU seconds of the frontends, their supervisor and helpers."""
         _, root = self._processes
         family = [root.pid, *[child.pid for child in psutil.Process(root.pid).children(recursive=True)]]
         return sum(cpu_seconds(pid) for pid in family)

@@ -33,7 +33,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Arrivals(Struct, frozen=True):
-    """What one stream got. Times are monotonic seconds."""
+    """Reads of one stream. Times are monotonic seconds."""
 
     request_id: str
     opened: float
@@ -56,7 +56,10 @@ class Share(Struct, frozen=True):
 
 
 def _stream(address: tuple[str, int], count: int, index: int, pipe: Connection) -> None:
-    """Hold streams: say when all have begun, then count tokens from one message to the next."""
+    """Hold streams.
+
+    Say when all have begun, then count tokens from one message to the next.
+    """
     with StreamClient(address, records=True, prefix=f"c{index}-") as client:
         streams = client.open(completion(ENDLESS), count)
         client.until_streaming(streams, START_SECONDS)
@@ -113,7 +116,10 @@ def _spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connectio
 
 
 def _probe(address: tuple[str, int], pipe: Connection) -> None:
-    """Send short streams and liveness probes until told to stop; send the figures of both."""
+    """Send short streams and liveness probes until told to stop.
+
+    Then send the figures of both.
+    """
     live: list[float] = []
     with StreamClient(address, prefix="p") as client:
         while not pipe.poll():
@@ -147,7 +153,10 @@ def probe(address: tuple[str, int], seconds: float) -> Probes:
 
 
 def _repeat(address: tuple[str, int], data: bytes, concurrency: int, pipe: Connection) -> None:
-    """Send one request after another on each of some connections, until told to stop; send their number."""
+    """Send one request after another on each of some connections.
+
+    When told to stop, send the number of replies.
+    """
     selector = selectors.DefaultSelector()
     for _ in range(concurrency):
         sock = socket.create_connection(address)
@@ -180,7 +189,10 @@ def _is_whole(reply: bytearray) -> bool:
 
 
 class RequestLoad:
-    """Requests of one kind, one after another on each connection, whose replies have one token."""
+    """Requests of one kind, one after another on each connection.
+
+    Their replies have one token.
+    """
 
     def __init__(self, address: tuple[str, int], kind: str, concurrency: int) -> None:
         path, fields = BODIES[kind]

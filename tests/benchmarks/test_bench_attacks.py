@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.attackers import ATTACKS
 from benchmarks.bench_attacks import MAX_GROWTH, MAX_LATENCY, Figures, run, table
+from benchmarks.frontends.attackers import ATTACKS
 
 
 def test_table_has_a_line_for_each_attack_and_the_ceilings() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import bench_constrained
 from benchmarks.bench_constrained import ConstrainedDialect, measure_grammar
-from benchmarks.grammars import ENDLESS, SCHEMAS
+from benchmarks.measuring.grammars import ENDLESS, SCHEMAS
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
