@@ -209,12 +209,12 @@ class Mailbox(Protocol):
     def add_outcome(self, client: bytes, outcome: Finished | Failure) -> None:
         """Add a terminal event to the next flush."""
 
-    def flush(self, step_id: int) -> list[bytes]:
+    def flush(self, step_id: int) -> dict[bytes, str]:
         """Send what was added and keep what cannot be sent yet.
 
-        Return the frontends that have disconnected.
+        Return the frontends that are gone, each with the reason. Their output is dropped, also what is added later.
         """
 
     @property
     def has_backlog(self) -> bool:
-        """True if the last flush kept something that could not be sent."""
+        """True if a flush is due, because the last one kept output or a frontend is gone."""

@@ -19,6 +19,7 @@ from tandem.engine_core.scheduler.inspection import inspect
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
 from tandem.engine_core.stats import count_outcome
+from tandem.engine_core.wire.limited_log import LimitedLog
 from tandem.protocol.codec import unpack_floats, unpack_ids
 from tandem.protocol.commands import (
     MAX_NAME_BYTES,
@@ -29,12 +30,13 @@ from tandem.protocol.commands import (
     Goodbye,
     Hello,
     Inspect,
+    Renew,
     SetPolicy,
     Submit,
 )
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode, ProtocolError
-from tandem.protocol.events import Answer, AnyEvent, Failure, Limits, ModelFacts, Ready, Refused
+from tandem.protocol.events import Answer, AnyEvent, Closed, Failure, Limits, ModelFacts, Ready, Refused
 from tandem.protocol.params import (
     MAX_LOGIT_BIAS,
     MAX_SEED,
@@ -50,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 ID_BYTES = 4
 """Bytes of one token id on the wire."""
+_LOGGED_NAME = 64
+"""Characters of a frontend's name that messages repeat."""
 
 
 class Control:
@@ -78,6 +82,7 @@ class Control:
         self._overloaded: dict[bytes, tuple[int, str]] = {}
         """Group whose sequence was refused for overload last, and the message, by frontend."""
         self._sequences = 0
+        self._log = LimitedLog(logger, clock)
 
     def apply(self, client: bytes, command: AnyCommand) -> AnyEvent | Failure | None:
         """Apply one command of a frontend.
@@ -87,7 +92,9 @@ class Control:
         if isinstance(command, Hello):
             return self._hello(client, command)
         if client not in self.clients:
-            logger.warning("ignored %s from %s before its Hello", type(command).__name__, client.hex())
+            if isinstance(command, Renew):
+                return Closed("the engine has no connection with this frontend; it was silent, or did not read")
+            self._log.warning("hello", "ignored %s from %s before its Hello", type(command).__name__, client.hex())
             return None
         match command:
             case Submit():
@@ -115,15 +122,16 @@ class Control:
 
     def _hello(self, client: bytes, hello: Hello) -> Ready | Refused | None:
         """Open a connection; ignore a Hello meant for an earlier engine."""
+        name = repr(hello.name[:_LOGGED_NAME])
         if hello.protocol_version != PROTOCOL_VERSION:
             return Refused(
-                f"frontend {hello.name} speaks protocol {hello.protocol_version}, the engine {PROTOCOL_VERSION}; "
+                f"frontend {name} speaks protocol {hello.protocol_version}, the engine {PROTOCOL_VERSION}; "
                 "install the same version of tandem-llm on both"
             )
         if hello.engine_epoch != self.epoch:
-            logger.warning("ignored a Hello of %s for another engine", hello.name)
+            self._log.warning("epoch", "ignored a Hello of %s for another engine", name)
             return None
-        self.clients[client] = hello.name
+        self.clients[client] = name
         self._identities[client] = client
         return Ready(PROTOCOL_VERSION, self.epoch, self.model, self.limits)
 
@@ -141,14 +149,12 @@ class Control:
     def _submit(self, client: bytes, submit: Submit) -> Failure | None:
         """Accept a request, or return the failure that ends it at once."""
         if not 0 <= submit.request_id < 2**64:
-            logger.error(
-                "frontend %s used request id %d, which is not a uint64; ignored",
-                self.clients[client],
-                submit.request_id,
-            )
+            template = "frontend %s used request id %d, which is not a uint64; ignored"
+            self._log.warning("id", template, self.clients[client], submit.request_id)
             return None
         if self.scheduler.is_open(client, submit.request_id):
-            logger.error("frontend %s reused open request id %d; ignored", self.clients[client], submit.request_id)
+            template = "frontend %s reused open request id %d; ignored"
+            self._log.warning("reused", template, self.clients[client], submit.request_id)
             return None
         group, message = self._overloaded.get(client, (0, ""))
         if submit.group and submit.group == group:

@@ -254,9 +254,9 @@ class Engine:
             if seq.compiling:
                 self.compiler.cancel(seq.id)
             self.mailbox.add_outcome(seq.client, seq.outcome)
-        for client in self.mailbox.flush(self._steps):
+        for client, reason in self.mailbox.flush(self._steps).items():
             if self.control.forget(client):
-                logger.warning("frontend %s is gone; aborting its open requests", client.hex())
+                logger.warning("frontend %s is gone: %s; aborting its open requests", client.hex(), reason)
                 self.scheduler.abort_client(client)
         self.stages.mark("send")
 

@@ -7,6 +7,10 @@ from tandem.protocol.params import SamplingParams
 MAX_PRIORITY = 100
 MAX_NAME_BYTES = 256
 """Longest session name, cache salt or HTTP request id, in bytes of UTF-8."""
+RENEW_SECONDS = 1.0
+"""Interval at which a frontend renews its lease, in seconds."""
+LEASE_SECONDS = 5.0
+"""Seconds of silence after which the engine takes a frontend for gone and ends its requests."""
 
 
 class Command(Struct, frozen=True, array_like=True, tag_field="t"):
@@ -95,4 +99,12 @@ class Inspect(Command, frozen=True, array_like=True, tag=6):
     call: int
 
 
-AnyCommand = Hello | Submit | Abort | Goodbye | EndSession | SetPolicy | Inspect
+class Renew(Command, frozen=True, array_like=True, tag=7):
+    """Renew the lease of this connection.
+
+    A frontend sends it every RENEW_SECONDS from its event loop. The engine ends a connection from which it has received
+    nothing at all for LEASE_SECONDS; it answers a Renew on a connection that it does not have with `Closed`.
+    """
+
+
+AnyCommand = Hello | Submit | Abort | Goodbye | EndSession | SetPolicy | Inspect | Renew

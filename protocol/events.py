@@ -232,4 +232,15 @@ class Heartbeat(Event, frozen=True, array_like=True, tag=3):
     stats: EngineStats
 
 
-AnyEvent = Ready | Refused | StepOutput | Heartbeat | Answer | Inspection
+class Closed(Event, frozen=True, array_like=True, tag=6):
+    """End of a connection by the engine, which has aborted its requests.
+
+    The frontend was silent for longer than its lease, did not read, or its key was removed. A new connection begins
+    with a Hello under another identity.
+    """
+
+    message: str
+    """Reason, in words for the frontend's log."""
+
+
+AnyEvent = Ready | Refused | StepOutput | Heartbeat | Answer | Inspection | Closed

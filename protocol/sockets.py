@@ -25,12 +25,24 @@ SEND_HIGH_WATER_MARK = 64
 RECEIVE_HIGH_WATER_MARK = 256
 """Commands of one frontend that the engine queues while its loop does not take them; later ones stay with their sender,
 which bounds its requests itself."""
+OUTPUT_HIGH_WATER_MARK = 128
+"""Messages of the engine that a frontend queues while its loop does not take them; later output stays with the engine,
+which merges it and judges how long it has not been read."""
 MAX_COMMAND_BYTES = 64 * 2**20
-"""Largest message that the engine accepts; libzmq closes the connection of a peer that sends a larger one. The largest
-command of a frontend is far below it: four bytes for each position of the context, and a grammar of 2^20 characters."""
+"""Largest command that the engine accepts; libzmq closes the connection of a peer that sends a larger one, so a
+frontend refuses such a request itself. A prompt has four bytes for each position, a grammar at most 2^20 characters."""
+ENCRYPTION_BYTES = 64
+"""Bytes by which CURVE makes a message longer, at most."""
 MAX_OUTPUT_BYTES = 2**30
 """Largest message that a frontend accepts. One step's output is below 2 MiB; that of many steps can be merged into one
 message while the frontend does not read."""
+
+PING_INTERVAL_MS, PING_TIMEOUT_MS = 1000, 4000
+"""Interval of ZMTP's own heartbeats, and time without an answer after which libzmq closes a connection. `heartbeat_ttl`
+stays off: a process that was stopped would find the time of its peers over when it goes on, and close connections whose
+messages wait in its sockets."""
+KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 10, 5, 3
+"""TCP keepalive, which also covers a connection before its handshake."""
 
 CURVE_KEY_LENGTH = 40
 """Characters of a CURVE key in Z85."""
@@ -159,8 +171,19 @@ def _secure_client(sock: Any, transport: Transport) -> None:
         sock.curve_serverkey = transport.curve.public
 
 
-def _bind(sock: Any, endpoint: str, transport: Transport) -> None:
+def _notice_loss(sock: Any) -> None:
+    """Make libzmq notice that the host of a peer has gone, or the network between."""
     sock.linger = 0
+    sock.heartbeat_ivl = PING_INTERVAL_MS
+    sock.heartbeat_timeout = PING_TIMEOUT_MS
+    sock.tcp_keepalive = 1
+    sock.tcp_keepalive_idle = KEEPALIVE_IDLE_SECONDS
+    sock.tcp_keepalive_intvl = KEEPALIVE_INTERVAL_SECONDS
+    sock.tcp_keepalive_cnt = KEEPALIVE_PROBES
+
+
+def _bind(sock: Any, endpoint: str, transport: Transport) -> None:
+    _notice_loss(sock)
     try:
         transport.check(endpoint)
         prepare_endpoint(endpoint)
@@ -173,7 +196,7 @@ def _bind(sock: Any, endpoint: str, transport: Transport) -> None:
 
 
 def _connect(sock: Any, endpoint: str, transport: Transport) -> None:
-    sock.linger = 0
+    _notice_loss(sock)
     try:
         transport.check(endpoint)
         if endpoint.startswith("tcp://"):
@@ -194,7 +217,7 @@ def bind_router(context: Any, endpoint: str, transport: Transport = Transport())
     router.router_mandatory = True
     router.sndhwm = SEND_HIGH_WATER_MARK
     router.rcvhwm = RECEIVE_HIGH_WATER_MARK
-    router.maxmsgsize = MAX_COMMAND_BYTES
+    router.maxmsgsize = MAX_COMMAND_BYTES + ENCRYPTION_BYTES
     _bind(router, endpoint, transport)
     transport.warn(endpoint)
     return router
@@ -209,6 +232,7 @@ def connect_dealer(context: Any, endpoint: str, transport: Transport = Transport
     dealer = context.socket(zmq.DEALER)
     dealer.identity = b"f" + os.urandom(15)
     dealer.sndhwm = 0
+    dealer.rcvhwm = OUTPUT_HIGH_WATER_MARK
     dealer.maxmsgsize = MAX_OUTPUT_BYTES
     _connect(dealer, endpoint, transport)
     return dealer

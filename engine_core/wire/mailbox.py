@@ -5,93 +5,87 @@ libzmq's threads do the I/O, so the loop needs neither thread nor lock for it.
 
 import errno
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import zmq
 
 from tandem.engine_core.contracts import TokenDelta
+from tandem.engine_core.wire.leases import Leases
+from tandem.engine_core.wire.limited_log import LimitedLog
+from tandem.engine_core.wire.outbox import Outbox
 from tandem.engine_core.wire.wakeup import LoopWaker
-from tandem.protocol.codec import decode_command, encode, step_output
-from tandem.protocol.commands import AnyCommand
+from tandem.protocol.codec import decode_command, encode
+from tandem.protocol.commands import LEASE_SECONDS, AnyCommand, Hello
 from tandem.protocol.errors import ProtocolError
-from tandem.protocol.events import AnyEvent, Failure, Finished, Started, TokenLogprobs
-
-
-class Outbox:
-    """Output for one frontend, in columns, until it can be sent.
-
-    The steps of a frontend that does not read are merged into one later message: each further token of a request is one
-    more entry in the columns, so the size is bounded by the lengths of the requests. Nothing is ever dropped. A message
-    that could not be sent is kept encoded, and later ones wait behind it, so that a retry costs only the send.
-    """
-
-    __slots__ = ("failures", "finished", "logprobs", "request_ids", "started", "tokens", "unsent")
-
-    def __init__(self) -> None:
-        self.request_ids: list[int] = []
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.finished: list[Finished] = []
-        self.failures: list[Failure] = []
-        self.started: list[Started] = []
-        self.unsent: bytes | None = None
-        """Encoded message that could not be sent."""
-
-    @property
-    def has_new(self) -> bool:
-        """True if there is output besides the unsent message."""
-        return bool(self.request_ids or self.finished or self.failures or self.logprobs or self.started)
-
-    def encode(self, step_id: int) -> bytes:
-        """Encode the columns as one message and empty them."""
-        output = step_output(step_id, self.request_ids, self.tokens)
-        output.finished.extend(self.finished)
-        output.failures.extend(self.failures)
-        output.logprobs.extend(self.logprobs)
-        output.started.extend(self.started)
-        columns = (self.request_ids, self.tokens, self.finished, self.failures, self.logprobs, self.started)
-        for column in columns:
-            column.clear()
-        return encode(output)
-
+from tandem.protocol.events import AnyEvent, Closed, Failure, Finished, Started
 
 logger = logging.getLogger(__name__)
 
 MAX_DRAINED_MESSAGES = 256
 """Messages taken in one tick even if nothing runs, so that a flood of them cannot keep the first step from coming."""
 
+CLOSED_SECONDS = 10.0
+"""Time for which output for a frontend that is gone is dropped: by then the last of its requests has ended."""
+
 
 class ZmqMailbox:
-    """Implementation of `contracts.Mailbox` over one ROUTER socket."""
+    """Implementation of `contracts.Mailbox` over one ROUTER socket.
 
-    def __init__(self, router: Any, wakeup: LoopWaker) -> None:
+    A frontend is gone when it has disconnected, when its lease has expired, or when its outbox is overrun.
+    """
+
+    def __init__(self, router: Any, wakeup: LoopWaker, clock: Callable[[], float] = time.monotonic) -> None:
         self.router = router
         self.wakeup = wakeup
         self._poller = zmq.Poller()
         self._poller.register(router, zmq.POLLIN)
         self._poller.register(wakeup.reader, zmq.POLLIN)
         self._outboxes: dict[bytes, Outbox] = {}
+        self._leases = Leases(clock)
+        self._log = LimitedLog(logger, clock)
         self._kept = False
+        self._gone: dict[bytes, str] = {}
+        """Frontends that the next flush reports, each with the reason."""
+        self._closed: dict[bytes, float] = {}
+        """Time since which output for a frontend that is gone is dropped, oldest first."""
 
     @property
     def has_backlog(self) -> bool:
-        return self._kept
+        return self._kept or bool(self._gone)
 
     def drain(self) -> Iterator[tuple[bytes, AnyCommand]]:
+        self._leases.advance()
         for _ in range(MAX_DRAINED_MESSAGES):
             if not self.router.events & zmq.POLLIN:
+                self._judge()
                 return
             frames = self.router.recv_multipart(zmq.NOBLOCK)
+            self._leases.renew(frames[0])
             if len(frames) != 2:
-                logger.warning("ignored a message of %d frames", len(frames))
+                self._log.warning("frames", "ignored a message of %d frames from %s", len(frames), frames[0].hex())
                 continue
             try:
                 command = decode_command(frames[1])
             except ProtocolError as error:
-                logger.warning("ignored from %s: %s", frames[0].hex(), error)
+                self._log.warning("undecodable", "ignored from %s: %s", frames[0].hex(), error)
                 continue
+            if isinstance(command, Hello):
+                self._closed.pop(frames[0], None)
             yield frames[0], command
+
+    def _judge(self) -> None:
+        """End the connections of silent frontends.
+
+        Called when nothing waits in the queue.
+        """
+        for client in self._leases.take_expired():
+            self._end(client, f"it sent nothing for {LEASE_SECONDS:.0f} s")
+        for client, since in list(self._closed.items()):
+            if self._leases.now - since < CLOSED_SECONDS:
+                break
+            del self._closed[client]
 
     def wait(self, seconds: float) -> None:
         self._poller.poll(int(seconds * 1000))
@@ -101,59 +95,88 @@ class ZmqMailbox:
         self.wakeup.wake()
 
     def reply(self, client: bytes, event: AnyEvent) -> None:
-        try:
-            sent = self._send(client, encode(event))
-        except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
-                raise
-            sent = False
-        if not sent:
-            logger.warning("frontend %s does not read; dropped a %s", client.hex(), type(event).__name__)
+        if not self._try_send(client, encode(event)):
+            kind = type(event).__name__
+            self._log.warning("dropped", "frontend %s does not read; dropped a %s", client.hex(), kind)
 
     def add_tokens(self, client: bytes, delta: TokenDelta) -> None:
-        box = self._outboxes.setdefault(client, Outbox())
+        box = self._outbox(client)
         box.request_ids += delta.request_ids
         box.tokens += delta.tokens
         if delta.logprobs:
-            box.logprobs += delta.logprobs
+            box.add_logprobs(delta.logprobs)
 
     def add_start(self, client: bytes, started: Started) -> None:
-        self._outboxes.setdefault(client, Outbox()).started.append(started)
+        self._outbox(client).started.append(started)
 
     def add_outcome(self, client: bytes, outcome: Finished | Failure) -> None:
-        box = self._outboxes.setdefault(client, Outbox())
+        box = self._outbox(client)
         if isinstance(outcome, Finished):
             box.finished.append(outcome)
         else:
             box.failures.append(outcome)
 
-    def flush(self, step_id: int) -> list[bytes]:
-        gone: list[bytes] = []
+    def _outbox(self, client: bytes) -> Outbox:
+        """Return the outbox of a frontend; one that is gone gets one that is never sent."""
+        if client in self._closed:
+            return Outbox()
+        return self._outboxes.setdefault(client, Outbox())
+
+    def flush(self, step_id: int) -> dict[bytes, str]:
         for client, box in list(self._outboxes.items()):
             try:
                 self._empty(client, box, step_id)
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
-                gone.append(client)
-                del self._outboxes[client]
+                self._drop(client, "it has disconnected")
                 continue
             if box.unsent is None:
                 del self._outboxes[client]
+            elif reason := box.overrun(self._leases.now):
+                self._end(client, reason)
         self._kept = bool(self._outboxes)
+        gone, self._gone = self._gone, {}
         return gone
+
+    def _end(self, client: bytes, reason: str) -> None:
+        """Count a frontend as gone, and tell it so if it reads."""
+        self._drop(client, reason)
+        self._try_send(client, encode(Closed(f"the engine takes this frontend for gone: {reason}")))
+
+    def _drop(self, client: bytes, reason: str) -> None:
+        self._outboxes.pop(client, None)
+        self._gone[client] = reason
+        self._closed.pop(client, None)
+        self._closed[client] = self._leases.now
 
     def _empty(self, client: bytes, box: Outbox, step_id: int) -> None:
         """Send the unsent message, then the columns.
 
         Raises ZMQError with EHOSTUNREACH if the frontend is gone.
         """
-        if box.unsent is not None and self._send(client, box.unsent):
+        now = self._leases.now
+        if box.unsent is not None:
+            sent = self._send(client, box.unsent)
+            box.record_send(sent, now)
+            if not sent:
+                return
             box.unsent = None
-        if box.unsent is None and box.has_new:
+        if box.has_new:
             data = box.encode(step_id)
-            if not self._send(client, data):
+            sent = self._send(client, data)
+            box.record_send(sent, now)
+            if not sent:
                 box.unsent = data
+
+    def _try_send(self, client: bytes, data: bytes) -> bool:
+        """Send one message; return False if the frontend's queue is full or it is gone."""
+        try:
+            return self._send(client, data)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            return False
 
     def _send(self, client: bytes, data: bytes) -> bool:
         """Send one message; return False if the frontend's queue is full.

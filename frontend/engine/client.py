@@ -16,7 +16,7 @@ import zmq.asyncio
 from tandem.frontend.engine.calls import EngineCall, EngineCalls
 from tandem.frontend.engine.compatibility import Fingerprints, mismatch
 from tandem.frontend.engine.health import EngineHealth, EngineWatch
-from tandem.frontend.engine.link import EngineLink
+from tandem.frontend.engine.link import EngineLink, encode_command
 from tandem.frontend.engine.monitor import EngineMonitor
 from tandem.frontend.engine.streams import OpenStreams, ReadySet, TokenStream
 from tandem.frontend.errors import unavailable
@@ -151,13 +151,14 @@ class EngineClient:
     def submit(self, command: Submit, choice: int, ready_set: ReadySet) -> TokenStream:
         """Send a request and return the stream in which its output arrives.
 
-        Raises ApiError 503 while the engine is not ready.
+        Raises ApiError 503 while the engine is not ready, 413 for a command that is too large for it.
         """
         self.ready()
         assert self._link is not None
+        data = encode_command(command)
         prompt_len = len(command.prompt_ids) // _ID_BYTES
         stream = self._streams.open(command.request_id, choice, ready_set, prompt_len)
-        self._link.send(command)
+        self._link.send_encoded(data)
         return stream
 
     def abort(self, request_ids: Iterable[int]) -> None:

@@ -1,6 +1,6 @@
 """Connection to one life of the engine.
 
-It has a DEALER socket, a handshake, and a monitor that detects a disconnect.
+It has a DEALER socket, a handshake, a lease that it renews, and a monitor that detects a disconnect.
 """
 
 import asyncio
@@ -14,14 +14,32 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from tandem.frontend.engine.streams import OpenStreams
+from tandem.frontend.errors import ApiError
 from tandem.protocol.codec import decode_event, encode
-from tandem.protocol.commands import AnyCommand, Goodbye, Hello
+from tandem.protocol.commands import RENEW_SECONDS, AnyCommand, Goodbye, Hello, Renew
 from tandem.protocol.errors import ProtocolError
-from tandem.protocol.events import AnyEvent, Ready, StepOutput
-from tandem.protocol.sockets import Transport, connect_dealer
+from tandem.protocol.events import AnyEvent, Closed, Ready, StepOutput
+from tandem.protocol.sockets import MAX_COMMAND_BYTES, Transport, connect_dealer
 from tandem.protocol.version import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
+
+
+def encode_command(command: AnyCommand) -> bytes:
+    """Encode a command for the engine.
+
+    Raises ApiError 413 for one that the engine's socket does not take: it would close the connection of all requests.
+    """
+    data = encode(command)
+    if len(data) > MAX_COMMAND_BYTES:
+        raise ApiError(
+            413,
+            f"the request has {len(data)} bytes on its way to the engine, which takes at most {MAX_COMMAND_BYTES}; "
+            "shorten the prompt, the schema or the grammar",
+            None,
+            "request_too_large",
+        )
+    return data
 
 
 class EngineLink:
@@ -55,18 +73,22 @@ class EngineLink:
         self.opened_at = now
         self._dealer = connect_dealer(self._context, endpoint, transport)
         self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        self._tasks = [asyncio.create_task(run()) for run in (self._receive, self._watch, self._renew)]
         self.send(Hello(PROTOCOL_VERSION, self.epoch, name))
 
     def send(self, command: AnyCommand) -> None:
         """Queue a command without waiting.
 
-        On a closed link it is dropped, as it would be on one about to break.
+        On a closed link it is dropped, as it would be on one about to break. Raises ApiError 413 as `encode_command`.
         """
+        self.send_encoded(encode_command(command))
+
+    def send_encoded(self, data: bytes) -> None:
+        """Queue a command that `encode_command` has encoded."""
         if self._dealer is None or self._dealer.closed:
             return
         # Without a high-water mark a send cannot be refused; DONTWAIT makes pyzmq send at once.
-        sent = cast("asyncio.Future[Any]", self._dealer.send(encode(command), zmq.DONTWAIT))
+        sent = cast("asyncio.Future[Any]", self._dealer.send(data, zmq.DONTWAIT))
         if sent.done() and (error := sent.exception()) is not None:
             self._on_break(f"cannot send to the engine: {error}")
 
@@ -95,6 +117,9 @@ class EngineLink:
                     event = decode_event(data)
                     if isinstance(event, StepOutput):
                         self._streams.deliver(event)
+                    elif isinstance(event, Closed):
+                        self._on_break(event.message)
+                        return
                     else:
                         self._on_event(event)
                 except ProtocolError as error:
@@ -113,3 +138,11 @@ class EngineLink:
                 if message["event"] == zmq.EVENT_DISCONNECTED:
                     self._on_break("the engine closed the connection")
                     return
+
+    async def _renew(self) -> None:
+        """Renew the lease from the event loop, so that a loop that hangs loses it."""
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                await asyncio.sleep(RENEW_SECONDS)
+                if self.ready is not None:
+                    self.send(Renew())

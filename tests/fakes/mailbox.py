@@ -69,10 +69,10 @@ class FakeMailbox:
         self.outcomes[client, outcome.request_id].append(outcome)
         self._pending.add(client)
 
-    def flush(self, step_id: int) -> list[bytes]:
+    def flush(self, step_id: int) -> dict[bytes, str]:
         assert step_id >= 0
         self.on_flush()
         self.announced.update(self.cached)
-        lost = sorted(self._pending & self.gone)
+        lost = dict.fromkeys(sorted(self._pending & self.gone), "it has disconnected")
         self._pending.clear()
         return lost

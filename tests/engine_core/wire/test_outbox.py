@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine_core.wire.mailbox import Outbox
+from tandem.engine_core.wire.outbox import Outbox
 from tandem.protocol.codec import decode_event, runs
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, Started, StepOutput, TokenLogprobs

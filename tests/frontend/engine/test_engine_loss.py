@@ -12,6 +12,7 @@ from msgspec import structs
 
 from tandem.frontend.config import FrontendConfig
 from tandem.protocol.events import Phase
+from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.engine import FakeEngine
 from tests.fakes.tokenizer import write_chat_template, write_tokenizer
 from tests.frontend.conftest import DEADLINE, RunningServer, get, open_stream, post, until
@@ -163,7 +164,7 @@ def test_an_incompatible_engine_is_tried_once(
         count = len(engine.hellos)
         engine.die()
         engine.hello_refusal = None
-        engine.protocol_version = 1
+        engine.protocol_version = PROTOCOL_VERSION
         engine.facts = structs.replace(engine.facts, tokenizer_fingerprint="", template_fingerprint="")
         engine.start()
         server.ready()
