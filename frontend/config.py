@@ -94,6 +94,8 @@ class FrontendConfig(Struct, frozen=True):
     """Time for which a process that is to end still accepts requests, unready already."""
     sse_keepalive: float = 15.0
     """Seconds after which a stream without output gets a sign of life; 0 for none."""
+    stream_interval: float = 0.0
+    """Shortest time between two writes of a stream; what comes in between is written together."""
     log_level: LogLevel = "info"
 
     @property
@@ -148,6 +150,9 @@ HTTP_FLAGS = (
     Flag("sse_keepalive", _HTTP, "seconds after which a stream without output gets a comment or ping, 0 for never; its "
          f"headers are sent after {FIRST_STREAM_WAIT:g} s even without output", float, (0, MAX_SECONDS),
          struct=FrontendConfig),
+    Flag("stream_interval_ms", _HTTP, "milliseconds of a stream whose tokens are sent together, after its first token; "
+         "0 sends each token at once", float, (0, 60_000), metavar="N", struct=FrontendConfig, field="stream_interval",
+         to_field=lambda milliseconds: milliseconds / 1000),
     Flag("chat_template", _CHAT, "Jinja chat template", Path, metavar="FILE", is_everyday=True,
          struct=ChatOptions, field="template", default_text="the checkpoint's, or else a built-in one for its type"),
     Flag("default_max_tokens", _CHAT, "maximum number of tokens of an answer whose request sets no limit", int, _COUNT,

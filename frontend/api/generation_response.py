@@ -12,10 +12,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.frontend.api.formatter import Formatter
+from tandem.frontend.api.live_stream import WRITER_KEY, AnswerWriter, LiveStream
 from tandem.frontend.api.request_scope import request_id
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
-from tandem.frontend.generation.choice import ChoiceDelta
+from tandem.frontend.generation.choice import ChoiceDelta, concatenated
 from tandem.frontend.generation.generation import Generation, Usage
 
 MAX_INLINE_LOGPROBS = 1024
@@ -57,7 +58,10 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
         start = partial(generation.start, *self._service.config.load_limits, request_id(scope))
-        answer = self._stream(send, start) if generation.admitted.options.stream else self._whole(send, start)
+        if generation.admitted.options.stream:
+            answer = self._stream(send, start, scope[WRITER_KEY])
+        else:
+            answer = self._whole(send, start)
         reason = "cancelled"
         tasks = [asyncio.create_task(answer), asyncio.create_task(_wait_for_disconnect(receive))]
         self._service.num_responses += 1
@@ -77,12 +81,13 @@ class GenerationResponse(Response):
             self._service.num_responses -= 1
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _stream(self, send: Send, start: Callable[[], None]) -> None:
-        generation, formatter = self._generation, self._formatter
+    async def _stream(self, send: Send, start: Callable[[], None], writer: AnswerWriter) -> None:
+        generation, formatter, config = self._generation, self._formatter, self._service.config
         start()
         begun = False
         try:
-            async for batch in generation.batches(*self._service.config.stream_waits):
+            batches = generation.batches(*config.stream_waits)
+            async for batch in batches:
                 opening = b""
                 if not begun:
                     begun = True
@@ -90,6 +95,13 @@ class GenerationResponse(Response):
                     opening = formatter.opening(generation.usage())
                 if body := opening + (formatter.batch(batch) if batch else formatter.keep_alive):
                     await _send_body(send, body)
+                if batch:
+                    break
+            await batches.aclose()
+            if generation.error is not None:
+                raise generation.error
+            if not generation.has_ended:
+                await LiveStream(generation, formatter, writer, config.stream_interval, config.stream_waits[1]).run()
         except ApiError as error:
             if not begun:
                 raise
@@ -138,17 +150,7 @@ async def collect_choices(batches: AsyncIterator[list[ChoiceDelta]], count: int)
     async for batch in batches:
         for piece in batch:
             pieces[piece.index].append(piece)
-    return [_concatenate(index, parts) for index, parts in enumerate(pieces)]
-
-
-def _concatenate(index: int, parts: list[ChoiceDelta]) -> ChoiceDelta:
-    if not parts:
-        return ChoiceDelta(index, "", [], None)
-    ids = [token_id for part in parts for token_id in part.token_ids]
-    logprobs = [token for part in parts for token in part.logprobs]
-    text = "".join([part.text for part in parts])
-    last = parts[-1]
-    return ChoiceDelta(index, text, ids, last.finish_reason, logprobs, last.mean_logprob, last.stop_string)
+    return [concatenated(index, parts) for index, parts in enumerate(pieces)]
 
 
 async def _send_body(send: Send, body: bytes, more: bool = True) -> None:

@@ -16,13 +16,21 @@ Terminal = Finished | Failure
 class ReadySet:
     """Streams of one consumer that have an update.
 
-    Many become ready with one wake-up per turn of the event loop.
+    Many become ready with one wake-up per turn of the event loop. A consumer waits for them, or is called (`listen`),
+    which saves the switches to its task and back.
     """
 
-    __slots__ = ("_alarm", "_deadline", "_future", "_ready")
+    __slots__ = ("_alarm", "_deadline", "_future", "_is_calling", "_listener", "_loop", "_ready", "has_ended_stream")
 
     def __init__(self) -> None:
+        self.has_ended_stream = False
+        """True if one of the ready streams has ended."""
         self._ready: list[TokenStream] = []
+        self._listener: Callable[[], None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Event loop in which the listener is called."""
+        self._is_calling = False
+        """True if the listener will be called at the end of this turn of the event loop."""
         self._future: asyncio.Future[None] | None = None
         self._deadline = 0.0
         """Time of the event loop at which the present wait ends without a stream."""
@@ -34,6 +42,31 @@ class ReadySet:
         """Add a stream that is not in the set, and wake the consumer."""
         self._ready.append(stream)
         self._wake()
+
+    def add_end(self) -> None:
+        """Record that a stream of the set has ended, and wake the consumer once more."""
+        self.has_ended_stream = True
+        self._wake()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call a function from now on, instead of ending waits.
+
+        It is called in the event loop at the end of each turn in which the first stream became ready, or one ended. It
+        may leave the streams in the set.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        if self._ready:
+            self._wake()
+
+    def take(self) -> "list[TokenStream]":
+        """Remove and return all streams that are ready."""
+        ready, self._ready = self._ready, []
+        self.has_ended_stream = False
+        return ready
+
+    def __len__(self) -> int:
+        return len(self._ready)
 
     async def wait(self, seconds: float | None = None) -> "list[TokenStream]":
         """Wait until a stream is ready; remove and return all that are.
@@ -50,17 +83,20 @@ class ReadySet:
                 await self._future
             finally:
                 self._future = None
-        ready, self._ready = self._ready, []
-        return ready
+        return self.take()
 
     def close(self) -> None:
-        """End the timer of waits. Idempotent."""
+        """End the timer of waits, and call no listener again. Idempotent."""
+        self._listener = None
+        self._end_alarm()
+
+    def _end_alarm(self) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
 
     def _set_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.close()
+        self._end_alarm()
         self._alarm = loop.call_at(self._deadline, self._ring, loop)
 
     def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -74,8 +110,17 @@ class ReadySet:
             self._wake()
 
     def _wake(self) -> None:
-        if self._future is not None and not self._future.done():
+        if self._loop is not None:
+            if not self._is_calling:
+                self._is_calling = True
+                self._loop.call_soon(self._call)
+        elif self._future is not None and not self._future.done():
             self._future.set_result(None)
+
+    def _call(self) -> None:
+        self._is_calling = False
+        if self._listener is not None:
+            self._listener()
 
 
 class TokenStream:
@@ -108,8 +153,10 @@ class TokenStream:
         """Append tokens of the output."""
         self.queued_tokens = 0
         if self._terminal is None and tokens:
-            self._pending.extend(tokens)
-            self._mark_ready()
+            self._pending += tokens
+            if not self._is_ready:
+                self._is_ready = True
+                self._ready_set.add(self)
 
     def put_logprobs(self, logprobs: TokenLogprobs) -> None:
         """Append log-probabilities, without waking the consumer.
@@ -123,7 +170,10 @@ class TokenStream:
         """Record the terminal event, unless there was one."""
         if self._terminal is None:
             self._terminal = terminal
-            self._mark_ready()
+            if not self._is_ready:
+                self._is_ready = True
+                self._ready_set.add(self)
+            self._ready_set.add_end()
 
     def take(self) -> tuple[list[int], Terminal | None, list[TokenLogprobs]]:
         """Remove and return the tokens and log-probabilities since the last call.
@@ -135,11 +185,6 @@ class TokenStream:
         logprobs, self._logprobs = self._logprobs, []
         self._is_ready = False
         return tokens, self._terminal, logprobs
-
-    def _mark_ready(self) -> None:
-        if not self._is_ready:
-            self._is_ready = True
-            self._ready_set.add(self)
 
 
 class OpenStreams:

@@ -35,6 +35,28 @@ class ChoiceDelta(Struct, frozen=True):
         return not (self.text or self.token_ids or self.finish_reason)
 
 
+def concatenated(index: int, parts: Sequence[ChoiceDelta]) -> ChoiceDelta:
+    """Join consecutive deltas of one choice into one."""
+    if not parts:
+        return ChoiceDelta(index, "", [], None)
+    ids = [token_id for part in parts for token_id in part.token_ids]
+    logprobs = [token for part in parts for token in part.logprobs]
+    text = "".join([part.text for part in parts])
+    last = parts[-1]
+    return ChoiceDelta(index, text, ids, last.finish_reason, logprobs, last.mean_logprob, last.stop_string)
+
+
+def joined(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
+    """Join the deltas of each choice into one.
+
+    They are in the order in which the choices first appear.
+    """
+    parts: dict[int, list[ChoiceDelta]] = {}
+    for delta in deltas:
+        parts.setdefault(delta.index, []).append(delta)
+    return [concatenated(index, added) for index, added in parts.items()]
+
+
 class Choice:
     """Decoder of the tokens of one sequence to the text of a choice.
 
@@ -59,6 +81,9 @@ class Choice:
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._scored = scored
+        self._push = detokenizer.push if scored is None else self._push_scored
+        self._is_plain = matcher is None and scored is None
+        """True if the text of tokens is all that a delta needs."""
         self._shown = 0
         self._cut = False
         """True once a stop string has cut the end of the text off."""
@@ -70,6 +95,11 @@ class Choice:
 
         It has a finish reason once the choice has ended without an error, by a stop string or in the engine.
         """
+        if terminal is None and self._is_plain:
+            self.num_tokens += len(tokens)
+            push = self._push
+            text = push(tokens[0]) if len(tokens) == 1 else "".join([push(token) for token in tokens])
+            return ChoiceDelta(self.index, text, tokens, None)
         if self._scored is None:
             return self._advance(tokens, terminal)
         self._scored.take(logprobs)
@@ -117,8 +147,7 @@ class Choice:
 
         Return their text, the number of tokens used, and the stop string that ended the text, or None.
         """
-        push = self._detokenizer.push if self._scored is None else self._push_scored
-        matcher = self._matcher
+        push, matcher = self._push, self._matcher
         if matcher is None:
             return "".join([push(token) for token in tokens]), len(tokens), None
         parts: list[str] = []

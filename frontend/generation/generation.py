@@ -4,7 +4,7 @@ The state comprises its sequences, their text and their end.
 """
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from msgspec import Struct, structs
 
@@ -111,7 +111,7 @@ class Generation:
 
     async def batches(
         self, first_wait: float | None = None, wait: float | None = None
-    ) -> AsyncIterator[list[ChoiceDelta]]:
+    ) -> AsyncGenerator[list[ChoiceDelta], None]:
         """Yield the deltas of each turn of the event loop until every choice has ended.
 
         A list of deltas is empty only if nothing came for `first_wait` seconds at the beginning, or for `wait` seconds
@@ -127,18 +127,47 @@ class Generation:
             if not ready:
                 begun = True
                 yield []
-            shown = [
-                delta
-                for stream in ready
-                if stream.request_id in self._open
-                for delta in self._advance(stream)
-                if not delta.is_empty
-            ]
+            shown = self._read(ready)
             if shown and (begun or self._error is None):
                 begun = True
                 yield shown
             if self._error is not None:
                 raise self._error
+
+    def follow(self, listener: Callable[[], None]) -> None:
+        """Call a function whenever there is something to `take`, in place of `batches`.
+
+        It is called at most once in a turn of the event loop, in the turn in which the output arrives. What it does not
+        take collects, and is announced again when a choice ends.
+        """
+        self._ready_set.listen(listener)
+
+    def take(self) -> list[ChoiceDelta]:
+        """Return the deltas of all output that has arrived.
+
+        Afterwards `has_ended` and `error` tell if more will come.
+        """
+        return self._read(self._ready_set.take())
+
+    @property
+    def has_output(self) -> bool:
+        """True if output has arrived that was not taken."""
+        return len(self._ready_set) > 0
+
+    @property
+    def has_ended_choice(self) -> bool:
+        """True if a choice has ended whose last output was not taken."""
+        return self._ready_set.has_ended_stream
+
+    @property
+    def has_ended(self) -> bool:
+        """True if every choice has ended and was taken."""
+        return not self._open
+
+    @property
+    def error(self) -> ApiError | None:
+        """The error of the first choice that failed; None while none has."""
+        return self._error
 
     def close(self, reason: str) -> None:
         """Abort every sequence that is still open.
@@ -205,8 +234,17 @@ class Generation:
             group=group or number,
         )
 
-    def _advance(self, stream: TokenStream) -> list[ChoiceDelta]:
-        """Turn a stream's new tokens into deltas.
+    def _read(self, ready: Sequence[TokenStream]) -> list[ChoiceDelta]:
+        """Turn the new tokens of streams into deltas that have something to send."""
+        now = self._clock()
+        deltas: list[ChoiceDelta] = []
+        for stream in ready:
+            if stream.request_id in self._open:
+                self._advance(stream, now, deltas)
+        return deltas
+
+    def _advance(self, stream: TokenStream, now: float, deltas: list[ChoiceDelta]) -> None:
+        """Append the deltas of a stream's new tokens.
 
         A stream of events gets one delta per token, any other response a single one.
         """
@@ -216,29 +254,30 @@ class Generation:
         if not self.admitted.options.max_tokens:
             tokens = []
         if self.admitted.options.stream_events:
-            deltas = choice.advance_singly(tokens, terminal)
+            added = choice.advance_singly(tokens, terminal)
+            deltas += [delta for delta in added if not delta.is_empty]
+            delta = added[-1]
         else:
-            deltas = [choice.advance(tokens, terminal, logprobs)]
-        delta = deltas[-1]
-        self._measure(stream.request_id, before, choice.num_tokens)
+            delta = choice.advance(tokens, terminal, logprobs)
+            if delta.text or delta.token_ids or delta.finish_reason:
+                deltas.append(delta)
+        if choice.num_tokens != before:
+            self._measure(stream.request_id, before, choice.num_tokens, now)
         if terminal is not None:
             self._forget(stream.request_id)
         elif delta.finish_reason is not None:
             self._abort([stream.request_id], "stop_string")
-        if delta.finish_reason is None and self._error is None:
+        if terminal is not None and delta.finish_reason is None and self._error is None:
             self._error = _failure(terminal)
-        return deltas
 
-    def _measure(self, request_id: int, before: int, after: int) -> None:
-        if after == before:
-            return
-        now = self._clock()
+    def _measure(self, request_id: int, before: int, after: int, now: float) -> None:
+        """Count the new tokens of a sequence, and the time since its last ones."""
         last, self._open[request_id] = self._open[request_id], now
-        self._metrics.generation_tokens.inc(after - before)
-        if before == 0:
-            self._metrics.first_token.observe(now - last)
+        self._metrics.generation_tokens.value += after - before
+        if before:
+            self._metrics.inter_token.observe(now - last)
         else:
-            self._metrics.inter_token.observe((now - last) / (after - before))
+            self._metrics.first_token.observe(now - last)
 
     def _abort(self, request_ids: list[int], reason: str) -> None:
         if not request_ids:
@@ -253,13 +292,8 @@ class Generation:
             self._metrics.running.dec()
 
 
-def _failure(terminal: Terminal | None) -> ApiError | None:
-    """Return the error of a sequence that ended without a finish reason.
-
-    None while it is open.
-    """
-    if terminal is None:
-        return None
+def _failure(terminal: Terminal) -> ApiError:
+    """Return the error of a sequence that ended without a finish reason."""
     if isinstance(terminal, Failure):
         return from_failure(terminal)
     return ApiError(500, "the engine aborted the request", None, ErrorCode.ENGINE_FAILED.value)

@@ -4,18 +4,20 @@ Its limits hold before a request reaches the app.
 """
 
 import asyncio
-from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from tandem.frontend.api.live_stream import WRITER_KEY
 from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.server import refusal
+from tandem.frontend.server.answer_writer import AnswerWriter
 from tandem.frontend.server.connections import Closed, Connection, Connections, is_liveness_probe
+from tandem.frontend.server.lingering_transport import LingeringTransport
 from tandem.frontend.server.refusal import Refusal
 
 MAX_PIPELINED = 16
@@ -52,27 +54,6 @@ class _ParsingStoppedError(Exception):
 
     The parser raises an error of its own in its place.
     """
-
-
-class _LingeringTransport(asyncio.Transport):
-    """Transport of an answer that is sent before the body of its request has arrived.
-
-    It closes only after the client had the chance to send the rest and to read the answer.
-    """
-
-    def __init__(self, transport: asyncio.Transport, linger: Callable[[], None]) -> None:
-        super().__init__()
-        self._transport = transport
-        self._linger = linger
-
-    def write(self, data: Any) -> None:
-        self._transport.write(data)
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def close(self) -> None:
-        self._linger()
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -127,6 +108,11 @@ class LimitedProtocol(HttpToolsProtocol):
         """True while a request has no complete answer."""
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def _writer(self) -> AnswerWriter | None:
+        """Writer of the answer to the request that the app has, or had last."""
+        return None if self._running is None else cast("AnswerWriter | None", self._running.scope.get(WRITER_KEY))
+
     # What the transport calls.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -156,6 +142,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(self._refused or refusal.malformed())
         else:
             self._after_parsing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if (writer := self._writer) is not None:
+            writer.resume()
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -205,6 +196,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unparsed = 0
         self._expire_after(self._limits.body_timeout, Closed.BODY_TIMEOUT)
         super().on_headers_complete()
+        scope: dict[str, Any] = cast("Any", self.cycle.scope)
+        scope[WRITER_KEY] = AnswerWriter(self.cycle, self.flow)
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
@@ -349,7 +342,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._unparsed > most and self._input in (_Input.HEADERS, _Input.BODY):
             self._refuse(refusal.headers_too_large(limits))
         elif self._input is _Input.BODY and self._is_answering and self.cycle.transport is self.transport:
-            self.cycle.transport = _LingeringTransport(self.transport, self._linger_with_body)
+            self.cycle.transport = LingeringTransport(self.transport, self._linger_with_body)
 
     def _stop_parsing(self, refused: Refusal) -> None:
         """Leave the parser, from one of its callbacks, with a refusal."""

@@ -1,9 +1,7 @@
 """Streams merge tokens while their consumer lags, and end once."""
 
 import asyncio
-import selectors
 from collections.abc import Coroutine
-from contextvars import Context
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from tandem.frontend.engine.streams import ReadySet, Terminal, TokenStream
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, TokenLogprobs
+from tests.support.virtual_loop import VirtualLoop
 
 Update = tuple[list[int], Terminal | None, list[TokenLogprobs]]
 
@@ -111,38 +110,6 @@ def test_a_cancelled_wait_loses_no_update() -> None:
     assert asyncio.run(run()) == 1
 
 
-class VirtualClock(selectors.SelectSelector):
-    """Selector for which time passes at once whenever nothing else is to be done."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Let the time until the next timer pass."""
-        assert timeout is not None, "nothing will ever happen"
-        self.now += timeout
-        return super().select(0)
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Event loop with a virtual clock, which counts the timers that are set."""
-
-    def __init__(self) -> None:
-        self.clock = VirtualClock()
-        self.timers: list[asyncio.TimerHandle] = []
-        super().__init__(self.clock)
-
-    def time(self) -> float:
-        """Return the virtual time in seconds."""
-        return self.clock.now
-
-    def call_at(  # type: ignore[override]  # (the stub binds the types of a callback's arguments)
-        self, when: float, callback: Any, *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        """Set a timer and keep it."""
-        self.timers.append(super().call_at(when, callback, *args, context=context))
-        return self.timers[-1]
-
-
 def run_counted(scenario: Coroutine[Any, Any, None]) -> int:
     """Run a scenario in virtual time; return how many timers it set, all of which have rung or were cancelled."""
     loop = VirtualLoop()
@@ -230,3 +197,25 @@ def test_a_closed_set_keeps_no_timer() -> None:
         ready_set.close()
 
     assert run_counted(scenario()) == 1
+
+
+def test_a_listener_is_called_once_a_turn_and_again_for_an_end() -> None:
+    async def run() -> list[tuple[int, bool]]:
+        calls: list[tuple[int, bool]] = []
+        ready_set = ReadySet()
+        streams = [TokenStream(number, number, ready_set) for number in range(2)]
+        streams[0].put([1])
+        ready_set.listen(lambda: calls.append((len(ready_set), ready_set.has_ended_stream)))
+        streams[1].put([2])
+        await asyncio.sleep(0)
+        streams[0].put([3])  # not announced: the set still holds both
+        await asyncio.sleep(0)
+        streams[0].end(END)
+        await asyncio.sleep(0)
+        assert [stream.take()[0] for stream in ready_set.take()] == [[1, 3], [2]]
+        ready_set.close()
+        streams[1].put([4])
+        await asyncio.sleep(0)
+        return calls
+
+    assert asyncio.run(run()) == [(2, False), (2, True)]

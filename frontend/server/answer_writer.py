@@ -1,0 +1,45 @@
+"""Writer of the body of one answer, past the layers of ASGI."""
+
+from collections.abc import Callable
+
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+
+class AnswerWriter:
+    """Write parts of a body whose length is not known ahead.
+
+    The headers have been sent and the end has not; ASGI sends both.
+    """
+
+    __slots__ = ("_cycle", "_flow", "_resume", "num_written")
+
+    def __init__(self, cycle: RequestResponseCycle, flow: FlowControl) -> None:
+        self.num_written = 0
+        """Bytes of parts that were given to the transport."""
+        self._cycle = cycle
+        self._flow = flow
+        self._resume: Callable[[], None] | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        """True while the client reads too slowly for more to be written."""
+        return self._flow.write_paused
+
+    def write(self, body: bytes) -> None:
+        """Write a part of the body, which is dropped if the client has gone."""
+        cycle = self._cycle
+        if cycle.disconnected:
+            return
+        data = b"%x\r\n%b\r\n" % (len(body), body) if cycle.chunked_encoding else body
+        self.num_written += len(data)
+        cycle.transport.write(data)
+
+    def set_resume(self, resume: Callable[[], None] | None) -> None:
+        """Call a function when the writer is no longer paused."""
+        self._resume = resume
+
+    def resume(self) -> None:
+        """Tell that the client has caught up."""
+        if self._resume is not None:
+            self._resume()
