@@ -25,6 +25,7 @@ from msgspec import Struct
 from tandem.engine_core import control
 from tandem.engine_core.contracts import DeviceTimes, Mailbox, Masks, StepResult
 from tandem.engine_core.engine import Engine
+from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.plan import StepPlan
@@ -32,6 +33,7 @@ from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.wire.heartbeat import Status
+from tandem.engine_core.wire.leases import Leases
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Limits, ModelFacts, Phase
 from tandem.protocol.model_folder import template_fingerprint
@@ -59,7 +61,7 @@ class Script(Struct, frozen=True, forbid_unknown_fields=True):
     journal: str = ""
     """File in which the engine keeps a `Journal` when it is asked to end; "" for none."""
     protocol_version: int | None = None
-    """Version that the engine speaks, for the frontends of another commit; None for its own."""
+    """Version that the engine speaks, without leases, for the frontends of another commit; None for its own."""
 
     @classmethod
     def from_environment(cls) -> "Script":
@@ -189,7 +191,7 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
         status.enter(Phase.LOADING, int(100 * past / script.load_seconds))
         time.sleep(0.02)
     folder = Path(options.model) if options.model else DEFAULT_MODEL
-    config = msgspec.json.decode((folder / "config.json").read_bytes())
+    config = _read_config(folder)
     rows = options.max_rows or MAX_ROWS
     pages = (options.kv_tokens or rows * PAGES_PER_ROW * PAGE_SIZE) // PAGE_SIZE
     status.stats.rows_total, status.stats.pages_total = rows, pages
@@ -210,7 +212,15 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
         depth=DEPTH,
         epoch=status.epoch,
         model=facts,
-        limits=Limits(rows, pages * PAGE_SIZE, PAGE_SIZE, MAX_STEP_TOKENS, limits.max_waiting),
+        limits=Limits(
+            rows,
+            pages * PAGE_SIZE,
+            PAGE_SIZE,
+            MAX_STEP_TOKENS,
+            limits.max_waiting,
+            options.max_concurrent,
+            options.max_queued_tokens,
+        ),
         stats=status.stats,
         clock=time.monotonic,
         stage_clock=time.monotonic,
@@ -218,6 +228,15 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
     assert isinstance(engine, ScriptedEngine)
     engine.script = script
     return engine
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Read the model's config.json. Raises ConfigError, as a real engine does, if that is not possible."""
+    try:
+        config: dict[str, Any] = msgspec.json.decode((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / 'config.json'} cannot be read: {error}") from error
+    return config
 
 
 def _end_ids(config: dict[str, Any]) -> list[int]:
@@ -230,6 +249,7 @@ def main() -> None:
     script = Script.from_environment()
     if script.protocol_version is not None:
         control.PROTOCOL_VERSION = script.protocol_version
+        Leases.take_expired = lambda _: []  # type: ignore[method-assign]
     startup = ModuleType("tandem.engine_core.startup.engine")
     startup.build_engine = build_engine  # type: ignore[attr-defined]
     sys.modules[startup.__name__] = startup
