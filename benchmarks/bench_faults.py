@@ -1,4 +1,4 @@
-"""Faults of a service of several frontends: seconds until clients are told and served.
+"""Seconds until clients are told and served after faults of several frontends.
 
     python -m benchmarks.bench_faults [--streams 100 2000] [--frontends 4] [--only NAME ...] [--save NAME]
 

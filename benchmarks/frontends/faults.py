@@ -34,7 +34,7 @@ class Setup(Struct, frozen=True):
 
 
 class Outcome(Struct, frozen=True):
-    """What one fault cost."""
+    """Cost of one fault."""
 
     fault: str
     streams: int
@@ -70,7 +70,10 @@ class Drill:
         act()
 
     def note(self, name: str, condition: Callable[[], object]) -> None:
-        """Note the seconds from the fault until a condition holds; asked ten times a second."""
+        """Note the seconds from the fault until a condition holds.
+
+        It is asked ten times a second.
+        """
         asked = 0.0
 
         def holds() -> bool:
@@ -99,7 +102,10 @@ class Drill:
         }
 
     def note_gaps(self) -> None:
-        """Note the 99th percentile of gaps between tokens of streams still open, before and after the fault."""
+        """Note the 99th percentile of the gaps between tokens before and after.
+
+        They are those of the streams that are still open.
+        """
         living = [stream for stream in self.streams if not stream.outcome]
         before = _gaps(living, self._at - BEFORE_SECONDS, self._at)
         after = _gaps(living, self._at, self._at + AFTER_SECONDS)
