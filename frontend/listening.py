@@ -37,7 +37,7 @@ class ConnectionLimits(Struct, frozen=True):
     keep_alive_timeout: float = 75.0
     """Time for which a connection waits for its next request. Longer than proxies keep idle connections, so that this
     side never closes one while a request is on its way."""
-    send_timeout: float = 60.0
+    send_timeout: float = 30.0
     """Time after which a client that reads nothing of what waits to be sent is given up."""
 
 

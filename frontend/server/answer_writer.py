@@ -1,9 +1,25 @@
 """Writer of the body of one answer, past the layers of ASGI."""
 
+import asyncio
+import contextlib
+import socket
 from collections.abc import Callable
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+UNSENT_BYTES = 16 * 2**10
+"""Bytes of an answer that the system takes beyond those that the client has room for.
+
+By default it takes megabytes, and a client that has stopped reading would be noticed late."""
+
+
+def bound_unsent(transport: asyncio.BaseTransport) -> None:
+    """Set the bound of UNSENT_BYTES for a connection."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None:
+        with contextlib.suppress(OSError):  # of another family, or gone already
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
 class AnswerWriter:

@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 from tandem.frontend.api.live_stream import WRITER_KEY
 from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.server import refusal
-from tandem.frontend.server.answer_writer import AnswerWriter
+from tandem.frontend.server.answer_writer import AnswerWriter, bound_unsent
 from tandem.frontend.server.connections import Closed, Connection, Connections, is_liveness_probe
 from tandem.frontend.server.lingering_transport import LingeringTransport
 from tandem.frontend.server.refusal import Refusal
@@ -95,9 +95,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._deadline: float | None = None
         self._overdue = Closed.HEADER_TIMEOUT
         """Reason to close the connection when the deadline has passed."""
-        self._backlog = 0
-        """Bytes that waited to be sent when the client last read some."""
-        self._backlog_since = 0.0
+        self._bytes_left = 0
+        """Bytes of the answer that the system had taken when it last took some."""
+        self._left_at = 0.0
 
     @property
     def peer(self) -> str:
@@ -117,6 +117,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        bound_unsent(transport)
+        self._left_at = self.loop.time()
         self._expire_after(self._limits.header_timeout, Closed.HEADER_TIMEOUT)
         self._connections.add(self, self._successor_of)
 
@@ -255,14 +257,14 @@ class LimitedProtocol(HttpToolsProtocol):
     def _check_backlog(self, now: float) -> None:
         """Close the connection of a client that reads nothing of what waits to be sent.
 
-        Only while nothing is added to it does a change of its size mean that the client has read.
+        The system holds little of what the client has not read (`UNSENT_BYTES`), so it takes more only while the client
+        reads.
         """
         backlog = self.transport.get_write_buffer_size()
-        if not self.flow.write_paused and self._is_answering:
-            backlog = 0
-        if backlog != self._backlog:
-            self._backlog, self._backlog_since = backlog, now
-        elif backlog and now - self._backlog_since >= self._limits.send_timeout:
+        left = (0 if self._writer is None else self._writer.num_written) - backlog
+        if not backlog or left != self._bytes_left:
+            self._bytes_left, self._left_at = left, now
+        elif now - self._left_at >= self._limits.send_timeout:
             why = f"the client has read nothing for {self._limits.send_timeout:g} s, {backlog} bytes wait to be sent"
             self._connections.report(Closed.SEND_TIMEOUT, self, why)
             self.transport.abort()

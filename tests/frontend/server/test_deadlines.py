@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvicorn
@@ -12,8 +12,10 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from tandem.frontend.api.live_stream import WRITER_KEY
 from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.metrics import ConnectionMetrics
+from tandem.frontend.server.answer_writer import AnswerWriter
 from tandem.frontend.server.connections import Closed, Connections
 from tandem.frontend.server.protocol import UNREAD_BYTES, UNREAD_SECONDS, LimitedProtocol
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
@@ -263,14 +265,21 @@ def test_client_that_reads_nothing_is_given_up_and_the_app_told() -> None:
     play(story)
 
 
-def test_buffer_that_still_grows_is_not_given_up() -> None:
+def test_buffer_that_grows_is_given_up_only_if_nothing_leaves_it() -> None:
     async def story() -> None:
         line = Line(partial(wait_for_disconnect, asyncio.Event()))
         await line.feed(request())
-        line.wire.waiting = 1000
-        for _ in range(10):
+        writer: AnswerWriter = cast("Any", line.protocol.cycle.scope)[WRITER_KEY]
+        for read in range(1, 11):
+            writer.write(b"token")
+            line.wire.waiting = writer.num_written - read
             await line.later(LIMITS.send_timeout)
-        assert line.wire.ended == ""
+        assert line.wire.ended == "", "a slow client is served"
+        for _ in range(2):
+            writer.write(b"token")
+            line.wire.waiting = writer.num_written - 10
+            await line.later(LIMITS.send_timeout / 2)
+        assert line.wire.ended == "aborted"
 
     play(story)
 
