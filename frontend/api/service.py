@@ -32,9 +32,9 @@ from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Ready
 from tandem.protocol.model_folder import template_fingerprint
 
-_POLL_SECONDS = 0.05
-_FLUSH_SECONDS = 1.0
-"""Seconds that responses get to write their error events after their streams were ended."""
+_POLL_SECONDS = 0.02
+LINK_SECONDS = 2.0
+"""Longest time after the start for which requests wait for the link to the engine."""
 
 
 class Service:
@@ -85,6 +85,10 @@ class Service:
         think_end_id = tokenizer.token_id(THINK_END)
         self.chat = Chat(template, form, config.chat.reasoning_parser, think_end_id, self.admission, self.renderer)
         self.draining = False
+        """True once the process is unready, because it is to end."""
+        self.link_awaited = asyncio.Event()
+        """Set once requests need not wait for the first link to the engine, whatever came of it."""
+        self._closing = False
         self.num_responses = 0
         """Number of generations being answered, from admission to the last byte."""
 
@@ -99,7 +103,7 @@ class Service:
 
         Raises ApiError 503 with the reason while it is not ready.
         """
-        if self.draining:
+        if self._closing:
             raise unavailable("the server is shutting down", ErrorCode.SHUTTING_DOWN)
         return self.client.ready()
 
@@ -123,16 +127,23 @@ class Service:
         text = await self.chat.render(conversation, ignored)
         return len(await self.tokenizer.encode(text, False))
 
-    async def drain(self) -> None:
-        """Accept no new request, and finish or end the open ones.
+    async def await_link(self) -> None:
+        """Wait until requests can be answered, or it is known why not.
 
-        Open requests have `drain_timeout` seconds to finish; the rest then end with an error.
+        It is known of an engine that is loading, for example. One that has not been heard of after `LINK_SECONDS`
+        counts as away.
         """
-        self.draining = True
-        await self._wait_until_answered(self.config.drain_timeout)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + LINK_SECONDS
+        while self.client.health().status in ("waiting", "connecting") and loop.time() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+        self.link_awaited.set()
+
+    def end_requests(self) -> None:
+        """End every open request with an error, and refuse those to come."""
+        self.draining = self._closing = True
         self.pending.end_all()
         self.client.fail_all(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
-        await self._wait_until_answered(_FLUSH_SECONDS)
 
     async def close(self) -> None:
         """Close the link to the engine and stop the threads."""
@@ -143,11 +154,6 @@ class Service:
         if self.store is not None:
             await self.store.close()
         await self.grammars.close()
-
-    async def _wait_until_answered(self, timeout: float) -> None:
-        deadline = asyncio.get_running_loop().time() + timeout
-        while (self.num_responses or len(self.pending)) and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(_POLL_SECONDS)
 
 
 def build_service(config: FrontendConfig) -> Service:

@@ -1,5 +1,6 @@
 """Assembly of the HTTP application from its parts, without global state."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.frontend.api.admin import scheduler_router
 from tandem.frontend.api.chat_completions.route import chat_router
@@ -28,8 +29,8 @@ from tandem.frontend.api_keys import ApiKeys
 from tandem.frontend.errors import ApiError
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER
 from tandem.frontend.server.access import Access
-from tandem.frontend.server.missing_routes import missing_route
 from tandem.frontend.server.openapi import document
+from tandem.frontend.server.paths import is_health_check, missing_route
 from tandem.frontend.server.require_key import RequireKey
 from tandem.protocol.version import distribution_version
 
@@ -40,9 +41,11 @@ def create_app(service: Service) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.client.start()
+        first_link = asyncio.create_task(service.await_link())
         try:
             yield
         finally:
+            first_link.cancel()
             await service.close()
 
     app = FastAPI(
@@ -93,7 +96,18 @@ def _wrap_middleware(app: ASGIApp, service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["x-request-id", "request-id", "retry-after", IGNORED_HEADER],
         )
-    return Access(app, service.metrics)
+    return Access(_after_first_link(app, service), service.metrics)
+
+
+def _after_first_link(app: ASGIApp, service: Service) -> ASGIApp:
+    """Let requests wait for the first link to the engine, after the start."""
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        if not service.link_awaited.is_set() and scope["type"] == "http" and not is_health_check(scope["path"]):
+            await service.link_awaited.wait()
+        await app(scope, receive, send)
+
+    return wait
 
 
 def _install_error_handlers(app: FastAPI) -> None:

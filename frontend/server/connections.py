@@ -6,6 +6,7 @@ It bounds their number, chooses the one to close when there are too many, and ch
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import AsyncIterator
 from enum import StrEnum
 from typing import Protocol
 
@@ -17,6 +18,8 @@ logger = logging.getLogger(__name__)
 _SLICE = 256
 """Connections that are checked in one turn of the event loop."""
 _MAX_SPARE = 64
+_DRAIN_SECONDS = 0.1
+"""Time between two checks of the deadlines of all connections while the server drains."""
 
 
 class Closed(StrEnum):
@@ -37,6 +40,7 @@ class Closed(StrEnum):
     UNREAD_BODY = "unread_body"
     SEND_TIMEOUT = "send_timeout"
     EVICTED = "evicted"
+    DRAINED = "draining"
     BUSY = "connection_limit"
 
 
@@ -59,6 +63,10 @@ class Connection(Protocol):
         """Close the connection now, to make room for another."""
         ...
 
+    def drain(self, grace: float) -> None:
+        """Serve at most one more request, which has to begin within `grace` seconds."""
+        ...
+
 
 class Connections:
     """The table of open connections, of which there are at most `limit`.
@@ -73,6 +81,8 @@ class Connections:
         self.limit = limit
         self.max_requests = limit - max(1, min(_MAX_SPARE, limit // 8))
         """Limit on connections that have a request."""
+        self.grace: float | None = None
+        """Seconds in which a connection has to begin its last request; None until the server drains."""
         self._interval = interval
         self._metrics = metrics
         self._log = log
@@ -134,14 +144,44 @@ class Connections:
 
     async def watch(self) -> None:
         """Check the deadlines of all connections until cancelled."""
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._interval)
-            everyone = [*self._waiting, *self._busy]
-            for start in range(0, len(everyone), _SLICE):
-                for connection in everyone[start : start + _SLICE]:
-                    connection.check(loop.time())
-                await asyncio.sleep(0)
+            await self._check_all()
+
+    async def drain(self, grace: float, timeout: float) -> None:
+        """Wait until no connection is left, for at most `timeout` seconds.
+
+        A request is told with its answer that it was the last one of its connection. A connection without one is not
+        closed at once, because a request may be on its way to it: it has `grace` seconds to begin its last.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        self.grace = grace
+        async for connection in self._in_slices():
+            connection.drain(grace)
+        while len(self) and loop.time() < deadline:
+            await asyncio.sleep(_DRAIN_SECONDS)
+            await self._check_all()
+
+    async def wait_until_answered(self, timeout: float) -> None:
+        """Wait until no connection has a request, for at most `timeout` seconds."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while self.num_requests and loop.time() < deadline:
+            await asyncio.sleep(_DRAIN_SECONDS)
+
+    async def _check_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        async for connection in self._in_slices():
+            connection.check(loop.time())
+
+    async def _in_slices(self) -> AsyncIterator[Connection]:
+        """Yield all present connections, a few in each turn of the event loop."""
+        everyone = [*self._waiting, *self._busy]
+        for start in range(0, len(everyone), _SLICE):
+            for connection in everyone[start : start + _SLICE]:
+                yield connection
+            await asyncio.sleep(0)
 
 
 def is_liveness_probe(method: bytes, url: bytes) -> bool:

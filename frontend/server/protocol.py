@@ -14,26 +14,18 @@ from uvicorn.server import ServerState
 
 from tandem.frontend.api.live_stream import WRITER_KEY
 from tandem.frontend.listening import ConnectionLimits
-from tandem.frontend.server import refusal
+from tandem.frontend.server import lingering, refusal
 from tandem.frontend.server.answer_writer import AnswerWriter, bound_unsent
+from tandem.frontend.server.body_parser import body_parser, framing
 from tandem.frontend.server.connections import Closed, Connection, Connections, is_liveness_probe
-from tandem.frontend.server.lingering_transport import LingeringTransport
+from tandem.frontend.server.lingering import LingeringTransport, has_unread
 from tandem.frontend.server.refusal import Refusal
 
 MAX_PIPELINED = 16
 """Requests of one connection that may wait for the answer to an earlier one."""
 
-UNREAD_BYTES = 64 * 2**20
-"""Bytes of a body that are read and discarded after the answer to its request.
-
-Many clients read no answer before they have sent everything, and would lose it if the connection were closed with
-unread bytes."""
-UNREAD_SECONDS = 10.0
-"""Seconds for which the rest of a body is read and discarded."""
-
-REFUSED_BYTES = 2**20
-REFUSED_SECONDS = 2.0
-"""Bytes and seconds of the same for a request that never reached the app."""
+_RETRY_SECONDS = 0.1
+"""Time for which a connection is left open whose request has arrived, but was not read yet."""
 
 _HEADER_OVERHEAD = len(b": \r\n")
 
@@ -79,8 +71,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self._successor_of = successor_of
         self.url = b""
         self._input = _Input.NEW
-        self._is_resuming = False
-        """True while a parser reads headers again that are known already."""
         self._refused: Refusal | None = None
         """Refusal that a callback of the parser ended with."""
         self._num_headers = 0
@@ -92,6 +82,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """Bytes that may still be discarded before the connection is closed."""
         self._running: RequestResponseCycle | None = None
         """Request that the app has; the last one to arrive is in `cycle`, and may wait in `pipeline`."""
+        self._last: RequestResponseCycle | None = None
+        """Request after whose answer the connection is closed, because the server drains."""
         self._deadline: float | None = None
         self._overdue = Closed.HEADER_TIMEOUT
         """Reason to close the connection when the deadline has passed."""
@@ -121,6 +113,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._left_at = self.loop.time()
         self._expire_after(self._limits.header_timeout, Closed.HEADER_TIMEOUT)
         self._connections.add(self, self._successor_of)
+        if self._connections.grace is not None:
+            self.drain(self._connections.grace)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)
@@ -158,22 +152,16 @@ class LimitedProtocol(HttpToolsProtocol):
     # What the parser calls.
 
     def on_message_begin(self) -> None:
-        if self._is_resuming:
-            return
         if self._input is _Input.NEW:  # behind another request in the same data
             self._begin_headers()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        if self._is_resuming:
-            return
         super().on_url(url)
         if len(self.url) > self._limits.max_url:
             self._stop_parsing(refusal.url_too_long(self._limits))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_resuming:
-            return
         self._num_headers += 1
         self._headers_size += len(name) + len(value) + _HEADER_OVERHEAD
         if self._num_headers > self._limits.max_headers:
@@ -186,8 +174,6 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._is_resuming:
-            return
         if self._num_hosts > 1 or (self._num_hosts == 0 and self.parser.get_http_version() == "1.1"):
             self._stop_parsing(refusal.malformed(f"the request has {self._num_hosts} Host headers; send exactly one"))
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -200,6 +186,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         scope: dict[str, Any] = cast("Any", self.cycle.scope)
         scope[WRITER_KEY] = AnswerWriter(self.cycle, self.flow)
+        if self.pipeline and self._last is not None and not self._last.response_started:
+            self._last.keep_alive = True  # another has come behind it
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
@@ -210,7 +198,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._deadline += len(body) / self._limits.body_rate
 
     def on_message_complete(self) -> None:
-        if self.parser.should_upgrade() and self._framing():
+        if self.parser.should_upgrade() and framing(self.headers):
             return  # the parser takes the body for another protocol
         self._input = _Input.NEW
         self._deadline = None
@@ -224,6 +212,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        if self._connections.grace is not None:
+            self._announce_end()
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -248,11 +238,28 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._expire()
         self._check_backlog(now)
 
+    def drain(self, grace: float) -> None:
+        if self._is_answering:
+            self._announce_end()
+        elif self._input is _Input.NEW and (self._deadline is None or self._deadline > self.loop.time() + grace):
+            self._expire_after(grace, Closed.DRAINED)
+
     def evict(self) -> None:
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             self.transport.close()
+
+    def _announce_end(self) -> None:
+        """Make the running request the last one of the connection.
+
+        The headers of its answer tell so. An answer that has begun cannot tell, and a client that sent several requests
+        ahead waits for all answers.
+        """
+        running = self._running
+        if running is not None and running.keep_alive and not running.response_started and not self.pipeline:
+            running.keep_alive = False
+            self._last = running
 
     def _check_backlog(self, now: float) -> None:
         """Close the connection of a client that reads nothing of what waits to be sent.
@@ -285,29 +292,12 @@ class LimitedProtocol(HttpToolsProtocol):
             else:
                 return
             if self._input is _Input.BODY:
-                self._resume_with_body()
-
-    def _resume_with_body(self) -> None:
-        """Replace the parser by one that reads the body of the present request."""
-        self.parser = httptools.HttpRequestParser(self)
-        self._is_resuming = True
-        try:
-            self.parser.feed_data(b"POST / HTTP/1.1\r\n" + self._framing() + b"\r\n")
-        finally:
-            self._is_resuming = False
-
-    def _framing(self) -> bytes:
-        """Return the headers that delimit the request's body; empty without a body."""
-        wanted = (b"content-length", b"transfer-encoding")
-        found = [(name, value) for name, value in self.headers if name in wanted]
-        if all(name == b"content-length" and not int(value) for name, value in found):
-            return b""
-        return b"".join([b"%b: %b\r\n" % header for header in found])
+                self.parser = body_parser(self, framing(self.headers))
 
     def _begin_headers(self) -> None:
         self._input = _Input.HEADERS
         self._num_headers = self._num_hosts = self._headers_size = self._unparsed = 0
-        if self._deadline is not None and self._overdue is Closed.KEEP_ALIVE_TIMEOUT:
+        if self._deadline is not None and self._overdue in (Closed.KEEP_ALIVE_TIMEOUT, Closed.DRAINED):
             self._expire_after(self._limits.header_timeout, Closed.HEADER_TIMEOUT)
 
     def _wait_for_request(self) -> None:
@@ -315,11 +305,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._connections.release(self)
         if self._input is _Input.NEW:
             self._expire_after(self._limits.keep_alive_timeout, Closed.KEEP_ALIVE_TIMEOUT)
+            if self._connections.grace is not None:
+                self.drain(self._connections.grace)
         elif self._input is _Input.HEADERS:
             self._expire_after(self._limits.header_timeout, Closed.HEADER_TIMEOUT)
         else:
-            self._unread_allowance = UNREAD_BYTES
-            self._expire_after(UNREAD_SECONDS, Closed.UNREAD_BODY)
+            self._unread_allowance = lingering.UNREAD_BYTES
+            self._expire_after(lingering.UNREAD_SECONDS, Closed.UNREAD_BODY)
 
     def _expire_after(self, seconds: float, overdue: Closed) -> None:
         self._deadline = self.loop.time() + seconds
@@ -331,6 +323,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(refusal.body_timeout(self._limits))
         elif self._overdue is Closed.HEADER_TIMEOUT and self._input is _Input.HEADERS:
             self._refuse(refusal.header_timeout(self._limits))
+        elif self._overdue is Closed.DRAINED and has_unread(self.transport):
+            self._expire_after(_RETRY_SECONDS, Closed.DRAINED)
+        elif self._overdue is Closed.DRAINED and self.transport.can_write_eof():
+            self._connections.report(Closed.DRAINED, self)
+            self._linger(lingering.REFUSED_BYTES, lingering.REFUSED_SECONDS)
         else:
             # Nothing is left to answer.
             if self._input is not _Input.UNREAD:
@@ -360,7 +357,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
         else:
             self.transport.write(refused.response(self.server_state.default_headers, self.scope, self.url))
-            self._linger(REFUSED_BYTES, REFUSED_SECONDS)
+            self._linger(lingering.REFUSED_BYTES, lingering.REFUSED_SECONDS)
         self.pipeline.clear()
         self._disconnect_app()
 
@@ -371,7 +368,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._running.message_event.set()
 
     def _linger_with_body(self) -> None:
-        self._linger(UNREAD_BYTES, UNREAD_SECONDS)
+        self._linger(lingering.UNREAD_BYTES, lingering.UNREAD_SECONDS)
 
     def _linger(self, allowance: int, seconds: float) -> None:
         """Close the connection after the client, or at these bounds of what it sends."""

@@ -1,23 +1,29 @@
-"""HTTP server: runs the app under uvicorn and drains it on a signal."""
+"""HTTP server: runs the app under uvicorn and drains it.
+
+It drains on a signal, or when its supervisor says so.
+"""
 
 import asyncio
 import gc
 import logging
 import socket
 import ssl
-from functools import partial
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from types import FrameType
 
 import uvicorn
 
 from tandem.frontend.api.service import Service, build_service
 from tandem.frontend.config import FrontendConfig
+from tandem.frontend.control_channel import Beat
 from tandem.frontend.listening import allowed_connections, listen, raise_file_limit, url_of
 from tandem.frontend.server.app import create_app
 from tandem.frontend.server.connections import Connection, Connections
+from tandem.frontend.server.listeners import Handshake, Listeners, server_context
 from tandem.frontend.server.protocol import LimitedProtocol
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
-from tandem.frontend.server.tls import TlsListener, server_context
+from tandem.frontend.server.supervised import Supervised
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +34,22 @@ _CHECK_SECONDS = 1.0
 _READY_SECONDS = 0.1
 """Time between two looks at whether the engine answers."""
 
+GRACE_SECONDS = 1.0
+"""Time that a connection without a request gets to begin one when the service ends."""
+SUCCESSOR_GRACE_SECONDS = 5.0
+"""The same when another process has taken over. The end of this one is not urgent then, and the longer a connection has
+been idle, the less likely it is that a request is on its way when it is closed."""
+_FLUSH_SECONDS = 1.0
+"""Time that responses get to write their error events after their streams were ended."""
+REPEATED_SIGNAL_SECONDS = 0.5
+"""Time after the first signal within which another one changes nothing."""
+
 
 class DrainingServer(uvicorn.Server):
-    """Server that drains on the first signal and exits at once on the second.
+    """Server of one frontend, which drains before it exits.
 
-    While it drains it is not ready, and open streams get `drain_timeout` seconds to end.
+    It drains at the first signal, and exits at once at a second. If it has a supervisor, it asks that for a successor
+    first, and serves on until it is told to drain.
     """
 
     def __init__(
@@ -42,39 +59,139 @@ class DrainingServer(uvicorn.Server):
         connections: Connections,
         tls: ssl.SSLContext | None,
         url: str | None = None,
+        supervisor: socket.socket | None = None,
     ) -> None:
-        """Connect the parts; `url` is announced on stdout once the frontend is ready."""
+        """Connect the parts.
+
+        `url` is announced on stdout once the frontend is ready; `supervisor` is the control channel, if there is one.
+        """
         super().__init__(config)
         self.connections = connections
         self._service = service
         self._tls = tls
         self._url = url
-        self._listeners: list[TlsListener] = []
+        self._supervised = Supervised(supervisor, self) if supervisor is not None else None
+        self._listeners: Listeners | None = None
+        self._slots: tuple[int, ...] = (service.config.slot,)
+        """Slots to accept from once the process serves."""
+        self._is_serving = False
+        self._is_leaving = False
+        self._signaled_at: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the app, then accept from the sockets.
+
+        There is one for each slot. With a supervisor, connections are accepted only once requests can be answered: a
+        sibling or a predecessor serves meanwhile. Without one, requests that come early wait for the engine.
+        """
         self._loop = asyncio.get_running_loop()
         self._tasks = [asyncio.create_task(self.connections.watch())]
+        if self._supervised is not None:
+            self._tasks.append(asyncio.create_task(self._supervised.run()))
         if self._url is not None:
             self._tasks.append(asyncio.create_task(self._announce(self._url)))
-        await super().startup(sockets if self._tls is None else [])
-        if self._tls is not None:
-            timeout = self._service.config.connections.header_timeout
-            for sock in sockets or ():
-                self._listeners.append(TlsListener(sock, self._tls, timeout, self.connections, self._make_protocol))
-                self._listeners[-1].start()
+        await super().startup(sockets=[])
+        self._listeners = Listeners(sockets or (), self._connect)
         # Objects loaded so far live as long as the process; frozen, they are skipped by every later collection.
         gc.collect()
         gc.freeze()
+        if self._supervised is None:
+            self._begin_serving()
+        else:
+            self._tasks.append(asyncio.create_task(self._serve_after_link()))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for listener in self._listeners:
-            listener.close()
+        if self._listeners is not None:
+            self._listeners.accept_from(())
+            self._listeners.cancel()
         await super().shutdown(sockets)
         for task in self._tasks:
             task.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle a signal.
+
+        Unlike uvicorn, do not raise it again at the end: the exit code is 0.
+        """
+        if self._loop is None:
+            self.exit()
+        else:
+            self._loop.call_soon_threadsafe(self._on_signal)
+
+    # What the supervisor orders.
+
+    def beat(self) -> Beat:
+        status = "draining" if self._service.draining else "serving" if self._is_serving else "starting"
+        slots = self._listeners.slots if self._listeners is not None else ()
+        return Beat(status, slots, self._service.client.num_open, len(self.connections))
+
+    def accept_from(self, slots: Iterable[int]) -> None:
+        self._slots = tuple(slots)
+        if self._is_serving and self._listeners is not None:
+            self._listeners.accept_from(self._slots)
+
+    def drain_unasked(self) -> None:
+        config = self._service.config
+        self.begin_drain(config.shutdown_delay, config.drain_timeout)
+
+    def begin_drain(self, delay: float, timeout: float) -> None:
+        """Begin to drain, after which the process exits. Idempotent.
+
+        It is unready at once, accepts for `delay` seconds more, then finishes what is open. What is still open
+        `timeout` seconds later ends with an error.
+        """
+        if self._drain is None:
+            self._service.draining = True
+            self._drain = asyncio.create_task(self._drain_and_exit(delay, timeout))
+
+    def exit(self) -> None:
+        """Exit without draining."""
+        self.should_exit = self.force_exit = True
+
+    # The rest.
+
+    def _on_signal(self) -> None:
+        """Begin to end at the first signal, exit at the second.
+
+        Programs such as coreutils' `timeout` send one signal twice, to the process and to its group.
+        """
+        assert self._loop is not None
+        now = self._loop.time()
+        if self._signaled_at is not None:
+            if now - self._signaled_at > REPEATED_SIGNAL_SECONDS:
+                self.exit()
+            return
+        self._signaled_at = now
+        if self._supervised is None:
+            self.drain_unasked()
+        elif not self._service.draining:
+            self._is_leaving = True
+            self._supervised.leave()
+
+    async def _serve_after_link(self) -> None:
+        await self._service.link_awaited.wait()
+        self._begin_serving()
+
+    def _begin_serving(self) -> None:
+        assert self._listeners is not None
+        if not self._service.draining:
+            self._is_serving = True
+            self._listeners.accept_from(self._slots)
+
+    async def _drain_and_exit(self, delay: float, timeout: float) -> None:
+        try:
+            await asyncio.sleep(delay)
+            self._is_serving = False
+            if self._listeners is not None:
+                await self._listeners.close()
+            await self.connections.drain(SUCCESSOR_GRACE_SECONDS if self._is_leaving else GRACE_SECONDS, timeout)
+            self._service.end_requests()
+            await self.connections.wait_until_answered(_FLUSH_SECONDS)
+        finally:
+            self.should_exit = True
 
     async def _announce(self, url: str) -> None:
         """Print the URL once the engine answers.
@@ -85,7 +202,18 @@ class DrainingServer(uvicorn.Server):
             await asyncio.sleep(_READY_SECONDS)
         print(f"tandem frontend is ready on {url}", flush=True)
 
-    def _make_protocol(self, successor_of: Connection) -> LimitedProtocol:
+    def _connect(self, sock: socket.socket, peer: str) -> asyncio.Task[None]:
+        """Begin to serve an accepted connection."""
+        if self._tls is None:
+            return asyncio.create_task(self._open(sock))
+        timeout = self._service.config.connections.header_timeout
+        return Handshake(sock, peer).start(self._tls, timeout, self.connections, self._make_protocol)
+
+    async def _open(self, sock: socket.socket) -> None:
+        with suppress(OSError):  # the client is gone already
+            await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, sock)
+
+    def _make_protocol(self, successor_of: Connection | None = None) -> LimitedProtocol:
         return LimitedProtocol(
             self.config,
             self.server_state,
@@ -95,34 +223,12 @@ class DrainingServer(uvicorn.Server):
             successor_of=successor_of,
         )
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal by draining, or by exiting at once if it is the second.
-
-        Unlike uvicorn, do not raise it again at the end: the exit code is 0.
-        """
-        if self._service.draining or self._loop is None:
-            self.should_exit = True
-            self.force_exit = True
-        else:
-            self._service.draining = True
-            self._loop.call_soon_threadsafe(self.begin_drain)
-
-    def begin_drain(self) -> None:
-        """Drain the service in the background, then exit. Idempotent."""
-        if self._drain is None:
-            self._drain = asyncio.create_task(self._drain_and_exit())
-
-    async def _drain_and_exit(self) -> None:
-        try:
-            await self._service.drain()
-        finally:
-            self.should_exit = True
-
 
 def build_server(config: FrontendConfig, url: str | None = None) -> DrainingServer:
     """Build the server of one frontend, which announces its URL if it has one.
 
-    Raises TokenizerError if the model directory has no usable tokenizer.
+    It follows the supervisor whose control channel the settings name. Raises TokenizerError if the model directory has
+    no usable tokenizer.
     """
     service = build_service(config)
     connections = _build_connections(config, service)
@@ -130,8 +236,7 @@ def build_server(config: FrontendConfig, url: str | None = None) -> DrainingServ
         create_app(service),
         host=config.host,
         port=config.port,
-        # Not a class, but called like one.
-        http=partial(LimitedProtocol, limits=config.connections, connections=connections),  # type: ignore[arg-type]
+        http=LimitedProtocol,
         log_level=None,
         log_config=None,
         access_log=False,
@@ -143,7 +248,8 @@ def build_server(config: FrontendConfig, url: str | None = None) -> DrainingServ
     tls = None
     if config.tls_cert is not None and config.tls_key is not None:
         tls = server_context(config.tls_cert, config.tls_key)
-    return DrainingServer(settings, service, connections, tls, url)
+    supervisor = None if config.supervisor_fd is None else socket.socket(fileno=config.supervisor_fd)
+    return DrainingServer(settings, service, connections, tls, url, supervisor)
 
 
 def _build_connections(config: FrontendConfig, service: Service) -> Connections:
@@ -166,17 +272,18 @@ def _build_connections(config: FrontendConfig, service: Service) -> Connections:
 
 
 def serve(config: FrontendConfig) -> None:
-    """Serve until a signal, on the inherited socket if the configuration has one.
+    """Serve until a signal, on the inherited sockets if the configuration has some.
 
     The address is bound first, so that early clients wait instead of being refused. Raises OSError if the address is in
     use, TokenizerError if the model directory has no usable tokenizer.
     """
     raise_file_limit()
-    fds = config.listener_fds
-    with socket.socket(fileno=fds[config.slot]) if fds else listen(config.host, config.port) as sock:
-        # A supervisor announces its frontend itself.
-        url = url_of(sock, "http" if config.tls_cert is None else "https") if not fds else None
+    with ExitStack() as stack:
+        inherited = [stack.enter_context(socket.socket(fileno=fd)) for fd in config.listener_fds]
+        sockets = inherited or [stack.enter_context(listen(config.host, config.port))]
+        # A supervisor announces its frontends itself.
+        url = None if inherited else url_of(sockets[0], "http" if config.tls_cert is None else "https")
         server = build_server(config, url)
         if url is not None:
             print(f"tandem frontend listens on {url}", flush=True)
-        server.run(sockets=[sock])
+        server.run(sockets=sockets)

@@ -26,7 +26,7 @@ LARGE = 100_000
 
 def drain(server: RunningServer) -> None:
     assert server.server._loop is not None
-    server.server._loop.call_soon_threadsafe(server.server.begin_drain)
+    server.server._loop.call_soon_threadsafe(server.server.drain_unasked)
 
 
 def ended(server: RunningServer) -> None:

@@ -178,12 +178,17 @@ def test_draining_ends_open_streams_with_an_error_after_the_grace_period(
     server: RunningServer, engine: FakeEngine, stream: OpenStream
 ) -> None:
     assert server.server._loop is not None
-    server.server._loop.call_soon_threadsafe(server.server.begin_drain)
-    until(lambda: ready(server)["status"] == "draining")
-    response = complete(server)
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
+    server.server._loop.call_soon_threadsafe(server.server.drain_unasked)
     assert stream.last_error()["code"] == "shutting_down"
     until(lambda: engine.num_running == 0, "its row is freed")
     server.thread.join(DEADLINE)
     assert not server.thread.is_alive()
     until(lambda: engine.goodbyes == 1)
+
+
+def test_requests_after_the_end_of_a_drain_are_503(server: RunningServer) -> None:
+    assert server.server._loop is not None
+    server.server._loop.call_soon_threadsafe(server.server._service.end_requests)
+    until(lambda: ready(server)["status"] == "draining")
+    response = complete(server)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")

@@ -31,6 +31,7 @@ class Peer:
     def __init__(self, name: int = 0) -> None:
         self.peer = f"peer {name}"
         self.is_evicted = False
+        self.grace: float | None = None
         self.checks: list[float] = []
 
     def check(self, now: float) -> None:
@@ -39,6 +40,9 @@ class Peer:
     def evict(self) -> None:
         assert not self.is_evicted
         self.is_evicted = True
+
+    def drain(self, grace: float) -> None:
+        self.grace = grace
 
 
 class Table(Connections):

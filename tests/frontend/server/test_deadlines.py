@@ -17,7 +17,8 @@ from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.metrics import ConnectionMetrics
 from tandem.frontend.server.answer_writer import AnswerWriter
 from tandem.frontend.server.connections import Closed, Connections
-from tandem.frontend.server.protocol import UNREAD_BYTES, UNREAD_SECONDS, LimitedProtocol
+from tandem.frontend.server.lingering import UNREAD_BYTES, UNREAD_SECONDS
+from tandem.frontend.server.protocol import LimitedProtocol
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
 from tests.support.raw_http import request
 

@@ -79,8 +79,8 @@ def test_request_that_comes_with_the_end_of_the_handshake_is_answered(secure: Ru
 
 
 def test_handshake_that_takes_too_long_is_closed(secure: RunningServer) -> None:
-    (listener,) = secure.server._listeners
-    listener._timeout = 0.05
+    service = secure.server._service
+    service.config = structs.replace(service.config, connections=structs.replace(LIMITS, header_timeout=0.05))
     with connect(secure) as silent:
         assert silent.rest() == b""
     until(lambda: counted(secure, Closed.HANDSHAKE) == 1)

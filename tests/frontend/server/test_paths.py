@@ -4,7 +4,7 @@ import pytest
 from msgspec import structs
 
 from tandem.frontend.config import FrontendConfig
-from tandem.frontend.server.missing_routes import missing_route
+from tandem.frontend.server.paths import missing_route
 from tests.fakes.engine import FakeEngine
 from tests.frontend.api.test_errors import error_of
 from tests.frontend.conftest import RunningServer, get, post

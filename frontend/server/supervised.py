@@ -1,0 +1,122 @@
+"""Frontend's end of its supervision.
+
+It reports its state and follows orders.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterable
+from typing import Protocol
+
+from msgspec import structs
+
+from tandem.frontend.control_channel import BEAT_SECONDS, Accept, Beat, Drain, FrontendEnd, Leaving, frontend_end
+
+logger = logging.getLogger(__name__)
+
+UNANSWERED_SECONDS = 5.0
+"""Time after which a supervisor that has not answered is taken for one that will not."""
+
+_SAMPLE_SECONDS = 0.05
+"""Time between two measurements of the event loop's lag."""
+
+
+class Supervisee(Protocol):
+    """A process that is supervised."""
+
+    def beat(self) -> Beat:
+        """Return the state of the process, without the lag of its event loop."""
+        ...
+
+    def accept_from(self, slots: Iterable[int]) -> None:
+        """Accept from the listening sockets of these slots alone."""
+        ...
+
+    def drain_unasked(self) -> None:
+        """Begin to end without an order, because the supervisor gives none."""
+        ...
+
+    def begin_drain(self, delay: float, timeout: float) -> None:
+        """Accept for `delay` seconds, finish what is open within `timeout`, and exit."""
+        ...
+
+    def exit(self) -> None:
+        """End at once."""
+        ...
+
+
+class LoopLag:
+    """Delay with which the running event loop calls what is due."""
+
+    def __init__(self) -> None:
+        self._greatest = 0.0
+
+    async def measure(self) -> None:
+        """Measure until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _SAMPLE_SECONDS
+            await asyncio.sleep(_SAMPLE_SECONDS)
+            self._greatest = max(self._greatest, loop.time() - due)
+
+    def take(self) -> float:
+        """Return the greatest delay since the last call, in seconds."""
+        greatest, self._greatest = self._greatest, 0.0
+        return greatest
+
+
+class Supervised:
+    """The frontend's end of the control channel.
+
+    Beats come from the event loop, so one that hangs sends none.
+    """
+
+    def __init__(self, sock: socket.socket, frontend: Supervisee) -> None:
+        """Prepare to talk over one socket of a pair."""
+        self._sock = sock
+        self._frontend = frontend
+        self._lag = LoopLag()
+        self._channel: FrontendEnd | None = None
+        self._unanswered: asyncio.TimerHandle | None = None
+
+    async def run(self) -> None:
+        """Report and follow orders until the channel ends.
+
+        The process exits then: its supervisor is gone.
+        """
+        channel = self._channel = await frontend_end(self._sock)
+        background = [asyncio.create_task(self._beat(channel)), asyncio.create_task(self._lag.measure())]
+        try:
+            while (message := await channel.receive()) is not None:
+                if self._unanswered is not None:
+                    self._unanswered.cancel()
+                match message:
+                    case Accept(slots):
+                        self._frontend.accept_from(slots)
+                    case Drain(delay, timeout):
+                        self._frontend.begin_drain(delay, timeout)
+            logger.error("the supervisor has ended; this frontend ends as well")
+        except Exception:
+            logger.exception("an order of the supervisor failed; this frontend ends")
+        finally:
+            for task in background:
+                task.cancel()
+            channel.close()
+        self._frontend.exit()
+
+    def leave(self) -> None:
+        """Ask for a successor.
+
+        Once that serves, the supervisor orders this process to drain. If it does not answer, the process drains on its
+        own.
+        """
+        if self._channel is not None:
+            self._channel.send(Leaving())
+        self._unanswered = asyncio.get_running_loop().call_later(UNANSWERED_SECONDS, self._frontend.drain_unasked)
+
+    async def _beat(self, channel: FrontendEnd) -> None:
+        while True:
+            if not channel.is_clogged:
+                channel.send(structs.replace(self._frontend.beat(), loop_lag=self._lag.take()))
+            await asyncio.sleep(BEAT_SECONDS)
