@@ -17,6 +17,8 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.startup.engine import build_engine
 from tandem.engine_core.startup.heap import freeze_heap
 from tandem.engine_core.stats import new_stats
+from tandem.engine_core.wire.authenticator import Authenticator
+from tandem.engine_core.wire.client_keys import ClientKeys
 from tandem.engine_core.wire.heartbeat import HeartbeatPublisher, Status
 from tandem.engine_core.wire.mailbox import ZmqMailbox
 from tandem.engine_core.wire.wakeup import LoopWaker
@@ -50,10 +52,11 @@ def serve(arguments: argparse.Namespace) -> None:
     """
     context = zmq.Context()
     status = Status(int.from_bytes(os.urandom(7), "little"), new_stats())
-    router, heartbeat = _open_wire(context, arguments, status)
+    router, heartbeat, authenticator = _open_wire(context, arguments, status)
     wakeup = LoopWaker.open()
     try:
-        engine = build_engine(engine_options(arguments), ZmqMailbox(router, wakeup), status)
+        mailbox = ZmqMailbox(router, wakeup, authenticator=authenticator)
+        engine = build_engine(engine_options(arguments), mailbox, status)
 
         def stop(_signal: int, _frame: FrameType | None) -> None:
             status.enter(Phase.DRAINING)
@@ -69,26 +72,37 @@ def serve(arguments: argparse.Namespace) -> None:
         raise
     finally:
         heartbeat.stop()
+        if authenticator is not None:
+            authenticator.stop()
         wakeup.close()
         context.destroy(linger=500)
 
 
 def _open_wire(
     context: zmq.Context[Any], arguments: argparse.Namespace, status: Status
-) -> tuple[Any, HeartbeatPublisher]:
+) -> tuple[Any, HeartbeatPublisher, Authenticator | None]:
     """Bind the ROUTER and start the heartbeat.
 
-    Raises ConfigError if the endpoint cannot be bound.
+    Where frontends need keys, an authenticator starts before. Raises ConfigError if the endpoint cannot be bound.
     """
+    endpoint = arguments.endpoint
+    authenticator = None
     try:
         security = transport(arguments)
-        router = bind_router(context, arguments.endpoint, security)
-        heartbeat = HeartbeatPublisher(context, heartbeat_endpoint(arguments.endpoint), security, status)
+        curve = security.curve
+        if endpoint.startswith("tcp://") and curve is not None and curve.clients is not None:
+            authenticator = Authenticator(context, ClientKeys(curve.clients, curve.public))
+            authenticator.start()
+        router = bind_router(context, endpoint, security)
+        keys = authenticator.keys if authenticator is not None else None
+        heartbeat = HeartbeatPublisher(context, heartbeat_endpoint(endpoint), security, status, keys)
         heartbeat.start()
     except (ValueError, zmq.ZMQError) as error:
+        if authenticator is not None:
+            authenticator.stop()
         context.destroy(linger=0)
-        raise ConfigError(f"endpoint {arguments.endpoint}: {error}") from error
-    return router, heartbeat
+        raise ConfigError(f"endpoint {endpoint}: {error}") from error
+    return router, heartbeat, authenticator
 
 
 def main() -> int:

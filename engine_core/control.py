@@ -19,7 +19,6 @@ from tandem.engine_core.scheduler.inspection import inspect
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
 from tandem.engine_core.stats import count_outcome
-from tandem.engine_core.wire.limited_log import LimitedLog
 from tandem.protocol.codec import unpack_floats, unpack_ids
 from tandem.protocol.commands import (
     MAX_NAME_BYTES,
@@ -37,6 +36,7 @@ from tandem.protocol.commands import (
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode, ProtocolError
 from tandem.protocol.events import Answer, AnyEvent, Closed, Failure, Limits, ModelFacts, Ready, Refused
+from tandem.protocol.limited_log import LimitedLog
 from tandem.protocol.params import (
     MAX_LOGIT_BIAS,
     MAX_SEED,

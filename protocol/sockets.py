@@ -1,11 +1,10 @@
 """ZMQ sockets between the processes.
 
 The engine has a ROUTER, each frontend a DEALER; heartbeats use PUB and SUB. `ipc://` endpoints live in a directory of
-mode 0700, so only their owner can reach them. `tcp://` endpoints are encrypted and authenticate the engine with CURVE;
+mode 0700, so only their owner can reach them. `tcp://` endpoints are encrypted and authenticate both sides with CURVE;
 plain tcp has to be asked for by name.
 """
 
-import errno
 import logging
 import os
 import socket
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-import zmq.auth
 from msgspec import Struct
+
+from tandem.protocol.curve import Curve
 
 logger = logging.getLogger(__name__)
 
@@ -41,21 +41,10 @@ PING_INTERVAL_MS, PING_TIMEOUT_MS = 1000, 4000
 """Interval of ZMTP's own heartbeats, and time without an answer after which libzmq closes a connection. `heartbeat_ttl`
 stays off: a process that was stopped would find the time of its peers over when it goes on, and close connections whose
 messages wait in its sockets."""
+ZAP_DOMAIN = b"tandem"
+"""Domain of the engine's sockets in questions to the authenticator."""
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 10, 5, 3
 """TCP keepalive, which also covers a connection before its handshake."""
-
-CURVE_KEY_LENGTH = 40
-"""Characters of a CURVE key in Z85."""
-
-
-class Curve(Struct, frozen=True):
-    """CURVE keys of the engine, in Z85.
-
-    A frontend needs only the public one.
-    """
-
-    public: bytes
-    secret: bytes | None = None
 
 
 class Transport(Struct, frozen=True):
@@ -83,41 +72,6 @@ class Transport(Struct, frozen=True):
         """
         if endpoint.startswith("tcp://") and self.curve is None:
             logger.warning("%s is neither encrypted nor authenticated (--insecure-tcp)", endpoint)
-
-
-def load_curve(directory: Path) -> Curve:
-    """Load the CURVE keys from a directory.
-
-    They come from `engine.key_secret` if it exists, otherwise from `engine.key`. Raises ValueError if there is neither.
-    """
-    secret_file, public_file = directory / "engine.key_secret", directory / "engine.key"
-    for path in (secret_file, public_file):
-        if path.is_file():
-            public, secret = zmq.auth.load_certificate(path)
-            if any(key is not None and len(key) != CURVE_KEY_LENGTH for key in (public, secret)):
-                raise ValueError(f"{path} does not contain a CURVE key of {CURVE_KEY_LENGTH} characters")
-            return Curve(public, secret)
-    raise ValueError(
-        f"{directory} contains neither {secret_file.name} nor {public_file.name}; for an engine run `tandem keys "
-        f"{directory}`, for a frontend copy {public_file.name} from the engine's folder"
-    )
-
-
-def make_curve(directory: Path) -> tuple[Path, Path]:
-    """Write a new key pair and return its paths (public, secret).
-
-    The files are readable only by their owner. Raises FileExistsError if the directory has keys: running engines may
-    use them.
-    """
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if (directory / "engine.key_secret").exists():
-        raise FileExistsError(errno.EEXIST, "it contains keys already; remove them first", str(directory))
-    mask = os.umask(0o077)
-    try:
-        public, secret = zmq.auth.create_certificates(directory, "engine")
-    finally:
-        os.umask(mask)
-    return Path(public), Path(secret)
 
 
 def prepare_endpoint(endpoint: str) -> None:
@@ -163,11 +117,16 @@ def _secure_server(sock: Any, transport: Transport) -> None:
         sock.curve_server = True
         sock.curve_publickey = transport.curve.public
         sock.curve_secretkey = transport.curve.secret
+        if transport.curve.clients is not None:
+            # Without this libzmq lets every peer in while no authenticator answers.
+            sock.zap_domain = ZAP_DOMAIN
+            sock.zap_enforce_domain = True
 
 
 def _secure_client(sock: Any, transport: Transport) -> None:
     if transport.curve is not None:
-        sock.curve_publickey, sock.curve_secretkey = zmq.curve_keypair()
+        pair = transport.curve.client_pair()
+        sock.curve_publickey, sock.curve_secretkey = pair.public, pair.secret
         sock.curve_serverkey = transport.curve.public
 
 

@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from tandem.protocol.sockets import Transport, load_curve
+from tandem.protocol.curve import load_curve
+from tandem.protocol.sockets import Transport
 
 
 def add_transport_arguments(parser: argparse.ArgumentParser, endpoint_required: bool) -> None:
@@ -19,7 +20,13 @@ def add_transport_arguments(parser: argparse.ArgumentParser, endpoint_required: 
         "--curve-keys",
         type=Path,
         metavar="DIR",
-        help="keys of a tcp endpoint, made with `tandem keys`; a frontend needs only engine.key",
+        help="keys of a tcp endpoint: the engine's folder, made with `tandem keys`, or that of a frontend, made with "
+        "`tandem keys DIR --client NAME`",
+    )
+    group.add_argument(
+        "--curve-any-client",
+        action="store_true",
+        help="let the engine accept every frontend that has engine.key, whether or not its own key is in DIR/clients",
     )
     group.add_argument("--insecure-tcp", action="store_true", help="allow tcp without encryption")
 
@@ -29,7 +36,7 @@ def transport(arguments: argparse.Namespace) -> Transport:
 
     Raises ValueError if the key directory contains no keys.
     """
-    curve = load_curve(arguments.curve_keys) if arguments.curve_keys else None
+    curve = load_curve(arguments.curve_keys, arguments.curve_any_client) if arguments.curve_keys else None
     return Transport(curve, arguments.insecure_tcp)
 
 
@@ -39,4 +46,5 @@ def transport_argv(arguments: argparse.Namespace) -> list[str]:
     The endpoint is not among them.
     """
     argv = ["--curve-keys", str(arguments.curve_keys)] if arguments.curve_keys else []
+    argv += ["--curve-any-client"] if arguments.curve_any_client else []
     return argv + (["--insecure-tcp"] if arguments.insecure_tcp else [])

@@ -1,15 +1,23 @@
 """Heartbeat of the engine core: proof of life, phase and counters."""
 
+import logging
 import threading
 from typing import Any
 
+import zmq
+
+from tandem.engine_core.wire.client_keys import ClientKeys
+from tandem.engine_core.wire.handshake_log import HandshakeLog
 from tandem.protocol.codec import encode
 from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.sockets import Transport, bind_heartbeat
 from tandem.protocol.stats import EngineStats
 
+logger = logging.getLogger(__name__)
+
 INTERVAL_SECONDS = 0.25
 """Time between two heartbeats, in seconds."""
+_REBIND_SECONDS = 0.05
 
 
 class Status:
@@ -44,14 +52,23 @@ class Status:
 class HeartbeatPublisher:
     """A daemon thread that publishes heartbeats on its own PUB socket.
 
-    They go on while a forward pass or a load runs.
+    They go on while a forward pass or a load runs. When a frontend's key is removed the socket is bound anew, for
+    libzmq cannot end a single connection: the others connect again within a second.
     """
 
-    def __init__(self, context: Any, endpoint: str, transport: Transport, status: Status) -> None:
+    def __init__(
+        self, context: Any, endpoint: str, transport: Transport, status: Status, keys: ClientKeys | None = None
+    ) -> None:
+        """Bind nothing yet.
+
+        keys: those of the frontends that may listen; None leaves that to the transport.
+        """
         self.context = context
         self.endpoint = endpoint
         self.transport = transport
         self.status = status
+        self.keys = keys
+        self._handshakes = HandshakeLog()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -68,7 +85,30 @@ class HeartbeatPublisher:
             self._thread.join()
 
     def _run(self, publisher: Any) -> None:
+        self._handshakes.open(publisher)
+        names = self.keys.names if self.keys is not None else {}
         while not self._stop.wait(INTERVAL_SECONDS):
             publisher.send(encode(self.status.heartbeat()))
+            self._handshakes.read()
+            if self.keys is not None and (current := self.keys.names) is not names:
+                if names.keys() - current.keys():
+                    publisher = self._bind_anew(publisher)
+                names = current
         publisher.send(encode(self.status.heartbeat()))
+        self._handshakes.close()
         publisher.close(linger=200)
+
+    def _bind_anew(self, publisher: Any) -> Any:
+        """Close a socket and all its connections, and return one bound in its place."""
+        self._handshakes.close()
+        publisher.close(linger=0)
+        while True:
+            try:
+                publisher = bind_heartbeat(self.context, self.endpoint, self.transport)
+                break
+            except zmq.ZMQError as error:  # the old one is closed in the background
+                logger.debug("%s cannot be bound yet: %s", self.endpoint, error)
+                if self._stop.wait(_REBIND_SECONDS):
+                    return self.context.socket(zmq.PUB)  # to no listener: the engine is stopping
+        self._handshakes.open(publisher)
+        return publisher

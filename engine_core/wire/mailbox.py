@@ -12,14 +12,15 @@ from typing import Any
 import zmq
 
 from tandem.engine_core.contracts import TokenDelta
+from tandem.engine_core.wire.authenticator import Authenticator
 from tandem.engine_core.wire.leases import Leases
-from tandem.engine_core.wire.limited_log import LimitedLog
 from tandem.engine_core.wire.outbox import Outbox
 from tandem.engine_core.wire.wakeup import LoopWaker
 from tandem.protocol.codec import decode_command, encode
 from tandem.protocol.commands import LEASE_SECONDS, AnyCommand, Hello
 from tandem.protocol.errors import ProtocolError
 from tandem.protocol.events import AnyEvent, Closed, Failure, Finished, Started
+from tandem.protocol.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +34,31 @@ CLOSED_SECONDS = 10.0
 class ZmqMailbox:
     """Implementation of `contracts.Mailbox` over one ROUTER socket.
 
-    A frontend is gone when it has disconnected, when its lease has expired, or when its outbox is overrun.
+    A frontend is gone when it has disconnected, when its lease has expired, when its outbox is overrun, or when its key
+    was removed.
     """
 
-    def __init__(self, router: Any, wakeup: LoopWaker, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        router: Any,
+        wakeup: LoopWaker,
+        clock: Callable[[], float] = time.monotonic,
+        authenticator: Authenticator | None = None,
+    ) -> None:
+        """Take over the bound socket.
+
+        authenticator: its keys decide whose messages count; None takes those of every peer.
+        """
         self.router = router
         self.wakeup = wakeup
         self._poller = zmq.Poller()
         self._poller.register(router, zmq.POLLIN)
         self._poller.register(wakeup.reader, zmq.POLLIN)
         self._outboxes: dict[bytes, Outbox] = {}
+        self._authenticator = authenticator
+        self._names = authenticator.keys.names if authenticator is not None else {}
+        self._keys: dict[bytes, bytes] = {}
+        """Key of each frontend that has one and a lease."""
         self._leases = Leases(clock)
         self._log = LimitedLog(logger, clock)
         self._kept = False
@@ -57,11 +73,16 @@ class ZmqMailbox:
 
     def drain(self) -> Iterator[tuple[bytes, AnyCommand]]:
         self._leases.advance()
+        if self._authenticator is not None:
+            self._authenticator.check()
+            self._apply_keys(self._authenticator.keys.names)
         for _ in range(MAX_DRAINED_MESSAGES):
             if not self.router.events & zmq.POLLIN:
                 self._judge()
                 return
-            frames = self.router.recv_multipart(zmq.NOBLOCK)
+            frames = self._receive()
+            if frames is None:
+                continue
             self._leases.renew(frames[0])
             if len(frames) != 2:
                 self._log.warning("frames", "ignored a message of %d frames from %s", len(frames), frames[0].hex())
@@ -74,6 +95,29 @@ class ZmqMailbox:
             if isinstance(command, Hello):
                 self._closed.pop(frames[0], None)
             yield frames[0], command
+
+    def _receive(self) -> list[bytes] | None:
+        """Return the next message; None if its sender's key was removed."""
+        if self._authenticator is None:
+            frames: list[bytes] = self.router.recv_multipart(zmq.NOBLOCK)
+            return frames
+        parts = self.router.recv_multipart(zmq.NOBLOCK, copy=False)
+        key = parts[-1].get("User-Id").encode()
+        if key not in self._names:
+            self._log.warning("key", "ignored a message of a frontend whose key %s... was removed", key.decode()[:8])
+            return None
+        frames = [part.bytes for part in parts]
+        self._keys[frames[0]] = key
+        return frames
+
+    def _apply_keys(self, names: dict[bytes, str]) -> None:
+        """End the connections of frontends whose keys were removed."""
+        if names is self._names:
+            return
+        before, self._names = self._names, names
+        for client, key in list(self._keys.items()):
+            if key not in names:
+                self._end(client, f"its key ({before[key]}) was removed")
 
     def _judge(self) -> None:
         """End the connections of silent frontends.
@@ -145,6 +189,7 @@ class ZmqMailbox:
         self._try_send(client, encode(Closed(f"the engine takes this frontend for gone: {reason}")))
 
     def _drop(self, client: bytes, reason: str) -> None:
+        self._keys.pop(client, None)
         self._outboxes.pop(client, None)
         self._gone[client] = reason
         self._closed.pop(client, None)

@@ -32,10 +32,10 @@ from tandem.frontend.config import (
 )
 from tandem.frontend.flag import Flag, add_flags, check_bounds
 from tandem.frontend.supervisor.termination import TERMINATED, Terminated, raised_sigterm
+from tandem.protocol.curve import make_client, make_curve
 from tandem.protocol.engine_options import add_engine_arguments, rare_engine_flags
 from tandem.protocol.errors import ExitCode
 from tandem.protocol.logs import configure_logging
-from tandem.protocol.sockets import make_curve
 from tandem.protocol.transport_options import add_transport_arguments
 from tandem.protocol.version import distribution_version
 
@@ -80,7 +80,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tandem {distribution_version()}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND", prog="tandem")
 
-    serve = _add_command(commands, "serve", run_serve, rare=_RARE_FLAGS | {"endpoint", "curve_keys", "insecure_tcp"})
+    serve = _add_command(
+        commands, "serve", run_serve, rare=_RARE_FLAGS | {"endpoint", "curve_keys", "curve_any_client", "insecure_tcp"}
+    )
     _add_model_argument(serve)
     # The frontend takes several names, and the engine the first of them; limits of load are the same for both.
     add_engine_arguments(serve, without=["served_model_name", "max_concurrent", "max_queued_tokens"])
@@ -121,7 +123,8 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
     keys = _add_command(commands, "keys", run_keys)
-    keys.add_argument("directory", type=Path, metavar="DIR", help="directory to write the keys to")
+    keys.add_argument("directory", type=Path, metavar="DIR", help="folder of the engine's keys")
+    keys.add_argument("--client", metavar="NAME", help="make keys of a frontend, which the engine then accepts")
     return parser
 
 
@@ -283,9 +286,16 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def run_keys(arguments: argparse.Namespace) -> int:
+    directory, name = arguments.directory, arguments.client
     try:
-        public, secret = make_curve(arguments.directory)
+        if name is None:
+            _, secret = make_curve(directory)
+            print(f"{secret} stays with the engine; `tandem keys {directory} --client NAME` makes keys of a frontend")
+        else:
+            accepted, folder = make_client(directory, name)
+            print(f"move {folder} to the frontend's host, for its --curve-keys; delete {accepted} to end its access")
+    except ValueError as error:
+        return _refuse(str(error))
     except OSError as error:
-        return _refuse(f"cannot write keys to {arguments.directory}: {error.strerror}")
-    print(f"{secret} stays with the engine; give each frontend a directory with only {public}")
+        return _refuse(f"cannot write keys to {directory}: {error.strerror}")
     return ExitCode.OK

@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from tandem.frontend.engine.handshakes import REFUSED_KEY
 from tandem.frontend.engine.streams import OpenStreams
 from tandem.frontend.errors import ApiError
 from tandem.protocol.codec import decode_event, encode
@@ -72,7 +73,7 @@ class EngineLink:
         """Connect and send a Hello; its answer arrives through `on_event`."""
         self.opened_at = now
         self._dealer = connect_dealer(self._context, endpoint, transport)
-        self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self._tasks = [asyncio.create_task(run()) for run in (self._receive, self._watch, self._renew)]
         self.send(Hello(PROTOCOL_VERSION, self.epoch, name))
 
@@ -133,11 +134,9 @@ class EngineLink:
     async def _watch(self) -> None:
         assert self._monitor is not None
         with contextlib.suppress(asyncio.CancelledError):
-            while True:
-                message = await recv_monitor_message(self._monitor)
-                if message["event"] == zmq.EVENT_DISCONNECTED:
-                    self._on_break("the engine closed the connection")
-                    return
+            message = await recv_monitor_message(self._monitor)
+            refused = message["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            self._on_break(REFUSED_KEY if refused else "the engine closed the connection")
 
     async def _renew(self) -> None:
         """Renew the lease from the event loop, so that a loop that hangs loses it."""

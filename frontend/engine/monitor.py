@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import zmq.asyncio
 
+from tandem.frontend.engine.handshakes import watch_handshakes
 from tandem.frontend.engine.health import EngineWatch
 from tandem.protocol.codec import decode_event
 from tandem.protocol.errors import ProtocolError
@@ -41,6 +42,7 @@ class EngineMonitor:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._listen(subscriber))
                 group.create_task(self._tick())
+                group.create_task(watch_handshakes(subscriber))
 
     async def _listen(self, subscriber: zmq.asyncio.Socket) -> None:
         while True:

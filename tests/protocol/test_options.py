@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.protocol.curve import make_curve
 from tandem.protocol.engine_options import (
     POLICIES,
     EngineOptions,
@@ -17,7 +18,6 @@ from tandem.protocol.engine_options import (
     engine_argv,
     engine_options,
 )
-from tandem.protocol.sockets import make_curve
 from tandem.protocol.transport_options import add_transport_arguments, transport, transport_argv
 
 INTS = st.integers(-(2**40), 2**40)

@@ -1,23 +1,19 @@
 """Security of the wire: allowed endpoints, and which peers can connect."""
 
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
+from tandem.protocol.curve import Curve
 from tandem.protocol.sockets import (
-    Curve,
     Transport,
     bind_heartbeat,
     bind_router,
     connect_dealer,
     connect_heartbeat,
-    load_curve,
-    make_curve,
 )
 
 WAIT_MS = 10_000
@@ -124,36 +120,3 @@ class TestCurve:
                 break
         assert right.recv() == b"beat"
         assert not plain.poll(0)
-
-
-class TestKeys:
-    def test_key_files_are_readable_only_by_their_owner(self, tmp_path: Path) -> None:
-        public, secret = make_curve(tmp_path / "keys")
-        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
-        assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
-        assert (public.name, secret.name) == ("engine.key", "engine.key_secret")
-
-    def test_load_curve_reads_the_secret_only_from_the_secret_file(self, tmp_path: Path) -> None:
-        _, secret = make_curve(tmp_path)
-        engine = load_curve(tmp_path)
-        assert engine.secret is not None
-        assert zmq.curve_public(engine.secret) == engine.public
-        secret.unlink()
-        assert load_curve(tmp_path) == Curve(engine.public, None)
-
-    def test_new_keys_differ(self, tmp_path: Path) -> None:
-        for name in ("a", "b"):
-            make_curve(tmp_path / name)
-        assert load_curve(tmp_path / "a").public != load_curve(tmp_path / "b").public
-
-    @pytest.mark.parametrize("name", ["missing", "empty"])
-    def test_load_curve_without_key_files_is_an_error(self, tmp_path: Path, name: str) -> None:
-        (tmp_path / "empty").mkdir()
-        with pytest.raises(ValueError, match=r"tandem keys"):
-            load_curve(tmp_path / name)
-
-    @pytest.mark.parametrize("text", ["", "nonsense", 'curve\n    public-key = "short"\n'])
-    def test_load_curve_of_a_malformed_key_is_an_error(self, tmp_path: Path, text: str) -> None:
-        (tmp_path / "engine.key").write_text(text)
-        with pytest.raises(ValueError, match=r"engine\.key|[Kk]ey"):
-            load_curve(tmp_path)

@@ -100,10 +100,12 @@ COMMANDS = {
         ("tandem doctor", "tandem doctor Qwen/Qwen3-0.6B --max-len 8192 --port 8001", "tandem doctor --json"),
     ),
     "keys": CommandHelp(
-        "create the key pair of an encrypted tcp endpoint",
-        "Create the CURVE key pair that encrypts a tcp endpoint, in a new folder: engine.key_secret stays with the "
-        "engine, engine.key goes to each frontend. Give the folder as --curve-keys on both sides.",
-        "DIR",
-        ("tandem keys keys", "tandem engine --endpoint tcp://0.0.0.0:7000 --curve-keys keys"),
+        "create the keys of an encrypted tcp endpoint",
+        "Create the CURVE key pair of an engine in a new folder, for its --curve-keys. With --client, create that of a "
+        "frontend: DIR/clients/NAME.key lets the engine accept it, and DIR/frontends/NAME is the folder for the "
+        "frontend's --curve-keys. A running engine notices keys that are added or deleted.",
+        "DIR [--client NAME]",
+        ("tandem keys keys", "tandem keys keys --client web1",
+         "tandem engine --endpoint tcp://0.0.0.0:7000 --curve-keys keys"),
     ),
 }  # fmt: skip

@@ -91,6 +91,19 @@ def test_keys_writes_a_private_secret_key(tmp_path: Path, capsys: pytest.Capture
     assert (folder / "engine.key_secret").stat().st_mode & 0o077 == 0
 
 
+def test_keys_of_a_client_are_made_beside_the_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "keys"
+    assert main(["keys", str(folder), "--client", "web1"]) == 2
+    assert "does not contain engine.key" in capsys.readouterr().err
+    assert main(["keys", str(folder)]) == 0
+    assert main(["keys", str(folder), "--client", "web1"]) == 0
+    output = capsys.readouterr().out
+    assert f"move {folder}/frontends/web1 " in output
+    assert f"delete {folder}/clients/web1.key" in output
+    assert main(["keys", str(folder), "--client", "web1"]) == 2
+    assert "there is a client web1 already" in capsys.readouterr().err
+
+
 def test_supervisor_forwards_its_flags(tmp_path: Path) -> None:
     argv = ["--max-concurrent", "7", "--drain-timeout", "3.5", "--step-timeout", "9", "--log-level", "warning"]
     arguments = build_parser().parse_args(["serve", *argv, "--model", "/m", "--max-len", "512", "--device", "cpu"])

@@ -27,8 +27,17 @@ class Subscriber:
             await asyncio.sleep(0.001)
         return self.messages.pop(0)
 
-    def close(self) -> None:
+    def close(self, linger: int = 0) -> None:
         self.closed = True
+
+    def get_monitor_socket(self, _events: int) -> "Subscriber":
+        return Subscriber([])
+
+    def disable_monitor(self) -> None:
+        return None
+
+    async def recv_multipart(self, _flags: int) -> list[bytes]:
+        return await asyncio.get_running_loop().create_future()
 
 
 def heartbeat(percent: int) -> Heartbeat:

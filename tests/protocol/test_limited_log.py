@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tandem.engine_core.wire.limited_log import LimitedLog
+from tandem.protocol.limited_log import LimitedLog
 from tests.fakes.clock import FakeClock
 
 

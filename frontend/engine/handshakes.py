@@ -1,0 +1,48 @@
+"""Log of failed handshakes with an engine, and retries where libzmq gives up."""
+
+import asyncio
+import contextlib
+import logging
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from tandem.protocol.limited_log import LimitedLog
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 2.0
+"""Time after which a connection is tried again whose key was refused."""
+REFUSED_KEY = (
+    "the engine refuses this frontend's key; is there a client.key_secret in --curve-keys, and its public key in the "
+    "folder `clients` of the engine's keys (`tandem keys DIR --client NAME`)?"
+)
+
+_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+async def watch_handshakes(subscriber: zmq.asyncio.Socket) -> None:
+    """Log failed handshakes of a connected socket until cancelled.
+
+    libzmq gives up after an engine has refused a key; here the connection is tried again, for the key may be added.
+    """
+    log = LimitedLog(logger)
+    monitor = subscriber.get_monitor_socket(_FAILURES)
+    try:
+        while True:
+            message = await recv_monitor_message(monitor)
+            endpoint = message["endpoint"].decode()
+            if message["event"] != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                template = "the handshake with an engine on %s failed; is its engine.key the one in --curve-keys?"
+                log.warning("handshake", template, endpoint)
+                continue
+            log.warning("key", "%s: %s", endpoint, REFUSED_KEY)
+            await asyncio.sleep(RETRY_SECONDS)
+            with contextlib.suppress(zmq.ZMQError):  # libzmq may have forgotten the endpoint
+                subscriber.disconnect(endpoint)
+            subscriber.connect(endpoint)
+    finally:
+        with contextlib.suppress(zmq.ZMQError):
+            subscriber.disable_monitor()
+        monitor.close(linger=0)
