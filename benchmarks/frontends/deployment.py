@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -46,6 +47,31 @@ def cpu_seconds(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
+def frontend_command(frontends: int, endpoint: str, model: Path, port: int) -> list[str]:
+    """Return the command line of frontends.
+
+    One runs alone, several under a supervisor.
+    """
+    program = ["-m", "tandem.frontend"]
+    if frontends > 1:
+        program = ["-c", SUPERVISED, "frontend", "--frontends", str(frontends)]
+    command = [sys.executable, "-P", *program, "--endpoint", endpoint, "--model-dir", str(model), "--port", str(port)]
+    return [*command, "--max-concurrent", "8192", "--max-queued-tokens", MANY, "--log-level", "warning"]
+
+
+def await_ready(address: tuple[str, int], processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Wait until a server is ready.
+
+    Raises RuntimeError if one of its processes ends before.
+    """
+    deadline = time.monotonic() + READY_SECONDS
+    while answer(address, "/health/ready")[0] != 200:
+        ended = [process.returncode for process in processes if process.poll() is not None]
+        if ended or time.monotonic() > deadline:
+            raise RuntimeError(f"no answer within {READY_SECONDS:g} s, or an early end: {ended}")
+        time.sleep(0.1)
+
+
 class Deployment:
     """A scripted engine and frontends, which run from entry to exit of the context.
 
@@ -72,20 +98,14 @@ class Deployment:
         engine = [sys.executable, "-P", "-m", "tests.fakes.scripted_engine", "--endpoint", endpoint]
         engine += ["--max-len", str(MAX_LEN), "--max-waiting", "8192", *_engine_limits(), "--log-level", "warning"]
         self._start(engine, {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **script.environment()})
-        program = ["-m", "tandem.frontend"]
-        if self._frontends > 1:
-            program = ["-c", SUPERVISED, "frontend", "--frontends", str(self._frontends)]
-        frontend = [sys.executable, "-P", *program, "--endpoint", endpoint, "--model-dir", str(MODEL)]
-        frontend += ["--port", str(self.address[1]), "--max-concurrent", "8192", "--max-queued-tokens", MANY]
-        frontend += ["--log-level", "warning", *self._flags]
+        frontend = [*frontend_command(self._frontends, endpoint, MODEL, self.address[1]), *self._flags]
         self._start(frontend, {"PYTHONPATH": str(self._tree / "src")})
-        deadline = time.monotonic() + READY_SECONDS
-        while answer(self.address, "/health/ready")[0] != 200:
-            ended = [process.returncode for process in self._processes if process.poll() is not None]
-            if ended or time.monotonic() > deadline:
-                self._stop()
-                raise RuntimeError(f"the server of {self._tree} did not come up:\n{self._log.read_text()}")
-            time.sleep(0.1)
+        try:
+            await_ready(self.address, self._processes)
+        except RuntimeError as error:
+            said = self._log.read_text()
+            self._stop()
+            raise RuntimeError(f"the server of {self._tree} did not come up:\n{said}") from error
         return self
 
     def __exit__(self, *_: object) -> None:

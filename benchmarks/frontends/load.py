@@ -55,13 +55,13 @@ class Share(Struct, frozen=True):
     arrivals: list[Arrivals]
 
 
-def _stream(address: tuple[str, int], count: int, index: int, pipe: Connection) -> None:
+def _stream(address: tuple[str, int], count: int, index: int, tokens: int, has_letters: bool, pipe: Connection) -> None:
     """Hold streams.
 
     Say when all have begun, then count tokens from one message to the next.
     """
-    with StreamClient(address, records=True, prefix=f"c{index}-") as client:
-        streams = client.open(completion(ENDLESS), count)
+    with StreamClient(address, records=has_letters, prefix=f"c{index}-", has_letters=has_letters) as client:
+        streams = client.open(completion(tokens), count)
         client.until_streaming(streams, START_SECONDS)
         assert client.num_open == count, f"streams ended early: {summary(streams)}"
         pipe.send(None)
@@ -84,10 +84,18 @@ def _read_until_told(client: StreamClient, pipe: Connection) -> None:
 class StreamLoad:
     """Streams held by several client processes."""
 
-    def __init__(self, address: tuple[str, int], streams: int, clients: int) -> None:
+    def __init__(
+        self, address: tuple[str, int], streams: int, clients: int, tokens: int = ENDLESS, has_letters: bool = True
+    ) -> None:
+        """Start the clients.
+
+        tokens: those that each stream asks for; has_letters: False for an engine that is not scripted.
+        """
         clients = min(clients, streams)
         shares = [streams // clients + (index < streams % clients) for index in range(clients)]
-        self._clients = [_spawn(_stream, address, share, index) for index, share in enumerate(shares)]
+        self._clients = [
+            _spawn(_stream, address, share, index, tokens, has_letters) for index, share in enumerate(shares)
+        ]
 
     def await_start(self) -> None:
         """Wait until every stream has had a token."""
@@ -98,6 +106,12 @@ class StreamLoad:
         """Begin, and then end, the measured time; and then end the load."""
         for _, pipe in self._clients:
             pipe.send(None)
+
+    def end(self) -> None:
+        """End the load at once."""
+        for process, _ in self._clients:
+            process.terminate()
+            process.join()
 
     def shares(self) -> list[Share]:
         """Return what each client measured."""

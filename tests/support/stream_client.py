@@ -24,7 +24,7 @@ _NO_LETTERS = bytes(set(range(256)) - set(ascii_uppercase.encode()))
 _PERIOD = len(ascii_uppercase)
 _LETTERS = ascii_uppercase.encode() * 10_000
 READ_BYTES = 65_536
-DONE, ERROR = b"[DONE]", b'"error"'
+DONE, ERROR, EVENT = b"[DONE]", b'"error"', b"data: {"
 _KEPT_BYTES = 2000
 """Bytes at the end of what a stream sent that are kept for its outcome and for messages of tests."""
 
@@ -48,13 +48,15 @@ class Stream:
     """One request and what came of it. Times are those of `time.monotonic`, 0.0 for what has not happened."""
 
     __slots__ = (
-        *("arrivals", "body", "connected", "counts", "ended", "first", "kept", "num_tokens", "opened", "outcome"),
-        *("problem", "reads", "request_id", "sock", "status"),
+        *("arrivals", "body", "connected", "counts", "ended", "first", "has_letters", "kept", "num_tokens"),
+        *("opened", "outcome", "problem", "reads", "request_id", "sock", "status"),
     )
 
-    def __init__(self, request_id: str, body: bytes) -> None:
+    def __init__(self, request_id: str, body: bytes, has_letters: bool = True) -> None:
+        """`has_letters` False counts events instead of the letters of a scripted engine's tokens."""
         self.request_id = request_id
         self.body = body
+        self.has_letters = has_letters
         self.sock: socket.socket | None = None
         self.connected = False
         self.reads = True
@@ -84,6 +86,10 @@ class Stream:
                 self.kept = data
                 return 0
         self.kept = (self.kept + data)[-_KEPT_BYTES:] if len(data) < _KEPT_BYTES else data[-_KEPT_BYTES:]
+        if not self.has_letters:
+            count = data.count(EVENT)
+            self.num_tokens += count
+            return count
         letters = data.translate(None, _NO_LETTERS)
         if not letters:
             return 0
@@ -118,8 +124,13 @@ class Stream:
 class StreamClient:
     """Opens and reads streams of one address."""
 
-    def __init__(self, address: tuple[str, int], *, records: bool = False, prefix: str = "s") -> None:
-        """`records` keeps the time of each read; `prefix` begins the ids of its requests."""
+    def __init__(
+        self, address: tuple[str, int], *, records: bool = False, prefix: str = "s", has_letters: bool = True
+    ) -> None:
+        """`records` keeps the time of each read; `prefix` begins the ids of its requests.
+
+        `has_letters` False is for engines that are not scripted: events are counted, and no token is checked.
+        """
         raise_file_limit()
         self.address = address
         self.streams: list[Stream] = []
@@ -127,6 +138,7 @@ class StreamClient:
         self.num_tokens = 0
         self._records = records
         self._prefix = prefix
+        self._has_letters = has_letters
         self._epoll = select.epoll()
         self._by_fd: dict[int, Stream] = {}
 
@@ -151,7 +163,7 @@ class StreamClient:
         opened = []
         for _ in range(count):
             name = f"{self._prefix}{len(self.streams)}"
-            stream = Stream(name, request(body, path, name))
+            stream = Stream(name, request(body, path, name), self._has_letters)
             stream.reads = reads
             self.streams.append(stream)
             opened.append(stream)
