@@ -71,6 +71,26 @@ class ConnectionMetrics:
         )
 
 
+class LinkMetrics:
+    """Prometheus instruments of a frontend's link to the engine."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.connected = Gauge(
+            "tandem_frontend_engine_connected",
+            "1 while a link to the engine is open and its handshake done.",
+            registry=registry,
+        )
+        self.connects = Counter(
+            "tandem_frontend_engine_connects", "Completed handshakes with an engine.", registry=registry
+        )
+        self.losses = Counter("tandem_frontend_engine_losses", "Links to an engine that were lost.", registry=registry)
+        self.resubmitted = Counter(
+            "tandem_frontend_resubmitted_requests",
+            "Times that a request was submitted again after the loss of its engine.",
+            registry=registry,
+        )
+
+
 class FrontendMetrics:
     """Prometheus instruments of one app.
 
@@ -125,11 +145,10 @@ class FrontendMetrics:
             ["operation"],
             registry=registry,
         )
-        self.engine_connected = Gauge(
-            "tandem_frontend_engine_connected",
-            "1 while a link to the engine is open and its handshake done.",
+        self.link = LinkMetrics(registry)
+        self.broken_streams = Counter(
+            "tandem_frontend_broken_streams",
+            "Streams that ended with an error after their status 200.",
+            ["code"],
             registry=registry,
-        )
-        self.engine_connects = Counter(
-            "tandem_frontend_engine_connects", "Completed handshakes with an engine.", registry=registry
         )

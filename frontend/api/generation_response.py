@@ -4,7 +4,7 @@ It ends as soon as the client disconnects.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar, TypeVarTuple
 
@@ -16,7 +16,7 @@ from tandem.frontend.api.live_stream import WRITER_KEY, AnswerWriter, LiveStream
 from tandem.frontend.api.request_scope import request_id
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
-from tandem.frontend.generation.choice import ChoiceDelta, concatenated
+from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Generation, Usage
 
 MAX_INLINE_LOGPROBS = 1024
@@ -105,6 +105,7 @@ class GenerationResponse(Response):
         except ApiError as error:
             if not begun:
                 raise
+            self._service.metrics.broken_streams.labels(error.code or "").inc()
             await _send_body(send, await self.fail(error), more=False)
             return
         await _send_body(send, await self.end(generation.usage()), more=False)
@@ -112,7 +113,7 @@ class GenerationResponse(Response):
     async def _whole(self, send: Send, start: Callable[[], None]) -> None:
         generation = self._generation
         start()
-        choices = await collect_choices(generation.batches(), generation.admitted.num_choices)
+        choices = await generation.collect()
         body = await self.encode(choices, generation.usage())
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -139,18 +140,6 @@ class GenerationResponse(Response):
         """
         inline = sum([len(choice.logprobs) for choice in choices]) <= MAX_INLINE_LOGPROBS
         return format_choices(*arguments) if inline else await self._service.parser.run(format_choices, *arguments)
-
-
-async def collect_choices(batches: AsyncIterator[list[ChoiceDelta]], count: int) -> list[ChoiceDelta]:
-    """Collect the batches of `count` choices into one piece per choice.
-
-    The pieces are in the order of the choices' indices.
-    """
-    pieces: list[list[ChoiceDelta]] = [[] for _ in range(count)]
-    async for batch in batches:
-        for piece in batch:
-            pieces[piece.index].append(piece)
-    return [concatenated(index, parts) for index, parts in enumerate(pieces)]
 
 
 async def _send_body(send: Send, body: bytes, more: bool = True) -> None:

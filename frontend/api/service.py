@@ -143,7 +143,7 @@ class Service:
         """End every open request with an error, and refuse those to come."""
         self.draining = self._closing = True
         self.pending.end_all()
-        self.client.fail_all(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
+        self.client.end_all(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
 
     async def close(self) -> None:
         """Close the link to the engine and stop the threads."""
@@ -168,7 +168,9 @@ def build_service(config: FrontendConfig) -> Service:
     # A template of the frontend's own choice may be any.
     template_print = template_fingerprint(config.model_dir) if config.chat.template is None else ""
     fingerprints = Fingerprints(tokenizer.fingerprint, template_print)
-    client = EngineClient(config.endpoint, config.transport, fingerprints, watch, metrics)
+    client = EngineClient(
+        config.endpoint, config.transport, fingerprints, watch, metrics, hold_timeout=config.hold_timeout
+    )
     template = load_chat_template(config.model_dir, config.chat.template, tokenizer)
     store = open_store_worker(config.state_dir, config.store_limits, metrics) if config.store else None
     defaults = load_sampling_defaults(config.model_dir) if config.generation_config == "auto" else {}

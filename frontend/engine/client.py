@@ -12,18 +12,30 @@ from collections.abc import Callable, Iterable
 
 import zmq
 import zmq.asyncio
+from msgspec import structs
 
 from tandem.frontend.engine.calls import EngineCall, EngineCalls
 from tandem.frontend.engine.compatibility import Fingerprints, mismatch
 from tandem.frontend.engine.health import EngineHealth, EngineWatch
+from tandem.frontend.engine.held_requests import HeldRequest, HeldRequests
 from tandem.frontend.engine.link import EngineLink, encode_command
 from tandem.frontend.engine.monitor import EngineMonitor
 from tandem.frontend.engine.streams import OpenStreams, ReadySet, TokenStream
-from tandem.frontend.errors import unavailable
+from tandem.frontend.errors import ApiError, unavailable
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.protocol.commands import Abort, Submit
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import Answer, AnyEvent, Heartbeat, Inspection, Phase, Ready, Refused, StepOutput
+from tandem.protocol.events import (
+    Answer,
+    AnyEvent,
+    Heartbeat,
+    Inspection,
+    ModelFacts,
+    Phase,
+    Ready,
+    Refused,
+    StepOutput,
+)
 from tandem.protocol.sockets import Transport, connect_heartbeat, heartbeat_endpoint
 
 logger = logging.getLogger(__name__)
@@ -45,7 +57,8 @@ class EngineClient:
     """Connection to the engine, shared by all requests of one event loop.
 
     No method that concerns streams awaits. A stream is open from `submit` until its terminal event. That comes from the
-    engine or from its loss; after an `abort` there is none.
+    engine or from its loss; after an `abort` there is none. A request that has lost its streams may be held until the
+    engine is back, for at most `hold_timeout` seconds.
     """
 
     def __init__(
@@ -56,6 +69,7 @@ class EngineClient:
         watch: EngineWatch,
         metrics: FrontendMetrics,
         clock: Callable[[], float] = time.monotonic,
+        hold_timeout: float = 0.0,
     ) -> None:
         self._endpoint = endpoint
         self._transport = transport
@@ -71,9 +85,16 @@ class EngineClient:
         self._broken: tuple[int, float, str] | None = None
         """Epoch, time and reason of the last broken connection, until there is a new one."""
         self._streams = OpenStreams(clock)
+        self.num_links = 0
+        """Number of links that became ready: the number of the present one, or of the one before."""
+        self._model: ModelFacts | None = None
+        """Facts of the engine of that link."""
+        self._held = HeldRequests(hold_timeout)
+        self._is_ending = False
+        """True once requests are ended instead of held."""
         self._ids = itertools.count(1)
         self.calls = EngineCalls(self._send_call)
-        self._monitor = EngineMonitor(watch, self._on_heartbeat, self._check_silence)
+        self._monitor = EngineMonitor(watch, self._on_heartbeat, self._tick)
         self._listener: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -87,7 +108,7 @@ class EngineClient:
 
     async def stop(self) -> None:
         """End every open stream with an error, say goodbye and close the sockets."""
-        self.fail_all(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
+        self.end_all(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
         if self._listener is not None:
             self._listener.cancel()
             await asyncio.gather(self._listener, return_exceptions=True)
@@ -101,6 +122,11 @@ class EngineClient:
     def num_open(self) -> int:
         """Number of streams without a terminal event."""
         return len(self._streams)
+
+    @property
+    def num_held(self) -> int:
+        """Number of requests that wait for the engine to come back."""
+        return len(self._held)
 
     @property
     def queued_tokens(self) -> int:
@@ -140,8 +166,7 @@ class EngineClient:
         """
         health = self.health()
         if not health.ready or self._link is None or self._link.ready is None:
-            code = ErrorCode.SHUTTING_DOWN if health.status == "draining" else ErrorCode.ENGINE_UNAVAILABLE
-            raise unavailable(f"the engine is not ready: {health.reason}", code)
+            raise self._unavailable(health.reason)
         return self._link.ready
 
     def next_id(self) -> int:
@@ -170,28 +195,69 @@ class EngineClient:
         if open_ids and self._link is not None:
             self._link.send(Abort(open_ids))
 
+    def hold(self, request: HeldRequest, link: int) -> bool:
+        """Keep a request until the engine is ready, then have it submitted again.
+
+        `link` is the number of the link that it was lost on. Returns False if nothing is held, or no longer.
+        """
+        if self._is_ending or not self._held.timeout:
+            return False
+        self._held.add(request, link, self._clock())
+        if link != self.num_links:
+            self._resubmit()
+        return True
+
+    def release(self, request: HeldRequest) -> None:
+        """Forget a request that may be held."""
+        self._held.discard(request)
+
+    def _resubmit(self) -> None:
+        if len(self._held) and self.health().ready:
+            count = self._held.resubmit(self.num_links, self._clock())
+            self._metrics.link.resubmitted.inc(count)
+            if count:
+                logger.info("submitted %d requests again that had lost their engine", count)
+
+    def _unavailable(self, reason: str) -> ApiError:
+        """Return the 503 of a request while the engine is not ready."""
+        draining = self.health().status == "draining"
+        code = ErrorCode.SHUTTING_DOWN if draining else ErrorCode.ENGINE_UNAVAILABLE
+        return unavailable(f"the engine is not ready: {reason}", code)
+
     def _send_call(self, call: EngineCall) -> None:
         self.ready()
         assert self._link is not None
         self._link.send(call)
 
-    def fail_all(self, code: ErrorCode, message: str) -> None:
-        """End every open stream and call with this error.
+    def end_all(self, code: ErrorCode, message: str) -> None:
+        """End every open stream, call and held request with this error.
 
-        The requests of the streams are aborted in the engine.
+        No request is held from now on. Those of the streams are aborted in the engine.
         """
+        self._is_ending = True
+        self._held.give_up_all(unavailable(message, code))
+        self._fail_all(code, message)
+
+    def _fail_all(self, code: ErrorCode, message: str) -> None:
         open_ids = self._streams.fail_all(code, message)
         if open_ids and self._link is not None:
             self._link.send(Abort(open_ids))
         self.calls.fail_all(unavailable(message, code))
 
-    def _check_silence(self) -> None:
+    def _too_long(self) -> ApiError:
+        reason = self.health().reason or "it was lost again and again"
+        message = f"the engine did not come back within {self._held.timeout:g} s (--hold-timeout): {reason}"
+        return unavailable(message)
+
+    def _tick(self) -> None:
         if self._watch.heartbeat is None and self._clock() > self._warn_at:
             self._warn_at = self._clock() + WARNING_SECONDS
             keys = ", and is its engine.key the one in --curve-keys?" if self._transport.curve is not None else "?"
             logger.warning("no heartbeat from an engine on %s yet; is it running there%s", self._endpoint, keys)
         if self._link is not None and self._watch.is_silent:
             self._lose(ErrorCode.ENGINE_UNAVAILABLE, self._watch.health().reason)
+        self._resubmit()
+        self._held.expire(self._clock(), self._too_long)
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         now = self._clock()
@@ -231,9 +297,10 @@ class EngineClient:
         if link is None:
             return
         link.close()
-        self._metrics.engine_connected.set(0)
+        self._metrics.link.connected.set(0)
+        self._metrics.link.losses.inc()
         logger.warning("lost the engine of epoch %d (open streams: %d): %s", link.epoch, len(self._streams), reason)
-        self.fail_all(code, reason)
+        self._fail_all(code, reason)
 
     def _on_event(self, event: AnyEvent) -> None:
         match event:
@@ -255,9 +322,15 @@ class EngineClient:
             self._refuse(reason)
         else:
             link.ready = ready
-            self._metrics.engine_connected.set(1)
-            self._metrics.engine_connects.inc()
+            self.num_links += 1
+            self._metrics.link.connected.set(1)
+            self._metrics.link.connects.inc()
             logger.info("connected to the engine of epoch %d, model %s", ready.engine_epoch, ready.model.name)
+            previous, self._model = self._model, ready.model
+            if previous is not None and _differ(previous, ready.model):
+                message = f"the engine came back with other facts of its model, {ready.model.name}; try again"
+                self._held.give_up_all(unavailable(message))
+            self._resubmit()  # before any new request
 
     def _refuse(self, reason: str) -> None:
         """Close the link to an engine that does not fit this frontend.
@@ -267,3 +340,9 @@ class EngineClient:
         assert self._link is not None
         self._refusal = (self._link.epoch, reason)
         self._lose(ErrorCode.ENGINE_UNAVAILABLE, reason)
+        self._held.give_up_all(unavailable(reason))
+
+
+def _differ(before: ModelFacts, now: ModelFacts) -> bool:
+    """Tell whether a request that fits one engine's model may not fit the next one's."""
+    return structs.replace(before, created=0) != structs.replace(now, created=0)

@@ -132,7 +132,7 @@ class TokenStream:
 
     __slots__ = (
         *("_is_ready", "_logprobs", "_pending", "_ready_set", "_terminal"),
-        *("cached_tokens", "choice", "queued_tokens", "request_id"),
+        *("cached_tokens", "choice", "is_started", "queued_tokens", "request_id"),
     )
 
     def __init__(self, request_id: int, choice: int, ready_set: ReadySet, prompt_len: int = 0) -> None:
@@ -141,6 +141,8 @@ class TokenStream:
         """Index among the choices of the HTTP request."""
         self.cached_tokens = 0
         """Prompt tokens that the engine found in its cache; known when the first token arrives."""
+        self.is_started = False
+        """True once the engine has said that it starts the request, which need not be before the first token."""
         self.queued_tokens = prompt_len
         """Prompt tokens that wait for their first output; 0 from the first token on."""
         self._ready_set = ready_set
@@ -148,6 +150,11 @@ class TokenStream:
         self._logprobs: list[TokenLogprobs] = []
         self._terminal: Terminal | None = None
         self._is_ready = False
+
+    @property
+    def had_run(self) -> bool:
+        """True once the engine has begun to compute the request."""
+        return self.is_started or self.queued_tokens == 0
 
     def put(self, tokens: Sequence[int]) -> None:
         """Append tokens of the output."""
@@ -232,6 +239,7 @@ class OpenStreams:
         for started in output.started:
             if (stream := streams.get(started.request_id)) is not None:
                 stream.cached_tokens = started.cached_tokens
+                stream.is_started = True
         for request_id, tokens in runs(output):
             if (stream := streams.get(request_id)) is not None:
                 prefilled += stream.queued_tokens

@@ -11,16 +11,14 @@ from msgspec import Struct, structs
 from tandem.frontend.engine.client import EngineClient
 from tandem.frontend.engine.streams import ReadySet, Terminal, TokenStream
 from tandem.frontend.errors import ApiError, from_failure
-from tandem.frontend.generation.admission import Admitted, AdmittedPrompt, check_overload, check_queue
-from tandem.frontend.generation.choice import Choice, ChoiceDelta
-from tandem.frontend.generation.scored_tokens import EchoedPrompt, ScoredTokens, echoed_prompt
-from tandem.frontend.generation.stop_strings import StopMatcher
+from tandem.frontend.generation.admission import Admitted, check_overload, check_queue
+from tandem.frontend.generation.attempts import Attempts
+from tandem.frontend.generation.choice import Choice, ChoiceDelta, concatenated
+from tandem.frontend.generation.sequences import new_choices, submit_command
 from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.metrics import FrontendMetrics
-from tandem.protocol.commands import Submit
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure
-from tandem.protocol.params import SamplingParams
 
 
 class PromptDetails(Struct, frozen=True):
@@ -42,11 +40,19 @@ class Usage(Struct, frozen=True):
     prompt_tokens_details: PromptDetails = PromptDetails()
 
 
+_LOSSES = frozenset((ErrorCode.ENGINE_UNAVAILABLE, ErrorCode.ENGINE_FAILED, ErrorCode.SHUTTING_DOWN))
+"""Codes of failures that are the engine's, not the request's own."""
+
+
 class Generation:
     """Choices of one request, numbered prompt by prompt.
 
     After `start`, `close` has to be called whatever happens, to free the sequences that are still open. `arrived` is
     the time of the HTTP request's arrival on `clock`, in seconds.
+
+    A request that loses its engine before any delta left `batches`, or before `collect` has returned, begins anew on
+    the next engine: with the same seeds, and with nothing of what the lost engine generated. Its user notices only the
+    time that it takes.
     """
 
     def __init__(
@@ -63,14 +69,31 @@ class Generation:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._clock = clock
-        self._arrived = arrived
+        self.arrived = arrived
+        self._request_id = ""
         self._ready_set = ReadySet()
         self._choices: list[Choice] = []
-        self._firsts: list[TokenStream] = []
-        """Stream of each prompt's first choice; the others find in the cache what it has computed."""
+        self._collected: list[list[ChoiceDelta]] = []
+        """Deltas of each choice, if they are collected."""
+        self._streams: list[TokenStream] = []
+        """Stream of each choice."""
         self._open: dict[int, float] = {}
         """Time of the last tokens of each sequence that has not ended, by request id."""
+        self._measured: list[int] = []
+        """Tokens of each choice that the metrics have from lost engines; empty if none was lost."""
+        self._failure: Terminal | None = None
+        """End of a sequence that failed."""
         self._error: ApiError | None = None
+        """Error that ends the request."""
+        self._link = 0
+        """Number of the link that the sequences were submitted on."""
+        self._attempts = Attempts()
+        self._is_held = False
+        """True while the request waits for an engine."""
+        self._is_collected = False
+        """True if the request is answered at its end only."""
+        self._is_sent = False
+        """True once output may have been sent."""
 
     @property
     def without_engine(self) -> bool:
@@ -88,26 +111,21 @@ class Generation:
 
         Raises ApiError 429 if the frontend has no room for them, 503 if the engine is not ready.
         """
-        admitted, options = self.admitted, self.admitted.options
-        count = admitted.num_choices
-        matcher = StopMatcher(options.stop) if options.stop else None
-        echoed = [self._echoed(prompt) for prompt in admitted.prompts]
-        self._choices = [self._choice(index, matcher, echoed[index // options.n]) for index in range(count)]
+        admitted, client = self.admitted, self._client
+        self._request_id = request_id
+        self._begin()
         if self.without_engine:
             return
-        client, tokens = self._client, admitted.prompt_tokens * options.n
+        count, tokens = admitted.num_choices, admitted.prompt_tokens * admitted.options.n
         check_overload(client.num_open, count, max_concurrent, client.seconds_until_ended)
         check_queue(client.queued_tokens, tokens, max_queued_tokens, client.seconds_until_prefilled)
-        group = 0
-        for index in range(count):
-            prompt = admitted.prompt_of(index)
-            command = self._command(prompt, index % options.n, request_id, group)
-            group = group or command.request_id
-            stream = self._client.submit(command, index, self._ready_set)
-            if index % options.n == 0:
-                self._firsts.append(stream)
-            self._open[command.request_id] = self._arrived
-            self._metrics.running.inc()
+        try:
+            self._submit()
+        except ApiError as error:
+            self._drop_sequences()
+            # Otherwise the engine was lost since it was asked for its limits.
+            if error.status != 503 or not self._await_engine():
+                raise
 
     async def batches(
         self, first_wait: float | None = None, wait: float | None = None
@@ -122,17 +140,20 @@ class Generation:
         begun = False
         if self.without_engine:
             yield [ChoiceDelta(choice.index, "", [], FinishReason.LENGTH.value) for choice in self._choices]
-        while self._open:
+        while self._open or self._is_held or self.error is not None:
+            if self.error is not None:
+                raise self.error
             ready = await self._ready_set.wait(wait if begun else first_wait)
-            if not ready:
+            if not ready and self._error is None:
                 begun = True
                 yield []
             shown = self._read(ready)
-            if shown and (begun or self._error is None):
+            if self._failure is not None and self._begin_anew(self._failure):
+                continue
+            if shown and (begun or self._failure is None):
                 begun = True
+                self._is_sent = not self._is_collected
                 yield shown
-            if self._error is not None:
-                raise self._error
 
     def follow(self, listener: Callable[[], None]) -> None:
         """Call a function whenever there is something to `take`, in place of `batches`.
@@ -167,72 +188,124 @@ class Generation:
     @property
     def error(self) -> ApiError | None:
         """The error of the first choice that failed; None while none has."""
+        if self._error is None and self._failure is not None:
+            self._error = _error_of(self._failure, self._attempts.num_losses)
         return self._error
+
+    async def collect(self, on_batch: Callable[[Sequence[ChoiceDelta]], None] | None = None) -> list[ChoiceDelta]:
+        """Return each choice as one delta, in the order of their indices.
+
+        `on_batch` is called with the deltas of each turn of the event loop. Raises ApiError when one choice fails; the
+        caller closes the others.
+        """
+        self._is_collected = True
+        async for shown in self.batches():
+            for delta in shown:
+                self._collected[delta.index].append(delta)
+            if on_batch is not None:
+                on_batch(shown)
+        return [concatenated(index, deltas) for index, deltas in enumerate(self._collected)]
 
     def close(self, reason: str) -> None:
         """Abort every sequence that is still open.
 
         Idempotent. `reason` is a label of the metrics.
         """
+        self._client.release(self)
+        self._is_held = False
         self._abort(list(self._open), reason)
         self._ready_set.close()
 
     def measure_end(self) -> None:
         """Record the metrics of a request that was answered in full."""
-        self._metrics.latency.observe(self._clock() - self._arrived)
+        self._metrics.latency.observe(self._clock() - self.arrived)
         self._metrics.prompt_tokens.inc(self.admitted.prompt_tokens)
 
     def usage(self) -> Usage:
         completion = sum(choice.num_tokens for choice in self._choices)
-        prompt, cached = self.admitted.prompt_tokens, sum(stream.cached_tokens for stream in self._firsts)
+        # The other choices of a prompt find in the cache what its first one has computed.
+        cached = sum(stream.cached_tokens for stream in self._streams[:: self.admitted.options.n])
+        prompt = self.admitted.prompt_tokens
         return Usage(prompt, completion, prompt + completion, PromptDetails(cached))
 
-    def _choice(self, index: int, matcher: StopMatcher | None, echoed: EchoedPrompt | None) -> Choice:
-        options, scored = self.admitted.options, None
-        if options.logprobs is not None or options.num_returned is not None:
-            prompt = self.admitted.prompt_of(index)
-            scored = ScoredTokens(self._tokenizer.bytes_of, len(prompt.ids), len(prompt.text), echoed)
-        detokenizer = self._tokenizer.detokenizer(options.skip_special_tokens)
-        matcher = matcher and matcher.fresh()
-        return Choice(index, detokenizer, matcher, options.min_tokens, options.include_stop, scored)
+    @property
+    def had_run(self) -> bool:
+        """True if an engine that was lost had begun to compute the request."""
+        return self._attempts.num_running_losses > 0
 
-    def _echoed(self, prompt: AdmittedPrompt) -> EchoedPrompt | None:
-        """Return the echoed form of a prompt, or None if it is not wanted.
+    def resubmit(self) -> None:
+        """Submit every sequence again, to the engine that has come back.
 
-        It is wanted if the log-probabilities of the prompt were requested.
+        Raises ApiError 503 if it is away again.
         """
-        if self.admitted.options.prompt_logprobs is None:
-            return None
-        return echoed_prompt(prompt.ids, prompt.text, self._tokenizer.detokenizer())
+        try:
+            self._submit()
+        except ApiError:
+            self._drop_sequences()
+            raise
+        self._is_held = False
 
-    def _command(self, prompt: AdmittedPrompt, choice: int, request_id: str, group: int) -> Submit:
-        """Build the message that submits one choice.
+    def give_up(self, error: ApiError) -> None:
+        """End a request that waits for the engine with this error."""
+        self._is_held = False
+        self._error = error
+        self._ready_set.add_end()
 
-        `group` is the number of the request's first message, 0 for that message itself. A request that only scores its
-        prompts asks the engine for one token and discards it.
+    def _begin(self) -> None:
+        """Prepare the choices, of which nothing is known yet."""
+        self._choices = new_choices(self.admitted, self._tokenizer)
+        self._collected = [[] for _ in self._choices]
+
+    def _submit(self) -> None:
+        """Submit one sequence per choice.
+
+        Raises ApiError 503 if the engine is not ready, maybe with some of them submitted.
         """
-        admitted, options = self.admitted, self.admitted.options
-        sampling, constraint, logprobs = admitted.sampling, admitted.constraint, options.logprobs
-        if options.max_tokens == 0:
-            sampling, constraint, logprobs = SamplingParams(1, temperature=0.0, ignore_eos=True), None, None
-        else:
-            sampling = structs.replace(sampling, choice=choice, max_tokens=prompt.max_tokens)
-            if options.num_returned is not None and logprobs is None:
-                logprobs = 0  # the mean that ranks choices needs no alternatives
-        number = self._client.next_id()
-        return Submit(
-            request_id=number,
-            prompt_ids=prompt.packed,
-            sampling=sampling,
-            constraint=constraint,
-            logprobs=logprobs,
-            prompt_logprobs=options.prompt_logprobs,
-            priority=options.priority,
-            session=options.session_id,
-            cache_salt=options.cache_salt,
-            http_request_id=request_id,
-            group=group or number,
-        )
+        client = self._client
+        self._link = client.num_links
+        group = 0
+        for index in range(self.admitted.num_choices):
+            number = client.next_id()
+            group = group or number
+            command = submit_command(self.admitted, index, number, group, self._request_id)
+            self._streams.append(client.submit(command, index, self._ready_set))
+            self._open[command.request_id] = self.arrived
+            self._metrics.running.inc()
+
+    def _drop_sequences(self) -> None:
+        """Forget the sequences, which the engine has lost or is going to lose."""
+        self._client.abort(list(self._open))
+        for request_id in list(self._open):
+            self._forget(request_id)
+        self._streams = []
+        self._failure = None
+
+    def _begin_anew(self, failure: Terminal) -> bool:
+        """Discard what a lost engine has generated, and wait for the next one.
+
+        Return False if the request cannot begin anew: the failure is its own, output of it was sent, or it was lost too
+        often.
+        """
+        if self._is_sent or not isinstance(failure, Failure) or failure.code not in _LOSSES:
+            return False
+        if not self._attempts.lose(any(stream.had_run for stream in self._streams)):
+            return False
+        measured = self._measured or [0] * len(self._choices)
+        self._measured = [max(count, choice.num_tokens) for count, choice in zip(measured, self._choices, strict=True)]
+        self._drop_sequences()
+        self._begin()
+        if self._await_engine():
+            return True
+        self._failure = failure
+        return False
+
+    def _await_engine(self) -> bool:
+        """Wait for the next engine; return False if this server waits for none."""
+        self._is_held = True
+        if not self._client.hold(self, self._link):
+            self._is_held = False
+            return False
+        return True
 
     def _read(self, ready: Sequence[TokenStream]) -> list[ChoiceDelta]:
         """Turn the new tokens of streams into deltas that have something to send."""
@@ -262,17 +335,20 @@ class Generation:
             if delta.text or delta.token_ids or delta.finish_reason:
                 deltas.append(delta)
         if choice.num_tokens != before:
-            self._measure(stream.request_id, before, choice.num_tokens, now)
+            self._measure(stream, before, choice.num_tokens, now)
         if terminal is not None:
             self._forget(stream.request_id)
         elif delta.finish_reason is not None:
             self._abort([stream.request_id], "stop_string")
-        if terminal is not None and delta.finish_reason is None and self._error is None:
-            self._error = _failure(terminal)
+        if terminal is not None and delta.finish_reason is None and self._failure is None:
+            self._failure = terminal
 
-    def _measure(self, request_id: int, before: int, after: int, now: float) -> None:
+    def _measure(self, stream: TokenStream, before: int, after: int, now: float) -> None:
         """Count the new tokens of a sequence, and the time since its last ones."""
-        last, self._open[request_id] = self._open[request_id], now
+        last, self._open[stream.request_id] = self._open[stream.request_id], now
+        if self._measured and before < (counted := self._measured[stream.choice]):
+            self._metrics.generation_tokens.value += max(after - counted, 0)
+            return
         self._metrics.generation_tokens.value += after - before
         if before:
             self._metrics.inter_token.observe(now - last)
@@ -292,8 +368,14 @@ class Generation:
             self._metrics.running.dec()
 
 
-def _failure(terminal: Terminal) -> ApiError:
-    """Return the error of a sequence that ended without a finish reason."""
-    if isinstance(terminal, Failure):
-        return from_failure(terminal)
-    return ApiError(500, "the engine aborted the request", None, ErrorCode.ENGINE_FAILED.value)
+def _error_of(terminal: Terminal, losses: int) -> ApiError:
+    """Return the error of a sequence that ended without a finish reason.
+
+    `losses` is the number of engines that the request has lost.
+    """
+    if not isinstance(terminal, Failure):
+        return ApiError(500, "the engine aborted the request", None, ErrorCode.ENGINE_FAILED.value)
+    if losses > 1:
+        message = f"{terminal.message}; {losses} engines were lost with this request, which is not sent to another"
+        terminal = structs.replace(terminal, message=message)
+    return from_failure(terminal)

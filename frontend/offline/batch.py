@@ -3,12 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 from msgspec import Struct
 
-from tandem.frontend.api.generation_response import collect_choices
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Generation
@@ -68,7 +67,7 @@ class Batch:
 
     async def collect(self, generation: Generation) -> list[ChoiceDelta]:
         """Collect the choices of a request and count their tokens as they arrive."""
-        return await collect_choices(self._counted(generation), generation.admitted.num_choices)
+        return await generation.collect(self._count)
 
     async def _work(
         self,
@@ -87,11 +86,9 @@ class Batch:
             self._done += 1
             self._draw_if_due()
 
-    async def _counted(self, generation: Generation) -> AsyncIterator[list[ChoiceDelta]]:
-        async for pieces in generation.batches():
-            self._tokens += sum([len(piece.token_ids) for piece in pieces])
-            self._draw_if_due()
-            yield pieces
+    def _count(self, pieces: Sequence[ChoiceDelta]) -> None:
+        self._tokens += sum([len(piece.token_ids) for piece in pieces])
+        self._draw_if_due()
 
     def _draw_if_due(self) -> None:
         now = self._clock()

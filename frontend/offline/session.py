@@ -76,6 +76,7 @@ class OfflineSession:
             model.folder,
             max_concurrent=NO_LIMIT,
             max_queued_tokens=NO_LIMIT,
+            hold_timeout=0.0,
             chat=self._chat,
             store=False,
         )

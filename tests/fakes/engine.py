@@ -245,7 +245,7 @@ class FakeEngine:
         if self.break_after is not None:
             self.break_after -= count
             if self.break_after <= 0:
-                output.failures.append(Failure(row.request_id, ErrorCode.ENGINE_FAILED, "broken by the fake engine"))
+                output.failures.append(Failure(row.request_id, ErrorCode.MODEL_FAILED, "broken by the fake engine"))
                 del self._running[row.identity, row.request_id]
                 return
         if not row.tokens:

@@ -95,7 +95,7 @@ def test_event_stream_reports_a_failure_as_one_error(server: RunningServer, engi
     *tokens, (last, error) = events(post_broken_stream(engine, server.url + "/v1/completions", body))
     assert tokens
     assert [name for name, _ in tokens] == ["token"] * len(tokens)
-    assert (last, error["error"]["code"]) == ("error", "engine_failed")
+    assert (last, error["error"]["code"]) == ("error", "model_failed")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tandem.frontend.engine import client as engine_client
 from tandem.frontend.engine.client import STALE_SECONDS, EngineClient
 from tandem.frontend.engine.compatibility import Fingerprints
 from tandem.frontend.engine.health import EngineWatch
@@ -11,38 +10,16 @@ from tandem.frontend.engine.streams import ReadySet
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.protocol.codec import step_output
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import Failure, Heartbeat, Phase, Started
+from tandem.protocol.events import Failure, Started
 from tandem.protocol.sockets import Transport
-from tandem.protocol.stats import EngineStats
 from tests.fakes.clock import FakeClock
-
-
-class Link:
-    """An engine link that opens no socket and records the epochs."""
-
-    opened: list[int]
-
-    def __init__(self, _context: object, epoch: int, *_: object) -> None:
-        self.epoch, self.ready, self.opened_at = epoch, None, 0.0
-
-    def open(self, _endpoint: str, _transport: object, _name: str, now: float) -> None:
-        self.opened_at = now
-        self.opened.append(self.epoch)
-
-    def close(self) -> None:
-        pass
-
-
-def heartbeat(epoch: int) -> Heartbeat:
-    return Heartbeat(epoch, Phase.READY, 100, "", 0, EngineStats())
+from tests.fakes.engine_link import heartbeat, install
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Epochs of the links that the client opens."""
-    Link.opened = []
-    monkeypatch.setattr(engine_client, "EngineLink", Link)
-    return Link.opened
+    return install(monkeypatch)
 
 
 def client(clock: FakeClock) -> EngineClient:

@@ -27,6 +27,7 @@ class Streams:
     """An engine client whose streams are driven by the test."""
 
     num_open = 0
+    num_links = 1
     queued_tokens = 0
 
     def __init__(self) -> None:
@@ -36,8 +37,12 @@ class Streams:
     def next_id(self) -> int:
         return len(self.streams)
 
-    def submit(self, command: Submit, choice: int, ready_set: ReadySet) -> None:
+    def submit(self, command: Submit, choice: int, ready_set: ReadySet) -> TokenStream:
         self.streams.append(TokenStream(command.request_id, choice, ready_set))
+        return self.streams[-1]
+
+    def release(self, request: Generation) -> None:
+        pass
 
     def abort(self, request_ids: list[int]) -> None:
         self.aborted += request_ids
@@ -98,9 +103,9 @@ def test_a_later_failure_is_raised_after_the_deltas_of_its_turn() -> None:
 
 def test_each_prompt_is_submitted_with_its_own_max_tokens() -> None:
     class Lengths(Streams):
-        def submit(self, command: Submit, choice: int, ready_set: ReadySet) -> None:
-            super().submit(command, choice, ready_set)
+        def submit(self, command: Submit, choice: int, ready_set: ReadySet) -> TokenStream:
             lengths.append(command.sampling.max_tokens)
+            return super().submit(command, choice, ready_set)
 
     async def run() -> None:
         request = generation(Lengths())

@@ -87,6 +87,10 @@ def test_sequence_that_ends_early_leaves_the_queue(limited: RunningServer, engin
         until(lambda: client.queued_tokens == 0)
         if how == "disconnect":
             assert isinstance(asked.exception(), httpx.TimeoutException)
+        elif how == "engine loss":
+            engine.hold = False
+            engine.start()
+            assert asked.result().status_code == 200
         else:
             assert asked.result().status_code >= 500
 

@@ -257,7 +257,7 @@ def test_chat_errors_have_the_openai_format(server: RunningServer, engine: FakeE
     body = {"model": "fake-model", "messages": [QUESTION], "max_tokens": LONG}
     *chunks, last = events(post_broken_stream(engine, server.url + "/v1/chat/completions", body))
     assert chunks
-    assert last["error"]["code"] == "engine_failed"
+    assert last["error"]["code"] == "model_failed"
 
 
 @pytest.fixture

@@ -230,7 +230,7 @@ def test_failure_within_a_stream_is_an_event(server: RunningServer, engine: Fake
     body = {"model": "fake-model", "prompt": TEXT, "max_tokens": LONG}
     *chunks, last = events(post_broken_stream(engine, server.url + "/v1/completions", body))
     assert chunks
-    assert last["error"]["code"] == "engine_failed"
+    assert last["error"]["code"] == "model_failed"
     assert set(last["error"]) == {"message", "type", "param", "code"}
 
 

@@ -249,7 +249,7 @@ def test_errors_raise_the_clients_exceptions(
         ask(client, messages=[{**QUESTION, "content": "one " * 9000}])
     for code, kind in (
         (ErrorCode.OVERLOADED, anthropic.OverloadedError),
-        (ErrorCode.ENGINE_FAILED, anthropic.InternalServerError),
+        (ErrorCode.MODEL_FAILED, anthropic.InternalServerError),
     ):
         engine.refusal = code
         with pytest.raises(kind):

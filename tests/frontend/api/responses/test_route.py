@@ -120,7 +120,7 @@ def test_engine_failure_is_reported_before_and_within_a_stream(server: RunningSe
     engine.script = answer_with("one two three four five " * LONG)
     body = {"model": "fake-model", "input": QUESTION}
     *_, error, last = events_of(post_broken_stream(engine, server.url + "/v1/responses", body).content)
-    assert (error["type"], error["code"]) == ("error", "engine_failed")
+    assert (error["type"], error["code"]) == ("error", "model_failed")
     assert (last["type"], last["response"]["error"]["code"]) == ("response.failed", "server_error")
     assert post(server).status_code == 500
 

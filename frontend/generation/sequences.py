@@ -1,0 +1,75 @@
+"""The sequences of a request.
+
+Each has a decoder, and a message that submits it.
+"""
+
+from msgspec import structs
+
+from tandem.frontend.generation.admission import Admitted, AdmittedPrompt
+from tandem.frontend.generation.choice import Choice
+from tandem.frontend.generation.scored_tokens import EchoedPrompt, ScoredTokens, echoed_prompt
+from tandem.frontend.generation.stop_strings import StopMatcher
+from tandem.frontend.generation.tokenizer import Tokenizer
+from tandem.protocol.commands import Submit
+from tandem.protocol.params import SamplingParams
+
+
+def new_choices(admitted: Admitted, tokenizer: Tokenizer) -> list[Choice]:
+    """Build the decoders of all choices of a request, before the first token of each."""
+    options = admitted.options
+    matcher = StopMatcher(options.stop) if options.stop else None
+    echoed = [_echoed(admitted, prompt, tokenizer) for prompt in admitted.prompts]
+    return [
+        _choice(admitted, index, tokenizer, matcher and matcher.fresh(), echoed[index // options.n])
+        for index in range(admitted.num_choices)
+    ]
+
+
+def submit_command(admitted: Admitted, index: int, request_id: int, group: int, http_request_id: str) -> Submit:
+    """Build the message that submits the choice of this index.
+
+    `group` is the id of the message of the first choice. A request that only scores its prompts asks the engine for one
+    token and discards it.
+    """
+    options, prompt = admitted.options, admitted.prompt_of(index)
+    sampling, constraint, logprobs = admitted.sampling, admitted.constraint, options.logprobs
+    if options.max_tokens == 0:
+        sampling, constraint, logprobs = SamplingParams(1, temperature=0.0, ignore_eos=True), None, None
+    else:
+        sampling = structs.replace(sampling, choice=index % options.n, max_tokens=prompt.max_tokens)
+        if options.num_returned is not None and logprobs is None:
+            logprobs = 0  # the mean that ranks choices needs no alternatives
+    return Submit(
+        request_id=request_id,
+        prompt_ids=prompt.packed,
+        sampling=sampling,
+        constraint=constraint,
+        logprobs=logprobs,
+        prompt_logprobs=options.prompt_logprobs,
+        priority=options.priority,
+        session=options.session_id,
+        cache_salt=options.cache_salt,
+        http_request_id=http_request_id,
+        group=group,
+    )
+
+
+def _choice(
+    admitted: Admitted, index: int, tokenizer: Tokenizer, matcher: StopMatcher | None, echoed: EchoedPrompt | None
+) -> Choice:
+    options, scored = admitted.options, None
+    if options.logprobs is not None or options.num_returned is not None:
+        prompt = admitted.prompt_of(index)
+        scored = ScoredTokens(tokenizer.bytes_of, len(prompt.ids), len(prompt.text), echoed)
+    detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
+    return Choice(index, detokenizer, matcher, options.min_tokens, options.include_stop, scored)
+
+
+def _echoed(admitted: Admitted, prompt: AdmittedPrompt, tokenizer: Tokenizer) -> EchoedPrompt | None:
+    """Return the echoed form of a prompt, or None if it is not wanted.
+
+    It is wanted if the log-probabilities of the prompt were requested.
+    """
+    if admitted.options.prompt_logprobs is None:
+        return None
+    return echoed_prompt(prompt.ids, prompt.text, tokenizer.detokenizer())
