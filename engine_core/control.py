@@ -38,6 +38,7 @@ from tandem.protocol.errors import ErrorCode, ProtocolError
 from tandem.protocol.events import Answer, AnyEvent, Closed, Failure, Limits, ModelFacts, Ready, Refused
 from tandem.protocol.limited_log import LimitedLog
 from tandem.protocol.params import (
+    MAX_GRAMMAR_CHARS,
     MAX_LOGIT_BIAS,
     MAX_SEED,
     MAX_STOP_TOKEN_IDS,
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 ID_BYTES = 4
 """Bytes of one token id on the wire."""
 _LOGGED_NAME = 64
-"""Characters of a frontend's name that messages repeat."""
+"""Characters of a frontend's name, or of another that it sends, that messages repeat."""
 
 
 class Control:
@@ -106,6 +107,8 @@ class Control:
                 self.forget(client)
                 self.scheduler.abort_client(client)
             case EndSession(call, session):
+                if len(session) > MAX_NAME_BYTES:
+                    return Answer(call, False, f"session names have at most {MAX_NAME_BYTES} bytes")
                 known = self.scheduler.memory.sessions.end(session)
                 return Answer(call, known, "" if known else f"session {session!r} does not exist")
             case SetPolicy(call, policy):
@@ -139,11 +142,12 @@ class Control:
         """Change the scheduling policy, if it exists and this engine can run it."""
         policy = next((name for name in POLICIES if name == asked), None)
         if policy is None:
-            return Answer(call, False, f"policy {asked!r} does not exist; choose one of {', '.join(POLICIES)}")
+            name = asked[:_LOGGED_NAME]
+            return Answer(call, False, f"policy {name!r} does not exist; choose one of {', '.join(POLICIES)}")
         if self.scheduler.limits.static and policy != "fcfs":
             return Answer(call, False, f"policy {policy} needs --batching continuous, this engine runs static batches")
         self.scheduler.set_policy(policy)
-        logger.info("policy %s", policy)
+        self._log.info("policy", "policy %s", policy)
         return Answer(call, True)
 
     def _submit(self, client: bytes, submit: Submit) -> Failure | None:
@@ -196,6 +200,7 @@ class Control:
         Raises RequestError for any value that the device or the scheduler's arithmetic cannot handle.
         """
         params = submit.sampling
+        self._check_sizes(submit)
         try:
             prompt = _parse_prompt(submit.prompt_ids, self.model.vocab_size)
             stop_ids = unpack_ids(params.stop_token_ids)
@@ -204,28 +209,43 @@ class Control:
             raise RequestError(ErrorCode.INVALID_REQUEST, str(error)) from error
         self._check_ids("stop_token_ids", stop_ids)
         self._check_ids("logit_bias", bias_ids)
-        _require(len(stop_ids) <= MAX_STOP_TOKEN_IDS, f"{len(stop_ids)} stop_token_ids, at most {MAX_STOP_TOKEN_IDS}")
         _require(len(bias_ids) == len(biases), f"{len(bias_ids)} logit_bias ids but {len(biases)} values")
-        _require(len(bias_ids) <= MAX_LOGIT_BIAS, f"{len(bias_ids)} logit_bias entries, at most {MAX_LOGIT_BIAS}")
         _require(all(math.isfinite(bias) for bias in biases), "a logit_bias is not finite")
         check_params(params)
         most = min(MAX_TOP_LOGPROBS, self.model.vocab_size)
         for name, top in (("logprobs", submit.logprobs), ("prompt_logprobs", submit.prompt_logprobs)):
             _require(top is None or 0 <= top <= most, f"{name} is {top}, 0 to {most}")
         _check_scheduling(submit)
-        total = len(prompt) + params.max_tokens
-        if total > self.model.max_len:
-            raise RequestError(
-                ErrorCode.CONTEXT_LENGTH,
-                f"{len(prompt)} prompt tokens and max_tokens {params.max_tokens} make {total}, "
-                f"the model's context holds {self.model.max_len}; shorten the prompt or lower max_tokens",
-            )
+        self._check_context(len(prompt), params.max_tokens)
         end_ids = frozenset(stop_ids) if params.ignore_eos else frozenset(stop_ids) | frozenset(self.model.end_ids)
         self._sequences += 1
         identity = self._identities[client]
         return Sequence(
             self._sequences, identity, structs.replace(submit, prompt_ids=b""), prompt, end_ids, self.clock()
         )
+
+    def _check_sizes(self, submit: Submit) -> None:
+        """Raise RequestError for a field that would take long only to be unpacked."""
+        params = submit.sampling
+        num_stops, num_biases = len(params.stop_token_ids) // ID_BYTES, len(params.logit_bias_ids) // ID_BYTES
+        _require(num_stops <= MAX_STOP_TOKEN_IDS, f"{num_stops} stop_token_ids, at most {MAX_STOP_TOKEN_IDS}")
+        num_values = len(params.logit_bias_values) // ID_BYTES
+        _require(num_biases <= MAX_LOGIT_BIAS, f"{num_biases} logit_bias entries, at most {MAX_LOGIT_BIAS}")
+        _require(num_values <= MAX_LOGIT_BIAS, f"{num_values} logit_bias values, at most {MAX_LOGIT_BIAS}")
+        num_chars = len(submit.constraint) if submit.constraint is not None else 0
+        _require(num_chars <= MAX_GRAMMAR_CHARS, f"a grammar of {num_chars} characters, at most {MAX_GRAMMAR_CHARS}")
+        if len(submit.prompt_ids) // ID_BYTES > self.model.max_len:
+            self._check_context(len(submit.prompt_ids) // ID_BYTES, params.max_tokens)
+
+    def _check_context(self, prompt_len: int, max_tokens: int) -> None:
+        """Raise RequestError for more tokens than the model's context holds."""
+        total = prompt_len + max_tokens
+        if total > self.model.max_len:
+            raise RequestError(
+                ErrorCode.CONTEXT_LENGTH,
+                f"{prompt_len} prompt tokens and max_tokens {max_tokens} make {total}, "
+                f"the model's context holds {self.model.max_len}; shorten the prompt or lower max_tokens",
+            )
 
     def _check_ids(self, what: str, ids: list[int]) -> None:
         """Raise RequestError for the first id outside the vocabulary.

@@ -1,12 +1,16 @@
 """Commands: the messages from a frontend to the engine core."""
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from tandem.protocol.params import SamplingParams
 
 MAX_PRIORITY = 100
 MAX_NAME_BYTES = 256
 """Longest session name, cache salt or HTTP request id, in bytes of UTF-8."""
+MAX_ABORTS = 2**20
+"""Most requests that one command can abort."""
 RENEW_SECONDS = 1.0
 """Interval at which a frontend renews its lease, in seconds."""
 LEASE_SECONDS = 5.0
@@ -68,7 +72,7 @@ class Abort(Command, frozen=True, array_like=True, tag=2):
     terminal event.
     """
 
-    request_ids: list[int]
+    request_ids: Annotated[list[int], Meta(max_length=MAX_ABORTS)]
 
 
 class Goodbye(Command, frozen=True, array_like=True, tag=3):

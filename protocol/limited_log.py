@@ -23,7 +23,14 @@ class LimitedLog:
         """Time of the last line of each kind, and number of those left out since."""
 
     def warning(self, kind: str, template: str, *values: object) -> None:
-        """Log a message, or count it if one of its kind was logged lately."""
+        """Log a warning, or count it if one of its kind was logged lately."""
+        self._write(logging.WARNING, kind, template, *values)
+
+    def info(self, kind: str, template: str, *values: object) -> None:
+        """Log what is not a fault, in the same way."""
+        self._write(logging.INFO, kind, template, *values)
+
+    def _write(self, level: int, kind: str, template: str, *values: object) -> None:
         now = self._clock()
         last, omitted = self._kinds.get(kind, (now - self._interval, 0))
         if now - last < self._interval:
@@ -32,4 +39,4 @@ class LimitedLog:
         self._kinds[kind] = now, 0
         if omitted:
             template, values = template + " (and %d more like it since the last such line)", (*values, omitted)
-        self._logger.warning(template, *values)
+        self._logger.log(level, template, *values)

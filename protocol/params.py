@@ -6,6 +6,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 512
 MAX_SEED = 2**63 - 1
 MAX_TOP_LOGPROBS = 20
+MAX_GRAMMAR_CHARS = 2**20
 MAX_GRAMMAR_SYMBOLS = 20_000
 """Size of a compiled grammar, as llguidance counts it. Time grows faster than size: a grammar of this one compiles in
 0.2 s, one of nine times as many symbols in 30 s, and then takes seconds for a mask."""

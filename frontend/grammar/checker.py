@@ -15,7 +15,8 @@ import msgspec
 from tandem.frontend.errors import ApiError, overloaded
 from tandem.frontend.grammar.grammar import Grammar, regex_position
 from tandem.frontend.grammar.json_schema import OPTIONS, locate_failure, with_options
-from tandem.frontend.grammar.process import MAX_GRAMMAR_CHARS, TOO_COMPLEX, GrammarProcess
+from tandem.frontend.grammar.process import TOO_COMPLEX, GrammarProcess
+from tandem.protocol.params import MAX_GRAMMAR_CHARS
 
 NUM_PROCESSES = 2
 """Processes that compile concurrently, so that one slow grammar does not block the others."""

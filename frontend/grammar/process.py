@@ -11,8 +11,8 @@ import msgspec
 
 from tandem.frontend.errors import overloaded
 from tandem.frontend.process import ManagedProcess
+from tandem.protocol.params import MAX_GRAMMAR_CHARS
 
-MAX_GRAMMAR_CHARS = 2**20
 CHECK_SECONDS = 10.0
 """Wall-clock limit of one compilation in seconds; on an idle machine, the limit on CPU time ends the process sooner."""
 TOO_COMPLEX = "it takes too much time, memory or depth to compile; make it smaller or simpler"

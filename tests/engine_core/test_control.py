@@ -48,8 +48,8 @@ def submit(prompt: bytes = PROMPT, request_id: int = 9, **params: Any) -> Submit
     return Submit(request_id, prompt, SamplingParams(params.pop("max_tokens", 4), **params))
 
 
-def wants(**logprobs: int) -> Submit:
-    return structs.replace(submit(), **logprobs)
+def wants(**fields: Any) -> Submit:
+    return structs.replace(submit(), **fields)
 
 
 class TestHello:
@@ -260,6 +260,9 @@ REFUSED: list[tuple[Submit, ErrorCode, str]] = [
     *[(wants(prompt_logprobs=bad), INVALID, f"prompt_logprobs is {bad}, 0 to 20") for bad in (-1, 21)],
     (submit(max_tokens=MAX_LEN - 2), ErrorCode.CONTEXT_LENGTH, "3 prompt tokens and max_tokens 46 make 49"),
     (submit(max_tokens=2**63), ErrorCode.CONTEXT_LENGTH, "the model's context holds 48"),
+    (submit(bytes(2**20)), ErrorCode.CONTEXT_LENGTH, "262144 prompt tokens"),
+    (submit(logit_bias_values=bytes(2**20)), INVALID, "262144 logit_bias values, at most 512"),
+    (wants(constraint="x" * (2**20 + 1)), INVALID, "a grammar of 1048577 characters, at most 1048576"),
 ]
 
 

@@ -2,11 +2,12 @@
 
 from hypothesis import strategies as st
 
-from tandem.protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, SetPolicy, Submit
+from tandem.protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, Renew, SetPolicy, Submit
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import (
     SEQUENCE_STATES,
     Answer,
+    Closed,
     Failure,
     Finished,
     Heartbeat,
@@ -72,6 +73,7 @@ COMMANDS = (
     | st.builds(EndSession, call=ANY_INT, session=TEXT)
     | st.builds(SetPolicy, call=ANY_INT, policy=TEXT)
     | st.builds(Inspect, call=ANY_INT)
+    | st.builds(Renew)
 )
 
 FACTS = st.builds(
@@ -118,6 +120,7 @@ STATS = st.builds(
 EVENTS = (
     st.builds(Ready, protocol_version=ANY_INT, engine_epoch=ANY_INT, model=FACTS, limits=LIMITS)
     | st.builds(Refused, message=TEXT)
+    | st.builds(Closed, message=TEXT)
     | st.builds(
         StepOutput,
         step_id=ANY_INT,
