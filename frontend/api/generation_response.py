@@ -33,12 +33,6 @@ _STREAM_HEADERS = [
 ]
 
 
-async def _wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 class GenerationResponse(Response):
     """Run a generation and answer with its output.
 
@@ -56,30 +50,38 @@ class GenerationResponse(Response):
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generation = self._generation
+        generation, writer, reason = self._generation, scope[WRITER_KEY], "cancelled"
+        task = asyncio.current_task()
+        assert task is not None
+        if writer.has_left:
+            return
+
+        def leave() -> None:
+            # The engine is told first, then the coroutine that waits for its output.
+            nonlocal reason
+            reason = "disconnect"
+            generation.close(reason)
+            task.cancel()
+
         start = partial(generation.start, *self._service.config.load_limits, request_id(scope))
-        if generation.admitted.options.stream:
-            answer = self._stream(send, start, scope[WRITER_KEY])
-        else:
-            answer = self._whole(send, start)
-        reason = "cancelled"
-        tasks = [asyncio.create_task(answer), asyncio.create_task(_wait_for_disconnect(receive))]
         self._service.num_responses += 1
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                reason = "error"
-                tasks[0].result()
-                generation.measure_end()
+            writer.set_leave(leave)
+            if generation.admitted.options.stream:
+                await self._stream(send, start, writer)
             else:
-                reason = "disconnect"
+                await self._whole(send, start)
+            generation.measure_end()
+        except asyncio.CancelledError:
+            if reason != "disconnect" or task.uncancel():
+                raise
+        except Exception:
+            reason = "error"
+            raise
         finally:
-            # The engine is notified first, then the coroutines that wait for its output.
+            writer.set_leave(None)
             generation.close(reason)
-            for task in tasks:
-                task.cancel()
             self._service.num_responses -= 1
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stream(self, send: Send, start: Callable[[], None], writer: AnswerWriter) -> None:
         generation, formatter, config = self._generation, self._formatter, self._service.config

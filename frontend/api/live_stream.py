@@ -22,12 +22,26 @@ class AnswerWriter(Protocol):
     """
 
     @property
+    def has_begun(self) -> bool:
+        """True once the status has been sent."""
+        ...
+
+    @property
+    def has_left(self) -> bool:
+        """True once the client has gone."""
+        ...
+
+    @property
     def is_paused(self) -> bool:
         """True while the client reads too slowly for more to be written."""
         ...
 
     def write(self, body: bytes) -> None:
         """Write a part of the body, which is dropped if the client has gone."""
+        ...
+
+    def set_leave(self, leave: Callable[[], None] | None) -> None:
+        """Call a function when the client goes."""
         ...
 
     def set_resume(self, resume: Callable[[], None] | None) -> None:

@@ -1,5 +1,8 @@
 """The id of a request and the API that it uses, from its ASGI scope."""
 
+import re
+import secrets
+
 from starlette.types import Scope
 
 REQUEST_ID_KEY = "tandem.request_id"
@@ -7,6 +10,9 @@ REQUEST_ID_KEY = "tandem.request_id"
 ANTHROPIC_PREFIX = "/v1/messages"
 ANTHROPIC_VERSION = b"anthropic-version"
 """Header that every client of Anthropic's API sends."""
+REQUEST_ID = b"x-request-id"
+ANTHROPIC_REQUEST_ID = b"request-id"
+_SANE_ID = re.compile(rb"[\x20-\x7e]{1,128}")
 
 
 def request_id(scope: Scope) -> str:
@@ -23,3 +29,24 @@ def speaks_anthropic(scope: Scope) -> bool:
     if path == ANTHROPIC_PREFIX or path.startswith(ANTHROPIC_PREFIX + "/"):
         return True
     return any(name == ANTHROPIC_VERSION for name, _ in scope.get("headers", ()))
+
+
+def choose_request_id(scope: Scope) -> bytes:
+    """Return the request id that the client sent, or a new one.
+
+    The client's id is used only if it is safe in headers and logs.
+    """
+    for name, value in scope["headers"]:
+        if name == REQUEST_ID and _SANE_ID.fullmatch(value):
+            return bytes(value)
+    return fresh_id()
+
+
+def request_id_headers(scope: Scope) -> tuple[bytes, ...]:
+    """Return the names of the headers that tell a client the id of its request."""
+    return (REQUEST_ID, ANTHROPIC_REQUEST_ID) if speaks_anthropic(scope) else (REQUEST_ID,)
+
+
+def fresh_id() -> bytes:
+    """Create a random request id."""
+    return b"req_" + secrets.token_hex(16).encode()

@@ -4,13 +4,12 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.frontend.api.request_scope import REQUEST_ID_KEY
+from tandem.frontend.api.request_scope import REQUEST_ID_KEY, choose_request_id, request_id_headers
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.request.extra_fields import ignored_label
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER, IGNORED_KEY, IgnoredFields
 from tandem.frontend.server.paths import is_health_check, route_label
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
-from tandem.frontend.server.request_ids import choose_request_id, request_id_headers
 
 logger = logging.getLogger(__name__)
 

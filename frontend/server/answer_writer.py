@@ -28,7 +28,7 @@ class AnswerWriter:
     The headers have been sent and the end has not; ASGI sends both.
     """
 
-    __slots__ = ("_cycle", "_flow", "_resume", "num_written")
+    __slots__ = ("_cycle", "_flow", "_leave", "_resume", "num_written")
 
     def __init__(self, cycle: RequestResponseCycle, flow: FlowControl) -> None:
         self.num_written = 0
@@ -36,6 +36,17 @@ class AnswerWriter:
         self._cycle = cycle
         self._flow = flow
         self._resume: Callable[[], None] | None = None
+        self._leave: Callable[[], None] | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """True once the status has been sent."""
+        return self._cycle.response_started
+
+    @property
+    def has_left(self) -> bool:
+        """True once the client has gone."""
+        return self._cycle.disconnected
 
     @property
     def is_paused(self) -> bool:
@@ -54,6 +65,18 @@ class AnswerWriter:
     def set_resume(self, resume: Callable[[], None] | None) -> None:
         """Call a function when the writer is no longer paused."""
         self._resume = resume
+
+    def set_leave(self, leave: Callable[[], None] | None) -> None:
+        """Call a function when the client goes."""
+        self._leave = leave
+        if leave is not None:
+            self._flow.resume_reading()  # else nobody would notice
+
+    def leave(self) -> None:
+        """Tell that the client has gone."""
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
 
     def resume(self) -> None:
         """Tell that the client has caught up."""

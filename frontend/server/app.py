@@ -29,6 +29,7 @@ from tandem.frontend.api_keys import ApiKeys
 from tandem.frontend.errors import ApiError
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER
 from tandem.frontend.server.access import Access
+from tandem.frontend.server.direct_routes import DirectRoutes, direct_endpoints, internal_error
 from tandem.frontend.server.openapi import document
 from tandem.frontend.server.paths import is_health_check, missing_route
 from tandem.frontend.server.require_key import RequireKey
@@ -60,7 +61,7 @@ def create_app(service: Service) -> ASGIApp:
         app.router.routes.extend(router.routes)
     _install_error_handlers(app)
     _install_openapi(app, routers, service)
-    return _wrap_middleware(app, service)
+    return _wrap_middleware(DirectRoutes(app, direct_endpoints(routers)), service)
 
 
 def _install_openapi(app: FastAPI, routers: Sequence[APIRouter], service: Service) -> None:
@@ -132,6 +133,4 @@ def _install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def server_error(request: Request, error: Exception) -> Response:
-        # The framework logs the traceback; the client gets only the type.
-        message = f"internal error ({type(error).__name__})"
-        return error_answer(request.scope, ApiError(500, message, None, "internal_error"))
+        return internal_error(request.scope, error)

@@ -366,6 +366,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
+            if (writer := self._writer) is not None:
+                writer.leave()
 
     def _linger_with_body(self) -> None:
         self._linger(lingering.UNREAD_BYTES, lingering.UNREAD_SECONDS)

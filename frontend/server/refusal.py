@@ -6,11 +6,10 @@ from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from tandem.frontend.api.error_response import error_answer
-from tandem.frontend.api.request_scope import REQUEST_ID_KEY
+from tandem.frontend.api.request_scope import REQUEST_ID_KEY, fresh_id, request_id_headers
 from tandem.frontend.errors import ApiError
 from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.server.connections import Closed
-from tandem.frontend.server.request_ids import fresh_id, request_id_headers
 from tandem.protocol.errors import ErrorCode
 
 

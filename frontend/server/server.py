@@ -240,6 +240,7 @@ def build_server(config: FrontendConfig, url: str | None = None) -> DrainingServ
         log_level=None,
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         server_header=False,
         timeout_graceful_shutdown=2,
         timeout_keep_alive=config.connections.keep_alive_timeout,  # type: ignore[arg-type]

@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
+from tandem.frontend.api.request_scope import choose_request_id
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.server.paths import route_label
-from tandem.frontend.server.request_ids import choose_request_id
 from tests.frontend.api.test_errors import error_of
 from tests.frontend.conftest import DEADLINE, RunningServer, get, post, until
 
