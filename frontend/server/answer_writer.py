@@ -70,7 +70,7 @@ class AnswerWriter:
         """Call a function when the client goes."""
         self._leave = leave
         if leave is not None:
-            self._flow.resume_reading()  # else nobody would notice
+            self._flow.resume_reading()  # or its going would not be noticed
 
     def leave(self) -> None:
         """Tell that the client has gone."""

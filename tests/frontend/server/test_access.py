@@ -85,3 +85,21 @@ def test_route_labels_are_bounded() -> None:
     assert route_label("/v1/responses/input_tokens") == "/v1/responses/input_tokens"
     assert route_label("/v1/models/a/b") == "/v1/models/{model}"
     assert route_label("/anything") == route_label("/page/x.js") == "other"
+
+
+def test_a_bug_in_a_generating_route_is_a_500_with_its_id(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server.server._service, "ready", lambda: 1 / 0)
+    for path in ("/v1/completions", "/v1/messages"):
+        body = {**BODY, "messages": [{"role": "user", "content": "one"}]} if "messages" in path else BODY
+        response = post(server.url + path, json=body, headers={"x-request-id": "find-me"})
+        assert response.status_code == 500
+        assert response.headers["x-request-id"] == "find-me"
+        assert "internal error (ZeroDivisionError)" in response.text
+        until(lambda path=path: f"POST '{path}' failed, request id find-me" in caplog.text)
+
+
+def test_other_methods_of_a_generating_route_are_not_allowed(server: RunningServer) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        assert get(server.url + path).status_code == 405
