@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import Any, cast
 
 import zmq
 import zmq.asyncio
@@ -24,6 +23,9 @@ from tandem.protocol.sockets import MAX_COMMAND_BYTES, Transport, connect_dealer
 from tandem.protocol.version import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
+
+MESSAGES_PER_TURN = 64
+"""Messages that are read in one turn of the event loop, before other work has its turn."""
 
 
 def encode_command(command: AnyCommand) -> bytes:
@@ -68,13 +70,21 @@ class EngineLink:
         self._dealer: zmq.asyncio.Socket | None = None
         self._monitor: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._socket: zmq.Socket[bytes] | None = None
+        """The socket of `_dealer` without the futures of its own, which cost more than the messages."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_reading = False
+        """True if the event loop is about to read."""
 
     def open(self, endpoint: str, transport: Transport, name: str, now: float) -> None:
         """Connect and send a Hello; its answer arrives through `on_event`."""
         self.opened_at = now
         self._dealer = connect_dealer(self._context, endpoint, transport)
         self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        self._tasks = [asyncio.create_task(run()) for run in (self._receive, self._watch, self._renew)]
+        self._loop = asyncio.get_running_loop()
+        self._socket = zmq.Socket.shadow(self._dealer.underlying)
+        self._loop.add_reader(self._socket.fileno(), self._read)
+        self._tasks = [asyncio.create_task(run()) for run in (self._watch, self._renew)]
         self.send(Hello(PROTOCOL_VERSION, self.epoch, name))
 
     def send(self, command: AnyCommand) -> None:
@@ -86,12 +96,14 @@ class EngineLink:
 
     def send_encoded(self, data: bytes) -> None:
         """Queue a command that `encode_command` has encoded."""
-        if self._dealer is None or self._dealer.closed:
+        if self._socket is None or self._dealer is None or self._dealer.closed:
             return
-        # Without a high-water mark a send cannot be refused; DONTWAIT makes pyzmq send at once.
-        sent = cast("asyncio.Future[Any]", self._dealer.send(data, zmq.DONTWAIT))
-        if sent.done() and (error := sent.exception()) is not None:
+        try:
+            self._socket.send(data, zmq.DONTWAIT)  # without a high-water mark it is never refused
+        except zmq.ZMQError as error:
             self._on_break(f"cannot send to the engine: {error}")
+        else:
+            self._read_soon()
 
     def close(self, polite: bool = False) -> None:
         """Close the connection and drop what is queued on it.
@@ -103,33 +115,54 @@ class EngineLink:
         for task in self._tasks:
             task.cancel()
         if self._dealer is not None and not self._dealer.closed:
+            if self._loop is not None and self._socket is not None:
+                self._loop.remove_reader(self._socket.fileno())
+            self._socket = None
             self._dealer.disable_monitor()
             # A Goodbye gets a moment to be sent; a dead engine must not delay the close for longer.
             self._dealer.close(linger=200 if polite else 0)
         if self._monitor is not None:
             self._monitor.close(linger=0)
 
-    async def _receive(self) -> None:
-        assert self._dealer is not None
-        with contextlib.suppress(asyncio.CancelledError):
-            while not self._dealer.closed:  # an event may have closed this link
-                data = await self._dealer.recv()
-                try:
-                    event = decode_event(data)
-                    if isinstance(event, StepOutput):
-                        self._streams.deliver(event)
-                    elif isinstance(event, Closed):
-                        self._on_break(event.message)
-                        return
-                    else:
-                        self._on_event(event)
-                except ProtocolError as error:
-                    self._on_break(f"the engine sent an unreadable message: {error}")
-                    return
-                except Exception:  # a bug here must end the streams, not leave them waiting forever
-                    logger.exception("an event of the engine could not be handled")
-                    self._on_break("an event of the engine could not be handled")
-                    return
+    def _read(self) -> None:
+        """Handle the messages that have arrived.
+
+        If there are many, some of them have to wait for the next turn of the event loop.
+        """
+        self._is_reading = False
+        for _ in range(MESSAGES_PER_TURN):
+            if self._socket is None or self._socket.closed:  # an event may have closed this link
+                return
+            try:
+                data = self._socket.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._handle(data)
+        self._read_soon()
+
+    def _read_soon(self) -> None:
+        """Read in the next turn of the event loop.
+
+        The descriptor tells of new messages only once, and a send may be what it told.
+        """
+        if not self._is_reading and self._loop is not None:
+            self._is_reading = True
+            self._loop.call_soon(self._read)
+
+    def _handle(self, data: bytes) -> None:
+        try:
+            event = decode_event(data)
+            if isinstance(event, StepOutput):
+                self._streams.deliver(event)
+            elif isinstance(event, Closed):
+                self._on_break(event.message)
+            else:
+                self._on_event(event)
+        except ProtocolError as error:
+            self._on_break(f"the engine sent an unreadable message: {error}")
+        except Exception:  # a bug here must end the streams, not leave them waiting forever
+            logger.exception("an event of the engine could not be handled")
+            self._on_break("an event of the engine could not be handled")
 
     async def _watch(self) -> None:
         assert self._monitor is not None
