@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.protocol.commands import Hello
+from tandem.protocol.commands import Hello, Renew
 from tandem.protocol.events import Closed, Ready, Refused
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.support.recorded_engine import CLIENT, EPOCH, Bench
