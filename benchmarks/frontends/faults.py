@@ -11,7 +11,7 @@ import psutil
 from msgspec import Struct
 
 from tandem.frontend.cli.bench.distribution import percentile
-from tests.fakes.scripted_engine import DEFAULT_MODEL, POISON_SEED, Script
+from tests.fakes.scripted_engine import DEFAULT_MODEL, POISON_SEED, POISON_TOKENS, Script
 from tests.support.scripted_serving import ScriptedServing
 from tests.support.stream_client import Stream, StreamClient, Summary, answer, completion, summary
 
@@ -294,7 +294,7 @@ def poison(drill: Drill) -> Outcome:
     """Send a request that kills the engine."""
     before = drill.serving.engine_metric("tandem_engine_restarts_total")
     poisonous: list[Stream] = []
-    body = completion(20, stream=False, seed=POISON_SEED)
+    body = completion(2 * POISON_TOKENS, stream=False, seed=POISON_SEED)
     drill.strike(lambda: poisonous.extend(drill.client.open(body)))
     drill.note_ends(poisonous, "refused")
     drill.counts["its status"] = poisonous[0].status
@@ -311,8 +311,7 @@ def hostile_clients(drill: Drill) -> Outcome:
     live: list[float] = []
     with drill.serving.clients() as hostile:
         drill.strike(lambda: None)
-        for index in range(3000):
-            hostile.connect(Stream(f"idle{index}", b""))
+        hostile.idle(3000)
         hostile.open(completion(ENDLESS), 200, reads=False, receive_buffer=4096)
         leaving = hostile.open(completion(ENDLESS), 2000)
         deadline = time.monotonic() + WAIT_SECONDS

@@ -42,8 +42,9 @@ from tests.fakes.constraint import FakeCompiler
 ROOT = Path(__file__).parents[2]
 DEFAULT_MODEL = ROOT / "engine_core" / "default_model"
 VARIABLE = "TANDEM_SCRIPT"
-POISON_SEED = 666_666
-"""Seed of a request that kills the engine with SIGKILL when its first step is launched."""
+POISON_SEED, POISON_TOKENS = 666_666, 20
+"""Seed of a request that kills the engine with SIGKILL, and the number of its tokens after which it does. A process
+that ends right after its announcement of a request may take it along, as libzmq sends from a thread of its own."""
 MAX_ROWS, PAGE_SIZE, PAGES_PER_ROW = 4096, 16, 128
 """Rows and KV pages of an engine whose flags do not state them."""
 MAX_STEP_TOKENS = 2**20
@@ -100,13 +101,23 @@ class ScriptedRuntime:
         self._words = words
         self._prompt_lens: dict[int, int] = {}
         """Length of the prompt by row."""
+        self._poisoned: set[int] = set()
+        """Rows of requests that kill the engine."""
         self._results: dict[int, StepResult] = {}
+
+    def _die_of(self, plan: StepPlan) -> None:
+        for row in plan.rows:
+            if row.row in self._poisoned and row.end - self._prompt_lens[row.row] >= POISON_TOKENS:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def launch(self, slot: int, plan: StepPlan) -> None:
         for new in plan.admitted:
-            if new.params.seed == POISON_SEED:
-                os.kill(os.getpid(), signal.SIGKILL)
             self._prompt_lens[new.row] = new.prompt_len
+            self._poisoned.discard(new.row)
+            if new.params.seed == POISON_SEED:
+                self._poisoned.add(new.row)
+        if self._poisoned:
+            self._die_of(plan)
         words, lens, period = self._words, self._prompt_lens, len(self._words)
         if plan.is_decode_only:
             tokens = [words[(row.start + 1 - lens[row.row]) % period] for row in plan.rows]

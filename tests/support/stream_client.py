@@ -172,6 +172,14 @@ class StreamClient:
                 self.poll(0.0)
         return opened
 
+    def idle(self, count: int) -> list[Stream]:
+        """Connect as many times, and send nothing."""
+        idle = [Stream(f"{self._prefix}{len(self.streams) + index}", b"") for index in range(count)]
+        self.streams += idle
+        for stream in idle:
+            self.connect(stream)
+        return idle
+
     def connect(self, stream: Stream, receive_buffer: int | None = None) -> None:
         """Connect without waiting; the request follows when the connection stands."""
         sock = stream.sock = socket.socket()
