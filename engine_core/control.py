@@ -16,6 +16,7 @@ from msgspec import structs
 from tandem.engine_core.contracts import Compiler
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.scheduler.inspection import inspect
+from tandem.engine_core.scheduler.pause import PauseSwitch
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
 from tandem.engine_core.stats import count_outcome
@@ -29,7 +30,9 @@ from tandem.protocol.commands import (
     Goodbye,
     Hello,
     Inspect,
+    Pause,
     Renew,
+    Resume,
     SetPolicy,
     Submit,
 )
@@ -77,6 +80,7 @@ class Control:
         self.limits = limits
         self.stats = stats
         self.clock = clock
+        self.pause = PauseSwitch()
         self.clients: dict[bytes, str] = {}
         self._identities: dict[bytes, bytes] = {}
         """The one object used for each identity, whichever message brought it: `Scheduler.commit` compares by `is`."""
@@ -114,13 +118,20 @@ class Control:
             case SetPolicy(call, policy):
                 return self._set_policy(call, policy)
             case Inspect(call):
-                return inspect(self.scheduler, call, self.stats, self.clock())
+                return inspect(self.scheduler, call, self.stats, self.clock(), self.pause.mode, self.pause.refuses_new)
+            case Pause():
+                self._pause(client, command)
+            case Resume(call):
+                logger.info("resumed by %s", self.clients[client])
+                self.pause.end()
+                return Answer(call, True)
         return None
 
     def forget(self, client: bytes) -> bool:
         """End the connection of a frontend; return whether there was one."""
         self._identities.pop(client, None)
         self._overloaded.pop(client, None)
+        self.pause.forget(client)
         return self.clients.pop(client, None) is not None
 
     def _hello(self, client: bytes, hello: Hello) -> Ready | Refused | None:
@@ -150,6 +161,19 @@ class Control:
         self._log.info("policy", "policy %s", policy)
         return Answer(call, True)
 
+    def _pause(self, client: bytes, command: Pause) -> None:
+        """Begin a pause; its mode may end every open request."""
+        logger.info(
+            "paused by %s, mode %s, requests that arrive %s",
+            self.clients[client],
+            command.mode,
+            "are refused" if command.refuse_new else "wait",
+        )
+        self.pause.begin(client, command)
+        if command.mode == "abort":
+            message = "the engine was paused, which ended its open requests (mode abort); try again later"
+            self.scheduler.fail_all(ErrorCode.ENGINE_PAUSED, message)
+
     def _submit(self, client: bytes, submit: Submit) -> Failure | None:
         """Accept a request, or return the failure that ends it at once."""
         if not 0 <= submit.request_id < 2**64:
@@ -160,6 +184,11 @@ class Control:
             template = "frontend %s reused open request id %d; ignored"
             self._log.warning("reused", template, self.clients[client], submit.request_id)
             return None
+        if self.pause.refuses_new:
+            message = "the engine is paused and refuses requests until it is resumed; try again later"
+            refusal = Failure(submit.request_id, ErrorCode.ENGINE_PAUSED, message)
+            count_outcome(self.stats, refusal)
+            return refusal
         group, message = self._overloaded.get(client, (0, ""))
         if submit.group and submit.group == group:
             return Failure(submit.request_id, ErrorCode.OVERLOADED, message)

@@ -125,13 +125,15 @@ class Engine:
             self._sample(waiting_step)
         if self.pipeline.full:
             self._commit_oldest()
-        plan = self._plan()
+        plan = None if self.control.pause.holds_rows else self._plan()
         if plan is not None:
             self._launch(plan)
         elif self.pipeline.in_flight:
             self._commit_oldest()
         if self.scheduler.updates.ended or self.mailbox.has_backlog:
             self._send(self.scheduler.take_updates())
+        if self.control.pause.is_unsettled or self.stats.paused:
+            self._settle_pause()
         self._update_gauges()
         return plan is not None or not idle
 
@@ -168,7 +170,7 @@ class Engine:
         """
         now = self.stages.clock()
         self.scheduler.advance(now)
-        while admitted := self.scheduler.admit_waiting():
+        while self.control.pause.mode is None and (admitted := self.scheduler.admit_waiting()):
             for seq in admitted:
                 if not seq.preemptions:
                     self.stats.queue_time.observe(now - seq.arrival)
@@ -260,6 +262,14 @@ class Engine:
                 self.scheduler.abort_client(client)
         self.stages.mark("send")
 
+    def _settle_pause(self) -> None:
+        """Say whether the engine is paused, and answer those who waited for it."""
+        pause = self.control.pause
+        complete = pause.is_complete(self.pipeline.in_flight, len(self.scheduler.running))
+        self.stats.paused = int(complete)
+        for client, answer in pause.take_answers(complete):
+            self.mailbox.reply(client, answer)
+
     def _update_gauges(self) -> None:
         """Copy the state that metrics show as gauges into the stats, once a tick."""
         scheduler, stats = self.scheduler, self.stats
@@ -280,6 +290,7 @@ class Engine:
         """End every open request; the device is not touched again."""
         self.pipeline.abandon()
         self.scheduler.fail_all(code, message)
+        self.scheduler.abandon()
         self._send(self.scheduler.take_updates())
         self.compiler.close()
         for _ in range(MAX_FINAL_FLUSHES):

@@ -1,6 +1,6 @@
 """Commands: the messages from a frontend to the engine core."""
 
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct
 
@@ -111,4 +111,32 @@ class Renew(Command, frozen=True, array_like=True, tag=7):
     """
 
 
-AnyCommand = Hello | Submit | Abort | Goodbye | EndSession | SetPolicy | Inspect | Renew
+PauseMode = Literal["abort", "wait", "keep"]
+"""What a pause does with open requests: abort ends them; wait computes those that run to their end and keeps the others
+waiting; keep freezes all where they are."""
+PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
+
+
+class Pause(Command, frozen=True, array_like=True, tag=8):
+    """Request to stand still until a `Resume`.
+
+    No further steps are launched; in mode `wait` only no further sequences are admitted. The `Answer` comes once no
+    step is in flight and, in mode `wait`, no sequence runs. It is not ok if a `Resume` came first.
+    """
+
+    call: int
+    mode: PauseMode
+    refuse_new: bool = False
+    """True to refuse requests that arrive before the `Resume`; otherwise they wait for it."""
+
+
+class Resume(Command, frozen=True, array_like=True, tag=9):
+    """End of a pause: everything goes on where it stood.
+
+    Answered by an `Answer`, also without a pause.
+    """
+
+    call: int
+
+
+AnyCommand = Hello | Submit | Abort | Goodbye | EndSession | SetPolicy | Inspect | Renew | Pause | Resume

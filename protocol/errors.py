@@ -22,6 +22,7 @@ class ErrorCode(StrEnum):
     SESSION_BUSY = "session_busy"
     SESSIONS_OFF = "sessions_off"
     SHUTTING_DOWN = "shutting_down"
+    ENGINE_PAUSED = "engine_paused"
     ENGINE_UNAVAILABLE = "engine_unavailable"
     ENGINE_FAILED = "engine_failed"
     MODEL_FAILED = "model_failed"

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from msgspec import Struct, field
 
+from tandem.protocol.commands import PauseMode
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.stats import EngineStats
 
@@ -218,6 +219,10 @@ class Inspection(Event, frozen=True, array_like=True, tag=5):
     sessions: list[InspectedSession]
     omitted: int = 0
     """Number of waiting requests that are not listed."""
+    pause_mode: PauseMode | None = None
+    """Mode of the pause in force, also while it still drains; None without one."""
+    refuses_new: bool = False
+    """True if requests that arrive are refused because of the pause."""
 
 
 class Heartbeat(Event, frozen=True, array_like=True, tag=3):

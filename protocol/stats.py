@@ -142,3 +142,5 @@ class EngineStats(Struct, array_like=True):
     sessions_evicted: Annotated[
         int, _counter("tandem_sessions_evicted", "Sessions ended for lack of memory or of room for more sessions.")
     ] = 0
+    paused: Annotated[int, _gauge("tandem_engine_paused", "1 while the engine is paused by its operators.")] = 0
+    """1 once a `Pause` has drained the pipeline, until the `Resume`."""

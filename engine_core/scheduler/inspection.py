@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
+from tandem.protocol.commands import PauseMode
 from tandem.protocol.events import InspectedSequence, InspectedSession, Inspection, SequenceState
 from tandem.protocol.stats import EngineStats
 
@@ -12,10 +13,18 @@ MAX_LISTED = 256
 """Waiting requests that an inspection lists; the others are only counted."""
 
 
-def inspect(scheduler: Scheduler, call: int, stats: EngineStats, now: float) -> Inspection:
+def inspect(
+    scheduler: Scheduler,
+    call: int,
+    stats: EngineStats,
+    now: float,
+    pause_mode: PauseMode | None = None,
+    refuses_new: bool = False,
+) -> Inspection:
     """Return a snapshot of the scheduler, which stays as it is.
 
-    call: number of the command that is answered; stats: counters of the engine, sent along; now: seconds.
+    call: number of the command that is answered; stats: counters of the engine, sent along; now: seconds; pause_mode,
+    refuses_new: of the pause in force.
     """
     memory = scheduler.memory
     waiting = [*scheduler.waiting, *scheduler.compiling.values()]
@@ -45,6 +54,8 @@ def inspect(scheduler: Scheduler, call: int, stats: EngineStats, now: float) -> 
             for session in memory.sessions.known
         ],
         max(0, len(waiting) - MAX_LISTED),
+        pause_mode,
+        refuses_new,
     )
 
 

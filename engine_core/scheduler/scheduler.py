@@ -317,12 +317,15 @@ class Scheduler:
             self.abort(*key)
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
-        """End every open request in an error and release everything, in flight or not.
+        """End every open request in an error."""
+        for seq in list(self._open.values()):
+            self.end(seq, Failure(seq.request_id, code, message))
+
+    def abandon(self) -> None:
+        """Release every ended sequence, in flight or not.
 
         Only for an engine that will not touch the device again.
         """
-        for seq in list(self._open.values()):
-            self.end(seq, Failure(seq.request_id, code, message))
         for seq in list(self._held.values()):
             seq.inflight = seq.num_inflight_samples = 0
             self._release(seq)

@@ -94,6 +94,7 @@ def _summary(state: dict[str, Any]) -> list[str]:
     busy = sum([session["busy"] for session in state["sessions"]])
     lines = {
         "policy": state["policy"],
+        **({"pause": _pause(state["pause"])} if state["pause"]["mode"] else {}),
         "queue": waiting if queue["waiting"] else "empty",
         "rows": f"{rows['running']} of {rows['total']} in use",
         "pages": f"{pages['used']} of {pages['total']} in use{settling}, {unused} cached and unused, {pages['free']} "
@@ -104,6 +105,12 @@ def _summary(state: dict[str, Any]) -> list[str]:
         "sessions": f"{len(state['sessions'])}, {busy} of them busy, {state['evicted_sessions']} evicted",
     }
     return [f"{name:<13} {text}" for name, text in lines.items()]
+
+
+def _pause(pause: dict[str, Any]) -> str:
+    """Describe the pause in force."""
+    arrivals = "wait" if pause["new_requests"] == "hold" else "are refused"
+    return f"{pause['status']}, mode {pause['mode']}; requests that arrive {arrivals}; POST /admin/resume ends it"
 
 
 def _table(columns: dict[str, str], entries: Sequence[dict[str, Any]]) -> str:

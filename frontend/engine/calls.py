@@ -5,13 +5,13 @@ import itertools
 from collections.abc import Callable
 
 from tandem.frontend.errors import ApiError, unavailable
-from tandem.protocol.commands import EndSession, Inspect, SetPolicy
+from tandem.protocol.commands import EndSession, Inspect, Pause, PauseMode, Resume, SetPolicy
 from tandem.protocol.events import Answer, Inspection
 
 CALL_SECONDS = 10.0
 """Seconds after which a call fails; the engine replies between two steps."""
 
-EngineCall = EndSession | SetPolicy | Inspect
+EngineCall = EndSession | SetPolicy | Inspect | Pause | Resume
 EngineReply = Answer | Inspection
 
 
@@ -45,9 +45,23 @@ class EngineCalls:
         answer = await self._answer(lambda call: SetPolicy(call, policy))
         return "" if answer.ok else answer.message
 
+    async def pause(self, mode: PauseMode, refuse_new: bool) -> str:
+        """Pause the engine; return "" once it is paused, or the reason why it is not.
+
+        In mode `wait` that takes as long as the running requests.
+        """
+        timeout = None if mode == "wait" else self._timeout
+        reply = await self._ask(lambda call: Pause(call, mode, refuse_new), timeout)
+        assert isinstance(reply, Answer), reply
+        return "" if reply.ok else reply.message
+
+    async def resume(self) -> None:
+        """Have the engine go on after a pause, if there is one."""
+        await self._answer(Resume)
+
     async def inspect(self) -> Inspection:
         """Return a snapshot of the scheduler."""
-        reply = await self._ask(Inspect)
+        reply = await self._ask(Inspect, self._timeout)
         assert isinstance(reply, Inspection), reply
         return reply
 
@@ -64,17 +78,17 @@ class EngineCalls:
                 future.set_exception(error)
 
     async def _answer(self, make: Callable[[int], EngineCall]) -> Answer:
-        reply = await self._ask(make)
+        reply = await self._ask(make, self._timeout)
         assert isinstance(reply, Answer), reply
         return reply
 
-    async def _ask(self, make: Callable[[int], EngineCall]) -> EngineReply:
+    async def _ask(self, make: Callable[[int], EngineCall], timeout: float | None) -> EngineReply:
         number = next(self._numbers)
         future = self._open[number] = asyncio.get_running_loop().create_future()
         try:
             self._send(make(number))
-            return await asyncio.wait_for(future, self._timeout)
+            return await asyncio.wait_for(future, timeout)
         except TimeoutError:
-            raise unavailable(f"the engine did not answer within {self._timeout:g} s; try again later") from None
+            raise unavailable(f"the engine did not answer within {timeout:g} s; try again later") from None
         finally:
             del self._open[number]

@@ -147,7 +147,7 @@ class EngineClient:
         A health that is not ready has the reason.
         """
         health = self._watch.health()
-        if not health.ready:
+        if not health.takes_requests:
             return health
         heartbeat = self._watch.heartbeat
         assert heartbeat is not None
@@ -165,7 +165,7 @@ class EngineClient:
         Raises ApiError 503 with the reason while it is not ready.
         """
         health = self.health()
-        if not health.ready or self._link is None or self._link.ready is None:
+        if not health.takes_requests or self._link is None or self._link.ready is None:
             raise self._unavailable(health.reason)
         return self._link.ready
 
@@ -212,7 +212,7 @@ class EngineClient:
         self._held.discard(request)
 
     def _resubmit(self) -> None:
-        if len(self._held) and self.health().ready:
+        if len(self._held) and self.health().takes_requests:
             count = self._held.resubmit(self.num_links, self._clock())
             self._metrics.link.resubmitted.inc(count)
             if count:

@@ -21,12 +21,20 @@ class EngineHealth(Struct, frozen=True):
 
     ready: bool
     status: str
-    """State for programs: ready, waiting, loading, draining, failed, silent or hung; in a frontend also connecting,
-    lost or refused."""
+    """State for programs: ready, paused, waiting, loading, draining, failed, silent or hung; in a frontend also
+    connecting, lost or refused."""
     reason: str = ""
     """Explanation for people; "" when ready."""
     percent: int | None = None
     """Progress of loading or warming up, 0 to 100."""
+
+    @property
+    def takes_requests(self) -> bool:
+        """True if the engine takes requests.
+
+        It is ready, or paused: then they may have to wait.
+        """
+        return self.ready or self.status == "paused"
 
 
 class EngineWatch:
@@ -53,7 +61,7 @@ class EngineWatch:
             return
         previous, self.heartbeat = self.heartbeat, heartbeat
         self._heard_at = now = self._clock()
-        owes_steps = heartbeat.pending > 0 and heartbeat.phase is Phase.READY
+        owes_steps = heartbeat.pending > 0 and heartbeat.phase is Phase.READY and not heartbeat.stats.paused
         stood_still = previous is not None and _position(previous) == _position(heartbeat)
         if not (owes_steps and stood_still):
             self._progress_at = now
@@ -97,6 +105,8 @@ class EngineWatch:
             return EngineHealth(False, "failed", f"the engine failed: {heartbeat.detail or 'no detail given'}")
         if heartbeat.phase is Phase.DRAINING:
             return EngineHealth(False, "draining", "the engine is shutting down")
+        if heartbeat.stats.paused:
+            return EngineHealth(False, "paused", "the engine is paused; POST /admin/resume has it go on")
         if heartbeat.pending and (stuck := self._clock() - self._progress_at) > self.step_timeout:
             reason = f"the engine made no step for {stuck:.0f} s while {heartbeat.pending} requests wait for it"
             return EngineHealth(False, "hung", reason)

@@ -12,7 +12,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.frontend.api.admin import scheduler_router
+from tandem.frontend.api.admin.pause import pause_router
+from tandem.frontend.api.admin.scheduler import scheduler_router
 from tandem.frontend.api.chat_completions.route import chat_router
 from tandem.frontend.api.completions.route import completions_router
 from tandem.frontend.api.error_response import error_answer
@@ -54,7 +55,15 @@ def create_app(service: Service) -> ASGIApp:
         redirect_slashes=False,
     )  # fmt: skip
     generating = (completions_router, chat_router, responses_router, messages_router)
-    others = (stored_responses_router, models_router, tokenize_router, sessions_router, scheduler_router, health_router)
+    others = (
+        stored_responses_router,
+        models_router,
+        tokenize_router,
+        sessions_router,
+        scheduler_router,
+        pause_router,
+        health_router,
+    )
     routers = [*(maker(service) for maker in (*generating, *others)), page_router()]
     for router in routers:
         # As it is: include_router() would build each of its routes again, for a prefix and dependencies it has not.
@@ -72,7 +81,7 @@ def _install_openapi(app: FastAPI, routers: Sequence[APIRouter], service: Servic
     built: dict[str | None, dict[str, Any]] = {}
 
     def openapi() -> dict[str, Any]:
-        own = service.client.ready().model.name if service.client.health().ready else None
+        own = service.client.ready().model.name if service.client.health().takes_requests else None
         if own not in built:
             names = None if own is None or service.names.accepts_any else service.names.listed(own)
             built[own] = document(app, routers, bool(service.config.api_keys), names)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import zmq
 
 from tandem.protocol.codec import decode_command, encode, step_output, unpack_ids
-from tandem.protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, SetPolicy, Submit
+from tandem.protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, Pause, Resume, SetPolicy, Submit
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import (
@@ -53,7 +53,8 @@ class FakeEngine:
     A script shorter than `max_tokens` ends with `end_id` as the stop token. The public attributes may be changed at
     any time: `hold` accepts and yields nothing, `frozen` stops heartbeats and steps with the sockets open, `refusal`
     answers every submit with this failure, `break_after` fails a request after that number of tokens, `cached`
-    returns how much of a prompt was in the cache, `mute` leaves calls without an answer.
+    returns how much of a prompt was in the cache, `mute` leaves calls without an answer, `resumed_early` answers a
+    pause as if a resume had come first.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class FakeEngine:
         self.cached: Callable[[Submit], int] = lambda _: 0
         self.mute = False
         self.policy = "fcfs"
+        self.pause: Pause | None = None
+        self.resumed_early = False
         self.kv_tokens = 65536
         self.sessions: set[str] = set()
         self.end_id = END_ID
@@ -157,7 +160,9 @@ class FakeEngine:
                     self.aborts.extend(command.request_ids)
                     for request_id in command.request_ids:
                         self._running.pop((identity, request_id), None)
-                case EndSession() | SetPolicy() | Inspect() if identity in self._greeted and not self.mute:
+                case EndSession() | SetPolicy() | Inspect() | Pause() | Resume() if (
+                    identity in self._greeted and not self.mute
+                ):
                     self._send(router, identity, self._answer(command))
                 case Goodbye():
                     self.goodbyes += 1
@@ -195,7 +200,7 @@ class FakeEngine:
             identity, submit, tokens, ends, len(submit.prompt_ids) // 4
         )
 
-    def _answer(self, command: EndSession | SetPolicy | Inspect) -> Answer | Inspection:
+    def _answer(self, command: EndSession | SetPolicy | Inspect | Pause | Resume) -> Answer | Inspection:
         match command:
             case EndSession(call, session):
                 known = session in self.sessions
@@ -208,13 +213,22 @@ class FakeEngine:
                 return Answer(call, True)
             case Inspect(call):
                 return self._inspection(call)
+            case Pause(call) if self.resumed_early:
+                return Answer(call, False, "resumed by the fake engine")
+            case Pause(call):
+                self.pause, self.hold, self.stats.paused = command, True, 1
+                return Answer(call, True)
+            case Resume(call):
+                self.pause, self.hold, self.stats.paused = None, False, 0
+                return Answer(call, True)
 
     def _inspection(self, call: int) -> Inspection:
         rows = self._running.values()
         sequences = [running.inspected(row, self.cached(running.submit)) for row, running in enumerate(rows)]
         busy = self._busy()
         sessions = [InspectedSession(name, name in busy, 2, 0.0) for name in sorted(self.sessions)]
-        return Inspection(call, self.policy, self.stats, 4000, 0, sequences, sessions)
+        mode, refuses = (self.pause.mode, self.pause.refuse_new) if self.pause else (None, False)
+        return Inspection(call, self.policy, self.stats, 4000, 0, sequences, sessions, 0, mode, refuses)
 
     def _busy(self) -> set[str]:
         return {running.submit.session for running in self._running.values()} - {""}

@@ -113,7 +113,7 @@ WRONG = [
     ("nothing", b""),
     ("no array", pack({"t": 0})),
     ("no tag", pack([])),
-    ("an unknown tag", pack([9, 1, 2])),
+    ("an unknown tag", pack([99, 1, 2])),
     ("a negative tag", pack([-1])),
     ("a tag of another type", pack(["0", 1, 2, "x"])),
     ("too few fields", pack([0, 1])),

@@ -2,7 +2,19 @@
 
 from hypothesis import strategies as st
 
-from tandem.protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, Renew, SetPolicy, Submit
+from tandem.protocol.commands import (
+    PAUSE_MODES,
+    Abort,
+    EndSession,
+    Goodbye,
+    Hello,
+    Inspect,
+    Pause,
+    Renew,
+    Resume,
+    SetPolicy,
+    Submit,
+)
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import (
     SEQUENCE_STATES,
@@ -74,6 +86,8 @@ COMMANDS = (
     | st.builds(SetPolicy, call=ANY_INT, policy=TEXT)
     | st.builds(Inspect, call=ANY_INT)
     | st.builds(Renew)
+    | st.builds(Pause, call=ANY_INT, mode=st.sampled_from(PAUSE_MODES), refuse_new=st.booleans())
+    | st.builds(Resume, call=ANY_INT)
 )
 
 FACTS = st.builds(
@@ -116,6 +130,7 @@ STATS = st.builds(
     stage_seconds=st.dictionaries(TEXT, REAL, max_size=3),
     queue_time=HISTOGRAM,
     step_rows=HISTOGRAM,
+    paused=ANY_INT,
 )
 EVENTS = (
     st.builds(Ready, protocol_version=ANY_INT, engine_epoch=ANY_INT, model=FACTS, limits=LIMITS)
@@ -165,5 +180,7 @@ EVENTS = (
         ),
         sessions=st.lists(st.builds(InspectedSession, TEXT, st.booleans(), ANY_INT, REAL), max_size=2),
         omitted=ANY_INT,
+        pause_mode=st.none() | st.sampled_from(PAUSE_MODES),
+        refuses_new=st.booleans(),
     )
 )

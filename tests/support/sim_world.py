@@ -16,10 +16,10 @@ from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.stats import new_stats
-from tandem.protocol.commands import Abort, EndSession, Hello, Inspect, SetPolicy
+from tandem.protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, Pause, PauseMode, Resume, SetPolicy
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import Failure, Limits, ModelFacts
+from tandem.protocol.events import NO_LIMIT, Failure, Limits, ModelFacts
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
 from tests.fakes.constraint import FakeCompiler
@@ -30,6 +30,7 @@ from tests.support.kv_pool import end_sessions, occupy
 from tests.support.sim_traffic import CLIENTS, LONGEST, Shape, Traffic
 
 EPOCH = 77
+OPERATOR = b"operator"
 
 
 class FaultyRuntime(FakeRuntime):
@@ -79,12 +80,16 @@ class World:
 
     def __init__(self, seed: int, shape: Shape) -> None:
         self.rng = rng = random.Random(seed)
+        self.operators = random.Random(f"operators of {seed}")
         self.shape = shape
         self.clock = FakeClock()
         self._build()
         self.requests = Traffic(rng, shape).requests(rng.randint(1, shape.requests))
         self.arrivals = list(self.requests)
         self.aborted: set[tuple[bytes, int]] = set()
+        self.forgotten: set[bytes] = set()
+        """Frontends whose connection ended at some time, other than by vanishing."""
+        self.pauses = 0
         self.ticks = self.launches = self.overlaps = self.forced = 0
         self.mailbox.on_drain = self._before_tick
         self.mailbox.on_flush = self.check
@@ -124,7 +129,14 @@ class World:
         self.compiler = FakeCompiler(lambda: rng.choice([0, 0, 1, 5, 40]))
         self.mailbox = FakeMailbox()
         facts = ModelFacts("fake", VOCAB, LONGEST, [END], "", "cpu", "float32", 0)
-        wire_limits = Limits(max_rows, 0, page_size, step_tokens, 100)
+        self.operated = not shape.calm and self.operators.random() < 0.5
+        """Whether operators limit the load, pause the engine and end connections."""
+        load = (
+            (self.operators.randint(1, 8), self.operators.randint(1, 3 * LONGEST))
+            if self.operated
+            else (NO_LIMIT, NO_LIMIT)
+        )
+        wire_limits = Limits(max_rows, 0, page_size, step_tokens, 100, *load)
         self.engine = Engine.assemble(
             self.scheduler,
             self.runtime,
@@ -172,8 +184,13 @@ class World:
             assert (seq.client, seq.request_id) in self.mailbox.announced, f"launched before its start was sent: {seq}"
 
     def _check_sleep(self) -> None:
-        """Check that a loop that falls asleep has nothing to do: every open request waits for a grammar."""
+        """Check that a loop that falls asleep has nothing to do: every open request waits for a grammar, or is held."""
         assert not self.pipeline.in_flight
+        pause = self.engine.control.pause
+        if pause.mode is not None:
+            assert self.engine.stats.paused
+            assert pause.holds_rows or not self.scheduler.running
+            return
         assert self.scheduler.num_open == len(self.scheduler.compiling), (
             f"asleep: {list(self.scheduler.waiting)} {self.scheduler.running} {self.allocator} {self.memory.tree}"
         )
@@ -189,8 +206,39 @@ class World:
             self.mailbox.inbox.append((victim.client, Abort([victim.request_id, 10_000])))
         if rng.random() < 0.01:
             self.mailbox.gone.add(rng.choice(CLIENTS))
+        if self.operated:
+            self._operate()
         if rng.random() < 0.05:
             self._manage()
+
+    def _operate(self) -> None:
+        """End connections, and pause the engine for a while."""
+        rng = self.operators
+        if rng.random() < 0.01:
+            self._part(rng.choice(CLIENTS))
+        if self.engine.control.pause.mode is None and rng.random() < 0.03:
+            self.pauses += 1
+            mode: PauseMode = rng.choice(("keep", "keep", "wait", "abort"))
+            self.mailbox.inbox.append((self._operator(), Pause(4, mode, rng.random() < 0.3)))
+        elif self.engine.control.pause.mode is not None and rng.random() < 0.2:
+            self.mailbox.inbox.append((self._operator(), Resume(5)))
+
+    def _part(self, client: bytes) -> None:
+        """End the connection of a frontend as a Goodbye or its lease does; sometimes it says Hello again."""
+        self.forgotten.add(client)
+        if self.operators.random() < 0.5:
+            self.mailbox.inbox.append((client, Goodbye()))
+        elif self.engine.control.forget(client):
+            self.scheduler.abort_client(client)
+        if self.operators.random() < 0.5:
+            self.mailbox.inbox.append((client, Hello(PROTOCOL_VERSION, EPOCH, client.decode())))
+
+    def _operator(self) -> bytes:
+        """Return a frontend that the engine listens to."""
+        if not self.engine.control.clients:
+            self.mailbox.inbox.append((OPERATOR, Hello(PROTOCOL_VERSION, EPOCH, "operator")))
+            return OPERATOR
+        return self.operators.choice(sorted(self.engine.control.clients))
 
     def happened(self) -> dict[str, int]:
         """Return how often each event happened."""
@@ -199,6 +247,8 @@ class World:
         talks = {request.key for request in self.requests if request.session}
         hits = {key for key, cached in self.mailbox.cached.items() if cached}
         return {
+            "pauses": self.pauses,
+            "overloaded": len([o for o in outcomes if isinstance(o, Failure) and o.code is ErrorCode.OVERLOADED]),
             "hit": self.memory.num_hit_tokens,
             "evicted": self.memory.usage.num_evicted,
             "cache hits reported": len(hits),
@@ -231,6 +281,10 @@ class World:
                 assert readers.setdefault(page, seq.cache.namespace) == seq.cache.namespace, (
                     f"page {page} is read under two namespaces"
                 )
+        accepted = [*self.scheduler.waiting, *self.scheduler.compiling.values(), *self.scheduler.held]
+        unanswered = [seq.prompt_len for seq in accepted if seq.outcome is None and not seq.generated]
+        assert self.scheduler.queued.num_tokens == sum(unanswered)
+        assert self.scheduler.num_open <= self.engine.control.limits.max_concurrent
         assert not holders, f"steps hold sequences whose leases are closed: {holders}"
         assert self.scheduler.audit() == []
 

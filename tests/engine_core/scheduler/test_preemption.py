@@ -114,6 +114,7 @@ def test_preempted_sequence_may_end_before_it_is_queued_again(ending: str) -> No
         scheduler.abort(b"c", 2)
     if ending == "fail_all":
         scheduler.fail_all(ErrorCode.SHUTTING_DOWN, "x")
+        scheduler.abandon()
         assert isinstance(newer.outcome, Failure)
     else:
         commit(scheduler, plans[1], [22, END])

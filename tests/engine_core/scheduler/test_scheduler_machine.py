@@ -178,6 +178,7 @@ class Traffic(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "scheduler"):
             self.scheduler.fail_all(ErrorCode.SHUTTING_DOWN, "x")
+            self.scheduler.abandon()
             end_sessions(self.scheduler.memory)
             assert self.scheduler.audit() == []
             assert self.scheduler.memory.usage.in_use == 0

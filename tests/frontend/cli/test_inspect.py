@@ -13,6 +13,7 @@ from tests.frontend.conftest import RunningServer, open_stream
 
 IDLE: dict[str, Any] = {
     "policy": "fcfs",
+    "pause": {"is_paused": False, "status": "running", "mode": None, "new_requests": None},
     "queue": {"waiting": 0, "oldest_wait": 0.0, "unlisted": 0},
     "rows": {"running": 0, "total": 64},
     "pages": {"used": 0, "free": 4096, "settling": 0, "total": 4096, "page_size": 16},
@@ -46,6 +47,14 @@ BUSY = {
         {"session_id": "x" * 50, "busy": False, "pages": 20, "idle": 30.06},
     ],
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(("new_requests", "words"), [("hold", "wait"), ("refuse", "are refused")])
+def test_render_shows_a_pause(new_requests: str, words: str) -> None:
+    pause = {"is_paused": True, "status": "paused", "mode": "keep", "new_requests": new_requests}
+    assert render({**IDLE, "pause": pause}).splitlines()[1] == (
+        f"pause         paused, mode keep; requests that arrive {words}; POST /admin/resume ends it"
+    )
 
 
 def test_render_shows_an_idle_scheduler() -> None:

@@ -70,6 +70,22 @@ def test_health_without_a_step_while_requests_are_pending_is_hung() -> None:
     assert engine.at(100.0).health().ready
 
 
+def test_paused_engine_is_neither_ready_nor_hung() -> None:
+    engine = Engine()
+    for now in range(0, 200, 2):
+        sent = heartbeat(pending=3, steps=7)
+        sent.stats.paused = 1
+        engine.sends(sent, float(now))
+    health = engine.at(199.0).health()
+    assert (health.ready, health.takes_requests, health.status) == (False, True, "paused")
+    assert engine.watch.should_restart() == ""
+    engine.sends(heartbeat(pending=3, steps=7), 200.0)
+    assert engine.at(204.0).health().ready, "the time of the pause does not count as a step's"
+    for now in range(205, 270, 2):
+        engine.sends(heartbeat(pending=3, steps=7), float(now))
+    assert engine.at(270.0).health().status == "hung"
+
+
 def test_idle_and_warming_engines_are_never_hung() -> None:
     idle, warming = Engine(), Engine()
     for second in range(200):

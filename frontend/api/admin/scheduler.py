@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from tandem.frontend.api.admin.pause import PAUSE, pause_body
 from tandem.frontend.api.openapi import error_response, json_response, takes
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import unsupported
@@ -25,6 +26,7 @@ def inspection_body(inspection: Inspection, limits: Limits) -> dict[str, Any]:
     stats = inspection.stats
     return {
         "policy": inspection.policy,
+        "pause": pause_body(inspection),
         "queue": {
             "waiting": stats.waiting,
             "oldest_wait": round(stats.oldest_wait, 3),
@@ -113,6 +115,7 @@ _SESSION = closed({"session_id": STRING, "busy": _FLAG, "pages": _COUNT, "idle":
 INSPECTION = closed(
     {
         "policy": {"enum": [*POLICIES]},
+        "pause": PAUSE,
         "queue": closed({"waiting": _COUNT, "oldest_wait": _NUMBER, "unlisted": _COUNT}),
         "rows": closed({"running": _COUNT, "total": _COUNT}),
         "pages": closed(

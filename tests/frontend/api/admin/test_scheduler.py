@@ -6,7 +6,7 @@ import jsonschema
 import pytest
 from msgspec import structs
 
-from tandem.frontend.api.admin import INSPECTION, inspection_body
+from tandem.frontend.api.admin.scheduler import INSPECTION, inspection_body
 from tandem.frontend.config import FrontendConfig
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.events import (
@@ -41,6 +41,7 @@ def test_inspection_is_converted_to_json() -> None:
     jsonschema.validate(found, INSPECTION)
     assert found == {
         "policy": "fcfs",
+        "pause": {"is_paused": False, "status": "running", "mode": None, "new_requests": None},
         "queue": {"waiting": 3, "oldest_wait": 1.235, "unlisted": 2},
         "rows": {"running": 1, "total": 8},
         "pages": {"used": 5, "free": 4, "settling": 1, "total": 9, "page_size": 16},

@@ -1,0 +1,107 @@
+"""`/admin/pause` and `/admin/resume` over a real socket, in front of a fake engine."""
+
+from typing import Any
+
+import jsonschema
+import pytest
+from msgspec import structs
+
+from tandem.frontend.api.admin.pause import pause_body
+from tandem.frontend.config import FrontendConfig
+from tandem.protocol.commands import PAUSE_MODES, Pause, PauseMode
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.events import Inspection
+from tandem.protocol.stats import EngineStats
+from tests.fakes.engine import FakeEngine
+from tests.frontend.api.test_errors import error_of
+from tests.frontend.conftest import RunningServer, get, open_stream, post, until
+from tests.frontend.server.test_openapi import answer_schema, described
+
+PAUSE, RESUME = "/admin/pause", "/admin/resume"
+RUNNING = {"is_paused": False, "status": "running", "mode": None, "new_requests": None}
+
+
+@pytest.mark.parametrize(
+    ("mode", "refuses", "gauge", "body"),
+    [
+        (None, False, 0, RUNNING),
+        ("keep", False, 0, {"is_paused": False, "status": "pausing", "mode": "keep", "new_requests": "hold"}),
+        ("wait", True, 1, {"is_paused": True, "status": "paused", "mode": "wait", "new_requests": "refuse"}),
+    ],
+)
+def test_state_of_an_inspection_is_converted_to_json(
+    mode: PauseMode | None, refuses: bool, gauge: int, body: dict[str, Any]
+) -> None:
+    stats = EngineStats(paused=gauge)
+    assert pause_body(Inspection(1, "fcfs", stats, 0, 0, [], [], 0, mode, refuses)) == body
+
+
+@pytest.mark.parametrize("mode", PAUSE_MODES)
+def test_pause_and_resume_are_passed_to_the_engine(server: RunningServer, engine: FakeEngine, mode: PauseMode) -> None:
+    document = described(server)
+    response = post(f"{server.url}{PAUSE}?mode={mode}&new_requests=refuse")
+    expected = {"is_paused": True, "status": "paused", "mode": mode, "new_requests": "refuse"}
+    assert (response.status_code, response.json()) == (200, expected)
+    assert engine.pause is not None and (engine.pause.mode, engine.pause.refuse_new) == (mode, True)
+    assert get(server.url + PAUSE).json() == expected
+    for method in ("get", "post"):
+        jsonschema.validate(expected, answer_schema(document, PAUSE, method, 200))
+    response = post(server.url + RESUME)
+    assert (response.status_code, response.json()) == (200, RUNNING)
+    assert engine.pause is None
+    assert get(server.url + PAUSE).json() == RUNNING
+
+
+def test_pause_without_parameters_is_that_of_vllm(server: RunningServer, engine: FakeEngine) -> None:
+    assert post(server.url + PAUSE).json()["mode"] == "abort"
+    assert isinstance(engine.pause, Pause) and not engine.pause.refuse_new
+
+
+@pytest.mark.parametrize(
+    ("query", "param"), [("mode=freeze", "mode"), ("mode=", "mode"), ("new_requests=drop", "new_requests")]
+)
+def test_other_words_are_400(server: RunningServer, engine: FakeEngine, query: str, param: str) -> None:
+    response = post(f"{server.url}{PAUSE}?{query}")
+    assert (response.status_code, error_of(response)["param"]) == (400, param)
+    assert engine.pause is None
+
+
+def test_pause_that_a_resume_overtakes_is_409(server: RunningServer, engine: FakeEngine) -> None:
+    engine.resumed_early = True
+    response = post(f"{server.url}{PAUSE}?mode=wait")
+    assert (response.status_code, error_of(response)["code"]) == (409, "engine_resumed")
+
+
+def test_paused_server_is_not_ready_says_why_and_takes_requests_that_wait(
+    server: RunningServer, engine: FakeEngine
+) -> None:
+    post(f"{server.url}{PAUSE}?mode=keep")
+    until(lambda: get(server.url + "/health/ready").status_code == 503, "the pause in the heartbeat")
+    body = get(server.url + "/health/ready").json()
+    assert body == {"status": "paused", "reason": "the engine is paused; POST /admin/resume has it go on"}
+    asked = {"model": "fake-model", "prompt": "abc", "max_tokens": 3, "stream": True}
+    with open_stream("POST", server.url + "/v1/completions", json=asked) as stream:
+        until(lambda: engine.num_running == 1, "the request in the engine")
+        post(server.url + RESUME)
+        assert b"[DONE]" in stream.read()
+    until(lambda: get(server.url + "/health/ready").status_code == 200, "the resume in the heartbeat")
+
+
+def test_request_that_a_paused_engine_refuses_is_503_with_retry_after(
+    server: RunningServer, engine: FakeEngine
+) -> None:
+    engine.refusal = ErrorCode.ENGINE_PAUSED
+    response = post(server.url + "/v1/completions", json={"model": "fake-model", "prompt": "x"})
+    assert (response.status_code, error_of(response)["code"]) == (503, "engine_paused")
+    assert int(response.headers["retry-after"]) >= 1
+
+
+def test_pause_routes_need_the_api_key(engine: FakeEngine, config: FrontendConfig) -> None:
+    engine.start()
+    running = RunningServer(structs.replace(config, api_keys=("key",))).start().ready()
+    try:
+        assert [get(running.url + PAUSE).status_code, post(running.url + PAUSE).status_code] == [401, 401]
+        assert post(running.url + RESUME).status_code == 401
+        assert engine.pause is None
+    finally:
+        running.stop()
