@@ -12,6 +12,8 @@ from msgspec import Struct
 
 MAX_CONNECTIONS = 16384
 """Largest number of connections of one process where neither a flag nor the limit of open files says less."""
+_BACKLOG = 2048
+"""Connections that may wait to be accepted."""
 RESERVED_FILES = 128
 """Descriptors that are left for everything but connections: logs, the link to the engine, grammar processes."""
 
@@ -48,12 +50,41 @@ def listen(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         if isinstance(error, socket.gaierror) or error.errno is None:
             raise
         # Python adds the address to the reason; messages name it in their own words.
         raise OSError(error.errno, os.strerror(error.errno)) from None
+
+
+def listen_shared(host: str, port: int, count: int) -> list[socket.socket]:
+    """Open `count` listening sockets on one address.
+
+    The kernel spreads connections among them. Raises OSError if the address is in use, also by sockets that would share
+    it: the first is bound and listens as the only one before it lets the others in, so that of two servers started by
+    mistake, one is refused.
+    """
+    sockets = [listen(host, port)]
+    try:
+        if count > 1:
+            sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        address = sockets[0].getsockname()
+        for _ in range(count - 1):
+            sock = socket.socket(sockets[0].family)
+            sockets.append(sock)
+            # Without SO_REUSEADDR, connections of a server that was killed would keep the address.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if sock.family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(address)
+            sock.listen(_BACKLOG)
+    except OSError:
+        for sock in sockets:
+            sock.close()
+        raise
+    return sockets
 
 
 def url_of(sock: socket.socket, scheme: str = "http") -> str:

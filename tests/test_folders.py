@@ -52,7 +52,7 @@ LEVELS = {
 }
 """Rooms (the folders and the loose modules of a package), from the ground up. One imports only from lower levels."""
 MAX_ROOMS = {"frontend": 26, "engine_core": 25}
-MAX_ARROWS = {"frontend": 79}
+MAX_ARROWS = {"frontend": 80}
 """Pairs of rooms of which the first imports the second."""
 
 Arrows = dict[tuple[str, str], set[str]]

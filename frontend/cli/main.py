@@ -25,6 +25,7 @@ from tandem.frontend.cli.parsing.command_help import COMMANDS, TANDEM
 from tandem.frontend.cli.parsing.parser import CommandParser
 from tandem.frontend.config import (
     FRONTEND_FLAGS,
+    FrontendConfig,
     add_child_arguments,
     add_http_arguments,
     add_watch_arguments,
@@ -110,6 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_child_arguments(frontend)
     add_http_arguments(frontend)
     add_watch_arguments(frontend)
+    add_flags(frontend, OPS_FLAGS)
     add_transport_arguments(frontend, endpoint_required=True)
 
     _add_client_commands(commands)
@@ -202,14 +204,14 @@ def _refuse(reason: str) -> int:
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    return _supervise(arguments, with_frontend=True)
+    return _supervise(arguments, with_frontends=True)
 
 
 def run_engine(arguments: argparse.Namespace) -> int:
-    return _supervise(arguments, with_frontend=False)
+    return _supervise(arguments, with_frontends=False)
 
 
-def _supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
+def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
     from tandem.frontend.supervisor.launch import check_engine_installed, checked_engine_options, supervise
     from tandem.frontend.supervisor.model import LaunchError, find_model
 
@@ -219,33 +221,42 @@ def _supervise(arguments: argparse.Namespace, with_frontend: bool) -> int:
         # Here an interrupt ends the download at once; within the loop it would wait for it.
         with raised_sigterm():
             model = find_model(arguments.model, hub_options(arguments))
-        return asyncio.run(supervise(arguments, options, model, with_frontend))
+        return asyncio.run(supervise(arguments, options, model, with_frontends))
     except LaunchError as error:
         return _refuse(str(error))
 
 
 def run_frontend(arguments: argparse.Namespace) -> int:
-    from tandem.frontend.chat.chat_template import ChatTemplateError
-    from tandem.frontend.generation.tokenizer import TokenizerError
-    from tandem.frontend.server.server import serve
-    from tandem.frontend.store.store import StoreError
+    """Run frontends under a supervisor.
+
+    With the sockets of a supervisor, run one frontend itself.
+    """
     from tandem.frontend.supervisor.model import LaunchError, find_model
 
     try:
         config = frontend_config(arguments)
         with raised_sigterm():
             model = find_model(arguments.model_dir, hub_options(arguments), with_weights=False)
-        config = structs.replace(config, model_dir=model.folder)
+        if not config.listener_fds:
+            from tandem.frontend.supervisor.launch import supervise_frontends
+
+            config.transport.warn(config.endpoint)
+            return asyncio.run(supervise_frontends(arguments, model))
     except (ValueError, LaunchError) as error:
         return _refuse(str(error))
-    if not config.listener_fds:  # the engine of a supervisor says it for its frontend too
-        config.transport.warn(config.endpoint)
+    return _serve(structs.replace(config, model_dir=model.folder))
+
+
+def _serve(config: FrontendConfig) -> int:
+    from tandem.frontend.chat.chat_template import ChatTemplateError
+    from tandem.frontend.generation.tokenizer import TokenizerError
+    from tandem.frontend.server.server import serve
+    from tandem.frontend.store.store import StoreError
+
     try:
         serve(config)
     except (TokenizerError, ChatTemplateError, StoreError) as error:
         return _refuse(str(error))
-    except OSError as error:
-        return _refuse(f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror or error}")
     return ExitCode.OK
 
 

@@ -10,9 +10,6 @@ from msgspec import Struct
 
 from tandem.protocol.events import Heartbeat, Phase
 
-SILENCE_FACTOR = 3
-"""Multiple of the heartbeat timeout after which a silent engine is not only unready but restarted."""
-
 _PREPARING = (Phase.STARTING, Phase.LOADING, Phase.WARMING)
 
 
@@ -112,21 +109,20 @@ class EngineWatch:
             return EngineHealth(False, "hung", reason)
         return EngineHealth(True, "ready")
 
-    def should_restart(self) -> str:
+    def should_restart(self, hang_timeout: float) -> str:
         """Return the reason to kill the process and start it again; "" for none.
 
-        There is none while the engine may recover. A loading engine may be silent for longer, because code
-        that loads can hold the interpreter and with it the heartbeat. A process without any heartbeat yet is left
-        alone: it may be reading its programs from a slow disk.
+        One that was silent for `hang_timeout` seconds does not recover. A loading engine may be silent for longer,
+        because code that loads can hold the interpreter and with it the heartbeat. A process without any heartbeat yet
+        is left alone: it may be reading its programs from a slow disk.
         """
         heartbeat, health = self.heartbeat, self.health()
         if heartbeat is None:
             return ""
-        patience = SILENCE_FACTOR * self.beat_timeout
-        if heartbeat.phase in _PREPARING:
-            patience = max(patience, self.step_timeout)
-        given_up = health.status == "hung" or self.silence() > patience
-        return health.reason if given_up else ""
+        patience = max(hang_timeout, self.step_timeout) if heartbeat.phase in _PREPARING else hang_timeout
+        if self.silence() > patience:
+            return f"no heartbeat from the engine for {self.silence():.1f} s"
+        return health.reason if health.status == "hung" else ""
 
 
 def _position(heartbeat: Heartbeat) -> tuple[int, int, int]:

@@ -8,22 +8,33 @@ import errno
 import importlib.util
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
 from tandem.frontend.api_keys import api_keys, key_environment
-from tandem.frontend.config import check_security, http_argv
+from tandem.frontend.config import check_security, child_argv, http_argv
+from tandem.frontend.control_channel import FromFrontend
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.metrics import EngineCollector
-from tandem.frontend.listening import listen
+from tandem.frontend.listening import listen, listen_shared, url_of
 from tandem.frontend.process import ManagedProcess
 from tandem.frontend.run_directory import run_directory
+from tandem.frontend.supervisor.announcement import Announcement
+from tandem.frontend.supervisor.frontends.frontend_child import FrontendChild
+from tandem.frontend.supervisor.frontends.frontends import Frontends
+from tandem.frontend.supervisor.frontends.on_time_clock import OnTimeClock
 from tandem.frontend.supervisor.model import LaunchError, ModelFolder
-from tandem.frontend.supervisor.ops import ops_server
-from tandem.frontend.supervisor.supervisor import Supervisor
+from tandem.frontend.supervisor.ops import FrontendCollector, ops_server
+from tandem.frontend.supervisor.restart_policy import RestartPolicy
+from tandem.frontend.supervisor.status_log import StatusLog
+from tandem.frontend.supervisor.supervised_engine import SupervisedEngine
+from tandem.frontend.supervisor.supervisor import StopTimes, Supervisor
+from tandem.frontend.supervisor.usable_cores import default_frontends, usable_cores
 from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
 from tandem.protocol.model_folder import max_positions
 from tandem.protocol.sockets import Transport
@@ -34,6 +45,20 @@ _OPS_PORTS = 100
 """Number of ports that are tried from the default ops port on."""
 MAX_IPC_PATH = 100
 """Longest path of a socket, in bytes including the suffix `.beat`, that every system accepts."""
+
+
+HANDOVER_SECONDS = 3.0
+"""Seconds for which an address that is in use is waited for."""
+_HANDOVER_POLL_SECONDS = 0.1
+
+T = TypeVar("T")
+
+
+class AddressInUseError(LaunchError):
+    """A port or an endpoint is in use.
+
+    The processes of a supervisor that was just killed may still have it.
+    """
 
 
 def check_engine_installed() -> None:
@@ -78,13 +103,27 @@ def _transport(arguments: argparse.Namespace, endpoint: str) -> Transport:
     return settings
 
 
-def _listen(host: str, port: int, flag: str) -> socket.socket:
+def _listen(host: str, port: int, flag: str, count: int = 1) -> list[socket.socket]:
     try:
-        return listen(host, port)
+        return listen_shared(host, port, count)
     except OSError as error:
         other = f"{flag.removesuffix('port')}host" if error.errno == errno.EADDRNOTAVAIL else flag
         reason = error.strerror or error
-        raise LaunchError(f"cannot listen on {host}:{port} ({reason}); choose another {other}") from None
+        kind = AddressInUseError if error.errno == errno.EADDRINUSE else LaunchError
+        raise kind(f"cannot listen on {host}:{port} ({reason}); choose another {other}") from None
+
+
+def once_free(use: Callable[[], T]) -> T:
+    """Return what `use` returns, which needs an address.
+
+    Try it again for a while if the address is in use: the processes of a supervisor that was killed hold its addresses
+    for a moment longer than it runs.
+    """
+    for _ in range(round(HANDOVER_SECONDS / _HANDOVER_POLL_SECONDS)):
+        with suppress(AddressInUseError):
+            return use()
+        time.sleep(_HANDOVER_POLL_SECONDS)
+    return use()
 
 
 def listen_ops(host: str, port: int | None) -> socket.socket:
@@ -97,7 +136,7 @@ def listen_ops(host: str, port: int | None) -> socket.socket:
             with suppress(OSError):
                 return listen(host, candidate)
         port = DEFAULT_OPS_PORT + _OPS_PORTS - 1
-    return _listen(host, port, "--ops-port")
+    return _listen(host, port, "--ops-port")[0]
 
 
 def check_unused(endpoint: str) -> None:
@@ -110,7 +149,7 @@ def check_unused(endpoint: str) -> None:
     if scheme == "ipc":
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(place) == 0:
-                raise LaunchError(f"another engine serves at {endpoint}; stop it, or choose another --endpoint")
+                raise AddressInUseError(f"another engine serves at {endpoint}; stop it, or choose another --endpoint")
     elif scheme == "tcp":
         host, _, port = place.rpartition(":")
         # The heartbeat has the next port.
@@ -119,7 +158,7 @@ def check_unused(endpoint: str) -> None:
                 listen(host.strip("[]").replace("*", "0.0.0.0"), number).close()
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:  # the engine reports others
-                    raise LaunchError(
+                    raise AddressInUseError(
                         f"--endpoint {endpoint} needs the ports {port} and {int(port) + 1}, and {number} is in use; "
                         "stop what listens there, or choose another"
                     ) from None
@@ -151,11 +190,11 @@ def checked_engine_options(arguments: argparse.Namespace) -> EngineOptions:
 
 
 async def supervise(
-    arguments: argparse.Namespace, given: EngineOptions, model: ModelFolder, with_frontend: bool
+    arguments: argparse.Namespace, given: EngineOptions, model: ModelFolder, with_frontends: bool
 ) -> int:
     """Run an engine core until a signal and return the exit code.
 
-    `given` has the engine's settings, as the arguments state them. A frontend runs beside it if wanted. Raises
+    `given` has the engine's settings, as the arguments state them. Frontends run beside it if wanted. Raises
     LaunchError before anything is started.
     """
     options = model.options(given)
@@ -166,40 +205,85 @@ async def supervise(
         _check_ipc_length(endpoint)
         settings = _transport(arguments, endpoint)
         if arguments.endpoint is not None:
-            check_unused(endpoint)
+            once_free(lambda: check_unused(endpoint))
         ops_socket = stack.enter_context(listen_ops(arguments.ops_host, arguments.ops_port))
         watch = EngineWatch(arguments.beat_timeout, arguments.step_timeout)
         log_level = ("--log-level", arguments.log_level)
         command = engine_command(endpoint, options, (*log_level, *transport_argv(arguments)))
-        engine = ManagedProcess("engine core", command, on_exit=watch.forget)
-        frontend: ManagedProcess | None = None
-        http_socket: socket.socket | None = None
-        if with_frontend:
-            http_socket = stack.enter_context(_listen(arguments.host, arguments.port, "--port"))
-            frontend = ManagedProcess(
-                "frontend",
-                frontend_command(
-                    arguments, endpoint, model.folder, http_socket.fileno(), arguments.state_dir or private
-                ),
-                pass_fds=[http_socket.fileno()],
-                environment=key_environment(_http_keys(arguments)),
-            )
-        registry = CollectorRegistry()
-        registry.register(EngineCollector(watch, lambda: engine.restarts))
-        supervisor = Supervisor(
-            engine,
-            frontend,
-            http_socket,
-            watch,
-            endpoint,
-            settings,
-            ops_server(watch, registry),
-            ops_socket,
-            arguments.drain_timeout if with_frontend else 0.0,
-            "https" if with_frontend and arguments.tls_cert is not None else "http",
-            model.commit,
+        process = ManagedProcess("engine core", command)
+        engine = SupervisedEngine(
+            process, watch, endpoint, settings, arguments.hang_timeout, RestartPolicy(), StatusLog(watch)
         )
-        return await supervisor.run()
+        frontends: Frontends | None = None
+        listeners: list[socket.socket] = []
+        if with_frontends:
+            listeners = _open_listeners(arguments, stack)
+            frontends = _frontends(arguments, endpoint, model.folder, listeners, private)
+        return await _supervisor(arguments, engine, frontends, listeners, ops_socket, model.commit).run()
+
+
+async def supervise_frontends(arguments: argparse.Namespace, model: ModelFolder) -> int:
+    """Run frontends of an engine elsewhere until a signal and return the exit code.
+
+    Raises LaunchError before anything is started.
+    """
+    with ExitStack() as stack:
+        private = stack.enter_context(run_directory())
+        _transport(arguments, arguments.endpoint)
+        listeners = _open_listeners(arguments, stack)
+        ops_socket = stack.enter_context(listen_ops(arguments.ops_host, arguments.ops_port))
+        frontends = _frontends(arguments, arguments.endpoint, model.folder, listeners, private)
+        return await _supervisor(arguments, None, frontends, listeners, ops_socket, model.commit).run()
+
+
+def _open_listeners(arguments: argparse.Namespace, stack: ExitStack) -> list[socket.socket]:
+    """Open the listening sockets of all frontends until the end of the stack."""
+    count = arguments.frontends or default_frontends(usable_cores())
+    opened = once_free(lambda: _listen(arguments.host, arguments.port, "--port", count))
+    return [stack.enter_context(sock) for sock in opened]
+
+
+def _frontends(
+    arguments: argparse.Namespace, endpoint: str, folder: Path, listeners: Sequence[socket.socket], private: Path
+) -> Frontends:
+    """Build the frontends that serve on these sockets, without starting them."""
+    fds = [sock.fileno() for sock in listeners]
+    environment = key_environment(_http_keys(arguments))
+    state_dir = arguments.state_dir or private
+
+    def command(slot: int, supervisor_fd: int) -> list[str]:
+        return frontend_command(arguments, endpoint, folder, state_dir, child_argv(slot, fds, supervisor_fd))
+
+    def start_child(
+        slot: int, on_message: Callable[[FromFrontend], None], on_exit: Callable[[int], None]
+    ) -> FrontendChild:
+        child = FrontendChild(slot, command, fds, environment, on_message, on_exit)
+        child.start()
+        return child
+
+    return Frontends(len(fds), start_child, arguments.hang_timeout, arguments.drain_timeout, OnTimeClock())
+
+
+def _supervisor(
+    arguments: argparse.Namespace,
+    engine: SupervisedEngine | None,
+    frontends: Frontends | None,
+    listeners: Sequence[socket.socket],
+    ops_socket: socket.socket,
+    commit: str,
+) -> Supervisor:
+    """Build the supervisor of these parts, with its ops port and its announcement."""
+    registry = CollectorRegistry()
+    if engine is not None:
+        registry.register(EngineCollector(engine.watch, lambda: engine.restarts))
+    if frontends is not None:
+        registry.register(FrontendCollector(frontends))
+    times = StopTimes(arguments.shutdown_delay, arguments.drain_timeout) if frontends is not None else StopTimes(0, 0)
+    is_tls = frontends is not None and arguments.tls_cert is not None
+    url = url_of(listeners[0], "https" if is_tls else "http") if listeners else ""
+    announcement = Announcement(engine, frontends, url, url_of(ops_socket), commit)
+    ops = ops_server(engine.watch if engine is not None else None, frontends, registry)
+    return Supervisor(engine, frontends, listeners, times, announcement, ops, ops_socket)
 
 
 def engine_command(endpoint: str, options: EngineOptions, flags: Sequence[str] = ()) -> list[str]:
@@ -211,14 +295,18 @@ def engine_command(endpoint: str, options: EngineOptions, flags: Sequence[str] =
     return [*command, *engine_argv(options), *flags]
 
 
-def frontend_command(arguments: argparse.Namespace, endpoint: str, folder: Path, fd: int, state_dir: Path) -> list[str]:
-    """Return the command line of an HTTP process that serves on an inherited socket.
+def frontend_command(
+    arguments: argparse.Namespace, endpoint: str, folder: Path, state_dir: Path, child_flags: Sequence[str]
+) -> list[str]:
+    """Return the command line of a frontend process.
 
-    All HTTP processes of a service have the same `state_dir`, and with it the same stored responses.
+    `child_flags` are those that only a supervisor gives (`child_argv`). All frontends of a service have the same
+    `state_dir`, and with it the same stored responses.
     """
     return [
         *(sys.executable, "-P", "-m", "tandem.frontend", "--endpoint", endpoint),
-        *("--model-dir", str(folder), "--listener-fds", str(fd), "--state-dir", str(state_dir)),
+        *("--model-dir", str(folder), "--state-dir", str(state_dir)),
+        *child_flags,
         *http_argv(arguments),
         *transport_argv(arguments),
     ]

@@ -1,19 +1,24 @@
-"""HTTP server of the ops port, for the engine's metrics and health.
+"""HTTP server of the ops port, for metrics and health of the processes.
 
-The engine's supervisor serves them, not the engine itself.
+Their supervisor serves them, not the processes themselves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tandem.frontend.engine.health import EngineWatch
+from tandem.frontend.supervisor.frontends.frontends import Frontends
 
 
 class QuietServer(uvicorn.Server):
@@ -24,31 +29,64 @@ class QuietServer(uvicorn.Server):
         yield
 
 
-def ops_app(watch: EngineWatch, registry: CollectorRegistry) -> Starlette:
+class FrontendCollector(Collector):
+    """Prometheus collector of the frontends' processes, a series for each slot."""
+
+    def __init__(self, frontends: Frontends) -> None:
+        self._frontends = frontends
+
+    def collect(self) -> Iterable[Metric]:
+        up = GaugeMetricFamily("tandem_frontend_up", "1 while the frontend of the slot serves.", labels=["slot"])
+        text = "Processes of the slot that were started after the first."
+        restarts = CounterMetricFamily("tandem_frontend_restarts", text, labels=["slot"])
+        for slot in self._frontends.slots:
+            up.add_metric([str(slot.number)], float(slot.is_covered))
+            restarts.add_metric([str(slot.number)], slot.restarts)
+        yield up
+        yield restarts
+
+
+def ops_app(watch: EngineWatch | None, frontends: Frontends | None, registry: CollectorRegistry) -> Starlette:
     """Build the app of `GET /metrics` and `GET /health`."""
 
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def answer_health(_: Request) -> Response:
-        health, heartbeat = watch.health(), watch.heartbeat
+        body = health(watch, frontends)
+        return JSONResponse(body, 200 if body["status"] == "ready" else 503)
+
+    return Starlette(routes=[Route("/metrics", metrics), Route("/health", answer_health)])
+
+
+def health(watch: EngineWatch | None, frontends: Frontends | None) -> dict[str, Any]:
+    """Describe the engine and the frontends, of which there is at least one kind.
+
+    The status is `ready` if all parts are there that answer a request: the engine and one frontend.
+    """
+    body: dict[str, Any] = {"status": "ready", "reason": ""}
+    if watch is not None:
+        found, heartbeat = watch.health(), watch.heartbeat
         body = {
-            "status": health.status,
-            "reason": health.reason,
+            "status": found.status,
+            "reason": found.reason,
             "epoch": heartbeat.engine_epoch if heartbeat else None,
             "phase": heartbeat.phase.value if heartbeat else None,
             "percent": heartbeat.percent if heartbeat else None,
             "seconds_since_last_beat": round(watch.silence(), 3),
         }
-        return JSONResponse(body, 200 if health.ready else 503)
+    if frontends is not None:
+        serving, total = frontends.num_serving, len(frontends.slots)
+        body |= {"frontends": total, "frontends_serving": serving}
+        if body["status"] == "ready" and not serving:
+            body |= {"status": "no_frontend", "reason": f"none of the frontends ({total}) serves"}
+    return body
 
-    return Starlette(routes=[Route("/metrics", metrics), Route("/health", answer_health)])
 
-
-def ops_server(watch: EngineWatch, registry: CollectorRegistry) -> QuietServer:
+def ops_server(watch: EngineWatch | None, frontends: Frontends | None, registry: CollectorRegistry) -> QuietServer:
     """Build the server of the ops port, to be run on a socket of the supervisor."""
     settings = uvicorn.Config(
-        ops_app(watch, registry),
+        ops_app(watch, frontends, registry),
         log_level="warning",
         log_config=None,
         access_log=False,

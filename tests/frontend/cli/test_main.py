@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.frontend.cli.main import build_parser, main
-from tandem.frontend.config import ChatOptions, frontend_config
+from tandem.frontend.config import ChatOptions, child_argv, frontend_config
 from tandem.frontend.listening import listen
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.run_directory import run_directory
@@ -17,6 +17,9 @@ from tandem.protocol.engine_options import engine_options
 from tandem.protocol.transport_options import transport_argv
 from tandem.protocol.version import distribution_version
 from tests.fakes.tokenizer import write_tokenizer
+
+CHILD = child_argv(1, (5, 6), 9)
+"""Flags that a supervisor gives to a frontend process."""
 
 
 def test_version_flag_prints_the_distribution_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +37,10 @@ def test_serve_without_torch_names_the_extra(
     assert "pip install 'tandem-llm[engine]'" in capsys.readouterr().err
 
 
-def test_start_failure_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_start_failure_prints_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "HANDOVER_SECONDS", 0.1)
     with listen("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
         long = "ipc://" + "x" * 120
@@ -62,7 +68,7 @@ def test_start_failure_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFix
             ),
         ):
             assert main(argv) == 2, argv
-            error = capsys.readouterr().err
+            error = capfd.readouterr().err
             assert reason in error
             assert error.count("\n") == 1
 
@@ -112,9 +118,10 @@ def test_supervisor_forwards_its_flags(tmp_path: Path) -> None:
     engine = build_parser().parse_args(["engine", *command[4:]])
     assert engine_options(engine) == engine_options(arguments)
     assert engine_options(engine).max_concurrent == 7, "one flag feeds the engine and its frontends"
-    command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5, tmp_path / "state")
+    command = launch.frontend_command(arguments, "ipc:///e", tmp_path, tmp_path / "state", CHILD)
     config = frontend_config(build_parser().parse_args(["frontend", *command[4:]]))
-    assert (config.endpoint, config.model_dir, config.listener_fds) == ("ipc:///e", tmp_path, (5,))
+    assert (config.endpoint, config.model_dir) == ("ipc:///e", tmp_path)
+    assert (config.listener_fds, config.slot, config.supervisor_fd) == ((5, 6), 1, 9)
     assert (config.max_concurrent, config.drain_timeout, config.step_timeout) == (7, 3.5, 9.0)
 
 
@@ -129,7 +136,7 @@ def test_supervisor_gives_the_engine_one_name_and_the_frontend_all(
     command = launch.engine_command("ipc:///e", engine_options(arguments))
     engine = build_parser().parse_args(["engine", *command[4:]])
     assert engine_options(engine).served_model_name == engine_name
-    command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5, tmp_path / "state")
+    command = launch.frontend_command(arguments, "ipc:///e", tmp_path, tmp_path / "state", CHILD)
     assert frontend_config(build_parser().parse_args(["frontend", *command[4:]])).served_names == tuple(given)
 
 
@@ -146,7 +153,7 @@ def test_supervisor_forwards_limits_and_access_flags(tmp_path: Path) -> None:
     argv += ["--cors-origin", "https://a.example", "--api-key", "secret"]
     argv += ["--store", "off", "--store-size", "7", "--store-size-per-key", "3", "--store-ttl", "60"]
     arguments = build_parser().parse_args(["serve", *argv])
-    command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5, tmp_path / "state")
+    command = launch.frontend_command(arguments, "ipc:///e", tmp_path, tmp_path / "state", CHILD)
     assert "secret" not in " ".join(command)
     config = frontend_config(build_parser().parse_args(["frontend", *command[4:]]))
     assert config.limits == RequestLimits(3, 0, 1, 8)
@@ -187,29 +194,30 @@ def test_supervisor_forwards_chat_flags(tmp_path: Path) -> None:
         ([*argv, "--reasoning-parser", "none"], ChatOptions(9, Path("t.jinja"), "mistral", "none")),
     ):
         arguments = build_parser().parse_args(["serve", *given])
-        command = launch.frontend_command(arguments, "ipc:///e", tmp_path, 5, tmp_path / "state")
+        command = launch.frontend_command(arguments, "ipc:///e", tmp_path, tmp_path / "state", CHILD)
         assert frontend_config(build_parser().parse_args(["frontend", *command[4:]])).chat == expected
 
 
-def test_invalid_chat_template_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_chat_template_prints_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "broken.jinja").write_text("{% if %}")
     argv = ["frontend", "--model-dir", str(tmp_path), "--endpoint", "ipc:///x", "--port", "0", "--chat-template"]
     for name, reason in (("broken.jinja", "line 1"), ("missing.jinja", "cannot be read: No such file or directory\n")):
         assert main([*argv, str(tmp_path / name)]) == 2
-        error = capsys.readouterr().err
+        error = capfd.readouterr().err
         assert reason in error
         assert error.count("\n") == 1
 
 
-def test_unusable_store_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_store_prints_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_tokenizer(tmp_path)
-    argv = ["frontend", "--model-dir", str(tmp_path), "--endpoint", "ipc:///x", "--port", "0", "--state-dir"]
+    argv = ["frontend", "--model-dir", str(tmp_path), "--endpoint", "ipc:///x", "--port", "0"]
+    argv += ["--log-level", "warning", "--state-dir"]
     (tmp_path / "file").touch()
     (tmp_path / "store.sqlite3").write_text("no database " * 100)
     for directory, reason in ((tmp_path / "file", "cannot be opened"), (tmp_path, "move it away")):
         assert main([*argv, str(directory)]) == 2
-        error = capsys.readouterr().err
+        error = capfd.readouterr().err
         assert reason in error
         assert error.count("\n") == 1
 

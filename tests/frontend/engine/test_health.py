@@ -1,5 +1,7 @@
 """Health of an engine judged from its heartbeats, with a clock of the test's own."""
 
+import pytest
+
 from tandem.frontend.engine.health import EngineWatch
 from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.stats import EngineStats
@@ -108,35 +110,35 @@ def test_a_new_epoch_counts_as_progress() -> None:
 def test_should_restart_a_hung_engine() -> None:
     engine = Engine()
     for second in range(61):
-        assert engine.at(float(second)).should_restart() == ""
+        assert engine.at(float(second)).should_restart(8.0) == ""
         engine.sends(heartbeat(pending=2, steps=7), float(second))
-    assert "no step for 61 s while 2 requests" in engine.at(61.0).should_restart()
+    assert "no step for 61 s while 2 requests" in engine.at(61.0).should_restart(8.0)
 
 
-def test_should_restart_a_silent_engine_after_three_timeouts_and_later_while_loading() -> None:
+@pytest.mark.parametrize("hang_timeout", [2.0, 8.0])
+def test_should_restart_an_engine_silent_for_the_hang_timeout_and_later_while_loading(hang_timeout: float) -> None:
     engine, loading = Engine(), Engine()
     engine.sends(heartbeat(), 10.0)
     loading.sends(heartbeat(Phase.LOADING), 10.0)
-    assert engine.at(25.0).health().status == "silent"
-    assert engine.at(25.0).should_restart() == ""
-    assert "no heartbeat" in engine.at(25.1).should_restart()
-    assert loading.at(70.0).should_restart() == ""
-    assert "no heartbeat" in loading.at(70.1).should_restart()
+    assert engine.at(10.0 + hang_timeout).should_restart(hang_timeout) == ""
+    assert "no heartbeat" in engine.at(10.1 + hang_timeout).should_restart(hang_timeout)
+    assert loading.at(70.0).should_restart(hang_timeout) == ""
+    assert "no heartbeat" in loading.at(70.1).should_restart(hang_timeout)
 
 
 def test_should_not_restart_an_engine_that_loads_or_was_never_heard() -> None:
     engine, loading = Engine(), Engine()
-    assert engine.at(1000.0).should_restart() == ""
+    assert engine.at(1000.0).should_restart(8.0) == ""
     for second in range(1000):
         loading.sends(heartbeat(Phase.LOADING, percent=3), float(second))
-    assert loading.at(999.0).should_restart() == ""
+    assert loading.at(999.0).should_restart(8.0) == ""
 
 
 def test_should_not_restart_after_a_delay_of_the_listener() -> None:
     engine = Engine()
     engine.sends(heartbeat(pending=1), 10.0)
     engine.at(100.0).reset_timers()
-    assert engine.at(101.0).should_restart() == ""
+    assert engine.at(101.0).should_restart(8.0) == ""
 
 
 def test_forget_ignores_late_heartbeats_of_the_ended_life() -> None:
@@ -146,6 +148,6 @@ def test_forget_ignores_late_heartbeats_of_the_ended_life() -> None:
     assert engine.at(11.0).health().status == "waiting"
     engine.sends(heartbeat(), 11.0)
     assert engine.watch.heartbeat is None
-    assert engine.at(1000.0).should_restart() == ""
+    assert engine.at(1000.0).should_restart(8.0) == ""
     engine.sends(heartbeat(epoch=2), 12.0)
     assert engine.at(12.0).health().ready

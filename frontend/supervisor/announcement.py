@@ -1,0 +1,124 @@
+"""Lines on stdout that say where a service listens and when it is ready."""
+
+import asyncio
+import http.client
+import json
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from tandem.frontend.supervisor.frontends.frontends import Frontends
+from tandem.frontend.supervisor.supervised_engine import SupervisedEngine
+from tandem.protocol.events import Phase
+
+_POLL_SECONDS = 0.05
+_STRAGGLER_SECONDS = 10.0
+"""Seconds that the announcement waits for the other frontends once one of them is ready."""
+
+
+class Announcement:
+    """Announcement of a service that has an engine, frontends or both."""
+
+    def __init__(
+        self,
+        engine: SupervisedEngine | None,
+        frontends: Frontends | None,
+        http_url: str,
+        ops_url: str,
+        commit: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Connect the parts.
+
+        `http_url` is that of the frontends, if there are any; `commit` that of a model of the hub, or empty.
+        """
+        self._engine = engine
+        self._frontends = frontends
+        self._http_url = http_url
+        self._ops_url = ops_url
+        self._commit = f"commit {commit}, " if commit else ""
+        self._clock = clock
+        self._started = clock()
+
+    async def run(self) -> None:
+        """Print the addresses.
+
+        That of the ops port comes early, that of the service with its model once requests are accepted.
+        """
+        if self._engine is not None:
+            await self._announce_engine(self._engine)
+        elif self._frontends is not None:
+            await self._announce_frontends(self._frontends)
+
+    async def _announce_engine(self, engine: SupervisedEngine) -> None:
+        while (heartbeat := engine.watch.heartbeat) is None or heartbeat.phase in (Phase.STARTING, Phase.FAILED):
+            await asyncio.sleep(_POLL_SECONDS)
+        print(f"engine metrics on {self._ops_url}/metrics, endpoint {engine.endpoint}", flush=True)
+        while not engine.watch.health().ready:
+            await asyncio.sleep(_POLL_SECONDS)
+        uptime = f"{self._clock() - self._started:.1f} s"
+        if self._frontends is None:
+            print(f"the engine is ready ({self._commit}{uptime})", flush=True)
+            return
+        facts = await self._until_ready(self._frontends)
+        count = len(self._frontends.slots)
+        print(
+            f"tandem is ready on {self._http_url} (model {facts.get('model')}, {self._commit}{facts.get('device')}, "
+            f"{facts.get('kv_tokens')} KV tokens, {f'{count} frontends, ' if count > 1 else ''}"
+            f"{self._clock() - self._started:.1f} s)",
+            flush=True,
+        )
+
+    async def _announce_frontends(self, frontends: Frontends) -> None:
+        while not frontends.was_heard:
+            await asyncio.sleep(_POLL_SECONDS)
+        print(f"tandem frontend listens on {self._http_url}", flush=True)
+        print(f"metrics of the frontends on {self._ops_url}/metrics", flush=True)
+        await self._until_ready(frontends)
+        print(f"tandem frontend is ready on {self._http_url}", flush=True)
+
+    async def _until_ready(self, frontends: Frontends) -> dict[str, Any]:
+        """Wait until the frontends are ready.
+
+        Return the facts about the engine that one answers. One that takes much longer than the first is not waited for.
+        """
+        while not frontends.num_serving:
+            await asyncio.sleep(_POLL_SECONDS)
+        until = self._clock() + _STRAGGLER_SECONDS
+        while frontends.num_serving < len(frontends.slots) and self._clock() < until:
+            await asyncio.sleep(_POLL_SECONDS)
+        while (facts := await asyncio.to_thread(_ask, self._http_url, "/health/ready")) is None:
+            await asyncio.sleep(2 * _POLL_SECONDS)
+        return facts
+
+
+def _reachable(host: str) -> str:
+    """Return the address at which this host reaches a listening socket.
+
+    The socket may listen on every address.
+    """
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _ask(url: str, path: str) -> dict[str, Any] | None:
+    """Return the JSON of the frontend's answer to a GET.
+
+    None unless it answers with 200.
+    """
+    parts = urlsplit(url)
+    host = _reachable(parts.hostname or "")
+    connection = http.client.HTTPConnection(host, parts.port, timeout=2)
+    if parts.scheme == "https":
+        # The server is a child of this process on a socket of this process, so its identity needs no proof.
+        connection = http.client.HTTPSConnection(host, parts.port, timeout=2, context=ssl._create_unverified_context())
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        body: dict[str, Any] = json.loads(response.read())
+        return body if response.status == 200 else None
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+    finally:
+        connection.close()

@@ -1,0 +1,103 @@
+"""One process of a frontend, as its messages show it to the supervisor."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from tandem.frontend.control_channel import Accept, Beat, Drain, FromFrontend, ToFrontend
+
+START_SECONDS = 120.0
+"""Seconds that a process may be silent before it has served for the first time."""
+RESPONSIVE_SECONDS = 1.0
+"""Seconds without a beat after which others accept connections in place of a process that may be hanging."""
+EXTRA_STOP_SECONDS = 10.0
+"""Seconds that a process gets in addition to the time of its drain before it is killed."""
+
+
+class Child(Protocol):
+    """A started program with a channel."""
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process; None before it runs and after its end."""
+
+    def send(self, message: ToFrontend) -> None:
+        """Send a message without waiting; drop it if the channel has ended."""
+
+    def kill(self) -> None:
+        """Kill the process."""
+
+
+class FrontendProcess:
+    """State of one process of a slot. `clock` returns seconds."""
+
+    def __init__(self, slot: int, child: Child, clock: Callable[[], float]) -> None:
+        self.slot = slot
+        self.child = child
+        self.beat = Beat("starting")
+        """Newest beat, or what it would say before the first."""
+        self.was_heard = False
+        """True once the process has sent a message."""
+        self.was_ready = False
+        """True once the process has served."""
+        self.is_draining = False
+        """True once it was told to drain."""
+        self.started_at = clock()
+        self._clock = clock
+        self._heard_at = clock()
+        self._accepts: tuple[int, ...] = (slot,)
+        self._killed_for = ""
+        self._end_at: float | None = None
+
+    def hear(self, message: FromFrontend) -> None:
+        """Record a message."""
+        self._heard_at = self._clock()
+        self.was_heard = True
+        if isinstance(message, Beat):
+            self.beat = message
+            self.was_ready |= message.status == "serving"
+        elif not self.is_draining:  # the answer to Leaving
+            self.accept(self._accepts, again=True)
+
+    @property
+    def is_serving(self) -> bool:
+        """True while the process accepts connections, and was heard of lately."""
+        is_heard = self._clock() - self._heard_at <= RESPONSIVE_SECONDS
+        return self.beat.status == "serving" and not self.is_draining and is_heard
+
+    @property
+    def serves_own_slot(self) -> bool:
+        return self.is_serving and self.slot in self.beat.slots
+
+    def accept(self, slots: tuple[int, ...], again: bool = False) -> None:
+        """Tell the process from which slots to accept, if that is new to it or `again`."""
+        if slots != self._accepts or again:
+            self._accepts = slots
+            self.child.send(Accept(slots))
+
+    def drain(self, delay: float, timeout: float) -> None:
+        """Tell the process to drain and end, once; one that has not served yet is killed."""
+        if self.is_draining:
+            return
+        self.is_draining = True
+        if self.was_ready:
+            self._end_at = self._clock() + delay + timeout + EXTRA_STOP_SECONDS
+            self.child.send(Drain(delay, timeout))
+        else:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the process, whose end then says nothing about its health."""
+        self.is_draining = True
+        self.child.kill()
+
+    def overdue(self, hang_timeout: float) -> str:
+        """Return why the process has to be killed now, once; "" for no reason."""
+        silence, reason = self._clock() - self._heard_at, ""
+        if self._end_at is not None and self._clock() > self._end_at:
+            reason = "it did not end in time"
+        elif silence > (hang_timeout if self.was_ready else max(hang_timeout, START_SECONDS)):
+            reason = f"no beat from it for {silence:.1f} s"
+        if not reason or self._killed_for:
+            return ""
+        self._killed_for = reason
+        return reason

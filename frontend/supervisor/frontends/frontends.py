@@ -1,0 +1,113 @@
+"""All frontends of a supervisor."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from tandem.frontend.supervisor.frontends.on_time_clock import TICK_SECONDS, OnTimeClock
+from tandem.frontend.supervisor.frontends.slot import FrontendSlot, StartChild
+from tandem.frontend.supervisor.restart_policy import RestartPolicy
+from tandem.protocol.errors import ExitCode
+
+_END_POLL_SECONDS = 0.02
+
+
+class Frontends:
+    """Keeper of the slots.
+
+    Each listening socket is accepted from at any time: while no process of a slot serves, all others accept from
+    its socket too. Frontends have the same settings: the first tries them, before the others are started, and once one
+    has been ready, none of them is given up.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        start_child: StartChild,
+        hang_timeout: float,
+        drain_timeout: float,
+        clock: OnTimeClock,
+        make_policy: Callable[[], RestartPolicy] = RestartPolicy,
+    ) -> None:
+        self.exit_code: ExitCode | None = None
+        """Exit code with which the service has to end; None while it goes on."""
+        self._hang_timeout = hang_timeout
+        self._clock = clock
+        self.slots: Sequence[FrontendSlot] = [
+            FrontendSlot(number, start_child, make_policy(), drain_timeout, clock, self._assign, self._give_up)
+            for number in range(count)
+        ]
+        self.was_heard = False
+        """True once a frontend has accepted its settings, and sent a beat."""
+        self._is_stopping = False
+
+    @property
+    def num_serving(self) -> int:
+        """Number of slots that a process of theirs serves."""
+        return sum(slot.is_covered for slot in self.slots)
+
+    @property
+    def was_ready(self) -> bool:
+        """True once a frontend has served."""
+        return any(slot.policy.was_ever_ready for slot in self.slots)
+
+    @property
+    def open_sequences(self) -> int:
+        """Number of sequences in progress that the processes told of."""
+        return sum(process.beat.open_sequences for slot in self.slots for process in slot.processes)
+
+    @property
+    def is_running(self) -> bool:
+        """True while any process runs."""
+        return any(slot.processes for slot in self.slots)
+
+    async def supervise(self) -> ExitCode:
+        """Run all slots until they were stopped and have ended, or cannot be started."""
+        while self.exit_code is None and (self.is_running or not self._is_stopping):
+            self.tick()
+            await asyncio.sleep(_END_POLL_SECONDS if self._is_stopping else TICK_SECONDS)
+        return ExitCode.OK if self.exit_code is None else self.exit_code
+
+    def tick(self) -> None:
+        """Start what is due, kill what hangs, and have silent slots covered.
+
+        Call this every `TICK_SECONDS`.
+        """
+        self._clock.tick()
+        for slot in self.slots:
+            slot.check(self._hang_timeout)
+            if not self.was_heard:
+                break
+        self._assign()
+
+    async def stop(self, delay: float, timeout: float) -> None:
+        """Drain all frontends at once and wait for their end.
+
+        Those that take too long are killed.
+        """
+        self._is_stopping = True
+        for slot in self.slots:
+            slot.stop(delay, timeout)
+        while self.is_running:
+            self.tick()
+            await asyncio.sleep(_END_POLL_SECONDS)
+
+    def kill(self) -> None:
+        """Kill all frontends for good."""
+        self._is_stopping = True
+        for slot in self.slots:
+            slot.kill()
+
+    def _give_up(self, exit_code: ExitCode) -> None:
+        self.exit_code = self.exit_code or exit_code
+
+    def _assign(self) -> None:
+        """Tell each process from which sockets to accept."""
+        self.was_heard = self.was_heard or any(process.was_heard for slot in self.slots for process in slot.processes)
+        if self.was_ready:
+            for slot in self.slots:
+                slot.policy.mark_ready()
+        away = {slot.number for slot in self.slots if not slot.is_covered}
+        for slot in self.slots:
+            for process in slot.processes:
+                if process.is_serving:
+                    process.accept(tuple(sorted({slot.number} | away)))

@@ -1,0 +1,117 @@
+"""Engine core of a supervisor: started again when it ends, killed when it hangs."""
+
+import asyncio
+import contextlib
+import logging
+import time
+
+import zmq.asyncio
+
+from tandem.frontend.engine.health import EngineWatch
+from tandem.frontend.engine.monitor import EngineMonitor
+from tandem.frontend.process import ManagedProcess
+from tandem.frontend.supervisor.restart_policy import Exit, RestartPolicy
+from tandem.frontend.supervisor.status_log import StatusLog
+from tandem.protocol.errors import ExitCode
+from tandem.protocol.events import Heartbeat, Phase
+from tandem.protocol.sockets import Transport, connect_heartbeat, heartbeat_endpoint
+
+logger = logging.getLogger(__name__)
+
+
+class SupervisedEngine:
+    """Keeper of the engine core's process, which judges it by its heartbeats."""
+
+    def __init__(
+        self,
+        process: ManagedProcess,
+        watch: EngineWatch,
+        endpoint: str,
+        transport: Transport,
+        hang_timeout: float,
+        policy: RestartPolicy,
+        status_log: StatusLog,
+    ) -> None:
+        self.watch = watch
+        self.endpoint = endpoint
+        self.restarts = 0
+        """Number of times that `supervise` has started the program again."""
+        self._process = process
+        self._transport = transport
+        self._hang_timeout = hang_timeout
+        self._policy = policy
+        self._status_log = status_log
+        self._was_ready = False
+        """True once the running process was ready."""
+        self._failure = ""
+        """What the running process said of its failure."""
+        self._is_stopping = asyncio.Event()
+
+    async def supervise(self) -> ExitCode:
+        """Run the program again after each exit until it is stopped.
+
+        Returns OK after `stop` or `kill`, and another code if the program cannot be started (`RestartPolicy`).
+        """
+        while not self._is_stopping.is_set():
+            self._was_ready, self._failure = False, ""
+            started = time.monotonic()
+            await self._process.start()
+            logger.debug("started the %s, process %s", self._process.name, self._process.pid)
+            code = await self._process.wait()
+            self.watch.forget()
+            if self._is_stopping.is_set():
+                break
+            ended = Exit(code, self._was_ready, time.monotonic() - started, self._failure)
+            verdict = self._policy.after(ended, f"the {self._process.name}")
+            logger.log(logging.ERROR if verdict.level == "error" else logging.DEBUG, "%s", verdict.line)
+            if verdict.restart_after is None:
+                return verdict.exit_code
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_stopping.wait(), verdict.restart_after)
+            self.restarts += not self._is_stopping.is_set()
+        return ExitCode.OK
+
+    async def monitor(self) -> None:
+        """Follow the heartbeats until cancelled.
+
+        The ops port and the restart of a hung engine depend on it.
+        """
+        with zmq.asyncio.Context() as context:
+            subscriber = connect_heartbeat(context, heartbeat_endpoint(self.endpoint), self._transport)
+            await EngineMonitor(self.watch, self.observe, self.check).run(subscriber)
+
+    def observe(self, heartbeat: Heartbeat) -> None:
+        """Record a heartbeat, and what it says of the start of the process."""
+        self.watch.observe(heartbeat)
+        if self.watch.heartbeat is not heartbeat:
+            return
+        if heartbeat.phase is Phase.READY:
+            if not self._was_ready:
+                logger.debug("the %s, process %s, is ready", self._process.name, self._process.pid)
+            self._was_ready = True
+            self._policy.mark_ready()
+        elif heartbeat.phase is Phase.FAILED:
+            self._failure = heartbeat.detail
+
+    def check(self) -> None:
+        """Kill the process if it hangs, and log what it does.
+
+        It is then started again.
+        """
+        # Once it is being stopped, the timeout of the stop ends a process that hangs.
+        if self._is_stopping.is_set():
+            return
+        if self._process.pid is not None and (reason := self.watch.should_restart(self._hang_timeout)):
+            logger.error("the %s, process %d, is killed: %s", self._process.name, self._process.pid, reason)
+            self._process.kill_to_restart()
+        self._status_log.tick()
+
+    async def stop(self, timeout: float) -> None:
+        """End the process for good; kill it if it still runs after `timeout` seconds."""
+        self._is_stopping.set()
+        await self._process.stop(timeout)
+
+    def kill(self) -> None:
+        """Kill the process for good."""
+        self._is_stopping.set()
+        self._process.kill()
