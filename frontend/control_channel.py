@@ -10,8 +10,12 @@ from typing import Generic, Self, TypeVar
 import msgspec
 from msgspec import Struct
 
+from tandem.frontend.metric_totals import Family
+
 BEAT_SECONDS = 0.25
 """Time between two beats of a frontend."""
+METRICS_SECONDS = 1.0
+"""Time between two reports of a frontend's metrics: what a killed one counted after the last is lost."""
 MAX_MESSAGE_BYTES = 16 * 2**20
 """Longest message, in bytes; the other side of a longer one is broken."""
 _CLOGGED_BYTES = 64 * 1024
@@ -42,6 +46,17 @@ class Leaving(Struct, frozen=True, tag="leaving"):
     """
 
 
+class Metrics(Struct, frozen=True, tag="metrics"):
+    """Values of a frontend's metrics.
+
+    They are sent every second, and for each scrape that the frontend answers.
+    """
+
+    families: tuple[Family, ...]
+    scrape: int = 0
+    """Number of the scrape that waits for the `Totals`; 0 for none."""
+
+
 class Accept(Struct, frozen=True, tag="accept"):
     """All listening sockets that a frontend accepts from, from now on.
 
@@ -61,8 +76,15 @@ class Drain(Struct, frozen=True, tag="drain"):
     timeout: float
 
 
-FromFrontend = Beat | Leaving
-ToFrontend = Accept | Drain
+class Totals(Struct, frozen=True, tag="totals"):
+    """Sums of the metrics of all frontends, in the text format of Prometheus."""
+
+    scrape: int
+    text: str
+
+
+FromFrontend = Beat | Leaving | Metrics
+ToFrontend = Accept | Drain | Totals
 Incoming = TypeVar("Incoming")
 Outgoing = TypeVar("Outgoing", bound=Struct)
 

@@ -18,7 +18,6 @@ LEVELS = {
             "api_keys",
             "die_with_parent",
             "flag",
-            "control_channel",
             "listening",
             "metric_totals",
             "metrics",
@@ -27,7 +26,7 @@ LEVELS = {
             "run_directory",
             "workers",
         },
-        {"request", "engine", "store", "hub"},
+        {"request", "engine", "store", "hub", "control_channel"},
         {"config", "grammar"},
         {"generation", "supervisor"},
         {"chat"},
@@ -52,7 +51,7 @@ LEVELS = {
 }
 """Rooms (the folders and the loose modules of a package), from the ground up. One imports only from lower levels."""
 MAX_ROOMS = {"frontend": 26, "engine_core": 25}
-MAX_ARROWS = {"frontend": 80}
+MAX_ARROWS = {"frontend": 82}
 """Pairs of rooms of which the first imports the second."""
 
 Arrows = dict[tuple[str, str], set[str]]

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fastapi import APIRouter
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from tandem.frontend.api.openapi import json_response
@@ -60,8 +60,8 @@ def health_router(service: Service) -> APIRouter:
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Return the metrics of this process in the Prometheus text format."""
-        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        """Return the metrics of all frontends in the Prometheus text format."""
+        return Response(await service.metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/version")
     async def version() -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """The components that the routes of one app share."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from starlette.requests import Request
 
 from tandem.frontend.api.request_body import BodyBudget, PendingRequests
@@ -88,6 +88,8 @@ class Service:
         """True once the process is unready, because it is to end."""
         self.link_awaited = asyncio.Event()
         """Set once requests need not wait for the first link to the engine, whatever came of it."""
+        self.metric_totals: Callable[[], Awaitable[str | None]] | None = None
+        """Function that asks a supervisor for the sums of the metrics of all frontends; None without one."""
         self._closing = False
         self.num_responses = 0
         """Number of generations being answered, from admission to the last byte."""
@@ -106,6 +108,14 @@ class Service:
         if self._closing:
             raise unavailable("the server is shutting down", ErrorCode.SHUTTING_DOWN)
         return self.client.ready()
+
+    async def metrics_text(self) -> str:
+        """Return the metrics in the text format of Prometheus.
+
+        They are sums over all frontends of the service, or those of this process where no supervisor adds them up.
+        """
+        totals = await self.metric_totals() if self.metric_totals is not None else None
+        return generate_latest(self.metrics.registry).decode() if totals is None else totals
 
     def ignored_fields(self, request: Request, names: Mapping[str, str] = MappingProxyType({})) -> IgnoredFields:
         """Begin to record the fields of a request that have no effect.

@@ -18,6 +18,7 @@ from tandem.frontend.api.service import Service, build_service
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.control_channel import Beat
 from tandem.frontend.listening import allowed_connections, listen, raise_file_limit, url_of
+from tandem.frontend.metric_totals import Family, snapshot
 from tandem.frontend.server.app import create_app
 from tandem.frontend.server.connections import Connection, Connections
 from tandem.frontend.server.listeners import Handshake, Listeners, server_context
@@ -71,6 +72,8 @@ class DrainingServer(uvicorn.Server):
         self._tls = tls
         self._url = url
         self._supervised = Supervised(supervisor, self) if supervisor is not None else None
+        if self._supervised is not None:
+            service.metric_totals = self._supervised.totals
         self._listeners: Listeners | None = None
         self._slots: tuple[int, ...] = (service.config.slot,)
         """Slots to accept from once the process serves."""
@@ -127,6 +130,9 @@ class DrainingServer(uvicorn.Server):
         status = "draining" if self._service.draining else "serving" if self._is_serving else "starting"
         slots = self._listeners.slots if self._listeners is not None else ()
         return Beat(status, slots, self._service.client.num_open, len(self.connections))
+
+    def metrics(self) -> tuple[Family, ...]:
+        return snapshot(self._service.metrics.registry)
 
     def accept_from(self, slots: Iterable[int]) -> None:
         self._slots = tuple(slots)

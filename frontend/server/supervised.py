@@ -4,6 +4,7 @@ It reports its state and follows orders.
 """
 
 import asyncio
+import itertools
 import logging
 import socket
 from collections.abc import Iterable
@@ -11,12 +12,27 @@ from typing import Protocol
 
 from msgspec import structs
 
-from tandem.frontend.control_channel import BEAT_SECONDS, Accept, Beat, Drain, FrontendEnd, Leaving, frontend_end
+from tandem.frontend.control_channel import (
+    BEAT_SECONDS,
+    METRICS_SECONDS,
+    Accept,
+    Beat,
+    Drain,
+    FrontendEnd,
+    Leaving,
+    Metrics,
+    Totals,
+    frontend_end,
+)
+from tandem.frontend.metric_totals import Family
 
 logger = logging.getLogger(__name__)
 
 UNANSWERED_SECONDS = 5.0
 """Time after which a supervisor that has not answered is taken for one that will not."""
+
+TOTALS_SECONDS = 2.0
+"""Longest time that a scrape waits for the sums of all frontends."""
 
 _SAMPLE_SECONDS = 0.05
 """Time between two measurements of the event loop's lag."""
@@ -27,6 +43,10 @@ class Supervisee(Protocol):
 
     def beat(self) -> Beat:
         """Return the state of the process, without the lag of its event loop."""
+        ...
+
+    def metrics(self) -> tuple[Family, ...]:
+        """Return the values of the process's metrics."""
         ...
 
     def accept_from(self, slots: Iterable[int]) -> None:
@@ -79,6 +99,9 @@ class Supervised:
         self._lag = LoopLag()
         self._channel: FrontendEnd | None = None
         self._unanswered: asyncio.TimerHandle | None = None
+        self._scrapes: dict[int, asyncio.Future[str]] = {}
+        """Scrapes that wait for the sums of all frontends."""
+        self._scrape_numbers = itertools.count(1)
 
     async def run(self) -> None:
         """Report and follow orders until the channel ends.
@@ -86,7 +109,8 @@ class Supervised:
         The process exits then: its supervisor is gone.
         """
         channel = self._channel = await frontend_end(self._sock)
-        background = [asyncio.create_task(self._beat(channel)), asyncio.create_task(self._lag.measure())]
+        work = (self._beat(channel), self._report_metrics(channel), self._lag.measure())
+        background = [asyncio.create_task(task) for task in work]
         try:
             while (message := await channel.receive()) is not None:
                 if self._unanswered is not None:
@@ -96,6 +120,9 @@ class Supervised:
                         self._frontend.accept_from(slots)
                     case Drain(delay, timeout):
                         self._frontend.begin_drain(delay, timeout)
+                    case Totals(scrape, text):
+                        if (waiting := self._scrapes.get(scrape)) is not None and not waiting.done():
+                            waiting.set_result(text)
             logger.error("the supervisor has ended; this frontend ends as well")
         except Exception:
             logger.exception("an order of the supervisor failed; this frontend ends")
@@ -114,6 +141,29 @@ class Supervised:
         if self._channel is not None:
             self._channel.send(Leaving())
         self._unanswered = asyncio.get_running_loop().call_later(UNANSWERED_SECONDS, self._frontend.drain_unasked)
+
+    async def totals(self) -> str | None:
+        """Return the sums of the metrics of all frontends.
+
+        They are in the text format of Prometheus; None if the supervisor does not tell them in time.
+        """
+        if self._channel is None or self._channel.is_clogged:
+            return None
+        number = next(self._scrape_numbers)
+        waiting = self._scrapes[number] = asyncio.get_running_loop().create_future()
+        self._channel.send(Metrics(self._frontend.metrics(), number))
+        try:
+            return await asyncio.wait_for(waiting, TOTALS_SECONDS)
+        except TimeoutError:
+            return None
+        finally:
+            del self._scrapes[number]
+
+    async def _report_metrics(self, channel: FrontendEnd) -> None:
+        while True:
+            if not channel.is_clogged:
+                channel.send(Metrics(self._frontend.metrics()))
+            await asyncio.sleep(METRICS_SECONDS)
 
     async def _beat(self, channel: FrontendEnd) -> None:
         while True:

@@ -11,7 +11,17 @@ import pytest
 from msgspec import structs
 
 from tandem.frontend.config import FrontendConfig
-from tandem.frontend.control_channel import Accept, Beat, Drain, Leaving, supervisor_end
+from tandem.frontend.control_channel import (
+    Accept,
+    Beat,
+    Drain,
+    FromFrontend,
+    Leaving,
+    Metrics,
+    ToFrontend,
+    Totals,
+    supervisor_end,
+)
 from tandem.frontend.listening import listen
 from tandem.frontend.server.server import build_server
 from tandem.protocol.events import Phase
@@ -32,7 +42,7 @@ class Supervisor:
         self.server = build_server(structs.replace(config, slot=1, supervisor_fd=theirs.detach()))
         copies = [listener.dup() for listener in self.listeners]
         self.thread = threading.Thread(target=self.server.run, args=(copies,), name="server")
-        self.messages: list[Beat | Leaving] = []
+        self.messages: list[FromFrontend] = []
         self.is_closed = False
         self._orders: list[Any] = []
         self._sock = ours
@@ -52,7 +62,7 @@ class Supervisor:
         self.is_closed = True
         self._channel.close()
 
-    def order(self, message: Accept | Drain) -> None:
+    def order(self, message: ToFrontend) -> None:
         self._loop.call_soon_threadsafe(self._channel.send, message)
 
     def disconnect(self) -> None:
@@ -158,6 +168,39 @@ def test_beats_count_connections_and_sequences_and_tell_the_lag(supervisor: Supe
     blocked = 0.5
     supervisor.server._loop.call_soon_threadsafe(threading.Event().wait, blocked)
     until(lambda: any(isinstance(beat, Beat) and beat.loop_lag > blocked / 2 for beat in supervisor.messages))
+
+
+def reported(supervisor: Supervisor, name: str) -> float:
+    """Return the newest value of a metric without labels that the frontend has reported."""
+    reports = [message for message in supervisor.messages if isinstance(message, Metrics)]
+    samples = [sample for family in reports[-1].families for sample in family.samples] if reports else []
+    return next((sample.value for sample in samples if sample.name == name), 0.0)
+
+
+def test_metrics_are_reported_and_a_scrape_gets_the_sums_of_the_supervisor(
+    supervisor: Supervisor, engine: FakeEngine
+) -> None:
+    serving(supervisor, engine)
+    host, port = supervisor.addresses[1]
+    body = {"model": "fake-model", "prompt": "one", "max_tokens": 7}
+    assert post(f"http://{host}:{port}/v1/completions", json=body).status_code == 200
+    until(lambda: reported(supervisor, "tandem_frontend_generation_tokens_total") == 7, "a report of the tokens")
+    with RawClient(supervisor.addresses[1]) as client:
+        client.send(request("/metrics"))
+        until(lambda: any(isinstance(message, Metrics) and message.scrape for message in supervisor.messages))
+        supervisor.order(Totals(99, "for nobody"))
+        supervisor.order(Totals(1, "sums 1\n"))
+        reply = client.reply()
+    assert (reply.status, reply.body) == (200, b"sums 1\n")
+
+
+def test_a_scrape_that_the_supervisor_does_not_answer_gets_the_metrics_of_the_process(
+    supervisor: Supervisor, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.frontend.server.supervised.TOTALS_SECONDS", 0.01)
+    serving(supervisor, engine)
+    with RawClient(supervisor.addresses[1]) as client:
+        assert b"tandem_frontend_engine_connected 1.0" in client.send(request("/metrics")).reply().body
 
 
 def test_signal_asks_for_a_successor_and_serves_on_until_told_to_drain(
