@@ -106,14 +106,12 @@ class LiveStream:
 
     def _on_output(self) -> None:
         generation = self._generation
-        if self._end.done() or self._writer.is_paused:
+        if self._writer.is_paused or self._end.done():
             return
         if self._pause is None or generation.has_ended_choice:
             self._write()
         elif self._finds_ends:
-            self._held += generation.take()
-            if generation.has_ended or any(delta.finish_reason for delta in self._held):
-                self._write()
+            self._hold()
 
     def _write(self) -> None:
         """Write all output that has arrived, and end if it was the last."""
@@ -134,6 +132,16 @@ class LiveStream:
             self._end.set_exception(generation.error)
         elif generation.has_ended:
             self._end.set_result(None)
+
+    def _hold(self) -> None:
+        """Read what has arrived, and write it only if a choice has ended."""
+        try:
+            self._held += self._generation.take()
+        except Exception as error:
+            self._end.set_exception(error)
+            return
+        if self._generation.has_ended or any(delta.finish_reason for delta in self._held):
+            self._write()
 
     def _wrote(self) -> None:
         if self._keep_alive is not None:

@@ -1,6 +1,7 @@
 """Token streams, from step outputs to the coroutine that answers a request."""
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +11,30 @@ from tandem.protocol.codec import runs
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Finished, StepOutput, TokenLogprobs
 
+logger = logging.getLogger(__name__)
+
 Terminal = Finished | Failure
+
+
+class Turn:
+    """Calls that are made together at the end of a turn of the event loop."""
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], None]] = []
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Make a call at the end of this turn."""
+        if not self._calls:
+            asyncio.get_running_loop().call_soon(self._make)
+        self._calls.append(call)
+
+    def _make(self) -> None:
+        calls, self._calls = self._calls, []
+        for call in calls:
+            try:
+                call()
+            except Exception:  # a bug in one must not cost the others their output
+                logger.exception("output of the engine could not be handled")
 
 
 class ReadySet:
@@ -20,15 +44,15 @@ class ReadySet:
     which saves the switches to its task and back.
     """
 
-    __slots__ = ("_alarm", "_deadline", "_future", "_is_calling", "_listener", "_loop", "_ready", "has_ended_stream")
+    __slots__ = ("_alarm", "_deadline", "_future", "_is_calling", "_listener", "_ready", "has_ended_stream", "turn")
 
     def __init__(self) -> None:
+        self.turn = Turn()
+        """Calls of the present turn of the event loop, which sets of one client share."""
         self.has_ended_stream = False
         """True if one of the ready streams has ended."""
         self._ready: list[TokenStream] = []
         self._listener: Callable[[], None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        """Event loop in which the listener is called."""
         self._is_calling = False
         """True if the listener will be called at the end of this turn of the event loop."""
         self._future: asyncio.Future[None] | None = None
@@ -54,7 +78,6 @@ class ReadySet:
         It is called in the event loop at the end of each turn in which the first stream became ready, or one ended. It
         may leave the streams in the set.
         """
-        self._loop = asyncio.get_running_loop()
         self._listener = listener
         if self._ready:
             self._wake()
@@ -110,10 +133,10 @@ class ReadySet:
             self._wake()
 
     def _wake(self) -> None:
-        if self._loop is not None:
+        if self._listener is not None:
             if not self._is_calling:
                 self._is_calling = True
-                self._loop.call_soon(self._call)
+                self.turn.add(self._call)
         elif self._future is not None and not self._future.done():
             self._future.set_result(None)
 
@@ -199,6 +222,7 @@ class OpenStreams:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._streams: dict[int, TokenStream] = {}
+        self._turn = Turn()
         self.ended = Departures(clock)
         """Streams that have ended."""
         self.prefilled = Departures(clock)
@@ -214,6 +238,7 @@ class OpenStreams:
 
     def open(self, request_id: int, choice: int, ready_set: ReadySet, prompt_len: int) -> TokenStream:
         """Create the stream of a request."""
+        ready_set.turn = self._turn
         stream = self._streams[request_id] = TokenStream(request_id, choice, ready_set, prompt_len)
         return stream
 

@@ -62,7 +62,7 @@ class ChatFormatter:
         return b"".join([self._chunk(index, delta, self._prompt_ids(index)) for index in range(len(self._prefixes))])
 
     def batch(self, pieces: Sequence[ChoiceDelta]) -> bytes:
-        return b"".join([self._piece(piece) for piece in pieces])
+        return self._piece(pieces[0]) if len(pieces) == 1 else b"".join([self._piece(piece) for piece in pieces])
 
     def closing(self, usage: Usage) -> bytes:
         if not self._include_usage:

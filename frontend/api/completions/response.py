@@ -49,7 +49,7 @@ class CompletionFormatter:
         return b"".join([self._prompt(index) for index in range(self._admitted.num_choices)])
 
     def batch(self, pieces: Sequence[ChoiceDelta]) -> bytes:
-        return b"".join([self._piece(piece) for piece in pieces])
+        return self._piece(pieces[0]) if len(pieces) == 1 else b"".join([self._piece(piece) for piece in pieces])
 
     def closing(self, usage: Usage) -> bytes:
         if not self._include_usage:
