@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -137,5 +138,47 @@ def test_every_connection_is_checked_again_and_again() -> None:
             while min(len(peer.checks) for peer in peers) < 2:
                 await asyncio.sleep(0)
         watch.cancel()
+
+    asyncio.run(run())
+
+
+def test_drain_tells_every_connection_a_few_in_each_turn_of_the_loop() -> None:
+    async def run() -> None:
+        table = Table(2000)
+        peers = [Peer(number) for number in range(1000)]
+        for peer in peers:
+            table.add(peer)
+        told = [0]
+        drain = asyncio.create_task(table.drain(5.0, 3600.0))
+        async with asyncio.timeout(30):
+            while told[-1] < len(peers):
+                await asyncio.sleep(0)
+                told.append(sum(peer.grace == 5.0 for peer in peers))
+        assert max(later - earlier for earlier, later in pairwise(told)) <= 256
+        assert table.grace == 5.0
+        for peer in peers:
+            table.remove(peer)
+        await asyncio.wait_for(drain, 30)
+
+    asyncio.run(run())
+
+
+def test_drain_checks_deadlines_and_ends_with_its_timeout() -> None:
+    async def run() -> None:
+        table, idle, busy = Table(10), Peer(1), Peer(2)
+        table.add(idle)
+        table.add(busy)
+        assert table.claim(busy)
+        await table.drain(5.0, 0.3)
+        assert len(table) == 2
+        assert idle.checks
+        assert busy.checks
+        answered = asyncio.create_task(table.wait_until_answered(3600.0))
+        await asyncio.sleep(0)
+        assert not answered.done()
+        table.release(busy)
+        await asyncio.wait_for(answered, 30)
+        assert table.claim(busy)
+        await table.wait_until_answered(0.0)
 
     asyncio.run(run())

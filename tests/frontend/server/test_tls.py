@@ -93,6 +93,35 @@ def test_shutdown_ends_handshakes(secure: RunningServer) -> None:
         assert silent.rest() == b""
 
 
+def test_drain_ends_handshakes_that_do_not_go_on(secure: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.frontend.server.server.GRACE_SECONDS", 0.01)
+    with connect(secure) as silent:
+        until(lambda: len(secure.server.connections) == 1, "a handshake counts")
+        assert secure.server._loop is not None
+        secure.server._loop.call_soon_threadsafe(secure.server.begin_drain, 0.0, DEADLINE)
+        assert silent.rest() == b""
+    secure.thread.join(DEADLINE)
+    assert not secure.thread.is_alive()
+
+
+def test_answer_during_a_drain_ends_a_tls_connection(secure: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.frontend.server.server.GRACE_SECONDS", DEADLINE)
+    plain = socket.create_connection(secure.sock.getsockname(), timeout=DEADLINE)
+    with trust(secure).wrap_socket(plain, server_hostname="127.0.0.1") as client:
+        until(lambda: len(secure.server.connections) == 1)
+        assert secure.server._loop is not None
+        secure.server._loop.call_soon_threadsafe(secure.server.begin_drain, 0.0, DEADLINE)
+        until(lambda: secure.server.connections.grace is not None)
+        client.sendall(request())
+        answer = b""
+        while data := client.recv(1000):
+            answer += data
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"connection: close\r\n" in answer
+    secure.thread.join(DEADLINE)
+    assert not secure.thread.is_alive()
+
+
 def test_client_that_gives_up_a_handshake_is_counted_and_not_logged(
     secure: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
