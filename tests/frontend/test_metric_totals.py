@@ -23,7 +23,7 @@ def act(metrics: FrontendMetrics, action: str, number: int) -> None:
             metrics.requests.labels("/v1/completions", "200" if action == "request" else "500").inc()
         case "token":
             metrics.inter_token.observe(number / 128)
-            metrics.generation_tokens.inc(3)
+            metrics.generation_tokens.value += 3
         case "open":
             metrics.running.inc()
 
@@ -64,7 +64,7 @@ def test_no_counter_falls_when_a_process_ends_and_another_begins() -> None:
     for life in range(4):
         metrics = FrontendMetrics(CollectorRegistry())
         for _ in range(3):
-            metrics.generation_tokens.inc(life + 1)
+            metrics.generation_tokens.value += life + 1
             totals.update(life, snapshot(metrics.registry))
             seen.append(merged.get_sample_value("tandem_frontend_generation_tokens_total") or 0.0)
         totals.end(life)
