@@ -1,11 +1,15 @@
 """Seconds until clients are told and served after faults of several frontends.
 
     python -m benchmarks.bench_faults [--streams 100 2000] [--frontends 4] [--only NAME ...] [--save NAME]
+        [--real FLAGS ...]
 
 Each fault has a server of its own: `tandem serve` with real processes, sockets and supervision, and a scripted engine.
 With 1,000 streams and more each stream gets 5 tokens a second, otherwise 20; --tokens-per-second changes that. Every
 token of every stream is checked: a missing or repeated one ends the run. After each fault all clients leave, and the
 rows and pages that the engine still holds are counted as leaked.
+
+With --real, which comes last, the engine is a real one that gets the flags that follow, and its streams are as fast as
+it is: on two cores `--streams 300 --real --max-rows 320 --max-len 1024`, on a GPU a model folder of random weights.
 """
 
 import argparse
@@ -16,10 +20,13 @@ from pathlib import Path
 
 from msgspec import to_builtins
 
-from benchmarks.frontends.faults import FAULTS, Outcome, Setup, measure
+from benchmarks.frontends.faults import FAULTS, SCRIPTED_ONLY, Outcome, Setup, measure
+from benchmarks.frontends.silent_link import measure_silence
 from benchmarks.measuring.results import save
 
 MANY, FAST, SLOW = 1000, 20.0, 5.0
+SILENCE = "silent-link"
+NAMES = [*FAULTS, SILENCE]
 
 
 def rate_of(streams: int, asked: float | None) -> float:
@@ -45,19 +52,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[100, 2000], help="(default: 100 2000)")
     parser.add_argument("--frontends", type=int, default=4, help="(default: 4)")
     parser.add_argument("--tokens-per-second", type=float, metavar="R", help="of each stream")
-    parser.add_argument("--only", nargs="+", choices=list(FAULTS), default=list(FAULTS), metavar="NAME",
-                        help=", ".join(FAULTS))  # fmt: skip
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME",
+                        help=", ".join(NAMES))  # fmt: skip
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+    parser.add_argument("--real", nargs=argparse.REMAINDER, metavar="FLAGS", help="flags of a real engine; comes last")
     arguments = parser.parse_args(argv)
+    real = None if arguments.real is None else tuple(arguments.real)
     found: list[Outcome] = []
     for streams in arguments.streams:
-        setup = Setup(streams, arguments.frontends, rate_of(streams, arguments.tokens_per_second))
+        setup = Setup(streams, arguments.frontends, rate_of(streams, arguments.tokens_per_second), real)
         for name in arguments.only:
+            if real is not None and name in (*SCRIPTED_ONLY, SILENCE):
+                continue
             with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
-                found.append(measure(name, setup, Path(folder)))
+                silent = name == SILENCE
+                found.append(measure_silence(setup, Path(folder)) if silent else measure(name, setup, Path(folder)))
             print(text(found[-1]), flush=True)
     if arguments.save:
-        config = {"streams": arguments.streams, "frontends": arguments.frontends, "cores": os.cpu_count()}
+        config = {"streams": arguments.streams, "frontends": arguments.frontends, "real": real, "cores": os.cpu_count()}
         print(save(arguments.save, config, to_builtins(found)))
     return int(any(outcome.leaked_rows or outcome.leaked_pages for outcome in found))
 

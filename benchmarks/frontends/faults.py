@@ -13,10 +13,11 @@ from msgspec import Struct
 from tandem.frontend.cli.bench.distribution import percentile
 from tests.fakes.scripted_engine import DEFAULT_MODEL, POISON_SEED, POISON_TOKENS, Script
 from tests.support.scripted_serving import ScriptedServing
+from tests.support.serving import Serving
 from tests.support.stream_client import Stream, StreamClient, Summary, answer, completion, summary
 
-ENDLESS = 1900
-"""Tokens of a stream that is still open when its fault comes."""
+ENDLESS, ENDLESS_REAL = 1900, 900
+"""Tokens of a stream that is still open when its fault comes, from a scripted engine and from a real one."""
 BEFORE_SECONDS, AFTER_SECONDS = 3.0, 8.0
 """Times before and after a fault in which the gaps between tokens of the other streams are compared."""
 WAIT_SECONDS = 120.0
@@ -30,7 +31,14 @@ class Setup(Struct, frozen=True):
     streams: int
     frontends: int
     tokens_per_second: float
-    """Of each stream."""
+    """Of each stream, from a scripted engine."""
+    real: tuple[str, ...] | None = None
+    """Flags of `tandem serve` with a real engine; None for a scripted one."""
+
+    @property
+    def endless(self) -> int:
+        """Tokens of a stream that is still open when its fault comes."""
+        return ENDLESS if self.real is None else ENDLESS_REAL
 
 
 class Outcome(Struct, frozen=True):
@@ -48,7 +56,7 @@ class Outcome(Struct, frozen=True):
 class Drill:
     """One server with its streams, at the moment of a fault."""
 
-    def __init__(self, serving: ScriptedServing, client: StreamClient, setup: Setup) -> None:
+    def __init__(self, serving: Serving, client: StreamClient, setup: Setup) -> None:
         self.serving = serving
         self.client = client
         self.setup = setup
@@ -57,9 +65,9 @@ class Drill:
         self.streams: list[Stream] = []
         self._at = 0.0
 
-    def load(self, tokens: int = ENDLESS) -> list[Stream]:
-        """Open the streams, and wait until each has had a token."""
-        self.streams = self.client.open(completion(tokens), self.setup.streams)
+    def load(self, tokens: int = 0) -> list[Stream]:
+        """Open the streams, endless ones by default, and wait until each has had a token."""
+        self.streams = self.client.open(completion(tokens or self.setup.endless), self.setup.streams)
         self.client.until_streaming(self.streams, WAIT_SECONDS)
         assert all(not stream.outcome for stream in self.streams), summary(self.streams)
         return self.streams
@@ -309,11 +317,11 @@ def hostile_clients(drill: Drill) -> Outcome:
     drill.client.run(BEFORE_SECONDS)
     before = _memory(drill)
     live: list[float] = []
-    with drill.serving.clients() as hostile:
+    with StreamClient(drill.serving.address, has_letters=drill.setup.real is None) as hostile:
         drill.strike(lambda: None)
         hostile.idle(3000)
-        hostile.open(completion(ENDLESS), 200, reads=False, receive_buffer=4096)
-        leaving = hostile.open(completion(ENDLESS), 2000)
+        hostile.open(completion(drill.setup.endless), 200, reads=False, receive_buffer=4096)
+        leaving = hostile.open(completion(drill.setup.endless), 2000)
         deadline = time.monotonic() + WAIT_SECONDS
         while not all(stream.num_tokens or stream.outcome for stream in leaving):
             assert time.monotonic() < deadline, summary(leaving)
@@ -342,6 +350,8 @@ def _memory(drill: Drill) -> float:
     return sum(process.memory_info().rss for process in drill.serving.frontends()) / 2**20
 
 
+SCRIPTED_ONLY = ("every-token", "unreadable-config", "poison")
+"""Faults that need a scripted engine."""
 FAULTS: dict[str, Callable[[Drill], Outcome]] = {
     "every-token": every_token,
     "kill-engine": killed_engine,
@@ -359,17 +369,24 @@ FAULTS: dict[str, Callable[[Drill], Outcome]] = {
 
 def measure(name: str, setup: Setup, folder: Path) -> Outcome:
     """Start a server for one fault, and measure what the fault costs."""
+    flags = ("--frontends", str(setup.frontends), "--max-concurrent", "8192", "--max-queued-tokens", "1000000")
+    flags += ("--max-waiting", "8192", "--log-level", "warning")
+    serving: Serving
+    if setup.real is None:
+        script = Script(tokens_per_second=setup.tokens_per_second)
+        serving = ScriptedServing(folder / "log", "--model", str(_model(folder)), *flags, script=script)
+    else:
+        serving = Serving(folder / "log", *flags, *setup.real)
+    with serving, StreamClient(serving.address, records=True, has_letters=setup.real is None) as client:
+        drill = Drill(serving, client, setup)
+        client.until(drill.is_whole, "all frontends", WAIT_SECONDS)
+        return FAULTS[name](drill)
+
+
+def _model(folder: Path) -> Path:
+    """Make a model folder that a fault may break."""
     model = folder / "tandem-default"
     model.mkdir()
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEFAULT_MODEL / file, model)
-    flags = ("--model", str(model), "--frontends", str(setup.frontends), "--max-concurrent", "8192")
-    flags += ("--max-queued-tokens", "1000000", "--max-waiting", "8192", "--log-level", "warning")
-    script = Script(tokens_per_second=setup.tokens_per_second)
-    with (
-        ScriptedServing(folder / "log", *flags, script=script) as serving,
-        serving.clients(records=True) as client,
-    ):
-        drill = Drill(serving, client, setup)
-        client.until(drill.is_whole, "all frontends", WAIT_SECONDS)
-        return FAULTS[name](drill)
+    return model

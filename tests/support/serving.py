@@ -137,6 +137,34 @@ class Serving:
         running = self.fresh_engine_metric("tandem_num_requests_running")
         return running == 0 and self.engine_metric("tandem_kv_cache_usage_perc") == 0
 
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", self.port
+
+    @property
+    def engine(self) -> psutil.Process:
+        return self.child("tandem.engine_core")
+
+    def frontends(self) -> list[psutil.Process]:
+        """Return the frontends that run now, the oldest first."""
+        assert self.process is not None
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            try:
+                if "tandem.frontend" in child.cmdline():
+                    found.append(child)
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+        return sorted(found, key=lambda child: child.create_time())
+
+    def running(self) -> int:
+        """Return the number of sequences that hold a row, by a heartbeat sent after this call began."""
+        return int(self.fresh_engine_metric("tandem_num_requests_running"))
+
+    def said(self, text: str) -> bool:
+        """Return whether the log has a line with this text."""
+        return text in self.log.read_text()
+
     def child(self, module: str) -> psutil.Process:
         """Return the supervisor's child process that runs a module."""
         assert self.process is not None

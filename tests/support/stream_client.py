@@ -113,7 +113,8 @@ class Stream:
         if self.status not in (0, 200) or ERROR in self.kept:
             self.outcome = "error"
         else:
-            self.outcome = "done" if DONE in self.kept or self.kept.rstrip().endswith(b"}") else "cut"
+            whole = EVENT not in self.kept and self.kept.endswith(b"}")
+            self.outcome = "done" if DONE in self.kept or whole else "cut"
 
     @property
     def message(self) -> str:
