@@ -123,7 +123,7 @@ class Drill:
 
     def is_whole(self) -> bool:
         """Return whether every frontend runs and the service is ready."""
-        return len(self.serving.frontends()) == self.setup.frontends and self.is_ready()
+        return self.serving.num_serving() == self.setup.frontends and self.is_ready()
 
     def is_ready(self) -> bool:
         return answer(self.serving.address, "/health/ready")[0] == 200
@@ -245,7 +245,7 @@ def _restart(drill: Drill, frontends: Sequence[psutil.Process], fault: str) -> O
 
     def replaced(left: psutil.Process) -> bool:
         refill()
-        return not left.is_running() and len(drill.serving.frontends()) == drill.setup.frontends
+        return not left.is_running() and drill.serving.num_serving() == drill.setup.frontends
 
     refill()
     drill.client.run(BEFORE_SECONDS)

@@ -1,5 +1,6 @@
-"""Restarts that must not go wrong: after a request that kills engines, and of a killed supervisor."""
+"""Restarts that must not go wrong: a request that kills engines, a broken model folder, a killed supervisor."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,23 @@ def test_request_that_kills_engines_kills_two_at_most(serving: ScriptedServing) 
         assert Summary.of(later).done == 5, summary(later)
     assert serving.engine_metric("tandem_engine_restarts_total") - restarts <= 2
     until(serving.rows_and_pages_are_free, "no rows and pages in use")
+
+
+def test_folder_that_became_unreadable_holds_the_service_until_it_is_mended(
+    serving: ScriptedServing, folder: Path
+) -> None:
+    until(serving.ready, "the service")
+    config = folder / "config.json"
+    whole = config.read_text()
+    config.write_text(whole[: len(whole) // 2])
+    serving.engine.kill()
+    until(lambda: serving.said("config.json cannot be read"), "a line that names the file")
+    assert serving.get("/health/live")[0] == 200
+    status, body = serving.get("/health/ready")
+    assert status == 503 and json.loads(body), "not ready, and says why"
+    config.write_text(whole)
+    until(serving.ready, "the service with the mended folder")
+    assert serving.post("/v1/completions", {"model": "tandem-default", "prompt": "a", "max_tokens": 3})[0] == 200
 
 
 def test_supervisor_that_was_killed_can_be_started_again_at_once(serving: ScriptedServing) -> None:

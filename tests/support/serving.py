@@ -157,6 +157,11 @@ class Serving:
                 continue
         return sorted(found, key=lambda child: child.create_time())
 
+    def num_serving(self) -> int:
+        """Return the number of slots whose own frontend serves."""
+        text = self.get("/metrics", self.ops_port)[1]
+        return len(re.findall(r"^tandem_frontend_up\{[^}]*\} 1\.0$", text, re.MULTILINE))
+
     def running(self) -> int:
         """Return the number of sequences that hold a row, by a heartbeat sent after this call began."""
         return int(self.fresh_engine_metric("tandem_num_requests_running"))
