@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from tandem.frontend.control_channel import Accept, Beat, Drain, FromFrontend, Leaving, ToFrontend
+from tandem.frontend.control_channel import Accept, Beat, Drain, FromFrontend, Leaving, Metrics, ToFrontend
+from tandem.frontend.metric_totals import Family, Sample
 
 
 class FakeFrontendChild:
@@ -40,6 +41,12 @@ class FakeFrontendChild:
 
     def beats(self, status: str = "serving") -> None:
         self._on_message(Beat(status, self.accepts if status == "serving" else ()))
+
+    def reports(self, requests: int, scrape: int = 0) -> None:
+        """Report a counter and a gauge; `scrape` asks for the sums."""
+        counter = Family("tandem_requests", "", "counter", (Sample("tandem_requests_total", (), requests),))
+        gauge = Family("tandem_running", "", "gauge", (Sample("tandem_running", (), 1.0),))
+        self._on_message(Metrics((counter, gauge), scrape))
 
     def leaves(self) -> None:
         self._on_message(Leaving())

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from tandem.frontend.control_channel import Accept, Beat, Drain, FromFrontend, ToFrontend
+from tandem.frontend.control_channel import Accept, Beat, Drain, FromFrontend, Leaving, ToFrontend
 
 START_SECONDS = 120.0
 """Seconds that a process may be silent before it has served for the first time."""
@@ -55,7 +55,7 @@ class FrontendProcess:
         if isinstance(message, Beat):
             self.beat = message
             self.was_ready |= message.status == "serving"
-        elif not self.is_draining:  # the answer to Leaving
+        elif isinstance(message, Leaving) and not self.is_draining:
             self.accept(self._accepts, again=True)
 
     @property

@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Callable
 
-from tandem.frontend.control_channel import FromFrontend, Leaving
+from tandem.frontend.control_channel import FromFrontend, Leaving, Metrics
+from tandem.frontend.supervisor.frontends.frontend_metrics import FrontendMetrics
 from tandem.frontend.supervisor.frontends.frontend_process import Child, FrontendProcess
 from tandem.frontend.supervisor.restart_policy import Exit, RestartPolicy
 from tandem.protocol.errors import ExitCode
@@ -30,6 +31,7 @@ class FrontendSlot:
         clock: Callable[[], float],
         on_change: Callable[[], None],
         on_give_up: Callable[[ExitCode], None],
+        metrics: FrontendMetrics,
     ) -> None:
         self.number = number
         self.policy = policy
@@ -44,6 +46,7 @@ class FrontendSlot:
         self._clock = clock
         self._on_change = on_change
         self._on_give_up = on_give_up
+        self._metrics = metrics
         self._start_at: float | None = clock()
         self._was_started = False
 
@@ -99,6 +102,8 @@ class FrontendSlot:
         holder.append(self.current)
 
     def _hear(self, process: FrontendProcess, message: FromFrontend) -> None:
+        if isinstance(message, Metrics):
+            self._metrics.hear(process, message)
         was_ready = process.was_ready
         process.hear(message)
         if process.was_ready and not was_ready:
@@ -114,6 +119,7 @@ class FrontendSlot:
         self._on_change()
 
     def _end(self, process: FrontendProcess, code: int) -> None:
+        self._metrics.end(process)
         if process is not self.current:
             self.predecessors.remove(process)
         else:

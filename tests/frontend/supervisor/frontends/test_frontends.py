@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tandem.frontend.control_channel import Accept, Drain
+from tandem.frontend.control_channel import Accept, Drain, Totals
 from tandem.frontend.supervisor.frontends.frontend_process import EXTRA_STOP_SECONDS, START_SECONDS
 from tandem.frontend.supervisor.frontends.frontends import Frontends
 from tandem.frontend.supervisor.frontends.on_time_clock import MAX_LAG, TICK_SECONDS, OnTimeClock
@@ -204,6 +204,25 @@ def test_frontends_that_all_leave_in_turn_are_all_replaced() -> None:
     service.run(1.0)
     assert service.frontends.num_serving == 4
     assert len(service.children.running) == 4
+
+
+def test_a_scrape_is_answered_with_the_sums_of_all_frontends_dead_ones_among_them() -> None:
+    service = serving(2)
+    service.children.of(0).reports(requests=3)
+    service.children.of(1).reports(requests=10)
+    before = len(service.children.of(0).sent)
+    service.children.of(0).reports(requests=4, scrape=7)
+    (answer,) = service.children.of(0).sent[before:]
+    assert isinstance(answer, Totals)
+    assert answer.scrape == 7
+    assert "tandem_requests_total 14.0\n" in answer.text
+    assert "tandem_running 2.0\n" in answer.text
+    service.children.of(1).ends(-9)
+    service.children.of(0).reports(requests=4, scrape=8)
+    answer = service.children.of(0).sent[-1]
+    assert isinstance(answer, Totals)
+    assert "tandem_requests_total 14.0\n" in answer.text
+    assert "tandem_running 1.0\n" in answer.text
 
 
 def test_settings_that_cannot_work_end_the_service_before_any_frontend_was_ready() -> None:
