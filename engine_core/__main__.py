@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import zmq
 
-from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.errors import ConfigError, DeviceBusyError
 from tandem.engine_core.startup.engine import build_engine
 from tandem.engine_core.startup.heap import freeze_heap
 from tandem.engine_core.stats import new_stats
@@ -61,6 +61,7 @@ def serve(arguments: argparse.Namespace) -> None:
         def stop(_signal: int, _frame: FrameType | None) -> None:
             status.enter(Phase.DRAINING)
             engine.stopping = True
+            wakeup.wake()
 
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
@@ -108,7 +109,7 @@ def _open_wire(
 def main() -> int:
     """Serve and return the exit code.
 
-    A configuration error is reported on stderr.
+    Errors of settings, and of a device that is in use, are reported on stderr.
     """
     arguments = parse()
     configure_logging("engine", arguments.log_level)
@@ -117,6 +118,9 @@ def main() -> int:
     except ConfigError as error:
         print(f"tandem engine: {error}", file=sys.stderr)
         return ExitCode.CONFIG
+    except DeviceBusyError as error:
+        print(f"tandem engine: {error}", file=sys.stderr)
+        return ExitCode.BUSY
     except Exception:
         logger.exception("the engine core failed")
         return ExitCode.FATAL

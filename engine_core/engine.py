@@ -18,6 +18,7 @@ from tandem.engine_core.scheduler.commit import SchedulerUpdates
 from tandem.engine_core.scheduler.inspection import oldest_wait
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.stats import StageClock, count_outcome
+from tandem.protocol.commands import Submit
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Limits, ModelFacts
 from tandem.protocol.stats import EngineStats
@@ -31,6 +32,8 @@ RETRY_SECONDS = 0.005
 DRAIN_SECONDS = 0.001
 """Time, in seconds, after which a tick takes no more commands while sequences run; the next tick goes on. A prompt of
 32k tokens takes about 0.1 ms to decode and check."""
+MAX_FINAL_DRAINS = 64
+"""Times that an engine about to exit looks for requests that have arrived, of which it ends each."""
 MAX_FINAL_FLUSHES = 200
 """Flushes tried, RETRY_SECONDS apart, before an engine exits with output unsent."""
 
@@ -287,17 +290,35 @@ class Engine:
         stats.oldest_wait = oldest_wait(scheduler, self.stages.clock())
 
     def _close(self, code: ErrorCode, message: str) -> None:
-        """End every open request; the device is not touched again."""
+        """End every request, open or still in the mailbox.
+
+        The device is not touched again.
+        """
         self.pipeline.abandon()
         self.scheduler.fail_all(code, message)
         self.scheduler.abandon()
-        self._send(self.scheduler.take_updates())
         self.compiler.close()
+        for _ in range(MAX_FINAL_DRAINS):
+            if not self._refuse_arrived(code, message):
+                break
+        self._send(self.scheduler.take_updates())
         for _ in range(MAX_FINAL_FLUSHES):
             if not self.mailbox.has_backlog:
                 return
-            for _ in self.mailbox.drain():
-                pass  # Commands that still arrive are dropped; left in the queue they would end every wait at once.
+            # Commands left in the queue would end every wait at once.
+            self._refuse_arrived(code, message)
             self.mailbox.wait(RETRY_SECONDS)
             self._send(self.scheduler.take_updates())
         logger.error("exiting with output that a frontend did not read")
+
+    def _refuse_arrived(self, code: ErrorCode, message: str) -> bool:
+        """End the requests that have arrived and were not taken.
+
+        Return False if nothing had arrived.
+        """
+        arrived = False
+        for client, command in self.mailbox.drain():
+            arrived = True
+            if isinstance(command, Submit) and client in self.control.clients:
+                self.mailbox.add_outcome(client, Failure(command.request_id, code, message))
+        return arrived

@@ -15,6 +15,17 @@ class ConfigError(EngineError):
     """The engine cannot start with these options; the message says what to change."""
 
 
+class MemoryTooSmallError(ConfigError):
+    """The memory does not hold the engine that was asked for."""
+
+
+class DeviceBusyError(EngineError):
+    """Another process holds memory without which the engine cannot start.
+
+    A later start may succeed.
+    """
+
+
 class RequestError(EngineError):
     """One request cannot be served; its client gets the code and the message."""
 

@@ -49,3 +49,5 @@ class ExitCode(IntEnum):
     OK = 0
     CONFIG = 2
     FATAL = 70
+    BUSY = 75
+    """Another process holds the memory of the device."""

@@ -53,6 +53,7 @@ L5_NAMES = (
             "runtime",
             "device",
             "attention",
+            "device_memory",
             "memory_trial",
             "warmup",
             "start_log",

@@ -20,7 +20,7 @@ from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.contracts import Mailbox
 from tandem.engine_core.engine import Engine
-from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.errors import ConfigError, DeviceBusyError, MemoryTooSmallError
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import PageAllocator
@@ -36,6 +36,7 @@ from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.startup.device import DeviceParts, open_parts
+from tandem.engine_core.startup.device_memory import memory_demand, wait_for_memory
 from tandem.engine_core.startup.kv_sizing import check_memory_flags
 from tandem.engine_core.startup.runtime import ModelSource, build_runtime
 from tandem.engine_core.startup.start_log import StartLog
@@ -95,7 +96,8 @@ def build_engine(
 
     new_parts: opens a device of the resolved kind, "cpu" or "cuda".
 
-    Raises ConfigError if the engine cannot start as asked; the text says what to change.
+    Raises ConfigError if the engine cannot start as asked; the text says what to change. Raises DeviceBusyError if it
+    could with the memory that another process holds.
     """
     status.enter(Phase.LOADING)
     resolved = resolve_engine(options, torch.cuda.is_available())
@@ -103,9 +105,15 @@ def build_engine(
     if kind == "cpu":
         torch.set_num_threads(configuration.resolve_threads(options, len(os.sched_getaffinity(0))))
     parts = new_parts(kind)
+    has_memory = kind == "cpu" or _wait_for_memory(resolved, parts, status)
     log = StartLog(time.monotonic, parts.device.held_bytes)
     constraints = _start_constraints(source, mailbox, status.stats)
-    runtime, config = build_runtime(resolved.config, source, parts, constraints.mask_builder, status, log)
+    try:
+        runtime, config = build_runtime(resolved.config, source, parts, constraints.mask_builder, status, log)
+    except MemoryTooSmallError as error:
+        if has_memory:
+            raise
+        raise DeviceBusyError(f"{error}; another process holds memory of the device (nvidia-smi shows it)") from error
     facts = _facts(config, source.model, source.directory)
     engine = _build_loop(config, resolved.groups, runtime, mailbox, constraints, status, facts)
     _log_settings(config, source)
@@ -118,6 +126,15 @@ def build_engine(
         config.max_step_tokens, "two steps in flight" if config.depth == 2 else "one step in flight",
     )  # fmt: skip
     return engine
+
+
+def _wait_for_memory(resolved: ResolvedEngine, parts: DeviceParts, status: Status) -> bool:
+    """Wait until no other process holds memory that the engine asks for.
+
+    Return False if one goes on to hold some.
+    """
+    demand = memory_demand(resolved.config, resolved.source, parts.device.total_bytes())
+    return wait_for_memory(parts.device, demand, status)
 
 
 def _log_settings(config: EngineConfig, source: ModelSource) -> None:

@@ -5,7 +5,6 @@ an engine, and reads one JSON object from its stdout.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +18,10 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.layers.linear_choice import check_quantization
 from tandem.engine_core.models.config_fields import ConfigSource
-from tandem.engine_core.models.registry import open_checkpoint, resolve_source
+from tandem.engine_core.models.registry import resolve_source
 from tandem.engine_core.runtime.device import CpuDevice, read_gpu_traits
 from tandem.engine_core.startup.device import check_gpu, check_installed
+from tandem.engine_core.startup.device_memory import weight_bytes
 from tandem.engine_core.startup.engine import DEFAULT_MODEL, ResolvedEngine, resolve_engine
 from tandem.engine_core.startup.kv_sizing import GIB, Memory, size_pool
 from tandem.protocol.engine_options import EngineOptions, add_engine_arguments, engine_options
@@ -85,8 +85,7 @@ def _weight_bytes(resolved: ResolvedEngine, stored_bytes: int | None) -> int:
     if stored_bytes is not None:
         stored_dtype: torch.dtype = getattr(torch, resolved.source.model.dtype or "float32")
         return stored_bytes * resolved.source.dtype.itemsize // stored_dtype.itemsize
-    tensors = open_checkpoint(resolved.source.directory, resolved.source.model).tensors.values()
-    return sum(math.prod(tensor.shape) for tensor in tensors) * resolved.source.dtype.itemsize
+    return weight_bytes(resolved.source)
 
 
 def _memory(resolved: ResolvedEngine, gpus: list[Gpu], cpu_free: Callable[[], int], weights: int) -> Memory:

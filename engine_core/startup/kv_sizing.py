@@ -6,7 +6,7 @@ It follows from the flags and the memory that the rest of the engine leaves. All
 from msgspec import Struct, structs
 
 from tandem.engine_core.config import EngineConfig, StepConfig
-from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.errors import ConfigError, MemoryTooSmallError
 from tandem.protocol.engine_options import EngineOptions
 
 CPU_KV_BYTES, CPU_KV_SHARE = 4 * 2**30, 0.25
@@ -52,8 +52,8 @@ def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineCon
 
     token_bytes: bytes of one token's keys and values over all layers.
 
-    Raises ConfigError if less than one page, or less than a requested --max-len, has room, and for a requested pool
-    that is larger than the free memory.
+    Raises MemoryTooSmallError if less than one page, or less than a requested --max-len, has room, and for a requested
+    pool that is larger than the free memory.
     """
     page_size, options = config.page_size, config.options
     tokens = options.kv_tokens
@@ -63,13 +63,13 @@ def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineCon
     pages = max(0, tokens) // page_size
     _check_given_size(options, memory, (pages + 1) * page_size * token_bytes, token_bytes)
     if pages * page_size < 2:
-        raise ConfigError(
+        raise MemoryTooSmallError(
             f"the KV pool has {tokens} tokens ({memory.free / GIB:.2f} GiB free, of which steps and graphs need "
             f"{(memory.steps + memory.graphs) / GIB:.2f}, {token_bytes} bytes a token), less than one page of "
             f"{max(page_size, 2)}; {_remedy(config)}"
         )
     if options.max_len is not None and pages * page_size < config.max_len:
-        raise ConfigError(
+        raise MemoryTooSmallError(
             f"--max-len {config.max_len} does not fit the KV pool of {pages * page_size} tokens; lower it or "
             f"{_remedy(config)}"
         )
@@ -77,11 +77,11 @@ def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineCon
 
 
 def _check_given_size(options: EngineOptions, memory: Memory, pool: int, token_bytes: int) -> None:
-    """Raise ConfigError for a requested pool that is larger than the free memory."""
+    """Raise MemoryTooSmallError for a pool that is larger than the free memory."""
     flag = "--kv-memory" if options.kv_memory is not None else "--kv-tokens"
     given = options.kv_memory if options.kv_memory is not None else options.kv_tokens
     if given is not None and pool > memory.free:
-        raise ConfigError(
+        raise MemoryTooSmallError(
             f"{flag} {given} takes {pool / GIB:.2f} GiB at {token_bytes} bytes a token, but "
             f"{memory.free / GIB:.2f} GiB are free; lower {flag}, or leave it out for a pool that fits"
         )

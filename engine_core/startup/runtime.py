@@ -11,7 +11,7 @@ import torch
 from msgspec import Struct, structs
 
 from tandem.engine_core.config import EngineConfig, StepConfig
-from tandem.engine_core.errors import ConfigError, DeviceMemoryError
+from tandem.engine_core.errors import DeviceMemoryError, MemoryTooSmallError
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
@@ -67,14 +67,14 @@ class RuntimeBuilder(Struct, frozen=True):
     def build_pool(self, pages: int) -> KVStorage:
         """Allocate a KV pool.
 
-        Raises ConfigError if the memory does not suffice.
+        Raises MemoryTooSmallError if the memory does not suffice.
         """
         layout = self.source.layout
         try:
             return KVStorage.allocate(layout, pages, self.parts.device.torch_device)
         except RuntimeError as error:
             size = pages * layout.page_bytes / kv_sizing.GIB
-            raise ConfigError(
+            raise MemoryTooSmallError(
                 f"a KV pool of {size:.2f} GiB cannot be allocated ({error}); lower --kv-tokens, --kv-memory or "
                 "--gpu-memory"
             ) from error
@@ -153,13 +153,13 @@ def build_runtime(
 ) -> tuple[TorchRuntime, EngineConfig]:
     """Load, measure and allocate everything, and run each path once.
 
-    Raises ConfigError if the model cannot be loaded or the memory does not suffice.
+    Raises ConfigError if the model cannot be loaded, MemoryTooSmallError if the memory does not suffice.
     """
     free_at_start = parts.device.free_bytes()
     try:
         return _build(_new_builder(config, source, parts, filler, status, log), free_at_start, status, log)
     except (torch.OutOfMemoryError, DeviceMemoryError) as error:
-        raise ConfigError(
+        raise MemoryTooSmallError(
             f"the memory is too small for weights, steps, graphs and KV pool ({error}); lower --gpu-memory, "
             "--max-rows or --max-step-tokens"
         ) from error

@@ -148,6 +148,21 @@ class TestRun:
         assert len(waits) == MAX_FINAL_FLUSHES
         assert "did not read" in caplog.text
 
+    def test_requests_that_were_not_taken_yet_end_as_well(self) -> None:
+        bench = Bench(2)
+        bench.submit(1, 9)
+        bench.engine.tick()
+        bench.submit(2, 9)
+        bench.say(Abort([1]))
+        bench.submit(3, 9, client=b"stranger")
+        bench.engine.stopping = True
+        bench.engine.run()
+        for number in (1, 2):
+            outcome = bench.outcome(number)
+            assert isinstance(outcome, Failure) and outcome.code is ErrorCode.SHUTTING_DOWN
+        assert (b"stranger", 3) not in bench.mailbox.outcomes, "it has not said Hello"
+        assert bench.at_rest()
+
     def test_commands_that_arrive_at_the_end_do_not_cut_its_waits_short(self) -> None:
         """A socket with an unread command would end every wait at once, and with them the time to read the output."""
         bench = Bench(2)
@@ -331,43 +346,6 @@ def test_stats_count_requests_tokens_and_steps() -> None:
     assert sum(stats.queue_time.counts) == 3
     assert stats.queue_time.total == 2.0
     assert stats.step_rows.total == 9.0
-
-
-def test_cached_tokens_are_reported_before_the_first_token() -> None:
-    bench = Bench(2)
-    prompt = pack_ids(range(10, 20))
-    for request_id in (1, 2):
-        bench.say(Submit(request_id, prompt, SamplingParams(3, ignore_eos=True)))
-        bench.finish()
-    assert bench.mailbox.cached == {(CLIENT, 1): 0, (CLIENT, 2): 8}
-    bench.engine.tick()
-    assert (bench.stats.prefix_queries, bench.stats.prefix_hits, bench.stats.pages_cached) == (20, 8, 3)
-
-
-def test_start_is_sent_before_the_first_launch() -> None:
-    """What kills the engine's process in a launch is among the requests that their frontends know to have started."""
-    bench = Bench(2, rows=1)
-    bench.submit(1, 3)
-    bench.submit(2, 3)
-    bench.runtime.faults["launch 1"] = RuntimeError("device lost")
-    known: list[set[int]] = []
-    bench.mailbox.on_flush = lambda: known.append({number for _, number in bench.mailbox.cached})
-    with pytest.raises(RuntimeError):
-        bench.engine.tick()
-    assert known == [{1}], "the second one has no row yet"
-
-
-def test_rows_of_a_frontend_that_is_gone_at_its_start_serve_others_in_the_same_tick() -> None:
-    bench = Bench(2, rows=1)
-    bench.say(Hello(PROTOCOL_VERSION, EPOCH, "other"), client=b"other")
-    bench.submit(1, 3)
-    bench.submit(1, 3, client=b"other")
-    bench.mailbox.gone.add(CLIENT)
-    bench.engine.tick()
-    assert [seq.client for seq in bench.scheduler.running.values()] == [b"other"]
-    assert bench.runtime.calls[:1] == ["launch 1"]
-    bench.finish()
-    assert bench.at_rest()
 
 
 def test_preempted_request_is_counted_once() -> None:

@@ -202,7 +202,9 @@ def test_open_request_gets_a_terminal_event_at_shutdown(run_dir: Path, context: 
         assert isinstance(event(dealer), Ready)
         for request_id in range(300):
             dealer.send(encode(Submit(request_id, pack_ids([5]), SamplingParams(60, ignore_eos=True))))
-        assert isinstance(event(dealer), StepOutput)
+        output = event(dealer)
+        assert isinstance(output, StepOutput)
+        finished = [end.request_id for end in output.finished]
         child.send_signal(signal.SIGTERM)
         assert child.wait(timeout=60) == ExitCode.OK
         failures = []
@@ -210,9 +212,10 @@ def test_open_request_gets_a_terminal_event_at_shutdown(run_dir: Path, context: 
             output = decode_event(dealer.recv())
             assert isinstance(output, StepOutput)
             failures += output.failures
-        assert failures
+            finished += [end.request_id for end in output.finished]
         assert {failure.code for failure in failures} == {ErrorCode.SHUTTING_DOWN}
-        assert len({failure.request_id for failure in failures}) == len(failures)
+        ended = sorted([*finished, *(failure.request_id for failure in failures)])
+        assert ended == list(range(300)), "each of the requests that were sent ended exactly once"
     finally:
         child.kill()
         child.wait()

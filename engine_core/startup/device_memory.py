@@ -1,0 +1,88 @@
+"""The memory of a GPU that another process may still hold.
+
+Such a process is an engine that was killed a moment ago.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from tandem.engine_core.config import StepConfig
+from tandem.engine_core.models.registry import open_checkpoint
+from tandem.engine_core.runtime.device import Device
+from tandem.engine_core.startup.kv_sizing import GIB, GPU_SHARE
+from tandem.engine_core.startup.runtime import ModelSource
+from tandem.engine_core.wire.heartbeat import Status
+from tandem.protocol.events import Phase
+
+logger = logging.getLogger(__name__)
+
+MAX_WAIT_SECONDS = 30.0
+"""Longest wait for memory without which the engine cannot start."""
+SETTLED_SECONDS = 2.0
+"""Time without a change after which memory that the engine can do without counts as taken for good."""
+POLL_SECONDS = 0.25
+
+
+class MemoryDemand(Struct, frozen=True):
+    """Bytes of a GPU that an engine asks for."""
+
+    needed: int
+    """Bytes without which it cannot start: weights, and a KV pool of a given size."""
+    wanted: int
+    """Bytes that it uses if they are free."""
+
+
+def weight_bytes(source: ModelSource) -> int:
+    """Return the bytes of all tensors of the checkpoint in the dtype of the engine."""
+    tensors = open_checkpoint(source.directory, source.model).tensors.values()
+    return sum(math.prod(tensor.shape) for tensor in tensors) * source.dtype.itemsize
+
+
+def memory_demand(config: StepConfig, source: ModelSource, total: int) -> MemoryDemand:
+    """Compute the memory that an engine asks for on a GPU of `total` bytes.
+
+    Raises ConfigError for a checkpoint that cannot be read.
+    """
+    options = config.options
+    weights = 0 if options.load_format == "dummy" else weight_bytes(source)
+    pool = options.kv_memory if options.kv_memory is not None else (options.kv_tokens or 0) * source.layout.token_bytes
+    share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
+    needed = min(weights + pool, total)  # The existing checks refuse a model that no GPU of this size holds.
+    return MemoryDemand(needed, needed if pool else max(needed, int(total * share)))
+
+
+def wait_for_memory(
+    device: Device,
+    demand: MemoryDemand,
+    status: Status,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Wait until the memory that an engine asks for is free.
+
+    Return False if it is not in the end. For what it cannot start without it waits MAX_WAIT_SECONDS, for the rest until
+    nothing has changed for SETTLED_SECONDS. The heartbeat says so meanwhile.
+    """
+    start = changed = clock()
+    before = free = device.free_bytes()
+    while free < demand.wanted:
+        now = clock()
+        if free != before:
+            before, changed = free, now
+        if now - start >= MAX_WAIT_SECONDS or (free >= demand.needed and now - changed >= SETTLED_SECONDS):
+            logger.warning(
+                "%.2f of the %.2f GiB that the engine asks for are free after %.0f s; other processes hold the rest",
+                free / GIB, demand.wanted / GIB, now - start,
+            )  # fmt: skip
+            return False
+        status.enter(
+            Phase.LOADING, 0, f"waiting for device memory: {free / GIB:.2f} of {demand.wanted / GIB:.2f} GiB free"
+        )
+        sleep(POLL_SECONDS)
+        free = device.free_bytes()
+    status.enter(Phase.LOADING)
+    return True

@@ -1,0 +1,46 @@
+"""Announcement of requests that are admitted to run."""
+
+import pytest
+
+from tandem.protocol.codec import pack_ids
+from tandem.protocol.commands import Hello, Submit
+from tandem.protocol.params import SamplingParams
+from tandem.protocol.version import PROTOCOL_VERSION
+from tests.support.recorded_engine import CLIENT, EPOCH, Bench
+
+
+def test_cached_tokens_are_reported_before_the_first_token() -> None:
+    bench = Bench(2)
+    prompt = pack_ids(range(10, 20))
+    for request_id in (1, 2):
+        bench.say(Submit(request_id, prompt, SamplingParams(3, ignore_eos=True)))
+        bench.finish()
+    assert bench.mailbox.cached == {(CLIENT, 1): 0, (CLIENT, 2): 8}
+    bench.engine.tick()
+    assert (bench.stats.prefix_queries, bench.stats.prefix_hits, bench.stats.pages_cached) == (20, 8, 3)
+
+
+def test_start_is_sent_before_the_first_launch() -> None:
+    """What kills the engine's process in a launch is among the requests that their frontends know to have started."""
+    bench = Bench(2, rows=1)
+    bench.submit(1, 3)
+    bench.submit(2, 3)
+    bench.runtime.faults["launch 1"] = RuntimeError("device lost")
+    known: list[set[int]] = []
+    bench.mailbox.on_flush = lambda: known.append({number for _, number in bench.mailbox.cached})
+    with pytest.raises(RuntimeError):
+        bench.engine.tick()
+    assert known == [{1}], "the second one has no row yet"
+
+
+def test_rows_of_a_frontend_that_is_gone_at_its_start_serve_others_in_the_same_tick() -> None:
+    bench = Bench(2, rows=1)
+    bench.say(Hello(PROTOCOL_VERSION, EPOCH, "other"), client=b"other")
+    bench.submit(1, 3)
+    bench.submit(1, 3, client=b"other")
+    bench.mailbox.gone.add(CLIENT)
+    bench.engine.tick()
+    assert [seq.client for seq in bench.scheduler.running.values()] == [b"other"]
+    assert bench.runtime.calls[:1] == ["launch 1"]
+    bench.finish()
+    assert bench.at_rest()
