@@ -92,6 +92,8 @@ class FrontendConfig(Struct, frozen=True):
     drain_timeout: float = 25.0
     shutdown_delay: float = 0.0
     """Time for which a process that is to end still accepts requests, unready already."""
+    request_timeout: float = 0.0
+    """Time that a request may take from its arrival to the end of its output; 0 for any time."""
     hold_timeout: float = 60.0
     """Time that a request waits for the engine to come back if none of its answer was sent; 0 for none."""
     sse_keepalive: float = 15.0
@@ -149,6 +151,8 @@ HTTP_FLAGS = (
          struct=FrontendConfig),
     Flag("shutdown_delay", _HTTP, "seconds at shutdown for which requests are still accepted, while /health/ready says "
          "503", float, (0, MAX_SECONDS), struct=FrontendConfig),
+    Flag("request_timeout", _HTTP, "seconds after its arrival at which a request that is not answered in full ends "
+         "with an error, 0 for never", float, (0, MAX_SECONDS), struct=FrontendConfig),
     Flag("hold_timeout", _HTTP, "seconds that a request waits for an engine to come back if nothing of its answer was "
          "sent, 0 for none; then it is submitted again", float, (0, MAX_SECONDS), struct=FrontendConfig),
     Flag("sse_keepalive", _HTTP, "seconds after which a stream without output gets a comment or ping, 0 for never; its "

@@ -41,6 +41,8 @@ def error_type(status: int) -> str:
         return "rate_limit_error"
     if status == 503:
         return "overloaded_error"
+    if status == 504:
+        return "timeout_error"
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
@@ -145,11 +147,25 @@ def overloaded(message: str, retry_after: int = RETRY_AFTER_SECONDS) -> ApiError
     return ApiError(429, message, None, ErrorCode.OVERLOADED.value, None, retry_after)
 
 
-def unavailable(message: str, code: ErrorCode = ErrorCode.ENGINE_UNAVAILABLE) -> ApiError:
-    """Return the 503 for a request that may succeed once the server is ready."""
-    return ApiError(503, message, None, code.value)
+def unavailable(
+    message: str, code: ErrorCode = ErrorCode.ENGINE_UNAVAILABLE, retry_after: int = RETRY_AFTER_SECONDS
+) -> ApiError:
+    """Return the 503 for a request that may succeed once the server is ready.
+
+    That may be after `retry_after` seconds.
+    """
+    return ApiError(503, message, None, code.value, None, retry_after)
 
 
-def from_failure(failure: Failure) -> ApiError:
+def out_of_time(timeout: float) -> ApiError:
+    """Return the 504 for a request that was not answered within `timeout` seconds."""
+    message = (
+        f"the request was not answered within {timeout:g} s (--request-timeout); ask for fewer tokens or try later"
+    )
+    return ApiError(504, message, None, "deadline_exceeded")
+
+
+def from_failure(failure: Failure, retry_after: int = RETRY_AFTER_SECONDS) -> ApiError:
     """Return the error of a request that failed in the engine, or with it."""
-    return ApiError(_STATUS[failure.code], failure.message, _PARAM.get(failure.code), failure.code.value)
+    status, param = _STATUS[failure.code], _PARAM.get(failure.code)
+    return ApiError(status, failure.message, param, failure.code.value, None, retry_after)

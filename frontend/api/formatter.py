@@ -10,7 +10,7 @@ import msgspec
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.choice import ChoiceDelta
-from tandem.frontend.generation.generation import Usage
+from tandem.frontend.generation.usage import Usage
 from tandem.protocol.events import ModelFacts
 from tandem.protocol.version import distribution_version
 

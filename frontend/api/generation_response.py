@@ -17,7 +17,8 @@ from tandem.frontend.api.request_scope import request_id
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
-from tandem.frontend.generation.generation import Generation, Usage
+from tandem.frontend.generation.generation import Generation
+from tandem.frontend.generation.usage import Usage
 
 MAX_INLINE_LOGPROBS = 1024
 """Maximum number of tokens with log-probabilities for which a whole response is encoded in the event loop."""
@@ -63,7 +64,8 @@ class GenerationResponse(Response):
             generation.close(reason)
             task.cancel()
 
-        start = partial(generation.start, *self._service.config.load_limits, request_id(scope))
+        config = self._service.config
+        start = partial(generation.start, *config.load_limits, request_id(scope), config.request_timeout)
         self._service.num_responses += 1
         try:
             writer.set_leave(leave)

@@ -56,7 +56,7 @@ def health_router(service: Service) -> APIRouter:
         body: dict[str, Any] = {"status": health.status, "reason": health.reason}
         if health.percent is not None:
             body["percent"] = health.percent
-        return JSONResponse(body, 503, error_headers(503))
+        return JSONResponse(body, 503, error_headers(503, service.client.seconds_until_ready()))
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

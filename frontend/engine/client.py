@@ -16,10 +16,12 @@ from msgspec import structs
 
 from tandem.frontend.engine.calls import EngineCall, EngineCalls
 from tandem.frontend.engine.compatibility import Fingerprints, mismatch
+from tandem.frontend.engine.engine_load import EngineLoad
 from tandem.frontend.engine.health import EngineHealth, EngineWatch
 from tandem.frontend.engine.held_requests import HeldRequest, HeldRequests
 from tandem.frontend.engine.link import EngineLink, encode_command
 from tandem.frontend.engine.monitor import EngineMonitor
+from tandem.frontend.engine.start_estimate import MAX_SECONDS
 from tandem.frontend.engine.streams import OpenStreams, ReadySet, TokenStream
 from tandem.frontend.errors import ApiError, unavailable
 from tandem.frontend.metrics import FrontendMetrics
@@ -84,11 +86,12 @@ class EngineClient:
         self._refusal: tuple[int, str] | None = None
         self._broken: tuple[int, float, str] | None = None
         """Epoch, time and reason of the last broken connection, until there is a new one."""
-        self._streams = OpenStreams(clock)
+        self._streams = OpenStreams()
         self.num_links = 0
         """Number of links that became ready: the number of the present one, or of the one before."""
-        self._model: ModelFacts | None = None
-        """Facts of the engine of that link."""
+        self._facts: Ready | None = None
+        """Facts and limits of the engine of that link."""
+        self._load = EngineLoad(clock)
         self._held = HeldRequests(hold_timeout)
         self._is_ending = False
         """True once requests are ended instead of held."""
@@ -134,12 +137,38 @@ class EngineClient:
         return self._streams.queued_tokens
 
     def seconds_until_ended(self, count: int) -> int:
-        """Estimate the seconds until this many streams have ended."""
-        return self._streams.ended.seconds_until(count)
+        """Estimate the seconds until this many sequences of all frontends ended."""
+        return self._load.seconds_until_ended(count)
 
     def seconds_until_prefilled(self, tokens: int) -> int:
-        """Estimate the seconds until this many queued prompt tokens are computed."""
-        return self._streams.prefilled.seconds_until(tokens)
+        """Estimate the seconds until this many queued prompt tokens are computed.
+
+        They are those of all frontends.
+        """
+        return self._load.seconds_until_prefilled(tokens)
+
+    def load_limits(self, max_concurrent: int, max_queued_tokens: int) -> tuple[int, int]:
+        """Return these limits of one frontend, lowered to those of the engine.
+
+        They are on sequences, and on prompt tokens that wait for their first output.
+        """
+        if self._facts is None:
+            return max_concurrent, max_queued_tokens
+        limits = self._facts.limits
+        return min(max_concurrent, limits.max_concurrent), min(max_queued_tokens, limits.max_queued_tokens)
+
+    def retry_after(self, code: ErrorCode, sequences: int, tokens: int) -> int:
+        """Estimate the seconds after which a request that failed may succeed.
+
+        It failed for the engine's reasons, not its own. It has this many sequences and prompt tokens.
+        """
+        if code is not ErrorCode.OVERLOADED:
+            return self.seconds_until_ready()
+        heartbeat, facts = self._watch.heartbeat, self._facts
+        if heartbeat is None or facts is None:
+            return 1
+        excess = heartbeat.pending + sequences - facts.limits.max_concurrent
+        return self.seconds_until_ended(excess) if excess > 0 else self.seconds_until_prefilled(tokens)
 
     def health(self) -> EngineHealth:
         """Return the health of the engine, ready if a request would be accepted now.
@@ -154,10 +183,21 @@ class EngineClient:
         if self._refusal is not None and self._refusal[0] == heartbeat.engine_epoch:
             return EngineHealth(False, "refused", self._refusal[1])
         if self._link is None and self._broken is not None:
-            return EngineHealth(False, "lost", self._broken[2])
+            reason = f"{self._broken[2]}; it may be dead, and no other has been heard of yet"
+            return EngineHealth(False, "lost", reason)
         if self._link is None or self._link.ready is None:
             return EngineHealth(False, "connecting", "the handshake with the engine is under way")
         return health
+
+    def seconds_until_ready(self) -> int:
+        """Estimate the seconds until a request would be accepted."""
+        match self.health().status:
+            case "ready" | "connecting":
+                return 1
+            case "refused":
+                return MAX_SECONDS
+            case _:
+                return self._watch.seconds_until_ready()
 
     def ready(self) -> Ready:
         """Return the engine's facts and limits.
@@ -222,7 +262,7 @@ class EngineClient:
         """Return the 503 of a request while the engine is not ready."""
         draining = self.health().status == "draining"
         code = ErrorCode.SHUTTING_DOWN if draining else ErrorCode.ENGINE_UNAVAILABLE
-        return unavailable(f"the engine is not ready: {reason}", code)
+        return unavailable(f"the engine is not ready: {reason}", code, self.seconds_until_ready())
 
     def _send_call(self, call: EngineCall) -> None:
         self.ready()
@@ -247,7 +287,7 @@ class EngineClient:
     def _too_long(self) -> ApiError:
         reason = self.health().reason or "it was lost again and again"
         message = f"the engine did not come back within {self._held.timeout:g} s (--hold-timeout): {reason}"
-        return unavailable(message)
+        return unavailable(message, retry_after=self.seconds_until_ready())
 
     def _tick(self) -> None:
         if self._watch.heartbeat is None and self._clock() > self._warn_at:
@@ -265,6 +305,7 @@ class EngineClient:
         if broken is not None and broken[0] == heartbeat.engine_epoch and now - broken[1] < STALE_SECONDS:
             return
         self._watch.observe(heartbeat)
+        self._load.observe(heartbeat)
         link = self._link
         if link is not None and link.epoch != heartbeat.engine_epoch:
             self._lose(ErrorCode.ENGINE_UNAVAILABLE, "the engine was restarted")
@@ -326,8 +367,8 @@ class EngineClient:
             self._metrics.link.connected.set(1)
             self._metrics.link.connects.inc()
             logger.info("connected to the engine of epoch %d, model %s", ready.engine_epoch, ready.model.name)
-            previous, self._model = self._model, ready.model
-            if previous is not None and _differ(previous, ready.model):
+            previous, self._facts = self._facts, ready
+            if previous is not None and _differ(previous.model, ready.model):
                 message = f"the engine came back with other facts of its model, {ready.model.name}; try again"
                 self._held.give_up_all(unavailable(message))
             self._resubmit()  # before any new request

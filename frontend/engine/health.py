@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
+from tandem.frontend.engine.start_estimate import PREPARING, StartEstimate
 from tandem.protocol.events import Heartbeat, Phase
-
-_PREPARING = (Phase.STARTING, Phase.LOADING, Phase.WARMING)
 
 
 class EngineHealth(Struct, frozen=True):
@@ -48,6 +47,7 @@ class EngineWatch:
         self.heartbeat: Heartbeat | None = None
         """Newest heartbeat of the current life; None before the first."""
         self._clock = clock
+        self._starts = StartEstimate()
         self._heard_at = 0.0
         self._progress_at = 0.0
         self._ended_epoch: int | None = None
@@ -58,6 +58,7 @@ class EngineWatch:
             return
         previous, self.heartbeat = self.heartbeat, heartbeat
         self._heard_at = now = self._clock()
+        self._starts.observe(heartbeat, now)
         owes_steps = heartbeat.pending > 0 and heartbeat.phase is Phase.READY and not heartbeat.stats.paused
         stood_still = previous is not None and _position(previous) == _position(heartbeat)
         if not (owes_steps and stood_still):
@@ -94,7 +95,7 @@ class EngineWatch:
             return EngineHealth(False, "waiting", "no heartbeat from the engine yet; it may be starting")
         if self.is_silent:
             return EngineHealth(False, "silent", f"no heartbeat from the engine for {self.silence():.1f} s")
-        if heartbeat.phase in _PREPARING:
+        if heartbeat.phase in PREPARING:
             detail = f": {heartbeat.detail}" if heartbeat.detail else ""
             reason = f"the engine is {heartbeat.phase.value}, {heartbeat.percent} %{detail}"
             return EngineHealth(False, "loading", reason, heartbeat.percent)
@@ -109,6 +110,10 @@ class EngineWatch:
             return EngineHealth(False, "hung", reason)
         return EngineHealth(True, "ready")
 
+    def seconds_until_ready(self) -> int:
+        """Estimate the seconds until the engine is ready, from how long that took before."""
+        return self._starts.seconds(self._clock())
+
     def should_restart(self, hang_timeout: float) -> str:
         """Return the reason to kill the process and start it again; "" for none.
 
@@ -119,7 +124,7 @@ class EngineWatch:
         heartbeat, health = self.heartbeat, self.health()
         if heartbeat is None:
             return ""
-        patience = max(hang_timeout, self.step_timeout) if heartbeat.phase in _PREPARING else hang_timeout
+        patience = max(hang_timeout, self.step_timeout) if heartbeat.phase in PREPARING else hang_timeout
         if self.silence() > patience:
             return f"no heartbeat from the engine for {self.silence():.1f} s"
         return health.reason if health.status == "hung" else ""

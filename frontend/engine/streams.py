@@ -3,10 +3,8 @@
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 
-from tandem.frontend.engine.departures import Departures
 from tandem.protocol.codec import runs
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Finished, StepOutput, TokenLogprobs
@@ -220,13 +218,9 @@ class TokenStream:
 class OpenStreams:
     """Streams of one frontend without a terminal event, by request id."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self._streams: dict[int, TokenStream] = {}
         self._turn = Turn()
-        self.ended = Departures(clock)
-        """Streams that have ended."""
-        self.prefilled = Departures(clock)
-        """Prompt tokens of streams that have got their first output, or have ended."""
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -247,12 +241,7 @@ class OpenStreams:
 
         Return the ids of those that were open.
         """
-        forgotten = [
-            stream for request_id in request_ids if (stream := self._streams.pop(request_id, None)) is not None
-        ]
-        self.ended.add(len(forgotten))
-        self.prefilled.add(sum([stream.queued_tokens for stream in forgotten]))
-        return [stream.request_id for stream in forgotten]
+        return [request_id for request_id in request_ids if self._streams.pop(request_id, None) is not None]
 
     def deliver(self, output: StepOutput) -> None:
         """Route a step output to its streams, ignoring requests that are not open.
@@ -260,14 +249,12 @@ class OpenStreams:
         Raises ProtocolError if the columns of the output disagree.
         """
         streams = self._streams
-        prefilled = 0
         for started in output.started:
             if (stream := streams.get(started.request_id)) is not None:
                 stream.cached_tokens = started.cached_tokens
                 stream.is_started = True
         for request_id, tokens in runs(output):
             if (stream := streams.get(request_id)) is not None:
-                prefilled += stream.queued_tokens
                 stream.put(tokens)
         for logprobs in output.logprobs:
             if (stream := streams.get(logprobs.request_id)) is not None:
@@ -275,10 +262,7 @@ class OpenStreams:
         terminals: list[Terminal] = [*output.finished, *output.failures]
         for terminal in terminals:
             if (stream := streams.pop(terminal.request_id, None)) is not None:
-                prefilled += stream.queued_tokens
-                self.ended.add(1)
                 stream.end(terminal)
-        self.prefilled.add(prefilled)
 
     def fail_all(self, code: ErrorCode, message: str) -> list[int]:
         """End every stream with this error; return the ids of those that were open."""

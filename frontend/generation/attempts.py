@@ -1,5 +1,13 @@
 """Number of times that a request may be submitted again."""
 
+from msgspec import structs
+
+from tandem.frontend.errors import ApiError, from_failure
+from tandem.protocol.errors import ErrorCode
+from tandem.protocol.events import Failure
+
+ENGINE_LOSSES = frozenset((ErrorCode.ENGINE_UNAVAILABLE, ErrorCode.ENGINE_FAILED, ErrorCode.SHUTTING_DOWN))
+"""Codes of failures that are the engine's, not the request's own."""
 MAX_RESUBMISSIONS = 2
 """Most times that a request is submitted again after the loss of its engine."""
 MAX_RUNNING_LOSSES = 1
@@ -20,3 +28,10 @@ class Attempts:
         self.num_losses += 1
         self.num_running_losses += had_run
         return self.num_losses <= MAX_RESUBMISSIONS and self.num_running_losses <= MAX_RUNNING_LOSSES
+
+    def error(self, failure: Failure, retry_after: int) -> ApiError:
+        """Return the error of a request that ends with this failure."""
+        if failure.code in ENGINE_LOSSES and self.num_losses > 1:
+            lost = f"{self.num_losses} engines were lost with this request, which is not sent to another"
+            failure = structs.replace(failure, message=f"{failure.message}; {lost}")
+        return from_failure(failure, retry_after)

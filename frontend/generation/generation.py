@@ -3,45 +3,25 @@
 The state comprises its sequences, their text and their end.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from msgspec import Struct, structs
-
 from tandem.frontend.engine.client import EngineClient
 from tandem.frontend.engine.streams import ReadySet, Terminal, TokenStream
-from tandem.frontend.errors import ApiError, from_failure
+from tandem.frontend.errors import RETRY_AFTER_SECONDS, ApiError, out_of_time
 from tandem.frontend.generation.admission import Admitted, check_overload, check_queue
-from tandem.frontend.generation.attempts import Attempts
+from tandem.frontend.generation.attempts import ENGINE_LOSSES, Attempts
 from tandem.frontend.generation.choice import Choice, ChoiceDelta, concatenated
 from tandem.frontend.generation.sequences import new_choices, submit_command
 from tandem.frontend.generation.tokenizer import Tokenizer
+from tandem.frontend.generation.usage import PromptDetails, Usage
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure
 
-
-class PromptDetails(Struct, frozen=True):
-    """Details of a request's prompt tokens, as OpenAI reports them."""
-
-    cached_tokens: int = 0
-    """Prompt tokens found in the KV cache when the first choice of each prompt started."""
-
-
-class Usage(Struct, frozen=True):
-    """Token counts of a request as OpenAI reports them.
-
-    Each prompt counts once, however many choices it has.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails = PromptDetails()
-
-
-_LOSSES = frozenset((ErrorCode.ENGINE_UNAVAILABLE, ErrorCode.ENGINE_FAILED, ErrorCode.SHUTTING_DOWN))
-"""Codes of failures that are the engine's, not the request's own."""
+_RETRIED = ENGINE_LOSSES | {ErrorCode.OVERLOADED}
+"""Codes of failures after which the same request may succeed later."""
 
 
 class Generation:
@@ -94,6 +74,8 @@ class Generation:
         """True if the request is answered at its end only."""
         self._is_sent = False
         """True once output may have been sent."""
+        self._deadline: asyncio.TimerHandle | None = None
+        """Timer of the end of the time that the request may take."""
 
     @property
     def without_engine(self) -> bool:
@@ -104,10 +86,11 @@ class Generation:
         options = self.admitted.options
         return options.max_tokens == 0 and options.prompt_logprobs is None
 
-    def start(self, max_concurrent: int, max_queued_tokens: int, request_id: str = "") -> None:
+    def start(self, max_concurrent: int, max_queued_tokens: int, request_id: str = "", timeout: float = 0.0) -> None:
         """Submit one sequence per choice.
 
-        `request_id` is the id of the HTTP request, which the engine shows to its operators.
+        `request_id` is the id of the HTTP request, which the engine shows to its operators. The request ends with an
+        error `timeout` seconds after its arrival; 0 for any time.
 
         Raises ApiError 429 if the frontend has no room for them, 503 if the engine is not ready.
         """
@@ -117,8 +100,12 @@ class Generation:
         if self.without_engine:
             return
         count, tokens = admitted.num_choices, admitted.prompt_tokens * admitted.options.n
+        max_concurrent, max_queued_tokens = client.load_limits(max_concurrent, max_queued_tokens)
         check_overload(client.num_open, count, max_concurrent, client.seconds_until_ended)
         check_queue(client.queued_tokens, tokens, max_queued_tokens, client.seconds_until_prefilled)
+        if timeout:
+            left = self.arrived + timeout - self._clock()
+            self._deadline = asyncio.get_running_loop().call_later(max(left, 0.0), self._expire, timeout)
         try:
             self._submit()
         except ApiError as error:
@@ -189,8 +176,18 @@ class Generation:
     def error(self) -> ApiError | None:
         """The error of the first choice that failed; None while none has."""
         if self._error is None and self._failure is not None:
-            self._error = _error_of(self._failure, self._attempts.num_losses)
+            self._error = self._error_of(self._failure)
         return self._error
+
+    def _error_of(self, terminal: Terminal) -> ApiError:
+        """Return the error of a sequence that ended without a finish reason."""
+        if not isinstance(terminal, Failure):
+            return ApiError(500, "the engine aborted the request", None, ErrorCode.ENGINE_FAILED.value)
+        admitted, retry_after = self.admitted, RETRY_AFTER_SECONDS
+        if terminal.code in _RETRIED:
+            tokens = admitted.prompt_tokens * admitted.options.n
+            retry_after = self._client.retry_after(terminal.code, admitted.num_choices, tokens)
+        return self._attempts.error(terminal, retry_after)
 
     async def collect(self, on_batch: Callable[[Sequence[ChoiceDelta]], None] | None = None) -> list[ChoiceDelta]:
         """Return each choice as one delta, in the order of their indices.
@@ -211,10 +208,10 @@ class Generation:
 
         Idempotent. `reason` is a label of the metrics.
         """
-        self._client.release(self)
-        self._is_held = False
-        self._abort(list(self._open), reason)
+        self._stop(reason)
         self._ready_set.close()
+        if self._deadline is not None:
+            self._deadline.cancel()
 
     def measure_end(self) -> None:
         """Record the metrics of a request that was answered in full."""
@@ -286,7 +283,7 @@ class Generation:
         Return False if the request cannot begin anew: the failure is its own, output of it was sent, or it was lost too
         often.
         """
-        if self._is_sent or not isinstance(failure, Failure) or failure.code not in _LOSSES:
+        if self._is_sent or not isinstance(failure, Failure) or failure.code not in ENGINE_LOSSES:
             return False
         if not self._attempts.lose(any(stream.had_run for stream in self._streams)):
             return False
@@ -355,6 +352,20 @@ class Generation:
         else:
             self._metrics.first_token.observe(now - last)
 
+    def _expire(self, timeout: float) -> None:
+        """End a request that has taken too long."""
+        if not (self._open or self._is_held):
+            return
+        self._stop("deadline")
+        self._error = out_of_time(timeout)
+        self._ready_set.add_end()
+
+    def _stop(self, reason: str) -> None:
+        """End the wait for an engine, and abort every sequence that is still open."""
+        self._client.release(self)
+        self._is_held = False
+        self._abort(list(self._open), reason)
+
     def _abort(self, request_ids: list[int], reason: str) -> None:
         if not request_ids:
             return
@@ -366,16 +377,3 @@ class Generation:
     def _forget(self, request_id: int) -> None:
         if self._open.pop(request_id, None) is not None:
             self._metrics.running.dec()
-
-
-def _error_of(terminal: Terminal, losses: int) -> ApiError:
-    """Return the error of a sequence that ended without a finish reason.
-
-    `losses` is the number of engines that the request has lost.
-    """
-    if not isinstance(terminal, Failure):
-        return ApiError(500, "the engine aborted the request", None, ErrorCode.ENGINE_FAILED.value)
-    if losses > 1:
-        message = f"{terminal.message}; {losses} engines were lost with this request, which is not sent to another"
-        terminal = structs.replace(terminal, message=message)
-    return from_failure(terminal)

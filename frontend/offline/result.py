@@ -10,8 +10,8 @@ from tandem.frontend.chat.message_parser import MessageParser, MessageShape
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.choice import ChoiceDelta
-from tandem.frontend.generation.generation import Usage
 from tandem.frontend.generation.scored_tokens import ScoredToken
+from tandem.frontend.generation.usage import Usage
 
 
 class EngineError(Exception):

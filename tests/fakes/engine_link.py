@@ -53,9 +53,9 @@ class FakeLink:
     def close(self, polite: bool = False) -> None:
         pass
 
-    def answer(self, facts: ModelFacts = FACTS) -> None:
+    def answer(self, facts: ModelFacts = FACTS, limits: Limits = LIMITS) -> None:
         """Answer the Hello."""
-        self.on_event(Ready(PROTOCOL_VERSION, self.epoch, facts, LIMITS))
+        self.on_event(Ready(PROTOCOL_VERSION, self.epoch, facts, limits))
 
     @property
     def submitted(self) -> list[Submit]:
@@ -84,15 +84,17 @@ def install(patch: pytest.MonkeyPatch) -> list[int]:
     return FakeLink.opened
 
 
-def heartbeat(epoch: int, phase: Phase = Phase.READY, stats: EngineStats | None = None, detail: str = "") -> Heartbeat:
+def heartbeat(
+    epoch: int, phase: Phase = Phase.READY, stats: EngineStats | None = None, percent: int = 100
+) -> Heartbeat:
     """Build a heartbeat of an engine without pending requests."""
-    return Heartbeat(epoch, phase, 100, detail, 0, stats or EngineStats())
+    return Heartbeat(epoch, phase, percent, "", 0, stats or EngineStats())
 
 
-def connect(client: EngineClient, epoch: int, facts: ModelFacts = FACTS) -> FakeLink:
+def connect(client: EngineClient, epoch: int, facts: ModelFacts = FACTS, limits: Limits = LIMITS) -> FakeLink:
     """Let the client hear an engine and shake hands with it; return the link."""
     client._on_heartbeat(heartbeat(epoch))
     link = client._link
     assert isinstance(link, FakeLink), link
-    link.answer(facts)
+    link.answer(facts, limits)
     return link

@@ -49,13 +49,15 @@ class Ids:
 class Asked:
     """One request, its user, and what the user got."""
 
-    def __init__(self, world: "World", number: int, n: int, stream: bool, waits: tuple[float | None, ...]) -> None:
+    def __init__(
+        self, world: "World", number: int, n: int, stream: bool, waits: tuple[float | None, ...], timeout: float
+    ) -> None:
         body = b'{"model": "m", "prompt": [%d], "n": %d, "stream": %b, "max_tokens": %d}'
         fields = body % (number, n, b"true" if stream else b"false", LENGTH)
         options = parse_completion(fields, IgnoredFields()).options
         prompt = AdmittedPrompt("", [number], number.to_bytes(4, "little"), LENGTH)
         admitted = Admitted(options, FACTS, [prompt], _sampling(structs.replace(options, seed=number), {}))
-        self.name, self.stream, self.waits = f"request {number}", stream, waits
+        self.name, self.stream, self.waits, self.timeout = f"request {number}", stream, waits, timeout
         self.generation = Generation(
             world.client, Ids(), world.metrics, admitted, world.clock(), world.clock  # type: ignore[arg-type]
         )  # fmt: skip
@@ -78,7 +80,7 @@ class Asked:
     async def _use(self) -> None:
         generation = self.generation
         try:
-            generation.start(1000, 10**6, self.name)
+            generation.start(1000, 10**6, self.name, self.timeout)
             if self.stream:
                 async for batch in generation.batches(*self.waits):
                     self._show(batch)
@@ -130,9 +132,11 @@ class World:
         for _ in range(6):
             await asyncio.sleep(0)
 
-    async def ask(self, n: int = 1, stream: bool = True, waits: tuple[float | None, ...] = ()) -> Asked:
+    async def ask(
+        self, n: int = 1, stream: bool = True, waits: tuple[float | None, ...] = (), timeout: float = 0.0
+    ) -> Asked:
         self.clock.now += 0.001
-        asked = Asked(self, len(self.requests) + 10, n, stream, waits)
+        asked = Asked(self, len(self.requests) + 10, n, stream, waits, timeout)
         self.requests.append(asked)
         await self.settle()
         return asked

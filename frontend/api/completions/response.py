@@ -13,7 +13,7 @@ from tandem.frontend.api.logprobs import completion_logprobs, keep_best
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.choice import ChoiceDelta
-from tandem.frontend.generation.generation import Usage
+from tandem.frontend.generation.usage import Usage
 
 _encode = msgspec.json.encode
 

@@ -13,7 +13,7 @@ from tandem.frontend.chat.message_parser import MessageShape
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.choice import ChoiceDelta
-from tandem.frontend.generation.generation import Usage
+from tandem.frontend.generation.usage import Usage
 from tandem.protocol.errors import FinishReason
 
 PING = named_event("ping", {"type": "ping"})

@@ -7,7 +7,8 @@ from tandem.frontend.api.responses.response import ResponsesFormatter
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
-from tandem.frontend.generation.generation import Generation, Usage
+from tandem.frontend.generation.generation import Generation
+from tandem.frontend.generation.usage import Usage
 from tandem.frontend.store.store_worker import StoreWorker
 from tandem.frontend.store.stored_response import StoredItem
 

@@ -210,7 +210,7 @@ def test_requests_are_503_with_the_phase_until_the_engine_is_ready(engine: FakeE
             "status": "loading", "reason": "the engine is loading, 40 %: shard 2 of 5", "percent": 40
         }  # fmt: skip
         response = post(running)
-        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
         assert error_of(response)["code"] == "engine_unavailable"
         assert get(running.url + "/v1/models").status_code == 503
         assert get(running.url + "/health/live").status_code == 200

@@ -35,7 +35,7 @@ def test_health_routes_answer_head_requests(server: RunningServer, engine: FakeE
     until(lambda: head(server.url + "/health/ready").status_code == 503)
     for path in ("/health", "/ping"):
         response = get(server.url + path)
-        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
         assert response.json() == get(server.url + "/health/ready").json()
 
 

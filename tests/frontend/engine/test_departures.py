@@ -3,9 +3,6 @@
 import pytest
 
 from tandem.frontend.engine.departures import MAX_SECONDS, WINDOW_SECONDS, Departures
-from tandem.frontend.engine.streams import OpenStreams, ReadySet
-from tandem.protocol.errors import ErrorCode, FinishReason
-from tandem.protocol.events import Failure, Finished, StepOutput
 
 
 class Clock:
@@ -41,16 +38,3 @@ def test_departures_before_the_window_are_forgotten() -> None:
     assert departures.seconds_until(3) == 6
     clock.now += WINDOW_SECONDS + 2
     assert departures.seconds_until(10) == 1
-
-
-def test_streams_count_what_ends_and_what_has_its_first_output() -> None:
-    clock = Clock()
-    streams, ready = OpenStreams(clock), ReadySet()
-    for number in range(4):
-        streams.open(number, 0, ready, 10)
-    finished = Finished(0, FinishReason.STOP)
-    failure = Failure(1, ErrorCode.ENGINE_FAILED, "broken")
-    streams.deliver(StepOutput(1, b"", b"", b"", [finished], [failure]))
-    streams.forget([2, 7])
-    clock.now += 1
-    assert (streams.ended.seconds_until(30), streams.prefilled.seconds_until(300)) == (10, 10)

@@ -80,7 +80,7 @@ def test_paused_engine_is_neither_ready_nor_hung() -> None:
         engine.sends(sent, float(now))
     health = engine.at(199.0).health()
     assert (health.ready, health.takes_requests, health.status) == (False, True, "paused")
-    assert engine.watch.should_restart() == ""
+    assert engine.watch.should_restart(8.0) == ""
     engine.sends(heartbeat(pending=3, steps=7), 200.0)
     assert engine.at(204.0).health().ready, "the time of the pause does not count as a step's"
     for now in range(205, 270, 2):

@@ -53,6 +53,12 @@ class Streams:
     def seconds_until_prefilled(self, tokens: int) -> int:
         return 1
 
+    def load_limits(self, *own: int) -> tuple[int, ...]:
+        return own
+
+    def retry_after(self, code: ErrorCode, sequences: int, tokens: int) -> int:
+        return 7
+
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
         return Detokenizer(byte_level_tokenizer(), (), skip_special_tokens)
 
@@ -76,7 +82,7 @@ def test_a_refused_choice_in_the_first_batch_fails_the_request() -> None:
         client.streams[2].end(overloaded(2))
         with pytest.raises(ApiError) as caught:
             await anext(request.batches())
-        assert (caught.value.status, caught.value.code) == (429, "overloaded")
+        assert (caught.value.status, caught.value.code, caught.value.retry_after) == (429, "overloaded", 7)
         request.close("error")
         assert client.aborted == [0, 1]
 

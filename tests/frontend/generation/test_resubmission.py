@@ -313,6 +313,40 @@ def test_a_held_stream_is_kept_alive() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("phase", ["queued", "running", "held"])
+def test_a_request_that_takes_too_long_ends_with_504_and_is_aborted(phase: str, stream: bool) -> None:
+    async def scenario(world: World) -> None:
+        link = await world.engine()
+        asked = await world.ask(2, stream, timeout=0.02 if phase == "queued" else 3600.0)
+        if phase == "running":
+            await world.step(0, 1)
+        elif phase == "held":
+            await world.lose()
+        if phase != "queued":  # whose timer may ring at any time
+            asked.generation._expire(3600.0)
+        await asyncio.wait([asked.task])
+        assert asked.error is not None
+        assert (asked.error.status, asked.error.code) == (504, "deadline_exceeded")
+        assert link.submitted == [] or phase == "held"
+        aborted = world.metrics.registry.get_sample_value("tandem_frontend_aborts_total", {"reason": "deadline"})
+        assert aborted == (None if phase == "held" else 2)
+
+    run(scenario)
+
+
+def test_a_request_that_is_answered_in_time_has_no_deadline_left() -> None:
+    async def scenario(world: World) -> None:
+        await world.engine()
+        asked = await world.ask(timeout=3600.0)
+        await world.finish()
+        assert asked.texts == asked.expected
+        deadline = asked.generation._deadline
+        assert deadline is not None and deadline.cancelled()
+
+    run(scenario)
+
+
 ACTIONS = st.one_of(
     st.tuples(st.just("ask"), st.integers(1, 3), st.booleans()),
     st.tuples(st.just("start"), st.integers(0, 9)),

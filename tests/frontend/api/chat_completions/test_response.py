@@ -16,8 +16,8 @@ from tandem.frontend.chat.tool_formats import FORMATS
 from tandem.frontend.errors import unavailable
 from tandem.frontend.generation.admission import Admitted, AdmittedPrompt
 from tandem.frontend.generation.choice import ChoiceDelta
-from tandem.frontend.generation.generation import Usage
 from tandem.frontend.generation.scored_tokens import ScoredToken
+from tandem.frontend.generation.usage import Usage
 from tandem.frontend.grammar.grammar import ThinkingMode
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.tools import Tool, ToolChoice, ToolUse

@@ -18,7 +18,7 @@ from tandem.frontend.chat.message_parser import MessageShape
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted, AdmittedPrompt
 from tandem.frontend.generation.choice import ChoiceDelta
-from tandem.frontend.generation.generation import PromptDetails, Usage
+from tandem.frontend.generation.usage import PromptDetails, Usage
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.protocol.events import ModelFacts
 from tests.support.tool_answers import CALL, SHAPE, TEXTS

@@ -15,7 +15,7 @@ from tandem.frontend.api.responses.response import ResponsesFormatter
 from tandem.frontend.chat.message_parser import MessageShape
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
-from tandem.frontend.generation.generation import Usage
+from tandem.frontend.generation.usage import Usage
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tests.support.tool_answers import CALL, SHAPE, TEXTS
 

@@ -1,0 +1,76 @@
+"""Estimate of when an engine will be ready, from its last start."""
+
+import math
+
+from tandem.protocol.events import Heartbeat, Phase
+
+UNKNOWN_SECONDS = 5
+"""Estimate for an engine of whose starts nothing is known, or that takes longer than the last time."""
+MAX_SECONDS = 60
+"""Longest time that is estimated."""
+PREPARING = (Phase.STARTING, Phase.LOADING, Phase.WARMING)
+"""Phases of an engine that is not ready yet."""
+_MIN_PERCENT = 5
+"""Progress of loading from which on the rest can be judged by it."""
+
+
+class StartEstimate:
+    """Estimate of the seconds until an engine is ready.
+
+    It is what is left of the time that the last start took, or the last restart while no engine is heard. Of an engine
+    that was never seen to start, the percentage of this start is all that tells.
+    """
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._began_at = 0.0
+        """Time of the first heartbeat of this life."""
+        self._is_whole = False
+        """True if that heartbeat came from the beginning of the start."""
+        self._percent: int | None = None
+        """Progress of the start; None while the engine does not start."""
+        self._ready_epoch = 0
+        self._ready_at = 0.0
+        """Time of the last heartbeat of an engine that was ready."""
+        self._start: float | None = None
+        """Seconds from the first heartbeat to readiness, the last time."""
+        self._restart: float | None = None
+        """Seconds from the last heartbeat of one life to the readiness of the next, the last time."""
+
+    def observe(self, heartbeat: Heartbeat, now: float) -> None:
+        """Take a heartbeat into account that arrives at this time."""
+        self._percent = heartbeat.percent if heartbeat.phase in PREPARING else None
+        if heartbeat.engine_epoch != self._epoch:
+            self._epoch, self._began_at = heartbeat.engine_epoch, now
+            self._is_whole = self._percent is not None and self._percent < _MIN_PERCENT
+        if heartbeat.phase is not Phase.READY:
+            return
+        if self._ready_epoch != self._epoch:
+            if self._is_whole:
+                self._start = now - self._began_at
+            if self._ready_epoch:
+                self._restart = now - self._ready_at
+            self._ready_epoch = self._epoch
+        self._ready_at = now
+
+    def seconds(self, now: float) -> int:
+        """Estimate the seconds until the engine is ready, between 1 and MAX_SECONDS."""
+        left = self._left(now)
+        if left is None or left <= 0.0:
+            return UNKNOWN_SECONDS
+        return min(max(math.ceil(left), 1), MAX_SECONDS)
+
+    def _left(self, now: float) -> float | None:
+        """Return the seconds that are left; None if nothing tells.
+
+        0 or less if they are over.
+        """
+        if self._percent is None:
+            whole = self._restart if self._restart is not None else self._start
+            return None if whole is None else whole - (now - self._ready_at)
+        elapsed = now - self._began_at
+        if self._start is not None:
+            return self._start - elapsed
+        if self._is_whole and self._percent >= _MIN_PERCENT:
+            return elapsed * (100 - self._percent) / self._percent
+        return None

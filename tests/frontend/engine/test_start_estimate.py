@@ -1,0 +1,49 @@
+"""Estimates of when an engine will be ready."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.frontend.engine.start_estimate import MAX_SECONDS, UNKNOWN_SECONDS, StartEstimate
+from tandem.protocol.events import Heartbeat, Phase
+from tandem.protocol.stats import EngineStats
+
+Beat = tuple[float, int, Phase, int]
+FIRST_LIFE: list[Beat] = [(0.0, 1, Phase.STARTING, 0), (10.0, 1, Phase.LOADING, 50), (20.0, 1, Phase.READY, 100)]
+
+
+def estimate_after(beats: list[Beat]) -> StartEstimate:
+    estimate = StartEstimate()
+    for at, epoch, phase, percent in beats:
+        estimate.observe(Heartbeat(epoch, phase, percent, "", 0, EngineStats()), at)
+    return estimate
+
+
+@pytest.mark.parametrize(
+    ("beats", "now", "seconds"),
+    [
+        ([], 3.0, UNKNOWN_SECONDS),
+        (FIRST_LIFE[:1], 8.0, UNKNOWN_SECONDS),
+        (FIRST_LIFE[:2], 10.0, 10),  # half of it in 10 s
+        ([(0.0, 1, Phase.LOADING, 50)], 10.0, UNKNOWN_SECONDS),  # its beginning was not heard
+        ([*FIRST_LIFE, (100.0, 1, Phase.READY, 100)], 104.0, 16),  # dead since 4 s, a start takes 20
+        ([*FIRST_LIFE, (100.0, 1, Phase.FAILED, 0)], 104.0, UNKNOWN_SECONDS),  # not ready for longer than that
+        ([*FIRST_LIFE, (30.0, 2, Phase.STARTING, 0)], 35.0, 15),
+        ([*FIRST_LIFE, (30.0, 2, Phase.STARTING, 0)], 55.0, UNKNOWN_SECONDS),  # slower than the last time
+        ([*FIRST_LIFE, (24.0, 2, Phase.STARTING, 0), (50.0, 2, Phase.READY, 100)], 51.0, 29),  # a restart took 30 s
+        ([(0.0, 1, Phase.STARTING, 0), (600.0, 1, Phase.READY, 100)], 601.0, MAX_SECONDS),
+    ],
+)
+def test_estimate_is_what_is_left_of_the_last_start(beats: list[Beat], now: float, seconds: int) -> None:
+    assert estimate_after(beats).seconds(now) == seconds
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1e4), st.integers(1, 3), st.sampled_from(list(Phase)), st.integers(0, 100)), max_size=20
+    ),
+    st.floats(0, 1e4),
+)
+def test_estimate_is_bounded(beats: list[Beat], later: float) -> None:
+    beats.sort(key=lambda beat: beat[0])
+    assert 1 <= estimate_after(beats).seconds((beats[-1][0] if beats else 0.0) + later) <= MAX_SECONDS
