@@ -41,6 +41,13 @@ PING_INTERVAL_MS, PING_TIMEOUT_MS = 1000, 4000
 """Interval of ZMTP's own heartbeats, and time without an answer after which libzmq closes a connection. `heartbeat_ttl`
 stays off: a process that was stopped would find the time of its peers over when it goes on, and close connections whose
 messages wait in its sockets."""
+CONNECTION_EVENTS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+"""Events of a connection to an engine that its frontend watches."""
 ZAP_DOMAIN = b"tandem"
 """Domain of the engine's sockets in questions to the authenticator."""
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 10, 5, 3
@@ -123,11 +130,10 @@ def _secure_server(sock: Any, transport: Transport) -> None:
             sock.zap_enforce_domain = True
 
 
-def _secure_client(sock: Any, transport: Transport) -> None:
-    if transport.curve is not None:
-        pair = transport.curve.client_pair()
-        sock.curve_publickey, sock.curve_secretkey = pair.public, pair.secret
-        sock.curve_serverkey = transport.curve.public
+def _secure_client(sock: Any, curve: Curve) -> None:
+    pair = curve.client_pair()
+    sock.curve_publickey, sock.curve_secretkey = pair.public, pair.secret
+    sock.curve_serverkey = curve.public
 
 
 def _notice_loss(sock: Any) -> None:
@@ -158,8 +164,10 @@ def _connect(sock: Any, endpoint: str, transport: Transport) -> None:
     _notice_loss(sock)
     try:
         transport.check(endpoint)
-        if endpoint.startswith("tcp://"):
-            _secure_client(sock, transport)
+        if endpoint.startswith("tcp://") and transport.curve is not None:
+            _secure_client(sock, transport.curve)
+            # Before it connects: an engine refuses a key within a millisecond. `get_monitor_socket` returns it again.
+            sock.get_monitor_socket(CONNECTION_EVENTS)
         sock.connect(endpoint)
     except Exception:
         sock.close()

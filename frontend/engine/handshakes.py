@@ -9,6 +9,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from tandem.protocol.limited_log import LimitedLog
+from tandem.protocol.sockets import CONNECTION_EVENTS
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +20,6 @@ REFUSED_KEY = (
     "folder `clients` of the engine's keys (`tandem keys DIR --client NAME`)?"
 )
 
-_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-
 
 async def watch_handshakes(subscriber: zmq.asyncio.Socket) -> None:
     """Log failed handshakes of a connected socket until cancelled.
@@ -28,11 +27,13 @@ async def watch_handshakes(subscriber: zmq.asyncio.Socket) -> None:
     libzmq gives up after an engine has refused a key; here the connection is tried again, for the key may be added.
     """
     log = LimitedLog(logger)
-    monitor = subscriber.get_monitor_socket(_FAILURES)
+    monitor = subscriber.get_monitor_socket(CONNECTION_EVENTS)
     try:
         while True:
             message = await recv_monitor_message(monitor)
             endpoint = message["endpoint"].decode()
+            if message["event"] == zmq.EVENT_DISCONNECTED:
+                continue
             if message["event"] != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 template = "the handshake with an engine on %s failed; is its engine.key the one in --curve-keys?"
                 log.warning("handshake", template, endpoint)

@@ -19,7 +19,7 @@ from tandem.protocol.codec import decode_event, encode
 from tandem.protocol.commands import RENEW_SECONDS, AnyCommand, Goodbye, Hello, Renew
 from tandem.protocol.errors import ProtocolError
 from tandem.protocol.events import AnyEvent, Closed, Ready, StepOutput
-from tandem.protocol.sockets import MAX_COMMAND_BYTES, Transport, connect_dealer
+from tandem.protocol.sockets import CONNECTION_EVENTS, MAX_COMMAND_BYTES, Transport, connect_dealer
 from tandem.protocol.version import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class EngineLink:
         """Connect and send a Hello; its answer arrives through `on_event`."""
         self.opened_at = now
         self._dealer = connect_dealer(self._context, endpoint, transport)
-        self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        self._monitor = self._dealer.get_monitor_socket(CONNECTION_EVENTS)
         self._loop = asyncio.get_running_loop()
         self._socket = zmq.Socket.shadow(self._dealer.underlying)
         self._loop.add_reader(self._socket.fileno(), self._read)
@@ -167,9 +167,14 @@ class EngineLink:
     async def _watch(self) -> None:
         assert self._monitor is not None
         with contextlib.suppress(asyncio.CancelledError):
-            message = await recv_monitor_message(self._monitor)
-            refused = message["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            self._on_break(REFUSED_KEY if refused else "the engine closed the connection")
+            reasons: dict[object, str] = {
+                zmq.EVENT_DISCONNECTED: "the engine closed the connection",
+                zmq.EVENT_HANDSHAKE_FAILED_AUTH: REFUSED_KEY,
+            }
+            event = None
+            while event not in reasons:
+                event = (await recv_monitor_message(self._monitor))["event"]
+            self._on_break(reasons[event])
 
     async def _renew(self) -> None:
         """Renew the lease from the event loop, so that a loop that hangs loses it."""

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +18,14 @@ from tandem.engine_core import __main__ as process
 from tandem.engine_core.errors import ConfigError
 from tandem.protocol.codec import decode_event, encode, pack_ids, runs
 from tandem.protocol.commands import Hello, Submit
+from tandem.protocol.curve import make_curve
 from tandem.protocol.errors import ErrorCode, ExitCode
 from tandem.protocol.events import Heartbeat, Phase, Ready, StepOutput
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.sockets import bind_router, connect_dealer, connect_heartbeat, heartbeat_endpoint
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.support.model_folder import write_model
+from tests.support.tcp_proxy import free_ports
 from tests.support.zmq_context import KeepingContext
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +109,26 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
 
 
 class TestExitCodes:
+    def test_an_engine_without_a_list_of_frontends_exits_with_config(
+        self, run_dir: Path, monkeypatch: Any, capsys: Any
+    ) -> None:
+        make_curve(run_dir)
+        (run_dir / "clients").rmdir()
+        wire = ["--endpoint", f"tcp://127.0.0.1:{free_ports(2)}", "--curve-keys", str(run_dir)]
+        assert run_main(monkeypatch, *wire, "--model", str(run_dir / "none")) == ExitCode.CONFIG
+        assert "clients does not exist" in capsys.readouterr().err
+        assert run_main(monkeypatch, *wire, "--curve-any-client", "--model", str(run_dir / "none")) == ExitCode.CONFIG
+        assert "clients does not exist" not in capsys.readouterr().err
+
+    def test_an_engine_with_a_list_of_frontends_stops_its_authenticator(
+        self, run_dir: Path, monkeypatch: Any, capsys: Any
+    ) -> None:
+        make_curve(run_dir)
+        wire = ["--endpoint", f"tcp://127.0.0.1:{free_ports(2)}", "--curve-keys", str(run_dir)]
+        assert run_main(monkeypatch, *wire, "--model", str(run_dir / "none")) == ExitCode.CONFIG
+        assert "none" in capsys.readouterr().err
+        assert not [thread.name for thread in threading.enumerate() if thread.name == "authenticator"]
+
     def test_missing_model_exits_with_config(self, run_dir: Path, monkeypatch: Any, capsys: Any) -> None:
         code = run_main(monkeypatch, "--endpoint", f"ipc://{run_dir}/engine", "--model", str(run_dir / "none"))
         assert code == ExitCode.CONFIG

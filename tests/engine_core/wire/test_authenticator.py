@@ -11,6 +11,7 @@ import zmq
 
 from tandem.engine_core.contracts import TokenDelta
 from tandem.engine_core.stats import new_stats
+from tandem.engine_core.wire import authenticator
 from tandem.engine_core.wire.authenticator import ENDPOINT, Authenticator
 from tandem.engine_core.wire.client_keys import ClientKeys
 from tandem.engine_core.wire.heartbeat import HeartbeatPublisher, Status
@@ -73,7 +74,9 @@ class SecureEngine:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[SecureEngine]:
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SecureEngine]:
+    monkeypatch.setattr(authenticator, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(authenticator, "RELOAD_SECONDS", 0.02)
     context = KeepingContext()
     engine = SecureEngine(context, tmp_path / "keys")
     yield engine
