@@ -1,0 +1,80 @@
+"""What the ops port says of the engine and the frontends."""
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from tandem.frontend.engine.health import EngineWatch
+from tandem.frontend.supervisor.frontends.frontends import Frontends
+from tandem.frontend.supervisor.frontends.on_time_clock import OnTimeClock
+from tandem.frontend.supervisor.ops import FrontendCollector, health
+from tandem.protocol.events import Heartbeat, Phase
+from tandem.protocol.stats import EngineStats
+from tests.fakes.clock import FakeClock
+from tests.fakes.frontend_child import FakeFrontendChildren
+
+READY = Heartbeat(7, Phase.READY, 100, "", 0, EngineStats())
+LOADING = Heartbeat(7, Phase.LOADING, 40, "weights", 0, EngineStats())
+
+
+def frontends(*serving: bool) -> tuple[Frontends, FakeFrontendChildren]:
+    """Make frontends of which these serve."""
+    children = FakeFrontendChildren()
+    made = Frontends(len(serving), children, 8.0, 25.0, OnTimeClock(FakeClock()))
+    made.tick()
+    children.of(0).beats("starting")
+    made.tick()
+    for slot, serves in enumerate(serving):
+        children.of(slot).beats("serving" if serves else "starting")
+    return made, children
+
+
+def watch(heartbeat: Heartbeat | None) -> EngineWatch:
+    made = EngineWatch(5.0, 60.0, FakeClock())
+    if heartbeat is not None:
+        made.observe(heartbeat)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("heartbeat", "serving", "status"),
+    [
+        (READY, (True, True), "ready"), (READY, (False, True), "ready"), (READY, (False, False), "no_frontend"),
+        (LOADING, (True, True), "loading"), (LOADING, (False, False), "loading"), (None, (True,), "waiting"),
+    ],
+)  # fmt: skip
+def test_service_is_ready_with_its_engine_and_one_frontend(
+    heartbeat: Heartbeat | None, serving: tuple[bool, ...], status: str
+) -> None:
+    body = health(watch(heartbeat), frontends(*serving)[0])
+    assert body["status"] == status
+    assert (body["frontends"], body["frontends_serving"]) == (len(serving), sum(serving))
+    assert bool(body["reason"]) == (status != "ready")
+
+
+def test_an_engine_alone_says_nothing_of_frontends() -> None:
+    assert health(watch(READY), None) == {
+        "status": "ready", "reason": "", "epoch": 7, "phase": "ready", "percent": 100, "seconds_since_last_beat": 0.0,
+    }  # fmt: skip
+
+
+def test_frontends_alone_are_ready_while_one_serves() -> None:
+    assert health(None, frontends(True, False)[0])["status"] == "ready"
+    assert health(None, frontends(False)[0]) == {
+        "status": "no_frontend", "reason": "none of the frontends (1) serves", "frontends": 1, "frontends_serving": 0,
+    }  # fmt: skip
+
+
+def test_metrics_have_a_series_for_each_slot() -> None:
+    made, children = frontends(True, True)
+    children.of(1).leaves()
+    children.of(1).beats()
+    children.of(0).ends(-9)
+    registry = CollectorRegistry()
+    registry.register(FrontendCollector(made))
+    lines = generate_latest(registry).decode().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [
+        'tandem_frontend_up{slot="0"} 0.0',
+        'tandem_frontend_up{slot="1"} 1.0',
+        'tandem_frontend_restarts_total{slot="0"} 0.0',
+        'tandem_frontend_restarts_total{slot="1"} 1.0',
+    ]
