@@ -19,6 +19,8 @@ from tandem.protocol.events import Closed, Limits, ModelFacts, Ready
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.sockets import Transport, bind_router
 from tandem.protocol.version import PROTOCOL_VERSION
+from tests.fakes.engine import FakeEngine
+from tests.frontend.conftest import RunningServer, get, post
 
 LIMIT = 30.0
 """Seconds after which a wait fails."""
@@ -117,3 +119,17 @@ def test_the_largest_command_fits() -> None:
     with pytest.raises(ApiError, match="shorten the prompt"):
         encode_command(submit(2**24))
     assert len(encode_command(submit(2**24 - 64))) <= link_module.MAX_COMMAND_BYTES
+
+
+def test_a_request_that_is_too_large_is_413_and_costs_no_other_one(
+    server: RunningServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "MAX_COMMAND_BYTES", 2000)
+    body = {"model": "fake-model", "prompt": [5] * 1000, "max_tokens": 2, "n": 2}
+    refused = post(server.url + "/v1/completions", json=body)
+    assert refused.status_code == 413
+    assert refused.json()["error"]["code"] == "request_too_large"
+    assert "takes at most 2000; shorten the prompt" in refused.json()["error"]["message"]
+    assert post(server.url + "/v1/completions", json=body | {"prompt": [5] * 100}).status_code == 200
+    assert (len(engine.hellos), len(engine.submits)) == (1, 2)
+    assert "tandem_frontend_num_requests_running 0.0" in get(server.url + "/metrics").text
