@@ -66,7 +66,7 @@ class Frontend:
         """Do what a supervisor does when a frontend got a signal."""
         self.process.send_signal(signal.SIGTERM)
         while not isinstance(message := await self.channel.receive(), Leaving):
-            assert isinstance(message, Beat)
+            assert message is not None, "the frontend has ended"
         self.channel.send(Accept((slot,)))
         successor = await Frontend.start(endpoint, folder, slot, sockets)
         await successor.until_serving(slot)
