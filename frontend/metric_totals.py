@@ -1,9 +1,9 @@
 """Sums of the Prometheus metrics of several processes, of which some have ended."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from msgspec import Struct
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -50,20 +50,24 @@ class MetricTotals(Collector):
     """
 
     def __init__(self) -> None:
-        self._running: dict[int, tuple[Family, ...]] = {}
+        self._running: dict[Hashable, tuple[Family, ...]] = {}
         self._ended: tuple[Family, ...] = ()
 
-    def update(self, process: int, families: tuple[Family, ...]) -> None:
+    def update(self, process: Hashable, families: tuple[Family, ...]) -> None:
         """Replace what is known of a process by its newest values."""
         self._running[process] = families
 
-    def end(self, process: int) -> None:
+    def end(self, process: Hashable) -> None:
         """Keep the counters and histograms of a process that has ended.
 
         Its gauges are forgotten.
         """
         lasting = (family for family in self._running.pop(process, ()) if family.kind != "gauge")
         self._ended = tuple(_added([*self._ended, *lasting]))
+
+    def text(self) -> str:
+        """Return the sums in the text format of Prometheus."""
+        return generate_latest(self).decode()
 
     def collect(self) -> Iterable[Metric]:
         for family in _added([*self._ended, *(family for running in self._running.values() for family in running)]):

@@ -129,6 +129,8 @@ class Supervised:
         finally:
             for task in background:
                 task.cancel()
+            # What was counted since the last report.
+            channel.send(Metrics(self._frontend.metrics()))
             channel.close()
         self._frontend.exit()
 

@@ -278,6 +278,7 @@ def _supervisor(
         registry.register(EngineCollector(engine.watch, lambda: engine.restarts))
     if frontends is not None:
         registry.register(FrontendCollector(frontends))
+        registry.register(frontends.metrics)
     times = StopTimes(arguments.shutdown_delay, arguments.drain_timeout) if frontends is not None else StopTimes(0, 0)
     is_tls = frontends is not None and arguments.tls_cert is not None
     url = url_of(listeners[0], "https" if is_tls else "http") if listeners else ""

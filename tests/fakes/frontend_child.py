@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from tandem.frontend.control_channel import Accept, Beat, Drain, FromFrontend, Leaving, Metrics, ToFrontend
-from tandem.frontend.metric_totals import Family, Sample
+from tandem.frontend.control_channel import Accept, Beat, Drain, FromFrontend, Leaving, ToFrontend
 
 
 class FakeFrontendChild:
@@ -42,11 +41,8 @@ class FakeFrontendChild:
     def beats(self, status: str = "serving") -> None:
         self._on_message(Beat(status, self.accepts if status == "serving" else ()))
 
-    def reports(self, requests: int, scrape: int = 0) -> None:
-        """Report a counter and a gauge; `scrape` asks for the sums."""
-        counter = Family("tandem_requests", "", "counter", (Sample("tandem_requests_total", (), requests),))
-        gauge = Family("tandem_running", "", "gauge", (Sample("tandem_running", (), 1.0),))
-        self._on_message(Metrics((counter, gauge), scrape))
+    def says(self, message: FromFrontend) -> None:
+        self._on_message(message)
 
     def leaves(self) -> None:
         self._on_message(Leaving())

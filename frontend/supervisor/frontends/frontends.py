@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from tandem.frontend.supervisor.frontends.frontend_metrics import FrontendMetrics
+from tandem.frontend.metric_totals import MetricTotals
 from tandem.frontend.supervisor.frontends.on_time_clock import TICK_SECONDS, OnTimeClock
 from tandem.frontend.supervisor.frontends.slot import FrontendSlot, StartChild
 from tandem.frontend.supervisor.restart_policy import RestartPolicy
@@ -31,11 +31,14 @@ class Frontends:
     ) -> None:
         self.exit_code: ExitCode | None = None
         """Exit code with which the service has to end; None while it goes on."""
+        self.metrics = MetricTotals()
+        """Sums of the metrics of all processes, ended ones among them."""
         self._hang_timeout = hang_timeout
         self._clock = clock
-        metrics = FrontendMetrics()
         self.slots: Sequence[FrontendSlot] = [
-            FrontendSlot(number, start_child, make_policy(), drain_timeout, clock, self._assign, self._give_up, metrics)
+            FrontendSlot(
+                number, start_child, make_policy(), drain_timeout, self.metrics, clock, self._assign, self._give_up
+            )
             for number in range(count)
         ]
         self.was_heard = False

@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Callable
 
-from tandem.frontend.control_channel import FromFrontend, Leaving, Metrics
-from tandem.frontend.supervisor.frontends.frontend_metrics import FrontendMetrics
+from tandem.frontend.control_channel import FromFrontend, Leaving, Metrics, Totals
+from tandem.frontend.metric_totals import MetricTotals
 from tandem.frontend.supervisor.frontends.frontend_process import Child, FrontendProcess
 from tandem.frontend.supervisor.restart_policy import Exit, RestartPolicy
 from tandem.protocol.errors import ExitCode
@@ -28,10 +28,10 @@ class FrontendSlot:
         start_child: StartChild,
         policy: RestartPolicy,
         drain_timeout: float,
+        metrics: MetricTotals,
         clock: Callable[[], float],
         on_change: Callable[[], None],
         on_give_up: Callable[[ExitCode], None],
-        metrics: FrontendMetrics,
     ) -> None:
         self.number = number
         self.policy = policy
@@ -43,10 +43,10 @@ class FrontendSlot:
         """Older processes that serve until the newest does, or drain."""
         self._start_child = start_child
         self._drain_timeout = drain_timeout
+        self._metrics = metrics
         self._clock = clock
         self._on_change = on_change
         self._on_give_up = on_give_up
-        self._metrics = metrics
         self._start_at: float | None = clock()
         self._was_started = False
 
@@ -103,7 +103,8 @@ class FrontendSlot:
 
     def _hear(self, process: FrontendProcess, message: FromFrontend) -> None:
         if isinstance(message, Metrics):
-            self._metrics.hear(process, message)
+            self._add_up(process, message)
+            return
         was_ready = process.was_ready
         process.hear(message)
         if process.was_ready and not was_ready:
@@ -117,6 +118,12 @@ class FrontendSlot:
             for predecessor in self.predecessors:
                 predecessor.drain(0.0, self._drain_timeout)
         self._on_change()
+
+    def _add_up(self, process: FrontendProcess, report: Metrics) -> None:
+        """Record the metrics of a process, and answer the scrape that it may have got."""
+        self._metrics.update(process, report.families)
+        if report.scrape:
+            process.child.send(Totals(report.scrape, self._metrics.text()))
 
     def _end(self, process: FrontendProcess, code: int) -> None:
         self._metrics.end(process)

@@ -89,6 +89,25 @@ def test_new_connections_are_served_while_a_frontend_is_dead(service: Tandem) ->
     assert len(service.children(ENGINE)) == 1
 
 
+def counted(service: Tandem, url: str) -> float:
+    """Return the completions that a scrape counts, which has to be the same on both ports."""
+    pattern = r'^tandem_http_requests_total\{route="/v1/completions",status="200"\} (\S+)$'
+    found = [re.findall(pattern, get(base + "/metrics").text, re.MULTILINE) for base in (url, service.ops_url())]
+    assert len(found[0]) <= 1
+    return sum(map(float, found[0])) if found[0] == found[1] else -1.0
+
+
+def test_metrics_are_the_sums_of_all_frontends_and_survive_them(service: Tandem) -> None:
+    url, (ended, _) = url_of(service), until_all_serve(service)
+    until(lambda: counted(service, url) >= 0, "the reports of what came before")
+    before = counted(service, url)
+    assert [complete(url).status_code for _ in range(20)] == [200] * 20
+    until(lambda: counted(service, url) == before + 20, "the reports of all frontends")
+    ended.kill()
+    until_all_serve(service)
+    assert counted(service, url) == before + 20
+
+
 @pytest.mark.slow
 def test_new_connections_are_served_while_a_frontend_hangs_until_it_is_replaced(service: Tandem) -> None:
     url, (hung, other) = url_of(service), until_all_serve(service)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tandem.frontend.control_channel import Accept, Drain, Totals
+from tandem.frontend.control_channel import Accept, Drain, Metrics, Totals
+from tandem.frontend.metric_totals import Family, Sample
 from tandem.frontend.supervisor.frontends.frontend_process import EXTRA_STOP_SECONDS, START_SECONDS
 from tandem.frontend.supervisor.frontends.frontends import Frontends
 from tandem.frontend.supervisor.frontends.on_time_clock import MAX_LAG, TICK_SECONDS, OnTimeClock
@@ -114,6 +115,30 @@ def test_siblings_accept_for_a_silent_frontend_long_before_it_is_killed() -> Non
     assert service.accepts() == {0: (0,), 1: (1,)}
 
 
+def report(tokens: float, running: float, scrape: int = 0) -> Metrics:
+    counter = Family("tokens", "Tokens.", "counter", (Sample("tokens_total", (), tokens),))
+    return Metrics((counter, Family("running", "Running.", "gauge", (Sample("running", (), running),))), scrape)
+
+
+def test_a_scrape_is_answered_with_the_sums_of_all_processes_and_ended_ones_stay_in_them() -> None:
+    service = serving(2)
+    first, second = service.children.of(0), service.children.of(1)
+    first.says(report(3, 1))
+    second.says(report(4, 2))
+    second.ends(-9)
+    first.says(report(5, 1, scrape=7))
+    service.run(FIRST_BACKOFF + 2 * TICK_SECONDS)
+    service.children.of(1).says(report(1, 1, scrape=8))
+    (before,) = (message for message in first.sent if isinstance(message, Totals))
+    (after,) = (message for message in service.children.of(1).sent if isinstance(message, Totals))
+    assert (before.scrape, after.scrape) == (7, 8)
+    assert "\ntokens_total 9.0\n" in before.text
+    assert "\nrunning 1.0\n" in before.text
+    assert "\ntokens_total 10.0\n" in after.text
+    assert "\nrunning 2.0\n" in after.text
+    assert service.frontends.metrics.text() == after.text
+
+
 def test_a_hung_frontend_is_killed_after_the_hang_timeout_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
     service = serving(2)
     hung = service.children.of(1)
@@ -204,25 +229,6 @@ def test_frontends_that_all_leave_in_turn_are_all_replaced() -> None:
     service.run(1.0)
     assert service.frontends.num_serving == 4
     assert len(service.children.running) == 4
-
-
-def test_a_scrape_is_answered_with_the_sums_of_all_frontends_dead_ones_among_them() -> None:
-    service = serving(2)
-    service.children.of(0).reports(requests=3)
-    service.children.of(1).reports(requests=10)
-    before = len(service.children.of(0).sent)
-    service.children.of(0).reports(requests=4, scrape=7)
-    (answer,) = service.children.of(0).sent[before:]
-    assert isinstance(answer, Totals)
-    assert answer.scrape == 7
-    assert "tandem_requests_total 14.0\n" in answer.text
-    assert "tandem_running 2.0\n" in answer.text
-    service.children.of(1).ends(-9)
-    service.children.of(0).reports(requests=4, scrape=8)
-    answer = service.children.of(0).sent[-1]
-    assert isinstance(answer, Totals)
-    assert "tandem_requests_total 14.0\n" in answer.text
-    assert "tandem_running 1.0\n" in answer.text
 
 
 def test_settings_that_cannot_work_end_the_service_before_any_frontend_was_ready() -> None:
