@@ -60,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     The code is 2 for usage errors and invalid settings.
     """
     arguments = build_parser().parse_args(argv)
-    configure_logging(arguments.command, getattr(arguments, "log_level", "warning"))
+    process = arguments.command
+    if len(getattr(arguments, "listener_fds", ())) > 1:  # one of several frontends
+        process = f"{process} {arguments.slot}"
+    configure_logging(process, getattr(arguments, "log_level", "warning"))
     try:
         check_bounds(arguments, _BOUNDED_FLAGS)
         _settle_model(arguments)

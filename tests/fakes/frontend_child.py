@@ -12,11 +12,15 @@ class FakeFrontendChild:
         self, slot: int, pid: int, on_message: Callable[[FromFrontend], None], on_exit: Callable[[int], None]
     ) -> None:
         self.slot = slot
-        self.pid: int | None = pid
+        self._pid: int | None = pid
         self.sent: list[ToFrontend] = []
         self.is_killed = False
         self._on_message = on_message
         self._on_exit = on_exit
+
+    @property
+    def pid(self) -> int | None:
+        return self._pid
 
     def send(self, message: ToFrontend) -> None:
         self.sent.append(message)
@@ -48,7 +52,7 @@ class FakeFrontendChild:
         self._on_message(Leaving())
 
     def ends(self, code: int = 0) -> None:
-        self.pid = None
+        self._pid = None
         self._on_exit(code)
 
 
