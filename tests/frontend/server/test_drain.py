@@ -83,6 +83,7 @@ def test_connections_that_wait_in_the_queue_are_accepted_and_served(
         queued = [stack.enter_context(RawClient(server.sock.getsockname())) for _ in range(100)]
         server.server._loop.call_soon_threadsafe(server.server.begin_drain, 0.0, DEADLINE)
         go.set()
+        until(lambda: server.server.connections.grace is not None, "the queue is accepted")
         for client in queued:
             assert client.send(request()).reply().headers["connection"] == "close"
     assert has_ended(server)
