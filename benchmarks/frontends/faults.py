@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 from msgspec import Struct
 
+from benchmarks.frontends.hostile import HostileClients
 from tandem.frontend.cli.bench.distribution import percentile
 from tests.fakes.scripted_engine import DEFAULT_MODEL, POISON_SEED, POISON_TOKENS, Script
 from tests.support.scripted_serving import ScriptedServing
@@ -313,36 +314,20 @@ def poison(drill: Drill) -> Outcome:
 
 def hostile_clients(drill: Drill) -> Outcome:
     """Hold idle connections and readers that never read, and let many leave at once."""
+    setup, address = drill.setup, drill.serving.address
     streams = drill.load()
-    drill.client.run(BEFORE_SECONDS)
     before = _memory(drill)
-    live: list[float] = []
-    with StreamClient(drill.serving.address, has_letters=drill.setup.real is None) as hostile:
-        drill.strike(lambda: None)
-        hostile.idle(3000)
-        hostile.open(completion(drill.setup.endless), 200, reads=False, receive_buffer=4096)
-        leaving = hostile.open(completion(drill.setup.endless), 2000)
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not all(stream.num_tokens or stream.outcome for stream in leaving):
-            assert time.monotonic() < deadline, summary(leaving)
-            _both(drill.client, hostile, live, drill.serving.address)
-        drill.counts["refused of 2,000"] = sum(stream.status not in (0, 200) for stream in leaving)
-        for stream in leaving:
-            hostile.drop(stream)
-        left = time.monotonic()
-        while time.monotonic() < left + AFTER_SECONDS:
-            _both(drill.client, hostile, live, drill.serving.address)
+    with HostileClients(address, setup.endless, setup.real is None) as hostile:
+        drill.client.until(hostile.is_settled, "the hostile clients", 2 * WAIT_SECONDS)
+        drill.counts["refused of 2,000"] = hostile.refused()
+        drill.client.run(BEFORE_SECONDS)
+        drill.strike(hostile.leave)
+        drill.client.run(AFTER_SECONDS)
+        drill.seconds["/health/live, slowest"] = round(max(hostile.live()), 3)
         drill.counts["MiB grown"] = round(_memory(drill) - before, 1)
-    drill.seconds["/health/live, slowest"] = round(max(live), 3)
-    drill.note_gaps()
-    drill.count(streams, "streams")
+        drill.note_gaps()
+        drill.count(streams, "streams")
     return drill.outcome("3,000 idle, 200 never read, 2,000 leave", "ITL p99 doubled at most; live in 0.5 s")
-
-
-def _both(client: StreamClient, hostile: StreamClient, live: list[float], address: tuple[str, int]) -> None:
-    client.run(0.1)
-    hostile.poll(0.0)
-    live.append(answer(address, "/health/live")[2])
 
 
 def _memory(drill: Drill) -> float:

@@ -94,7 +94,7 @@ class StreamLoad:
         clients = min(clients, streams)
         shares = [streams // clients + (index < streams % clients) for index in range(clients)]
         self._clients = [
-            _spawn(_stream, address, share, index, tokens, has_letters) for index, share in enumerate(shares)
+            spawn(_stream, address, share, index, tokens, has_letters) for index, share in enumerate(shares)
         ]
 
     def await_start(self) -> None:
@@ -121,7 +121,8 @@ class StreamLoad:
         return found
 
 
-def _spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+def spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+    """Start a process; return it and the pipe whose other end is its last argument."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=target, args=(*arguments, theirs), daemon=True)
     process.start()
@@ -158,7 +159,7 @@ class Probes(Struct, frozen=True):
 
 def probe(address: tuple[str, int], seconds: float) -> Probes:
     """Probe for a time from a process of its own."""
-    process, pipe = _spawn(_probe, address)
+    process, pipe = spawn(_probe, address)
     time.sleep(seconds)
     pipe.send(None)
     probes = Probes(*pipe.recv())
@@ -211,7 +212,7 @@ class RequestLoad:
     def __init__(self, address: tuple[str, int], kind: str, concurrency: int) -> None:
         path, fields = BODIES[kind]
         body = json.dumps(fields | {"model": "tandem-default", "max_tokens": 1}).encode()
-        self._process, self._pipe = _spawn(_repeat, address, request(body, path, close=False), concurrency)
+        self._process, self._pipe = spawn(_repeat, address, request(body, path, close=False), concurrency)
         self._pipe.recv()
 
     def stop(self) -> int:
