@@ -219,6 +219,7 @@ def test_signal_asks_for_a_successor_and_serves_on_until_told_to_drain(
         assert idle.send(request()).reply().headers.get("connection") is None
         supervisor.order(Drain(0.0, DEADLINE))
         until(lambda: supervisor.says("draining"))
+        until(lambda: supervisor.server.connections.grace is not None, "the connections are told")
         assert idle.send(request()).reply().headers["connection"] == "close"
     assert supervisor.has_exited()
     with RawClient(supervisor.addresses[1]) as queued:
