@@ -215,12 +215,14 @@ def run_engine(arguments: argparse.Namespace) -> int:
 
 
 def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
-    from tandem.frontend.supervisor.launch import check_engine_installed, checked_engine_options, supervise
+    from tandem.frontend.supervisor.launch import check_engine_installed, checked_engine_options, http_keys, supervise
     from tandem.frontend.supervisor.model import LaunchError, find_model
 
     try:
         check_engine_installed()
         options = checked_engine_options(arguments)
+        if with_frontends:
+            http_keys(arguments)  # what cannot work is refused before a model is downloaded
         # Here an interrupt ends the download at once; within the loop it would wait for it.
         with raised_sigterm():
             model = find_model(arguments.model, hub_options(arguments))

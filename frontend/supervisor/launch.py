@@ -164,7 +164,7 @@ def check_unused(endpoint: str) -> None:
                     ) from None
 
 
-def _http_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
+def http_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Return the API keys that requests need.
 
     Raises LaunchError for keys, origins or TLS files that cannot work.
@@ -248,7 +248,7 @@ def _frontends(
 ) -> Frontends:
     """Build the frontends that serve on these sockets, without starting them."""
     fds = [sock.fileno() for sock in listeners]
-    environment = key_environment(_http_keys(arguments))
+    environment = key_environment(http_keys(arguments))
     state_dir = arguments.state_dir or private
 
     def command(slot: int, supervisor_fd: int) -> list[str]:

@@ -12,7 +12,7 @@ from tandem.frontend.listening import listen
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.run_directory import run_directory
 from tandem.frontend.store.store import StoreLimits
-from tandem.frontend.supervisor import launch
+from tandem.frontend.supervisor import launch, model
 from tandem.protocol.engine_options import engine_options
 from tandem.protocol.transport_options import transport_argv
 from tandem.protocol.version import distribution_version
@@ -185,6 +185,16 @@ def test_access_flags_are_checked_before_anything_starts(tmp_path: Path, capsys:
             error = capsys.readouterr().err
             assert reason in error, flags
             assert error.count("\n") == 1, error
+
+
+def test_access_flags_are_checked_before_a_model_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model, "find_model", lambda *_: pytest.fail("the model was looked for"))
+    (tmp_path / "cert.pem").write_text("not a certificate")
+    flags = ("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "cert.pem"))
+    assert main(["serve", "organization/name", *flags]) == 2
+    assert "both must be in PEM format" in capsys.readouterr().err
 
 
 def test_supervisor_forwards_chat_flags(tmp_path: Path) -> None:
