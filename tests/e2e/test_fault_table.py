@@ -58,6 +58,7 @@ def test_killed_engine_costs_its_streams_and_no_request_without_output(
     assert serving.engine.pid != engine.pid
 
 
+@pytest.mark.slow
 def test_stopped_engine_is_replaced_and_costs_no_request_without_output(
     serving: ScriptedServing, client: StreamClient
 ) -> None:

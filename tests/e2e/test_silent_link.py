@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.fakes.scripted_engine import Script
 from tests.support.remote_engine import RemoteEngine
 from tests.support.serving import until
@@ -9,6 +11,7 @@ from tests.support.stream_client import Summary, completion, summary
 from tests.support.tcp_proxy import SilentProxy, free_ports
 
 
+@pytest.mark.slow
 def test_silent_link_frees_rows_and_ends_streams_and_comes_back(tmp_path: Path) -> None:
     endpoint = free_ports(2)
     script = Script(tokens_per_second=30.0)
