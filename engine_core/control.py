@@ -86,6 +86,8 @@ class Control:
         """The one object used for each identity, whichever message brought it: `Scheduler.commit` compares by `is`."""
         self._overloaded: dict[bytes, tuple[int, str]] = {}
         """Group whose sequence was refused for overload last, and the message, by frontend."""
+        self._first_of_group: dict[bytes, int] = {}
+        """Group that was accepted last while no other prompt waited, by frontend."""
         self._sequences = 0
         self._log = LimitedLog(logger, clock)
 
@@ -131,6 +133,7 @@ class Control:
         """End the connection of a frontend; return whether there was one."""
         self._identities.pop(client, None)
         self._overloaded.pop(client, None)
+        self._first_of_group.pop(client, None)
         self.pause.forget(client)
         return self.clients.pop(client, None) is not None
 
@@ -193,7 +196,7 @@ class Control:
         if submit.group and submit.group == group:
             return Failure(submit.request_id, ErrorCode.OVERLOADED, message)
         try:
-            self._check_load(len(submit.prompt_ids) // ID_BYTES)
+            self._check_load(client, submit)
             seq = self._sequence(client, submit)
             self.scheduler.add(seq)
         except RequestError as error:
@@ -208,14 +211,23 @@ class Control:
             self.compiler.start(seq.id, submit.constraint, submit.sampling.ignore_eos)
         return None
 
-    def _check_load(self, prompt_len: int) -> None:
-        """Raise RequestError if one more prompt would exceed a limit over all frontends."""
+    def _check_load(self, client: bytes, submit: Submit) -> None:
+        """Raise RequestError if one more sequence would exceed a limit on load.
+
+        The limits are those over all frontends. A request of any length is taken while no other prompt waits, with all
+        sequences of its group.
+        """
         num_open, queued, limits = self.scheduler.num_open, self.scheduler.queued.num_tokens, self.limits
         if num_open >= limits.max_concurrent:
             raise RequestError(
                 ErrorCode.OVERLOADED,
                 f"{num_open} sequences are open, as many as --max-concurrent allows; try again later",
             )
+        if not queued:
+            self._first_of_group[client] = submit.group
+        elif submit.group and submit.group == self._first_of_group.get(client):
+            return
+        prompt_len = len(submit.prompt_ids) // ID_BYTES
         if queued and queued + prompt_len > limits.max_queued_tokens:
             raise RequestError(
                 ErrorCode.OVERLOADED,

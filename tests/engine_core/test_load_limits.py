@@ -58,6 +58,15 @@ def test_prompt_of_any_length_is_taken_while_no_other_waits(control: Control) ->
     assert ask(control, b"b", 3, 20) == ""
 
 
+def test_group_of_any_length_is_taken_while_no_other_prompt_waits(control: Control) -> None:
+    assert [ask(control, b"a", number, 20, group=1) for number in (1, 2)] == ["", ""]
+    assert ask(control, b"a", 3, 1, group=3).startswith("40 prompt tokens are waiting and 1 more")
+    assert ask(control, b"b", 4, 1, group=1).startswith("40 prompt tokens are waiting and 1 more"), "of its own"
+    control.apply(b"a", Abort([1, 2]))
+    assert ask(control, b"b", 5, 5) == ""
+    assert [bool(ask(control, b"a", number, 4, group=6)) for number in (6, 7)] == [False, True]
+
+
 def test_invalid_request_is_not_counted_as_load(control: Control) -> None:
     for number in range(1, 9):
         answer = control.apply(b"a", Submit(number, pack_ids([VOCAB]), SamplingParams(4)))
