@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class SecureEngine:
         self.router = bind_router(context, ANY_PORT, self.transport)
         self.wakeup = LoopWaker.open()
         self.mailbox = ZmqMailbox(self.router, self.wakeup, authenticator=self.authenticator)
+        self.messages: deque[tuple[bytes, AnyCommand]] = deque()
 
     def frontend(self, name: str) -> Transport:
         """Make the keys of a frontend."""
@@ -59,9 +61,11 @@ class SecureEngine:
         return dealer
 
     def drained(self) -> tuple[bytes, AnyCommand]:
-        assert self.router.poll(WAIT_MS), "nothing arrived"
-        (message,) = self.mailbox.drain()
-        return message
+        """Return the next message, of several that may have arrived at once."""
+        if not self.messages:
+            assert self.router.poll(WAIT_MS), "nothing arrived"
+            self.messages.extend(self.mailbox.drain())
+        return self.messages.popleft()
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         """Drain the mailbox, as the loop does, until the condition holds."""
