@@ -215,6 +215,12 @@ class Mailbox(Protocol):
         Return the frontends that are gone, each with the reason. Their output is dropped, also what is added later.
         """
 
+    def settle(self) -> None:
+        """Wait until what was flushed has most probably left the process.
+
+        It then survives the death of the process.
+        """
+
     @property
     def has_backlog(self) -> bool:
         """True if a flush is due, because the last one kept output or a frontend is gone."""

@@ -168,8 +168,9 @@ class Engine:
     def _plan(self) -> StepPlan | None:
         """Admit the sequences that fit, announce them, then select the next step.
 
-        Announcements go out before the step, which may kill the process. A send that fails ends sequences, whose rows
-        the next turn of the loop can give to others.
+        Announcements go out before the step, which may kill the process; those of requests that have lost an engine
+        before get time to leave it. A send that fails ends sequences, whose rows the next turn of the loop can give to
+        others.
         """
         now = self.stages.clock()
         self.scheduler.advance(now)
@@ -180,6 +181,8 @@ class Engine:
                     self.stats.prompt_tokens += seq.prompt_len
             self.stages.mark("plan")
             self._send(self.scheduler.take_updates())
+            if any(seq.submit.lost_engines for seq in admitted):
+                self.mailbox.settle()
         plan = self.scheduler.plan_step(self._steps + 1)
         self.stages.mark("plan")
         return plan

@@ -63,6 +63,8 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
     group: int = 0
     """Request id of the first sequence of the same HTTP request; 0 for none. Once one of a group is refused for
     overload, those that follow are refused as well, and only the first refusal is counted."""
+    lost_engines: int = 0
+    """Number of engines that were lost with the same request."""
 
 
 class Abort(Command, frozen=True, array_like=True, tag=2):

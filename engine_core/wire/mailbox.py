@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 MAX_DRAINED_MESSAGES = 256
 """Messages taken in one tick even if nothing runs, so that a flood of them cannot keep the first step from coming."""
 
+SETTLE_SECONDS = 0.02
+"""Time in which libzmq's thread sends what it was given, with much to spare; it does not tell when it has."""
 CLOSED_SECONDS = 10.0
 """Time for which output for a frontend that is gone is dropped: by then the last of its requests has ended."""
 
@@ -182,6 +184,9 @@ class ZmqMailbox:
         self._kept = bool(self._outboxes)
         gone, self._gone = self._gone, {}
         return gone
+
+    def settle(self) -> None:
+        time.sleep(SETTLE_SECONDS)
 
     def _end(self, client: bytes, reason: str) -> None:
         """Count a frontend as gone, and tell it so if it reads."""

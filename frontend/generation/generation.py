@@ -264,7 +264,7 @@ class Generation:
         for index in range(self.admitted.num_choices):
             number = client.next_id()
             group = group or number
-            command = submit_command(self.admitted, index, number, group, self._request_id)
+            command = submit_command(self.admitted, index, number, group, self._request_id, self._attempts.num_losses)
             self._streams.append(client.submit(command, index, self._ready_set))
             self._open[command.request_id] = self.arrived
             self._metrics.running.inc()

@@ -25,7 +25,9 @@ def new_choices(admitted: Admitted, tokenizer: Tokenizer) -> list[Choice]:
     ]
 
 
-def submit_command(admitted: Admitted, index: int, request_id: int, group: int, http_request_id: str) -> Submit:
+def submit_command(
+    admitted: Admitted, index: int, request_id: int, group: int, http_request_id: str, lost_engines: int = 0
+) -> Submit:
     """Build the message that submits the choice of this index.
 
     `group` is the id of the message of the first choice. A request that only scores its prompts asks the engine for one
@@ -51,6 +53,7 @@ def submit_command(admitted: Admitted, index: int, request_id: int, group: int, 
         cache_salt=options.cache_salt,
         http_request_id=http_request_id,
         group=group,
+        lost_engines=lost_engines,
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.scripted_engine import DEFAULT_MODEL, POISON_SEED, POISON_TOKENS, Script
+from tests.fakes.scripted_engine import DEFAULT_MODEL, EARLY_POISON_SEED, POISON_SEED, POISON_TOKENS, Script
 from tests.support.scripted_serving import ScriptedServing
 from tests.support.serving import GUARD_SECONDS, until
 from tests.support.stream_client import Summary, completion, summary
@@ -49,6 +49,21 @@ def test_request_that_kills_engines_kills_two_at_most(serving: ScriptedServing) 
         assert Summary.of(later).done == 5, summary(later)
     assert serving.engine_metric("tandem_engine_restarts_total") - restarts <= 2
     until(serving.rows_and_pages_are_free, "no rows and pages in use")
+
+
+@pytest.mark.slow
+def test_request_that_kills_engines_in_its_first_step_kills_two_at_most(serving: ScriptedServing) -> None:
+    until(serving.ready, "the service")
+    restarts = serving.engine_metric("tandem_engine_restarts_total")
+    with serving.clients() as client:
+        poison = client.open(completion(2 * POISON_TOKENS, stream=False, seed=EARLY_POISON_SEED))
+        client.until_ended(poison)
+        assert (poison[0].status, poison[0].outcome) == (503, "error"), summary(poison)
+        until(serving.ready, "the third engine")
+        later = client.open(completion(20), 5)
+        client.until_ended(later)
+        assert Summary.of(later).done == 5, summary(later)
+    assert serving.engine_metric("tandem_engine_restarts_total") - restarts <= 2
 
 
 def test_folder_that_became_unreadable_holds_the_service_until_it_is_mended(

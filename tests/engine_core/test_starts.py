@@ -33,6 +33,19 @@ def test_start_is_sent_before_the_first_launch() -> None:
     assert known == [{1}], "the second one has no row yet"
 
 
+def test_start_of_a_request_that_lost_an_engine_has_left_the_process_before_the_first_launch() -> None:
+    bench = Bench(2)
+    bench.submit(1, 3)
+    bench.finish()
+    assert bench.mailbox.num_settled == 0
+    bench.say(Submit(2, pack_ids([10, 11]), SamplingParams(3, ignore_eos=True), lost_engines=1))
+    bench.runtime.calls.clear()
+    bench.mailbox.on_settle = lambda: bench.runtime.calls.append("settle")
+    bench.finish()
+    assert bench.runtime.calls[0] == "settle"
+    assert bench.mailbox.num_settled == 1
+
+
 def test_rows_of_a_frontend_that_is_gone_at_its_start_serve_others_in_the_same_tick() -> None:
     bench = Bench(2, rows=1)
     bench.say(Hello(PROTOCOL_VERSION, EPOCH, "other"), client=b"other")

@@ -29,6 +29,8 @@ class FakeMailbox:
         self.on_drain: Callable[[], None] = lambda: None
         self.on_flush: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], None] = lambda: None
+        self.on_settle: Callable[[], None] = lambda: None
+        self.num_settled = 0
         self._pending: set[bytes] = set()
 
     @property
@@ -68,6 +70,11 @@ class FakeMailbox:
     def add_outcome(self, client: bytes, outcome: Finished | Failure) -> None:
         self.outcomes[client, outcome.request_id].append(outcome)
         self._pending.add(client)
+
+    def settle(self) -> None:
+        assert not self._pending, "flush before"
+        self.num_settled += 1
+        self.on_settle()
 
     def flush(self, step_id: int) -> dict[bytes, str]:
         assert step_id >= 0

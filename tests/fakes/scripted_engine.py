@@ -7,6 +7,7 @@ the environment variable TANDEM_SCRIPT, a `Script` in JSON.
 """
 
 import hashlib
+import math
 import os
 import re
 import runpy
@@ -42,9 +43,13 @@ from tests.fakes.constraint import FakeCompiler
 ROOT = Path(__file__).parents[2]
 DEFAULT_MODEL = ROOT / "engine_core" / "default_model"
 VARIABLE = "TANDEM_SCRIPT"
-POISON_SEED, POISON_TOKENS = 666_666, 20
-"""Seed of a request that kills the engine with SIGKILL, and the number of its tokens after which it does. A process
-that ends right after its announcement of a request may take it along, as libzmq sends from a thread of its own."""
+POISON_SEED, EARLY_POISON_SEED = 666_666, 666_667
+POISON_TOKENS = 20
+POISONS = {POISON_SEED: POISON_TOKENS, EARLY_POISON_SEED: 0}
+"""Seeds of requests that kill the engine with SIGKILL, each with the number of its tokens after which it does.
+
+With 0 it does in its first launch, and may take the announcement of the request along: libzmq sends from a thread of
+its own."""
 MAX_ROWS, PAGE_SIZE, PAGES_PER_ROW = 4096, 16, 128
 """Rows and KV pages of an engine whose flags do not state them."""
 MAX_STEP_TOKENS = 2**20
@@ -101,21 +106,21 @@ class ScriptedRuntime:
         self._words = words
         self._prompt_lens: dict[int, int] = {}
         """Length of the prompt by row."""
-        self._poisoned: set[int] = set()
-        """Rows of requests that kill the engine."""
+        self._poisoned: dict[int, int] = {}
+        """Rows of requests that kill the engine, each with the number of tokens after which it does."""
         self._results: dict[int, StepResult] = {}
 
     def _die_of(self, plan: StepPlan) -> None:
         for row in plan.rows:
-            if row.row in self._poisoned and row.end - self._prompt_lens[row.row] >= POISON_TOKENS:
+            if row.end - self._prompt_lens[row.row] >= self._poisoned.get(row.row, math.inf):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def launch(self, slot: int, plan: StepPlan) -> None:
         for new in plan.admitted:
             self._prompt_lens[new.row] = new.prompt_len
-            self._poisoned.discard(new.row)
-            if new.params.seed == POISON_SEED:
-                self._poisoned.add(new.row)
+            self._poisoned.pop(new.row, None)
+            if new.params.seed in POISONS:
+                self._poisoned[new.row] = POISONS[new.params.seed]
         if self._poisoned:
             self._die_of(plan)
         words, lens, period = self._words, self._prompt_lens, len(self._words)

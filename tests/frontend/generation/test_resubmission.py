@@ -128,6 +128,7 @@ def test_a_request_that_loses_engine_after_engine_ends_with_its_error(runs: bool
         for number in range(1, engines + 1):
             assert not asked.task.done()
             await world.engine()
+            assert [command.lost_engines for command in world.links[-1].submitted] == [number - 1]
             if runs:
                 await world.start(0)
             await world.fail(ErrorCode.ENGINE_FAILED)
