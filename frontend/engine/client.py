@@ -235,14 +235,15 @@ class EngineClient:
         if open_ids and self._link is not None:
             self._link.send(Abort(open_ids))
 
-    def hold(self, request: HeldRequest, link: int) -> bool:
+    def hold(self, request: HeldRequest, link: int, since: float) -> bool:
         """Keep a request until the engine is ready, then have it submitted again.
 
-        `link` is the number of the link that it was lost on. Returns False if nothing is held, or no longer.
+        `link` is the number of the link that it was lost or refused on, `since` the time from which its wait counts.
+        Returns False if nothing is held, or no longer.
         """
         if self._is_ending or not self._held.timeout:
             return False
-        self._held.add(request, link, self._clock())
+        self._held.add(request, link, self._clock(), since)
         if link != self.num_links:
             self._resubmit()
         return True
@@ -285,7 +286,7 @@ class EngineClient:
         self.calls.fail_all(unavailable(message, code))
 
     def _too_long(self) -> ApiError:
-        reason = self.health().reason or "it was lost again and again"
+        reason = self.health().reason or "it was lost again, or has no room"
         message = f"the engine did not come back within {self._held.timeout:g} s (--hold-timeout): {reason}"
         return unavailable(message, retry_after=self.seconds_until_ready())
 
@@ -296,8 +297,8 @@ class EngineClient:
             logger.warning("no heartbeat from an engine on %s yet; is it running there%s", self._endpoint, keys)
         if self._link is not None and self._watch.is_silent:
             self._lose(ErrorCode.ENGINE_UNAVAILABLE, self._watch.health().reason)
-        self._resubmit()
         self._held.expire(self._clock(), self._too_long)
+        self._resubmit()
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         now = self._clock()

@@ -35,7 +35,9 @@ class HeldRequest(Protocol):
 class _Hold(Struct):
     request: HeldRequest
     link: int
+    added_at: float
     since: float
+    """Time from which its wait counts."""
 
 
 class HeldRequests:
@@ -51,9 +53,12 @@ class HeldRequests:
     def __len__(self) -> int:
         return len(self._holds)
 
-    def add(self, request: HeldRequest, link: int, now: float) -> None:
-        """Hold a request that was lost on the link of this number."""
-        self._holds[id(request)] = _Hold(request, link, now)
+    def add(self, request: HeldRequest, link: int, now: float, since: float) -> None:
+        """Hold a request that was lost or refused on the link of this number.
+
+        Its wait counts from `since`.
+        """
+        self._holds[id(request)] = _Hold(request, link, now, since)
 
     def discard(self, request: HeldRequest) -> None:
         """Forget a request, if it is held."""
@@ -63,9 +68,10 @@ class HeldRequests:
         """Submit requests again on the link of this number; return how many were.
 
         Those that had not run come first, and of them the oldest: one that makes engines fail delays only others that
-        had run. Requests that were lost on this very link wait for SAME_LINK_SECONDS, since its engine may be ending.
+        had run. Requests that were lost on this very link wait for SAME_LINK_SECONDS, since its engine may be ending,
+        as do those for which it had no room.
         """
-        due = [hold for hold in self._holds.values() if hold.link != link or now - hold.since >= SAME_LINK_SECONDS]
+        due = [hold for hold in self._holds.values() if hold.link != link or now - hold.added_at >= SAME_LINK_SECONDS]
         due.sort(key=lambda hold: (hold.request.had_run, hold.request.arrived))
         for number, hold in enumerate(due):
             self.discard(hold.request)

@@ -70,6 +70,8 @@ class Generation:
         self._attempts = Attempts()
         self._is_held = False
         """True while the request waits for an engine."""
+        self._lost_at = arrived
+        """Time of the last loss of an engine."""
         self._is_collected = False
         """True if the request is answered at its end only."""
         self._is_sent = False
@@ -111,6 +113,7 @@ class Generation:
         except ApiError as error:
             self._drop_sequences()
             # Otherwise the engine was lost since it was asked for its limits.
+            self._lost_at = self._clock()
             if error.status != 503 or not self._await_engine():
                 raise
 
@@ -283,10 +286,15 @@ class Generation:
         Return False if the request cannot begin anew: the failure is its own, output of it was sent, or it was lost too
         often.
         """
-        if self._is_sent or not isinstance(failure, Failure) or failure.code not in ENGINE_LOSSES:
+        if self._is_sent or not isinstance(failure, Failure):
             return False
-        if not self._attempts.lose(any(stream.had_run for stream in self._streams)):
-            return False
+        had_run = any(stream.had_run for stream in self._streams)
+        if failure.code in ENGINE_LOSSES:
+            self._lost_at = self._clock()
+            if not self._attempts.lose(had_run):
+                return False
+        elif failure.code is not ErrorCode.OVERLOADED or had_run or not self._attempts.num_losses:
+            return False  # A new engine has no room at once for all prompts that the last one had computed.
         measured = self._measured or [0] * len(self._choices)
         self._measured = [max(count, choice.num_tokens) for count, choice in zip(measured, self._choices, strict=True)]
         self._drop_sequences()
@@ -299,7 +307,7 @@ class Generation:
     def _await_engine(self) -> bool:
         """Wait for the next engine; return False if this server waits for none."""
         self._is_held = True
-        if not self._client.hold(self, self._link):
+        if not self._client.hold(self, self._link, self._lost_at):
             self._is_held = False
             return False
         return True

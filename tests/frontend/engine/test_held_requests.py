@@ -32,7 +32,7 @@ def test_waiting_requests_come_before_those_that_had_run_and_the_oldest_first(or
     log: list[Request] = []
     held = HeldRequests(60.0)
     for had_run, arrived in order:
-        held.add(Request(log, had_run, arrived), 1, 0.0)
+        held.add(Request(log, had_run, arrived), 1, 0.0, 0.0)
     assert held.resubmit(2, 0.0) == 6
     assert [(one.had_run, one.arrived) for one in log] == sorted(order)
     assert len(held) == 0
@@ -41,7 +41,7 @@ def test_waiting_requests_come_before_those_that_had_run_and_the_oldest_first(or
 def test_a_request_returns_to_the_link_that_it_was_lost_on_only_after_a_while() -> None:
     log: list[Request] = []
     held = HeldRequests(60.0)
-    held.add(Request(log), 1, 10.0)
+    held.add(Request(log), 1, 10.0, 10.0)
     assert held.resubmit(1, 10.0 + SAME_LINK_SECONDS / 2) == 0
     assert held.resubmit(1, 10.0 + SAME_LINK_SECONDS) == 1
 
@@ -51,7 +51,7 @@ def test_requests_that_an_engine_lost_again_at_once_stay_held() -> None:
     held = HeldRequests(60.0)
     requests = [Request(log, arrived=float(number)) for number in range(4)]
     for request in requests:
-        held.add(request, 1, 0.0)
+        held.add(request, 1, 0.0, 0.0)
     requests[2].problem = unavailable("away again")
     assert held.resubmit(2, 1.0) == 2
     assert (log, len(held)) == (requests[:2], 2)
@@ -66,7 +66,7 @@ def test_a_request_that_cannot_be_submitted_does_not_keep_the_others() -> None:
     broken, sound = Request(log, arrived=1.0), Request(log, arrived=2.0)
     broken.problem = ValueError("a bug")
     for request in (broken, sound):
-        held.add(request, 1, 0.0)
+        held.add(request, 1, 0.0, 0.0)
     held.resubmit(2, 1.0)
     assert (log, len(held)) == ([sound], 0)
     assert broken.error is not None and broken.error.status == 500
@@ -75,9 +75,9 @@ def test_a_request_that_cannot_be_submitted_does_not_keep_the_others() -> None:
 def test_a_request_is_given_up_after_the_timeout_and_once() -> None:
     held = HeldRequests(60.0)
     early, late, gone = Request([]), Request([]), Request([])
-    held.add(early, 1, 0.0)
-    held.add(gone, 1, 0.0)
-    held.add(late, 1, 30.0)
+    held.add(early, 1, 0.0, 0.0)
+    held.add(gone, 1, 0.0, 0.0)
+    held.add(late, 1, 30.0, 30.0)
     held.discard(gone)
     held.expire(59.9, lambda: unavailable("away"))
     assert early.error is None
