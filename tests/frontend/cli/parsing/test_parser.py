@@ -64,8 +64,8 @@ def test_help_shows_everyday_flags_and_help_all_the_others_too(command: str) -> 
     }
     assert everyday < everything
     assert "--step-timeout" in everything - everyday
-    shown = [action for action in parser._actions if action.option_strings and action.dest not in ("help", "fd")]
-    assert everything == {action.option_strings[0] for action in shown} | {"--help"}
+    public = [action for action in parser._actions if action.option_strings and action.help is not argparse.SUPPRESS]
+    assert everything == {action.option_strings[0] for action in public if action.dest != "help"} | {"--help"}
     assert f"{len(everything - everyday)} more flags: tandem {command} --help-all" in parser.format_help()
 
 
