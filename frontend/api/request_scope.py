@@ -7,6 +7,8 @@ from starlette.types import Scope
 
 REQUEST_ID_KEY = "tandem.request_id"
 """Key of the scope under which the id of a request is kept."""
+ERROR_KEY = "tandem.error"
+"""Key of the scope under which the message of an error that answers a request is kept, for the log."""
 ANTHROPIC_PREFIX = "/v1/messages"
 ANTHROPIC_VERSION = b"anthropic-version"
 """Header that every client of Anthropic's API sends."""

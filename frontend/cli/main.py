@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = build_parser().parse_args(argv)
     process = arguments.command
+    if process in ("serve", "engine", "frontend") and getattr(arguments, "supervisor_fd", None) is None:
+        process = "supervisor"
     if len(getattr(arguments, "listener_fds", ())) > 1:  # one of several frontends
         process = f"{process} {arguments.slot}"
     configure_logging(process, getattr(arguments, "log_level", "warning"))

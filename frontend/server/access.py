@@ -4,7 +4,7 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.frontend.api.request_scope import REQUEST_ID_KEY, choose_request_id, request_id_headers
+from tandem.frontend.api.request_scope import ERROR_KEY, REQUEST_ID_KEY, choose_request_id, request_id_headers
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.request.extra_fields import ignored_label
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER, IGNORED_KEY, IgnoredFields
@@ -12,6 +12,9 @@ from tandem.frontend.server.paths import is_health_check, route_label
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
+
+_MESSAGE_CHARACTERS = 300
+"""Length to which the log cuts the message of an error; parts of it may be a client's."""
 
 
 class Access:
@@ -61,6 +64,8 @@ class Access:
             # A health check reports its 503 in the response; it is not logged as a failure.
             is_fault = status >= 500 and not is_health_check(scope["path"])
             line = f"{status} for {_request_line(scope)}, request id {own_id.decode()}"
+            if message := scope.get(ERROR_KEY):
+                line = f"{line}: {message[:_MESSAGE_CHARACTERS]!r}"
             if status == 429 or (is_fault and status in (503, 529)):
                 self._log.warning(str(status), line)  # of which there are many under overload
             else:
