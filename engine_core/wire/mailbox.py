@@ -191,7 +191,7 @@ class ZmqMailbox:
     def _end(self, client: bytes, reason: str) -> None:
         """Count a frontend as gone, and tell it so if it reads."""
         self._drop(client, reason)
-        self._try_send(client, encode(Closed(f"the engine takes this frontend for gone: {reason}")))
+        self._try_send(client, encode(Closed(f"the engine cut off this frontend: {reason}")))
 
     def _drop(self, client: bytes, reason: str) -> None:
         self._keys.pop(client, None)

@@ -183,7 +183,7 @@ class EngineClient:
         if self._refusal is not None and self._refusal[0] == heartbeat.engine_epoch:
             return EngineHealth(False, "refused", self._refusal[1])
         if self._link is None and self._broken is not None:
-            reason = f"{self._broken[2]}; it may be dead, and no other has been heard of yet"
+            reason = f"{self._broken[2]}; waiting for a heartbeat from it or from another engine"
             return EngineHealth(False, "lost", reason)
         if self._link is None or self._link.ready is None:
             return EngineHealth(False, "connecting", "the handshake with the engine is under way")
@@ -293,7 +293,11 @@ class EngineClient:
     def _tick(self) -> None:
         if self._watch.heartbeat is None and self._clock() > self._warn_at:
             self._warn_at = self._clock() + WARNING_SECONDS
-            keys = ", and is its engine.key the one in --curve-keys?" if self._transport.curve is not None else "?"
+            keys = "?"
+            if self._transport.curve is not None:
+                keys = ", and is its engine.key the one in --curve-keys?"
+            elif self._endpoint.startswith("tcp:"):
+                keys = ", without keys? One that has keys needs --curve-keys here."
             logger.warning("no heartbeat from an engine on %s yet; is it running there%s", self._endpoint, keys)
         if self._link is not None and self._watch.is_silent:
             self._lose(ErrorCode.ENGINE_UNAVAILABLE, self._watch.health().reason)

@@ -19,6 +19,8 @@ REFUSED_KEY = (
     "the engine refuses this frontend's key; is there a client.key_secret in --curve-keys, and its public key in the "
     "folder `clients` of the engine's keys (`tandem keys DIR --client NAME`)?"
 )
+WRONG_KEY = "if it did not just end, is its engine.key the one in --curve-keys?"
+NO_KEY = "if it did not just end, it may have keys; then give --curve-keys here"
 
 
 async def watch_handshakes(subscriber: zmq.asyncio.Socket) -> None:
@@ -35,8 +37,8 @@ async def watch_handshakes(subscriber: zmq.asyncio.Socket) -> None:
             if message["event"] == zmq.EVENT_DISCONNECTED:
                 continue
             if message["event"] != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                template = "the handshake with an engine on %s failed; is its engine.key the one in --curve-keys?"
-                log.warning("handshake", template, endpoint)
+                hint = WRONG_KEY if subscriber.get(zmq.MECHANISM) == zmq.CURVE else NO_KEY
+                log.warning("handshake", "the handshake with an engine on %s failed; %s", endpoint, hint)
                 continue
             log.warning("key", "%s: %s", endpoint, REFUSED_KEY)
             await asyncio.sleep(RETRY_SECONDS)

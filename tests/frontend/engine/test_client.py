@@ -43,7 +43,7 @@ def test_a_stale_heartbeat_of_a_lost_engine_opens_no_link(opened: list[int]) -> 
     assert opened == [1]
     assert (frontend.health().status, frontend.health().reason) == (
         "lost",
-        "the engine closed the connection; it may be dead, and no other has been heard of yet",
+        "the engine closed the connection; waiting for a heartbeat from it or from another engine",
     )
     frontend._on_heartbeat(heartbeat(2))
     assert opened == [1, 2]
