@@ -28,29 +28,29 @@ TANDEM = CommandHelp(
 )  # fmt: skip
 COMMANDS = {
     "serve": CommandHelp(
-        "start an engine core and an HTTP process",
-        "Serve one model on this machine: an engine core that owns the GPU (or CPU), and an HTTP process that answers "
-        "OpenAI's and Anthropic's APIs. The model is a folder, or a name on the Hugging Face hub, which is downloaded "
-        "first; without one it serves the small model that ships with Tandem.",
+        "start an engine core and HTTP frontends",
+        "Serve one model on this machine: an engine core that owns the GPU (or CPU), and frontends on one port that "
+        "answer OpenAI's and Anthropic's APIs. The model is a folder, or a name on the Hugging Face hub, which is "
+        "downloaded first; without one it serves the small model that ships with Tandem.",
         "[MODEL] [FLAGS]",
         ("tandem serve", "tandem serve Qwen/Qwen3-0.6B --host 0.0.0.0 --api-key-file keys.txt",
          "tandem serve Qwen/Qwen3-0.6B --max-len 8192 --gpu-memory 0.8"),
     ),
     "engine": CommandHelp(
         "start an engine core for frontends elsewhere",
-        "Run an engine core without an HTTP process. Frontends connect to its endpoint, from this machine or another; "
+        "Run an engine core without a frontend. Frontends connect to its endpoint, from this machine or another; "
         "a tcp endpoint takes two ports, PORT and PORT+1.",
         "[MODEL] --endpoint ENDPOINT [FLAGS]",
         ("tandem engine Qwen/Qwen3-0.6B --endpoint ipc:///run/tandem/engine",
          "tandem engine Qwen/Qwen3-0.6B --endpoint tcp://0.0.0.0:7000 --curve-keys keys"),
     ),
     "frontend": CommandHelp(
-        "start an HTTP process for a running engine",
-        "Run one more HTTP process for an engine core that is already running. It needs the model for its "
-        "tokenizer and the chat template; the weights stay with the engine.",
+        "start HTTP frontends for a running engine",
+        "Run HTTP frontends on one port for an engine core that is already running, here or on another machine. They "
+        "need the model for its tokenizer and the chat template; the weights stay with the engine.",
         "[MODEL] --endpoint ENDPOINT [FLAGS]",
         ("tandem frontend Qwen/Qwen3-0.6B --endpoint ipc:///run/tandem/engine --port 8001",
-         "tandem frontend Qwen/Qwen3-0.6B --endpoint tcp://10.0.0.5:7000 --curve-keys keys"),
+         "tandem frontend Qwen/Qwen3-0.6B --endpoint tcp://10.0.0.5:7000 --curve-keys tandem-keys"),
     ),
     "chat": CommandHelp(
         "chat with a running server in the terminal",
