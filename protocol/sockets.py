@@ -41,6 +41,8 @@ PING_INTERVAL_MS, PING_TIMEOUT_MS = 1000, 4000
 """Interval of ZMTP's own heartbeats, and time without an answer after which libzmq closes a connection. `heartbeat_ttl`
 stays off: a process that was stopped would find the time of its peers over when it goes on, and close connections whose
 messages wait in its sockets."""
+UNACKNOWLEDGED_MS = 5000
+"""Time without an acknowledgement of what was sent after which the system ends a tcp connection."""
 CONNECTION_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -137,14 +139,23 @@ def _secure_client(sock: Any, curve: Curve) -> None:
 
 
 def _notice_loss(sock: Any) -> None:
-    """Make libzmq notice that the host of a peer has gone, or the network between."""
+    """Make TCP notice that a peer's host or the network is gone."""
     sock.linger = 0
-    sock.heartbeat_ivl = PING_INTERVAL_MS
-    sock.heartbeat_timeout = PING_TIMEOUT_MS
+    sock.tcp_maxrt = UNACKNOWLEDGED_MS
     sock.tcp_keepalive = 1
     sock.tcp_keepalive_idle = KEEPALIVE_IDLE_SECONDS
     sock.tcp_keepalive_intvl = KEEPALIVE_INTERVAL_SECONDS
     sock.tcp_keepalive_cnt = KEEPALIVE_PROBES
+
+
+def _ping(sock: Any) -> None:
+    """Have libzmq ask the peers of a socket for signs of life.
+
+    Only of a socket that never stops reading. While the queue of another one is full and its peer goes, the next ping
+    ends this process with libzmq's `Assertion failed: !_io_error`.
+    """
+    sock.heartbeat_ivl = PING_INTERVAL_MS
+    sock.heartbeat_timeout = PING_TIMEOUT_MS
 
 
 def _bind(sock: Any, endpoint: str, transport: Transport) -> None:
@@ -212,14 +223,19 @@ def bind_heartbeat(context: Any, endpoint: str, transport: Transport = Transport
     """
     publisher = context.socket(zmq.PUB)
     publisher.sndhwm = 8
+    _ping(publisher)
     _bind(publisher, endpoint, transport)
     return publisher
 
 
 def connect_heartbeat(context: Any, endpoint: str, transport: Transport = Transport()) -> Any:
-    """Connect a SUB socket to the heartbeats of an engine."""
+    """Connect a SUB socket to the heartbeats of an engine.
+
+    Its queue has no limit, since it is pinged: a process that does not read gets four small messages a second.
+    """
     subscriber = context.socket(zmq.SUB)
-    subscriber.rcvhwm = 8
+    subscriber.rcvhwm = 0
+    _ping(subscriber)
     subscriber.subscribe(b"")
     _connect(subscriber, endpoint, transport)
     return subscriber

@@ -7,7 +7,14 @@ import pytest
 import zmq
 
 from tandem.protocol import sockets
-from tandem.protocol.sockets import Transport, bind_heartbeat, bind_router, connect_dealer, connect_heartbeat
+from tandem.protocol.sockets import (
+    UNACKNOWLEDGED_MS,
+    Transport,
+    bind_heartbeat,
+    bind_router,
+    connect_dealer,
+    connect_heartbeat,
+)
 from tests.support.tcp_proxy import SilentProxy, free_ports
 
 WAIT_MS = 30_000
@@ -31,13 +38,9 @@ def ended(monitor: Any) -> None:
     assert monitor.poll(WAIT_MS), "the connection stays open"
 
 
-@pytest.mark.parametrize("bind", [bind_router, bind_heartbeat])
-def test_both_sides_of_a_silent_link_end_it_and_it_comes_back(
-    proxy: SilentProxy, target: int, context: Any, bind: Any
-) -> None:
-    server = bind(context, f"tcp://127.0.0.1:{target}", PLAIN)
-    connect = connect_dealer if bind is bind_router else connect_heartbeat
-    client = connect(context, f"tcp://127.0.0.1:{proxy.port}", PLAIN)
+def test_both_sides_of_a_silent_link_end_it_and_it_comes_back(proxy: SilentProxy, target: int, context: Any) -> None:
+    server = bind_heartbeat(context, f"tcp://127.0.0.1:{target}", PLAIN)
+    client = connect_heartbeat(context, f"tcp://127.0.0.1:{proxy.port}", PLAIN)
     pass_message(server, client, b"before")
     monitors = [sock.get_monitor_socket(zmq.EVENT_DISCONNECTED) for sock in (server, client)]
     proxy.silence()
@@ -49,12 +52,16 @@ def test_both_sides_of_a_silent_link_end_it_and_it_comes_back(
         sock.disable_monitor()
 
 
-def pass_message(server: Any, client: Any, body: bytes) -> None:
-    """Send to the server, or from a publisher, until the message arrives."""
-    sender, receiver = (client, server) if server.type == zmq.ROUTER else (server, client)
+def pass_message(publisher: Any, subscriber: Any, body: bytes) -> None:
+    """Send until the message arrives."""
     for _ in range(WAIT_MS // 10):
-        sender.send(body)
-        while receiver.poll(10):
-            if receiver.recv_multipart()[-1] == body:
+        publisher.send(body)
+        while subscriber.poll(10):
+            if subscriber.recv_multipart()[-1] == body:
                 return
     raise AssertionError("no message came through")
+
+
+@pytest.mark.parametrize("open_socket", [bind_router, connect_dealer])
+def test_a_link_whose_data_is_not_acknowledged_is_ended_by_tcp(context: Any, target: int, open_socket: Any) -> None:
+    assert open_socket(context, f"tcp://127.0.0.1:{target}", PLAIN).tcp_maxrt == UNACKNOWLEDGED_MS
