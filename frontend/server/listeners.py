@@ -17,6 +17,9 @@ _ACCEPTED_AT_ONCE = 64
 """Connections accepted from one socket in one turn of the event loop."""
 _LAST_TURNS = 64
 """Turns of the event loop in which the connections that wait in a socket's queue are accepted before it is closed."""
+_OPENING_SECONDS = 0.1
+"""Time for which connections that are being opened are waited for, the last ones among them. TLS handshakes may take
+longer; they count as connections from their start."""
 _PAUSE_SECONDS = 1.0
 """Pause after the system had no descriptor for another connection."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -60,7 +63,10 @@ class Listeners:
             self._resume(slot)
 
     async def close(self) -> None:
-        """Accept what waits already, then close this process's copies of the sockets."""
+        """Accept what waits already, then close this process's copies of the sockets.
+
+        Connections without TLS have been opened when this returns, so that whoever counts them misses none.
+        """
         for _ in range(_LAST_TURNS):
             if not sum([self._accept(slot) for slot in self._slots]):
                 break
@@ -68,6 +74,8 @@ class Listeners:
         self.accept_from(())
         for sock in self._sockets:
             sock.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_OPENING_SECONDS)
 
     def cancel(self) -> None:
         """End the connections that are still being opened."""
