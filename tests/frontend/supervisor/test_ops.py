@@ -60,7 +60,8 @@ def test_an_engine_alone_says_nothing_of_frontends() -> None:
 def test_frontends_alone_are_ready_while_one_serves() -> None:
     assert health(None, frontends(True, False)[0])["status"] == "ready"
     assert health(None, frontends(False)[0]) == {
-        "status": "no_frontend", "reason": "none of the frontends (1) serves", "frontends": 1, "frontends_serving": 0,
+        "status": "no_frontend", "reason": "none of the frontends (1) is ready: they start or drain",
+        "frontends": 1, "frontends_serving": 0,
     }  # fmt: skip
 
 
