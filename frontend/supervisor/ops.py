@@ -79,7 +79,10 @@ def health(watch: EngineWatch | None, frontends: Frontends | None) -> dict[str, 
         serving, total = frontends.num_serving, len(frontends.slots)
         body |= {"frontends": total, "frontends_serving": serving}
         if body["status"] == "ready" and not serving:
-            body |= {"status": "no_frontend", "reason": f"none of the frontends ({total}) is ready: they start or drain"}
+            body |= {
+                "status": "no_frontend",
+                "reason": f"none of the frontends ({total}) is ready: they start or drain",
+            }
     return body
 
 
