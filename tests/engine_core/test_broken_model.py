@@ -67,7 +67,7 @@ def test_pages_of_a_failed_row_leave_the_prefix_cache(session: str, depth: int) 
         bench.say(Submit(request_id, prompt, SamplingParams(6, ignore_eos=True), session=session))
         bench.finish()
         bench.engine.tick()
-    assert bench.mailbox.cached == {(CLIENT, 2): 8}
+    assert bench.mailbox.cached == {(CLIENT, 1): 0, (CLIENT, 2): 8, (CLIENT, 3): 0}
     assert isinstance(bench.outcome(2), Failure)
     assert bench.mailbox.received[CLIENT, 3] == bench.mailbox.received[CLIENT, 1]
     assert bench.scheduler.audit() == []
