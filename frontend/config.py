@@ -22,7 +22,7 @@ from tandem.frontend.store.store import StoreLimits
 from tandem.protocol.engine_options import flag_name
 from tandem.protocol.logs import LogLevel
 from tandem.protocol.params import MAX_TOP_LOGPROBS
-from tandem.protocol.sockets import Transport
+from tandem.protocol.sockets import Transport, check_port
 from tandem.protocol.transport_options import transport
 
 MEBIBYTE = 2**20
@@ -319,6 +319,7 @@ def frontend_config(arguments: argparse.Namespace) -> FrontendConfig:
     """
     settings = transport(arguments)
     settings.check(arguments.endpoint)
+    check_port(arguments.endpoint)
     check_security(arguments)
     return FrontendConfig(
         endpoint=arguments.endpoint,

@@ -19,6 +19,8 @@ from tandem.protocol.curve import Curve
 
 logger = logging.getLogger(__name__)
 
+MAX_PORT = 65535
+
 SEND_HIGH_WATER_MARK = 64
 """Messages queued for one frontend before a send fails with EAGAIN and the engine merges step outputs."""
 
@@ -241,10 +243,20 @@ def connect_heartbeat(context: Any, endpoint: str, transport: Transport = Transp
     return subscriber
 
 
+def check_port(endpoint: str) -> None:
+    """Raise ValueError for a tcp endpoint without a port that has a next one."""
+    port = endpoint.rpartition(":")[2]
+    if endpoint.startswith("tcp://") and not (port.isdecimal() and 0 < int(port) < MAX_PORT):
+        raise ValueError(
+            f"endpoint {endpoint!r} has no port from 1 to {MAX_PORT - 1}; give one such as tcp://10.0.0.1:5555, whose "
+            "heartbeats then have 5556"
+        )
+
+
 def heartbeat_endpoint(endpoint: str) -> str:
     """Return the endpoint of an engine's heartbeats.
 
-    It is `.beat` beside an ipc socket, or the next port of a tcp endpoint.
+    It is `.beat` beside an ipc socket, or the next port of a tcp endpoint, which `check_port` has accepted.
     """
     if endpoint.startswith("ipc://"):
         return endpoint + ".beat"

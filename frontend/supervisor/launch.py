@@ -37,7 +37,7 @@ from tandem.frontend.supervisor.supervisor import StopTimes, Supervisor
 from tandem.frontend.supervisor.usable_cores import default_frontends, usable_cores
 from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
 from tandem.protocol.model_folder import max_positions
-from tandem.protocol.sockets import Transport
+from tandem.protocol.sockets import Transport, check_port
 from tandem.protocol.transport_options import transport, transport_argv
 
 DEFAULT_OPS_PORT = 8100
@@ -98,6 +98,7 @@ def _transport(arguments: argparse.Namespace, endpoint: str) -> Transport:
     try:
         settings = transport(arguments)
         settings.check(endpoint)
+        check_port(endpoint)
     except ValueError as error:
         raise LaunchError(str(error)) from None
     return settings

@@ -55,6 +55,11 @@ def test_start_failure_prints_one_line(
                 ["frontend", "--model-dir", str(tmp_path), "--endpoint", "ipc:///x", "--port", "0"],
                 "has no tokenizer.json",
             ),
+            *(
+                ([*command, "--insecure-tcp", "--endpoint", f"tcp://127.0.0.1{port}"], "has no port from 1 to 65534")
+                for command in (["engine", *folder], ["frontend", "--model-dir", str(tmp_path)])
+                for port in ("", ":", ":abc", ":0", ":65535", ":70000", ":*", ":-1")
+            ),
             (["frontend", "--model-dir", str(tmp_path), "--endpoint", "http://x"], "neither ipc:// nor tcp://"),
             (["frontend", "--model-dir", ".", "--endpoint", "ipc:///x", "--max-concurrent", "0"], "must be between 1"),
             # One of two places is kept from requests, so that one place would serve none.
