@@ -68,7 +68,7 @@ def test_absent_fields_take_their_defaults(tmp_path: Path) -> None:
         tmp_path, num_key_value_heads=..., rms_norm_eps=..., rope_theta=..., eos_token_id=..., torch_dtype=...
     )
     assert (config.kv_heads, config.rms_norm_eps, config.ropes[0].theta) == (8, 1e-6, 10000.0)
-    assert (config.eos_ids, config.dtype) == ((), None)
+    assert (config.eos_ids, config.dtype) == ((2,), None)
 
 
 def test_a_given_head_dim_need_not_divide_the_hidden_size(tmp_path: Path) -> None:
