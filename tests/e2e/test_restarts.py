@@ -10,6 +10,7 @@ import pytest
 from tests.fakes.scripted_engine import DEFAULT_MODEL, EARLY_POISON_SEED, POISON_SEED, POISON_TOKENS, Script
 from tests.support.scripted_serving import ScriptedServing
 from tests.support.serving import GUARD_SECONDS, until
+from tests.support.stopped_process import is_running
 from tests.support.stream_client import Summary, completion, summary
 
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -91,4 +92,4 @@ def test_supervisor_that_was_killed_can_be_started_again_at_once(serving: Script
     serving.process.wait(GUARD_SECONDS)
     with serving:  # the same command, on the same ports
         assert serving.post("/v1/completions", {"model": "tandem-default", "prompt": "a", "max_tokens": 3})[0] == 200
-        assert not [orphan for orphan in orphans if orphan.is_running()]
+        until(lambda: not any(is_running(orphan) for orphan in orphans), "the end of the old processes")

@@ -1,9 +1,11 @@
-"""Processes held by SIGSTOP."""
+"""Processes that are held by SIGSTOP or have ended."""
 
 import os
 import signal
 import time
 from pathlib import Path
+
+import psutil
 
 
 def stop_process(pid: int) -> int:
@@ -16,6 +18,17 @@ def stop_process(pid: int) -> int:
     while not _is_stopped(pid):
         time.sleep(0.001)
     return pid
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Tell whether a process has not ended.
+
+    One that has may be left as a zombie for a while, until its parent, or the system if that has gone, looks at it.
+    """
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _is_stopped(pid: int) -> bool:

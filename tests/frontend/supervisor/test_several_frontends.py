@@ -14,6 +14,7 @@ import pytest
 
 from tests.frontend.conftest import DEADLINE, get, post, until
 from tests.support.serving import free_port
+from tests.support.stopped_process import is_running
 from tests.support.tandem_process import SERVING, Start, Tandem, TandemFolder
 
 FRONTEND, ENGINE = "tandem.frontend", "tandem.engine_core"
@@ -61,13 +62,6 @@ def until_all_serve(service: Tandem, count: int = 2) -> list[psutil.Process]:
         f"{count} frontends serve",
     )
     return service.children(FRONTEND)
-
-
-def is_running(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def complete(url: str, client: httpx.Client | None = None) -> httpx.Response:
