@@ -198,16 +198,28 @@ def _frontend(drill: Drill, signum: signal.Signals, fault: str, goal: str) -> Ou
     others: list[Stream] = []
     asked = 0.0
 
-    def gone() -> bool:
+    def ask() -> None:
         nonlocal asked, others
         if time.monotonic() - asked > 0.5:
             asked = time.monotonic()
             others += drill.client.open(completion(2), 5)
+
+    def gone() -> bool:
+        ask()
         return not lost.is_running()
 
+    def freed() -> bool:
+        ask()
+        return _rows(drill) < len(
+            streams
+        )  # none of them ends by itself, and the rows of one frontend are freed at once
+
+    drill.note("rows free", freed)
     drill.client.until(gone, "the end of the frontend", WAIT_SECONDS)
     drill.seconds["frontend gone"] = round(time.monotonic() - drill._at, 3)
-    drill.note("rows free", lambda: _rows(drill) <= sum(not s.outcome for s in (*streams, *others)))
+    drill.client.until(
+        lambda: _rows(drill) <= sum(not s.outcome for s in (*streams, *others)), "rows of living clients", WAIT_SECONDS
+    )
     drill.note("all frontends", drill.is_whole)
     drill.client.run(max(0.0, drill._at + AFTER_SECONDS - time.monotonic()))
     drill.client.until_ended(others, WAIT_SECONDS)
