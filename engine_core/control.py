@@ -20,7 +20,7 @@ from tandem.engine_core.scheduler.pause import PauseSwitch
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
 from tandem.engine_core.stats import count_outcome
-from tandem.protocol.codec import unpack_floats, unpack_ids
+from tandem.protocol.codec import ID_BYTES, unpack_floats, unpack_ids
 from tandem.protocol.commands import (
     MAX_NAME_BYTES,
     MAX_PRIORITY,
@@ -54,8 +54,6 @@ from tandem.protocol.version import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 
-ID_BYTES = 4
-"""Bytes of one token id on the wire."""
 _LOGGED_NAME = 64
 """Characters of a frontend's name, or of another that it sends, that messages repeat."""
 

@@ -16,6 +16,9 @@ from tandem.protocol.commands import AnyCommand
 from tandem.protocol.errors import ProtocolError
 from tandem.protocol.events import AnyEvent, StepOutput, TokenLogprobs
 
+ID_BYTES = 4
+"""Bytes of one token id, or of one float, on the wire."""
+
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
 _event_decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)

@@ -25,6 +25,7 @@ from tandem.frontend.engine.start_estimate import MAX_SECONDS
 from tandem.frontend.engine.streams import OpenStreams, ReadySet, TokenStream
 from tandem.frontend.errors import ApiError, unavailable
 from tandem.frontend.metrics import FrontendMetrics
+from tandem.protocol.codec import ID_BYTES
 from tandem.protocol.commands import Abort, Submit
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import (
@@ -51,8 +52,6 @@ ended. An engine that is still heard afterwards is alive, and only the connectio
 
 WARNING_SECONDS = 20.0
 """Seconds without any heartbeat after which, and after each of which, a warning says so."""
-
-_ID_BYTES = 4
 
 
 class EngineClient:
@@ -221,7 +220,7 @@ class EngineClient:
         self.ready()
         assert self._link is not None
         data = encode_command(command)
-        prompt_len = len(command.prompt_ids) // _ID_BYTES
+        prompt_len = len(command.prompt_ids) // ID_BYTES
         stream = self._streams.open(command.request_id, choice, ready_set, prompt_len)
         self._link.send_encoded(data)
         return stream
