@@ -4,7 +4,7 @@ from pathlib import Path
 
 from benchmarks.frontends.faults import Drill, Outcome, Setup
 from tests.fakes.scripted_engine import Script
-from tests.support.remote_engine import RemoteEngine
+from tests.support.remote_engine import remote_engine
 from tests.support.stream_client import StreamClient
 from tests.support.tcp_proxy import SilentProxy, free_ports
 
@@ -18,7 +18,7 @@ def measure_silence(setup: Setup, folder: Path) -> Outcome:
     script = Script(tokens_per_second=setup.tokens_per_second)
     with (
         SilentProxy(endpoint) as proxy,
-        RemoteEngine(folder / "log", endpoint, proxy.port, script) as remote,
+        remote_engine(folder / "log", endpoint, proxy.port, script) as remote,
         StreamClient(remote.address) as client,
     ):
         drill = Drill(remote, client, setup)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.scripted_engine import Script
-from tests.support.remote_engine import RemoteEngine
+from tests.support.remote_engine import remote_engine
 from tests.support.serving import until
 from tests.support.stream_client import Summary, completion, summary
 from tests.support.tcp_proxy import SilentProxy, free_ports
@@ -15,7 +15,7 @@ from tests.support.tcp_proxy import SilentProxy, free_ports
 def test_silent_link_frees_rows_and_ends_streams_and_comes_back(tmp_path: Path) -> None:
     endpoint = free_ports(2)
     script = Script(tokens_per_second=30.0)
-    with SilentProxy(endpoint) as proxy, RemoteEngine(tmp_path / "log", endpoint, proxy.port, script) as remote:
+    with SilentProxy(endpoint) as proxy, remote_engine(tmp_path / "log", endpoint, proxy.port, script) as remote:
         with remote.clients() as client:
             streams = client.open(completion(2000), 20)
             client.until_streaming(streams)

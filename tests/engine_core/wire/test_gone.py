@@ -1,6 +1,5 @@
 """Frontends that count as gone: silent, or not reading."""
 
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from tandem.protocol.errors import FinishReason
 from tandem.protocol.events import Closed, Finished, StepOutput
 from tandem.protocol.sockets import bind_router
 from tests.fakes.clock import FakeClock
-from tests.support.zmq_context import KeepingContext
+from tests.support.zmq_context import ipc_context
 
 WAIT_MS = 30_000
 SILENT = f"it sent nothing for {LEASE_SECONDS:.0f} s"
@@ -63,12 +62,10 @@ class Wire:
 
 @pytest.fixture
 def wire() -> Iterator[Wire]:
-    context = KeepingContext()
-    with tempfile.TemporaryDirectory(prefix="td-") as folder:
-        wire = Wire(context, f"ipc://{folder}/engine")
+    with ipc_context() as (context, endpoint):
+        wire = Wire(context, endpoint)
         yield wire
         wire.wakeup.close()
-        context.destroy(linger=0)
 
 
 def receive(dealer: Any) -> Any:

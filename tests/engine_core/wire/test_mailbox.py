@@ -1,7 +1,6 @@
 """The engine's end of the wire over real sockets."""
 
 import select
-import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +23,7 @@ from tandem.protocol.sockets import (
     bind_router,
     connect_dealer,
 )
-from tests.support.zmq_context import KeepingContext
+from tests.support.zmq_context import ipc_context
 
 WAIT_MS = 10_000
 
@@ -64,12 +63,10 @@ class Wire:
 
 @pytest.fixture
 def wire() -> Iterator[Wire]:
-    context = KeepingContext()
-    with tempfile.TemporaryDirectory(prefix="td-") as folder:
-        wire = Wire(context, f"ipc://{folder}/engine")
+    with ipc_context() as (context, endpoint):
+        wire = Wire(context, endpoint)
         yield wire
         wire.wakeup.close()
-        context.destroy(linger=0)
 
 
 def receive(dealer: Any) -> StepOutput:

@@ -2,7 +2,6 @@
 
 import logging
 import resource
-import tempfile
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -19,7 +18,7 @@ from tests.fakes.model import VOCAB
 from tests.support.malformed_messages import MalformedMessages
 from tests.support.recorded_engine import EPOCH
 from tests.support.wired_engine import WiredEngine
-from tests.support.zmq_context import KeepingContext
+from tests.support.zmq_context import ipc_context
 
 PEERS, BATCH = 3, 50
 LAST_CALL = 77
@@ -30,12 +29,10 @@ KINDS_OF_LINES = 8
 
 @pytest.fixture
 def engine() -> Iterator[WiredEngine]:
-    context = KeepingContext()
-    with tempfile.TemporaryDirectory(prefix="td-") as folder:
-        engine = WiredEngine(context, f"ipc://{folder}/engine")
+    with ipc_context() as (context, endpoint):
+        engine = WiredEngine(context, endpoint)
         yield engine
         engine.wakeup.close()
-        context.destroy(linger=0)
 
 
 def resident_bytes() -> int:
