@@ -17,7 +17,6 @@ LEVELS = {
             "errors",
             "api_keys",
             "die_with_parent",
-            "flag",
             "listening",
             "metric_totals",
             "metrics",
@@ -28,6 +27,7 @@ LEVELS = {
         },
         {"request", "engine", "store", "hub", "control_channel"},
         {"config", "grammar"},
+        {"flags"},
         {"generation", "supervisor"},
         {"chat"},
         {"api"},
@@ -51,7 +51,7 @@ LEVELS = {
 }
 """Rooms (the folders and the loose modules of a package), from the ground up. One imports only from lower levels."""
 MAX_ROOMS = {"frontend": 26, "engine_core": 25}
-MAX_ARROWS = {"frontend": 83}
+MAX_ARROWS = {"frontend": 86}
 """Pairs of rooms of which the first imports the second."""
 
 Arrows = dict[tuple[str, str], set[str]]

@@ -13,7 +13,7 @@ from typing import Any
 
 from tandem.frontend.cli.trust import Trust
 from tandem.frontend.errors import ApiError
-from tandem.frontend.flag import MAX_SECONDS, Flag
+from tandem.frontend.flags.flag import MAX_SECONDS, Flag
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.request.fields import Field
 from tandem.frontend.request.kinds import Checked

@@ -23,15 +23,15 @@ from tandem.frontend.cli.flags import (
 )
 from tandem.frontend.cli.parsing.command_help import COMMANDS, TANDEM
 from tandem.frontend.cli.parsing.parser import CommandParser
-from tandem.frontend.config import (
+from tandem.frontend.config import FrontendConfig
+from tandem.frontend.flags.arguments import (
     FRONTEND_FLAGS,
-    FrontendConfig,
     add_child_arguments,
     add_http_arguments,
     add_watch_arguments,
     frontend_config,
 )
-from tandem.frontend.flag import Flag, add_flags, check_bounds
+from tandem.frontend.flags.flag import Flag, add_flags, check_bounds
 from tandem.frontend.supervisor.termination import TERMINATED, Terminated, raised_sigterm
 from tandem.protocol.curve import make_client, make_curve
 from tandem.protocol.engine_options import add_engine_arguments, rare_engine_flags

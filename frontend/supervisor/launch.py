@@ -17,10 +17,10 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry
 
 from tandem.frontend.api_keys import api_keys, key_environment
-from tandem.frontend.config import check_security, child_argv, http_argv
 from tandem.frontend.control_channel import FromFrontend
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.metrics import EngineCollector
+from tandem.frontend.flags.arguments import check_security, child_argv, http_argv
 from tandem.frontend.listening import listen, listen_shared, url_of
 from tandem.frontend.process import ManagedProcess
 from tandem.frontend.run_directory import run_directory

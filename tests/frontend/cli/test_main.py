@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tandem.frontend.cli.main import build_parser, main
-from tandem.frontend.config import ChatOptions, child_argv, frontend_config
+from tandem.frontend.config import ChatOptions
+from tandem.frontend.flags.arguments import child_argv, frontend_config
 from tandem.frontend.listening import listen
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.run_directory import run_directory

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tandem.frontend.config import child_argv
 from tandem.frontend.control_channel import Accept, Beat, Drain, FromFrontend, Leaving
+from tandem.frontend.flags.arguments import child_argv
 from tandem.frontend.supervisor.frontends.frontend_child import FrontendChild
 from tandem.protocol.errors import ExitCode
 from tests.frontend.conftest import DEADLINE

@@ -11,6 +11,10 @@ from tandem.protocol.engine_options import flag_name
 
 MAX_INT32 = 2**31 - 1
 MAX_SECONDS = 1e7
+COUNT = (1, MAX_INT32)
+"""Bounds of a number of things."""
+SECONDS = (0.001, MAX_SECONDS)
+"""Bounds of a time that is not 0."""
 
 _METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "SECONDS", Path: "FILE"}
 

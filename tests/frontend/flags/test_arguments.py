@@ -6,14 +6,9 @@ import pytest
 from msgspec import Struct
 
 from tandem.frontend.cli.main import build_parser
-from tandem.frontend.config import (
-    FRONTEND_FLAGS,
-    ChatOptions,
-    FrontendConfig,
-    frontend_config,
-    http_argv,
-)
-from tandem.frontend.flag import Flag, check_bounds
+from tandem.frontend.config import ChatOptions, FrontendConfig
+from tandem.frontend.flags.arguments import FRONTEND_FLAGS, frontend_config, http_argv
+from tandem.frontend.flags.flag import Flag, check_bounds
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.store.store import StoreLimits
 from tandem.protocol.engine_options import flag_name

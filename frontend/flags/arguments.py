@@ -1,0 +1,141 @@
+"""Arguments of an HTTP process, and the settings that they make.
+
+A new flag is a row in one of the tables beside this module and an attribute of the struct that it fills; the argument
+parser, the check of its bounds and the arguments that a supervisor passes on to HTTP processes follow from the row.
+"""
+
+import argparse
+import re
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from tandem.frontend.api_keys import add_key_arguments, api_keys
+from tandem.frontend.config import ChatOptions, FrontendConfig
+from tandem.frontend.flags.access_flags import ACCESS, ACCESS_FLAGS
+from tandem.frontend.flags.flag import add_flags
+from tandem.frontend.flags.http_flags import HTTP_FLAGS
+from tandem.frontend.flags.limit_flags import LIMIT_FLAGS
+from tandem.frontend.flags.store_flags import STORE_FLAGS
+from tandem.frontend.flags.watch_flags import WATCH_FLAGS
+from tandem.frontend.listening import ConnectionLimits
+from tandem.frontend.request.limits import RequestLimits
+from tandem.frontend.store.store import StoreLimits
+from tandem.protocol.engine_options import flag_name
+from tandem.protocol.sockets import check_port
+from tandem.protocol.transport_options import transport
+
+FRONTEND_FLAGS = (*HTTP_FLAGS, *LIMIT_FLAGS, *STORE_FLAGS, *ACCESS_FLAGS, *WATCH_FLAGS)
+"""All flags of an HTTP process but those of its keys and its link to the engine."""
+
+
+def add_http_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of an HTTP process that a supervisor takes as well."""
+    add_flags(parser, (*HTTP_FLAGS, *LIMIT_FLAGS, *STORE_FLAGS))
+    access = parser.add_argument_group(ACCESS)
+    add_key_arguments(access)
+    for flag in ACCESS_FLAGS:
+        flag.add_to(access)
+
+
+def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a process that watches the engine's heartbeat."""
+    add_flags(parser, WATCH_FLAGS)
+
+
+def add_child_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only a supervisor gives to its frontend processes."""
+    parser.add_argument("--listener-fds", type=_descriptors, default=(), help=argparse.SUPPRESS)
+    parser.add_argument("--slot", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--supervisor-fd", type=int, help=argparse.SUPPRESS)
+
+
+def _descriptors(text: str) -> tuple[int, ...]:
+    """Parse file descriptors that are separated by commas."""
+    return tuple(map(int, text.split(",")))
+
+
+def child_argv(slot: int, listener_fds: Sequence[int], supervisor_fd: int) -> list[str]:
+    """Build the flags of `add_child_arguments` for the process of a slot."""
+    fds = ",".join(map(str, listener_fds))
+    return ["--listener-fds", fds, "--slot", str(slot), "--supervisor-fd", str(supervisor_fd)]
+
+
+def http_argv(arguments: argparse.Namespace) -> list[str]:
+    """Build the flags that give another HTTP process the same settings.
+
+    Its address and keys are left out.
+    """
+    argv: list[str] = []
+    for flag in FRONTEND_FLAGS:
+        value = getattr(arguments, flag.name)
+        if not flag.is_forwarded or value in (None, []):
+            continue
+        if flag.is_list:
+            argv += [f"{flag_name(flag.name)}={item}" for item in value]
+            continue
+        for item in value if flag.is_repeated else (value,):
+            argv += [flag_name(flag.name), str(item)]
+    return argv
+
+
+def check_security(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for invalid CORS origins and unusable TLS files."""
+    for origin in arguments.cors_origin:
+        if origin != "*" and re.fullmatch(r"https?://[^/\s]+", origin) is None:
+            raise ValueError(f"--cors-origin {origin} is not an origin; give * or one like https://example.org")
+    cert, key = arguments.tls_cert, arguments.tls_key
+    if (cert is None) != (key is None):
+        raise ValueError("--tls-cert and --tls-key belong together; give both or neither")
+    if cert is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
+        except ssl.SSLError as error:
+            why = "they are not a pair" if error.reason == "KEY_VALUES_MISMATCH" else "both must be in PEM format"
+            raise ValueError(f"--tls-cert {cert} with --tls-key {key} cannot be used: {why}") from None
+        except (OSError, ValueError) as error:
+            why = str(error.strerror if isinstance(error, OSError) else error)
+            raise ValueError(f"--tls-cert {cert} with --tls-key {key} cannot be used: {why}") from None
+
+
+def _no_password() -> str:
+    """Fail instead of prompting for the key's password on the terminal."""
+    raise ValueError("the key is encrypted")
+
+
+def frontend_config(arguments: argparse.Namespace) -> FrontendConfig:
+    """Build the settings from parsed arguments.
+
+    Raises ValueError for flags that contradict each other and for key files that cannot be read.
+    """
+    settings = transport(arguments)
+    settings.check(arguments.endpoint)
+    check_port(arguments.endpoint)
+    check_security(arguments)
+    return FrontendConfig(
+        endpoint=arguments.endpoint,
+        model_dir=Path(arguments.model_dir),
+        transport=settings,
+        listener_fds=arguments.listener_fds,
+        slot=arguments.slot,
+        supervisor_fd=arguments.supervisor_fd,
+        limits=RequestLimits(**_fields(arguments, RequestLimits)),
+        connections=ConnectionLimits(**_fields(arguments, ConnectionLimits)),
+        chat=ChatOptions(**_fields(arguments, ChatOptions)),
+        store_limits=StoreLimits(**_fields(arguments, StoreLimits)),
+        api_keys=api_keys(arguments),
+        **_fields(arguments, FrontendConfig),
+    )
+
+
+def _fields(arguments: argparse.Namespace, struct: type[Struct]) -> dict[str, Any]:
+    """Collect the attributes of a struct that flags fill."""
+    fields: dict[str, Any] = {}
+    for flag in FRONTEND_FLAGS:
+        if flag.struct is struct:
+            value = getattr(arguments, flag.name)
+            fields[flag.field_name] = value if flag.to_field is None else flag.to_field(value)
+    return fields

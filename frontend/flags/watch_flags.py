@@ -1,0 +1,22 @@
+"""Flags of a process that watches the engine's heartbeat, and of its log."""
+
+from typing import get_args
+
+from tandem.frontend.config import FrontendConfig
+from tandem.frontend.flags.flag import SECONDS, Flag
+from tandem.protocol.logs import LogLevel
+
+_WATCH = "engine watchdog"
+
+# fmt: off
+WATCH_FLAGS = (
+    Flag("beat_timeout", _WATCH, "seconds without a heartbeat after which the engine counts as lost", float, SECONDS,
+         struct=FrontendConfig),
+    Flag("hang_timeout", _WATCH, "seconds without a heartbeat after which the engine or a frontend is killed and "
+         "started again", float, SECONDS, default=8.0, is_forwarded=False),
+    Flag("step_timeout", _WATCH, "seconds without a completed step, with work pending, after which the engine counts "
+         "as hung", float, SECONDS, struct=FrontendConfig),
+    Flag("log_level", _WATCH, "least severe level of messages to log", choices=get_args(LogLevel), is_everyday=True,
+         struct=FrontendConfig),
+)
+# fmt: on
