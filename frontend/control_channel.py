@@ -10,7 +10,7 @@ from typing import Generic, Self, TypeVar
 import msgspec
 from msgspec import Struct
 
-from tandem.frontend.metric_totals import Family
+from tandem.frontend.metrics.metric_totals import Family
 
 BEAT_SECONDS = 0.25
 """Time between two beats of a frontend."""

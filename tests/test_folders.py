@@ -18,7 +18,6 @@ LEVELS = {
             "api_keys",
             "die_with_parent",
             "listening",
-            "metric_totals",
             "metrics",
             "process",
             "progress",

@@ -22,7 +22,7 @@ from tandem.frontend.generation.tokenizer import Tokenizer, load_tokenizer
 from tandem.frontend.grammar.builder import GrammarBuilder
 from tandem.frontend.grammar.checker import GrammarChecker
 from tandem.frontend.grammar.grammar import THINK_END
-from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IGNORED_KEY, IgnoredFields
 from tandem.frontend.request.served_names import ServedNames

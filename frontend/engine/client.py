@@ -24,7 +24,7 @@ from tandem.frontend.engine.monitor import EngineMonitor
 from tandem.frontend.engine.start_estimate import MAX_SECONDS
 from tandem.frontend.engine.streams import OpenStreams, ReadySet, TokenStream
 from tandem.frontend.errors import ApiError, unavailable
-from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.protocol.codec import ID_BYTES
 from tandem.protocol.commands import Abort, Submit
 from tandem.protocol.errors import ErrorCode

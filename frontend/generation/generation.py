@@ -16,7 +16,7 @@ from tandem.frontend.generation.choice import Choice, ChoiceDelta, concatenated
 from tandem.frontend.generation.sequences import new_choices, submit_command
 from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.generation.usage import PromptDetails, Usage
-from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure
 

@@ -5,7 +5,7 @@ import logging
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.frontend.api.request_scope import ERROR_KEY, REQUEST_ID_KEY, choose_request_id, request_id_headers
-from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.request.extra_fields import ignored_label
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER, IGNORED_KEY, IgnoredFields
 from tandem.frontend.server.paths import is_health_check, route_label

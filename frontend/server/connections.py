@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from enum import StrEnum
 from typing import Protocol
 
-from tandem.frontend.metrics import ConnectionMetrics
+from tandem.frontend.metrics.frontend_metrics import ConnectionMetrics
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from tandem.frontend.api.service import Service, build_service
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.control_channel import Beat
 from tandem.frontend.listening import allowed_connections, listen, raise_file_limit, url_of
-from tandem.frontend.metric_totals import Family, snapshot
+from tandem.frontend.metrics.metric_totals import Family, snapshot
 from tandem.frontend.server.app import create_app
 from tandem.frontend.server.connections import Connection, Connections
 from tandem.frontend.server.listeners import Handshake, Listeners, server_context

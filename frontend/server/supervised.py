@@ -24,7 +24,7 @@ from tandem.frontend.control_channel import (
     Totals,
     frontend_end,
 )
-from tandem.frontend.metric_totals import Family
+from tandem.frontend.metrics.metric_totals import Family
 
 logger = logging.getLogger(__name__)
 

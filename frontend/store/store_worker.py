@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
 from tandem.frontend.errors import unavailable
-from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.run_directory import run_directory
 from tandem.frontend.store.sqlite_file import open_store
 from tandem.frontend.store.store import ResponseStore, StoreError, StoreLimits

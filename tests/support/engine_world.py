@@ -15,7 +15,7 @@ from tandem.frontend.generation.admission import Admitted, AdmittedPrompt, _samp
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.detokenizer import Detokenizer
 from tandem.frontend.generation.generation import Generation
-from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.protocol.codec import step_output, unpack_ids
 from tandem.protocol.commands import Submit

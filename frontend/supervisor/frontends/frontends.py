@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from tandem.frontend.metric_totals import MetricTotals
+from tandem.frontend.metrics.metric_totals import MetricTotals
 from tandem.frontend.supervisor.frontends.on_time_clock import TICK_SECONDS, OnTimeClock
 from tandem.frontend.supervisor.frontends.slot import FrontendSlot, StartChild
 from tandem.frontend.supervisor.restart_policy import RestartPolicy

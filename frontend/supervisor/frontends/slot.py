@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 
 from tandem.frontend.control_channel import FromFrontend, Leaving, Metrics, Totals
-from tandem.frontend.metric_totals import MetricTotals
+from tandem.frontend.metrics.metric_totals import MetricTotals
 from tandem.frontend.supervisor.frontends.frontend_process import Child, FrontendProcess
 from tandem.frontend.supervisor.restart_policy import Exit, RestartPolicy
 from tandem.protocol.errors import ExitCode

@@ -15,7 +15,7 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted, AdmittedPrompt, _sampling
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Generation
-from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished

@@ -9,7 +9,7 @@ from tandem.frontend.engine.compatibility import Fingerprints
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.streams import ReadySet
 from tandem.frontend.errors import ApiError
-from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.protocol.codec import step_output
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Phase, Started

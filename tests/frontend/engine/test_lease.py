@@ -12,7 +12,7 @@ from tandem.frontend.engine.client import EngineClient
 from tandem.frontend.engine.compatibility import Fingerprints
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.streams import ReadySet, TokenStream
-from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.commands import LEASE_SECONDS, Submit
 from tandem.protocol.errors import ErrorCode, FinishReason

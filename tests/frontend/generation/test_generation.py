@@ -13,7 +13,7 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted, AdmittedPrompt, _sampling
 from tandem.frontend.generation.detokenizer import Detokenizer
 from tandem.frontend.generation.generation import Generation
-from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.protocol.commands import Submit
 from tandem.protocol.errors import ErrorCode

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from tandem.frontend.metrics import ConnectionMetrics
+from tandem.frontend.metrics.frontend_metrics import ConnectionMetrics
 from tandem.frontend.server.connections import Closed, Connections
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
 

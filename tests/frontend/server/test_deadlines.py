@@ -14,7 +14,7 @@ from uvicorn.server import ServerState
 
 from tandem.frontend.api.live_stream import WRITER_KEY
 from tandem.frontend.listening import ConnectionLimits
-from tandem.frontend.metrics import ConnectionMetrics
+from tandem.frontend.metrics.frontend_metrics import ConnectionMetrics
 from tandem.frontend.server.answer_writer import AnswerWriter
 from tandem.frontend.server.connections import Closed, Connections
 from tandem.frontend.server.lingering import UNREAD_BYTES, UNREAD_SECONDS

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem.frontend.errors import ApiError
-from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.store import store_worker
 from tandem.frontend.store.store import StoreError, StoreLimits
 from tandem.frontend.store.store_worker import LOG_SECONDS, StoreWorker, open_store_worker

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tandem.frontend.control_channel import Accept, Drain, Metrics, Totals
-from tandem.frontend.metric_totals import Family, Sample
+from tandem.frontend.metrics.metric_totals import Family, Sample
 from tandem.frontend.supervisor.frontends.frontend_process import EXTRA_STOP_SECONDS, START_SECONDS
 from tandem.frontend.supervisor.frontends.frontends import Frontends
 from tandem.frontend.supervisor.frontends.on_time_clock import MAX_LAG, TICK_SECONDS, OnTimeClock
