@@ -15,7 +15,7 @@ LEVELS = {
     "frontend": (
         {
             "errors",
-            "api_keys",
+            "access",
             "die_with_parent",
             "listening",
             "metrics",

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from tandem.frontend.api_keys import add_key_arguments, api_keys
+from tandem.frontend.access.key_sources import add_key_arguments, api_keys
 from tandem.frontend.config import ChatOptions, FrontendConfig
 from tandem.frontend.flags.access_flags import ACCESS, ACCESS_FLAGS
 from tandem.frontend.flags.flag import add_flags

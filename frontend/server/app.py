@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandem.frontend.access.key_sources import ApiKeys
 from tandem.frontend.api.admin.pause import pause_router
 from tandem.frontend.api.admin.scheduler import scheduler_router
 from tandem.frontend.api.chat_completions.route import chat_router
@@ -26,7 +27,6 @@ from tandem.frontend.api.responses.stored_route import stored_responses_router
 from tandem.frontend.api.service import Service
 from tandem.frontend.api.sessions import sessions_router
 from tandem.frontend.api.tokenize import tokenize_router
-from tandem.frontend.api_keys import ApiKeys
 from tandem.frontend.errors import ApiError
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER
 from tandem.frontend.server.access import Access

@@ -4,10 +4,10 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandem.frontend.access.key_sources import ApiKeys, owner_name
 from tandem.frontend.api.error_response import error_answer
 from tandem.frontend.api.owner import OWNER_KEY
 from tandem.frontend.api.request_scope import speaks_anthropic
-from tandem.frontend.api_keys import ApiKeys, owner_name
 from tandem.frontend.errors import ApiError
 from tandem.frontend.server.paths import is_health_check
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from tandem.frontend.api_keys import api_keys, key_environment
+from tandem.frontend.access.key_sources import api_keys, key_environment
 from tandem.frontend.control_channel import FromFrontend
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.metrics import EngineCollector

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.frontend.api_keys import ENVIRONMENT, ApiKeys, add_key_arguments, api_keys, key_environment
+from tandem.frontend.access.key_sources import ENVIRONMENT, ApiKeys, add_key_arguments, api_keys, key_environment
 
 
 def parsed(*argv: str) -> Namespace:
