@@ -7,13 +7,14 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from tandem.frontend.api.messages.errors import anthropic_error, anthropic_status
-from tandem.frontend.api.request_scope import ERROR_KEY, request_id, speaks_anthropic
+from tandem.frontend.api.request_scope import ERROR_KEY, request_id, request_record, speaks_anthropic
 from tandem.frontend.errors import ApiError, error_headers
 
 
 def error_answer(scope: Scope, error: ApiError) -> Response:
     """Build the response of an error, whose message the log repeats."""
     scope[ERROR_KEY] = error.message
+    request_record(scope).error = error.code or "error"
     headers = error_headers(error.status, error.retry_after)
     if not speaks_anthropic(scope):
         return Response(error.body(), error.status, headers, "application/json")

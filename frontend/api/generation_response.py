@@ -13,11 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.frontend.api.formatter import Formatter
 from tandem.frontend.api.live_stream import WRITER_KEY, AnswerWriter, LiveStream
-from tandem.frontend.api.request_scope import request_id
+from tandem.frontend.api.request_scope import request_record
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Generation
+from tandem.frontend.generation.request_record import RequestRecord
 from tandem.frontend.generation.usage import Usage
 
 MAX_INLINE_LOGPROBS = 1024
@@ -64,13 +65,13 @@ class GenerationResponse(Response):
             generation.close(reason)
             task.cancel()
 
-        config = self._service.config
-        start = partial(generation.start, *config.load_limits, request_id(scope), config.request_timeout)
+        config, record = self._service.config, request_record(scope)
+        start = partial(generation.start, *config.load_limits, record, config.request_timeout)
         self._service.num_responses += 1
         try:
             writer.set_leave(leave)
             if generation.admitted.options.stream:
-                await self._stream(send, start, writer)
+                await self._stream(send, start, writer, record)
             else:
                 await self._whole(send, start)
             generation.measure_end()
@@ -83,9 +84,10 @@ class GenerationResponse(Response):
         finally:
             writer.set_leave(None)
             generation.close(reason)
+            record.describe(generation.admitted, generation.usage())
             self._service.num_responses -= 1
 
-    async def _stream(self, send: Send, start: Callable[[], None], writer: AnswerWriter) -> None:
+    async def _stream(self, send: Send, start: Callable[[], None], writer: AnswerWriter, record: RequestRecord) -> None:
         generation, formatter, config = self._generation, self._formatter, self._service.config
         start()
         begun = False
@@ -109,6 +111,7 @@ class GenerationResponse(Response):
         except ApiError as error:
             if not begun:
                 raise
+            record.error = error.code or "error"
             self._service.metrics.broken_streams.labels(error.code or "").inc()
             await _send_body(send, await self.fail(error), more=False)
             return

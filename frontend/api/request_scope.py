@@ -1,12 +1,18 @@
-"""The id of a request and the API that it uses, from its ASGI scope."""
+"""The id of a request, its record and the API that it uses, from its ASGI scope."""
 
 import re
 import secrets
+from time import monotonic
+from typing import cast
 
 from starlette.types import Scope
 
+from tandem.frontend.generation.request_record import RequestRecord
+
 REQUEST_ID_KEY = "tandem.request_id"
 """Key of the scope under which the id of a request is kept."""
+RECORD_KEY = "tandem.record"
+"""Key of the scope under which the `RequestRecord` of a request is kept."""
 ERROR_KEY = "tandem.error"
 """Key of the scope under which the message of an error that answers a request is kept, for the log."""
 ANTHROPIC_PREFIX = "/v1/messages"
@@ -20,6 +26,14 @@ _SANE_ID = re.compile(rb"[\x20-\x7e]{1,128}")
 def request_id(scope: Scope) -> str:
     """Return the id of a request, which the outermost middleware has set."""
     return str(scope.get(REQUEST_ID_KEY, ""))
+
+
+def request_record(scope: Scope) -> RequestRecord:
+    """Return the record of a request, which the outermost middleware has begun."""
+    record = scope.get(RECORD_KEY)
+    if record is None:
+        record = scope[RECORD_KEY] = RequestRecord(monotonic(), request_id(scope))
+    return cast(RequestRecord, record)
 
 
 def speaks_anthropic(scope: Scope) -> bool:

@@ -13,6 +13,7 @@ from tandem.frontend.errors import RETRY_AFTER_SECONDS, ApiError, out_of_time
 from tandem.frontend.generation.admission import Admitted, check_overload, check_queue
 from tandem.frontend.generation.attempts import ENGINE_LOSSES, Attempts
 from tandem.frontend.generation.choice import Choice, ChoiceDelta, concatenated
+from tandem.frontend.generation.request_record import RequestRecord
 from tandem.frontend.generation.sequences import new_choices, submit_command
 from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.generation.usage import PromptDetails, Usage
@@ -50,7 +51,7 @@ class Generation:
         self._metrics = metrics
         self._clock = clock
         self.arrived = arrived
-        self._request_id = ""
+        self._record = RequestRecord(arrived)
         self._ready_set = ReadySet()
         self._choices: list[Choice] = []
         self._collected: list[list[ChoiceDelta]] = []
@@ -88,16 +89,19 @@ class Generation:
         options = self.admitted.options
         return options.max_tokens == 0 and options.prompt_logprobs is None
 
-    def start(self, max_concurrent: int, max_queued_tokens: int, request_id: str = "", timeout: float = 0.0) -> None:
+    def start(
+        self, max_concurrent: int, max_queued_tokens: int, record: RequestRecord | None = None, timeout: float = 0.0
+    ) -> None:
         """Submit one sequence per choice.
 
-        `request_id` is the id of the HTTP request, which the engine shows to its operators. The request ends with an
+        `record` gets the figures of the request; the engine shows its id to its operators. The request ends with an
         error `timeout` seconds after its arrival; 0 for any time.
 
         Raises ApiError 429 if the frontend has no room for them, 503 if the engine is not ready.
         """
         admitted, client = self.admitted, self._client
-        self._request_id = request_id
+        if record is not None:
+            self._record = record
         self._begin()
         if self.without_engine:
             return
@@ -261,13 +265,14 @@ class Generation:
 
         Raises ApiError 503 if the engine is not ready, maybe with some of them submitted.
         """
-        client = self._client
+        client, record = self._client, self._record
+        record.begin_attempt(self._clock())
         self._link = client.num_links
         group = 0
         for index in range(self.admitted.num_choices):
             number = client.next_id()
             group = group or number
-            command = submit_command(self.admitted, index, number, group, self._request_id, self._attempts.num_losses)
+            command = submit_command(self.admitted, index, number, group, record.request_id, self._attempts.num_losses)
             self._streams.append(client.submit(command, index, self._ready_set))
             self._open[command.request_id] = self.arrived
             self._metrics.running.inc()
@@ -341,6 +346,8 @@ class Generation:
                 deltas.append(delta)
         if choice.num_tokens != before:
             self._measure(stream, before, choice.num_tokens, now)
+        if delta.finish_reason is not None:
+            self._record.finish_reasons.append(delta.finish_reason)
         if terminal is not None:
             self._forget(stream.request_id)
         elif delta.finish_reason is not None:
@@ -351,6 +358,9 @@ class Generation:
     def _measure(self, stream: TokenStream, before: int, after: int, now: float) -> None:
         """Count the new tokens of a sequence, and the time since its last ones."""
         last, self._open[stream.request_id] = self._open[stream.request_id], now
+        self._record.last_token_at = now
+        if not before and self._record.first_token_at is None:
+            self._record.first_token_at = now
         if self._measured and before < (counted := self._measured[stream.choice]):
             self._metrics.generation_tokens.value += max(after - counted, 0)
             return

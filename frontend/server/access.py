@@ -1,10 +1,18 @@
 """ASGI middleware that counts and logs responses, and tells each its request id."""
 
 import logging
+import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.frontend.api.request_scope import ERROR_KEY, REQUEST_ID_KEY, choose_request_id, request_id_headers
+from tandem.frontend.api.live_stream import WRITER_KEY, AnswerWriter
+from tandem.frontend.api.request_scope import (
+    ERROR_KEY,
+    REQUEST_ID_KEY,
+    choose_request_id,
+    request_id_headers,
+    request_record,
+)
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.request.extra_fields import ignored_label
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER, IGNORED_KEY, IgnoredFields
@@ -35,12 +43,16 @@ class Access:
         scope = _without_slash(scope)
         own_id = choose_request_id(scope)
         scope[REQUEST_ID_KEY] = own_id.decode()
+        record = request_record(scope)
         id_headers = [(name, own_id) for name in request_id_headers(scope)]
 
         async def marking_send(message: Message) -> None:
             if message["type"] == "http.response.start":
+                record.status = message["status"]
                 self._answered(scope, message["status"], own_id)
                 message["headers"] = [*message["headers"], *id_headers, *self._ignored(scope)]
+            elif not message.get("more_body"):
+                record.is_answered = not _has_left(scope)
             await send(message)
 
         try:
@@ -48,6 +60,8 @@ class Access:
         except Exception:
             # The framework has sent a 500 if the response had not started.
             logger.exception("%s failed, request id %s", _request_line(scope), own_id.decode())
+        finally:
+            record.ended_at = time.monotonic()
 
     def _ignored(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """Count the fields without effect and return the header that names them."""
@@ -82,6 +96,11 @@ def _without_slash(scope: Scope) -> Scope:
     if not path.endswith("/") or path == "/" or path.startswith("/v1/sessions/"):
         return scope
     return {**scope, "path": path.rstrip("/") or "/"}
+
+
+def _has_left(scope: Scope) -> bool:
+    writer: AnswerWriter | None = scope.get(WRITER_KEY)
+    return writer is not None and writer.has_left
 
 
 def _request_line(scope: Scope) -> str:

@@ -15,6 +15,7 @@ from tandem.frontend.generation.admission import Admitted, AdmittedPrompt, _samp
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.detokenizer import Detokenizer
 from tandem.frontend.generation.generation import Generation
+from tandem.frontend.generation.request_record import RequestRecord
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.protocol.codec import step_output, unpack_ids
@@ -80,7 +81,7 @@ class Asked:
     async def _use(self) -> None:
         generation = self.generation
         try:
-            generation.start(1000, 10**6, self.name, self.timeout)
+            generation.start(1000, 10**6, RequestRecord(generation.arrived, self.name), self.timeout)
             if self.stream:
                 async for batch in generation.batches(*self.waits):
                     self._show(batch)

@@ -1,0 +1,100 @@
+"""Figures of one HTTP request, for its access line, the metrics and its trace."""
+
+from msgspec import Struct, field
+
+from tandem.frontend.generation.admission import Admitted
+from tandem.frontend.generation.usage import Usage
+
+
+class Stage(Struct, frozen=True):
+    """One stage of a request's work in the frontend.
+
+    Times are those of the monotonic clock, in seconds.
+    """
+
+    name: str
+    """parse, render, tokenize or grammar."""
+    start: float
+    end: float
+
+
+class RequestRecord(Struct):
+    """Figures of one HTTP request.
+
+    The outermost middleware creates it, whoever learns a figure sets it, and the middleware reads it at the end. Times
+    are those of the monotonic clock, in seconds.
+    """
+
+    arrived: float
+    """Time at which the headers had arrived."""
+    request_id: str = ""
+    """Id of the HTTP request, in its answer and in the engine."""
+    stages: list[Stage] = field(default_factory=list)
+    """Stages of its work before the engine had it, in their order."""
+    model: str = ""
+    """Name of the model, as the request gave it; "" for a request that generates nothing, or was refused."""
+    num_choices: int = 0
+    """Number of sequences that it was admitted with, of all its prompts."""
+    max_tokens: int = 0
+    """Largest number of tokens that one of its sequences may have."""
+    is_streamed: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    output_tokens: int = 0
+    """Generated tokens of all its sequences."""
+    submitted_at: float | None = None
+    """Time at which its sequences were first sent to an engine."""
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    finish_reasons: list[str] = field(default_factory=list)
+    """Reason for the end of each sequence that ended without an error, in the order of their ends."""
+    num_attempts: int = 0
+    """Times that it was sent to an engine."""
+    error: str = ""
+    """Code of the error that answered it, or that ended its stream after the status 200; "" for none."""
+    status: int = 0
+    """Status of the answer; 0 while there is none."""
+    is_answered: bool = False
+    """True once the last byte of the answer was given to a connection that was still open."""
+    ended_at: float | None = None
+
+    @property
+    def end(self) -> str:
+        """The way it ended: complete, error or disconnect.
+
+        It is an error if the answer is one, or if the stream broke; disconnect if the client left before the end.
+        """
+        if not self.is_answered:
+            return "disconnect"
+        return "error" if self.error or self.status >= 400 else "complete"
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from its arrival to its first token.
+
+        None if it has no token.
+        """
+        return None if self.first_token_at is None else self.first_token_at - self.arrived
+
+    @property
+    def duration(self) -> float | None:
+        """Seconds from its arrival to the end of its answer; None before that."""
+        return None if self.ended_at is None else self.ended_at - self.arrived
+
+    def begin_attempt(self, now: float) -> None:
+        """Begin anew at an engine; what a lost one generated does not count."""
+        self.num_attempts += 1
+        if self.submitted_at is None:
+            self.submitted_at = now
+        self.first_token_at = self.last_token_at = None
+        self.finish_reasons.clear()
+
+    def describe(self, admitted: Admitted, usage: Usage) -> None:
+        """Set what is known of a request that the engine has served, or was to serve."""
+        self.model = admitted.model.name
+        self.num_choices = admitted.num_choices
+        self.max_tokens = max(prompt.max_tokens for prompt in admitted.prompts)
+        self.is_streamed = admitted.options.stream
+        self.prompt_tokens, self.output_tokens = usage.prompt_tokens, usage.completion_tokens
+        self.cached_tokens = usage.prompt_tokens_details.cached_tokens
