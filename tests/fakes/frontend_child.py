@@ -72,6 +72,10 @@ class FakeFrontendChildren:
     def running(self) -> list[FakeFrontendChild]:
         return [child for child in self.started if child.is_running]
 
+    def states(self) -> list[tuple[int, int | None, bool, list[ToFrontend]]]:
+        """Return the slot, the pid, if it was killed and what it was sent of each child that was started."""
+        return [(child.slot, child.pid, child.is_killed, child.sent) for child in self.started]
+
     def of(self, slot: int) -> FakeFrontendChild:
         """Return the newest child of a slot."""
         return [child for child in self.started if child.slot == slot][-1]

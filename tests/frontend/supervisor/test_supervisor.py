@@ -16,7 +16,7 @@ from tandem.frontend.supervisor.restart_policy import MAX_FAILED_STARTS
 from tandem.frontend.supervisor.supervisor import REPEATED_SIGNAL_SECONDS
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import DEADLINE, get, open_stream, post, until
-from tests.support.tandem_process import SERVING, Start
+from tests.support.tandem_process import SERVING, Start, Tandem
 
 HANGING_ONCE = """
 import sys
@@ -83,8 +83,7 @@ def test_a_dead_process_is_restarted_without_the_other(tandem: Start) -> None:
     url = process.url()
     engine, frontend = process.child("tandem.engine_core"), process.child("tandem.frontend")
     engine.kill()
-    until(lambda: get(url + "/health/ready").status_code == 503, "the frontend notices")
-    until(lambda: get(url + "/health/ready").status_code == 200, "the frontend finds the new engine")
+    await_next_engine(process, url)
     assert complete(url).status_code == 200
     assert process.child("tandem.frontend").pid == frontend.pid
     restarted = process.child("tandem.engine_core")
@@ -104,6 +103,12 @@ def is_ready(url: str) -> bool:
         return False
 
 
+def await_next_engine(process: Tandem, url: str) -> None:
+    """Wait until the frontend is ready again: before it has lost the old engine, it is ready for that one."""
+    process.find("lost the engine of epoch")
+    until(lambda: is_ready(url), "the frontend finds the new engine")
+
+
 def complete_when_ready(url: str) -> httpx.Response:
     def serves() -> bool:
         try:
@@ -121,7 +126,7 @@ def test_a_silent_engine_is_restarted(tandem: Start) -> None:
     engine = process.child("tandem.engine_core")
     engine.suspend()
     process.find(f"the engine core, process {engine.pid}, is killed: no heartbeat from the engine")
-    until(lambda: get(url + "/health/ready").status_code == 200, "the frontend finds the new engine")
+    await_next_engine(process, url)
     assert process.child("tandem.engine_core").pid != engine.pid
     assert complete(url).status_code == 200
 
