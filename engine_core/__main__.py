@@ -25,7 +25,7 @@ from tandem.engine_core.wire.wakeup import LoopWaker
 from tandem.protocol.engine_options import add_engine_arguments, engine_options
 from tandem.protocol.errors import ExitCode
 from tandem.protocol.events import Phase
-from tandem.protocol.logs import LogLevel, configure_logging
+from tandem.protocol.logs import LOG_FORMATS, LogLevel, configure_logging, refuse
 from tandem.protocol.sockets import bind_router, heartbeat_endpoint
 from tandem.protocol.transport_options import add_transport_arguments, transport
 
@@ -42,6 +42,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--log-level", choices=get_args(LogLevel), default="info", help="least severe level of messages to log"
     )
+    parser.add_argument("--log-format", choices=LOG_FORMATS, default="text", help="form of the lines of the log")
     return parser.parse_args(argv)
 
 
@@ -109,17 +110,17 @@ def _open_wire(
 def main() -> int:
     """Serve and return the exit code.
 
-    Errors of settings, and of a device that is in use, are reported on stderr.
+    Errors of settings, and of a device that is in use, are lines of the log.
     """
     arguments = parse()
-    configure_logging("engine", arguments.log_level)
+    configure_logging("engine", arguments.log_level, arguments.log_format)
     try:
         serve(arguments)
     except ConfigError as error:
-        print(f"tandem engine: {error}", file=sys.stderr)
+        refuse("tandem engine", str(error), is_child=True)
         return ExitCode.CONFIG
     except DeviceBusyError as error:
-        print(f"tandem engine: {error}", file=sys.stderr)
+        refuse("tandem engine", str(error), is_child=True)
         return ExitCode.BUSY
     except Exception:
         logger.exception("the engine core failed")

@@ -8,7 +8,7 @@ from msgspec import Struct
 from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.store.store import StoreLimits
-from tandem.protocol.logs import LogLevel
+from tandem.protocol.logs import LogFormat, LogLevel
 from tandem.protocol.sockets import Transport
 
 MEBIBYTE = 2**20
@@ -87,6 +87,7 @@ class FrontendConfig(Struct, frozen=True):
     stream_interval: float = 0.0
     """Shortest time between two writes of a stream; what comes in between is written together."""
     log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
 
     @property
     def load_limits(self) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from tandem.frontend.supervisor.termination import TERMINATED, Terminated, raise
 from tandem.protocol.curve import make_client, make_curve
 from tandem.protocol.engine_options import add_engine_arguments, rare_engine_flags
 from tandem.protocol.errors import ExitCode
-from tandem.protocol.logs import configure_logging
+from tandem.protocol.logs import configure_logging, refuse
 from tandem.protocol.transport_options import add_transport_arguments
 from tandem.protocol.version import distribution_version
 
@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if process in ("serve", "engine", "frontend") and getattr(arguments, "supervisor_fd", None) is None:
         process = "supervisor"
     if len(getattr(arguments, "listener_fds", ())) > 1:  # one of several frontends
-        process = f"{process} {arguments.slot}"
-    configure_logging(process, getattr(arguments, "log_level", "warning"))
+        process = f"{process}-{arguments.slot}"
+    configure_logging(process, getattr(arguments, "log_level", "warning"), getattr(arguments, "log_format", "text"))
     try:
         check_bounds(arguments, _BOUNDED_FLAGS)
         _settle_model(arguments)
@@ -203,8 +203,8 @@ def _settle_model(arguments: argparse.Namespace) -> None:
         )
 
 
-def _refuse(reason: str) -> int:
-    print(f"tandem: {reason}", file=sys.stderr)
+def _refuse(reason: str, is_child: bool = False) -> int:
+    refuse("tandem", reason, is_child)
     return ExitCode.CONFIG
 
 
@@ -250,7 +250,7 @@ def run_frontend(arguments: argparse.Namespace) -> int:
             config.transport.warn(config.endpoint)
             return asyncio.run(supervise_frontends(arguments, model))
     except (ValueError, LaunchError) as error:
-        return _refuse(str(error))
+        return _refuse(str(error), arguments.supervisor_fd is not None)
     return _serve(structs.replace(config, model_dir=model.folder))
 
 
@@ -263,7 +263,7 @@ def _serve(config: FrontendConfig) -> int:
     try:
         serve(config)
     except (TokenizerError, ChatTemplateError, StoreError) as error:
-        return _refuse(str(error))
+        return _refuse(str(error), config.supervisor_fd is not None)
     return ExitCode.OK
 
 

@@ -4,7 +4,7 @@ from typing import get_args
 
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.flags.flag import SECONDS, Flag
-from tandem.protocol.logs import LogLevel
+from tandem.protocol.logs import LOG_FORMATS, LogLevel
 
 _WATCH = "engine watchdog"
 
@@ -18,5 +18,7 @@ WATCH_FLAGS = (
          "as hung", float, SECONDS, struct=FrontendConfig),
     Flag("log_level", _WATCH, "least severe level of messages to log", choices=get_args(LogLevel), is_everyday=True,
          struct=FrontendConfig),
+    Flag("log_format", _WATCH, "form of the lines of the log, in all processes: text, or a JSON object a line",
+         choices=LOG_FORMATS, struct=FrontendConfig),
 )
 # fmt: on

@@ -17,8 +17,8 @@ _STOP_SECONDS = 10.0
 _TAIL_SECONDS = 1.0
 """Seconds to read what an ended process has written; its own children may hold stderr open."""
 _MAX_LINE_BYTES = 2**16
-_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d ")
-_NAME = re.compile(r"^(tandem engine|python -m tandem\.engine_core: error): ")
+_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d[ T]")
+_NAME = re.compile(r"^(\S+Z engine ERROR|tandem engine:|python -m tandem\.engine_core: error:) ")
 
 
 class EngineProcess:
@@ -51,8 +51,9 @@ class EngineProcess:
         if not (status := self._process.exit_status):
             return
         await self._read_rest()
-        # A line of the log does not tell the reason, and a process that was killed has not written one.
-        lines = [line for line in self._last_lines if line.strip() and not _LOG_LINE.match(line)]
+        # Only an error among the lines of the log tells the reason, and a process that was killed has not written one.
+        told = [line for line in self._last_lines if _NAME.match(line) or not _LOG_LINE.match(line)]
+        lines = [line for line in told if line.strip()]
         reason = f": {_NAME.sub('', lines[-1].strip())}" if lines and "SIGKILL" not in status else ""
         raise EngineError(f"the engine core ended with {status}{reason}")
 

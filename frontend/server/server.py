@@ -25,6 +25,7 @@ from tandem.frontend.server.listeners import Handshake, Listeners, server_contex
 from tandem.frontend.server.protocol import LimitedProtocol
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
 from tandem.frontend.server.supervised import Supervised
+from tandem.protocol.logs import announce
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +207,7 @@ class DrainingServer(uvicorn.Server):
         """
         while not self._service.health().ready:
             await asyncio.sleep(_READY_SECONDS)
-        print(f"tandem frontend is ready on {url}", flush=True)
+        announce(f"tandem frontend is ready on {url}")
 
     def _connect(self, sock: socket.socket, peer: str) -> asyncio.Task[None]:
         """Begin to serve an accepted connection."""
@@ -292,5 +293,5 @@ def serve(config: FrontendConfig) -> None:
         url = None if inherited else url_of(sockets[0], "http" if config.tls_cert is None else "https")
         server = build_server(config, url)
         if url is not None:
-            print(f"tandem frontend listens on {url}", flush=True)
+            announce(f"tandem frontend listens on {url}")
         server.run(sockets=sockets)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from tandem.frontend.supervisor.frontends.frontends import Frontends
 from tandem.frontend.supervisor.supervised_engine import SupervisedEngine
 from tandem.protocol.events import Phase
+from tandem.protocol.logs import announce
 
 _POLL_SECONDS = 0.05
 _STRAGGLER_SECONDS = 10.0
@@ -55,29 +56,28 @@ class Announcement:
     async def _announce_engine(self, engine: SupervisedEngine) -> None:
         while (heartbeat := engine.watch.heartbeat) is None or heartbeat.phase in (Phase.STARTING, Phase.FAILED):
             await asyncio.sleep(_POLL_SECONDS)
-        print(f"engine metrics on {self._ops_url}/metrics, endpoint {engine.endpoint}", flush=True)
+        announce(f"engine metrics on {self._ops_url}/metrics, endpoint {engine.endpoint}")
         while not engine.watch.health().ready:
             await asyncio.sleep(_POLL_SECONDS)
         uptime = f"{self._clock() - self._started:.1f} s"
         if self._frontends is None:
-            print(f"the engine is ready ({self._commit}{uptime})", flush=True)
+            announce(f"the engine is ready ({self._commit}{uptime})")
             return
         facts = await self._until_ready(self._frontends)
         count = len(self._frontends.slots)
-        print(
+        announce(
             f"tandem is ready on {self._http_url} (model {facts.get('model')}, {self._commit}{facts.get('device')}, "
             f"{facts.get('kv_tokens')} KV tokens, {f'{count} frontends, ' if count > 1 else ''}"
             f"{self._clock() - self._started:.1f} s)",
-            flush=True,
         )
 
     async def _announce_frontends(self, frontends: Frontends) -> None:
         while not frontends.was_heard:
             await asyncio.sleep(_POLL_SECONDS)
-        print(f"tandem frontend listens on {self._http_url}", flush=True)
-        print(f"metrics of the frontends on {self._ops_url}/metrics", flush=True)
+        announce(f"tandem frontend listens on {self._http_url}")
+        announce(f"metrics of the frontends on {self._ops_url}/metrics")
         await self._until_ready(frontends)
-        print(f"tandem frontend is ready on {self._http_url}", flush=True)
+        announce(f"tandem frontend is ready on {self._http_url}")
 
     async def _until_ready(self, frontends: Frontends) -> dict[str, Any]:
         """Wait until the frontends are ready.

@@ -209,8 +209,8 @@ async def supervise(
             once_free(lambda: check_unused(endpoint))
         ops_socket = stack.enter_context(listen_ops(arguments.ops_host, arguments.ops_port))
         watch = EngineWatch(arguments.beat_timeout, arguments.step_timeout)
-        log_level = ("--log-level", arguments.log_level)
-        command = engine_command(endpoint, options, (*log_level, *transport_argv(arguments)))
+        log = ("--log-level", arguments.log_level, "--log-format", arguments.log_format)
+        command = engine_command(endpoint, options, (*log, *transport_argv(arguments)))
         process = ManagedProcess("engine core", command)
         engine = SupervisedEngine(
             process, watch, endpoint, settings, arguments.hang_timeout, RestartPolicy(), StatusLog(watch)

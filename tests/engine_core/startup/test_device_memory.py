@@ -136,7 +136,7 @@ class TestStart:
 
 
 def test_exit_code_tells_a_busy_device_from_bad_settings(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("sys.argv", ["engine", "--endpoint", "ipc:///nowhere"])
     for error, code in ((DeviceBusyError("busy"), ExitCode.BUSY), (MemoryTooSmallError("small"), ExitCode.CONFIG)):
@@ -146,4 +146,4 @@ def test_exit_code_tells_a_busy_device_from_bad_settings(
 
         monkeypatch.setattr(process, "serve", serve)
         assert process.main() == code
-        assert capsys.readouterr().err == f"tandem engine: {error}\n"
+        assert caplog.messages[-1] == str(error)

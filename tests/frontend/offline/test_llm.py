@@ -215,8 +215,8 @@ def test_a_model_that_cannot_start_raises_with_the_reason(folder: Path, capsys: 
         LLM(str(folder), log_level="loud")
     with pytest.raises(LaunchError, match="not a directory"):
         LLM(str(folder / "none"))
-    log = "2026-11-22 06:00:00,000 engine INFO loading"
-    write_tandem(folder, f"import sys; sys.exit(f'tandem engine: a reason for {{sys.argv[-1]}}\\n{log}')")
+    log, error = (f"2026-11-22T06:00:00.000Z engine {level}" for level in ("INFO loading", "ERROR a reason for"))
+    write_tandem(folder, f"import sys; sys.exit(f'{error} {{sys.argv[-1]}}\\n{log}')")
     with pytest.raises(EngineError, match=r"ended with exit code 1: a reason for --log-level=error$"):
         LLM(str(folder), log_level="error")
     assert f"{log}\n" in capsys.readouterr().err

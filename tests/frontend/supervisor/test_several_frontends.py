@@ -80,7 +80,7 @@ def test_new_connections_are_served_while_a_frontend_is_dead(service: Tandem) ->
     assert other in processes
     assert killed not in processes
     service.find(r"supervisor ERROR frontend [01] ended with signal SIGKILL")
-    service.find(r"frontend 1 INFO connected to the engine")
+    service.find(r"frontend-1 INFO connected to the engine")
     assert restarts(service) == before + 1
     assert len(service.children(ENGINE)) == 1
 
