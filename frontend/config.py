@@ -67,7 +67,9 @@ class FrontendConfig(Struct, frozen=True):
     """Directory of the store; None for a private one that is removed at the end."""
     store_limits: StoreLimits = StoreLimits()
     api_keys: tuple[str, ...] = ()
-    """Keys that requests may present; without any, requests need no key."""
+    """Keys that requests may present, without names; without any keys, requests need none."""
+    api_keys_file: Path | None = None
+    """File of keys with names, rights and limits."""
     served_names: tuple[str, ...] = ()
     """Names that requests may give for the model, `*` for any; without names it is the engine's."""
     cors_origins: tuple[str, ...] = ()

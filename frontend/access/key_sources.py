@@ -1,11 +1,9 @@
-"""API keys: their sources, and the comparison with those of requests.
+"""Sources of API keys without names.
 
-The sources are flags, a file and the environment.
+They are flags, a file with one key a line, and the environment.
 """
 
 import argparse
-import hashlib
-import hmac
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -57,33 +55,3 @@ def key_environment(keys: Iterable[str], environ: Mapping[str, str] = os.environ
     That process accepts exactly these keys.
     """
     return {**environ, ENVIRONMENT: ",".join(keys)}
-
-
-class ApiKeys:
-    """Accepted API keys, kept only as digests."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
-
-    def accepts(self, key: bytes) -> bool:
-        """Return True if a key is one of the accepted ones.
-
-        It is compared with all of them, in a time that does not depend on the key.
-        """
-        digest = _digest(key)
-        found = False
-        for known in self._digests:
-            found |= hmac.compare_digest(known, digest)
-        return found
-
-
-def owner_name(key: bytes) -> str:
-    """Return the name under which objects of an API key are stored.
-
-    It is a digest, which does not tell the key.
-    """
-    return _digest(key).hex()
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

@@ -2,8 +2,7 @@
 
 from starlette.types import Scope
 
-OWNER_KEY = "tandem.owner"
-"""Key of the owner's name in the ASGI scope of a request."""
+from tandem.frontend.access.api_key import api_key
 
 
 def owner_of(scope: Scope) -> str:
@@ -11,5 +10,5 @@ def owner_of(scope: Scope) -> str:
 
     All requests of a server without API keys have the same one.
     """
-    owner: str = scope.get(OWNER_KEY, "")
-    return owner
+    key = api_key(scope)
+    return "" if key is None else key.owner

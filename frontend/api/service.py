@@ -7,6 +7,7 @@ from types import MappingProxyType
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.requests import Request
 
+from tandem.frontend.access.api_keys import ApiKeys
 from tandem.frontend.api.request_body import BodyBudget, PendingRequests
 from tandem.frontend.chat.chat import Chat
 from tandem.frontend.chat.chat_template import ChatTemplate, load_chat_template, model_type
@@ -84,6 +85,8 @@ class Service:
         form = tool_format(config.chat.tool_parser, model_type(config.model_dir))
         think_end_id = tokenizer.token_id(THINK_END)
         self.chat = Chat(template, form, config.chat.reasoning_parser, think_end_id, self.admission, self.renderer)
+        self.keys = ApiKeys(config.api_keys, config.api_keys_file)
+        self.keys.load()
         self.draining = False
         """True once the process is unready, because it is to end."""
         self.link_awaited = asyncio.Event()

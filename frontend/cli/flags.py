@@ -11,19 +11,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tandem.frontend.access.api_key import Right
 from tandem.frontend.cli.trust import Trust
 from tandem.frontend.errors import ApiError
-from tandem.frontend.flags.flag import MAX_SECONDS, Flag
+from tandem.frontend.flags.flag import COUNT, MAX_SECONDS, Flag
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.request.fields import Field
 from tandem.frontend.request.kinds import Checked
 from tandem.frontend.request.options import FLAG_FIELDS
+from tandem.protocol.commands import MAX_PRIORITY
 from tandem.protocol.engine_options import flag_name
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "TANDEM_API_KEY"
 INTERRUPTED = 130
 """Exit code of a command that was interrupted."""
+
+
+def _right(text: str) -> str:
+    if text not in list(Right):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a right; use {', '.join(Right)}")
+    return text
+
 
 # fmt: off
 CLIENT_FLAGS = (
@@ -50,6 +59,15 @@ BENCH_FLAGS = (
          (0, 2**63), default=0),
     Flag("clients", "load", "number of client processes", int, (1, 256), default=min(4, os.cpu_count() or 1)),
     Flag("wait", "server", "time to wait until the server is ready", float, (0, 1e7), default=300.0),
+)
+API_KEY_FLAGS = (
+    Flag("rights", "", f"rights of the key, of {', '.join(Right)}", _right, metavar="RIGHT", is_list=True,
+         default=[], default_text=Right.GENERATE.value),
+    Flag("max_concurrent", "", "most sequences in progress of all keys of this name", int, COUNT,
+         default_text="no limit of the key"),
+    Flag("tokens_per_minute", "", "most tokens of prompts and outputs a minute of all keys of this name", int, COUNT,
+         default_text="no limit"),
+    Flag("max_priority", "", "greatest priority of a request", int, (-MAX_PRIORITY, MAX_PRIORITY), default=0),
 )
 _HUB = "model hub"
 HUB_FLAGS = (

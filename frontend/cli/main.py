@@ -10,6 +10,7 @@ from pathlib import Path
 from msgspec import structs
 
 from tandem.frontend.cli.flags import (
+    API_KEY_FLAGS,
     BATCH_FLAGS,
     BENCH_FLAGS,
     CLIENT_FLAGS,
@@ -51,7 +52,8 @@ OPS_FLAGS = (
 )
 # fmt: on
 _RARE_FLAGS = rare_engine_flags() | {flag.name for flag in (*FRONTEND_FLAGS, *OPS_FLAGS) if not flag.is_everyday}
-_BOUNDED_FLAGS = (*FRONTEND_FLAGS, *OPS_FLAGS, *CLIENT_FLAGS, *BATCH_FLAGS, *BENCH_FLAGS, *INSPECT_FLAGS)
+_COMMAND_FLAGS = (*CLIENT_FLAGS, *BATCH_FLAGS, *BENCH_FLAGS, *INSPECT_FLAGS, *API_KEY_FLAGS)
+_BOUNDED_FLAGS = (*FRONTEND_FLAGS, *OPS_FLAGS, *_COMMAND_FLAGS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,6 +130,10 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags(doctor, [flag for flag in FRONTEND_FLAGS if flag.name in ("host", "port")])
     add_flags(doctor, OPS_FLAGS)
     doctor.add_argument("--json", action="store_true", help="print JSON")
+
+    api_key = _add_command(commands, "api-key", run_api_key)
+    api_key.add_argument("name", metavar="NAME", help="name in metrics and logs; two keys may share one while rotating")
+    add_flags(api_key, API_KEY_FLAGS)
 
     keys = _add_command(commands, "keys", run_keys)
     keys.add_argument("directory", type=Path, metavar="DIR", help="folder of the engine's keys")
@@ -301,6 +307,15 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     from tandem.frontend.cli.doctor import run_doctor
 
     return run_doctor(arguments)
+
+
+def run_api_key(arguments: argparse.Namespace) -> int:
+    from tandem.frontend.cli.api_key import run_api_key
+
+    try:
+        return run_api_key(arguments)
+    except ValueError as error:
+        return _refuse(str(error))
 
 
 def run_keys(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,7 @@
-"""Flags of who may ask: web origins and TLS. Those of keys are in `api_keys`."""
+"""Flags of who may ask: keys, web origins and TLS.
+
+Those of keys without names are in `key_sources`.
+"""
 
 from pathlib import Path
 
@@ -10,6 +13,9 @@ ACCESS = "access control"
 
 # fmt: off
 ACCESS_FLAGS = (
+    Flag("api_keys", ACCESS, "API keys with names, rights and limits, in TOML; followed while the server runs. `tandem "
+         "api-key NAME` prints a key and its table", Path, metavar="FILE", is_everyday=True, struct=FrontendConfig,
+         field="api_keys_file"),
     Flag("cors_origin", ACCESS, "web origin whose pages may send requests, * for all; may be given several times",
          metavar="ORIGIN", is_everyday=True, is_repeated=True, default=[], default_text="none", struct=FrontendConfig,
          field="cors_origins", to_field=tuple),

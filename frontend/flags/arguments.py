@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from tandem.frontend.access.api_keys import ApiKeys
 from tandem.frontend.access.key_sources import add_key_arguments, api_keys
 from tandem.frontend.config import ChatOptions, FrontendConfig
 from tandem.frontend.flags.access_flags import ACCESS, ACCESS_FLAGS
@@ -115,6 +116,8 @@ def frontend_config(arguments: argparse.Namespace) -> FrontendConfig:
     settings.check(arguments.endpoint)
     check_port(arguments.endpoint)
     check_security(arguments)
+    given = api_keys(arguments)
+    ApiKeys(given, arguments.api_keys).load()
     return FrontendConfig(
         endpoint=arguments.endpoint,
         model_dir=Path(arguments.model_dir),
@@ -126,7 +129,7 @@ def frontend_config(arguments: argparse.Namespace) -> FrontendConfig:
         connections=ConnectionLimits(**_fields(arguments, ConnectionLimits)),
         chat=ChatOptions(**_fields(arguments, ChatOptions)),
         store_limits=StoreLimits(**_fields(arguments, StoreLimits)),
-        api_keys=api_keys(arguments),
+        api_keys=given,
         **_fields(arguments, FrontendConfig),
     )
 

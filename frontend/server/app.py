@@ -12,7 +12,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.frontend.access.key_sources import ApiKeys
 from tandem.frontend.api.admin.pause import pause_router
 from tandem.frontend.api.admin.scheduler import scheduler_router
 from tandem.frontend.api.chat_completions.route import chat_router
@@ -43,17 +42,29 @@ def create_app(service: Service) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.client.start()
-        first_link = asyncio.create_task(service.await_link())
+        tasks = [asyncio.create_task(task) for task in (service.await_link(), service.keys.watch())]
         try:
             yield
         finally:
-            first_link.cancel()
+            for task in tasks:
+                task.cancel()
             await service.close()
 
     app = FastAPI(
         title="Tandem", version=distribution_version(), lifespan=lifespan, docs_url=None, redoc_url=None,
         redirect_slashes=False,
     )  # fmt: skip
+    routers = build_routers(service)
+    for router in routers:
+        # As it is: include_router() would build each of its routes again, for a prefix and dependencies it has not.
+        app.router.routes.extend(router.routes)
+    _install_error_handlers(app)
+    _install_openapi(app, routers, service)
+    return _wrap_middleware(DirectRoutes(app, direct_endpoints(routers)), service)
+
+
+def build_routers(service: Service) -> list[APIRouter]:
+    """Build all routes, but that of `/openapi.json`."""
     generating = (completions_router, chat_router, responses_router, messages_router)
     others = (
         stored_responses_router,
@@ -64,13 +75,7 @@ def create_app(service: Service) -> ASGIApp:
         pause_router,
         health_router,
     )
-    routers = [*(maker(service) for maker in (*generating, *others)), page_router()]
-    for router in routers:
-        # As it is: include_router() would build each of its routes again, for a prefix and dependencies it has not.
-        app.router.routes.extend(router.routes)
-    _install_error_handlers(app)
-    _install_openapi(app, routers, service)
-    return _wrap_middleware(DirectRoutes(app, direct_endpoints(routers)), service)
+    return [*(maker(service) for maker in (*generating, *others)), page_router()]
 
 
 def _install_openapi(app: FastAPI, routers: Sequence[APIRouter], service: Service) -> None:
@@ -84,7 +89,7 @@ def _install_openapi(app: FastAPI, routers: Sequence[APIRouter], service: Servic
         own = service.client.ready().model.name if service.client.health().takes_requests else None
         if own not in built:
             names = None if own is None or service.names.accepts_any else service.names.listed(own)
-            built[own] = document(app, routers, bool(service.config.api_keys), names)
+            built[own] = document(app, routers, service.keys.is_required, names)
         return built[own]
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -96,8 +101,8 @@ def _wrap_middleware(app: ASGIApp, service: Service) -> ASGIApp:
     Every answer has a request id and is counted, and a browser of an allowed origin can read why a request was refused.
     """
     config = service.config
-    if config.api_keys:
-        app = RequireKey(app, ApiKeys(config.api_keys), page_paths().keys())
+    if service.keys.is_required:
+        app = RequireKey(app, service.keys, page_paths().keys())
     if config.cors_origins:
         app = CORSMiddleware(
             app,

@@ -1,7 +1,11 @@
 """Paths of requests.
 
-They are labels of the metrics; some are health checks, and some only other servers have.
+They are labels of the metrics and need rights; some are health checks, and some only other servers have.
 """
+
+from collections.abc import Mapping
+
+from tandem.frontend.access.api_key import Right
 
 _OPEN_PREFIX = "/health/"
 """Prefix of the health checks, which orchestrators and load balancers send without a key."""
@@ -9,7 +13,8 @@ _OPEN_PATHS = frozenset(("/health", "/ping"))
 """Paths of the health checks of other servers."""
 _ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages"),
-    *("/v1/messages/count_tokens", "/v1/models", "/tokenize", "/detokenize", "/admin/scheduler", "/metrics"),
+    *("/v1/messages/count_tokens", "/v1/models", "/tokenize", "/detokenize", "/admin/scheduler", "/admin/pause"),
+    *("/admin/resume", "/metrics"),
     *("/version", "/health", "/ping", "/health/live", "/health/ready", "/openapi.json", "/", "/docs"),
 )
 _NAMED = {
@@ -18,6 +23,29 @@ _NAMED = {
     "/v1/responses/": "/v1/responses/{response_id}",
 }
 """Labels of routes whose paths end with a name, by their prefix."""
+ROUTE_RIGHTS: Mapping[str, Right | None] = {
+    "/v1/completions": Right.GENERATE,
+    "/v1/chat/completions": Right.GENERATE,
+    "/v1/responses": Right.GENERATE,
+    "/v1/responses/input_tokens": Right.GENERATE,
+    "/v1/responses/{response_id}": Right.GENERATE,
+    "/v1/messages": Right.GENERATE,
+    "/v1/messages/count_tokens": Right.GENERATE,
+    "/v1/sessions/{session_id}": Right.GENERATE,
+    "/tokenize": Right.GENERATE,
+    "/detokenize": Right.GENERATE,
+    "/metrics": Right.METRICS,
+    "/admin/scheduler": Right.ADMIN,
+    "/admin/pause": Right.ADMIN,
+    "/admin/resume": Right.ADMIN,
+    "/v1/models": None,
+    "/v1/models/{model}": None,
+    "/version": None,
+    "/openapi.json": None,
+}
+"""Right by the label of a route; None for routes that any key opens."""
+_OTHERS = {"/admin/": Right.ADMIN}
+"""Rights of paths that the table lacks, by their prefix."""
 _UNSERVED = {
     "/v1/embeddings": "embeddings are",
     "/embeddings": "embeddings are",
@@ -56,6 +84,17 @@ def route_label(path: str) -> str:
     if path in _ROUTES:
         return path
     return next((label for start, label in _NAMED.items() if path.startswith(start)), "other")
+
+
+def needed_right(path: str) -> Right | None:
+    """Return the right that a path needs; None if any key opens it.
+
+    Paths that do not exist are open to any key: they get a 404.
+    """
+    label = route_label(path)
+    if label in ROUTE_RIGHTS:
+        return ROUTE_RIGHTS[label]
+    return next((right for start, right in _OTHERS.items() if path.startswith(start)), None)
 
 
 def is_health_check(path: str) -> bool:

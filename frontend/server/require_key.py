@@ -1,23 +1,24 @@
-"""ASGI middleware that asks for an API key."""
+"""ASGI middleware that asks for an API key with the right that a route needs."""
 
 from collections.abc import Collection
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.frontend.access.key_sources import ApiKeys, owner_name
+from tandem.frontend.access.api_key import API_KEY, ApiKey, Right
+from tandem.frontend.access.api_keys import ApiKeys
 from tandem.frontend.api.error_response import error_answer
-from tandem.frontend.api.owner import OWNER_KEY
 from tandem.frontend.api.request_scope import speaks_anthropic
 from tandem.frontend.errors import ApiError
-from tandem.frontend.server.paths import is_health_check
+from tandem.frontend.server.paths import is_health_check, needed_right
 
 _BEARER = "'authorization: Bearer KEY'"
 
 
 class RequireKey:
-    """Middleware that answers 401 to every request without a valid key.
+    """Middleware that refuses requests without a valid key.
 
-    It does so even for paths that do not exist. Health checks and `open_paths` need no key.
+    It answers 401 to them, and 403 to those whose key lacks the right that the route needs. It answers 401 even for
+    paths that do not exist. Health checks and `open_paths` need no key.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str]) -> None:
@@ -30,10 +31,17 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         key = self._valid_key(scope)
-        if key is not None:
-            scope[OWNER_KEY] = owner_name(key)
-            await self._app(scope, receive, send)
+        if key is None:
+            await self._refuse(scope, receive, send)
             return
+        scope[API_KEY] = key
+        right = needed_right(scope["path"])
+        if right is None or right in key.rights:
+            await self._app(scope, receive, send)
+        else:
+            await error_answer(scope, _missing(key, right, scope["path"]))(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         header = "'x-api-key: KEY' or 'authorization: Bearer KEY'" if speaks_anthropic(scope) else _BEARER
         error = ApiError(401, f"a valid API key is required; send the header {header}", None, "invalid_api_key")
         response = error_answer(scope, error)
@@ -43,16 +51,25 @@ class RequireKey:
             response.headers["connection"] = "close"
         await response(scope, receive, send)
 
-    def _valid_key(self, scope: Scope) -> bytes | None:
-        """Return the key of a request if it is valid.
+    def _valid_key(self, scope: Scope) -> ApiKey | None:
+        """Return the key of a request, or None if it gave no valid one.
 
         Clients of Anthropic's API send it in a header of their own, `x-api-key`.
         """
         given = [_key(scope), *([_only(scope, b"x-api-key")] if speaks_anthropic(scope) else [])]
-        return next((key for key in given if self._keys.accepts(key)), None)
+        ring = self._keys.ring
+        return next((key for secret in given if (key := ring.find(secret)) is not None), None)
 
     def _is_open(self, path: str) -> bool:
         return is_health_check(path) or path in self._open_paths
+
+
+def _missing(key: ApiKey, right: Right, path: str) -> ApiError:
+    message = (
+        f"the API key {key.name!r} lacks the right {right.value!r}, which {path[:200]} needs; use a key that has it "
+        "(`rights` in the file of --api-keys)"
+    )
+    return ApiError(403, message, None, "insufficient_permissions")
 
 
 def _key(scope: Scope) -> bytes:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from tandem.frontend.access.api_keys import ApiKeys
 from tandem.frontend.access.key_sources import api_keys, key_environment
 from tandem.frontend.control_channel import FromFrontend
 from tandem.frontend.engine.health import EngineWatch
@@ -166,13 +167,15 @@ def check_unused(endpoint: str) -> None:
 
 
 def http_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return the API keys that requests need.
+    """Return the API keys without names that requests may give.
 
-    Raises LaunchError for keys, origins or TLS files that cannot work.
+    Raises LaunchError for keys of any kind, origins or TLS files that cannot work.
     """
     try:
         check_security(arguments)
-        return api_keys(arguments)
+        given = api_keys(arguments)
+        ApiKeys(given, arguments.api_keys).load()
+        return given
     except ValueError as error:
         raise LaunchError(str(error)) from None
 

@@ -99,6 +99,16 @@ COMMANDS = {
         "[MODEL] [FLAGS]",
         ("tandem doctor", "tandem doctor Qwen/Qwen3-0.6B --max-len 8192 --port 8001", "tandem doctor --json"),
     ),
+    "api-key": CommandHelp(
+        "make an API key of a server",
+        "Make a new API key. The key itself is printed once, on stderr; on stdout is its table for the file of a "
+        "server's --api-keys, which holds only the key's SHA-256. A running server notices when the file changes. "
+        "Rights are generate, metrics (read /metrics) and admin (pause, scheduler).",
+        "NAME [FLAGS]",
+        ("tandem api-key alice >> api-keys.toml",
+         "tandem api-key prometheus --rights metrics >> api-keys.toml",
+         "tandem api-key bob --max-concurrent 16 --tokens-per-minute 100000 >> api-keys.toml"),
+    ),
     "keys": CommandHelp(
         "create the keys of an encrypted tcp endpoint",
         "Create the CURVE key pair of an engine in a new folder, for its --curve-keys. With --client, create that of a "

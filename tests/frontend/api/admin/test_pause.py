@@ -96,12 +96,15 @@ def test_request_that_a_paused_engine_refuses_is_503_with_retry_after(
     assert int(response.headers["retry-after"]) >= 1
 
 
-def test_pause_routes_need_the_api_key(engine: FakeEngine, config: FrontendConfig) -> None:
+def test_pause_routes_need_an_api_key_with_the_right_admin(engine: FakeEngine, config: FrontendConfig) -> None:
     engine.start()
     running = RunningServer(structs.replace(config, api_keys=("key",))).start().ready()
     try:
         assert [get(running.url + PAUSE).status_code, post(running.url + PAUSE).status_code] == [401, 401]
         assert post(running.url + RESUME).status_code == 401
+        for path in (PAUSE, RESUME):
+            refused = post(running.url + path, headers={"authorization": "Bearer key"})
+            assert (refused.status_code, error_of(refused)["code"]) == (403, "insufficient_permissions")
         assert engine.pause is None
     finally:
         running.stop()

@@ -1,11 +1,13 @@
 """`/admin/scheduler` over a real socket, in front of a fake engine."""
 
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from msgspec import structs
 
+from tandem.frontend.access.api_key import Right
 from tandem.frontend.api.admin.scheduler import INSPECTION, inspection_body
 from tandem.frontend.config import FrontendConfig
 from tandem.protocol.engine_options import POLICIES
@@ -22,6 +24,7 @@ from tests.fakes.engine import FakeEngine
 from tests.frontend.api.test_errors import error_of
 from tests.frontend.conftest import RunningServer, get, open_stream, post
 from tests.frontend.server.test_openapi import answer_schema, body_schema, described
+from tests.support.api_keys import make_key, write_keys
 
 PATH = "/admin/scheduler"
 LIMITS = Limits(max_rows=8, kv_tokens=64, page_size=16, max_step_tokens=64, max_waiting=9)
@@ -118,14 +121,21 @@ def test_unknown_policy_is_rejected(
     assert engine.policy == "fcfs"
 
 
-def test_scheduler_routes_need_the_api_key(engine: FakeEngine, config: FrontendConfig) -> None:
+def test_scheduler_routes_need_an_api_key_with_the_right_admin(
+    engine: FakeEngine, config: FrontendConfig, tmp_path: Path
+) -> None:
     engine.start()
-    running = RunningServer(structs.replace(config, api_keys=("key",))).start().ready()
+    file = write_keys(tmp_path / "keys.toml", make_key("root", rights=(Right.ADMIN,)))
+    running = RunningServer(structs.replace(config, api_keys=("key",), api_keys_file=file)).start().ready()
     try:
         assert get(running.url + PATH).status_code == 401
         assert post(running.url + PATH, json={"policy": "priority"}).status_code == 401
         assert engine.policy == "fcfs"
-        assert get(running.url + PATH, headers={"authorization": "Bearer key"}).status_code == 200
+        given = {"authorization": "Bearer key"}
+        assert get(running.url + PATH, headers=given).status_code == 403
+        assert post(running.url + PATH, json={"policy": "priority"}, headers=given).status_code == 403
+        assert engine.policy == "fcfs"
+        assert get(running.url + PATH, headers={"authorization": "Bearer root"}).status_code == 200
     finally:
         running.stop()
 

@@ -1,0 +1,106 @@
+"""The API keys of a server, which may change while it runs."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandem.frontend.access.api_key import ApiKey, KeyRing, unnamed_key
+from tandem.frontend.access.key_file import load_key_file
+
+logger = logging.getLogger(__name__)
+audit = logging.getLogger("tandem.audit")
+
+POLL_SECONDS = 1.0
+"""Time between two looks at whether the file has changed."""
+
+
+class ApiKeys:
+    """Keys that a server accepts.
+
+    They are those of flags and environment, and those of a file. `ring` is replaced as a whole when the file has
+    changed. Without any keys a server is open to everyone.
+    """
+
+    def __init__(self, given: Sequence[str] = (), file: Path | None = None) -> None:
+        """Read nothing yet.
+
+        `given` are whole keys, without names.
+        """
+        self.file = file
+        self.ring = KeyRing()
+        self._given = [unnamed_key(key) for key in given]
+        self._signature: object = None
+
+    @property
+    def is_required(self) -> bool:
+        """True if requests need a key."""
+        return bool(self._given) or self.file is not None
+
+    def load(self) -> None:
+        """Read the keys at the start.
+
+        Raises ValueError for a file that cannot be used.
+        """
+        self._signature = self._look()
+        self.ring = KeyRing(self._read())
+
+    def reload(self) -> bool:
+        """Read the file again; return False if it cannot be used.
+
+        The keys that were in force stay then, and the log has the reason.
+        """
+        if self.file is None:
+            return True
+        self._signature = self._look()
+        try:
+            ring = KeyRing(self._read())
+        except ValueError as error:
+            audit.error("API keys were not reloaded, those from before stay in force: %s", error)
+            return False
+        before, self.ring = self.ring, ring
+        added, removed = ring.keys.keys() - before.keys.keys(), before.keys.keys() - ring.keys.keys()
+        audit.info(
+            "API keys were reloaded from %s: %d in force, added %s, removed %s", self.file, len(ring),
+            _names(ring, added), _names(before, removed),
+        )  # fmt: skip
+        return True
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed."""
+        if self.file is not None and self._look() != self._signature:
+            self.reload()
+
+    async def watch(self) -> None:
+        """Follow the changes of the file until cancelled."""
+        while self.file is not None:
+            await asyncio.sleep(POLL_SECONDS)
+            self.refresh()
+
+    def _read(self) -> list[ApiKey]:
+        named = load_key_file(self.file) if self.file is not None else []
+        given = {key.digest for key in self._given}
+        for number, key in enumerate(named, 1):
+            if key.digest in given:
+                raise ValueError(
+                    f"--api-keys {self.file}: the key of [[key]] table {number} (name {key.name!r}) is also given by "
+                    "--api-key, --api-key-file or TANDEM_API_KEY; remove it from there"
+                )
+        names = [key.name for key in self._given]
+        if twins := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two API keys have digests that begin alike ({twins[0]}); replace one of them")
+        return [*self._given, *named]
+
+    def _look(self) -> object:
+        """Return a value that differs once the file has changed."""
+        if self.file is None:
+            return None
+        try:
+            status = self.file.stat()
+        except OSError as error:
+            return error.errno
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_mode, status.st_uid
+
+
+def _names(ring: KeyRing, digests: "set[bytes]") -> str:
+    return ", ".join(sorted(f"{ring.keys[digest].name} ({digest.hex()[:8]})" for digest in digests)) or "none"

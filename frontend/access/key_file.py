@@ -1,0 +1,143 @@
+"""The file of API keys, in TOML.
+
+It has one table `[[key]]` for each key, with its name, digest, rights and limits.
+"""
+
+import os
+import re
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from tandem.frontend.access.api_key import ApiKey, KeyLimits, Right
+from tandem.protocol.commands import MAX_PRIORITY
+
+MAX_COUNT = 2**31 - 1
+"""Greatest value of a limit."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_UNNAMED = re.compile(r"key-[0-9a-f]{8}")
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+_FIELDS = ("name", "sha256", "rights", "max_concurrent", "tokens_per_minute", "max_priority")
+_OWNER = "@"
+"""First character of the owner of stored responses that has a name: a digest has none such."""
+
+
+def load_key_file(path: Path) -> list[ApiKey]:
+    """Read the keys of a file.
+
+    Keys of one name must have the same rights and limits. Raises ValueError, with the file, the number of the table and
+    what to change, for a file that cannot be read, that others may write, or that is malformed.
+    """
+    try:
+        with path.open("rb") as file:
+            _check_mode(path, stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+            tables = _tables(tomllib.load(file))
+    except OSError as error:
+        raise ValueError(f"--api-keys {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--api-keys {path} is not valid TOML: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"--api-keys {path}: {error}") from None
+    keys: list[ApiKey] = []
+    for number, table in enumerate(tables, 1):
+        try:
+            key = _key(table)
+            _check_against(key, keys)
+        except ValueError as error:
+            raise ValueError(f"--api-keys {path}: [[key]] table {number}{_described(table)}: {error}") from None
+        keys.append(key)
+    return keys
+
+
+def key_table(key: ApiKey) -> str:
+    """Return the table of a key, as the file has it."""
+    limits = key.limits
+    lines = ["[[key]]", f'name = "{key.name}"', f'sha256 = "{key.digest.hex()}"']
+    rights = [f'"{right}"' for right in Right if right in key.rights]
+    lines.append(f"rights = [{', '.join(rights)}]")
+    for name, value in (("max_concurrent", limits.max_concurrent), ("tokens_per_minute", limits.tokens_per_minute)):
+        lines += [] if value is None else [f"{name} = {value}"]
+    lines += [f"max_priority = {limits.max_priority}"] if limits.max_priority else []
+    return "\n".join(lines) + "\n"
+
+
+def check_name(name: object) -> str:
+    """Return the name of a key.
+
+    Raises ValueError for one that no key can have.
+    """
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise ValueError(
+            f"name is {name!r:.100}; use 1 to 64 letters, digits, '.', '_' and '-', and a letter or digit as the first"
+        )
+    if _UNNAMED.fullmatch(name):
+        raise ValueError(f"name {name!r} is kept for keys of --api-key; choose another")
+    return name
+
+
+def _check_mode(path: Path, mode: int) -> None:
+    """Raise ValueError for a file that others may write: they could add keys."""
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(f"its mode {mode:04o} lets other users write it; run chmod go-w {path}")
+
+
+def _tables(document: dict[str, Any]) -> list[dict[str, Any]]:
+    if unknown := [name for name in document if name != "key"]:
+        raise ValueError(f"{unknown[0]!r} is not known; the file has tables [[key]] only")
+    tables = document.get("key")
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ValueError("it has no [[key]] table; `tandem api-key NAME` prints one")
+    return tables
+
+
+def _described(table: dict[str, Any]) -> str:
+    name = table.get("name")
+    return f" (name {name!r:.100})" if isinstance(name, str) else ""
+
+
+def _key(table: dict[str, Any]) -> ApiKey:
+    if unknown := [name for name in table if name not in _FIELDS]:
+        raise ValueError(f"the field {unknown[0]!r} is not known; use {', '.join(_FIELDS)}")
+    if missing := [name for name in ("name", "sha256") if name not in table]:
+        raise ValueError(f"{missing[0]} is missing; `tandem api-key NAME` prints a whole table")
+    name = check_name(table["name"])
+    digest = table["sha256"]
+    if not isinstance(digest, str) or _DIGEST.fullmatch(digest) is None:
+        raise ValueError("sha256 must be the SHA-256 of the key in 64 hex digits, not the key itself")
+    limits = KeyLimits(
+        _number(table, "max_concurrent", 1, MAX_COUNT, None),
+        _number(table, "tokens_per_minute", 1, MAX_COUNT, None),
+        _number(table, "max_priority", -MAX_PRIORITY, MAX_PRIORITY, 0) or 0,
+    )
+    return ApiKey(name, bytes.fromhex(digest), _rights(table), limits, _OWNER + name)
+
+
+def _rights(table: dict[str, Any]) -> frozenset[Right]:
+    rights = table.get("rights", [Right.GENERATE])
+    known = ", ".join(f'"{right}"' for right in Right)
+    if not isinstance(rights, list) or not rights:
+        raise ValueError(f"rights must be a list of at least one of {known}")
+    for right in rights:
+        if right not in list(Right):
+            raise ValueError(f"rights has {right!r:.100}; use {known}")
+    return frozenset(map(Right, rights))
+
+
+def _number(table: dict[str, Any], name: str, low: int, high: int, default: int | None) -> int | None:
+    value = table.get(name, default)
+    if value is not default and (type(value) is not int or not low <= value <= high):
+        raise ValueError(f"{name} is {value!r:.100}; give a whole number from {low} to {high}, or leave it out")
+    return value
+
+
+def _check_against(key: ApiKey, others: list[ApiKey]) -> None:
+    """Raise ValueError if a key contradicts another one.
+
+    Their digests differ, and keys of one name have the same rights and limits.
+    """
+    for number, other in enumerate(others, 1):
+        if key.digest == other.digest:
+            raise ValueError(f"sha256 is that of table {number} ({other.name!r}) too; remove one of them")
+        if key.name == other.name and (key.rights, key.limits) != (other.rights, other.limits):
+            raise ValueError(f"table {number} has the same name with other rights or limits; make them equal")

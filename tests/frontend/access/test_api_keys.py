@@ -1,0 +1,85 @@
+"""The keys of a server while it runs."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem.frontend.access.api_key import ApiKey, digest_of
+from tandem.frontend.access.api_keys import ApiKeys
+from tandem.frontend.access.key_file import key_table
+from tests.support.api_keys import make_key, write_keys
+
+
+def write(file: Path, *names: str) -> None:
+    """Write a file of these keys; each is its own name."""
+    write_keys(file, *map(make_key, names))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.toml"
+    write(path, "alice", "bob")
+    return path
+
+
+def test_a_server_without_keys_needs_none(file: Path) -> None:
+    assert not ApiKeys().is_required
+    assert ApiKeys(("a",)).is_required and ApiKeys((), file).is_required
+    assert ApiKeys().reload()
+
+
+def test_a_changed_file_is_followed(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    keys = ApiKeys(("given",), file)
+    keys.load()
+    before = keys.ring
+    keys.refresh()
+    assert keys.ring is before
+    write(file, "bob", "carol")
+    keys.refresh()
+    assert [keys.ring.find(name) is not None for name in (b"given", b"alice", b"bob", b"carol")] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "tandem.audit"]
+    assert "3 in force, added carol (" in line and "removed alice (" in line
+
+
+@pytest.mark.parametrize("text", ["", "[[key]]", None])
+def test_a_broken_file_keeps_the_keys_in_force_until_it_is_mended(
+    file: Path, caplog: pytest.LogCaptureFixture, text: str | None
+) -> None:
+    keys = ApiKeys((), file)
+    keys.load()
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(text)
+    for _ in range(3):
+        keys.refresh()
+    assert keys.ring.find(b"alice") is not None
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 1 and "those from before stay in force" in errors[0].getMessage()
+    assert not keys.reload()
+    write(file, "carol")
+    keys.refresh()
+    assert keys.ring.find(b"alice") is None and keys.ring.find(b"carol") is not None
+
+
+def test_a_mended_mode_is_noticed(file: Path) -> None:
+    keys = ApiKeys((), file)
+    keys.load()
+    file.write_text(key_table(ApiKey("carol", digest_of(b"carol"))))
+    file.chmod(0o666)
+    keys.refresh()
+    assert keys.ring.find(b"carol") is None
+    file.chmod(0o600)
+    keys.refresh()
+    assert keys.ring.find(b"carol") is not None
+
+
+def test_a_key_of_the_file_that_is_also_given_otherwise_is_refused(file: Path) -> None:
+    with pytest.raises(ValueError, match=r"table 2 \(name 'bob'\) is also given by --api-key"):
+        ApiKeys(("bob",), file).load()

@@ -1,0 +1,105 @@
+"""The file of API keys with names, rights and limits."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.frontend.access.api_key import ApiKey, KeyLimits, Right, digest_of
+from tandem.frontend.access.key_file import key_table, load_key_file
+
+A, B = (digest_of(secret).hex() for secret in (b"a", b"b"))
+ALICE = f'[[key]]\nname = "alice"\nsha256 = "{A}"\n'
+TWIN = f'[[key]]\nname = "alice"\nsha256 = "{B}"\n'
+
+
+def write(folder: Path, text: str, mode: int = 0o600) -> Path:
+    file = folder / "keys.toml"
+    file.write_text(text)
+    file.chmod(mode)
+    return file
+
+
+def test_fields_that_are_left_out_give_the_right_to_generate_and_no_limits_but_that_of_priority(tmp_path: Path) -> None:
+    (key,) = load_key_file(write(tmp_path, ALICE))
+    assert key == ApiKey("alice", digest_of(b"a"), frozenset((Right.GENERATE,)), KeyLimits(max_priority=0), "@alice")
+
+
+@given(
+    st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True).filter(lambda name: not name.startswith("key-")),
+    st.frozensets(st.sampled_from(Right), min_size=1),
+    st.builds(
+        KeyLimits, st.none() | st.integers(1, 2**31 - 1), st.none() | st.integers(1, 2**31 - 1), st.integers(-100, 100)
+    ),
+)
+def test_a_printed_table_reads_as_the_same_key(
+    tmp_path_factory: pytest.TempPathFactory, name: str, rights: frozenset[Right], limits: KeyLimits
+) -> None:
+    key = ApiKey(name, digest_of(b"x"), rights, limits, "@" + name)
+    assert load_key_file(write(tmp_path_factory.getbasetemp(), key_table(key))) == [key]
+
+
+def test_two_keys_may_share_a_name_if_rights_and_limits_agree(tmp_path: Path) -> None:
+    limits = 'rights = ["admin", "generate"]\nmax_concurrent = 2\n'
+    old, new = load_key_file(write(tmp_path, ALICE + limits + TWIN + limits))
+    assert old.name == new.name and old.owner == new.owner and old.digest != new.digest
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "it has no [[key]] table; `tandem api-key NAME` prints one"),
+        ("[key]\nname = 'x'\n", "it has no [[key]] table"),
+        ("key = 3\n", "it has no [[key]] table"),
+        ("[[key\n", "is not valid TOML"),
+        ("[[keys]]\n" + ALICE, "'keys' is not known; the file has tables [[key]] only"),
+        (ALICE + "max_concurent = 3\n", "[[key]] table 1 (name 'alice'): the field 'max_concurent' is not known; use"),
+        (ALICE + "[[key]]\nname = 'b'\n", "[[key]] table 2 (name 'b'): sha256 is missing"),
+        (f"[[key]]\nsha256 = '{A}'\n", "[[key]] table 1: name is missing"),
+        (f"[[key]]\nname = 'a b'\nsha256 = '{A}'\n", "name is 'a b'; use 1 to 64 letters"),
+        (f"[[key]]\nname = 3\nsha256 = '{A}'\n", "name is 3; use"),
+        (f"[[key]]\nname = 'key-0123abcd'\nsha256 = '{A}'\n", "is kept for keys of --api-key; choose another"),
+        ("[[key]]\nname = 'a'\nsha256 = 'sk-secret'\n", "sha256 must be the SHA-256 of the key in 64 hex digits"),
+        (ALICE + "rights = []\n", "rights must be a list of at least one of"),
+        (ALICE + "rights = 'admin'\n", "rights must be a list of at least one of"),
+        (ALICE + "rights = ['root']\n", 'rights has \'root\'; use "generate", "metrics", "admin"'),
+        (ALICE + "rights = [['admin']]\n", "rights has ['admin']; use"),
+        (
+            ALICE + "max_concurrent = 0\n",
+            "max_concurrent is 0; give a whole number from 1 to 2147483647, or leave it out",
+        ),
+        (ALICE + "max_concurrent = true\n", "max_concurrent is True; give a whole number"),
+        (ALICE + "tokens_per_minute = 1.5\n", "tokens_per_minute is 1.5; give a whole number"),
+        (ALICE + "max_priority = 101\n", "max_priority is 101; give a whole number from -100 to 100"),
+        (
+            ALICE + ALICE.replace("alice", "bob"),
+            "[[key]] table 2 (name 'bob'): sha256 is that of table 1 ('alice') too",
+        ),
+        (
+            ALICE + TWIN + "max_concurrent = 3\n",
+            "table 1 has the same name with other rights or limits; make them equal",
+        ),
+        (ALICE + TWIN + "rights = ['admin']\n", "table 1 has the same name with other rights or limits"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_its_name_the_table_and_a_remedy(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        load_key_file(file)
+    assert str(caught.value).startswith(f"--api-keys {file}")
+    assert "sk-secret" not in str(caught.value)
+
+
+def test_a_file_that_others_may_write_or_that_is_missing_is_refused(tmp_path: Path) -> None:
+    for mode in (0o620, 0o602, 0o666):
+        with pytest.raises(ValueError, match=f"its mode {mode:04o} lets other users write it; run chmod go-w"):
+            load_key_file(write(tmp_path, ALICE, mode))
+    assert load_key_file(write(tmp_path, ALICE, 0o644))
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        load_key_file(tmp_path / "none")
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+        load_key_file(tmp_path)
