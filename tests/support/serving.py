@@ -28,14 +28,14 @@ def free_port() -> int:
     return port
 
 
-def until(condition: Callable[[], Any], what: str) -> Any:
+def until(condition: Callable[[], Any], what: str, seconds: float = GUARD_SECONDS) -> Any:
     """Wait until a condition is truthy; return its value."""
-    deadline = time.monotonic() + GUARD_SECONDS
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := condition():
             return value
         time.sleep(0.05)
-    raise AssertionError(f"waited {GUARD_SECONDS} s in vain for {what}")
+    raise AssertionError(f"waited {seconds} s in vain for {what}")
 
 
 ABORTS = 'tandem_request_success_total{finished_reason="abort"}'

@@ -20,6 +20,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import yaml
+from tandem_ray.settings import Settings
 
 from tests.support.serving import free_port, until
 
@@ -242,9 +244,6 @@ def test_a_stop_of_ray_drains_the_services(serve: RayServe) -> None:
 
 
 def test_the_shipped_configuration_has_arguments_that_the_application_takes() -> None:
-    import yaml  # type: ignore[import-untyped]
-    from tandem_ray.settings import Settings
-
     (application,) = yaml.safe_load((FOLDER / "serve.yaml").read_text())["applications"]
     settings: dict[str, Any] = application["args"]
     assert Settings(**settings).gpus == 1

@@ -1,0 +1,47 @@
+"""The alert rules: what promtool says of them, their unit tests, and what the documents say of them."""
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.prometheus import DEPLOY, needs_prometheus, promtool
+
+ALERTS: list[dict[str, Any]] = [
+    rule for group in yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"] for rule in group["rules"]
+]
+NAMES = [rule["alert"] for rule in ALERTS]
+UNIT_TESTS: list[dict[str, Any]] = yaml.safe_load((DEPLOY / "alerts_test.yml").read_text())["tests"]
+
+
+@needs_prometheus
+def test_promtool_accepts_the_rules_and_their_unit_tests_pass() -> None:
+    assert f"{len(ALERTS)} rules found" in promtool("check", "rules", DEPLOY / "alerts.yml")
+    assert "SUCCESS" in promtool("test", "rules", DEPLOY / "alerts_test.yml")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_alert_has_a_unit_test_in_which_it_fires_and_one_in_which_it_does_not(name: str) -> None:
+    expected = [
+        len(case["exp_alerts"])
+        for unit in UNIT_TESTS
+        for case in unit["alert_rule_test"]
+        if case["alertname"] == name and unit["input_series"]
+    ]
+    assert sorted(expected) == [0, 1]
+
+
+def test_each_alert_has_a_severity_a_summary_and_the_place_of_its_runbook() -> None:
+    for rule in ALERTS:
+        assert rule["labels"]["severity"] in ("warning", "critical"), rule
+        assert rule["annotations"]["summary"].endswith((".", "?")), rule
+        assert rule["annotations"]["runbook"] == "deploy/README.md#alerts", rule
+
+
+def test_the_readme_says_of_each_alert_what_it_means_and_what_to_do() -> None:
+    text = (DEPLOY / "README.md").read_text()
+    section = text.split("\n### Alerts\n")[1].split("\n## ")[0].split("\n### ")[0]
+    rows = re.findall(r"^\| `(Tandem\w+)` \| (.+) \| (.+) \|$", section, re.MULTILINE)
+    assert [name for name, _, _ in rows] == NAMES
+    assert all(means and do for _, means, do in rows)
