@@ -10,7 +10,7 @@ from typing import Generic, Self, TypeVar
 import msgspec
 from msgspec import Struct
 
-from tandem.frontend.metrics.metric_totals import Family
+from tandem.frontend.metrics.families import Family
 
 BEAT_SECONDS = 0.25
 """Time between two beats of a frontend."""
@@ -55,6 +55,8 @@ class Metrics(Struct, frozen=True, tag="metrics"):
     families: tuple[Family, ...]
     scrape: int = 0
     """Number of the scrape that waits for the `Totals`; 0 for none."""
+    model_name: str = ""
+    """Name under which the frontend serves the model; "" before it has heard of an engine."""
 
 
 class Accept(Struct, frozen=True, tag="accept"):
@@ -77,7 +79,10 @@ class Drain(Struct, frozen=True, tag="drain"):
 
 
 class Totals(Struct, frozen=True, tag="totals"):
-    """Sums of the metrics of all frontends, in the text format of Prometheus."""
+    """Metrics of the supervisor and all its processes.
+
+    They are in the text format of Prometheus.
+    """
 
     scrape: int
     text: str

@@ -144,3 +144,5 @@ class EngineStats(Struct, array_like=True):
     ] = 0
     paused: Annotated[int, _gauge("tandem_engine_paused", "1 while the engine is paused by its operators.")] = 0
     """1 once a `Pause` has drained the pipeline, until the `Resume`."""
+    page_size: int = 0
+    """Tokens of a KV page; a label of the metric of the cache's size."""

@@ -53,8 +53,8 @@ class Scrape:
         ]
 
     def value(self, name: str) -> float:
-        """Return the value of a metric, 0 if the engine does not have it."""
-        return next((sample.value for sample in self._samples if sample.name == name), 0.0)
+        """Return the sum of a metric's series; 0 for none."""
+        return sum(sample.value for sample in self._samples if sample.name == name)
 
     def histogram(self, name: str) -> Buckets:
         found = [s for s in self._samples if s.name == f"{name}_bucket"]

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
 from tandem.frontend.access.api_keys import ApiKeys
@@ -23,6 +23,7 @@ from tandem.frontend.generation.tokenizer import Tokenizer, load_tokenizer
 from tandem.frontend.grammar.builder import GrammarBuilder
 from tandem.frontend.grammar.checker import GrammarChecker
 from tandem.frontend.grammar.grammar import THINK_END
+from tandem.frontend.metrics.exposition import Exposition
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IGNORED_KEY, IgnoredFields
@@ -92,7 +93,7 @@ class Service:
         self.link_awaited = asyncio.Event()
         """Set once requests need not wait for the first link to the engine, whatever came of it."""
         self.metric_totals: Callable[[], Awaitable[str | None]] | None = None
-        """Function that asks a supervisor for the sums of the metrics of all frontends; None without one."""
+        """Function that asks a supervisor for the metrics of all its processes; None without one."""
         self._closing = False
         self.num_responses = 0
         """Number of generations being answered, from admission to the last byte."""
@@ -115,10 +116,21 @@ class Service:
     async def metrics_text(self) -> str:
         """Return the metrics in the text format of Prometheus.
 
-        They are sums over all frontends of the service, or those of this process where no supervisor adds them up.
+        They are those of a supervisor, which adds them up over all its frontends; without one they are those of this
+        process. Raises ApiError 503 if the supervisor does not answer: of one process alone, counters would seem to
+        fall.
         """
-        totals = await self.metric_totals() if self.metric_totals is not None else None
-        return generate_latest(self.metrics.registry).decode() if totals is None else totals
+        if self.metric_totals is None:
+            return Exposition([self.metrics.registry], lambda: self.model_name).text()
+        totals = await self.metric_totals()
+        if totals is None:
+            raise unavailable("the supervisor, which adds up the metrics of all frontends, does not answer; try later")
+        return totals
+
+    @property
+    def model_name(self) -> str:
+        """First name under which the model is served; "" before an engine was heard of."""
+        return self.names.listed(self.client.model_name)[0]
 
     def ignored_fields(self, request: Request, names: Mapping[str, str] = MappingProxyType({})) -> IgnoredFields:
         """Begin to record the fields of a request that have no effect.

@@ -49,6 +49,8 @@ OPS_FLAGS = (
     Flag("ops_host", _OPS, "address to listen on", metavar="HOST", default="127.0.0.1"),
     Flag("ops_port", _OPS, "port to listen on, 0 for any free port", int, (0, 65535),
          metavar="PORT", default_text="8100, or the next free one"),
+    Flag("metric_aliases", _OPS, "repeat the metrics that vLLM has too under vLLM's names, on both ports",
+         choices=("none", "vllm"), default="none"),
 )
 # fmt: on
 _RARE_FLAGS = rare_engine_flags() | {flag.name for flag in (*FRONTEND_FLAGS, *OPS_FLAGS) if not flag.is_everyday}

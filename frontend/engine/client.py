@@ -131,6 +131,11 @@ class EngineClient:
         return len(self._held)
 
     @property
+    def model_name(self) -> str:
+        """The engine's name of its model; "" before the first link."""
+        return self._facts.model.name if self._facts is not None else ""
+
+    @property
     def queued_tokens(self) -> int:
         """Number of prompt tokens of streams that wait for their first output."""
         return self._streams.queued_tokens

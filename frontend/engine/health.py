@@ -49,6 +49,8 @@ class EngineWatch:
         self._clock = clock
         self._starts = StartEstimate()
         self._heard_at = 0.0
+        self._was_heard = False
+        """True after the first heartbeat of any life."""
         self._progress_at = 0.0
         self._ended_epoch: int | None = None
 
@@ -57,6 +59,7 @@ class EngineWatch:
         if heartbeat.engine_epoch == self._ended_epoch:
             return
         previous, self.heartbeat = self.heartbeat, heartbeat
+        self._was_heard = True
         self._heard_at = now = self._clock()
         self._starts.observe(heartbeat, now)
         owes_steps = heartbeat.pending > 0 and heartbeat.phase is Phase.READY and not heartbeat.stats.paused
@@ -82,6 +85,10 @@ class EngineWatch:
     def silence(self) -> float:
         """Return the seconds since the last heartbeat; 0 before the first."""
         return self._clock() - self._heard_at if self.heartbeat is not None else 0.0
+
+    def seconds_since_last_beat(self) -> float | None:
+        """Return the age of the last heartbeat of any life; None before the first."""
+        return self._clock() - self._heard_at if self._was_heard else None
 
     @property
     def is_silent(self) -> bool:

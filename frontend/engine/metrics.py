@@ -3,7 +3,7 @@
 Each scrape reads them from the newest heartbeat.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, get_type_hints
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -11,7 +11,9 @@ from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from tandem.frontend.engine.health import EngineWatch
-from tandem.protocol.events import Phase
+from tandem.frontend.metrics.families import snapshot
+from tandem.frontend.metrics.metric_totals import MetricTotals
+from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.stats import EngineStats, Histogram, Metric
 
 
@@ -28,44 +30,91 @@ def _declared_metrics() -> dict[str, Metric]:
 _METRICS = _declared_metrics()
 
 
-class EngineCollector(Collector):
-    """Prometheus collector of one engine.
+class EngineTotals(Collector):
+    """Collector of the statistics of one engine over all its lives.
 
-    Before the first heartbeat it reports only that the engine is not up. `restarts` returns how often the engine's
-    process was started again.
+    Counters and histograms go on where the last life ended. While the engine is away everything keeps its last value;
+    before the first heartbeat there is nothing.
     """
 
-    def __init__(self, watch: EngineWatch, restarts: Callable[[], int]) -> None:
+    def __init__(self) -> None:
+        self._totals = MetricTotals()
+        self._newest: Heartbeat | None = None
+        self._ended_epoch: int | None = None
+
+    def observe(self, heartbeat: Heartbeat) -> None:
+        """Record a heartbeat, also one of an engine whose end is known already."""
+        if heartbeat.engine_epoch == self._ended_epoch:
+            return
+        newest, self._newest = self._newest, heartbeat
+        if newest is not None and newest.engine_epoch != heartbeat.engine_epoch:
+            self._ended_epoch = newest.engine_epoch
+            self._update(newest)
+            self._totals.end(newest.engine_epoch)
+
+    def collect(self) -> Iterable[MetricFamily]:
+        if self._newest is not None:
+            self._update(self._newest)
+        return self._totals.collect()
+
+    def _update(self, heartbeat: Heartbeat) -> None:
+        self._totals.update(heartbeat.engine_epoch, snapshot(HeartbeatCollector(heartbeat)))
+
+
+class LifeCollector(Collector):
+    """Collector of whether the engine lives, as its supervisor sees it.
+
+    `restarts` returns how often the engine's process was started again, by reason.
+    """
+
+    def __init__(self, watch: EngineWatch, restarts: Callable[[], Mapping[str, int]]) -> None:
         self._watch = watch
         self._restarts = restarts
 
     def collect(self) -> Iterable[MetricFamily]:
-        yield from self._life()
-        if (heartbeat := self._watch.heartbeat) is not None:
-            yield from stats_metrics(heartbeat.stats)
-
-    def _life(self) -> Iterator[MetricFamily]:
         heartbeat, health = self._watch.heartbeat, self._watch.health()
         up = heartbeat is not None and health.status not in ("silent", "failed")
         yield GaugeMetricFamily("tandem_engine_up", "1 while the engine's heartbeat is heard.", float(up))
         yield GaugeMetricFamily("tandem_engine_ready", "1 while the engine accepts requests.", float(health.ready))
-        yield CounterMetricFamily("tandem_engine_restarts", "Restarts of the engine's process.", self._restarts())
+        text = (
+            "Restarts of the engine's process: `exit` if it ended by itself or was killed by others, `hang` if its "
+            "supervisor killed it."
+        )
+        restarts = CounterMetricFamily("tandem_engine_restarts", text, labels=["reason"])
+        for reason, count in self._restarts().items():
+            restarts.add_metric([reason], count)
+        yield restarts
         phases = GaugeMetricFamily("tandem_engine_phase", "1 for the phase that the engine is in.", labels=["phase"])
         for phase in Phase:
             phases.add_metric([phase.value], float(heartbeat is not None and heartbeat.phase is phase))
         yield phases
-        if heartbeat is not None:
-            name = "tandem_engine_seconds_since_last_beat"
-            yield GaugeMetricFamily(name, "Age of the last heartbeat.", self._watch.silence())
-            text = "Requests that the engine has accepted and not finished."
-            yield GaugeMetricFamily("tandem_engine_pending", text, heartbeat.pending)
+        if (age := self._watch.seconds_since_last_beat()) is not None:
+            yield GaugeMetricFamily("tandem_engine_seconds_since_last_beat", "Age of the last heartbeat.", age)
 
 
-def stats_metrics(stats: EngineStats) -> Iterator[MetricFamily]:
+class HeartbeatCollector(Collector):
+    """Collector of the numbers of one heartbeat."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
+
+    def collect(self) -> Iterable[MetricFamily]:
+        text = "Requests that the engine has accepted and not finished."
+        yield GaugeMetricFamily("tandem_engine_pending", text, self._heartbeat.pending)
+        yield from _stats_metrics(self._heartbeat.stats)
+
+
+def _stats_metrics(stats: EngineStats) -> Iterator[MetricFamily]:
     """Yield the metric families of engine statistics.
 
-    There is one for each metric that `EngineStats` declares, and the usage of the KV cache.
+    There is one for each metric that `EngineStats` declares, and those that are made of several fields: the usage and
+    the size of the KV cache.
     """
+    text = "1; the labels are the tokens of a KV page and the number of pages."
+    size = GaugeMetricFamily("tandem_cache_config_info", text, labels=["block_size", "num_gpu_blocks"])
+    if stats.pages_total:
+        size.add_metric([str(stats.page_size), str(stats.pages_total)], 1.0)
+    yield size
     usage = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
     yield GaugeMetricFamily(
         "tandem_kv_cache_usage_perc", "Share of the KV pages that requests and sessions hold; 1 is all of them.", usage

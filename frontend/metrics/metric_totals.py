@@ -2,44 +2,10 @@
 
 from collections.abc import Hashable, Iterable
 
-from msgspec import Struct
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-_PER_LIFE = "_created"
-"""Suffix of the series that tell when a counter of one process began; a sum of processes has none."""
-
-Labels = tuple[tuple[str, str], ...]
-
-
-class Sample(Struct, frozen=True, array_like=True):
-    """One series and its value."""
-
-    name: str
-    labels: Labels
-    value: float
-
-
-class Family(Struct, frozen=True, array_like=True):
-    """One metric of a process with its series."""
-
-    name: str
-    text: str
-    kind: str
-    """Type in the words of Prometheus."""
-    samples: tuple[Sample, ...]
-
-
-def snapshot(registry: CollectorRegistry) -> tuple[Family, ...]:
-    """Return the present values of a registry's metrics."""
-    return tuple(
-        Family(metric.name, metric.documentation, metric.type, tuple(
-            Sample(sample.name, tuple(sorted(sample.labels.items())), sample.value)
-            for sample in metric.samples if not sample.name.endswith(_PER_LIFE)
-        ))
-        for metric in registry.collect()
-    )  # fmt: skip
+from tandem.frontend.metrics.families import Family, added, metrics_of
 
 
 class MetricTotals(Collector):
@@ -50,6 +16,8 @@ class MetricTotals(Collector):
     """
 
     def __init__(self) -> None:
+        self.model_name = ""
+        """Name of the model that a process told last; "" before."""
         self._running: dict[Hashable, tuple[Family, ...]] = {}
         self._ended: tuple[Family, ...] = ()
 
@@ -63,34 +31,8 @@ class MetricTotals(Collector):
         Its gauges are forgotten.
         """
         lasting = (family for family in self._running.pop(process, ()) if family.kind != "gauge")
-        self._ended = tuple(_added([*self._ended, *lasting]))
-
-    def text(self) -> str:
-        """Return the sums in the text format of Prometheus."""
-        return generate_latest(self).decode()
+        self._ended = tuple(added([*self._ended, *lasting]))
 
     def collect(self) -> Iterable[Metric]:
-        for family in _added([*self._ended, *(family for running in self._running.values() for family in running)]):
-            metric = Metric(family.name, family.text, family.kind)
-            for sample in family.samples:
-                metric.add_sample(sample.name, dict(sample.labels), sample.value)
-            yield metric
-
-
-def _added(families: Iterable[Family]) -> list[Family]:
-    """Add up the families of each name.
-
-    Their series keep the order in which they were met first.
-    """
-    heads: dict[str, Family] = {}
-    sums: dict[str, dict[tuple[str, Labels], float]] = {}
-    for family in families:
-        heads.setdefault(family.name, family)
-        series = sums.setdefault(family.name, {})
-        for sample in family.samples:
-            key = sample.name, sample.labels
-            series[key] = series.get(key, 0.0) + sample.value
-    return [
-        Family(name, head.text, head.kind, tuple(Sample(*key, value) for key, value in sums[name].items()))
-        for name, head in heads.items()
-    ]
+        running = (family for families in self._running.values() for family in families)
+        yield from metrics_of(added([*self._ended, *running]))

@@ -18,7 +18,8 @@ from tandem.frontend.api.service import Service, build_service
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.control_channel import Beat
 from tandem.frontend.listening import allowed_connections, listen, raise_file_limit, url_of
-from tandem.frontend.metrics.metric_totals import Family, snapshot
+from tandem.frontend.metrics.families import Family, snapshot
+from tandem.frontend.metrics.processes import GarbageCollector
 from tandem.frontend.server.app import create_app
 from tandem.frontend.server.connections import Connection, Connections
 from tandem.frontend.server.listeners import Handshake, Listeners, server_context
@@ -134,6 +135,10 @@ class DrainingServer(uvicorn.Server):
 
     def metrics(self) -> tuple[Family, ...]:
         return snapshot(self._service.metrics.registry)
+
+    @property
+    def model_name(self) -> str:
+        return self._service.model_name
 
     def accept_from(self, slots: Iterable[int]) -> None:
         self._slots = tuple(slots)
@@ -275,6 +280,7 @@ def _build_connections(config: FrontendConfig, service: Service) -> Connections:
     shortest = min(limits.header_timeout, limits.body_timeout, limits.keep_alive_timeout, limits.send_timeout)
     interval = min(_CHECK_SECONDS, shortest / _CHECKS_PER_TIMEOUT)
     connections = Connections(min(wanted, allowed), interval, service.metrics.connections, RateLimitedLog(logger))
+    service.metrics.registry.register(GarbageCollector(f"frontend-{config.slot}"))
     service.metrics.connections.open.set_function(lambda: len(connections))
     return connections
 

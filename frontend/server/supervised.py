@@ -24,7 +24,7 @@ from tandem.frontend.control_channel import (
     Totals,
     frontend_end,
 )
-from tandem.frontend.metrics.metric_totals import Family
+from tandem.frontend.metrics.families import Family
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,11 @@ class Supervisee(Protocol):
 
     def metrics(self) -> tuple[Family, ...]:
         """Return the values of the process's metrics."""
+        ...
+
+    @property
+    def model_name(self) -> str:
+        """Name under which the model is served; "" before an engine was heard of."""
         ...
 
     def accept_from(self, slots: Iterable[int]) -> None:
@@ -130,7 +135,7 @@ class Supervised:
             for task in background:
                 task.cancel()
             # What was counted since the last report.
-            channel.send(Metrics(self._frontend.metrics()))
+            channel.send(self._report())
             channel.close()
         self._frontend.exit()
 
@@ -145,7 +150,7 @@ class Supervised:
         self._unanswered = asyncio.get_running_loop().call_later(UNANSWERED_SECONDS, self._frontend.drain_unasked)
 
     async def totals(self) -> str | None:
-        """Return the sums of the metrics of all frontends.
+        """Return the metrics of the supervisor and all its processes.
 
         They are in the text format of Prometheus; None if the supervisor does not tell them in time.
         """
@@ -153,7 +158,7 @@ class Supervised:
             return None
         number = next(self._scrape_numbers)
         waiting = self._scrapes[number] = asyncio.get_running_loop().create_future()
-        self._channel.send(Metrics(self._frontend.metrics(), number))
+        self._channel.send(self._report(number))
         try:
             return await asyncio.wait_for(waiting, TOTALS_SECONDS)
         except TimeoutError:
@@ -161,10 +166,13 @@ class Supervised:
         finally:
             del self._scrapes[number]
 
+    def _report(self, scrape: int = 0) -> Metrics:
+        return Metrics(self._frontend.metrics(), scrape, self._frontend.model_name)
+
     async def _report_metrics(self, channel: FrontendEnd) -> None:
         while True:
             if not channel.is_clogged:
-                channel.send(Metrics(self._frontend.metrics()))
+                channel.send(self._report())
             await asyncio.sleep(METRICS_SECONDS)
 
     async def _beat(self, channel: FrontendEnd) -> None:

@@ -14,23 +14,21 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry
-
 from tandem.frontend.access.api_keys import ApiKeys
 from tandem.frontend.access.key_sources import api_keys, key_environment
 from tandem.frontend.control_channel import FromFrontend
 from tandem.frontend.engine.health import EngineWatch
-from tandem.frontend.engine.metrics import EngineCollector
 from tandem.frontend.flags.arguments import check_security, child_argv, http_argv
 from tandem.frontend.listening import listen, listen_shared, url_of
 from tandem.frontend.process import ManagedProcess
 from tandem.frontend.run_directory import run_directory
 from tandem.frontend.supervisor.announcement import Announcement
+from tandem.frontend.supervisor.exposition import supervisor_exposition
 from tandem.frontend.supervisor.frontends.frontend_child import FrontendChild
 from tandem.frontend.supervisor.frontends.frontends import Frontends
 from tandem.frontend.supervisor.frontends.on_time_clock import OnTimeClock
 from tandem.frontend.supervisor.model import LaunchError, ModelFolder
-from tandem.frontend.supervisor.ops import FrontendCollector, ops_server
+from tandem.frontend.supervisor.ops import ops_server
 from tandem.frontend.supervisor.restart_policy import RestartPolicy
 from tandem.frontend.supervisor.status_log import StatusLog
 from tandem.frontend.supervisor.supervised_engine import SupervisedEngine
@@ -223,7 +221,8 @@ async def supervise(
         if with_frontends:
             listeners = _open_listeners(arguments, stack)
             frontends = _frontends(arguments, endpoint, model.folder, listeners, private)
-        return await _supervisor(arguments, engine, frontends, listeners, ops_socket, model.commit).run()
+        name = options.served_model_name or model.folder.name
+        return await _supervisor(arguments, engine, frontends, listeners, ops_socket, model.commit, name).run()
 
 
 async def supervise_frontends(arguments: argparse.Namespace, model: ModelFolder) -> int:
@@ -237,7 +236,8 @@ async def supervise_frontends(arguments: argparse.Namespace, model: ModelFolder)
         listeners = _open_listeners(arguments, stack)
         ops_socket = stack.enter_context(listen_ops(arguments.ops_host, arguments.ops_port))
         frontends = _frontends(arguments, arguments.endpoint, model.folder, listeners, private)
-        return await _supervisor(arguments, None, frontends, listeners, ops_socket, model.commit).run()
+        name = model.name or model.folder.name
+        return await _supervisor(arguments, None, frontends, listeners, ops_socket, model.commit, name).run()
 
 
 def _open_listeners(arguments: argparse.Namespace, stack: ExitStack) -> list[socket.socket]:
@@ -275,19 +275,15 @@ def _supervisor(
     listeners: Sequence[socket.socket],
     ops_socket: socket.socket,
     commit: str,
+    model_name: str,
 ) -> Supervisor:
     """Build the supervisor of these parts, with its ops port and its announcement."""
-    registry = CollectorRegistry()
-    if engine is not None:
-        registry.register(EngineCollector(engine.watch, lambda: engine.restarts))
-    if frontends is not None:
-        registry.register(FrontendCollector(frontends))
-        registry.register(frontends.metrics)
+    exposition = supervisor_exposition(engine, frontends, model_name, arguments.metric_aliases == "vllm")
     times = StopTimes(arguments.shutdown_delay, arguments.drain_timeout) if frontends is not None else StopTimes(0, 0)
     is_tls = frontends is not None and arguments.tls_cert is not None
     url = url_of(listeners[0], "https" if is_tls else "http") if listeners else ""
     announcement = Announcement(engine, frontends, url, url_of(ops_socket), commit)
-    ops = ops_server(engine.watch if engine is not None else None, frontends, registry)
+    ops = ops_server(engine.watch if engine is not None else None, frontends, exposition)
     return Supervisor(engine, frontends, listeners, times, announcement, ops, ops_socket)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tandem.frontend.engine.health import EngineWatch
+from tandem.frontend.metrics.exposition import Exposition
 from tandem.frontend.supervisor.frontends.frontends import Frontends
 
 
@@ -37,20 +38,24 @@ class FrontendCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         up = GaugeMetricFamily("tandem_frontend_up", "1 while the frontend of the slot serves.", labels=["slot"])
-        text = "Processes of the slot that were started after the first."
-        restarts = CounterMetricFamily("tandem_frontend_restarts", text, labels=["slot"])
+        text = (
+            "Processes of the slot that were started after the first: `exit` if the one before ended by itself or was "
+            "killed by others, `hang` if its supervisor killed it, `replaced` if a signal asked it to leave."
+        )
+        restarts = CounterMetricFamily("tandem_frontend_restarts", text, labels=["slot", "reason"])
         for slot in self._frontends.slots:
             up.add_metric([str(slot.number)], float(slot.is_covered))
-            restarts.add_metric([str(slot.number)], slot.restarts)
+            for reason, count in slot.restarts.items():
+                restarts.add_metric([str(slot.number), reason], count)
         yield up
         yield restarts
 
 
-def ops_app(watch: EngineWatch | None, frontends: Frontends | None, registry: CollectorRegistry) -> Starlette:
+def ops_app(watch: EngineWatch | None, frontends: Frontends | None, exposition: Exposition) -> Starlette:
     """Build the app of `GET /metrics` and `GET /health`."""
 
     async def metrics(_: Request) -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(exposition.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def answer_health(_: Request) -> Response:
         body = health(watch, frontends)
@@ -86,10 +91,10 @@ def health(watch: EngineWatch | None, frontends: Frontends | None) -> dict[str, 
     return body
 
 
-def ops_server(watch: EngineWatch | None, frontends: Frontends | None, registry: CollectorRegistry) -> QuietServer:
+def ops_server(watch: EngineWatch | None, frontends: Frontends | None, exposition: Exposition) -> QuietServer:
     """Build the server of the ops port, to be run on a socket of the supervisor."""
     settings = uvicorn.Config(
-        ops_app(watch, frontends, registry),
+        ops_app(watch, frontends, exposition),
         log_level="warning",
         log_config=None,
         access_log=False,

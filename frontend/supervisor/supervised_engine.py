@@ -8,6 +8,7 @@ import time
 import zmq.asyncio
 
 from tandem.frontend.engine.health import EngineWatch
+from tandem.frontend.engine.metrics import EngineTotals
 from tandem.frontend.engine.monitor import EngineMonitor
 from tandem.frontend.process import ManagedProcess
 from tandem.frontend.supervisor.restart_policy import Exit, RestartPolicy
@@ -34,8 +35,10 @@ class SupervisedEngine:
     ) -> None:
         self.watch = watch
         self.endpoint = endpoint
-        self.restarts = 0
-        """Number of times that `supervise` has started the program again."""
+        self.restarts = {"exit": 0, "hang": 0}
+        """Number of times that `supervise` has started the program again, by why it had ended."""
+        self.totals = EngineTotals()
+        """Statistics of the engine over all its lives."""
         self._process = process
         self._transport = transport
         self._hang_timeout = hang_timeout
@@ -43,9 +46,16 @@ class SupervisedEngine:
         self._status_log = status_log
         self._was_ready = False
         """True once the running process was ready."""
+        self._was_hung = False
+        """True once the running process was killed because it hung."""
         self._failure = ""
         """What the running process said of its failure."""
         self._is_stopping = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the running process; None while there is none."""
+        return self._process.pid
 
     async def supervise(self) -> ExitCode:
         """Run the program again after each exit until it is stopped.
@@ -53,7 +63,7 @@ class SupervisedEngine:
         Returns OK after `stop` or `kill`, and another code if the program cannot be started (`RestartPolicy`).
         """
         while not self._is_stopping.is_set():
-            self._was_ready, self._failure = False, ""
+            self._was_ready, self._was_hung, self._failure = False, False, ""
             started = time.monotonic()
             await self._process.start()
             logger.debug("started the %s, process %s", self._process.name, self._process.pid)
@@ -68,7 +78,7 @@ class SupervisedEngine:
                 return verdict.exit_code
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_stopping.wait(), verdict.restart_after)
-            self.restarts += not self._is_stopping.is_set()
+            self.restarts["hang" if self._was_hung else "exit"] += not self._is_stopping.is_set()
         return ExitCode.OK
 
     async def monitor(self) -> None:
@@ -82,6 +92,7 @@ class SupervisedEngine:
 
     def observe(self, heartbeat: Heartbeat) -> None:
         """Record a heartbeat, and what it says of the start of the process."""
+        self.totals.observe(heartbeat)
         self.watch.observe(heartbeat)
         if self.watch.heartbeat is not heartbeat:
             return
@@ -103,6 +114,7 @@ class SupervisedEngine:
             return
         if self._process.pid is not None and (reason := self.watch.should_restart(self._hang_timeout)):
             logger.error("the %s, process %d, is killed: %s", self._process.name, self._process.pid, reason)
+            self._was_hung = True
             self._process.kill_to_restart()
         self._status_log.tick()
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from tests.support.scrape import value
+
 GUARD_SECONDS = 120.0
 """Seconds after which a test gives up waiting; no test asserts how long something took."""
 
@@ -120,10 +122,8 @@ class Serving:
                 return refusal.code, json.load(refusal)
 
     def engine_metric(self, name: str) -> float:
-        """Return one series of the ops port by its full name with labels; 0 if it is missing."""
-        text = self.get("/metrics", self.ops_port)[1]
-        found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
-        return float(found[1]) if found else 0.0
+        """Return the sum of the series of the ops port with a name, or also with the labels given; 0 for none."""
+        return value(self.get("/metrics", self.ops_port)[1], name)
 
     def fresh_engine_metric(self, name: str) -> float:
         """Return a series from a heartbeat sent after this call began, which reflects all earlier answers."""

@@ -90,6 +90,11 @@ class FrontendProcess:
         self.is_draining = True
         self.child.kill()
 
+    @property
+    def was_overdue(self) -> bool:
+        """True once `overdue` has returned a reason to kill the process."""
+        return bool(self._killed_for)
+
     def overdue(self, hang_timeout: float) -> str:
         """Return why the process has to be killed now, once; "" for no reason."""
         silence, reason = self._clock() - self._heard_at, ""

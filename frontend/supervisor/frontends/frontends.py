@@ -3,7 +3,10 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
+from tandem.frontend.control_channel import Metrics, Totals
+from tandem.frontend.metrics.exposition import Exposition
 from tandem.frontend.metrics.metric_totals import MetricTotals
+from tandem.frontend.supervisor.frontends.frontend_process import FrontendProcess
 from tandem.frontend.supervisor.frontends.on_time_clock import TICK_SECONDS, OnTimeClock
 from tandem.frontend.supervisor.frontends.slot import FrontendSlot, StartChild
 from tandem.frontend.supervisor.restart_policy import RestartPolicy
@@ -33,11 +36,21 @@ class Frontends:
         """Exit code with which the service has to end; None while it goes on."""
         self.metrics = MetricTotals()
         """Sums of the metrics of all processes, ended ones among them."""
+        self.exposition = Exposition([self.metrics], lambda: self.metrics.model_name)
+        """What a scrape of a frontend gets; a supervisor adds what else it knows."""
         self._hang_timeout = hang_timeout
         self._clock = clock
         self.slots: Sequence[FrontendSlot] = [
             FrontendSlot(
-                number, start_child, make_policy(), drain_timeout, self.metrics, clock, self._assign, self._give_up
+                number,
+                start_child,
+                make_policy(),
+                drain_timeout,
+                self._add_up,
+                self.metrics.end,
+                clock,
+                self._assign,
+                self._give_up,
             )
             for number in range(count)
         ]
@@ -101,6 +114,13 @@ class Frontends:
         self._is_stopping = True
         for slot in self.slots:
             slot.kill()
+
+    def _add_up(self, process: FrontendProcess, report: Metrics) -> None:
+        """Record the metrics of a process, and answer the scrape that it may have got."""
+        self.metrics.update(process, report.families)
+        self.metrics.model_name = report.model_name or self.metrics.model_name
+        if report.scrape:
+            process.child.send(Totals(report.scrape, self.exposition.text()))
 
     def _give_up(self, exit_code: ExitCode) -> None:
         self.exit_code = self.exit_code or exit_code

@@ -3,8 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from tandem.frontend.control_channel import FromFrontend, Leaving, Metrics, Totals
-from tandem.frontend.metrics.metric_totals import MetricTotals
+from tandem.frontend.control_channel import FromFrontend, Leaving, Metrics
 from tandem.frontend.supervisor.frontends.frontend_process import Child, FrontendProcess
 from tandem.frontend.supervisor.restart_policy import Exit, RestartPolicy
 from tandem.protocol.errors import ExitCode
@@ -19,7 +18,8 @@ class FrontendSlot:
     """Keeper of the process of one slot.
 
     A process that ends is started again. One that wants to leave serves until its successor does, then drains. All
-    methods return at once; `on_change` is called after each event, and `on_give_up` if the process cannot be started.
+    methods return at once; `on_change` is called after each event, `on_metrics` with each report of metrics, `on_end`
+    with each process that has ended, and `on_give_up` if the process cannot be started.
     """
 
     def __init__(
@@ -28,27 +28,30 @@ class FrontendSlot:
         start_child: StartChild,
         policy: RestartPolicy,
         drain_timeout: float,
-        metrics: MetricTotals,
+        on_metrics: Callable[[FrontendProcess, Metrics], None],
+        on_end: Callable[[FrontendProcess], None],
         clock: Callable[[], float],
         on_change: Callable[[], None],
         on_give_up: Callable[[ExitCode], None],
     ) -> None:
         self.number = number
         self.policy = policy
-        self.restarts = 0
-        """Number of times that a process was started after the first."""
+        self.restarts = {"exit": 0, "hang": 0, "replaced": 0}
+        """Number of times that a process was started after the first, by why the one before has ended or will."""
         self.current: FrontendProcess | None = None
         """Newest process; None during a pause before a restart."""
         self.predecessors: list[FrontendProcess] = []
         """Older processes that serve until the newest does, or drain."""
         self._start_child = start_child
         self._drain_timeout = drain_timeout
-        self._metrics = metrics
+        self._on_metrics = on_metrics
+        self._on_end = on_end
         self._clock = clock
         self._on_change = on_change
         self._on_give_up = on_give_up
         self._start_at: float | None = clock()
-        self._was_started = False
+        self._restart_reason = ""
+        """Key of `restarts` that the next start counts for; "" for the first start."""
 
     @property
     def name(self) -> str:
@@ -91,8 +94,8 @@ class FrontendSlot:
 
     def _start(self) -> None:
         self._start_at = None
-        self.restarts += self._was_started
-        self._was_started = True
+        if self._restart_reason:
+            self.restarts[self._restart_reason] += 1
         # The process and the functions that are called for it need each other.
         holder: list[FrontendProcess] = []
         child = self._start_child(
@@ -103,7 +106,7 @@ class FrontendSlot:
 
     def _hear(self, process: FrontendProcess, message: FromFrontend) -> None:
         if isinstance(message, Metrics):
-            self._add_up(process, message)
+            self._on_metrics(process, message)
             return
         was_ready = process.was_ready
         process.hear(message)
@@ -112,6 +115,7 @@ class FrontendSlot:
         if isinstance(message, Leaving) and process is self.current and not process.is_draining:
             logger.info("%s, process %s, ends; its successor is started first", self.name, process.child.pid)
             self.predecessors.append(process)
+            self._restart_reason = "replaced"
             self._start()
         elif self.current is not None and self.current.serves_own_slot:
             self.policy.mark_ready()
@@ -119,19 +123,14 @@ class FrontendSlot:
                 predecessor.drain(0.0, self._drain_timeout)
         self._on_change()
 
-    def _add_up(self, process: FrontendProcess, report: Metrics) -> None:
-        """Record the metrics of a process, and answer the scrape that it may have got."""
-        self._metrics.update(process, report.families)
-        if report.scrape:
-            process.child.send(Totals(report.scrape, self._metrics.text()))
-
     def _end(self, process: FrontendProcess, code: int) -> None:
-        self._metrics.end(process)
+        self._on_end(process)
         if process is not self.current:
             self.predecessors.remove(process)
         else:
             self.current = None
             if not process.is_draining:
+                self._restart_reason = "hang" if process.was_overdue else "exit"
                 self._restart(Exit(code, process.was_ready, self._clock() - process.started_at))
         self._on_change()
 

@@ -1,12 +1,12 @@
 """Prometheus metrics of the ops port from a heartbeat."""
 
-from prometheus_client import CollectorRegistry, generate_latest
-
 from tandem.frontend.engine.health import EngineWatch
-from tandem.frontend.engine.metrics import EngineCollector
+from tandem.frontend.engine.metrics import EngineTotals, LifeCollector
+from tandem.frontend.metrics.exposition import Exposition
 from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.stats import EngineStats, Histogram
 from tests.fakes.clock import FakeClock
+from tests.support.scrape import counters, value
 
 STATS = EngineStats(
     running=3,
@@ -32,25 +32,27 @@ STATS = EngineStats(
     stage_seconds={"plan": 0.25},
     queue_time=Histogram([0.1, 1.0], [3, 2, 1], 4.5),
     step_rows=Histogram([1.0], [1, 1], 5.0),
+    page_size=16,
 )
 
 
 def exposition(heartbeat: Heartbeat | None, age: float = 0.0, restarts: int = 0) -> list[str]:
     """Return the lines of `/metrics` for an engine whose only heartbeat is `age` seconds old."""
-    clock = FakeClock()
+    clock, totals = FakeClock(), EngineTotals()
     watch = EngineWatch(5.0, 60.0, clock)
     if heartbeat is not None:
         watch.observe(heartbeat)
+        totals.observe(heartbeat)
         clock.advance(age)
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(watch, lambda: restarts))
-    return generate_latest(registry).decode().splitlines()
+    life = LifeCollector(watch, lambda: {"exit": restarts, "hang": 0})
+    return Exposition([life, totals], lambda: "").text().splitlines()
 
 
 def test_metrics_before_the_first_heartbeat_report_only_its_absence() -> None:
     lines = exposition(None, restarts=3)
     assert "tandem_engine_up 0.0" in lines
-    assert "tandem_engine_restarts_total 3.0" in lines
+    assert 'tandem_engine_restarts_total{reason="exit"} 3.0' in lines
+    assert 'tandem_engine_restarts_total{reason="hang"} 0.0' in lines
     assert not any(line.startswith("tandem_num_requests") for line in lines)
 
 
@@ -64,6 +66,7 @@ def test_metrics_report_every_number_of_the_engine() -> None:
         "tandem_num_requests_running 3.0",
         "tandem_num_requests_waiting 2.0",
         "tandem_kv_cache_usage_perc 0.25",
+        'tandem_cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0',
         "tandem_steps_in_flight 2.0",
         "tandem_oldest_wait_seconds 0.5",
         "tandem_prompt_tokens_total 70.0",
@@ -102,3 +105,35 @@ def test_metrics_of_an_engine_without_pages_or_observations_are_zero() -> None:
     assert "tandem_engine_up 0.0" in lines
     assert "tandem_kv_cache_usage_perc 0.0" in lines
     assert 'tandem_engine_step_rows_bucket{le="+Inf"} 0.0' in lines
+
+
+def test_everything_keeps_its_last_value_while_the_engine_is_away_and_no_counter_falls_when_it_is_back() -> None:
+    totals = EngineTotals()
+    whole = Exposition([totals], lambda: "")
+    totals.observe(Heartbeat(1, Phase.READY, 100, "", 5, STATS))
+    before = whole.text()
+    assert whole.text() == before
+    fresh = EngineStats(
+        generation_tokens=2,
+        running=1,
+        requests_finished={"stop": 1},
+        queue_time=Histogram([0.1, 1.0], [0, 1, 0], 0.5),
+        step_rows=Histogram([1.0], [0, 0]),
+    )
+    totals.observe(Heartbeat(2, Phase.READY, 100, "", 1, fresh))
+    totals.observe(Heartbeat(1, Phase.READY, 100, "", 5, STATS))  # one that was on its way
+    after = whole.text()
+    assert counters(before).keys() <= counters(after).keys()
+    assert [series for series, number in counters(before).items() if counters(after)[series] < number] == []
+    assert value(after, "tandem_generation_tokens_total") == 42
+    assert value(after, 'tandem_request_success_total{finished_reason="stop"}') == 6
+    assert value(after, 'tandem_request_queue_time_seconds_bucket{le="1.0"}') == 6
+    assert value(after, "tandem_num_requests_running") == 1
+
+
+def test_a_heartbeat_that_comes_after_the_end_of_its_engine_still_counts() -> None:
+    totals = EngineTotals()
+    totals.observe(Heartbeat(1, Phase.READY, 100, "", 0, EngineStats(generation_tokens=5)))
+    totals.observe(Heartbeat(1, Phase.DRAINING, 100, "", 0, EngineStats(generation_tokens=7)))
+    totals.observe(Heartbeat(2, Phase.READY, 100, "", 0, EngineStats(generation_tokens=1)))
+    assert value(Exposition([totals], lambda: "").text(), "tandem_generation_tokens_total") == 8

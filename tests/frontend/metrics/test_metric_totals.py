@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tandem.frontend.metrics.families import Family, snapshot
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
-from tandem.frontend.metrics.metric_totals import Family, MetricTotals, snapshot
+from tandem.frontend.metrics.metric_totals import MetricTotals
 
 ACTIONS = st.lists(
     st.tuples(st.integers(0, 2), st.sampled_from(["request", "error", "token", "open", "restart"])), max_size=60

@@ -194,13 +194,15 @@ def test_metrics_are_reported_and_a_scrape_gets_the_sums_of_the_supervisor(
     assert (reply.status, reply.body) == (200, b"sums 1\n")
 
 
-def test_a_scrape_that_the_supervisor_does_not_answer_gets_the_metrics_of_the_process(
+def test_a_scrape_that_the_supervisor_does_not_answer_is_refused_and_sees_no_counter_fall(
     supervisor: Supervisor, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.frontend.server.supervised.TOTALS_SECONDS", 0.01)
     serving(supervisor, engine)
     with RawClient(supervisor.addresses[1]) as client:
-        assert b"tandem_frontend_engine_connected 1.0" in client.send(request("/metrics")).reply().body
+        reply = client.send(request("/metrics")).reply()
+    assert reply.status == 503
+    assert b"the supervisor, which adds up the metrics of all frontends, does not answer" in reply.body
 
 
 def test_signal_asks_for_a_successor_and_serves_on_until_told_to_drain(

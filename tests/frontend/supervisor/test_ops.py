@@ -76,6 +76,8 @@ def test_metrics_have_a_series_for_each_slot() -> None:
     assert [line for line in lines if not line.startswith("#")] == [
         'tandem_frontend_up{slot="0"} 0.0',
         'tandem_frontend_up{slot="1"} 1.0',
-        'tandem_frontend_restarts_total{slot="0"} 0.0',
-        'tandem_frontend_restarts_total{slot="1"} 1.0',
+        *(f'tandem_frontend_restarts_total{{reason="{why}",slot="0"}} 0.0' for why in ("exit", "hang", "replaced")),
+        'tandem_frontend_restarts_total{reason="exit",slot="1"} 0.0',
+        'tandem_frontend_restarts_total{reason="hang",slot="1"} 0.0',
+        'tandem_frontend_restarts_total{reason="replaced",slot="1"} 1.0',
     ]

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.frontend.conftest import DEADLINE, get, post, until
+from tests.support.scrape import value
 from tests.support.serving import free_port
 from tests.support.stopped_process import is_running
 from tests.support.tandem_process import SERVING, Start, Tandem, TandemFolder
@@ -51,8 +52,7 @@ def health(service: Tandem) -> dict[str, Any]:
 
 
 def restarts(service: Tandem) -> float:
-    text = get(service.ops_url() + "/metrics").text
-    return sum(map(float, re.findall(r'^tandem_frontend_restarts_total\{slot="\d"\} (\S+)$', text, re.MULTILINE)))
+    return value(get(service.ops_url() + "/metrics").text, "tandem_frontend_restarts_total")
 
 
 def until_all_serve(service: Tandem, count: int = 2) -> list[psutil.Process]:
@@ -211,7 +211,8 @@ def test_frontends_without_an_engine_of_their_own_have_the_same_supervision(
     ops = service.find(r"metrics of the frontends on (http://\S+)/metrics")[1]
     assert get(ops + "/health").json() == {"status": "ready", "reason": "", "frontends": 2, "frontends_serving": 2}
     service.children(FRONTEND)[0].kill()
-    until(lambda: 'tandem_frontend_restarts_total{slot="0"} 1.0' in get(ops + "/metrics").text, "a restart")
+    series = 'tandem_frontend_restarts_total{slot="0",reason="exit"}'
+    until(lambda: value(get(ops + "/metrics").text, series) == 1, "a restart")
     assert complete(url).status_code == 200
     until(lambda: get(ops + "/health").json()["frontends_serving"] == 2, "both serve again")
     service.process.send_signal(signal.SIGTERM)

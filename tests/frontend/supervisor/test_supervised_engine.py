@@ -71,7 +71,7 @@ def test_an_engine_that_was_never_ready_is_given_up(log: Path, caplog: pytest.Lo
     async def body() -> None:
         engine = Engine(log, 7, 7, 7)
         assert await engine.engine.supervise() is ExitCode.FATAL
-        assert (engine.starts, engine.engine.restarts) == (3, 2)
+        assert (engine.starts, engine.engine.restarts) == (3, {"exit": 2, "hang": 0})
 
     run(body())
     assert "the engine core failed to start 3 times in a row with exit code 7; see its messages above" in caplog.text
@@ -87,7 +87,7 @@ def test_an_engine_that_was_ready_is_restarted_whatever_its_exits_say(
         engine.sends(Phase.READY)
         engine.process.kill_to_restart()
         await engine.until_started(6)
-        assert engine.engine.restarts == 5
+        assert engine.engine.restarts == {"exit": 5, "hang": 0}
         engine.engine.kill()
         assert await supervised is ExitCode.OK
 
@@ -109,7 +109,7 @@ def test_a_silent_engine_is_killed_after_the_hang_timeout_and_started_again(
         engine.clock.advance(0.5)
         engine.engine.check()
         await engine.until_started(2)
-        assert engine.engine.restarts == 1
+        assert engine.engine.restarts == {"exit": 0, "hang": 1}
         await engine.engine.stop(DEADLINE)
         assert await supervised is ExitCode.OK
 

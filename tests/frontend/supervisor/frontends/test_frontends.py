@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tandem.frontend.control_channel import Accept, Drain, Metrics, Totals
-from tandem.frontend.metrics.metric_totals import Family, Sample
+from tandem.frontend.metrics.families import Family, Sample
 from tandem.frontend.supervisor.frontends.frontend_process import EXTRA_STOP_SECONDS, START_SECONDS
 from tandem.frontend.supervisor.frontends.frontends import Frontends
 from tandem.frontend.supervisor.frontends.on_time_clock import MAX_LAG, TICK_SECONDS, OnTimeClock
@@ -101,7 +101,7 @@ def test_siblings_accept_for_a_killed_frontend_at_once_until_its_successor_serve
     service.run(FIRST_BACKOFF + 2 * TICK_SECONDS)
     assert [child.slot for child in service.children.started] == [0, 1, 2, 1]
     assert service.accepts() == {0: (0,), 1: (1,), 2: (2,)}
-    assert [slot.restarts for slot in service.frontends.slots] == [0, 1, 0]
+    assert [sum(slot.restarts.values()) for slot in service.frontends.slots] == [0, 1, 0]
 
 
 def test_siblings_accept_for_a_silent_frontend_long_before_it_is_killed() -> None:
@@ -137,7 +137,7 @@ def test_a_scrape_is_answered_with_the_sums_of_all_processes_and_ended_ones_stay
     assert "\nrunning 1.0\n" in before.text
     assert "\ntokens_total 10.0\n" in after.text
     assert "\nrunning 2.0\n" in after.text
-    assert service.frontends.metrics.text() == after.text
+    assert service.frontends.exposition.text() == after.text
 
 
 def test_a_hung_frontend_is_killed_after_the_hang_timeout_and_replaced(caplog: pytest.LogCaptureFixture) -> None:

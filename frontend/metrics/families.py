@@ -1,0 +1,75 @@
+"""Metrics of one process at one moment, in a form that can be sent and added up."""
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from msgspec import Struct
+from prometheus_client.metrics_core import Metric
+
+_PER_LIFE = "_created"
+"""Suffix of the series that tell when a counter of one process began; a sum of processes has none."""
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Sample(Struct, frozen=True, array_like=True):
+    """One series and its value."""
+
+    name: str
+    labels: Labels
+    value: float
+
+
+class Family(Struct, frozen=True, array_like=True):
+    """One metric of a process with its series."""
+
+    name: str
+    text: str
+    kind: str
+    """Type in the words of Prometheus."""
+    samples: tuple[Sample, ...]
+
+
+class Collected(Protocol):
+    """A registry or a collector of metrics."""
+
+    def collect(self) -> Iterable[Metric]: ...
+
+
+def snapshot(source: Collected) -> tuple[Family, ...]:
+    """Return the present values of a registry's metrics."""
+    return tuple(
+        Family(metric.name, metric.documentation, metric.type, tuple(
+            Sample(sample.name, tuple(sorted(sample.labels.items())), sample.value)
+            for sample in metric.samples if not sample.name.endswith(_PER_LIFE)
+        ))
+        for metric in source.collect()
+    )  # fmt: skip
+
+
+def added(families: Iterable[Family]) -> list[Family]:
+    """Add up the families of each name.
+
+    Their series keep the order in which they were met first.
+    """
+    heads: dict[str, Family] = {}
+    sums: dict[str, dict[tuple[str, Labels], float]] = {}
+    for family in families:
+        heads.setdefault(family.name, family)
+        series = sums.setdefault(family.name, {})
+        for sample in family.samples:
+            key = sample.name, sample.labels
+            series[key] = series.get(key, 0.0) + sample.value
+    return [
+        Family(name, head.text, head.kind, tuple(Sample(*key, value) for key, value in sums[name].items()))
+        for name, head in heads.items()
+    ]
+
+
+def metrics_of(families: Iterable[Family]) -> Iterator[Metric]:
+    """Yield families in the form of prometheus_client."""
+    for family in families:
+        metric = Metric(family.name, family.text, family.kind)
+        for sample in family.samples:
+            metric.add_sample(sample.name, dict(sample.labels), sample.value)
+        yield metric
