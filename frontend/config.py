@@ -42,12 +42,10 @@ class FrontendConfig(Struct, frozen=True):
     generation_config: GenerationConfigSource = "auto"
     """Source of sampling defaults: the checkpoint's generation_config.json, or none ("off")."""
     transport: Transport = Transport()
-    host: str = "127.0.0.1"
-    port: int = 8000
-    listener_fds: tuple[int, ...] = ()
-    """File descriptors of the inherited listening sockets, one for each slot, to serve on instead of host and port."""
+    listener_fds: tuple[tuple[int, ...], ...] = ()
+    """File descriptors of the inherited listening sockets, those of each slot."""
     slot: int = 0
-    """Index of the listening socket that this process accepts from once it serves, until it is told otherwise."""
+    """Index of the listening sockets that this process accepts from once it serves, until it is told otherwise."""
     supervisor_fd: int | None = None
     """File descriptor of the control channel to the supervisor; None without one."""
     max_concurrent: int = 1024

@@ -7,13 +7,18 @@ import contextlib
 import os
 import resource
 import socket
+from urllib.parse import quote
 
 from msgspec import Struct
 
 MAX_CONNECTIONS = 16384
 """Largest number of connections of one process where neither a flag nor the limit of open files says less."""
-_BACKLOG = 2048
+BACKLOG = 2048
 """Connections that may wait to be accepted."""
+UNIX_SCHEME = "http+unix://"
+"""Start of the URL of a Unix socket."""
+_MAPPED = "::ffff:"
+"""Start of an IPv4 address in the form that a socket for both versions reports."""
 RESERVED_FILES = 128
 """Descriptors that are left for everything but connections: logs, the link to the engine, grammar processes."""
 
@@ -43,14 +48,15 @@ class ConnectionLimits(Struct, frozen=True):
     """Time after which a client that reads nothing of what waits to be sent is given up."""
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, dual_stack: bool = False) -> socket.socket:
     """Open a listening socket.
 
-    Port 0 selects a free one. Raises OSError if the address is in use.
+    Port 0 selects a free one. With `dual_stack` an address of IPv6 takes connections of IPv4 too. Raises OSError if the
+    address is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=dual_stack)
     except OSError as error:
         if isinstance(error, socket.gaierror) or error.errno is None:
             raise
@@ -58,14 +64,14 @@ def listen(host: str, port: int) -> socket.socket:
         raise OSError(error.errno, os.strerror(error.errno)) from None
 
 
-def listen_shared(host: str, port: int, count: int) -> list[socket.socket]:
+def listen_shared(host: str, port: int, count: int, dual_stack: bool = False) -> list[socket.socket]:
     """Open `count` listening sockets on one address.
 
     The kernel spreads connections among them. Raises OSError if the address is in use, also by sockets that would share
     it: the first is bound and listens as the only one before it lets the others in, so that of two servers started by
     mistake, one is refused.
     """
-    sockets = [listen(host, port)]
+    sockets = [listen(host, port, dual_stack)]
     try:
         if count > 1:
             sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -77,9 +83,9 @@ def listen_shared(host: str, port: int, count: int) -> list[socket.socket]:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if sock.family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual_stack)
             sock.bind(address)
-            sock.listen(_BACKLOG)
+            sock.listen(BACKLOG)
     except OSError:
         for sock in sockets:
             sock.close()
@@ -88,9 +94,19 @@ def listen_shared(host: str, port: int, count: int) -> list[socket.socket]:
 
 
 def url_of(sock: socket.socket, scheme: str = "http") -> str:
-    """Return the URL of a listening socket, without a path."""
+    """Return the URL of a listening socket, without a path.
+
+    That of a Unix socket has the path of its file as its host, quoted, and never has TLS.
+    """
+    if sock.family == socket.AF_UNIX:
+        return f"{UNIX_SCHEME}{quote(sock.getsockname(), safe='')}"
     host, port = sock.getsockname()[:2]
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def plain_address(host: str) -> str:
+    """Return the address of a client as its own network writes it."""
+    return host.removeprefix(_MAPPED) if "." in host else host
 
 
 def raise_file_limit() -> None:

@@ -1,5 +1,6 @@
 """The HTTP connection of the terminal commands to a running server."""
 
+import ssl
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -10,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from tandem.frontend.cli.connection_failure import connection_failure
+from tandem.frontend.cli.server_address import base_url, unix_path
 from tandem.frontend.cli.trust import Trust
 
 _MAX_MESSAGE_CHARS = 500
@@ -104,6 +106,14 @@ def timeouts(seconds: float) -> httpx.Timeout:
     return httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS), pool=None)
 
 
+def client(url: str, headers: dict[str, str], timeout: httpx.Timeout, context: ssl.SSLContext) -> httpx.Client:
+    """Build the HTTP client of a server, whose paths follow `base_url(url)`."""
+    path = unix_path(url)
+    # A transport of its own would leave out the proxies of the environment.
+    unix = None if path is None else httpx.HTTPTransport(uds=path)
+    return httpx.Client(headers=headers, timeout=timeout, verify=context, transport=unix)
+
+
 class Connection:
     """A connection to one server.
 
@@ -132,7 +142,7 @@ class Connection:
     def get(self, path: str) -> dict[str, Any]:
         """Return the JSON object at a path."""
         with self._translate_errors():
-            response = self._http.get(self._url + path)
+            response = self._http.get(base_url(self._url) + path)
         if response.status_code != 200:
             raise error_of_response(response)
         try:
@@ -142,7 +152,7 @@ class Connection:
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yield the events of a streamed answer. Closing the iterator stops the answer."""
-        with self._translate_errors(), self._http.stream("POST", self._url + path, json=body) as response:
+        with self._translate_errors(), self._http.stream("POST", base_url(self._url) + path, json=body) as response:
             if response.status_code != 200:
                 response.read()
                 raise error_of_response(response)
@@ -171,4 +181,4 @@ def connect(url: str, api_key: str | None, timeout: float, trust: Trust) -> Conn
 
     `timeout` is the longest time in seconds between two bytes.
     """
-    return Connection(httpx.Client(headers=headers(api_key), timeout=timeouts(timeout), verify=trust.context()), url)
+    return Connection(client(url, headers(api_key), timeouts(timeout), trust.context()), url)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import httpx
 
+from tandem.frontend.cli.server_address import base_url, unix_path
+
 _PROBE_SECONDS = 3.0
 _HOSTNAME_MISMATCH = 62
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
@@ -27,7 +29,7 @@ def connection_failure(url: str, error: httpx.HTTPError) -> str:
     for cause in causes:
         if isinstance(cause, ssl.SSLCertVerificationError):
             return _bad_certificate(url, cause)
-    address = httpx.URL(url)
+    address = httpx.URL(base_url(url))
     if tls := next((cause for cause in causes if isinstance(cause, ssl.SSLError)), None):
         plain = f"give --url {address.copy_with(scheme='http')}"
         if tls.reason in _NOT_TLS:
@@ -43,7 +45,7 @@ def connection_failure(url: str, error: httpx.HTTPError) -> str:
         return f"no server answers on {url} ({reason}); start one with `tandem serve`, or give another --url"
     if isinstance(error, httpx.TimeoutException):
         return f"the server on {url} sent nothing for too long; raise --timeout"
-    if address.scheme == "http" and _speaks_tls(address):
+    if address.scheme == "http" and unix_path(url) is None and _speaks_tls(address):
         return f"the server on {url} speaks TLS; give --url {address.copy_with(scheme='https')}"
     return f"the connection to {url} broke: {error or type(error).__name__}"
 

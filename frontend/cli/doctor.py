@@ -24,6 +24,8 @@ from tandem.frontend.generation.tokenizer import TokenizerError, load_tokenizer
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.listening import listen
 from tandem.frontend.process import without_hub_tokens
+from tandem.frontend.supervisor.addresses.service_sockets import Addresses
+from tandem.frontend.supervisor.addresses.tcp_address import tcp_addresses
 from tandem.frontend.supervisor.launch import DEFAULT_OPS_PORT, check_engine_installed
 from tandem.frontend.supervisor.model import LaunchError, find_model, is_hub_name
 from tandem.frontend.supervisor.tokenizer import ConversionError, cache_folder, with_tokenizer
@@ -72,7 +74,7 @@ def examine(arguments: argparse.Namespace, ask: AskEngine) -> Report:
     """Collect the report. It holds no values of the environment and no keys."""
     problems: list[str] = []
     ports = {
-        "port": _port(arguments.host, arguments.port, "--port", problems),
+        **_service_ports(arguments, problems),
         "ops port": _ops_port(arguments.ops_host, arguments.ops_port, problems),
     }
     options = engine_options(arguments)
@@ -192,6 +194,17 @@ def _driver() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return "nvidia-smi not found"
     return found.stdout.strip().partition("\n")[0] or "nvidia-smi failed"
+
+
+def _service_ports(arguments: argparse.Namespace, problems: list[str]) -> Section:
+    addresses = Addresses(arguments.host, arguments.port)
+    try:
+        resolved = tcp_addresses(addresses.tcp_hosts)
+    except LaunchError as error:
+        problems.append(str(error))
+        return {"port": ", ".join(addresses.tcp_hosts)}
+    found = [_port(address.host, addresses.tcp_port, "--port", problems) for address in resolved]
+    return {"port": "; ".join(found)}
 
 
 def _port(host: str, port: int, flag: str, problems: list[str]) -> str:

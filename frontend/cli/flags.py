@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.frontend.access.api_key import Right
+from tandem.frontend.cli.server_address import server_url
 from tandem.frontend.cli.trust import Trust
 from tandem.frontend.errors import ApiError
 from tandem.frontend.flags.flag import COUNT, MAX_SECONDS, Flag
@@ -91,7 +92,11 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name a server."""
     group = parser.add_argument_group("server")
     group.add_argument(
-        "--url", default=DEFAULT_URL, type=server_url, metavar="URL", help=f"address (default: {DEFAULT_URL})"
+        "--url",
+        default=DEFAULT_URL,
+        type=_server_url,
+        metavar="URL",
+        help=f"address, http+unix://PATH for a Unix socket (default: {DEFAULT_URL})",
     )
     group.add_argument(
         "--api-key",
@@ -162,14 +167,11 @@ def api_key(arguments: argparse.Namespace) -> str | None:
     return arguments.api_key or (keys[0] if keys else None)
 
 
-def server_url(text: str) -> str:
-    """Parse the address of a server, and remove OpenAI's `/v1` from its end.
-
-    Raises ArgumentTypeError for an address that is not valid.
-    """
-    if not text.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"{text!r} must start with http:// or https://")
-    return text.rstrip("/").removesuffix("/v1")
+def _server_url(text: str) -> str:
+    try:
+        return server_url(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _value_of(field: Field) -> Callable[[str], Any]:

@@ -54,14 +54,14 @@ def add_child_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--supervisor-fd", type=int, help=argparse.SUPPRESS)
 
 
-def _descriptors(text: str) -> tuple[int, ...]:
-    """Parse file descriptors that are separated by commas."""
-    return tuple(map(int, text.split(",")))
+def _descriptors(text: str) -> tuple[tuple[int, ...], ...]:
+    """Parse file descriptors: commas between the slots, colons between those of one."""
+    return tuple(tuple(map(int, slot.split(":"))) for slot in text.split(","))
 
 
-def child_argv(slot: int, listener_fds: Sequence[int], supervisor_fd: int) -> list[str]:
+def child_argv(slot: int, listener_fds: Sequence[Sequence[int]], supervisor_fd: int) -> list[str]:
     """Build the flags of `add_child_arguments` for the process of a slot."""
-    fds = ",".join(map(str, listener_fds))
+    fds = ",".join(":".join(map(str, descriptors)) for descriptors in listener_fds)
     return ["--listener-fds", fds, "--slot", str(slot), "--supervisor-fd", str(supervisor_fd)]
 
 

@@ -1,6 +1,7 @@
 """Flags of the HTTP service, its chats and its shutdown."""
 
 import argparse
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -24,12 +25,22 @@ def _served_name(text: str) -> str:
     return text
 
 
+def _permissions(text: str) -> int:
+    if re.fullmatch(r"(0o?)?[0-7]{3}", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} must be permissions in octal, such as 660")
+    return int(text.removeprefix("0o"), 8)
+
+
 # fmt: off
 HTTP_FLAGS = (
-    Flag("host", _HTTP, "address to listen on", metavar="HOST", is_everyday=True, struct=FrontendConfig,
-         is_forwarded=False),
-    Flag("port", _HTTP, "port to listen on, 0 for any free port", int, (0, 65535), metavar="PORT",
-         is_everyday=True, struct=FrontendConfig, is_forwarded=False),
+    Flag("host", _HTTP, "address or name to listen on, :: for all of IPv6 and IPv4; may be given several times",
+         metavar="HOST", is_everyday=True, is_repeated=True, default=[], default_text="127.0.0.1", is_forwarded=False),
+    Flag("port", _HTTP, "port to listen on, 0 for any free port", int, (0, 65535), metavar="PORT", default_text="8000",
+         is_everyday=True, is_forwarded=False),
+    Flag("uds", _HTTP, "path of a Unix socket to listen on, without TLS; in place of the default host and port, or "
+         "beside those that are given", Path, metavar="PATH", is_forwarded=False, default_text="none"),
+    Flag("uds_mode", _HTTP, "permissions of the Unix socket, in octal", _permissions, metavar="MODE", default=0o600,
+         default_text="600: only the user of the server may connect", is_forwarded=False),
     Flag("served_model_name", _HTTP, "names by which requests select the model; the name * stands for any, quoted in a "
          "shell", _served_name, metavar="NAME", is_list=True, is_everyday=True, default=[],
          default_text="the one that the engine reports, its directory's",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+from tandem.frontend.listening import plain_address
 from tandem.frontend.server.connections import Closed, Connection, Connections
 
 _ACCEPTED_AT_ONCE = 64
@@ -26,21 +27,24 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Connect = Callable[[socket.socket, str], asyncio.Task[None]]
 """Function that begins to serve an accepted connection, given the address of its client."""
+UNIX_PEER = "a Unix socket"
+"""Address, for logs, of a client that has none."""
 
 
 class Listeners:
-    """Listening sockets, one for each slot.
+    """Listening sockets of each slot, of which slots may share some.
 
     This process accepts from those that it is told to, and others may accept from them too. One that is no longer
     accepted from stays open: closing a listening socket resets the connections in its queue. What was accepted is
     served, whatever happens to the listener.
     """
 
-    def __init__(self, sockets: Sequence[socket.socket], connect: Connect) -> None:
+    def __init__(self, slots: Sequence[Sequence[socket.socket]], connect: Connect) -> None:
         """Take over the sockets, from none of which is accepted yet."""
-        self._sockets = tuple(sockets)
+        self._sockets = tuple(map(tuple, slots))
         self._connect = connect
         self._slots: frozenset[int] = frozenset()
+        self._accepting: frozenset[socket.socket] = frozenset()
         self._tasks: set[asyncio.Task[None]] = set()
         """Connections that are being opened."""
 
@@ -55,12 +59,16 @@ class Listeners:
         Raises IndexError for a slot that has none.
         """
         loop = asyncio.get_running_loop()
-        previous, self._slots = self._slots, frozenset(slots)
-        for slot in previous - self._slots:
-            loop.remove_reader(self._sockets[slot])
-        for slot in self._slots - previous:
-            self._sockets[slot].setblocking(False)
-            self._resume(slot)
+        self._slots = frozenset(slots)
+        previous, self._accepting = (
+            self._accepting,
+            frozenset(sock for slot in self._slots for sock in self._sockets[slot]),
+        )
+        for sock in previous - self._accepting:
+            loop.remove_reader(sock)
+        for sock in self._accepting - previous:
+            sock.setblocking(False)
+            self._resume(sock)
 
     async def close(self) -> None:
         """Accept what waits already, then close this process's copies of the sockets.
@@ -68,11 +76,11 @@ class Listeners:
         Connections without TLS have been opened when this returns, so that whoever counts them misses none.
         """
         for _ in range(_LAST_TURNS):
-            if not sum([self._accept(slot) for slot in self._slots]):
+            if not sum([self._accept(sock) for sock in self._accepting]):
                 break
             await asyncio.sleep(0)
         self.accept_from(())
-        for sock in self._sockets:
+        for sock in {sock for slot in self._sockets for sock in slot}:
             sock.close()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_OPENING_SECONDS)
@@ -82,26 +90,30 @@ class Listeners:
         for task in self._tasks:
             task.cancel()
 
-    def _resume(self, slot: int) -> None:
-        if slot in self._slots:
-            asyncio.get_running_loop().add_reader(self._sockets[slot], partial(self._accept, slot))
+    def _resume(self, listener: socket.socket) -> None:
+        if listener in self._accepting:
+            asyncio.get_running_loop().add_reader(listener, partial(self._accept, listener))
 
-    def _accept(self, slot: int) -> int:
+    def _accept(self, listener: socket.socket) -> int:
         """Accept connections and return their number."""
-        for count in range(_ACCEPTED_AT_ONCE):
+        # All processes accept from the one Unix socket; one at a time leaves some for those that have more time.
+        most = 1 if listener.family == socket.AF_UNIX else _ACCEPTED_AT_ONCE
+        for count in range(most):
             try:
-                sock, address = self._sockets[slot].accept()
+                sock, address = listener.accept()
             except OSError as error:
                 if error.errno in _EXHAUSTED:
                     loop = asyncio.get_running_loop()
-                    loop.remove_reader(self._sockets[slot])
-                    loop.call_later(_PAUSE_SECONDS, self._resume, slot)
+                    loop.remove_reader(listener)
+                    loop.call_later(_PAUSE_SECONDS, self._resume, listener)
                 return count
             sock.setblocking(False)
-            task = self._connect(sock, f"{address[0]}:{address[1]}")
+            is_unix = listener.family == socket.AF_UNIX
+            peer = UNIX_PEER if is_unix else f"{plain_address(address[0])}:{address[1]}"
+            task = self._connect(sock, peer)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        return _ACCEPTED_AT_ONCE
+        return most
 
 
 ProtocolFactory = Callable[[Connection], asyncio.Protocol]

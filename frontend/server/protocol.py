@@ -13,12 +13,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from tandem.frontend.api.live_stream import WRITER_KEY
-from tandem.frontend.listening import ConnectionLimits
+from tandem.frontend.listening import ConnectionLimits, plain_address
 from tandem.frontend.server import lingering, refusal
 from tandem.frontend.server.answer_writer import AnswerWriter, bound_unsent
 from tandem.frontend.server.body_parser import body_parser, framing
 from tandem.frontend.server.connections import Closed, Connection, Connections, is_liveness_probe
 from tandem.frontend.server.lingering import LingeringTransport, has_unread
+from tandem.frontend.server.listeners import UNIX_PEER
 from tandem.frontend.server.refusal import Refusal
 
 MAX_PIPELINED = 16
@@ -93,7 +94,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def peer(self) -> str:
-        return f"{self.client[0]}:{self.client[1]}" if self.client else "an unknown address"
+        return f"{self.client[0]}:{self.client[1]}" if self.client else UNIX_PEER
 
     @property
     def _is_answering(self) -> bool:
@@ -109,6 +110,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.client is not None:
+            self.client = (plain_address(self.client[0]), self.client[1])
         bound_unsent(transport)
         self._left_at = self.loop.time()
         self._expire_after(self._limits.header_timeout, Closed.HEADER_TIMEOUT)

@@ -8,7 +8,7 @@ import gc
 import logging
 import socket
 import ssl
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from types import FrameType
 
@@ -17,7 +17,7 @@ import uvicorn
 from tandem.frontend.api.service import Service, build_service
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.control_channel import Beat
-from tandem.frontend.listening import allowed_connections, listen, raise_file_limit, url_of
+from tandem.frontend.listening import allowed_connections, raise_file_limit
 from tandem.frontend.metrics.families import Family, snapshot
 from tandem.frontend.metrics.processes import GarbageCollector
 from tandem.frontend.server.app import create_app
@@ -26,16 +26,12 @@ from tandem.frontend.server.listeners import Handshake, Listeners, server_contex
 from tandem.frontend.server.protocol import LimitedProtocol
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
 from tandem.frontend.server.supervised import Supervised
-from tandem.protocol.logs import announce
 
 logger = logging.getLogger(__name__)
 
 _CHECKS_PER_TIMEOUT = 4
 _CHECK_SECONDS = 1.0
 """Longest time between two checks of the deadlines of a connection."""
-
-_READY_SECONDS = 0.1
-"""Time between two looks at whether the engine answers."""
 
 GRACE_SECONDS = 1.0
 """Time that a connection without a request gets to begin one when the service ends."""
@@ -61,22 +57,21 @@ class DrainingServer(uvicorn.Server):
         service: Service,
         connections: Connections,
         tls: ssl.SSLContext | None,
-        url: str | None = None,
         supervisor: socket.socket | None = None,
     ) -> None:
         """Connect the parts.
 
-        `url` is announced on stdout once the frontend is ready; `supervisor` is the control channel, if there is one.
+        `supervisor` is the control channel, if there is one.
         """
         super().__init__(config)
         self.connections = connections
         self._service = service
         self._tls = tls
-        self._url = url
         self._supervised = Supervised(supervisor, self) if supervisor is not None else None
         if self._supervised is not None:
             service.metric_totals = self._supervised.totals
         self._listeners: Listeners | None = None
+        self._slot_sockets: Sequence[Sequence[socket.socket]] = ()
         self._slots: tuple[int, ...] = (service.config.slot,)
         """Slots to accept from once the process serves."""
         self._is_serving = False
@@ -86,20 +81,24 @@ class DrainingServer(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    def run_slots(self, slots: Sequence[Sequence[socket.socket]]) -> None:
+        """Serve on the sockets of these slots, of which slots may share some."""
+        self._slot_sockets = slots
+        self.run([*{sock for slot in slots for sock in slot}])
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the app, then accept from the sockets.
 
-        There is one for each slot. With a supervisor, connections are accepted only once requests can be answered: a
-        sibling or a predecessor serves meanwhile. Without one, requests that come early wait for the engine.
+        Each is that of one slot, unless `run_slots` says otherwise. With a supervisor, connections are accepted only
+        once requests can be answered: a sibling or a predecessor serves meanwhile. Without one, requests that come
+        early wait for the engine.
         """
         self._loop = asyncio.get_running_loop()
         self._tasks = [asyncio.create_task(self.connections.watch())]
         if self._supervised is not None:
             self._tasks.append(asyncio.create_task(self._supervised.run()))
-        if self._url is not None:
-            self._tasks.append(asyncio.create_task(self._announce(self._url)))
         await super().startup(sockets=[])
-        self._listeners = Listeners(sockets or (), self._connect)
+        self._listeners = Listeners(self._slot_sockets or [[sock] for sock in sockets or ()], self._connect)
         # Objects loaded so far live as long as the process; frozen, they are skipped by every later collection.
         gc.collect()
         gc.freeze()
@@ -205,18 +204,9 @@ class DrainingServer(uvicorn.Server):
         finally:
             self.should_exit = True
 
-    async def _announce(self, url: str) -> None:
-        """Print the URL once the engine answers.
-
-        Whoever waits for the frontend then knows when to begin.
-        """
-        while not self._service.health().ready:
-            await asyncio.sleep(_READY_SECONDS)
-        announce(f"tandem frontend is ready on {url}")
-
     def _connect(self, sock: socket.socket, peer: str) -> asyncio.Task[None]:
         """Begin to serve an accepted connection."""
-        if self._tls is None:
+        if self._tls is None or sock.family == socket.AF_UNIX:
             return asyncio.create_task(self._open(sock))
         timeout = self._service.config.connections.header_timeout
         return Handshake(sock, peer).start(self._tls, timeout, self.connections, self._make_protocol)
@@ -236,8 +226,8 @@ class DrainingServer(uvicorn.Server):
         )
 
 
-def build_server(config: FrontendConfig, url: str | None = None) -> DrainingServer:
-    """Build the server of one frontend, which announces its URL if it has one.
+def build_server(config: FrontendConfig) -> DrainingServer:
+    """Build the server of one frontend.
 
     It follows the supervisor whose control channel the settings name. Raises TokenizerError if the model directory has
     no usable tokenizer.
@@ -246,8 +236,6 @@ def build_server(config: FrontendConfig, url: str | None = None) -> DrainingServ
     connections = _build_connections(config, service)
     settings = uvicorn.Config(
         create_app(service),
-        host=config.host,
-        port=config.port,
         http=LimitedProtocol,
         log_level=None,
         log_config=None,
@@ -262,7 +250,7 @@ def build_server(config: FrontendConfig, url: str | None = None) -> DrainingServ
     if config.tls_cert is not None and config.tls_key is not None:
         tls = server_context(config.tls_cert, config.tls_key)
     supervisor = None if config.supervisor_fd is None else socket.socket(fileno=config.supervisor_fd)
-    return DrainingServer(settings, service, connections, tls, url, supervisor)
+    return DrainingServer(settings, service, connections, tls, supervisor)
 
 
 def _build_connections(config: FrontendConfig, service: Service) -> Connections:
@@ -286,18 +274,15 @@ def _build_connections(config: FrontendConfig, service: Service) -> Connections:
 
 
 def serve(config: FrontendConfig) -> None:
-    """Serve until a signal, on the inherited sockets if the configuration has some.
+    """Serve on the inherited sockets until a signal.
 
-    The address is bound first, so that early clients wait instead of being refused. Raises OSError if the address is in
-    use, TokenizerError if the model directory has no usable tokenizer.
+    Raises TokenizerError if the model directory has no usable tokenizer.
     """
     raise_file_limit()
+    # Each once: of two objects for one descriptor, the first to go would close it.
+    sockets = {fd: socket.socket(fileno=fd) for fd in {fd for slot in config.listener_fds for fd in slot}}
     with ExitStack() as stack:
-        inherited = [stack.enter_context(socket.socket(fileno=fd)) for fd in config.listener_fds]
-        sockets = inherited or [stack.enter_context(listen(config.host, config.port))]
-        # A supervisor announces its frontends itself.
-        url = None if inherited else url_of(sockets[0], "http" if config.tls_cert is None else "https")
-        server = build_server(config, url)
-        if url is not None:
-            announce(f"tandem frontend listens on {url}")
-        server.run(sockets=sockets)
+        for sock in sockets.values():
+            stack.enter_context(sock)
+        server = build_server(config)
+        server.run_slots([[sockets[fd] for fd in slot] for slot in config.listener_fds])

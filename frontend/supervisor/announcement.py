@@ -3,12 +3,14 @@
 import asyncio
 import http.client
 import json
+import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
+from tandem.frontend.listening import UNIX_SCHEME
 from tandem.frontend.supervisor.frontends.frontends import Frontends
 from tandem.frontend.supervisor.supervised_engine import SupervisedEngine
 from tandem.protocol.events import Phase
@@ -26,22 +28,26 @@ class Announcement:
         self,
         engine: SupervisedEngine | None,
         frontends: Frontends | None,
-        http_url: str,
+        http_urls: Sequence[str],
         ops_url: str,
         commit: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Connect the parts.
 
-        `http_url` is that of the frontends, if there are any; `commit` that of a model of the hub, or empty.
+        `http_urls` are those of the frontends, if there are any; `commit` that of a model of the hub, or empty.
         """
         self._engine = engine
         self._frontends = frontends
-        self._http_url = http_url
+        self._http_urls = http_urls
         self._ops_url = ops_url
         self._commit = f"commit {commit}, " if commit else ""
         self._clock = clock
         self._started = clock()
+
+    @property
+    def _addresses(self) -> str:
+        return " and ".join(self._http_urls)
 
     async def run(self) -> None:
         """Print the addresses.
@@ -66,7 +72,7 @@ class Announcement:
         facts = await self._until_ready(self._frontends)
         count = len(self._frontends.slots)
         announce(
-            f"tandem is ready on {self._http_url} (model {facts.get('model')}, {self._commit}{facts.get('device')}, "
+            f"tandem is ready on {self._addresses} (model {facts.get('model')}, {self._commit}{facts.get('device')}, "
             f"{facts.get('kv_tokens')} KV tokens, {f'{count} frontends, ' if count > 1 else ''}"
             f"{self._clock() - self._started:.1f} s)",
         )
@@ -74,10 +80,10 @@ class Announcement:
     async def _announce_frontends(self, frontends: Frontends) -> None:
         while not frontends.was_heard:
             await asyncio.sleep(_POLL_SECONDS)
-        announce(f"tandem frontend listens on {self._http_url}")
+        announce(f"tandem frontend listens on {self._addresses}")
         announce(f"metrics of the frontends on {self._ops_url}/metrics")
         await self._until_ready(frontends)
-        announce(f"tandem frontend is ready on {self._http_url}")
+        announce(f"tandem frontend is ready on {self._addresses}")
 
     async def _until_ready(self, frontends: Frontends) -> dict[str, Any]:
         """Wait until the frontends are ready.
@@ -89,9 +95,22 @@ class Announcement:
         until = self._clock() + _STRAGGLER_SECONDS
         while frontends.num_serving < len(frontends.slots) and self._clock() < until:
             await asyncio.sleep(_POLL_SECONDS)
-        while (facts := await asyncio.to_thread(_ask, self._http_url, "/health/ready")) is None:
+        while (facts := await asyncio.to_thread(_ask, self._http_urls[0], "/health/ready")) is None:
             await asyncio.sleep(2 * _POLL_SECONDS)
         return facts
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """Connection to a Unix socket."""
+
+    def __init__(self, host: str, path: str) -> None:
+        super().__init__(host, timeout=2)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
 
 
 def _reachable(host: str) -> str:
@@ -102,17 +121,24 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
+def _connection(url: str) -> http.client.HTTPConnection:
+    parts = urlsplit(url)
+    if url.startswith(UNIX_SCHEME):
+        return _UnixConnection("localhost", unquote(parts.netloc))
+    host = _reachable(parts.hostname or "")
+    if parts.scheme == "https":
+        # The server is a child of this process on a socket of this process, so its identity needs no proof.
+        context = ssl._create_unverified_context()
+        return http.client.HTTPSConnection(host, parts.port, timeout=2, context=context)
+    return http.client.HTTPConnection(host, parts.port, timeout=2)
+
+
 def _ask(url: str, path: str) -> dict[str, Any] | None:
     """Return the JSON of the frontend's answer to a GET.
 
     None unless it answers with 200.
     """
-    parts = urlsplit(url)
-    host = _reachable(parts.hostname or "")
-    connection = http.client.HTTPConnection(host, parts.port, timeout=2)
-    if parts.scheme == "https":
-        # The server is a child of this process on a socket of this process, so its identity needs no proof.
-        connection = http.client.HTTPSConnection(host, parts.port, timeout=2, context=ssl._create_unverified_context())
+    connection = _connection(url)
     try:
         connection.request("GET", path)
         response = connection.getresponse()

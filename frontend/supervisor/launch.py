@@ -8,26 +8,26 @@ import errno
 import importlib.util
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TypeVar
 
 from tandem.frontend.access.api_keys import ApiKeys
 from tandem.frontend.access.key_sources import api_keys, key_environment
 from tandem.frontend.control_channel import FromFrontend
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.flags.arguments import check_security, child_argv, http_argv
-from tandem.frontend.listening import listen, listen_shared, url_of
+from tandem.frontend.listening import listen, url_of
 from tandem.frontend.process import ManagedProcess
 from tandem.frontend.run_directory import run_directory
+from tandem.frontend.supervisor.addresses.service_sockets import Addresses, ServiceSockets, once_free
+from tandem.frontend.supervisor.addresses.tcp_address import listen_tcp, tcp_addresses
 from tandem.frontend.supervisor.announcement import Announcement
 from tandem.frontend.supervisor.exposition import supervisor_exposition
 from tandem.frontend.supervisor.frontends.frontend_child import FrontendChild
 from tandem.frontend.supervisor.frontends.frontends import Frontends
 from tandem.frontend.supervisor.frontends.on_time_clock import OnTimeClock
-from tandem.frontend.supervisor.model import LaunchError, ModelFolder
+from tandem.frontend.supervisor.model import AddressInUseError, LaunchError, ModelFolder
 from tandem.frontend.supervisor.ops import ops_server
 from tandem.frontend.supervisor.restart_policy import RestartPolicy
 from tandem.frontend.supervisor.status_log import StatusLog
@@ -44,20 +44,6 @@ _OPS_PORTS = 100
 """Number of ports that are tried from the default ops port on."""
 MAX_IPC_PATH = 100
 """Longest path of a socket, in bytes including the suffix `.beat`, that every system accepts."""
-
-
-HANDOVER_SECONDS = 3.0
-"""Seconds for which an address that is in use is waited for."""
-_HANDOVER_POLL_SECONDS = 0.1
-
-T = TypeVar("T")
-
-
-class AddressInUseError(LaunchError):
-    """A port or an endpoint is in use.
-
-    The processes of a supervisor that was just killed may still have it.
-    """
 
 
 def check_engine_installed() -> None:
@@ -103,40 +89,18 @@ def _transport(arguments: argparse.Namespace, endpoint: str) -> Transport:
     return settings
 
 
-def _listen(host: str, port: int, flag: str, count: int = 1) -> list[socket.socket]:
-    try:
-        return listen_shared(host, port, count)
-    except OSError as error:
-        other = f"{flag.removesuffix('port')}host" if error.errno == errno.EADDRNOTAVAIL else flag
-        reason = error.strerror or error
-        kind = AddressInUseError if error.errno == errno.EADDRINUSE else LaunchError
-        raise kind(f"cannot listen on {host}:{port} ({reason}); choose another {other}") from None
-
-
-def once_free(use: Callable[[], T]) -> T:
-    """Return what `use` returns, which needs an address.
-
-    Try it again for a while if the address is in use: the processes of a supervisor that was killed hold its addresses
-    for a moment longer than it runs.
-    """
-    for _ in range(round(HANDOVER_SECONDS / _HANDOVER_POLL_SECONDS)):
-        with suppress(AddressInUseError):
-            return use()
-        time.sleep(_HANDOVER_POLL_SECONDS)
-    return use()
-
-
 def listen_ops(host: str, port: int | None) -> socket.socket:
     """Listen on the ops port given, or on the first free one from the default on.
 
     Raises LaunchError if that is not possible.
     """
+    address = tcp_addresses([host], "--ops-host")[:1]
     if port is None:
         for candidate in range(DEFAULT_OPS_PORT, DEFAULT_OPS_PORT + _OPS_PORTS - 1):
-            with suppress(OSError):
-                return listen(host, candidate)
+            with suppress(AddressInUseError):
+                return listen_tcp(address, candidate, 1, "--ops-port")[0][0]
         port = DEFAULT_OPS_PORT + _OPS_PORTS - 1
-    return _listen(host, port, "--ops-port")[0]
+    return listen_tcp(address, port, 1, "--ops-port")[0][0]
 
 
 def check_unused(endpoint: str) -> None:
@@ -217,7 +181,7 @@ async def supervise(
             process, watch, endpoint, settings, arguments.hang_timeout, RestartPolicy(), StatusLog(watch)
         )
         frontends: Frontends | None = None
-        listeners: list[socket.socket] = []
+        listeners = ServiceSockets(())
         if with_frontends:
             listeners = _open_listeners(arguments, stack)
             frontends = _frontends(arguments, endpoint, model.folder, listeners, private)
@@ -240,19 +204,20 @@ async def supervise_frontends(arguments: argparse.Namespace, model: ModelFolder)
         return await _supervisor(arguments, None, frontends, listeners, ops_socket, model.commit, name).run()
 
 
-def _open_listeners(arguments: argparse.Namespace, stack: ExitStack) -> list[socket.socket]:
+def _open_listeners(arguments: argparse.Namespace, stack: ExitStack) -> ServiceSockets:
     """Open the listening sockets of all frontends until the end of the stack."""
     count = arguments.frontends or default_frontends(usable_cores())
-    opened = once_free(lambda: _listen(arguments.host, arguments.port, "--port", count))
-    return [stack.enter_context(sock) for sock in opened]
+    addresses = Addresses(arguments.host, arguments.port, arguments.uds, arguments.uds_mode)
+    return ServiceSockets.open(addresses, count, stack)
 
 
 def _frontends(
-    arguments: argparse.Namespace, endpoint: str, folder: Path, listeners: Sequence[socket.socket], private: Path
+    arguments: argparse.Namespace, endpoint: str, folder: Path, listeners: ServiceSockets, private: Path
 ) -> Frontends:
     """Build the frontends that serve on these sockets, without starting them."""
-    fds = [sock.fileno() for sock in listeners]
+    fds = listeners.descriptors()
     environment = key_environment(http_keys(arguments))
+    inherited = [sock.fileno() for sock in listeners.all]
     state_dir = arguments.state_dir or private
 
     def command(slot: int, supervisor_fd: int) -> list[str]:
@@ -261,7 +226,7 @@ def _frontends(
     def start_child(
         slot: int, on_message: Callable[[FromFrontend], None], on_exit: Callable[[int], None]
     ) -> FrontendChild:
-        child = FrontendChild(slot, command, fds, environment, on_message, on_exit)
+        child = FrontendChild(slot, command, inherited, environment, on_message, on_exit)
         child.start()
         return child
 
@@ -272,7 +237,7 @@ def _supervisor(
     arguments: argparse.Namespace,
     engine: SupervisedEngine | None,
     frontends: Frontends | None,
-    listeners: Sequence[socket.socket],
+    listeners: ServiceSockets,
     ops_socket: socket.socket,
     commit: str,
     model_name: str,
@@ -281,10 +246,9 @@ def _supervisor(
     exposition = supervisor_exposition(engine, frontends, model_name, arguments.metric_aliases == "vllm")
     times = StopTimes(arguments.shutdown_delay, arguments.drain_timeout) if frontends is not None else StopTimes(0, 0)
     is_tls = frontends is not None and arguments.tls_cert is not None
-    url = url_of(listeners[0], "https" if is_tls else "http") if listeners else ""
-    announcement = Announcement(engine, frontends, url, url_of(ops_socket), commit)
+    announcement = Announcement(engine, frontends, listeners.urls(is_tls), url_of(ops_socket), commit)
     ops = ops_server(engine.watch if engine is not None else None, frontends, exposition)
-    return Supervisor(engine, frontends, listeners, times, announcement, ops, ops_socket)
+    return Supervisor(engine, frontends, listeners.all, times, announcement, ops, ops_socket)
 
 
 def engine_command(endpoint: str, options: EngineOptions, flags: Sequence[str] = ()) -> list[str]:

@@ -25,6 +25,13 @@ class LaunchError(Exception):
     """The requested server cannot be started; the message says what to change."""
 
 
+class AddressInUseError(LaunchError):
+    """A port, a path or an endpoint is in use.
+
+    The processes of a supervisor that was just killed may still have it.
+    """
+
+
 class ModelFolder(Struct, frozen=True):
     """A model in a folder of this machine."""
 

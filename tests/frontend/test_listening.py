@@ -70,7 +70,7 @@ def test_url_names_scheme_address_and_port() -> None:
 
 
 def test_url_has_brackets_around_an_address_of_version_6() -> None:
-    listening: Any = SimpleNamespace(getsockname=lambda: ("::1", 8000, 0, 0))
+    listening: Any = SimpleNamespace(family=socket.AF_INET6, getsockname=lambda: ("::1", 8000, 0, 0))
     assert url_of(listening) == "http://[::1]:8000"
 
 

@@ -29,6 +29,7 @@ from tandem.frontend.cli.batch.progress import BatchProgress, Tally
 from tandem.frontend.cli.connection import ServerError, error_of_response, headers, timeouts, unreachable
 from tandem.frontend.cli.connection_failure import is_permanent
 from tandem.frontend.cli.flags import INTERRUPTED, api_key, trust
+from tandem.frontend.cli.server_address import base_url, unix_path
 
 FIRST_PAUSE = 0.5
 """Seconds before the first retry."""
@@ -69,7 +70,7 @@ class BatchSender:
             retry_after = 0.0
             try:
                 response = await self._http.post(
-                    self._url + request.url, content=memoryview(request.body).tobytes(), headers=_JSON
+                    base_url(self._url) + request.url, content=memoryview(request.body).tobytes(), headers=_JSON
                 )
             except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
                 return BatchFailure("request_timeout", str(unreachable(self._url, error)))
@@ -175,7 +176,10 @@ async def _send_all(
 
     key = headers(api_key(arguments))
     allowed, context = timeouts(arguments.timeout), trust(arguments).context()
-    async with httpx.AsyncClient(headers=key, timeout=allowed, limits=limits, verify=context) as http:
+    path = unix_path(arguments.url)
+    # A transport of its own, which would leave out the proxies of the environment, only where there can be none.
+    unix = None if path is None else httpx.AsyncHTTPTransport(limits=limits, uds=path)
+    async with httpx.AsyncClient(headers=key, timeout=allowed, limits=limits, verify=context, transport=unix) as http:
         sender = BatchSender(http, arguments.url, arguments.retries, progress)
         queue = iter(requests)
         drawing = asyncio.create_task(progress.keep_drawing())

@@ -19,8 +19,10 @@ from tandem.frontend.cli.bench.completion import Dialect
 from tandem.frontend.cli.bench.connection import Endpoint
 from tandem.frontend.cli.bench.level import Level, Slo, summarise
 from tandem.frontend.cli.bench.workloads import Load, Span, Workload
+from tandem.frontend.cli.connection import client, headers, timeouts
 from tandem.frontend.cli.connection_failure import connection_failure, is_permanent
 from tandem.frontend.cli.flags import api_key, trust
+from tandem.frontend.cli.server_address import base_url
 from tandem.frontend.progress import Progress
 
 _LATENCIES = (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("E2E", "e2e_ms"))
@@ -29,6 +31,8 @@ _PROMPT_IDS = Span(100, 400)
 """Token ids of prompts: ordinary tokens even of a small vocabulary."""
 _SLO = Slo(math.inf, math.inf)
 _RETRY_SECONDS = 0.5
+_LIST_SECONDS = 10.0
+"""Longest time between two bytes of the list of models."""
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
@@ -73,27 +77,27 @@ def wait_for_model(url: str, key: str, context: ssl.SSLContext, seconds: float) 
     trusted.
     """
     deadline, said = time.monotonic() + seconds, False
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    while True:
-        try:
-            response = httpx.get(f"{url}/v1/models", headers=headers, timeout=10.0, verify=context)
-            if response.status_code == 200:
-                return str(response.json()["data"][0]["id"])
-            if response.status_code not in (429, 502, 503, 504):
-                raise ValueError(f"{url}/v1/models answered {response.status_code}: {response.text[:200]}")
-            reason = f"it answers {response.status_code}"
-        except httpx.HTTPError as error:
-            if is_permanent(error):
-                raise ValueError(connection_failure(url, error)) from None
-            reason = str(error) or type(error).__name__
-        except (KeyError, IndexError, TypeError):
-            raise ValueError(f"{url}/v1/models lists no model") from None
-        if time.monotonic() >= deadline:
-            raise OSError(f"no server is ready on {url} after {seconds:g} s ({reason}); start it, or raise --wait")
-        if not said:
-            print(f"waiting for {url} ({reason})", file=sys.stderr)
-            said = True
-        time.sleep(_RETRY_SECONDS)
+    with client(url, headers(key), timeouts(_LIST_SECONDS), context) as http:
+        while True:
+            try:
+                response = http.get(f"{base_url(url)}/v1/models")
+                if response.status_code == 200:
+                    return str(response.json()["data"][0]["id"])
+                if response.status_code not in (429, 502, 503, 504):
+                    raise ValueError(f"{url}/v1/models answered {response.status_code}: {response.text[:200]}")
+                reason = f"it answers {response.status_code}"
+            except httpx.HTTPError as error:
+                if is_permanent(error):
+                    raise ValueError(connection_failure(url, error)) from None
+                reason = str(error) or type(error).__name__
+            except (KeyError, IndexError, TypeError):
+                raise ValueError(f"{url}/v1/models lists no model") from None
+            if time.monotonic() >= deadline:
+                raise OSError(f"no server is ready on {url} after {seconds:g} s ({reason}); start it, or raise --wait")
+            if not said:
+                print(f"waiting for {url} ({reason})", file=sys.stderr)
+                said = True
+            time.sleep(_RETRY_SECONDS)
 
 
 def measure(job: Job, processes: int) -> Level:

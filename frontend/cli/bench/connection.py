@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from tandem.frontend.cli.bench.framing import Chunked, Framing, Sized, UntilClose
+from tandem.frontend.cli.server_address import unix_path
 from tandem.frontend.cli.trust import Trust
 
 READ_BYTES = 1 << 16
@@ -26,10 +27,14 @@ class Endpoint:
     is_tls: bool = False
     api_key: str = ""
     trust: Trust = _USUAL
+    uds: str | None = None
+    """Path of a Unix socket to connect to instead of host and port."""
 
     @classmethod
     def parse(cls, url: str, api_key: str = "", trust: Trust = _USUAL) -> "Endpoint":
         """Parse the address of a server. Raises ValueError for one that is not valid."""
+        if (uds := unix_path(url)) is not None:
+            return cls("localhost", 80, "/v1/completions", api_key=api_key, uds=uds)
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"the URL must be http://host:port or https://host:port, not {url!r}")
@@ -82,7 +87,10 @@ class Connection:
 
     @classmethod
     async def open(cls, endpoint: Endpoint, context: ssl.SSLContext | None) -> "Connection":
-        streams = await asyncio.open_connection(endpoint.host, endpoint.port, limit=READ_BYTES, ssl=context)
+        if endpoint.uds is None:
+            streams = await asyncio.open_connection(endpoint.host, endpoint.port, limit=READ_BYTES, ssl=context)
+        else:
+            streams = await asyncio.open_unix_connection(endpoint.uds, limit=READ_BYTES)
         return cls(endpoint, *streams)
 
     async def post(self, body: bytes) -> None:

@@ -14,12 +14,13 @@ from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.run_directory import run_directory
 from tandem.frontend.store.store import StoreLimits
 from tandem.frontend.supervisor import launch, model
+from tandem.frontend.supervisor.addresses import service_sockets
 from tandem.protocol.engine_options import engine_options
 from tandem.protocol.transport_options import transport_argv
 from tandem.protocol.version import distribution_version
 from tests.fakes.tokenizer import write_tokenizer
 
-CHILD = child_argv(1, (5, 6), 9)
+CHILD = child_argv(1, [(5, 7), (6, 7)], 9)
 """Flags that a supervisor gives to a frontend process."""
 
 
@@ -41,7 +42,7 @@ def test_serve_without_torch_names_the_extra(
 def test_start_failure_prints_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "HANDOVER_SECONDS", 0.1)
+    monkeypatch.setattr(service_sockets, "HANDOVER_SECONDS", 0.1)
     with listen("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
         long = "ipc://" + "x" * 120
@@ -127,7 +128,7 @@ def test_supervisor_forwards_its_flags(tmp_path: Path) -> None:
     command = launch.frontend_command(arguments, "ipc:///e", tmp_path, tmp_path / "state", CHILD)
     config = frontend_config(build_parser().parse_args(["frontend", *command[4:]]))
     assert (config.endpoint, config.model_dir) == ("ipc:///e", tmp_path)
-    assert (config.listener_fds, config.slot, config.supervisor_fd) == ((5, 6), 1, 9)
+    assert (config.listener_fds, config.slot, config.supervisor_fd) == (((5, 7), (6, 7)), 1, 9)
     assert (config.max_concurrent, config.drain_timeout, config.step_timeout) == (7, 3.5, 9.0)
 
 

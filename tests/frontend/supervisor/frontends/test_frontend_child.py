@@ -47,7 +47,7 @@ class Life:
         )
 
     def _line(self, slot: int, supervisor_fd: int) -> list[str]:
-        return [*self._command, *child_argv(slot, self._fds, supervisor_fd)]
+        return [*self._command, *child_argv(slot, [[fd] for fd in self._fds], supervisor_fd)]
 
     def close(self) -> None:
         for sock in self.listeners:

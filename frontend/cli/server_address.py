@@ -1,0 +1,33 @@
+"""Address of a server: an URL of HTTP, or of a Unix socket."""
+
+from urllib.parse import quote, unquote
+
+from tandem.frontend.listening import UNIX_SCHEME
+
+_SCHEMES = ("http://", "https://", UNIX_SCHEME)
+
+
+def server_url(text: str) -> str:
+    """Return the address of a server without OpenAI's `/v1` at its end.
+
+    The path of a Unix socket may have its slashes as they are: `http+unix:///run/tandem.sock`. Raises ValueError for an
+    address that is not valid.
+    """
+    if not text.startswith(_SCHEMES):
+        raise ValueError(f"{text!r} must start with http:// or https://, or with {UNIX_SCHEME} for a Unix socket")
+    url = text.rstrip("/").removesuffix("/v1")
+    if (path := unix_path(url)) is None:
+        return url
+    if not path.startswith("/"):
+        raise ValueError(f"{text!r} must have the absolute path of a socket, such as {UNIX_SCHEME}/run/tandem.sock")
+    return f"{UNIX_SCHEME}{quote(path, safe='')}"
+
+
+def unix_path(url: str) -> str | None:
+    """Return the path of a Unix socket from its URL; None for another URL."""
+    return unquote(url.removeprefix(UNIX_SCHEME)) if url.startswith(UNIX_SCHEME) else None
+
+
+def base_url(url: str) -> str:
+    """Return the URL that the paths of requests are appended to."""
+    return url if unix_path(url) is None else "http://localhost"

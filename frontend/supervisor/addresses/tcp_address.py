@@ -1,0 +1,103 @@
+"""TCP addresses to listen on, from the hosts and the port that the user gave."""
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+
+from msgspec import Struct
+
+from tandem.frontend.listening import listen_shared
+from tandem.frontend.supervisor.model import AddressInUseError, LaunchError
+
+_MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""Errors of an address that this machine does not have."""
+_PORT_TRIES = 10
+"""Free ports that are tried for several addresses that are to have the same."""
+
+
+class TcpAddress(Struct, frozen=True):
+    """One address of this machine, and the host that it was resolved from."""
+
+    host: str
+    """Address in numbers, without brackets."""
+    given: str
+    """Host as the user gave it."""
+    is_dual_stack: bool = False
+    """True for an address of IPv6 that stands for all of IPv4 too."""
+
+
+def tcp_addresses(hosts: Sequence[str], flag: str = "--host") -> list[TcpAddress]:
+    """Resolve hosts to addresses without duplicates; a name may have several.
+
+    `::` includes IPv4 unless an address of IPv4 is among the others. Raises LaunchError for an unknown host.
+    """
+    found: dict[str, str] = {}
+    for given in hosts:
+        try:
+            resolved = socket.getaddrinfo(
+                given.strip("[]") or "0.0.0.0", None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+        except (OSError, UnicodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise LaunchError(f"cannot listen on {given} ({why}); choose another {flag}") from None
+        for family, _, _, _, address in resolved:
+            if family in (socket.AF_INET, socket.AF_INET6):
+                found.setdefault(str(address[0]), given)
+    dual = socket.has_dualstack_ipv6() and all(":" in host for host in found)
+    return [TcpAddress(host, given, dual and host == "::") for host, given in found.items()]
+
+
+def listen_tcp(
+    addresses: Sequence[TcpAddress], port: int, count: int, flag: str = "--port"
+) -> list[list[socket.socket]]:
+    """Open `count` sockets on each address, all with the same port, 0 for a free one.
+
+    Of a name with several addresses, those that this machine lacks are left out. Raises LaunchError if an address
+    cannot be listened on.
+    """
+    for _ in range(_PORT_TRIES - 1 if port == 0 and len(addresses) > 1 else 0):
+        with suppress(AddressInUseError):
+            return _listen_tcp(addresses, port, count, flag)
+    return _listen_tcp(addresses, port, count, flag)
+
+
+def _listen_tcp(addresses: Sequence[TcpAddress], port: int, count: int, flag: str) -> list[list[socket.socket]]:
+    opened: list[list[socket.socket]] = []
+    missing: dict[str, LaunchError] = {}
+    heard: set[str] = set()
+    try:
+        for address in addresses:
+            try:
+                sockets = listen_shared(address.host, port, count, address.is_dual_stack)
+            except OSError as error:
+                failure = _failure(address, port, flag, error)
+                if error.errno not in _MISSING or _is_number(address.given):
+                    raise failure from None
+                missing.setdefault(address.given, failure)
+                continue
+            heard.add(address.given)
+            opened.append(sockets)
+            port = port or sockets[0].getsockname()[1]
+        if unheard := [failure for given, failure in missing.items() if given not in heard]:
+            raise unheard[0]
+    except LaunchError:
+        for sock in (sock for group in opened for sock in group):
+            sock.close()
+        raise
+    return opened
+
+
+def _failure(address: TcpAddress, port: int, flag: str, error: OSError) -> LaunchError:
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    other = f"{flag.removesuffix('port')}host" if error.errno in _MISSING else flag
+    kind = AddressInUseError if error.errno == errno.EADDRINUSE else LaunchError
+    return kind(f"cannot listen on {host}:{port} ({error.strerror or error}); choose another {other}")
+
+
+def _is_number(host: str) -> bool:
+    with suppress(ValueError):
+        ipaddress.ip_address(host.strip("[]"))
+        return True
+    return False

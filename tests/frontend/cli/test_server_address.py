@@ -1,0 +1,35 @@
+"""Addresses of servers as --url takes them."""
+
+import pytest
+
+from tandem.frontend.cli.server_address import base_url, server_url, unix_path
+
+UNIX = "http+unix://%2Frun%2Fapi.sock"
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("http://host:8000/v1", "http://host:8000"),
+        ("https://host/", "https://host"),
+        ("http+unix:///run/api.sock", UNIX),
+        ("http+unix:///run/api.sock/v1/", UNIX),
+        (UNIX, UNIX),
+    ],
+)
+def test_url_of_a_server_is_brought_to_one_form(given: str, url: str) -> None:
+    assert server_url(given) == url
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [("host:8000", "must start with http://"), ("ftp://x", "must start"), ("http+unix://api.sock", "absolute path")],
+)
+def test_other_addresses_are_refused(given: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        server_url(given)
+
+
+def test_unix_socket_has_a_path_and_a_base_of_its_own() -> None:
+    assert (unix_path(UNIX), base_url(UNIX)) == ("/run/api.sock", "http://localhost")
+    assert (unix_path("http://host"), base_url("http://host")) == (None, "http://host")
