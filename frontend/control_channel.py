@@ -36,6 +36,8 @@ class Beat(Struct, frozen=True, tag="beat"):
     connections: int = 0
     loop_lag: float = 0.0
     """Longest delay of the event loop since the last beat, in seconds."""
+    engine: tuple[str, str] = ("ready", "")
+    """Status of the engine as this frontend sees it, and the reason while it is not `ready`."""
 
 
 class Leaving(Struct, frozen=True, tag="leaving"):

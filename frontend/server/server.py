@@ -130,7 +130,9 @@ class DrainingServer(uvicorn.Server):
     def beat(self) -> Beat:
         status = "draining" if self._service.draining else "serving" if self._is_serving else "starting"
         slots = self._listeners.slots if self._listeners is not None else ()
-        return Beat(status, slots, self._service.client.num_open, len(self.connections))
+        engine = self._service.client.health()
+        told = (engine.status, engine.reason)
+        return Beat(status, slots, self._service.client.num_open, len(self.connections), engine=told)
 
     def metrics(self) -> tuple[Family, ...]:
         return snapshot(self._service.metrics.registry)

@@ -52,7 +52,7 @@ class FrontendCollector(Collector):
 
 
 def ops_app(watch: EngineWatch | None, frontends: Frontends | None, exposition: Exposition) -> Starlette:
-    """Build the app of `GET /metrics` and `GET /health`."""
+    """Build the app of `GET /metrics` and of a frontend's routes of health."""
 
     async def metrics(_: Request) -> Response:
         return Response(exposition.text(), media_type=CONTENT_TYPE_LATEST)
@@ -61,13 +61,24 @@ def ops_app(watch: EngineWatch | None, frontends: Frontends | None, exposition: 
         body = health(watch, frontends)
         return JSONResponse(body, 200 if body["status"] == "ready" else 503)
 
-    return Starlette(routes=[Route("/metrics", metrics), Route("/health", answer_health)])
+    async def answer_live(_: Request) -> Response:
+        return JSONResponse({"status": "live"})
+
+    return Starlette(
+        routes=[
+            Route("/metrics", metrics),
+            Route("/health", answer_health),
+            Route("/health/ready", answer_health),
+            Route("/health/live", answer_live),
+        ]
+    )
 
 
 def health(watch: EngineWatch | None, frontends: Frontends | None) -> dict[str, Any]:
     """Describe the engine and the frontends, of which there is at least one kind.
 
-    The status is `ready` if all parts are there that answer a request: the engine and one frontend.
+    The status is `ready` if all parts are there that answer a request: the engine and one frontend. Frontends without a
+    `watch` tell of their engine.
     """
     body: dict[str, Any] = {"status": "ready", "reason": ""}
     if watch is not None:
@@ -80,6 +91,8 @@ def health(watch: EngineWatch | None, frontends: Frontends | None) -> dict[str, 
             "percent": heartbeat.percent if heartbeat else None,
             "seconds_since_last_beat": round(watch.silence(), 3),
         }
+    elif frontends is not None:
+        body["status"], body["reason"] = frontends.engine
     if frontends is not None:
         serving, total = frontends.num_serving, len(frontends.slots)
         body |= {"frontends": total, "frontends_serving": serving}

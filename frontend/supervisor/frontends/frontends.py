@@ -64,6 +64,15 @@ class Frontends:
         return sum(slot.is_covered for slot in self.slots)
 
     @property
+    def engine(self) -> tuple[str, str]:
+        """Status and reason of the engine, as the frontends that serve see it.
+
+        It is `ready` if one of them sees it so, otherwise what the first one sees.
+        """
+        seen = [process.beat.engine for slot in self.slots for process in slot.processes if process.is_serving]
+        return next((told for told in seen if told[0] == "ready"), seen[0] if seen else ("ready", ""))
+
+    @property
     def was_ready(self) -> bool:
         """True once a frontend has served."""
         return any(slot.policy.was_ever_ready for slot in self.slots)

@@ -2,11 +2,13 @@
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from starlette.testclient import TestClient
 
+from tandem.frontend.control_channel import Beat
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.supervisor.frontends.frontends import Frontends
 from tandem.frontend.supervisor.frontends.on_time_clock import OnTimeClock
-from tandem.frontend.supervisor.ops import FrontendCollector, health
+from tandem.frontend.supervisor.ops import FrontendCollector, health, ops_app
 from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.stats import EngineStats
 from tests.fakes.clock import FakeClock
@@ -63,6 +65,27 @@ def test_frontends_alone_are_ready_while_one_serves() -> None:
         "status": "no_frontend", "reason": "none of the frontends (1) is ready: they start or drain",
         "frontends": 1, "frontends_serving": 0,
     }  # fmt: skip
+
+
+def test_frontends_alone_tell_of_their_engine() -> None:
+    made, children = frontends(True, True)
+    lost, ready = ("lost", "no heartbeat of the engine for 6 s"), ("ready", "")
+    for slot in (0, 1):
+        children.of(slot).says(Beat("serving", (slot,), engine=lost))
+    assert health(None, made) == {
+        "status": lost[0], "reason": lost[1], "frontends": 2, "frontends_serving": 2,
+    }  # fmt: skip
+    children.of(1).says(Beat("serving", (1,), engine=ready))
+    assert health(None, made)["status"] == "ready"
+
+
+def test_routes_of_health_are_those_of_a_frontend() -> None:
+    registry = CollectorRegistry()
+    for heartbeat, status in ((READY, 200), (LOADING, 503)):
+        client = TestClient(ops_app(watch(heartbeat), None, registry))
+        assert {path: client.get(path).status_code for path in ("/health", "/health/ready", "/health/live")} == {
+            "/health": status, "/health/ready": status, "/health/live": 200,
+        }  # fmt: skip
 
 
 def test_metrics_have_a_series_for_each_slot() -> None:
