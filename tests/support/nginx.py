@@ -38,10 +38,12 @@ http {{
 class Nginx:
     """An nginx that passes requests on to frontends; it listens on entry and leaves no process behind."""
 
-    def __init__(self, folder: Path, upstreams: Sequence[int], replacements: Sequence[tuple[str, str]] = ()) -> None:
-        """Write the configuration of `deploy/nginx` into a folder.
+    def __init__(
+        self, folder: Path, upstreams: Sequence[int], files: Sequence[str] = ("upstream.conf", "server.conf")
+    ) -> None:
+        """Write files of `deploy/nginx` into a folder.
 
-        upstreams: ports of the frontends; replacements: text of the files, and what stands there instead.
+        upstreams: ports of the frontends.
         """
         self.folder = folder
         self.port, self.tls_port = free_port(), free_port()
@@ -52,15 +54,14 @@ class Nginx:
             ("listen 80", f"listen 127.0.0.1:{self.port}"),
             ("listen 443", f"listen 127.0.0.1:{self.tls_port}"),
             ("/etc/nginx/tandem", str(folder)),
-            *replacements,
         ]
-        for name in ("upstream.conf", "server.conf", "locations.conf"):
+        for name in (*files, "locations.conf"):
             text = (ROOT / "deploy" / "nginx" / name).read_text()
             for old, new in changes:
                 text = text.replace(old, new)
-            if name == "upstream.conf":
-                (line,) = re.findall(r"^ *server 127.0.0.1:8000.*$", text, re.MULTILINE)
-                text = text.replace(line, "\n".join(line.replace("8000", str(port)) for port in upstreams))
+            for line in re.findall(r"^ *server \S+:8000 .*$", text, re.MULTILINE):
+                lines = [re.sub(r"\S+:8000", f"127.0.0.1:{port}", line) for port in upstreams]
+                text = text.replace(line, "\n".join(lines))
             (folder / ("" if name == "locations.conf" else "conf.d") / name).write_text(text)
         (folder / "nginx.conf").write_text(MAIN.format(user="user root;" if os.getuid() == 0 else ""))
 

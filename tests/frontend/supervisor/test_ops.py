@@ -6,6 +6,7 @@ from starlette.testclient import TestClient
 
 from tandem.frontend.control_channel import Beat
 from tandem.frontend.engine.health import EngineWatch
+from tandem.frontend.metrics.exposition import Exposition
 from tandem.frontend.supervisor.frontends.frontends import Frontends
 from tandem.frontend.supervisor.frontends.on_time_clock import OnTimeClock
 from tandem.frontend.supervisor.ops import FrontendCollector, health, ops_app
@@ -80,9 +81,9 @@ def test_frontends_alone_tell_of_their_engine() -> None:
 
 
 def test_routes_of_health_are_those_of_a_frontend() -> None:
-    registry = CollectorRegistry()
+    exposition = Exposition((), str)
     for heartbeat, status in ((READY, 200), (LOADING, 503)):
-        client = TestClient(ops_app(watch(heartbeat), None, registry))
+        client = TestClient(ops_app(watch(heartbeat), None, exposition))
         assert {path: client.get(path).status_code for path in ("/health", "/health/ready", "/health/live")} == {
             "/health": status, "/health/ready": status, "/health/live": 200,
         }  # fmt: skip
