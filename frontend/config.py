@@ -88,6 +88,12 @@ class FrontendConfig(Struct, frozen=True):
     """Shortest time between two writes of a stream; what comes in between is written together."""
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
+    access_log: bool = True
+    """True if each request has a line of the log."""
+    log_requests: bool = False
+    """True if prompts and parameters are logged."""
+    max_log_len: int = 2048
+    """Most characters of a prompt in the log."""
 
     @property
     def load_limits(self) -> tuple[int, int]:

@@ -7,9 +7,11 @@ message.
 
 import json
 import logging
+import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, TextIO, get_args
@@ -27,8 +29,11 @@ ACCESS_LOGGER, AUDIT_LOGGER, REQUESTS_LOGGER = "tandem.access", "tandem.audit", 
 _NAMED = frozenset((ACCESS_LOGGER, AUDIT_LOGGER, REQUESTS_LOGGER))
 _FIELDS = "fields"
 """Attribute of a log record under which `with_fields` puts its fields."""
+_TRACE = "trace"
+"""Attribute of a log record under which `without_message` puts a traceback."""
+_MAX_CAUSES = 8
 _INDENT = "    "
-_PLAIN_PUNCTUATION = frozenset("._:/-,+@[]*{}")
+_WORD = re.compile(r"[A-Za-z0-9._:/,+@*{}\[\]-]+")
 
 _QUIET = {
     "asyncio": logging.INFO,
@@ -55,7 +60,7 @@ def field_text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4f}"
     text = str(value)
-    if text.isascii() and text and all(char.isalnum() or char in _PLAIN_PUNCTUATION for char in text):
+    if _WORD.fullmatch(text):
         return text
     return '"' + printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
 
@@ -66,6 +71,22 @@ def with_fields(**fields: object) -> dict[str, dict[str, object]]:
     They follow the message as `name=value`, or are members of the JSON object. Those that are None are left out.
     """
     return {_FIELDS: {name: value for name, value in fields.items() if value is not None}}
+
+
+def without_message(error: BaseException) -> dict[str, str]:
+    """Return the `extra` of a log call about an error whose message is left out.
+
+    Its line has the traceback. The message of an error that a request causes may repeat a part of the request, which is not to be logged.
+    """
+    parts: list[str] = []
+    current: BaseException | None = error
+    while current is not None and len(parts) < _MAX_CAUSES:
+        frames = "".join(traceback.format_tb(current.__traceback__))
+        parts.append(
+            f"Traceback (most recent call last):\n{frames}{type(current).__name__}: (its message is not logged)"
+        )
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return {_TRACE: "\nwhich was caused by\n".join(parts)}
 
 
 class Timestamps:
@@ -99,8 +120,9 @@ class LineHandler(logging.StreamHandler[TextIO]):
         self.acquire()
         try:
             self.stream.write(line + "\n")
-            self.stream.flush()
-        except (OSError, ValueError):  # as for every other handler, a log that cannot be written ends nothing
+            if not getattr(self.stream, "line_buffering", False):
+                self.stream.flush()
+        except (OSError, ValueError):  # a log that cannot be written ends nothing
             pass
         finally:
             self.release()
@@ -133,7 +155,7 @@ class LineHandler(logging.StreamHandler[TextIO]):
     @staticmethod
     def _trace(record: logging.LogRecord) -> str:
         """Return the traceback of a record, and the stack that it was asked for."""
-        parts = []
+        parts = [getattr(record, _TRACE)] if hasattr(record, _TRACE) else []
         if record.exc_info and record.exc_info[0] is not None:
             parts.append(logging.Formatter().formatException(record.exc_info))
         if record.stack_info:

@@ -12,6 +12,7 @@ from tandem.engine_core.constraints.grammars import CompiledGrammar
 from tandem.engine_core.contracts import Constraint
 from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
+from tandem.protocol.logs import without_message
 from tandem.protocol.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ class GrammarCompiler:
         except RequestError as error:
             result = error
         except BaseException as error:  # a panic of llguidance is not an Exception
-            logger.exception("a grammar of %d characters", len(grammar))
+            logger.error("a grammar of %d characters failed", len(grammar), extra=without_message(error))
             result = RequestError(ErrorCode.INVALID_GRAMMAR, f"the grammar does not compile: {error}")
         self._compiled.put(Compiled(grammar, result, self.clock() - start))
         self.wake()

@@ -18,6 +18,7 @@ from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Generation
+from tandem.frontend.generation.prompt_log import log_request
 from tandem.frontend.generation.request_record import RequestRecord
 from tandem.frontend.generation.usage import Usage
 
@@ -68,6 +69,8 @@ class GenerationResponse(Response):
         config, record = self._service.config, request_record(scope)
         start = partial(generation.start, *config.load_limits, record, config.request_timeout)
         self._service.num_responses += 1
+        if config.log_requests:
+            log_request(record, generation.admitted, self._service.tokenizer, config.max_log_len)
         try:
             writer.set_leave(leave)
             if generation.admitted.options.stream:

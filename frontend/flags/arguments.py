@@ -20,6 +20,7 @@ from tandem.frontend.flags.access_flags import ACCESS, ACCESS_FLAGS
 from tandem.frontend.flags.flag import add_flags
 from tandem.frontend.flags.http_flags import HTTP_FLAGS
 from tandem.frontend.flags.limit_flags import LIMIT_FLAGS
+from tandem.frontend.flags.log_flags import LOG_FLAGS
 from tandem.frontend.flags.store_flags import STORE_FLAGS
 from tandem.frontend.flags.watch_flags import WATCH_FLAGS
 from tandem.frontend.listening import ConnectionLimits
@@ -29,7 +30,7 @@ from tandem.protocol.engine_options import flag_name
 from tandem.protocol.sockets import check_port
 from tandem.protocol.transport_options import transport
 
-FRONTEND_FLAGS = (*HTTP_FLAGS, *LIMIT_FLAGS, *STORE_FLAGS, *ACCESS_FLAGS, *WATCH_FLAGS)
+FRONTEND_FLAGS = (*HTTP_FLAGS, *LIMIT_FLAGS, *STORE_FLAGS, *ACCESS_FLAGS, *LOG_FLAGS, *WATCH_FLAGS)
 """All flags of an HTTP process but those of its keys and its link to the engine."""
 
 
@@ -40,6 +41,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
     add_key_arguments(access)
     for flag in ACCESS_FLAGS:
         flag.add_to(access)
+    add_flags(parser, LOG_FLAGS)
 
 
 def add_watch_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,9 @@ from tandem.frontend.request.extra_fields import ignored_label
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER, IGNORED_KEY, IgnoredFields
 from tandem.frontend.server.paths import is_health_check, route_label
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
+from tandem.frontend.server.request_log.access_log import AccessLog
+from tandem.frontend.server.request_log.audit_log import AuditLog
+from tandem.protocol.logs import without_message
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +34,19 @@ class Access:
     It adds a request id to each response, counts it and logs failures; bodies pass through unchanged.
     """
 
-    def __init__(self, app: ASGIApp, metrics: FrontendMetrics) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: FrontendMetrics, access: AccessLog, audit: AuditLog, with_details: bool
+    ) -> None:
+        """Connect the parts.
+
+        `with_details` logs, at the level debug, what is wrong with requests that are refused.
+        """
         self._app = app
         self._metrics = metrics
         self._log = RateLimitedLog(logger)
+        self._access = access
+        self._audit = audit
+        self._with_details = with_details
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,11 +69,15 @@ class Access:
 
         try:
             await self._app(scope, receive, marking_send)
-        except Exception:
+        except Exception as error:
             # The framework has sent a 500 if the response had not started.
-            logger.exception("%s failed, request id %s", _request_line(scope), own_id.decode())
+            record.error = record.error or "internal_error"
+            what = (_request_line(scope), own_id.decode(), type(error).__name__)
+            logger.error("%s failed, request id %s: %s", *what, extra=without_message(error))
         finally:
             record.ended_at = time.monotonic()
+            self._audit.write(scope)
+            self._access.write(scope)
 
     def _ignored(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """Count the fields without effect and return the header that names them."""
@@ -78,7 +94,9 @@ class Access:
             # A health check reports its 503 in the response; it is not logged as a failure.
             is_fault = status >= 500 and not is_health_check(scope["path"])
             line = f"{status} for {_request_line(scope)}, request id {own_id.decode()}"
-            if message := scope.get(ERROR_KEY):
+            # What is wrong with a request may repeat a part of it.
+            is_own = status == 429 or status >= 500 or self._with_details
+            if is_own and (message := scope.get(ERROR_KEY)):
                 line = f"{line}: {message[:_MESSAGE_CHARACTERS]!r}"
             if status == 429 or (is_fault and status in (503, 529)):
                 self._log.warning(str(status), line)  # of which there are many under overload

@@ -32,6 +32,8 @@ from tandem.frontend.server.access import Access
 from tandem.frontend.server.direct_routes import DirectRoutes, direct_endpoints, internal_error
 from tandem.frontend.server.openapi import document
 from tandem.frontend.server.paths import is_health_check, missing_route
+from tandem.frontend.server.request_log.access_log import AccessLog
+from tandem.frontend.server.request_log.audit_log import AuditLog
 from tandem.frontend.server.require_key import RequireKey
 from tandem.protocol.version import distribution_version
 
@@ -111,7 +113,8 @@ def _wrap_middleware(app: ASGIApp, service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["x-request-id", "request-id", "retry-after", IGNORED_HEADER],
         )
-    return Access(_after_first_link(app, service), service.metrics)
+    access = AccessLog(config.access_log)
+    return Access(_after_first_link(app, service), service.metrics, access, AuditLog(), config.log_requests)
 
 
 def _after_first_link(app: ASGIApp, service: Service) -> ASGIApp:

@@ -11,6 +11,8 @@ _OPEN_PREFIX = "/health/"
 """Prefix of the health checks, which orchestrators and load balancers send without a key."""
 _OPEN_PATHS = frozenset(("/health", "/ping"))
 """Paths of the health checks of other servers."""
+OTHER = "other"
+"""Label of every path that is not one of a route."""
 _ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages"),
     *("/v1/messages/count_tokens", "/v1/models", "/tokenize", "/detokenize", "/admin/scheduler", "/admin/pause"),
@@ -83,7 +85,7 @@ def route_label(path: str) -> str:
     """
     if path in _ROUTES:
         return path
-    return next((label for start, label in _NAMED.items() if path.startswith(start)), "other")
+    return next((label for start, label in _NAMED.items() if path.startswith(start)), OTHER)
 
 
 def needed_right(path: str) -> Right | None:

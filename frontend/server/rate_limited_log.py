@@ -19,6 +19,11 @@ class RateLimitedLog:
         self._held: dict[str, tuple[int, str]] = {}
         """Number and last of the messages withheld, of each kind that was logged within the interval."""
 
+    @property
+    def num_kinds(self) -> int:
+        """Number of kinds of which there was a message within the interval."""
+        return len(self._held)
+
     def warning(self, kind: str, message: str) -> None:
         """Log a message, or count it if one of its kind was logged recently."""
         if kind in self._held:

@@ -33,6 +33,7 @@ _CHUNK = ForeignFlag("--prefill-chunk", "--max-step-tokens bounds a whole step")
 _CACHE = ForeignFlag("--prefix-cache", "on by default; --prefix-cache off turns it off")
 _GRAPHS = ForeignFlag("--graph-rows", "--graph-rows off runs without CUDA graphs")
 _MODEL = ForeignFlag("--model")
+_NO_ACCESS_LOG = ForeignFlag("--access-log off")
 _POLICY = ForeignFlag("--policy")
 _TOOLS = ForeignFlag("--tool-parser", "auto finds the format of most models; no further flag is needed")
 
@@ -66,6 +67,9 @@ FOREIGN_FLAGS = {
     "--ssl-certfile": ForeignFlag("--tls-cert"), "--ssl-keyfile": ForeignFlag("--tls-key"),
     "--ssl-cert-file": ForeignFlag("--tls-cert"), "--ssl-key-file": ForeignFlag("--tls-key"),
     "--uvicorn-log-level": ForeignFlag("--log-level"),
+    "--disable-uvicorn-access-log": _NO_ACCESS_LOG, "--no-access-log": _NO_ACCESS_LOG,
+    "--enable-log-requests": ForeignFlag("--log-requests on"),
+    "--disable-log-requests": ForeignFlag("--log-requests off", "which is the default"),
     "-t": ForeignFlag("--threads"),
     "--seed": ForeignFlag(reason="seeds are a field of each request; the server has none"),
     "--temperature": ForeignFlag(reason="sampling parameters are fields of each request; see --generation-config"),

@@ -1,0 +1,126 @@
+"""One line of the log for each request, at its end."""
+
+import logging
+import time
+
+from msgspec import Struct
+from starlette.types import Scope
+
+from tandem.frontend.access.api_key import key_name
+from tandem.frontend.api.request_scope import request_record
+from tandem.frontend.server.paths import OTHER, is_health_check, route_label
+from tandem.protocol.logs import ACCESS_LOGGER, field_text, json_line, line_handler
+
+_PATH_CHARACTERS = 200
+"""Length to which a path is cut that is not one of a route."""
+_SCRAPE = "/metrics"
+
+
+class AccessLine(Struct, omit_defaults=True):
+    """Facts of one request, in the order in which they are written.
+
+    Those that are None or empty are left out.
+    """
+
+    request_id: str
+    key: str = ""
+    """Name of its API key."""
+    client: str = ""
+    """Address of the client; that which a trusted proxy names."""
+    method: str = ""
+    route: str = ""
+    path: str = ""
+    """Path of a request to no known route."""
+    status: int | None = None
+    model: str = ""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    ttft: float | None = None
+    """Seconds to the first token."""
+    duration: float | None = None
+    finish_reason: str = ""
+    """Reasons for which its choices ended, separated by commas."""
+    end: str = ""
+    """complete, error, or disconnect if the client left before the end of the answer."""
+    error: str = ""
+    """Code of the error."""
+
+
+class AccessLog:
+    """Writer of the lines of requests.
+
+    Health checks and scrapes are written at the level debug only. A line costs less than one of `logging`, as nothing
+    looks for the place in the code that it comes from, and it is formatted in one go.
+    """
+
+    def __init__(self, is_enabled: bool = True) -> None:
+        self._is_enabled = is_enabled
+        self._logger = logging.getLogger(ACCESS_LOGGER)
+
+    def write(self, scope: Scope) -> None:
+        """Write the line of a request that has ended."""
+        path: str = scope["path"]
+        level = logging.DEBUG if path == _SCRAPE or is_health_check(path) else logging.INFO
+        if not self._is_enabled or not self._logger.isEnabledFor(level):
+            return
+        line = access_line(scope)
+        handler = line_handler()
+        if handler is None:
+            self._logger.log(level, "%s", access_text(line))
+            return
+        stamp, name = handler.timestamps.at(time.time()), logging.getLevelName(level)
+        if handler.log_format == "text":
+            handler.write_line(f"{stamp} {handler.process} {name} {ACCESS_LOGGER}: {access_text(line)}")
+        else:
+            head = (
+                f'{{"time":"{stamp}","level":"{name.lower()}","process":"{handler.process}","logger":"{ACCESS_LOGGER}",'
+                f'"message":"{line.method} {line.route}",'
+            )
+            handler.write_line(head + json_line(line)[1:])
+
+
+def access_line(scope: Scope) -> AccessLine:
+    """Collect the facts of a request from its scope and its record."""
+    record, client, path = request_record(scope), scope.get("client"), scope["path"]
+    route = route_label(path)
+    line = AccessLine(
+        record.request_id,
+        key_name(scope),
+        f"{client[0]}:{client[1]}" if client else "",
+        scope["method"],
+        route,
+        path[:_PATH_CHARACTERS] if route == OTHER else "",
+        record.status or None,
+        duration=None if record.duration is None else round(record.duration, 6),
+        end=record.end,
+        error=record.error,
+    )
+    if record.num_choices:
+        line.model = record.model
+        line.prompt_tokens, line.cached_tokens = record.prompt_tokens, record.cached_tokens
+        line.output_tokens = record.output_tokens
+        if (ttft := record.time_to_first_token) is not None:
+            line.ttft = round(ttft, 6)
+        reasons = record.finish_reasons
+        line.finish_reason = reasons[0] if len(reasons) == 1 else ",".join(dict.fromkeys(reasons))
+    return line
+
+
+def access_text(line: AccessLine) -> str:
+    """Return the facts of a request as text, of which none can be taken for another."""
+    parts = [
+        f"{line.method} {line.route} {line.status or '-'} request_id={field_text(line.request_id)}",
+        f" key={field_text(line.key)}" if line.key else "",
+        f" client={field_text(line.client)}" if line.client else "",
+        f" path={field_text(line.path)}" if line.path else "",
+    ]
+    if line.output_tokens is not None:
+        parts += [
+            f" model={field_text(line.model)} prompt_tokens={line.prompt_tokens} cached_tokens={line.cached_tokens}"
+            f" output_tokens={line.output_tokens}",
+            f" ttft={line.ttft:.4f}" if line.ttft is not None else "",
+            f" finish_reason={line.finish_reason}" if line.finish_reason else "",
+        ]
+    error = f" error={field_text(line.error)}" if line.error else ""
+    return "".join(parts) + f" duration={line.duration or 0.0:.4f} end={line.end}{error}"

@@ -1,0 +1,53 @@
+"""Lines of the log about what operators do, and about keys that are refused."""
+
+import logging
+
+from starlette.types import Scope
+
+from tandem.frontend.access.api_key import key_name
+from tandem.frontend.api.request_scope import request_record
+from tandem.frontend.server.rate_limited_log import RateLimitedLog
+from tandem.protocol.logs import AUDIT_LOGGER, field_text
+
+_ADMIN = "/admin/"
+_SESSIONS = "/v1/sessions/"
+_QUERY_CHARACTERS = 200
+_MAX_ADDRESSES = 256
+"""Addresses with lines of their own among those whose keys are refused; all others share one."""
+
+
+class AuditLog:
+    """Writer of lines about operators and about refused keys.
+
+    Each call of an administrator and each session ended by hand has a line. A refused key is never written, and of one address there are two lines at most in an interval.
+    """
+
+    def __init__(self) -> None:
+        self._logger = logging.getLogger(AUDIT_LOGGER)
+        self._refused = RateLimitedLog(self._logger)
+
+    def write(self, scope: Scope) -> None:
+        """Write the line of a request that has ended, if it is worth one."""
+        path, record = scope["path"], request_record(scope)
+        if record.status in (401, 403):
+            address = scope["client"][0] if scope.get("client") else ""
+            kind = address if self._refused.num_kinds < _MAX_ADDRESSES else "others"
+            why = "no valid key" if record.status == 401 else "a key without the right"
+            self._refused.warning(kind, f"refused: {why}: {self._describe(scope)}")
+        elif path.startswith(_ADMIN) or (path.startswith(_SESSIONS) and scope["method"] == "DELETE"):
+            self._logger.info("%s", self._describe(scope))
+
+    @staticmethod
+    def _describe(scope: Scope) -> str:
+        record, client = request_record(scope), scope.get("client")
+        target, query = scope["path"], scope.get("query_string", b"")
+        if query and record.status not in (401, 403):  # a key may have been given in the wrong place
+            target += "?" + query.decode("latin-1")
+        fields = {
+            "key": key_name(scope) or "-",
+            "client": f"{client[0]}:{client[1]}" if client else "-",
+            "request_id": record.request_id,
+            "status": record.status or "-",
+        }
+        told = " ".join(f"{name}={field_text(value)}" for name, value in fields.items())
+        return f"{scope['method']} {field_text(target[:_QUERY_CHARACTERS])} {told}"
