@@ -76,7 +76,8 @@ def with_fields(**fields: object) -> dict[str, dict[str, object]]:
 def without_message(error: BaseException) -> dict[str, str]:
     """Return the `extra` of a log call about an error whose message is left out.
 
-    Its line has the traceback. The message of an error that a request causes may repeat a part of the request, which is not to be logged.
+    Its line has the traceback. The message of an error that a request causes may repeat a part of the request, which
+    is not to be logged.
     """
     parts: list[str] = []
     current: BaseException | None = error

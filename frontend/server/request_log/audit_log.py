@@ -19,7 +19,8 @@ _MAX_ADDRESSES = 256
 class AuditLog:
     """Writer of lines about operators and about refused keys.
 
-    Each call of an administrator and each session ended by hand has a line. A refused key is never written, and of one address there are two lines at most in an interval.
+    Each call of an administrator and each session ended by hand has a line. A refused key is never written, and of one
+    address there are two lines at most in an interval.
     """
 
     def __init__(self) -> None:
