@@ -52,9 +52,8 @@ def complete(url: str, prompt: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "mistral" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_over_http_are_those_of_generate(name: str, tmp_path: Path) -> None:
     import transformers
 

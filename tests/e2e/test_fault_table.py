@@ -13,7 +13,7 @@ from tests.support.serving import GUARD_SECONDS, until
 from tests.support.stopped_process import stop_process
 from tests.support.stream_client import Stream, StreamClient, Summary, answer, completion, summary
 
-FRONTENDS = 4
+FRONTENDS = 3
 LONG = 2000
 """Tokens of a stream that outlives its test."""
 WHOLE = 180

@@ -14,6 +14,7 @@ from tandem.frontend.cli.main import main
 from tandem.frontend.hub.cache import ModelCache
 from tests.fakes.hub_server import COMMIT, HubServer, Repository, digest_of, hub_server
 from tests.support.hub_models import UNWANTED
+from tests.support.scripted_serving import ScriptedServing
 from tests.support.serving import GUARD_SECONDS, Serving, until
 
 NAME = "org/Tiny-Model"
@@ -45,22 +46,23 @@ def complete(server: Serving, model: str) -> str:
 
 def test_server_downloads_once_continues_after_a_cut_and_serves_from_the_cache(hub: HubServer, tmp_path: Path) -> None:
     hub.cuts[WEIGHTS] = [3 * 2**20]
-    with Serving(tmp_path / "log", NAME) as server:
+    with ScriptedServing(tmp_path / "log", NAME) as server:
         assert complete(server, NAME)
         assert json.loads(server.get("/v1/models")[1])["data"][0]["id"] == NAME
+        until(lambda: server.said(f"(model {NAME}, commit {COMMIT}, cpu"), "the line that the server is ready")
         log = (tmp_path / "log").read_text()
-        assert f"(model {NAME}, commit {COMMIT}, cpu" in log
         assert f"downloading {NAME}, commit {COMMIT}: 5 files, 11.2 MB" in log
         assert "downloaded 100 %" in log
     assert len(hub.lists()) == 1
     assert [len(hub.bodies(name)) for name in ("config.json", "tokenizer.json", WEIGHTS)] == [1, 1, 2]
     assert hub.bodies(WEIGHTS)[1].range.startswith("bytes=")
+    (weights,) = (tmp_path / "home").rglob(WEIGHTS)
+    assert weights.read_bytes() == default_model()[WEIGHTS], "the scripted engine does not read them"
     hub.close()
-    with Serving(tmp_path / "log2", NAME) as server:
+    with ScriptedServing(tmp_path / "log2", NAME) as server:
         assert complete(server, NAME)
-        log = (tmp_path / "log2").read_text()
-        assert f"serving {NAME} from the cache, commit {COMMIT}" in log
-        assert f"(model {NAME}, commit {COMMIT}, cpu" in log
+        assert server.said(f"serving {NAME} from the cache, commit {COMMIT}")
+        until(lambda: server.said(f"(model {NAME}, commit {COMMIT}, cpu"), "the line that the server is ready")
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

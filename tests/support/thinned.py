@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
-ONE_IN = 3
+ONE_IN = 4
 
 
 def thinned(*axes: Sequence[Any]) -> list[ParameterSet]:
     """Return every combination, those outside the sample marked slow.
 
-    The sample is one combination in three, or one in two if an axis has two values. It has each value of two axes, and
-    each pair of values of three.
+    The sample is one combination in four, or in as many as the shortest axis has values. It has each value of two axes,
+    and each pair of values of three.
     """
     stride = min(ONE_IN, *map(len, axes))
     found = []

@@ -17,7 +17,7 @@ from tandem.protocol.params import SamplingParams
 from tests.support.engine_driver import DrivenEngine
 from tests.support.grammar_cases import REGEXES, SCHEMAS
 
-SEEDS = 3
+SEEDS = 2
 LONGEST, SHORT = 160, 5
 PROMPT = "What does json.loads do?"
 

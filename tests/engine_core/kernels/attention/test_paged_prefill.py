@@ -175,7 +175,7 @@ def test_a_window_reads_no_key_outside_it(device: str) -> None:
 @pytest.mark.parametrize(
     ("work", "splits", "layer"),
     thinned(
-        [[(0, 40)], [(60, 5), (130, 33)], [(17, 23), (0, 1), (190, 2)]],
+        [[(0, 40)], [(60, 5), (90, 17)], [(17, 23), (0, 1), (120, 2)]],
         [2, 5, 16],
         [LAYER, LayerAttention(0.2, 1), LayerAttention(0.2, 30), LayerAttention(0.2, 30, 2.0)],
     ),

@@ -20,14 +20,14 @@ def test_top_p_keeps_and_draws_as_the_oracle(scale: float, device: str) -> None:
 
 
 def test_drawing_before_the_cutoff_is_known_changes_no_token(device: str) -> None:
-    case = make_case(8, 200, seed=11, scale=0.5)
+    case = make_case(4, 200, seed=14, scale=0.5)
     truncations(case, [0, 0, 0, 7], [0.05, 0.2, 0.5, 1.0], [0.0, 0.0, 0.3])
     case = case.to(device)
     expected = run(case.sampler(**SIZES, tries=0), case, Mode.FULL)
     for tries in (1, 3):
         sampler = case.sampler(**SIZES, tries=tries)
         assert torch.equal(run(sampler, case, Mode.FULL), expected), tries
-        left = sampler.scratch.state[:8]
+        left = sampler.scratch.state[:4]
         assert (left == 0).any() and (left == 1).any(), "some draws lie within top-p and some do not"
 
 
@@ -73,18 +73,18 @@ def test_far_outliers_change_no_token(device: str) -> None:
 
 
 def test_bias_penalties_and_suppression_equal_the_oracle(device: str) -> None:
-    case = make_case(8, 140, seed=6)
+    case = make_case(5, 140, seed=6)
     ask_everything(case)
     check_full(case.to(device), **SIZES)
 
 
 @pytest.mark.parametrize("vocab", [65])
 def test_all_parameters_under_a_mask_equal_the_oracle(vocab: int, device: str) -> None:
-    case = make_case(6, vocab, seed=7)
+    case = make_case(5, vocab, seed=7)
     ask_everything(case)
     truncations(case, [0, 9, 0, 30], [0.8, 1.0, 0.95], [0.0, 0.05])
     generator = torch.Generator().manual_seed(8)
-    words = torch.randint(-(2**31), 2**31, (6, -(-vocab // 32)), generator=generator)
+    words = torch.randint(-(2**31), 2**31, (5, -(-vocab // 32)), generator=generator)
     case.allowed = words.int()
     check_full(case.to(device), **SIZES)
 
@@ -108,16 +108,16 @@ def test_a_fully_masked_row_samples_id_0_and_changes_no_other_row(device: str) -
 @pytest.mark.parametrize("vocab", [140])
 def test_masks_for_some_rows(vocab: int, device: str) -> None:
     """Rows without a constraint are masked by all ones and draw what they draw in a step without masks."""
-    case = make_case(6, vocab, seed=12).to(device)
+    case = make_case(4, vocab, seed=12).to(device)
     tokens, sampler = case.tokens.clone(), case.sampler(**SIZES)
     free = run(sampler, case, Mode.FULL)
-    case.allowed = torch.full((6, -(-vocab // 32)), -1, dtype=torch.int32, device=device)
-    case.allowed[[1, 4]] = torch.tensor([1 << 7, 3, 0, 1 << 30, 0], dtype=torch.int32, device=device)
+    case.allowed = torch.full((4, -(-vocab // 32)), -1, dtype=torch.int32, device=device)
+    case.allowed[[1, 3]] = torch.tensor([1 << 7, 3, 0, 1 << 30, 0], dtype=torch.int32, device=device)
     case.tokens[:] = tokens
     masked = run(sampler, case, Mode.FULL)
-    others = [0, 2, 3, 5]
+    others = [0, 2]
     assert torch.equal(masked[others], free[others])
-    assert set(masked[[1, 4]].tolist()) <= {7, 32, 33, 126}
+    assert set(masked[[1, 3]].tolist()) <= {7, 32, 33, 126}
     case.tokens[:] = tokens
     check_full(case, **SIZES)
 
