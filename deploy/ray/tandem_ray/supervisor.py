@@ -80,14 +80,16 @@ class Supervisor:
         self._on_exit()
         reader.join(_SECONDS_FOR_LAST_WORDS)
         self.exit_status = describe_exit(code)
+        reader.join()
 
     def _read(self, output: IO[str]) -> None:
         """Repeat the output on stderr, which Ray collects, and find the ops port in it."""
-        for line in output:
-            self._lines.append(line.rstrip("\n"))
-            print(line, end="", file=sys.stderr, flush=True)
-            if not self.ops_url and (found := _OPS_LINE.search(line)):
-                self.ops_url = found[1]
+        with output:
+            for line in output:
+                self._lines.append(line.rstrip("\n"))
+                print(line, end="", file=sys.stderr, flush=True)
+                if not self.ops_url and (found := _OPS_LINE.search(line)):
+                    self.ops_url = found[1]
 
 
 def end_process() -> None:
