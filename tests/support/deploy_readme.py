@@ -1,0 +1,73 @@
+"""The shell blocks of deploy/README.md, run in a folder that stands for a host."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "deploy" / "README.md"
+PLACES = re.compile(r"(?<![\w./-])/(?=(?:etc|opt|usr/lib)/)")
+"""Slash that begins a path of the host which a command writes or reads."""
+NOT_HERE = (
+    *("apt-get", "curl", "docker", "nginx", "pip", "pkill", "python3", "scp", "serve", "systemctl", "systemd-sysusers"),
+)
+"""Programs that need root, another machine or a running server; here they do nothing."""
+TANDEM = """#!{python}
+import sys
+sys.path.insert(0, {source!r})
+from tandem.frontend.cli.main import build_parser, main
+arguments = build_parser().parse_args()
+if arguments.command in ("keys", "api-key"):
+    sys.exit(main())
+if arguments.command in ("serve", "engine", "frontend"):
+    print("started:", *sys.argv[1:])
+"""
+KUBECTL = """#!/bin/sh
+if [ "$1" = kustomize ]; then exec {kubectl} "$@"; fi
+"""
+
+
+def blocks() -> list[str]:
+    """Return the shell blocks, without the comments at the ends of lines."""
+    found = re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    return [re.sub(r" {2,}#.*$", "", block, flags=re.MULTILINE) for block in found]
+
+
+class Host:
+    """A folder with what a clone of the repository has for operators, and programs that touch nothing else."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shims = folder / "shims"
+        shims.mkdir()
+        shutil.copytree(ROOT / "deploy", folder / "deploy", ignore=shutil.ignore_patterns("secrets", "__pycache__"))
+        shutil.copytree(
+            ROOT / "deploy" / "kubernetes" / "secrets", folder / "deploy" / "kubernetes" / "secrets",
+            ignore=shutil.ignore_patterns("keys", "api-keys.toml"),
+        )  # fmt: skip
+        programs = dict.fromkeys(NOT_HERE, "#!/bin/sh\n")
+        programs["tandem"] = TANDEM.format(python=sys.executable, source=str(ROOT / "src"))
+        programs["kubectl"] = KUBECTL.format(kubectl=shutil.which("kubectl") or ":")
+        for name, text in programs.items():
+            (shims / name).write_text(text)
+            (shims / name).chmod(0o755)
+        for place in ("etc/nginx/conf.d", "etc/nginx/sites-enabled", "etc/systemd/system", "usr/lib", "opt/tandem/bin"):
+            (folder / place).mkdir(parents=True)
+        for name in ("tandem", "pip"):
+            shutil.copy(shims / "tandem" if name == "tandem" else shims / "curl", folder / "opt/tandem/bin" / name)
+        (folder / "etc/nginx/sites-enabled/default").touch()
+        for name in ("cert.pem", "key.pem"):
+            (folder / name).touch()
+
+    def run(self, block: str) -> str:
+        """Run a block; return what it printed. A line that fails fails all."""
+        environment = {**os.environ, "PATH": f"{self.folder}/shims:{os.environ['PATH']}", "HF_TOKEN": "secret"}
+        done = subprocess.run(
+            ["sh", "-euc", PLACES.sub(f"{self.folder}/", block)],
+            cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
+        return done.stdout
