@@ -71,6 +71,12 @@ class FrontendConfig(Struct, frozen=True):
     served_names: tuple[str, ...] = ()
     """Names that requests may give for the model, `*` for any; without names it is the engine's."""
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that the Host header may have, each perhaps several with commas between; any without names."""
+    forwarded_allow_ips: tuple[str, ...] = ("127.0.0.1", "::1", "unix")
+    """Proxies whose headers on the client are believed: addresses, networks, `unix` or `*`."""
+    root_path: str = ""
+    """Prefix of paths in a proxy; requests may have it or not."""
     tls_cert: Path | None = None
     tls_key: Path | None = None
     beat_timeout: float = 5.0

@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandem.frontend.access.allowed_hosts import AllowedHosts
 from tandem.frontend.api.admin.pause import pause_router
 from tandem.frontend.api.admin.scheduler import scheduler_router
 from tandem.frontend.api.chat_completions.route import chat_router
@@ -30,6 +31,8 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER
 from tandem.frontend.server.access import Access
 from tandem.frontend.server.direct_routes import DirectRoutes, direct_endpoints, internal_error
+from tandem.frontend.server.hosts.behind_proxy import StripRootPath, trust_proxies
+from tandem.frontend.server.hosts.check_host import CheckHost
 from tandem.frontend.server.openapi import document
 from tandem.frontend.server.paths import is_health_check, missing_route
 from tandem.frontend.server.request_log.access_log import AccessLog
@@ -92,6 +95,8 @@ def _install_openapi(app: FastAPI, routers: Sequence[APIRouter], service: Servic
         if own not in built:
             names = None if own is None or service.names.accepts_any else service.names.listed(own)
             built[own] = document(app, routers, service.keys.is_required, names)
+            if service.config.root_path:
+                built[own]["servers"] = [{"url": service.config.root_path}]
         return built[own]
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -114,7 +119,13 @@ def _wrap_middleware(app: ASGIApp, service: Service) -> ASGIApp:
             expose_headers=["x-request-id", "request-id", "retry-after", IGNORED_HEADER],
         )
     access = AccessLog(config.access_log)
-    return Access(_after_first_link(app, service), service.metrics, access, AuditLog(), config.log_requests)
+    app = _after_first_link(app, service)
+    if config.allowed_hosts:
+        app = CheckHost(app, AllowedHosts(config.allowed_hosts))
+    app = Access(app, service.metrics, access, AuditLog(), config.log_requests)
+    if config.root_path:
+        app = StripRootPath(app, config.root_path)
+    return trust_proxies(app, config.forwarded_allow_ips) if config.forwarded_allow_ips else app
 
 
 def _after_first_link(app: ASGIApp, service: Service) -> ASGIApp:

@@ -6,12 +6,14 @@ It prepares the sockets, the endpoint and the command lines of the child process
 import argparse
 import errno
 import importlib.util
+import logging
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from tandem.frontend.access.allowed_hosts import ANY, LOOPBACK, AllowedHosts, is_loopback
 from tandem.frontend.access.api_keys import ApiKeys
 from tandem.frontend.access.key_sources import api_keys, key_environment
 from tandem.frontend.control_channel import FromFrontend
@@ -38,6 +40,8 @@ from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_
 from tandem.protocol.model_folder import max_positions
 from tandem.protocol.sockets import Transport, check_port
 from tandem.protocol.transport_options import transport, transport_argv
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_OPS_PORT = 8100
 _OPS_PORTS = 100
@@ -204,11 +208,24 @@ async def supervise_frontends(arguments: argparse.Namespace, model: ModelFolder)
         return await _supervisor(arguments, None, frontends, listeners, ops_socket, model.commit, name).run()
 
 
+def default_allowed_hosts(hosts: Sequence[str]) -> list[str]:
+    """Return the hosts that are served on these addresses by default."""
+    return [LOOPBACK if all(map(is_loopback, hosts)) else ANY]
+
+
 def _open_listeners(arguments: argparse.Namespace, stack: ExitStack) -> ServiceSockets:
     """Open the listening sockets of all frontends until the end of the stack."""
     count = arguments.frontends or default_frontends(usable_cores())
     addresses = Addresses(arguments.host, arguments.port, arguments.uds, arguments.uds_mode)
-    return ServiceSockets.open(addresses, count, stack)
+    opened = ServiceSockets.open(addresses, count, stack)
+    hosts = opened.tcp_hosts
+    arguments.allowed_hosts = arguments.allowed_hosts or default_allowed_hosts(hosts)
+    if not (all(map(is_loopback, hosts)) or http_keys(arguments) or arguments.api_keys):
+        logger.warning(
+            "everyone who reaches %s may use the service: it needs no API key; give --api-keys, or listen on a "
+            "loopback address", " and ".join(opened.urls(arguments.tls_cert is not None)),
+        )  # fmt: skip
+    return opened
 
 
 def _frontends(
@@ -246,8 +263,9 @@ def _supervisor(
     exposition = supervisor_exposition(engine, frontends, model_name, arguments.metric_aliases == "vllm")
     times = StopTimes(arguments.shutdown_delay, arguments.drain_timeout) if frontends is not None else StopTimes(0, 0)
     is_tls = frontends is not None and arguments.tls_cert is not None
+    names = [*default_allowed_hosts([ops_socket.getsockname()[0]]), *(getattr(arguments, "allowed_hosts", None) or ())]
     announcement = Announcement(engine, frontends, listeners.urls(is_tls), url_of(ops_socket), commit)
-    ops = ops_server(engine.watch if engine is not None else None, frontends, exposition)
+    ops = ops_server(engine.watch if engine is not None else None, frontends, exposition, AllowedHosts(names))
     return Supervisor(engine, frontends, listeners.all, times, announcement, ops, ops_socket)
 
 

@@ -16,7 +16,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandem.frontend.access.allowed_hosts import AllowedHosts, is_address, refusal
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.metrics.exposition import Exposition
 from tandem.frontend.supervisor.frontends.frontends import Frontends
@@ -104,10 +106,28 @@ def health(watch: EngineWatch | None, frontends: Frontends | None) -> dict[str, 
     return body
 
 
-def ops_server(watch: EngineWatch | None, frontends: Frontends | None, exposition: Exposition) -> QuietServer:
+class CheckOpsHost:
+    """Middleware that answers 421 to requests for hosts that are not served."""
+
+    def __init__(self, app: ASGIApp, allowed: AllowedHosts) -> None:
+        self._app = app
+        self._allowed = allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
+            if not (self._allowed.accepts(host) or is_address(host)):
+                await JSONResponse({"error": {"message": refusal(host)}}, 421)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def ops_server(
+    watch: EngineWatch | None, frontends: Frontends | None, exposition: Exposition, allowed: AllowedHosts
+) -> QuietServer:
     """Build the server of the ops port, to be run on a socket of the supervisor."""
     settings = uvicorn.Config(
-        ops_app(watch, frontends, exposition),
+        CheckOpsHost(ops_app(watch, frontends, exposition), allowed),
         log_level="warning",
         log_config=None,
         access_log=False,

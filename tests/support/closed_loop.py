@@ -53,7 +53,8 @@ class Client:
         if not self._streams:
             body = json.dumps(_BODY).encode()
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}"
         )
         writer.write(head.encode() + (b"" if self._keeps else b"\r\nconnection: close") + b"\r\n\r\n" + body)
         status, answered = await _head(reader)

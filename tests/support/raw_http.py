@@ -78,5 +78,5 @@ class RawClient:
 
 def request(path: str = "/health/live", *headers: str, method: str = "GET", body: bytes = b"") -> bytes:
     """Encode a request with a Host header."""
-    lines = [f"{method} {path} HTTP/1.1", "host: x", *headers]
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost", *headers]
     return "\r\n".join([*lines, "", ""]).encode() + body

@@ -58,6 +58,11 @@ class ServiceSockets(Struct, frozen=True):
         """Each socket once."""
         return list(dict.fromkeys(sock for slot in self.slots for sock in slot))
 
+    @property
+    def tcp_hosts(self) -> list[str]:
+        """Addresses that are listened on, in numbers, without Unix sockets."""
+        return [sock.getsockname()[0] for slot in self.slots[:1] for sock in slot if sock.family != socket.AF_UNIX]
+
     def descriptors(self) -> list[list[int]]:
         """Return the file descriptors of each slot."""
         return [[sock.fileno() for sock in slot] for slot in self.slots]

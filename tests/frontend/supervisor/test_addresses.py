@@ -11,6 +11,7 @@ from tests.frontend.conftest import DEADLINE, get, until
 from tests.support.tandem_process import SERVING, Start
 
 BASE = "http://localhost"
+EVIL = {"host": "evil.example"}
 FLAGS = ("--ops-port", "0", "--frontends", "2", "--drain-timeout", "0")
 
 
@@ -23,8 +24,12 @@ def test_frontends_share_a_unix_socket_beside_other_hosts(
     found = service.find(r"tandem is ready on (http://127\S+) and (http://\[::1\]\S+) and (http\+unix://\S+) \(model")
     for url in found.groups()[:2]:
         assert get(url + "/health/ready").status_code == 200
+        assert get(url + "/health/ready", headers=EVIL).status_code == 421
+    assert get(service.ops_url() + "/metrics").status_code == 200
+    assert get(service.ops_url() + "/metrics", headers=EVIL).status_code == 421
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url=BASE, timeout=DEADLINE) as http:
-        assert http.get("/health/ready").json()["model"] == "fake-model"
+        # What a proxy passes on: no browser reaches a Unix socket.
+        assert http.get("/health/ready", headers=EVIL).json()["model"] == "fake-model"
         frontend = service.children("tandem.frontend")[0]
         frontend.kill()
         frontend.wait(DEADLINE)

@@ -1,11 +1,12 @@
 """What is checked before any process starts: ports and endpoints."""
 
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tandem.frontend.cli.main import main
+from tandem.frontend.cli.main import build_parser, main
 from tandem.frontend.supervisor import launch
 from tandem.frontend.supervisor.launch import check_length, check_unused, listen_ops
 from tandem.frontend.supervisor.model import LaunchError
@@ -66,3 +67,28 @@ def test_length_within_the_models_positions_and_of_an_unknown_model_is_left_to_t
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
     check_length(2048, tmp_path)
     check_length(None, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "flags", "allowed", "warns"),
+    [
+        (["127.0.0.1"], [], ["loopback"], False),
+        (["127.0.0.1", "::1"], [], ["loopback"], False),
+        (["0.0.0.0"], [], ["*"], True),
+        (["0.0.0.0"], ["--api-key", "secret"], ["*"], False),
+        (["0.0.0.0"], ["--allowed-hosts", "a.example"], ["a.example"], True),
+        ([], ["--uds"], ["loopback"], False),
+    ],
+)
+def test_open_address_without_keys_is_warned_of_and_serves_any_host(
+    hosts: list[str], flags: list[str], allowed: list[str], warns: bool, ipc_dir: Path,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("TANDEM_API_KEY", raising=False)
+    given = [word for host in hosts for word in ("--host", host)] + ["--port", "0"] * bool(hosts)
+    flags = [*flags, f"{ipc_dir}/api"] if flags == ["--uds"] else flags
+    arguments = build_parser().parse_args(["serve", "--frontends", "1", *given, *flags])
+    with ExitStack() as stack:
+        launch._open_listeners(arguments, stack)
+    assert arguments.allowed_hosts == allowed
+    assert ("needs no API key; give --api-keys" in caplog.text) is warns
