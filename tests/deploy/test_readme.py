@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.frontend.cli.main import build_parser
 from tests.support.deploy_readme import NOT_HERE, Host, blocks
 from tests.support.flag_tables import commands
 
@@ -50,6 +51,8 @@ def test_blocks_run_on_a_host(tmp_path: Path) -> None:
     for block in blocks():
         for line in filter(None, map(str.strip, block.splitlines())):
             assert line.split()[0].rpartition("/")[2] in KNOWN_PROGRAMS, line
-        host.run(block)
+        for printed in host.run(block).splitlines():
+            if printed.startswith("tandem "):
+                build_parser().parse_args(printed.split()[1:])
     assert (tmp_path / "etc/nginx/tandem/locations.conf").read_text() == (DEPLOY / "nginx/locations.conf").read_text()
     assert (tmp_path / "etc/systemd/system/tandem.service").exists()

@@ -15,15 +15,11 @@ NOT_HERE = (
     *("apt-get", "curl", "docker", "nginx", "pip", "pkill", "python3", "scp", "serve", "systemctl", "systemd-sysusers"),
 )
 """Programs that need root, another machine or a running server; here they do nothing."""
-TANDEM = """#!{python}
-import sys
-sys.path.insert(0, {source!r})
-from tandem.frontend.cli.main import build_parser, main
-arguments = build_parser().parse_args()
-if arguments.command in ("keys", "api-key"):
-    sys.exit(main())
-if arguments.command in ("serve", "engine", "frontend"):
-    print("started:", *sys.argv[1:])
+TANDEM = """#!/bin/sh
+case $1 in
+    keys | api-key) exec {python} -c 'import sys; from tandem.frontend.cli.main import main; sys.exit(main())' "$@" ;;
+    *) echo "tandem $*" ;;
+esac
 """
 KUBECTL = """#!/bin/sh
 if [ "$1" = kustomize ]; then exec {kubectl} "$@"; fi
@@ -49,7 +45,7 @@ class Host:
             ignore=shutil.ignore_patterns("keys", "api-keys.toml"),
         )  # fmt: skip
         programs = dict.fromkeys(NOT_HERE, "#!/bin/sh\n")
-        programs["tandem"] = TANDEM.format(python=sys.executable, source=str(ROOT / "src"))
+        programs["tandem"] = TANDEM.format(python=sys.executable)
         programs["kubectl"] = KUBECTL.format(kubectl=shutil.which("kubectl") or ":")
         for name, text in programs.items():
             (shims / name).write_text(text)
@@ -64,10 +60,11 @@ class Host:
 
     def run(self, block: str) -> str:
         """Run a block; return what it printed. A line that fails fails all."""
-        environment = {**os.environ, "PATH": f"{self.folder}/shims:{os.environ['PATH']}", "HF_TOKEN": "secret"}
+        path = f"{self.folder}/shims:{os.environ['PATH']}"
+        own = {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "HF_TOKEN": "secret"}
         done = subprocess.run(
             ["sh", "-euc", PLACES.sub(f"{self.folder}/", block)],
-            cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
+            cwd=self.folder, env={**os.environ, **own}, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
         return done.stdout

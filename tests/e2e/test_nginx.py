@@ -17,19 +17,11 @@ from tests.support.nginx import NGINX, Nginx
 from tests.support.serving import GUARD_SECONDS, Serving, free_port, until
 
 NAME = {"host": "llm.example.org"}
-MAX_CONCURRENT = 4
 BODY: dict[str, Any] = {"model": "tandem-default", "prompt": "What does textwrap.dedent do?", "max_tokens": 4}
 LONG = {**BODY, "max_tokens": 1000, "ignore_eos": True, "stream": True, "stream_format": "events"}
 MEBIBYTE = 2**20
 
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
-
-
-@pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    flags = ("--frontends", "1", "--max-concurrent", str(MAX_CONCURRENT))
-    with Serving(tmp_path_factory.mktemp("serving") / "log", *flags) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +69,11 @@ def paused(serving: Serving, how: str) -> Iterator[None]:
         assert serving.post("/admin/resume", {})[0] == 200
 
 
+def test_tandem_itself_refuses_the_name_of_the_service(client: httpx.Client, serving: Serving) -> None:
+    assert httpx.get(f"{serving.url}/v1/models", headers=NAME).status_code == 421
+    assert client.get("/v1/models").status_code == 200
+
+
 def test_every_token_of_a_stream_is_passed_on_while_the_engine_stands_still(
     client: httpx.Client, serving: Serving
 ) -> None:
@@ -100,22 +97,26 @@ def test_request_of_a_client_that_leaves_ends(client: httpx.Client, serving: Ser
     until(lambda: serving.running() == 0, "the request's end")
 
 
-def test_429_passes_with_its_body_and_retry_after(client: httpx.Client, serving: Serving) -> None:
-    with client.stream("POST", "/v1/completions", json={**LONG, "stream_format": None, "n": MAX_CONCURRENT}) as reply:
-        lines = reply.iter_lines()
-        next(lines)
-        with paused(serving, "mode=keep"):
-            busy, direct = client.post("/v1/completions", json=BODY), serving.post("/v1/completions", BODY)
-    assert (busy.status_code, busy.json()) == direct
-    assert (busy.status_code, int(busy.headers["retry-after"]) > 0) == (429, True)
-    until(lambda: serving.running() == 0, "the request's end")
-
-
 def test_503_passes_with_its_body_and_retry_after(client: httpx.Client, serving: Serving) -> None:
     with paused(serving, "mode=abort&new_requests=refuse"):
         refused, direct = client.post("/v1/completions", json=BODY), serving.post("/v1/completions", BODY)
     assert (refused.status_code, refused.json()) == direct
     assert (refused.status_code, int(refused.headers["retry-after"]) > 0) == (503, True)
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_an_answer_of_tandem_passes_unchanged(tmp_path: Path, status: int) -> None:
+    body = b'{"error":{"message":"not now"}}'
+    headers = {"retry-after": "7", "content-type": "application/json", "x-ratelimit-remaining-tokens": "0"}
+    with (
+        scripted_server(Answer(status, body, headers)) as upstream,
+        Nginx(tmp_path / "nginx", [upstream.server_port] * 2) as nginx,
+        client_of(nginx) as client,
+    ):
+        reply = client.post("/v1/completions", json=BODY)
+    assert (reply.status_code, reply.content) == (status, body)
+    assert {name: reply.headers[name] for name in headers} == headers
+    assert len(upstream.requests) == 1, "it is not sent to a second host"
 
 
 def test_body_within_the_limit_of_tandem_passes(client: httpx.Client) -> None:
@@ -169,8 +170,7 @@ def test_clients_may_speak_http2(nginx: Nginx) -> None:
 
 def test_connections_to_tandem_are_kept_open(nginx: Nginx, serving: Serving) -> None:
     def ports() -> set[int]:
-        (frontend,) = serving.frontends()
-        found = frontend.net_connections("tcp")
+        found = [each for frontend in serving.frontends() for each in frontend.net_connections("tcp")]
         return {peer.raddr.port for peer in found if peer.raddr and peer.laddr.port == serving.port}
 
     with client_of(nginx) as client:
