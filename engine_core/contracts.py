@@ -12,7 +12,7 @@ from msgspec import Struct
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.plan import StepPlan
 from tandem.protocol.commands import AnyCommand
-from tandem.protocol.events import AnyEvent, Failure, Finished, Started, TokenLogprobs
+from tandem.protocol.events import AnyEvent, Failure, Finished, SequenceTimes, Started, TokenLogprobs
 
 
 class TokenDelta(Struct, frozen=True):
@@ -205,6 +205,9 @@ class Mailbox(Protocol):
 
     def add_start(self, client: bytes, started: Started) -> None:
         """Add the start of a request to the next flush."""
+
+    def add_times(self, client: bytes, times: SequenceTimes) -> None:
+        """Add the times of a traced sequence to the next flush."""
 
     def add_outcome(self, client: bytes, outcome: Finished | Failure) -> None:
         """Add a terminal event to the next flush."""

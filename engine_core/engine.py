@@ -17,6 +17,7 @@ from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.commit import SchedulerUpdates
 from tandem.engine_core.scheduler.inspection import oldest_wait
 from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.scheduler.timelines import Timelines
 from tandem.engine_core.stats import StageClock, count_outcome
 from tandem.protocol.commands import Submit
 from tandem.protocol.errors import ErrorCode
@@ -63,6 +64,7 @@ class Engine:
         self.compiler = compiler
         self.stats = stats
         self.stages = stages
+        self.timelines = Timelines()
         self.stopping = False
         """Set from outside, for example by a signal handler, to end `run`."""
         self._steps = 0
@@ -176,6 +178,7 @@ class Engine:
         self.scheduler.advance(now)
         while self.control.pause.mode is None and (admitted := self.scheduler.admit_waiting()):
             for seq in admitted:
+                self.timelines.on_admit(seq, now)
                 if not seq.preemptions:
                     self.stats.queue_time.observe(now - seq.arrival)
                     self.stats.prompt_tokens += seq.prompt_len
@@ -204,6 +207,8 @@ class Engine:
         self._steps = plan.step_id
         self.stats.steps_launched += 1
         self.stats.step_rows.observe(len(plan.rows))
+        if len(self.timelines):
+            self.timelines.on_launch(plan, self.stages.clock())
         self.stages.mark("launch")
         if not plan.needs_mask:
             self._sample(step)
@@ -242,6 +247,9 @@ class Engine:
         updates = self.scheduler.commit(step.plan, result)
         self.pipeline.finish_commit(step)
         self.stats.steps_committed += 1
+        if len(self.timelines):
+            for line in self.timelines.on_commit(self.stages.clock()):
+                self.mailbox.add_times(line.seq.client, line.times(None))
         self.stages.mark("commit")
         self._send(updates)
 
@@ -262,6 +270,8 @@ class Engine:
             if seq.compiling:
                 self.compiler.cancel(seq.id)
             self.mailbox.add_outcome(seq.client, seq.outcome)
+            if seq.submit.is_traced:
+                self.mailbox.add_times(seq.client, self.timelines.on_end(seq, self.stages.clock()))
         for client, reason in self.mailbox.flush(self._steps).items():
             if self.control.forget(client):
                 logger.warning("frontend %s is gone: %s; aborting its open requests", client.hex(), reason)

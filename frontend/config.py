@@ -96,6 +96,8 @@ class FrontendConfig(Struct, frozen=True):
     log_format: LogFormat = "text"
     access_log: bool = True
     """True if each request has a line of the log."""
+    otlp_traces_endpoint: str = ""
+    """URL of a collector that gets the traces of requests; "" for no traces."""
     log_requests: bool = False
     """True if prompts and parameters are logged."""
     max_log_len: int = 2048

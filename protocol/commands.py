@@ -65,6 +65,8 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
     overload, those that follow are refused as well, and only the first refusal is counted."""
     lost_engines: int = 0
     """Number of engines that were lost with the same request."""
+    is_traced: bool = False
+    """True to have the engine tell the times of the sequence, for a trace."""
 
 
 class Abort(Command, frozen=True, array_like=True, tag=2):

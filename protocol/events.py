@@ -141,6 +141,32 @@ class StepOutput(Event, frozen=True, array_like=True, tag=2):
     started: list[Started] = field(default_factory=list)
 
 
+class SequenceTimes(Struct, frozen=True, array_like=True):
+    """Times of one sequence, in seconds since the engine received it.
+
+    They do not depend on the clock of the host, so a frontend elsewhere can place them behind the time at which it sent
+    the request. Those that have not come yet are None. They are sent with the first token, and again with the end.
+    """
+
+    request_id: int
+    admitted: float | None = None
+    """Time at which it left the queue."""
+    launched: float | None = None
+    """Time at which its first step was launched."""
+    first_token: float | None = None
+    """Time at which its first token was committed."""
+    ended: float | None = None
+    num_steps: int = 0
+    """Steps that computed a part of it."""
+    preemptions: int = 0
+
+
+class TracedOutput(StepOutput, frozen=True, array_like=True, tag=7):
+    """Output of a step with the times of sequences that are traced."""
+
+    times: list[SequenceTimes] = field(default_factory=list)
+
+
 class Phase(StrEnum):
     """Phase of an engine's life."""
 
@@ -248,4 +274,4 @@ class Closed(Event, frozen=True, array_like=True, tag=6):
     """Reason, in words for the frontend's log."""
 
 
-AnyEvent = Ready | Refused | StepOutput | Heartbeat | Answer | Inspection | Closed
+AnyEvent = Ready | Refused | StepOutput | Heartbeat | Answer | Inspection | Closed | TracedOutput

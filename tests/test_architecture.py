@@ -73,6 +73,7 @@ MAY_IMPORT = [L0, L0 | L1, L0 | L1 | L2, L0 | L1 | L3, L0 | L1 | L3 | L4, set().
 FRONTEND_LOADS = {
     "fastapi", "starlette", "uvicorn", "httptools", "tokenizers", "llguidance", "jinja2", "prometheus_client",
     "pydantic", "msgspec", "zmq", "numpy", "anyio", "httpx", "uvloop", "huggingface_hub", "filelock",
+    "opentelemetry",
 }  # fmt: skip
 
 

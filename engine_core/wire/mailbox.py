@@ -19,7 +19,7 @@ from tandem.engine_core.wire.wakeup import LoopWaker
 from tandem.protocol.codec import decode_command, encode
 from tandem.protocol.commands import LEASE_SECONDS, AnyCommand, Hello
 from tandem.protocol.errors import ProtocolError
-from tandem.protocol.events import AnyEvent, Closed, Failure, Finished, Started
+from tandem.protocol.events import AnyEvent, Closed, Failure, Finished, SequenceTimes, Started
 from tandem.protocol.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
@@ -154,6 +154,9 @@ class ZmqMailbox:
 
     def add_start(self, client: bytes, started: Started) -> None:
         self._outbox(client).started.append(started)
+
+    def add_times(self, client: bytes, times: SequenceTimes) -> None:
+        self._outbox(client).times.append(times)
 
     def add_outcome(self, client: bytes, outcome: Finished | Failure) -> None:
         box = self._outbox(client)

@@ -1,7 +1,7 @@
 """Output of one frontend until it can be sent."""
 
 from tandem.protocol.codec import encode, step_output
-from tandem.protocol.events import Failure, Finished, Started, TokenLogprobs
+from tandem.protocol.events import Failure, Finished, SequenceTimes, Started, TokenLogprobs, TracedOutput
 
 MAX_UNSENT_BYTES = 64 * 2**20
 """Most output, in bytes, that is kept for a frontend that does not read."""
@@ -22,7 +22,7 @@ class Outbox:
     """
 
     __slots__ = (
-        *("failures", "finished", "logprobs", "request_ids", "started", "tokens", "unsent"),
+        *("failures", "finished", "logprobs", "request_ids", "started", "times", "tokens", "unsent"),
         *("_logprob_bytes", "_refused_at"),
     )
 
@@ -33,6 +33,7 @@ class Outbox:
         self.finished: list[Finished] = []
         self.failures: list[Failure] = []
         self.started: list[Started] = []
+        self.times: list[SequenceTimes] = []
         self.unsent: bytes | None = None
         """Encoded message that could not be sent."""
         self._logprob_bytes = 0
@@ -42,13 +43,14 @@ class Outbox:
     @property
     def has_new(self) -> bool:
         """True if there is output besides the unsent message."""
-        return bool(self.request_ids or self.finished or self.failures or self.logprobs or self.started)
+        columns = (self.request_ids, self.finished, self.failures, self.logprobs, self.started, self.times)
+        return any(columns)
 
     @property
     def num_bytes(self) -> int:
         """Size of all that is kept, in bytes, within a few per cent."""
         unsent = len(self.unsent) if self.unsent is not None else 0
-        events = len(self.finished) + len(self.failures) + len(self.started)
+        events = len(self.finished) + len(self.failures) + len(self.started) + len(self.times)
         return unsent + _TOKEN_BYTES * len(self.tokens) + _EVENT_BYTES * events + self._logprob_bytes
 
     def add_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
@@ -74,11 +76,13 @@ class Outbox:
     def encode(self, step_id: int) -> bytes:
         """Encode the columns as one message and empty them."""
         output = step_output(step_id, self.request_ids, self.tokens)
+        if self.times:  # a message of another kind, so that others do not grow
+            output = TracedOutput(output.step_id, output.request_ids, output.counts, output.tokens, times=[*self.times])
         output.finished.extend(self.finished)
         output.failures.extend(self.failures)
         output.logprobs.extend(self.logprobs)
         output.started.extend(self.started)
-        columns = (self.request_ids, self.tokens, self.finished, self.failures, self.logprobs, self.started)
+        columns = (self.request_ids, self.tokens, self.finished, self.failures, self.logprobs, self.started, self.times)
         for column in columns:
             column.clear()
         self._logprob_bytes = 0

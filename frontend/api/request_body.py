@@ -7,13 +7,16 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from time import monotonic
 from types import TracebackType
 from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
 
+from tandem.frontend.api.request_scope import request_record
 from tandem.frontend.errors import ApiError, malformed, overloaded, unavailable
+from tandem.frontend.generation.stage import Stage
 from tandem.frontend.workers import Workers
 from tandem.protocol.errors import ErrorCode
 
@@ -103,8 +106,11 @@ class PendingRequests:
         raises.
         """
         async with self.hold() as reservation:
+            begun = monotonic()
             body = await read_body(request, self._max_body, reservation)
-            yield parse(body) if len(body) <= MAX_INLINE_BODY else await self._parser.run(parse, body)
+            parsed = parse(body) if len(body) <= MAX_INLINE_BODY else await self._parser.run(parse, body)
+            request_record(request.scope).stages.append(Stage("parse", begun, monotonic()))
+            yield parsed
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[BodyReservation]:

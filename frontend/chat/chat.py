@@ -3,6 +3,8 @@
 The result includes the shape in which the request's outputs are parsed.
 """
 
+from time import monotonic
+
 from msgspec import structs
 
 from tandem.frontend.chat.chat_template import ChatTemplate, no_template
@@ -10,6 +12,7 @@ from tandem.frontend.chat.message_parser import MessageShape, prompt_opens_think
 from tandem.frontend.chat.tool_formats import ToolFormat
 from tandem.frontend.chat.tool_prompt import with_tools_as_text
 from tandem.frontend.generation.admission import Admission, Admitted
+from tandem.frontend.generation.stage import Stage
 from tandem.frontend.grammar.grammar import THINK_END, ThinkingMode
 from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IgnoredFields
@@ -68,7 +71,9 @@ class Chat:
         the request cannot be admitted.
         """
         self._admission.named(options.model, ready.model)
+        begun = monotonic()
         prompt = await self.render(conversation, ignored)
+        rendered = Stage("render", begun, monotonic())
         shape = self._shape(tool_use, prompt)
         if shape.tool_format is not None and shape.tool_format.special_tokens:
             options = structs.replace(options, skip_special_tokens=False)
@@ -82,6 +87,7 @@ class Chat:
             syntax=self._tool_format.syntax,
             thinking=shape.thinking,
             ignored=ignored,
+            stages=(rendered,),
         )
         return admitted, shape
 

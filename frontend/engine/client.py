@@ -88,7 +88,7 @@ class EngineClient:
         self._streams = OpenStreams()
         self.num_links = 0
         """Number of links that became ready: the number of the present one, or of the one before."""
-        self._facts: Ready | None = None
+        self.facts: Ready | None = None
         """Facts and limits of the engine of that link."""
         self._load = EngineLoad(clock)
         self._held = HeldRequests(hold_timeout)
@@ -133,7 +133,7 @@ class EngineClient:
     @property
     def model_name(self) -> str:
         """The engine's name of its model; "" before the first link."""
-        return self._facts.model.name if self._facts is not None else ""
+        return self.facts.model.name if self.facts is not None else ""
 
     @property
     def queued_tokens(self) -> int:
@@ -156,9 +156,9 @@ class EngineClient:
 
         They are on sequences, and on prompt tokens that wait for their first output.
         """
-        if self._facts is None:
+        if self.facts is None:
             return max_concurrent, max_queued_tokens
-        limits = self._facts.limits
+        limits = self.facts.limits
         return min(max_concurrent, limits.max_concurrent), min(max_queued_tokens, limits.max_queued_tokens)
 
     def retry_after(self, code: ErrorCode, sequences: int, tokens: int) -> int:
@@ -168,7 +168,7 @@ class EngineClient:
         """
         if code is not ErrorCode.OVERLOADED:
             return self.seconds_until_ready()
-        heartbeat, facts = self._watch.heartbeat, self._facts
+        heartbeat, facts = self._watch.heartbeat, self.facts
         if heartbeat is None or facts is None:
             return 1
         excess = heartbeat.pending + sequences - facts.limits.max_concurrent
@@ -376,7 +376,7 @@ class EngineClient:
             self._metrics.link.connected.set(1)
             self._metrics.link.connects.inc()
             logger.info("connected to the engine of epoch %d, model %s", ready.engine_epoch, ready.model.name)
-            previous, self._facts = self._facts, ready
+            previous, self.facts = self.facts, ready
             if previous is not None and _differ(previous.model, ready.model):
                 message = f"the engine came back with other facts of its model, {ready.model.name}; try again"
                 self._held.give_up_all(unavailable(message))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tandem.protocol.codec import runs
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import Failure, Finished, StepOutput, TokenLogprobs
+from tandem.protocol.events import Failure, Finished, SequenceTimes, StepOutput, TokenLogprobs, TracedOutput
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class TokenStream:
 
     __slots__ = (
         *("_is_ready", "_logprobs", "_pending", "_ready_set", "_terminal"),
-        *("cached_tokens", "choice", "is_started", "queued_tokens", "request_id"),
+        *("cached_tokens", "choice", "is_started", "queued_tokens", "request_id", "times"),
     )
 
     def __init__(self, request_id: int, choice: int, ready_set: ReadySet, prompt_len: int = 0) -> None:
@@ -166,6 +166,8 @@ class TokenStream:
         """True once the engine has said that it starts the request, which need not be before the first token."""
         self.queued_tokens = prompt_len
         """Prompt tokens that wait for their first output; 0 from the first token on."""
+        self.times: SequenceTimes | None = None
+        """Times in the engine, of a request that is traced."""
         self._ready_set = ready_set
         self._pending: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -249,6 +251,10 @@ class OpenStreams:
         Raises ProtocolError if the columns of the output disagree.
         """
         streams = self._streams
+        if isinstance(output, TracedOutput):
+            for times in output.times:
+                if (stream := streams.get(times.request_id)) is not None:
+                    stream.times = times
         for started in output.started:
             if (stream := streams.get(started.request_id)) is not None:
                 stream.cached_tokens = started.cached_tokens

@@ -5,6 +5,7 @@ parser, the check of its bounds and the arguments that a supervisor passes on to
 """
 
 import argparse
+import importlib.util
 import re
 import ssl
 from collections.abc import Sequence
@@ -86,7 +87,11 @@ def http_argv(arguments: argparse.Namespace) -> list[str]:
 
 
 def check_security(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for invalid CORS origins and unusable TLS files."""
+    """Raise ValueError for settings of access or traces that cannot work.
+
+    They are invalid CORS origins, unusable TLS files and traces that cannot be sent.
+    """
+    check_traces(arguments.otlp_traces_endpoint)
     for origin in arguments.cors_origin:
         if origin != "*" and re.fullmatch(r"https?://[^/\s]+", origin) is None:
             raise ValueError(f"--cors-origin {origin} is not an origin; give * or one like https://example.org")
@@ -102,6 +107,25 @@ def check_security(arguments: argparse.Namespace) -> None:
         except (OSError, ValueError) as error:
             why = str(error.strerror if isinstance(error, OSError) else error)
             raise ValueError(f"--tls-cert {cert} with --tls-key {key} cannot be used: {why}") from None
+
+
+def check_traces(endpoint: str) -> None:
+    """Raise ValueError if traces are to be sent and cannot be.
+
+    That is so without a URL of a collector, or without the packages for it.
+    """
+    if not endpoint:
+        return
+    if re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint) is None:
+        raise ValueError(
+            f"--otlp-traces-endpoint {endpoint} is not a URL of OTLP/HTTP; give one like http://localhost:4318/v1/traces"
+        )
+    try:
+        missing = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is None
+    except ModuleNotFoundError:
+        missing = True
+    if missing:
+        raise ValueError("--otlp-traces-endpoint needs packages that are not installed: pip install 'tandem-llm[otel]'")
 
 
 def _no_password() -> str:

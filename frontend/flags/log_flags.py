@@ -15,5 +15,8 @@ LOG_FLAGS = (
          , choices=("on", "off"), default="off", struct=FrontendConfig, to_field=lambda word: word == "on"),
     Flag("max_log_len", _LOG, "maximum number of characters of a prompt that --log-requests logs", int, (1, _MAX_LEN),
          struct=FrontendConfig),
+    Flag("otlp_traces_endpoint", _LOG, "http or https URL of an OpenTelemetry collector, which gets a trace of each "
+         "sampled request over OTLP/HTTP; OTEL_TRACES_SAMPLER chooses among requests without traceparent",
+         metavar="URL", struct=FrontendConfig, default_text="none"),
 )
 # fmt: on

@@ -5,10 +5,12 @@ It encodes prompts, checks limits and builds what the engine needs.
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
 
 from msgspec import Struct, structs
 
 from tandem.frontend.errors import ApiError, PromptTooLongError, malformed, overloaded, unsupported
+from tandem.frontend.generation.stage import Stage
 from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.grammar.builder import GrammarBuilder
 from tandem.frontend.grammar.grammar import ThinkingMode
@@ -55,6 +57,8 @@ class Admitted(Struct, frozen=True):
     sampling: SamplingParams
     constraint: str | None = None
     """Grammar of every choice, as llguidance text; None for free text."""
+    stages: tuple[Stage, ...] = ()
+    """Stages of the admission, with that of rendering the prompt."""
 
     @property
     def num_choices(self) -> int:
@@ -114,19 +118,21 @@ class Admission:
         syntax: CallSyntax | None = None,
         thinking: ThinkingMode = ThinkingMode.NONE,
         ignored: IgnoredFields | None = None,
+        stages: tuple[Stage, ...] = (),
     ) -> Admitted:
         """Encode the prompts and check the request.
 
         Raises ApiError for whatever this server cannot serve. `field` is the request field that the prompts came from,
         for errors. A rendered chat contains its special tokens already (`add_special_tokens`). `with_text` decodes
         prompts that came as ids. What cannot be enforced of a schema is recorded in `ignored`.
-        `syntax` is how the model writes calls of the tools in use.
+        `syntax` is how the model writes calls of the tools in use, `stages` is what has been done before.
         """
         model = self.named(options.model, ready.model)
         self._limits.check(options)
         check_ids(options.stop_token_ids, model.vocab_size, "stop_token_ids")
         check_ids(tuple(options.logit_bias), model.vocab_size, "logit_bias")
         self._check_count(options, len(prompts), ready.limits)
+        begun = monotonic()
         admitted: list[AdmittedPrompt] = []
         for prompt in prompts:
             ids = await self._encode(prompt, options, ready, field, add_special_tokens)
@@ -137,11 +143,15 @@ class Admission:
             few = len(ids) <= MANY_IDS
             admitted.append(self._pack(*arguments) if few else await self._workers.run(self._pack, *arguments))
         _check_scored(options, sum(len(prompt.ids) for prompt in admitted))
+        encoded = monotonic()
+        stages += (Stage("tokenize", begun, encoded),)
         try:
             constraint = await self._grammars.build(options, tool_use, syntax, thinking, ignored)
         except ApiError as error:
             raise error.renamed(options.constraint_names) from None
-        return Admitted(options, model, admitted, _sampling(options, self._sampling_defaults), constraint)
+        if constraint is not None:
+            stages += (Stage("grammar", encoded, monotonic()),)
+        return Admitted(options, model, admitted, _sampling(options, self._sampling_defaults), constraint, stages)
 
     def _check_count(self, options: GenerationOptions, prompts: int, limits: Limits) -> None:
         """Raise ApiError 400 for more sequences than this server can hold at once.

@@ -216,6 +216,7 @@ class Generation:
         Idempotent. `reason` is a label of the metrics.
         """
         self._stop(reason)
+        self._record.end_attempt(self._clock(), self._streams)
         self._ready_set.close()
         if self._deadline is not None:
             self._deadline.cancel()
@@ -266,19 +267,20 @@ class Generation:
         Raises ApiError 503 if the engine is not ready, maybe with some of them submitted.
         """
         client, record = self._client, self._record
-        record.begin_attempt(self._clock())
+        record.begin_attempt(self._clock(), client.facts)
         self._link = client.num_links
         group = 0
         for index in range(self.admitted.num_choices):
             number = client.next_id()
             group = group or number
-            command = submit_command(self.admitted, index, number, group, record.request_id, self._attempts.num_losses)
+            command = submit_command(self.admitted, index, number, group, record, self._attempts.num_losses)
             self._streams.append(client.submit(command, index, self._ready_set))
             self._open[command.request_id] = self.arrived
             self._metrics.running.inc()
 
     def _drop_sequences(self) -> None:
         """Forget the sequences, which the engine has lost or is going to lose."""
+        self._record.end_attempt(self._clock(), self._streams)
         self._client.abort(list(self._open))
         for request_id in list(self._open):
             self._forget(request_id)

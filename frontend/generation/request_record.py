@@ -1,21 +1,14 @@
 """Figures of one HTTP request, for its access line, the metrics and its trace."""
 
+from collections.abc import Sequence
+
 from msgspec import Struct, field
 
+from tandem.frontend.engine.streams import TokenStream
 from tandem.frontend.generation.admission import Admitted
+from tandem.frontend.generation.stage import Attempt, Stage, TracedSequence
 from tandem.frontend.generation.usage import Usage
-
-
-class Stage(Struct, frozen=True):
-    """One stage of a request's work in the frontend.
-
-    Times are those of the monotonic clock, in seconds.
-    """
-
-    name: str
-    """parse, render, tokenize or grammar."""
-    start: float
-    end: float
+from tandem.protocol.events import Ready
 
 
 class RequestRecord(Struct):
@@ -51,6 +44,12 @@ class RequestRecord(Struct):
     """Reason for the end of each sequence that ended without an error, in the order of their ends."""
     num_attempts: int = 0
     """Times that it was sent to an engine."""
+    is_traced: bool = False
+    """True if the engine is to tell the times of its sequences."""
+    attempts: list[Attempt] = field(default_factory=list)
+    """Each time that it was sent to an engine, if it is traced."""
+    admitted: Admitted | None = None
+    """The request as the engine got it."""
     error: str = ""
     """Code of the error that answered it, or that ended its stream after the status 200; "" for none."""
     status: int = 0
@@ -82,17 +81,27 @@ class RequestRecord(Struct):
         """Seconds from its arrival to the end of its answer; None before that."""
         return None if self.ended_at is None else self.ended_at - self.arrived
 
-    def begin_attempt(self, now: float) -> None:
+    def begin_attempt(self, now: float, engine: Ready | None) -> None:
         """Begin anew at an engine; what a lost one generated does not count."""
+        if self.is_traced:
+            self.attempts.append(Attempt(now, 0 if engine is None else engine.engine_epoch))
         self.num_attempts += 1
         if self.submitted_at is None:
             self.submitted_at = now
         self.first_token_at = self.last_token_at = None
         self.finish_reasons.clear()
 
+    def end_attempt(self, now: float, streams: Sequence[TokenStream]) -> None:
+        """Record what a trace tells of an attempt that has ended. Idempotent."""
+        if self.attempts and self.attempts[-1].ended is None:
+            self.attempts[-1].ended = now
+            told = [TracedSequence(stream.choice, stream.times, stream.cached_tokens) for stream in streams]
+            self.attempts[-1].sequences = told
+
     def describe(self, admitted: Admitted, usage: Usage) -> None:
         """Set what is known of a request that the engine has served, or was to serve."""
-        self.model = admitted.model.name
+        self.admitted, self.model = admitted, admitted.model.name
+        self.stages += admitted.stages
         self.num_choices = admitted.num_choices
         self.max_tokens = max(prompt.max_tokens for prompt in admitted.prompts)
         self.is_streamed = admitted.options.stream

@@ -7,6 +7,7 @@ from msgspec import structs
 
 from tandem.frontend.generation.admission import Admitted, AdmittedPrompt
 from tandem.frontend.generation.choice import Choice
+from tandem.frontend.generation.request_record import RequestRecord
 from tandem.frontend.generation.scored_tokens import EchoedPrompt, ScoredTokens, echoed_prompt
 from tandem.frontend.generation.stop_strings import StopMatcher
 from tandem.frontend.generation.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ def new_choices(admitted: Admitted, tokenizer: Tokenizer) -> list[Choice]:
 
 
 def submit_command(
-    admitted: Admitted, index: int, request_id: int, group: int, http_request_id: str, lost_engines: int = 0
+    admitted: Admitted, index: int, request_id: int, group: int, record: RequestRecord, lost_engines: int = 0
 ) -> Submit:
     """Build the message that submits the choice of this index.
 
@@ -51,9 +52,10 @@ def submit_command(
         priority=options.priority,
         session=options.session_id,
         cache_salt=options.cache_salt,
-        http_request_id=http_request_id,
+        http_request_id=record.request_id,
         group=group,
         lost_engines=lost_engines,
+        is_traced=record.is_traced,
     )
 
 

@@ -6,6 +6,7 @@ Those of the engine are served by its supervisor.
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tandem.frontend.metrics.loop_instruments import LoopCounter, LoopHistogram
+from tandem.frontend.metrics.trace_metrics import TraceMetrics
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -98,6 +99,7 @@ class FrontendMetrics:
             registry=registry,
         )
         self.link = LinkMetrics(registry)
+        self.traces = TraceMetrics(registry)
         self.broken_streams = Counter(
             "tandem_frontend_broken_streams",
             "Streams that ended with an error after their status 200.",

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,6 +23,9 @@ from tandem.frontend.server.request_log.access_log import AccessLog
 from tandem.frontend.server.request_log.audit_log import AuditLog
 from tandem.protocol.logs import without_message
 
+if TYPE_CHECKING:
+    from tandem.frontend.server.tracing.tracer import RequestTracer
+
 logger = logging.getLogger(__name__)
 
 _MESSAGE_CHARACTERS = 300
@@ -35,11 +39,18 @@ class Access:
     """
 
     def __init__(
-        self, app: ASGIApp, metrics: FrontendMetrics, access: AccessLog, audit: AuditLog, with_details: bool
+        self,
+        app: ASGIApp,
+        metrics: FrontendMetrics,
+        access: AccessLog,
+        audit: AuditLog,
+        with_details: bool,
+        tracer: "RequestTracer | None" = None,
     ) -> None:
         """Connect the parts.
 
-        `with_details` logs, at the level debug, what is wrong with requests that are refused.
+        `with_details` logs, at the level debug, what is wrong with requests that are refused. `tracer` sends traces of
+        requests, if any are wanted.
         """
         self._app = app
         self._metrics = metrics
@@ -47,6 +58,7 @@ class Access:
         self._access = access
         self._audit = audit
         self._with_details = with_details
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,6 +68,7 @@ class Access:
         own_id = choose_request_id(scope)
         scope[REQUEST_ID_KEY] = own_id.decode()
         record = request_record(scope)
+        span = None if self._tracer is None else self._tracer.begin(scope)
         id_headers = [(name, own_id) for name in request_id_headers(scope)]
 
         async def marking_send(message: Message) -> None:
@@ -78,6 +91,8 @@ class Access:
             record.ended_at = time.monotonic()
             self._audit.write(scope)
             self._access.write(scope)
+            if span is not None and self._tracer is not None:
+                self._tracer.end(span, scope)
 
     def _ignored(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """Count the fields without effect and return the header that names them."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -40,9 +40,13 @@ from tandem.frontend.server.request_log.audit_log import AuditLog
 from tandem.frontend.server.require_key import RequireKey
 from tandem.protocol.version import distribution_version
 
+if TYPE_CHECKING:
+    from tandem.frontend.server.tracing.tracer import RequestTracer
+
 
 def create_app(service: Service) -> ASGIApp:
     """Build the ASGI app over these parts, which start and stop with its lifespan."""
+    tracer = _open_tracer(service)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -54,6 +58,8 @@ def create_app(service: Service) -> ASGIApp:
             for task in tasks:
                 task.cancel()
             await service.close()
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
 
     app = FastAPI(
         title="Tandem", version=distribution_version(), lifespan=lifespan, docs_url=None, redoc_url=None,
@@ -65,7 +71,7 @@ def create_app(service: Service) -> ASGIApp:
         app.router.routes.extend(router.routes)
     _install_error_handlers(app)
     _install_openapi(app, routers, service)
-    return _wrap_middleware(DirectRoutes(app, direct_endpoints(routers)), service)
+    return _wrap_middleware(DirectRoutes(app, direct_endpoints(routers)), service, tracer)
 
 
 def build_routers(service: Service) -> list[APIRouter]:
@@ -102,7 +108,19 @@ def _install_openapi(app: FastAPI, routers: Sequence[APIRouter], service: Servic
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _wrap_middleware(app: ASGIApp, service: Service) -> ASGIApp:
+def _open_tracer(service: Service) -> "RequestTracer | None":
+    """Open the tracer of requests, if traces are wanted.
+
+    Only then its packages are loaded.
+    """
+    if not service.config.otlp_traces_endpoint:
+        return None
+    from tandem.frontend.server.tracing.tracer import open_tracer
+
+    return open_tracer(service.config.otlp_traces_endpoint, service.metrics.traces)
+
+
+def _wrap_middleware(app: ASGIApp, service: Service, tracer: "RequestTracer | None") -> ASGIApp:
     """Wrap the app in its middleware, innermost first.
 
     Every answer has a request id and is counted, and a browser of an allowed origin can read why a request was refused.
@@ -122,7 +140,7 @@ def _wrap_middleware(app: ASGIApp, service: Service) -> ASGIApp:
     app = _after_first_link(app, service)
     if config.allowed_hosts:
         app = CheckHost(app, AllowedHosts(config.allowed_hosts))
-    app = Access(app, service.metrics, access, AuditLog(), config.log_requests)
+    app = Access(app, service.metrics, access, AuditLog(), config.log_requests, tracer)
     if config.root_path:
         app = StripRootPath(app, config.root_path)
     return trust_proxies(app, config.forwarded_allow_ips) if config.forwarded_allow_ips else app

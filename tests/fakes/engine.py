@@ -26,8 +26,10 @@ from tandem.protocol.events import (
     Phase,
     Ready,
     Refused,
+    SequenceTimes,
     Started,
     StepOutput,
+    TracedOutput,
 )
 from tandem.protocol.sockets import bind_heartbeat, bind_router, heartbeat_endpoint
 from tandem.protocol.stats import EngineStats
@@ -246,6 +248,8 @@ class FakeEngine:
                 [token for run in runs for token in run],
                 [len(run) for run in runs],
             )
+            if any(row.submit.is_traced for row in rows):
+                output = TracedOutput(output.step_id, output.request_ids, output.counts, output.tokens)
             for row, run in zip(rows, runs, strict=True):
                 output.logprobs.extend(row.logprobs(len(run)))
                 if row.position == len(row.submit.prompt_ids) // 4 and (cached := self.cached(row.submit)):
@@ -263,6 +267,8 @@ class FakeEngine:
                 del self._running[row.identity, row.request_id]
                 return
         if not row.tokens:
+            if isinstance(output, TracedOutput) and row.submit.is_traced:
+                output.times.append(SequenceTimes(row.request_id, 0.0001, 0.0002, 0.0003, 0.0004, row.position))
             reason = FinishReason.STOP if row.ends_by_itself else FinishReason.LENGTH
             output.finished.append(Finished(row.request_id, reason, self.end_id if row.ends_by_itself else None))
             del self._running[row.identity, row.request_id]

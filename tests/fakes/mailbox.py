@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from tandem.engine_core.contracts import TokenDelta
 from tandem.protocol.commands import AnyCommand
-from tandem.protocol.events import AnyEvent, Failure, Finished, Started, TokenLogprobs
+from tandem.protocol.events import AnyEvent, Failure, Finished, SequenceTimes, Started, TokenLogprobs
 
 
 class FakeMailbox:
@@ -20,6 +20,7 @@ class FakeMailbox:
         self.received: dict[tuple[bytes, int], list[int]] = defaultdict(list)
         self.logprobs: dict[tuple[bytes, int], list[TokenLogprobs]] = defaultdict(list)
         self.outcomes: dict[tuple[bytes, int], list[Finished | Failure]] = defaultdict(list)
+        self.times: dict[tuple[bytes, int], list[SequenceTimes]] = defaultdict(list)
         self.cached: dict[tuple[bytes, int], int] = {}
         """Cached tokens of each request that was announced."""
         self.announced: set[tuple[bytes, int]] = set()
@@ -65,6 +66,10 @@ class FakeMailbox:
     def add_start(self, client: bytes, started: Started) -> None:
         assert not self.received.get((client, started.request_id)), f"{started} comes after the first token"
         self.cached[client, started.request_id] = started.cached_tokens
+        self._pending.add(client)
+
+    def add_times(self, client: bytes, times: SequenceTimes) -> None:
+        self.times[client, times.request_id].append(times)
         self._pending.add(client)
 
     def add_outcome(self, client: bytes, outcome: Finished | Failure) -> None:

@@ -80,14 +80,23 @@ class AccessLog:
             handler.write_line(head + json_line(line)[1:])
 
 
+def client_text(scope: Scope) -> str:
+    """Return the address of a client; "" for one of a unix socket.
+
+    It has a port if that is known.
+    """
+    host, port = scope.get("client") or ("", 0)
+    return f"{host}:{port}" if port else str(host)
+
+
 def access_line(scope: Scope) -> AccessLine:
     """Collect the facts of a request from its scope and its record."""
-    record, client, path = request_record(scope), scope.get("client"), scope["path"]
+    record, path = request_record(scope), scope["path"]
     route = route_label(path)
     line = AccessLine(
         record.request_id,
         key_name(scope),
-        f"{client[0]}:{client[1]}" if client else "",
+        client_text(scope),
         scope["method"],
         route,
         path[:_PATH_CHARACTERS] if route == OTHER else "",

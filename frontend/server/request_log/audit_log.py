@@ -7,6 +7,7 @@ from starlette.types import Scope
 from tandem.frontend.access.api_key import key_name
 from tandem.frontend.api.request_scope import request_record
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
+from tandem.frontend.server.request_log.access_log import client_text
 from tandem.protocol.logs import AUDIT_LOGGER, field_text
 
 _ADMIN = "/admin/"
@@ -40,13 +41,13 @@ class AuditLog:
 
     @staticmethod
     def _describe(scope: Scope) -> str:
-        record, client = request_record(scope), scope.get("client")
+        record = request_record(scope)
         target, query = scope["path"], scope.get("query_string", b"")
         if query and record.status not in (401, 403):  # a key may have been given in the wrong place
             target += "?" + query.decode("latin-1")
         fields = {
             "key": key_name(scope) or "-",
-            "client": f"{client[0]}:{client[1]}" if client else "-",
+            "client": client_text(scope) or "-",
             "request_id": record.request_id,
             "status": record.status or "-",
         }

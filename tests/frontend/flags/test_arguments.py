@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from tandem.frontend.cli.main import build_parser
 from tandem.frontend.config import ChatOptions, FrontendConfig
-from tandem.frontend.flags.arguments import FRONTEND_FLAGS, frontend_config, http_argv
+from tandem.frontend.flags.arguments import FRONTEND_FLAGS, check_traces, frontend_config, http_argv
 from tandem.frontend.flags.flag import Flag, check_bounds
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.store.store import StoreLimits
@@ -58,3 +58,24 @@ def test_forwarded_flags_give_the_same_settings_except_the_address(monkeypatch: 
     forwarded = build_parser().parse_args([*ARGV, *http_argv(arguments)])
     assert forwarded.port is None
     assert frontend_config(forwarded) == frontend_config(arguments)
+
+
+@pytest.mark.parametrize(
+    ("url", "installed", "reason"),
+    [
+        ("", False, ""),
+        ("http://localhost:4318", True, ""),
+        ("https://host/v1/traces", True, ""),
+        ("localhost:4317", True, "is not a URL of OTLP/HTTP"),
+        ("http://localhost:4318", False, r"pip install 'tandem-llm\[otel\]'"),
+    ],
+)
+def test_traces_need_a_url_and_their_packages(
+    monkeypatch: pytest.MonkeyPatch, url: str, installed: bool, reason: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object() if installed else None)
+    if reason:
+        with pytest.raises(ValueError, match=reason):
+            check_traces(url)
+    else:
+        check_traces(url)

@@ -28,6 +28,7 @@ class Streams:
 
     num_open = 0
     num_links = 1
+    facts = None
     queued_tokens = 0
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from tandem.frontend.config import FrontendConfig
-from tandem.frontend.server.request_log.access_log import AccessLine, AccessLog, access_text
+from tandem.frontend.server.request_log.access_log import AccessLine, AccessLog, access_text, client_text
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.logs import ACCESS_LOGGER, REQUESTS_LOGGER, LineHandler
 from tests.fakes.engine import FakeEngine
@@ -184,6 +184,14 @@ def test_a_line_of_text_can_be_read_back(request_id: str, path: str) -> None:
         <= {"request_id", "client", "path", "duration", "end"}
     )
     assert fields["client"] == "1.2.3.4:5"
+
+
+@pytest.mark.parametrize(
+    ("client", "shown"),
+    [(("10.0.0.1", 80), "10.0.0.1:80"), (("10.0.0.1", 0), "10.0.0.1"), (("", 0), ""), (None, "")],
+)
+def test_a_client_is_named_as_far_as_it_is_known(client: object, shown: str) -> None:
+    assert client_text({"client": client}) == shown
 
 
 def test_json_has_the_members_of_every_line(

@@ -1,0 +1,163 @@
+"""Traces of requests, sent to a collector by the SDK of OpenTelemetry.
+
+This module imports that SDK, so only a server that sends traces imports this module.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, Span, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import Scope
+
+from tandem.frontend.api.request_scope import request_record
+from tandem.frontend.metrics.trace_metrics import TraceMetrics
+from tandem.frontend.server.paths import route_label
+from tandem.frontend.server.tracing.spans import SpanData, request_attributes, request_spans
+from tandem.protocol.version import distribution_version
+
+SPAN_NAME = "llm_request"
+"""Name of the span of a request, as in vLLM."""
+TRACED_ROUTES = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"))
+_SERVICE_NAME = "OTEL_SERVICE_NAME"
+_QUEUE_SIZE = "OTEL_BSP_MAX_QUEUE_SIZE"
+_DEFAULT_QUEUE = 2048
+_CLOSE_MILLISECONDS = 2000
+_CONTEXT_HEADERS = (b"traceparent", b"tracestate")
+
+
+class CountingExporter(SpanExporter):
+    """Exporter that counts what a collector took, and what it did not.
+
+    The thread of the exporter calls it.
+    """
+
+    def __init__(self, exporter: SpanExporter, metrics: TraceMetrics) -> None:
+        self._exporter = exporter
+        self._metrics = metrics
+        self.num_taken = 0
+        """Spans that have left the queue."""
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.num_taken += len(spans)
+        result = SpanExportResult.FAILURE
+        try:
+            result = self._exporter.export(spans)
+        finally:
+            outcome = "exported" if result is SpanExportResult.SUCCESS else "failed"
+            self._metrics.spans.labels(outcome).inc(len(spans))
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+class BoundedProcessor(BatchSpanProcessor):
+    """Queue of spans that drops and counts those beyond its size.
+
+    A thread of its own sends them; a collector that is slow or away holds up no request.
+    """
+
+    def __init__(self, exporter: CountingExporter, size: int, metrics: TraceMetrics) -> None:
+        super().__init__(exporter, max_queue_size=size, max_export_batch_size=min(size, 512))
+        self._counted = exporter
+        self._size = size
+        self._metrics = metrics
+        self._num_queued = 0
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
+        if self._num_queued - self._counted.num_taken >= self._size:
+            self._metrics.spans.labels("dropped").inc()
+            return
+        self._num_queued += 1
+        super().on_end(span)
+
+
+class RequestTracer:
+    """Maker of the spans of requests, once they have ended.
+
+    Whether a request is traced follows from its `traceparent` and from the sampler that the environment names
+    (OTEL_TRACES_SAMPLER).
+    """
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("tandem", distribution_version())
+        self._propagator = TraceContextTextMapPropagator()
+
+    def begin(self, scope: Scope) -> Span | None:
+        """Begin the span of a request; None if the request is not traced."""
+        if scope["method"] != "POST" or route_label(scope["path"]) not in TRACED_ROUTES:
+            return None
+        carrier = {
+            name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _CONTEXT_HEADERS
+        }
+        record = request_record(scope)
+        span = self._tracer.start_span(
+            SPAN_NAME,
+            self._propagator.extract(carrier),
+            SpanKind.SERVER,
+            {"http.route": route_label(scope["path"])},
+            start_time=_unix_time(record.arrived),
+        )
+        record.is_traced = span.is_recording()
+        return span if isinstance(span, Span) and record.is_traced else None
+
+    def end(self, span: Span, scope: Scope) -> None:
+        """End the span of a request, with those of its stages."""
+        record = request_record(scope)
+        span.set_attributes(request_attributes(scope))
+        if record.end == "error" and (record.status >= 500 or record.status == 200):
+            span.set_status(Status(StatusCode.ERROR, record.error))
+        offset = _unix_time(0.0)
+        for child in request_spans(record):
+            self._send(child, span, offset)
+        assert record.ended_at is not None
+        span.end(offset + int(record.ended_at * 1e9))
+
+    def _send(self, data: SpanData, parent: Span, offset: int) -> None:
+        span = self._tracer.start_span(
+            data.name,
+            set_span_in_context(parent),
+            attributes=data.attributes,
+            start_time=offset + int(data.start * 1e9),
+        )
+        if data.error:
+            span.set_status(Status(StatusCode.ERROR, data.error))
+        if isinstance(span, Span):
+            for child in data.children:
+                self._send(child, span, offset)
+        span.end(offset + int(data.end * 1e9))
+
+    def close(self) -> None:
+        """Send what is queued, for two seconds at most."""
+        self._provider.force_flush(_CLOSE_MILLISECONDS)
+        self._provider.shutdown()
+
+
+def open_tracer(endpoint: str, metrics: TraceMetrics) -> RequestTracer:
+    """Open the tracer that sends spans to a collector over OTLP and HTTP.
+
+    Without a path in its URL that of the standard, `/v1/traces`, is taken.
+    """
+    url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
+    exporter = CountingExporter(OTLPSpanExporter(url), metrics)
+    given = {} if _SERVICE_NAME in os.environ else {"service.name": "tandem"}
+    resource = Resource.create({**given, "service.version": distribution_version()})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    size = int(os.environ.get(_QUEUE_SIZE, _DEFAULT_QUEUE))
+    provider.add_span_processor(BoundedProcessor(exporter, size, metrics))
+    return RequestTracer(provider)
+
+
+def _unix_time(seconds: float) -> int:
+    """Return the Unix time, in nanoseconds, of a time of the monotonic clock."""
+    return time.time_ns() - time.monotonic_ns() + int(seconds * 1e9)
