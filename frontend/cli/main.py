@@ -94,6 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
         commands, "serve", run_serve, rare=_RARE_FLAGS | {"endpoint", "curve_keys", "curve_any_client", "insecure_tcp"}
     )
     _add_model_argument(serve)
+    _add_config_argument(serve)
     # The frontend takes several names, and the engine the first of them; limits of load are the same for both.
     add_engine_arguments(serve, without=["served_model_name", "max_concurrent", "max_queued_tokens"])
     add_flags(serve, HUB_FLAGS)
@@ -104,6 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     engine = _add_command(commands, "engine", run_engine, rare=_RARE_FLAGS)
     _add_model_argument(engine)
+    _add_config_argument(engine)
     add_engine_arguments(engine)
     add_flags(engine, HUB_FLAGS)
     add_watch_arguments(engine)
@@ -112,6 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     frontend = _add_command(commands, "frontend", run_frontend, rare=_RARE_FLAGS)
     _add_model_argument(frontend)
+    _add_config_argument(frontend)
     frontend.add_argument(
         "--model", "--model-dir", dest="model_dir", metavar="MODEL",
         help="directory with the model's tokenizer.json, or name on the Hugging Face hub",
@@ -164,6 +167,13 @@ def _add_command(
 
 def _add_model_argument(command: argparse.ArgumentParser) -> None:
     command.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+
+
+def _add_config_argument(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--config", type=Path, metavar="FILE",
+        help="TOML file of flags by their names, such as max-len = 4096; flags of the command line win over it",
+    )  # fmt: skip
 
 
 def _add_client_commands(commands: "argparse._SubParsersAction[CommandParser]") -> None:

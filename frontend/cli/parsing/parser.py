@@ -7,13 +7,22 @@ import argparse
 import difflib
 import sys
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+from tandem.frontend.cli.parsing.config_file import config_words
 from tandem.frontend.cli.parsing.foreign_flags import FOREIGN_FLAGS
 from tandem.protocol.errors import ExitCode
 
 _SIMILAR = 0.8
 """Least similarity, from 0 to 1, of a flag that is suggested for another."""
+
+
+_MODEL_FLAGS = frozenset(("--model", "--model-dir"))
+
+
+def _flags_of(words: Sequence[str]) -> set[str]:
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -85,9 +94,26 @@ class CommandParser(argparse.ArgumentParser):
         Flags that this command does not have are refused before anything that is missing.
         """
         given = sys.argv[1:] if args is None else list(args)
+        from_file = self._words_of_file(given)
         if unknown := self._unknown_flags(given):
             self.error("; ".join(self._explain(flag) for flag in dict.fromkeys(unknown)))
-        return super().parse_known_args(given, namespace)
+        arguments, rest = super().parse_known_args([*from_file, *given], namespace)
+        if getattr(arguments, "positional_model", None) is not None and _MODEL_FLAGS.isdisjoint(_flags_of(given)):
+            # The model of the command line takes the place of the file's.
+            setattr(arguments, "model_dir" if hasattr(arguments, "model_dir") else "model", None)
+        return arguments, rest
+
+    def _words_of_file(self, given: Sequence[str]) -> list[str]:
+        """Return the words of the file that `--config` names, if there is one."""
+        if "--config" not in self._option_string_actions or "--config" not in _flags_of(given):
+            return []
+        found = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        found.add_argument("--config", type=Path)
+        try:
+            path = found.parse_known_args(list(given))[0].config
+            return config_words(path, self._option_string_actions, given, self._explain)
+        except (argparse.ArgumentError, ValueError) as error:
+            self.error(str(error))
 
     def _unknown_flags(self, words: Sequence[str]) -> list[str]:
         """Return the flags among some words that this parser does not have."""

@@ -1,0 +1,105 @@
+"""Flags of a command from a TOML file, for `--config FILE`.
+
+The names are those of the flags without the leading dashes; dashes and underscores are the same. A flag of the command
+line replaces that of the file.
+"""
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+NOT_IN_FILES = frozenset(("config", "check", "help", "help_all", "listener_fds", "slot", "supervisor_fd"))
+"""Names, among the parsed arguments, of flags that no file may have."""
+_SIMILAR = 0.6
+_MAX_SHOWN = 60
+
+Explain = Callable[[str], str]
+"""Says what takes the place of an unknown flag."""
+
+
+def config_words(path: Path, flags: Mapping[str, argparse.Action], given: Sequence[str], explain: Explain) -> list[str]:
+    """Return the words of a command line that mean the same as a file.
+
+    flags: the flags of the command, by their spelling. given: the words of the command line, whose flags are left out.
+    Raises ValueError for a file that cannot be read, for unknown names and for values of a wrong type.
+    """
+    words: list[str] = []
+    seen: dict[str, str] = {}
+    for name, value in _load(path).items():
+        flag = "--" + name.replace("_", "-")
+        action = flags.get(flag)
+        if action is None or action.dest in NOT_IN_FILES:
+            raise ValueError(f"{path}: {_unknown(name, flag, flags, explain)}")
+        if action.dest in seen:
+            raise ValueError(f"{path}: {seen[action.dest]} and {name} are the same flag; leave one out")
+        seen[action.dest] = name
+        new = _words(f"{path}: {name}", flag, action, value)
+        if not any(word.partition("=")[0] in action.option_strings for word in given):
+            words += new
+    return words
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"--config {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # of TOML, or of UTF-8
+        raise ValueError(f"--config {path} is not TOML: {error}") from None
+
+
+def _unknown(name: str, flag: str, flags: Mapping[str, argparse.Action], explain: Explain) -> str:
+    reason = explain(flag)
+    if not reason.startswith("unknown flag"):
+        return reason  # a flag of another server, and what it is here
+    known = [word.removeprefix("--") for word, action in flags.items() if action.dest not in NOT_IN_FILES]
+    near = difflib.get_close_matches(flag.removeprefix("--"), known, n=1, cutoff=_SIMILAR)
+    return f"unknown name {name}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _words(place: str, flag: str, action: argparse.Action, value: Any) -> list[str]:
+    """Return the words of one flag.
+
+    Raises ValueError for a value that it cannot have.
+    """
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ValueError(f"{place} must be true or false, not {_shown(value)}")
+        return [flag] if value else []
+    is_list = action.nargs == "+" or isinstance(action, argparse._AppendAction)
+    if isinstance(value, list) and not is_list:
+        raise ValueError(f"{place} must be one value, not a list")
+    values = value if isinstance(value, list) else [value]
+    return [f"{flag}={_text(place, action, one)}" for one in values]
+
+
+def _text(place: str, action: argparse.Action, value: Any) -> str:
+    kind = action.type
+    if isinstance(value, bool) and action.choices is not None and set(action.choices) == {"on", "off"}:
+        return "on" if value else "off"
+    if kind is int and (not isinstance(value, int) or isinstance(value, bool)):
+        raise ValueError(f"{place} must be an integer, not {_shown(value)}")
+    if kind is float and (not isinstance(value, int | float) or isinstance(value, bool)):
+        raise ValueError(f"{place} must be a number, not {_shown(value)}")
+    if kind in (None, str, Path) and not isinstance(value, str):
+        raise ValueError(f"{place} must be a string, not {_shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"{place} must be a string or a number, not {_shown(value)}")
+    if action.choices is not None and value not in action.choices:
+        raise ValueError(f"{place} must be one of {', '.join(map(str, action.choices))}, not {_shown(value)}")
+    if callable(kind):
+        try:
+            kind(str(value))
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            raise ValueError(f"{place}: {error}") from None
+    return str(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a table"
+    text = repr(value) if not isinstance(value, bool) else str(value).lower()
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."

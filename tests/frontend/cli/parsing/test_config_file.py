@@ -1,0 +1,105 @@
+"""Flags from a TOML file."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem.frontend.cli.main import build_parser
+
+FILE = """
+model = "folder"
+max-len = 4096
+max_body = 8
+host = ["127.0.0.1", "::1"]
+cors-origin = "https://a.example"
+served-model-name = ["a", "b"]
+page-size = "max"
+kv-memory = "4GiB"
+gpu-memory = 1
+drain-timeout = 2.5
+prefix-cache = false
+insecure-tcp = true
+tls-cert = "cert.pem"
+uds-mode = "660"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "tandem.toml"
+
+
+def test_file_gives_flags_of_every_kind(file: Path) -> None:
+    file.write_text(FILE)
+    flags = [
+        *("--model", "folder", "--max-len", "4096", "--max-body", "8", "--host", "127.0.0.1", "--host", "::1"),
+        *("--cors-origin", "https://a.example", "--served-model-name", "a", "b", "--page-size", "max"),
+        *("--kv-memory", "4GiB", "--gpu-memory", "1", "--drain-timeout", "2.5", "--prefix-cache", "off"),
+        *("--insecure-tcp", "--tls-cert", "cert.pem", "--uds-mode", "660"),
+    ]
+    from_file = vars(build_parser().parse_args(["serve", "--config", str(file)]))
+    from_flags = vars(build_parser().parse_args(["serve", *flags]))
+    assert from_file | {"config": None} == from_flags
+
+
+def test_flags_of_the_command_line_win_over_the_file(file: Path) -> None:
+    file.write_text(FILE)
+    line = ["serve", "other", "--max-len=7", f"--config={file}", "--host", "127.0.0.2", "--served-model-name", "c"]
+    found = build_parser().parse_args(line)
+    assert (found.max_len, found.host, found.served_model_name) == (7, ["127.0.0.2"], ["c"])
+    assert (found.positional_model, found.model) == ("other", None)
+    found = build_parser().parse_args(["serve", "--config", str(file), "--model", "third"])
+    assert (found.model, found.max_len) == ("third", 4096)
+
+
+@pytest.mark.parametrize("command", ["engine", "frontend"])
+def test_required_flags_may_be_in_the_file(command: str, file: Path) -> None:
+    file.write_text('endpoint = "ipc:///run/engine"\nmodel = "m"\nlog-level = "debug"\n')
+    found = build_parser().parse_args([command, "--config", str(file)])
+    assert (found.endpoint, found.log_level) == ("ipc:///run/engine", "debug")
+    assert vars(found)["model_dir" if command == "frontend" else "model"] == "m"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("max-lenn = 1", "unknown name max-lenn; did you mean max-len?"),
+        ("nonsense = 1", "unknown name nonsense\n"),
+        ("max-model-len = 1", "--max-model-len is --max-len here"),
+        ("config = 'x'", "unknown name config"),
+        ("slot = 1", "unknown name slot"),
+        ("max-len = '4096'", "max-len must be an integer, not '4096'"),
+        ("max-len = true", "max-len must be an integer, not true"),
+        ("max-len = 1.5", "max-len must be an integer, not 1.5"),
+        ("max-len = [1]", "max-len must be one value, not a list"),
+        ("drain-timeout = 'x'", "drain-timeout must be a number, not 'x'"),
+        ("tls-cert = 1", "tls-cert must be a string, not 1"),
+        ("insecure-tcp = 'yes'", "insecure-tcp must be true or false, not 'yes'"),
+        ("policy = 'best'", "policy must be one of fcfs, "),
+        ("page-size = 'big'", "page-size: 'big' is not a power of two, or max"),
+        ("uds-mode = '999'", "uds-mode: '999' must be permissions in octal"),
+        ("[http]\nport = 1", "unknown name http"),
+        ("[port]\nx = 1", "port must be an integer, not a table"),
+        ("max-len = 1\nmax_len = 2", "max-len and max_len are the same flag; leave one out"),
+        ("max-len = ", "is not TOML: "),
+    ],
+)
+def test_what_a_file_cannot_say_is_refused_by_name(
+    text: str, reason: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        build_parser().parse_args(["serve", "--config", str(file)])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert reason in error and str(file) in error
+
+
+def test_missing_file_and_missing_name_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, reason in (
+        ([str(file)], f"--config {file} cannot be read: No such file"),
+        ([], "expected one argument"),
+    ):
+        with pytest.raises(SystemExit):
+            build_parser().parse_args(["serve", "--config", *words])
+        assert reason in capsys.readouterr().err
