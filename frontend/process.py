@@ -14,6 +14,10 @@ logger = logging.getLogger(__name__)
 
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 """Variables that no child process gets: only this process asks the hub."""
+SERVICE_MANAGER = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
+"""Variables that no child process gets: only this process talks to systemd."""
+KEYS = ("TANDEM_API_KEY", "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
+"""Variables that only frontends get: keys of requests, and headers of the collector of traces."""
 _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 
 
@@ -27,9 +31,10 @@ def die_with_parent(argv: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", str(_DIE_WITH_PARENT), str(os.getpid()), *argv]
 
 
-def without_hub_tokens(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a child process may have."""
-    return {name: text for name, text in environment.items() if name not in HUB_TOKENS}
+def child_environment(environment: Mapping[str, str], *, with_keys: bool = False) -> dict[str, str]:
+    """Return the variables that a child process may have, those of `KEYS` only if it is a frontend."""
+    secret = {*HUB_TOKENS, *SERVICE_MANAGER, *(() if with_keys else KEYS)}
+    return {name: text for name, text in environment.items() if name not in secret}
 
 
 class ManagedProcess:
@@ -52,8 +57,8 @@ class ManagedProcess:
     ) -> None:
         """Describe the process without starting it.
 
-        `name` stands in logs and errors. With a `pipe_limit`, in bytes a line, stdin and stdout are pipes to this
-        process; with a `stderr_limit`, stderr is.
+        `name` stands in logs and errors. Without an `environment`, it gets this process's own without any secret. With
+        a `pipe_limit`, in bytes a line, stdin and stdout are pipes to this process; with a `stderr_limit`, stderr is.
         """
         self.name = name
         self._argv = argv
@@ -103,7 +108,8 @@ class ManagedProcess:
     async def start(self) -> None:
         """Start the program. Raises OSError if it cannot be executed."""
         pipe = None if self._pipe_limit is None else PIPE
-        environment = os.environ if self._environment is None else self._environment
+        given = self._environment
+        environment = child_environment(os.environ if given is None else given, with_keys=given is not None)
         self._process = await asyncio.create_subprocess_exec(
             *die_with_parent(self._argv),
             stdin=pipe,
@@ -112,7 +118,7 @@ class ManagedProcess:
             limit=self._pipe_limit or self._stderr_limit or 2**16,
             pass_fds=self._pass_fds,
             start_new_session=True,
-            env=without_hub_tokens(environment),
+            env=environment,
         )
         if self._is_stopping:  # stopped while it was being started
             self._kill()

@@ -23,7 +23,7 @@ from tandem.frontend.cli.port_owner import port_owner
 from tandem.frontend.generation.tokenizer import TokenizerError, load_tokenizer
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.listening import listen
-from tandem.frontend.process import without_hub_tokens
+from tandem.frontend.process import child_environment
 from tandem.frontend.supervisor.addresses.service_sockets import Addresses
 from tandem.frontend.supervisor.addresses.tcp_address import tcp_addresses
 from tandem.frontend.supervisor.launch import DEFAULT_OPS_PORT, check_engine_installed
@@ -146,7 +146,7 @@ def ask_engine(options: EngineOptions, weight_bytes: int | None) -> Forecast:
     if weight_bytes is not None:
         command.append(f"--weight-bytes={weight_bytes}")
     try:
-        environment = without_hub_tokens(os.environ)
+        environment = child_environment(os.environ)
         child = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS, env=environment)
         return msgspec.json.decode(child.stdout, type=Forecast)
     except subprocess.TimeoutExpired:

@@ -170,7 +170,7 @@ def _add_model_argument(command: argparse.ArgumentParser) -> None:
 
 
 def _add_config_argument(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
+    command.add_argument_group("configuration").add_argument(
         "--config", type=Path, metavar="FILE",
         help="TOML file of flags by their names, such as max-len = 4096; flags of the command line win over it",
     )  # fmt: skip
