@@ -32,7 +32,7 @@ def die_with_parent(argv: Sequence[str]) -> list[str]:
 
 
 def child_environment(environment: Mapping[str, str], *, with_keys: bool = False) -> dict[str, str]:
-    """Return the variables that a child process may have, those of `KEYS` only if it is a frontend."""
+    """Return the variables that a child process may have."""
     secret = {*HUB_TOKENS, *SERVICE_MANAGER, *(() if with_keys else KEYS)}
     return {name: text for name, text in environment.items() if name not in secret}
 
