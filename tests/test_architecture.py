@@ -229,12 +229,11 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(
-    "module", ["tandem.frontend.server.app", "tandem.frontend.cli.main", "tandem.protocol.sockets"]
-)
-def test_a_frontend_process_loads_no_engine(module: str) -> None:
-    heavy = "{'torch', 'transformers', 'tandem.engine_core', 'triton', 'safetensors'}"
-    assert run(f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))") == "[]"
+def test_supervisor_and_frontend_load_no_engine() -> None:
+    modules = "frontend.cli.main", "frontend.supervisor.launch", "frontend.server.server", "protocol.sockets"
+    heavy = "{'torch', 'transformers', 'tandem.engine_core', 'triton', 'safetensors', 'numpy'}"
+    code = "import sys, " + ", ".join(f"tandem.{module}" for module in modules)
+    assert run(f"{code}; print(sorted({heavy} & set(sys.modules)))") == "[]"
 
 
 BLOCKED = """

@@ -87,7 +87,10 @@ def holder(serving: ScriptedServing) -> psutil.Process:
     return holders[0]
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.slow, id="killed"), pytest.param(signal.SIGSTOP, id="stopped")],
+)
 def test_lost_frontend_costs_only_its_own_streams(
     serving: ScriptedServing, client: StreamClient, fault: signal.Signals
 ) -> None:

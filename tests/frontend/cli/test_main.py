@@ -246,16 +246,6 @@ def test_private_endpoint_is_removed_on_exit() -> None:
     assert not folder.exists()
 
 
-def test_http_processes_import_neither_torch_nor_the_engine() -> None:
-    program = (
-        "import sys, tandem.frontend.server.app, tandem.frontend.server.server\n"
-        "import tandem.frontend.supervisor.launch, tandem.frontend.cli.main\n"
-        "print([m for m in ('torch', 'transformers', 'tandem.engine_core', 'numpy') if m in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout == "[]\n"
-
-
 def test_parsing_flags_loads_no_http_client_server_or_hub() -> None:
     program = (
         "import sys, tandem.frontend.cli.main\n"

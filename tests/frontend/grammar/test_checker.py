@@ -174,7 +174,7 @@ def test_each_dead_process_is_replaced() -> None:
         await asyncio.gather(*(checker.check(named(letter)) for letter in "ab"))
         before = pids(checker)
         assert len(before) == checker_module.NUM_PROCESSES == 2
-        assert (await refusal(checker, ENDLESS)).status == 400
+        assert (await refusal(checker, OVERFLOWING)).status == 400
         (kept,) = pids(checker)
         assert kept in before
         await asyncio.gather(*(checker.check(named(letter)) for letter in "cd"))

@@ -116,6 +116,7 @@ def test_new_connections_are_served_while_a_frontend_hangs_until_it_is_replaced(
     assert hung not in processes
 
 
+@pytest.mark.slow
 def test_frontends_that_get_sigterm_in_turn_lose_no_request(service: Tandem) -> None:
     url = url_of(service)
     for frontend in until_all_serve(service):
