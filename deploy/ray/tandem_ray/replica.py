@@ -60,11 +60,12 @@ class TandemReplica:
             text = (await self._ops.get(f"{self._supervisor.ops_url}/metrics")).text
         except (httpx.HTTPError, httpx.InvalidURL):
             return {}
-        rows = max(1.0, metric(text, "tandem_num_rows"))
-        return {
-            QUEUED_TOKENS: metric(text, "tandem_num_queued_prompt_tokens"),
-            ROW_SHARE: metric(text, "tandem_num_requests_running") / rows,
-        }
+        queued, running, rows = (
+            metric(text, f"tandem_{name}") for name in ("num_queued_prompt_tokens", "num_requests_running", "num_rows")
+        )
+        if queued is None or running is None or not rows:
+            return {}
+        return {QUEUED_TOKENS: queued, ROW_SHARE: running / rows}
 
     async def __del__(self) -> None:
         """Stop the service once Ray has no more requests for this replica."""
@@ -86,7 +87,7 @@ class TandemReplica:
             end_process()
 
 
-def metric(text: str, name: str) -> float:
-    """Return the sum of a metric's series in the text format of Prometheus; 0 without any."""
+def metric(text: str, name: str) -> float | None:
+    """Return the sum of a metric's series in the text format of Prometheus; None without any."""
     found: list[Any] = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
-    return sum(map(float, found))
+    return sum(map(float, found)) if found else None
