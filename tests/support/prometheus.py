@@ -43,6 +43,7 @@ class Prometheus:
         self.url = f"http://127.0.0.1:{free_port()}"
         self._folder = folder
         self._config = config
+        self._client = httpx.Client(base_url=self.url, timeout=TIMEOUT)
 
     def __enter__(self) -> "Prometheus":
         config = self._folder / "prometheus.yml"
@@ -57,6 +58,7 @@ class Prometheus:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._client.close()
         self._process.terminate()
         self._process.wait(TIMEOUT)
         if error is not None:
@@ -65,19 +67,19 @@ class Prometheus:
     def is_ready(self) -> bool:
         assert self._process.poll() is None, (self._folder / "prometheus.log").read_text()
         try:
-            return httpx.get(f"{self.url}/-/ready", timeout=TIMEOUT).status_code == 200
+            return self._client.get("/-/ready").status_code == 200
         except httpx.TransportError:
             return False
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """Return the series of an instant query; assert that Prometheus understands it."""
-        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=TIMEOUT).json()
+        answer = self._client.get("/api/v1/query", params={"query": expression}).json()
         assert answer["status"] == "success", f"{expression}: {answer}"
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
 
     def get(self, path: str) -> Any:
-        return httpx.get(f"{self.url}/api/v1/{path}", timeout=TIMEOUT).json()["data"]
+        return self._client.get(f"/api/v1/{path}").json()["data"]
 
     def without_series(self, expressions: Sequence[str]) -> list[str]:
         """Wait until each expression has series; return those that have none in the end."""
