@@ -1,5 +1,6 @@
 """The systemd units: accepted by systemd, and in agreement with the flags."""
 
+import argparse
 import re
 import shlex
 import shutil
@@ -22,7 +23,6 @@ needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reas
 def settings(name: str) -> dict[str, str]:
     """Return the settings of a unit whose names occur once."""
     text = (UNITS / name).read_text().replace("\\\n", " ").replace("%i", "8001")
-    text = re.sub(r"\$[A-Z]+_FLAGS", "", text.replace("${MODEL}", "ORG/NAME"))
     return dict(re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE))
 
 
@@ -55,14 +55,18 @@ def test_the_user_of_the_units_is_made(tmp_path: Path) -> None:
         assert (unit["User"], unit["Group"], unit["WorkingDirectory"]) == ("tandem", "tandem", "/var/lib/tandem")
 
 
+def parsed(name: str) -> tuple[list[str], argparse.Namespace]:
+    """Return the words of a unit's command, and what they mean with the file of flags that it names."""
+    program, *argv = shlex.split(settings(name)["ExecStart"])
+    assert program == TANDEM
+    return argv, build_parser().parse_args([word.replace("/etc/tandem", str(UNITS)) for word in argv])
+
+
 @pytest.mark.parametrize(("name", "command"), FILES.items())
 def test_tandem_accepts_the_command_and_has_time_to_drain(name: str, command: str) -> None:
-    unit = settings(name)
-    program, *argv = shlex.split(unit["ExecStart"])
-    assert program == TANDEM
-    arguments = build_parser().parse_args(argv)
+    argv, arguments = parsed(name)
     assert (arguments.command, "--ops-port" in argv) == (command, True)
-    assert unit["TimeoutStopSec"] == "45"
+    assert settings(name)["TimeoutStopSec"] == "45"
     if command != "engine":
         assert (arguments.shutdown_delay, arguments.drain_timeout) == (5, 25)
 
@@ -75,8 +79,8 @@ def test_a_unit_follows_the_supervisor(name: str) -> None:
 
 
 def test_ports_of_instances_do_not_meet_those_of_the_engine() -> None:
-    _, *argv = shlex.split(settings("tandem-frontend@.service")["ExecStart"])
-    arguments = build_parser().parse_args(argv)
+    _, arguments = parsed("tandem-frontend@.service")
     assert (arguments.port, arguments.ops_port) == (8001, 18001)
-    _, *argv = shlex.split(settings("tandem-engine.service")["ExecStart"])
-    assert build_parser().parse_args(argv).endpoint == arguments.endpoint
+    _, engine = parsed("tandem-engine.service")
+    assert engine.endpoint == arguments.endpoint
+    assert str(engine.model) == str(arguments.model_dir)
