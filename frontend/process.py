@@ -58,7 +58,8 @@ class ManagedProcess:
         """Describe the process without starting it.
 
         `name` stands in logs and errors. Without an `environment`, it gets this process's own without any secret. With
-        a `pipe_limit`, in bytes a line, stdin and stdout are pipes to this process; with a `stderr_limit`, stderr is.
+        a `pipe_limit`, in bytes a line, stdin and stdout are pipes to this process, and the log has at the level debug
+        what comes on stderr, which may repeat a part of a request; with a `stderr_limit`, stderr is a pipe.
         """
         self.name = name
         self._argv = argv
@@ -67,6 +68,7 @@ class ManagedProcess:
         self._pipe_limit = pipe_limit
         self._stderr_limit = stderr_limit
         self._process: Process | None = None
+        self._log: asyncio.Task[None] | None = None
         self._is_stopping = False
 
     @property
@@ -114,14 +116,26 @@ class ManagedProcess:
             *die_with_parent(self._argv),
             stdin=pipe,
             stdout=pipe,
-            stderr=None if self._stderr_limit is None else PIPE,
+            stderr=pipe if self._stderr_limit is None else PIPE,
             limit=self._pipe_limit or self._stderr_limit or 2**16,
             pass_fds=self._pass_fds,
             start_new_session=True,
             env=environment,
         )
+        if self._process.stderr is not None and self._stderr_limit is None:
+            self._log = asyncio.create_task(self._log_stderr(self._process.stderr))
         if self._is_stopping:  # stopped while it was being started
             self._kill()
+
+    async def _log_stderr(self, stderr: asyncio.StreamReader) -> None:
+        while True:
+            try:
+                line = await stderr.readline()
+            except ValueError:  # longer than the limit; the reader has dropped it
+                continue
+            if not line:
+                return
+            logger.debug("the %s: %s", self.name, line.decode(errors="replace").rstrip())
 
     async def wait(self) -> int:
         """Wait for the exit of a started process; return its code, negative for a signal."""

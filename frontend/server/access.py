@@ -113,7 +113,7 @@ class Access:
             is_own = status == 429 or status >= 500 or self._with_details
             if is_own and (message := scope.get(ERROR_KEY)):
                 line = f"{line}: {message[:_MESSAGE_CHARACTERS]!r}"
-            if status == 429 or (is_fault and status in (503, 529)):
+            if status == 429 or (is_fault and status in (503, 504, 529)):
                 self._log.warning(str(status), line)  # of which there are many under overload
             else:
                 logger.log(logging.WARNING if is_fault else logging.DEBUG, "%s", line)

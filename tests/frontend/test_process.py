@@ -1,6 +1,7 @@
 """Start and end of child processes."""
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Coroutine
@@ -38,6 +39,22 @@ def test_exit_status_describes_the_exit(program: str, status: str) -> None:
         assert (child.pid, child.exit_status) == (None, status)
 
     run(body())
+
+
+def test_a_worker_writes_to_the_log_at_debug_only(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "tandem.frontend.process")
+    program = "import sys; print('Traceback', 'x' * 200_000, file=sys.stderr); sys.exit('a part of a request')"
+
+    async def body() -> None:
+        worker = process(program, pipe_limit=1000)
+        await worker.start()
+        await worker.wait()
+        async with asyncio.timeout(30):
+            while "a part of a request" not in caplog.text:
+                await asyncio.sleep(0.01)
+
+    run(body())
+    assert {record.levelname for record in caplog.records if record.name == "tandem.frontend.process"} == {"DEBUG"}
 
 
 def test_pipes_connect_stdin_and_stdout() -> None:
