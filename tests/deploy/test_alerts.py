@@ -22,14 +22,12 @@ def test_promtool_accepts_the_rules_and_their_unit_tests_pass() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_alert_has_a_unit_test_in_which_it_fires_and_one_in_which_it_does_not(name: str) -> None:
-    expected = [
-        len(case["exp_alerts"])
-        for unit in UNIT_TESTS
-        for case in unit["alert_rule_test"]
-        if case["alertname"] == name and unit["input_series"]
-    ]
-    assert sorted(expected) == [0, 1]
+def test_an_alert_has_a_unit_test_with_an_instance_that_it_fires_for_and_one_that_it_does_not(name: str) -> None:
+    (unit,) = UNIT_TESTS
+    (expected,) = (case["exp_alerts"] for case in unit["alert_rule_test"] if case["alertname"] == name)
+    (instance,) = (alert["exp_labels"]["instance"] for alert in expected)
+    series = " ".join(row["series"] for row in unit["input_series"])
+    assert f'instance="{instance}"' in series and f'instance="{instance}-quiet"' in series
 
 
 def test_each_alert_has_a_severity_a_summary_and_the_place_of_its_runbook() -> None:
