@@ -104,9 +104,9 @@ class Control:
         match command:
             case Submit():
                 return self._submit(client, command)
-            case Abort():
-                for request_id in command.request_ids:
-                    self.scheduler.abort(client, request_id)
+            case Abort(request_ids, reason):
+                for request_id in request_ids:
+                    self.scheduler.abort(client, request_id, reason)
             case Goodbye():
                 self.forget(client)
                 self.scheduler.abort_client(client)

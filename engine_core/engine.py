@@ -18,7 +18,7 @@ from tandem.engine_core.scheduler.commit import SchedulerUpdates
 from tandem.engine_core.scheduler.inspection import oldest_wait
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.timelines import Timelines
-from tandem.engine_core.stats import StageClock, count_outcome
+from tandem.engine_core.stats import StageClock, count_end, count_first_token, count_start
 from tandem.protocol.commands import Submit
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Limits, ModelFacts
@@ -92,6 +92,7 @@ class Engine:
         depth: steps in flight; epoch: what a Hello must name; clock: seconds, for queues and sessions; stage_clock:
         seconds, for the time that each stage of the loop takes.
         """
+        stats.page_size = limits.page_size
         control = Control(scheduler, compiler, epoch, model, limits, stats, clock)
         stages = StageClock(stats.stage_seconds, stage_clock)
         return cls(scheduler, PipelineState(depth), runtime, mailbox, control, compiler, stats, stages)
@@ -180,8 +181,7 @@ class Engine:
             for seq in admitted:
                 self.timelines.on_admit(seq, now)
                 if not seq.preemptions:
-                    self.stats.queue_time.observe(now - seq.arrival)
-                    self.stats.prompt_tokens += seq.prompt_len
+                    count_start(self.stats, seq, now)
             self.stages.mark("plan")
             self._send(self.scheduler.take_updates())
             if any(seq.submit.lost_engines for seq in admitted):
@@ -207,6 +207,7 @@ class Engine:
         self._steps = plan.step_id
         self.stats.steps_launched += 1
         self.stats.step_rows.observe(len(plan.rows))
+        self.stats.iteration_tokens.observe(plan.total_tokens)
         if len(self.timelines):
             self.timelines.on_launch(plan, self.stages.clock())
         self.stages.mark("launch")
@@ -243,8 +244,10 @@ class Engine:
         """
         step = self.pipeline.begin_commit()
         result = self.runtime.collect(step.slot)
-        self.stages.mark("collect")
+        now = self.stages.mark("collect")
         updates = self.scheduler.commit(step.plan, result)
+        for seq in updates.first_tokens:
+            count_first_token(self.stats, seq, now)
         self.pipeline.finish_commit(step)
         self.stats.steps_committed += 1
         if len(self.timelines):
@@ -266,7 +269,7 @@ class Engine:
             self.mailbox.add_tokens(client, delta)
         for seq in updates.ended:
             assert seq.outcome is not None, f"ended without an outcome: {seq}"
-            count_outcome(self.stats, seq.outcome)
+            count_end(self.stats, seq, self.stages.clock())
             if seq.compiling:
                 self.compiler.cancel(seq.id)
             self.mailbox.add_outcome(seq.client, seq.outcome)
@@ -292,6 +295,7 @@ class Engine:
         memory = scheduler.memory
         usage = memory.usage
         stats.running = len(scheduler.running)
+        stats.queued_prompt_tokens = scheduler.queued.num_tokens
         stats.waiting = len(scheduler.waiting) + len(scheduler.compiling)
         stats.pages_used, stats.pages_cached, stats.pages_evicted = usage.in_use, usage.cached, usage.num_evicted
         stats.prefix_queries, stats.prefix_hits = memory.num_queried_tokens, memory.num_hit_tokens

@@ -71,6 +71,20 @@ class WireState:
         self.reported_cached, self.reported_len = -1, 0
 
 
+class SequenceTimes:
+    """Times of a sequence's life on the engine's clock, in seconds."""
+
+    __slots__ = ("admitted", "first_token")
+
+    admitted: float | None
+    """Time at which the sequence got its first row; None before."""
+    first_token: float | None
+    """Time at which the step of its first token was committed; None before."""
+
+    def __init__(self) -> None:
+        self.admitted = self.first_token = None
+
+
 class Sequence:
     """One sequence and the arithmetic of its positions.
 
@@ -106,6 +120,7 @@ class Sequence:
         "row",
         "steps_skipped",
         "submit",
+        "times",
         "tokens",
         "total_len",
         "wire",
@@ -124,6 +139,8 @@ class Sequence:
     """Contents of the device's tables for the sequence."""
     wire: WireState
     """Reports about the sequence that its frontend has got."""
+    times: SequenceTimes
+    """Times of the sequence's life, for the metrics."""
     pages: list[int]
     """Page table of the sequence: the pages of `cache.nodes`, then its own pages."""
     next_page_boundary: int
@@ -160,7 +177,7 @@ class Sequence:
         self.constraint: Constraint | None = None
         self.compiling = submit.constraint is not None
         self.cache, self.device = CacheState(submit.cache_salt.encode()), DeviceState(len(prompt))
-        self.wire = WireState()
+        self.wire, self.times = WireState(), SequenceTimes()
         self.in_steady_decode = False
         self.num_scheduled_tokens = self.num_inflight_samples = self.inflight = 0
         self.row = -1

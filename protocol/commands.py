@@ -4,6 +4,7 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct
 
+from tandem.protocol.errors import FinishReason
 from tandem.protocol.params import SamplingParams
 
 MAX_PRIORITY = 100
@@ -72,11 +73,13 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
 class Abort(Command, frozen=True, array_like=True, tag=2):
     """End these requests. Idempotent; unknown ids are ignored.
 
-    Each request that was still open ends as Finished(ABORT), which the frontend ignores: its own decision was the
-    terminal event.
+    Each request that was still open ends as Finished with the reason given, which the frontend ignores: its own
+    decision was the terminal event.
     """
 
     request_ids: Annotated[list[int], Meta(max_length=MAX_ABORTS)]
+    reason: FinishReason = FinishReason.ABORT
+    """Reason that the engine counts: STOP for the end by a stop string, which is complete."""
 
 
 class Goodbye(Command, frozen=True, array_like=True, tag=3):

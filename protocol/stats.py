@@ -3,6 +3,7 @@
 Each is declared with the metric that it is exported as.
 """
 
+from bisect import bisect_left
 from typing import Annotated, Literal
 
 from msgspec import Struct, field
@@ -34,12 +35,7 @@ class Histogram(Struct, array_like=True):
 
     def observe(self, value: float) -> None:
         """Count one observation in the first bucket whose bound is at least `value`."""
-        index = 0
-        for bound in self.bounds:
-            if value <= bound:
-                break
-            index += 1
-        self.counts[index] += 1
+        self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
 
@@ -86,10 +82,16 @@ class EngineStats(Struct, array_like=True):
     """Rows of steps that were launched before the end of their sequence was known: the cost of pipelining."""
     requests_accepted: Annotated[int, _counter("tandem_requests_accepted", "Requests accepted.")] = 0
     requests_finished: Annotated[
-        dict[str, int], _counter("tandem_request_success", "Requests finished without an error.", "finished_reason")
+        dict[str, int],
+        _counter(
+            "tandem_request_success",
+            "Sequences that ended: `stop` (stop strings too), `length`, `abort` or `error`.",
+            "finished_reason",
+        ),
     ] = field(default_factory=dict)
     requests_failed: Annotated[
-        dict[str, int], _counter("tandem_request_failed", "Requests ended by an error.", "code")
+        dict[str, int],
+        _counter("tandem_request_failed", "Requests that ended by an error or were refused by the engine.", "code"),
     ] = field(default_factory=dict)
     stage_seconds: Annotated[
         dict[str, float],
@@ -146,3 +148,32 @@ class EngineStats(Struct, array_like=True):
     """1 once a `Pause` has drained the pipeline, until the `Resume`."""
     page_size: int = 0
     """Tokens of a KV page; a label of the metric of the cache's size."""
+    queued_prompt_tokens: Annotated[
+        int, _gauge("tandem_num_queued_prompt_tokens", "Prompt tokens of requests that wait for their first output.")
+    ] = 0
+    prompt_tokens_cached: Annotated[
+        int, _counter("tandem_prompt_tokens_cached", "Prompt tokens of requests with output that were not computed.")
+    ] = 0
+    """Counted at the first token: a prompt may find more in the cache after its admission."""
+    iteration_tokens: Annotated[
+        Histogram, _histogram("tandem_iteration_tokens", "Tokens of a step, of prompts and outputs.")
+    ] = field(default_factory=_empty_histogram)
+    prefill_time: Annotated[
+        Histogram,
+        _histogram("tandem_request_prefill_time_seconds", "Time from a sequence's row to its first token."),
+    ] = field(default_factory=_empty_histogram)
+    decode_time: Annotated[
+        Histogram, _histogram("tandem_request_decode_time_seconds", "Time from a sequence's first token to its end.")
+    ] = field(default_factory=_empty_histogram)
+    inference_time: Annotated[
+        Histogram, _histogram("tandem_request_inference_time_seconds", "Time from a sequence's row to its end.")
+    ] = field(default_factory=_empty_histogram)
+    request_prompt_tokens: Annotated[
+        Histogram, _histogram("tandem_request_prompt_tokens", "Prompt tokens of a sequence that has run.")
+    ] = field(default_factory=_empty_histogram)
+    request_generation_tokens: Annotated[
+        Histogram, _histogram("tandem_request_generation_tokens", "Tokens generated for a sequence that has run.")
+    ] = field(default_factory=_empty_histogram)
+    request_max_tokens: Annotated[
+        Histogram, _histogram("tandem_request_params_max_tokens", "`max_tokens` of a sequence that has run.")
+    ] = field(default_factory=_empty_histogram)

@@ -36,11 +36,11 @@ LEVELS = {
     ),
     "engine_core": (
         {"errors", "integers"},
-        {"kernels", "plan", "rope_config", "stats"},
+        {"kernels", "plan", "rope_config"},
         {"attention", "config", "contracts", "loader", "pipeline", "sampling"},
         {"model_config"},
         {"constraints", "layers", "sequence", "wire"},
-        {"kv_cache"},
+        {"kv_cache", "stats"},
         {"models", "scheduler"},
         {"control", "runtime"},
         {"engine"},

@@ -28,6 +28,8 @@ class SchedulerUpdates(Struct):
     """Sequences that got their outcome, each exactly once (I8)."""
     num_zombies: int = 0
     """Rows of committed steps whose sequence had already ended."""
+    first_tokens: list[Sequence] = field(default_factory=list)
+    """Sequences whose first token came with a committed step."""
 
     @property
     def num_tokens(self) -> int:

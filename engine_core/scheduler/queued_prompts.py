@@ -29,11 +29,18 @@ class QueuedPrompts:
         if seq_id in self._lengths:
             self._sampled.append((step_id, seq_id))
 
-    def on_commit(self, step_id: int) -> None:
-        """Remove the prompts whose first token the committed step has brought."""
-        sampled = self._sampled
+    def on_commit(self, step_id: int) -> list[int]:
+        """Remove the prompts whose first token the committed step has brought.
+
+        Return their sequences, without those that have ended.
+        """
+        sampled, removed = self._sampled, []
         while sampled and sampled[0][0] <= step_id:
-            self.remove(sampled.popleft()[1])
+            seq_id = sampled.popleft()[1]
+            if seq_id in self._lengths:
+                self.remove(seq_id)
+                removed.append(seq_id)
+        return removed
 
     def remove(self, seq_id: int) -> None:
         """Remove the prompt of a sequence that has output or has ended. Idempotent."""

@@ -207,8 +207,8 @@ class Scheduler:
         Appends tokens, ends sequences and releases zombies. A run may have any length; tokens after the one that ends
         the sequence are dropped. Plans foresee one token a row: no later step may hold a sequence with a longer run.
         """
-        self.queued.on_commit(plan.step_id)
         held = self._held
+        self.updates.first_tokens += [held[seq_id] for seq_id in self.queued.on_commit(plan.step_id)]
         sequences = [held[row.seq_id] for row in plan.rows] if result.logprobs is not None else []
         live = [seq if seq.outcome is None else None for seq in sequences]
         tokens = result.tokens
@@ -305,11 +305,11 @@ class Scheduler:
         """
         return get_masks(plan, self._held)
 
-    def abort(self, client: bytes, request_id: int) -> None:
-        """End a request that its frontend has given up; do nothing if it has ended."""
+    def abort(self, client: bytes, request_id: int, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request that its frontend wants no more of; do nothing if it has ended."""
         seq = self._open.get((client, request_id))
         if seq is not None:
-            self.end(seq, Finished(request_id, FinishReason.ABORT))
+            self.end(seq, Finished(request_id, reason))
 
     def abort_client(self, client: bytes) -> None:
         """End every request of a frontend that has disconnected."""

@@ -27,7 +27,7 @@ from tandem.frontend.errors import ApiError, unavailable
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.protocol.codec import ID_BYTES
 from tandem.protocol.commands import Abort, Submit
-from tandem.protocol.errors import ErrorCode
+from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import (
     Answer,
     AnyEvent,
@@ -230,14 +230,14 @@ class EngineClient:
         self._link.send_encoded(data)
         return stream
 
-    def abort(self, request_ids: Iterable[int]) -> None:
+    def abort(self, request_ids: Iterable[int], reason: FinishReason = FinishReason.ABORT) -> None:
         """Abort requests in the engine and forget their streams.
 
         Ids of ended requests are ignored.
         """
         open_ids = self._streams.forget(request_ids)
         if open_ids and self._link is not None:
-            self._link.send(Abort(open_ids))
+            self._link.send(Abort(open_ids, reason))
 
     def hold(self, request: HeldRequest, link: int, since: float) -> bool:
         """Keep a request until the engine is ready, then have it submitted again.

@@ -22,7 +22,8 @@ class EngineLoad:
         """Count what has left since the last heartbeat of the same life."""
         stats = heartbeat.stats
         refused = stats.requests_failed.get(ErrorCode.OVERLOADED.value, 0)
-        ended = sum(stats.requests_finished.values()) + sum(stats.requests_failed.values()) - refused
+        finished = sum(stats.requests_finished.values()) - stats.requests_finished.get("error", 0)
+        ended = finished + sum(stats.requests_failed.values()) - refused
         if heartbeat.engine_epoch == self._epoch:
             self._ended.add(ended - self._num_ended)
             self._prefilled.add(stats.prompt_tokens - self._num_prefilled)

@@ -389,7 +389,7 @@ class Generation:
     def _abort(self, request_ids: list[int], reason: str) -> None:
         if not request_ids:
             return
-        self._client.abort(request_ids)
+        self._client.abort(request_ids, FinishReason.STOP if reason == "stop_string" else FinishReason.ABORT)
         self._metrics.aborts.labels(reason).inc(len(request_ids))
         for request_id in request_ids:
             self._forget(request_id)

@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.engine_core.stats import QUEUE_SECONDS, STAGES, STEP_ROWS, StageClock, count_outcome, new_stats
+from tandem.engine_core.stats import (
+    QUEUE_SECONDS,
+    STAGES,
+    STEP_ROWS,
+    STEP_TOKENS,
+    TOKENS,
+    StageClock,
+    count_outcome,
+    new_stats,
+)
 from tandem.protocol.codec import decode_event, encode
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, Heartbeat, Phase
@@ -34,7 +43,7 @@ def test_histogram_loses_no_observation(values: list[float]) -> None:
 
 def test_new_stats_have_every_label() -> None:
     stats = new_stats()
-    assert set(stats.requests_finished) == {reason.value for reason in FinishReason}
+    assert set(stats.requests_finished) == {reason.value for reason in FinishReason} | {"error"}
     assert set(stats.stage_seconds) == set(STAGES)
     assert len(stats.queue_time.counts) == len(QUEUE_SECONDS) + 1
     assert len(stats.step_rows.counts) == len(STEP_ROWS) + 1
@@ -42,7 +51,7 @@ def test_new_stats_have_every_label() -> None:
 
 
 def test_bucket_bounds_increase() -> None:
-    for bounds in (QUEUE_SECONDS, STEP_ROWS):
+    for bounds in (QUEUE_SECONDS, STEP_ROWS, TOKENS, STEP_TOKENS):
         assert bounds == sorted(set(bounds))
 
 
@@ -52,7 +61,7 @@ def test_outcomes_are_counted_by_reason_and_code() -> None:
         count_outcome(stats, Finished(1, reason))
     for code in (ErrorCode.OVERLOADED, ErrorCode.OVERLOADED, ErrorCode.INVALID_VALUE):
         count_outcome(stats, Failure(1, code, "x"))
-    assert stats.requests_finished == {"stop": 2, "length": 0, "abort": 1}
+    assert stats.requests_finished == {"stop": 2, "length": 0, "abort": 1, "error": 0}
     assert stats.requests_failed == {"overloaded": 2, "invalid_value": 1}
     beat = Heartbeat(1, Phase.READY, 100, "", 0, stats)
     assert decode_event(encode(beat)) == beat, "the keys are plain text on the wire"
