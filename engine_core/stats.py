@@ -62,7 +62,10 @@ def count_outcome(stats: EngineStats, outcome: Finished | Failure) -> None:
 
 
 def count_start(stats: EngineStats, seq: Sequence, now: float) -> None:
-    """Count the first admission of a sequence, to which its grammar may have forced tokens already."""
+    """Count the first admission of a sequence.
+
+    Its grammar may have forced tokens already.
+    """
     seq.times.admitted = now
     stats.queue_time.observe(now - seq.arrival)
     stats.prompt_tokens += seq.prompt_len

@@ -45,7 +45,7 @@ class Streams:
     def release(self, request: Generation) -> None:
         pass
 
-    def abort(self, request_ids: list[int]) -> None:
+    def abort(self, request_ids: list[int], reason: FinishReason) -> None:
         self.aborted += request_ids
 
     def seconds_until_ended(self, count: int) -> int:
