@@ -16,7 +16,7 @@ from tandem.frontend.generation.generation import Generation
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.protocol.commands import Submit
-from tandem.protocol.errors import ErrorCode
+from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, ModelFacts
 from tests.fakes.tokenizer import byte_level_tokenizer
 
