@@ -18,6 +18,10 @@ SERVICE_MANAGER = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS
 """Variables that no child process gets: only this process talks to systemd."""
 KEYS = ("TANDEM_API_KEY", "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 """Variables that only frontends get: keys of requests, and headers of the collector of traces."""
+_BARE_VARIABLES = (
+    *("PATH", "HOME", "TMPDIR", "TZ", "TZDIR", "LANG", "LC_ALL", "LC_CTYPE", "LC_TIME"),
+    *("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
+)
 _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 
 
@@ -35,6 +39,14 @@ def child_environment(environment: Mapping[str, str], *, with_keys: bool = False
     """Return the variables that a child process may have."""
     secret = {*HUB_TOKENS, *SERVICE_MANAGER, *(() if with_keys else KEYS)}
     return {name: text for name, text in environment.items() if name not in secret}
+
+
+def bare_environment() -> dict[str, str]:
+    """Return the variables for a child process that works on hostile input.
+
+    None of them is a secret.
+    """
+    return {name: text for name in _BARE_VARIABLES if (text := os.environ.get(name)) is not None}
 
 
 class ManagedProcess:

@@ -82,10 +82,10 @@ class Service:
             self.sampling_defaults,
             self.names,
         )
-        self.renderer = Workers(1, "render")
         form = tool_format(config.chat.tool_parser, model_type(config.model_dir))
         think_end_id = tokenizer.token_id(THINK_END)
-        self.chat = Chat(template, form, config.chat.reasoning_parser, think_end_id, self.admission, self.renderer)
+        parser = config.chat.reasoning_parser
+        self.chat = Chat(template, form, parser, think_end_id, self.admission, self.parser, metrics.templates)
         self.keys = ApiKeys(config.api_keys, config.api_keys_file)
         self.keys.load()
         self.draining = False
@@ -170,15 +170,20 @@ class Service:
         self.pending.end_all()
         self.client.end_all(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
 
+    def start(self) -> None:
+        """Begin to connect to the engine, and to start the process that renders chats."""
+        self.client.start()
+        self.chat.start()
+
     async def close(self) -> None:
-        """Close the link to the engine and stop the threads."""
+        """Close the link to the engine, and stop the threads and processes."""
         await self.client.stop()
         self.tokenizer.close()
         self.parser.close()
-        self.renderer.close()
         if self.store is not None:
             await self.store.close()
         await self.grammars.close()
+        await self.chat.close()
 
 
 def build_service(config: FrontendConfig) -> Service:

@@ -9,17 +9,24 @@ from msgspec import structs
 
 from tandem.frontend.chat.chat_template import ChatTemplate, no_template
 from tandem.frontend.chat.message_parser import MessageShape, prompt_opens_thinking
+from tandem.frontend.chat.render_frames import json_frame
+from tandem.frontend.chat.template_process import TemplateProcess
+from tandem.frontend.chat.template_sandbox import RenderError
 from tandem.frontend.chat.tool_formats import ToolFormat
 from tandem.frontend.chat.tool_prompt import with_tools_as_text
 from tandem.frontend.generation.admission import Admission, Admitted
 from tandem.frontend.generation.stage import Stage
 from tandem.frontend.grammar.grammar import THINK_END, ThinkingMode
+from tandem.frontend.metrics.frontend_metrics import TemplateMetrics
 from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.options import GenerationOptions
 from tandem.frontend.request.tools import ToolUse
 from tandem.frontend.workers import Workers
 from tandem.protocol.events import Ready
+
+MAX_INLINE_MESSAGES, MAX_INLINE_CHARS = 64, 32 * 1024
+"""Largest conversation that is encoded in the event loop."""
 
 
 class Chat:
@@ -36,26 +43,59 @@ class Chat:
         think_end_id: int | None,
         admission: Admission,
         workers: Workers,
+        metrics: TemplateMetrics,
     ) -> None:
+        """Connect the parts.
+
+        `template` is None for a model that has no chat template; `workers` encode large conversations.
+        """
         self._template = template
+        self._renderer = None if template is None else TemplateProcess(json_frame(template.templates), metrics)
         self._tool_format = tool_format
         self._reasoning_parser = reasoning_parser
         self._think_end_id = think_end_id
         self._admission = admission
         self._workers = workers
+        self._metrics = metrics
+
+    def start(self) -> None:
+        """Begin to start the process that renders.
+
+        Without this call the first conversation waits for it.
+        """
+        if self._renderer is not None:
+            self._renderer.start()
+
+    async def close(self) -> None:
+        """End the process that renders."""
+        if self._renderer is not None:
+            await self._renderer.close()
 
     async def render(self, conversation: Conversation, ignored: IgnoredFields) -> str:
         """Render the prompt of a conversation, with its special tokens.
 
         If the template does not render tools, they are described in the messages.
 
-        Raises ApiError 400 if the model has no chat template, or if the template fails.
+        Raises ApiError 400 if the model has no chat template, or if the template fails, and 500 if the process that
+        renders it fails.
         """
-        if self._template is None:
+        template, renderer = self._template, self._renderer
+        if template is None or renderer is None:
             raise no_template("its directory has no chat template, and its type has no built-in one")
-        if not self._template.reads_tools:
+        began = monotonic()
+        if not template.reads_tools:
             conversation = with_tools_as_text(conversation, self._tool_format.syntax)
-        return await self._workers.run(self._template.render, conversation, ignored)
+        if _is_small(conversation):
+            request = template.request_frame(conversation, ignored)
+        else:
+            request = await self._workers.run(template.request_frame, conversation, ignored)
+        try:
+            rendered = await renderer.render(request)
+        except RenderError as failure:
+            raise template.failed(str(failure)) from None
+        finally:
+            self._metrics.seconds.observe(monotonic() - began)
+        return template.prompt(conversation, rendered)
 
     async def admit(
         self,
@@ -112,3 +152,19 @@ class Chat:
         if self._reasoning_parser == "auto":
             return self._template is not None and self._template.mentions(THINK_END)
         return self._reasoning_parser == "think"
+
+
+def _is_small(conversation: Conversation) -> bool:
+    """Tell whether a conversation takes less time to encode than a thread to begin.
+
+    One with anything but a few texts counts as large.
+    """
+    if len(conversation.messages) > MAX_INLINE_MESSAGES or conversation.tools or conversation.documents:
+        return False
+    chars = 0
+    for message in conversation.messages:
+        for value in message.values():
+            if not isinstance(value, str):
+                return False
+            chars += len(value)
+    return chars <= MAX_INLINE_CHARS and not conversation.template_kwargs

@@ -1,6 +1,6 @@
-"""Render conversations with the model's chat template.
+"""The chat template of a model.
 
-The template writes the prompt format that the model was trained on.
+It writes the prompt format that the model was trained on.
 """
 
 import logging
@@ -10,8 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template
-
+from tandem.frontend.chat.render_frames import RenderRequest, Templates, json_frame
 from tandem.frontend.chat.template_sandbox import RenderError, SandboxedTemplates
 from tandem.frontend.errors import ApiError, malformed, unsupported_field
 from tandem.frontend.generation.tokenizer import Tokenizer
@@ -51,27 +50,29 @@ class ChatTemplateError(Exception):
 
 
 class ChatTemplate:
-    """Render conversations with the templates of one model.
+    """Templates of one model, with the variables that they get for a conversation.
 
-    Rendering is slow. It is safe to call from any thread, one render at a time.
+    They are rendered elsewhere (`render_worker`), because a template is a program.
     """
 
-    def __init__(
-        self, source: TemplateSource, special_tokens: Mapping[str, Any], sandbox: SandboxedTemplates | None = None
-    ) -> None:
+    def __init__(self, source: TemplateSource, special_tokens: Mapping[str, str]) -> None:
         self.source = source
         self._special_tokens = special_tokens
-        self._sandbox = sandbox or SandboxedTemplates()
-        self._compiled: dict[str, Template] = {}
+
+    @property
+    def templates(self) -> Templates:
+        """The templates as the process that renders them gets them."""
+        return Templates(self.source.texts, dict(self._special_tokens))
 
     def compile(self) -> None:
         """Compile all templates, so that no request is the first to meet a broken one.
 
         Raises ChatTemplateError for a template that cannot be compiled.
         """
+        sandbox = SandboxedTemplates()
         for name, text in self.source.texts.items():
             try:
-                self._template(name, text)
+                sandbox.compile_template(text)
             except RenderError as failure:
                 raise ChatTemplateError(
                     f"the chat template {name!r} ({self.source.origin}) cannot be used: {failure}; mend it, or give "
@@ -85,15 +86,14 @@ class ChatTemplate:
     @cached_property
     def reads_tools(self) -> bool:
         """True if a template renders the tools of a conversation."""
-        return "tool_use" in self.source.texts or any(map(self._sandbox.reads_tools, self.source.texts.values()))
+        return "tool_use" in self.source.texts or any(map(SandboxedTemplates().reads_tools, self.source.texts.values()))
 
-    def render(self, conversation: Conversation, ignored: IgnoredFields) -> str:
-        """Render the prompt of a conversation.
+    def request(self, conversation: Conversation, ignored: IgnoredFields) -> RenderRequest:
+        """Choose the template of a conversation, and its variables.
 
         Fields on reasoning that the template does not read are recorded as ignored.
 
-        Raises ApiError 400 if the template rejects the messages, fails or is stopped, and for `documents` that it does
-        not read.
+        Raises ApiError 400 for `documents` that the template does not read, and for a model that lacks a template.
         """
         name = "tool_use" if conversation.tools and "tool_use" in self.source.texts else "default"
         text = self.source.texts.get(name)
@@ -105,7 +105,6 @@ class ChatTemplate:
         if conversation.continue_final_message:
             _append_mark(messages[-1])
         variables = {
-            **self._special_tokens,
             **conversation.template_kwargs,
             **_reasoning_variables(conversation, text, ignored),
             "messages": messages,
@@ -113,16 +112,29 @@ class ChatTemplate:
             "documents": list(conversation.documents) or None,
             "add_generation_prompt": conversation.add_generation_prompt,
         }
+        return RenderRequest(name, variables)
+
+    def request_frame(self, conversation: Conversation, ignored: IgnoredFields) -> bytes:
+        """Encode the request of a conversation for the process that renders it.
+
+        Raises ApiError 400 as `request` does, and for a conversation that cannot be encoded.
+        """
+        request = self.request(conversation, ignored)
         try:
-            rendered = self._sandbox.render(self._template(name, text), variables)
-        except RenderError as failure:
-            raise malformed(f"the chat template ({self.source.origin}) failed: {failure}", "messages") from None
+            return json_frame(request)
+        except (RecursionError, UnicodeEncodeError) as error:
+            raise self.failed(f"its input cannot be passed on: {error}") from None
+
+    def prompt(self, conversation: Conversation, rendered: str) -> str:
+        """Make the prompt of a conversation from what its template rendered.
+
+        Raises ApiError 400 for a last message that cannot be continued.
+        """
         return _cut_at_mark(rendered) if conversation.continue_final_message else rendered
 
-    def _template(self, name: str, text: str) -> Template:
-        if name not in self._compiled:
-            self._compiled[name] = self._sandbox.compile_template(text)
-        return self._compiled[name]
+    def failed(self, reason: str) -> ApiError:
+        """Make the 400 for a conversation that the template rejected or failed to render."""
+        return malformed(f"the chat template ({self.source.origin}) failed: {reason}", "messages")
 
 
 def no_template(reason: str) -> ApiError:
@@ -153,9 +165,9 @@ def load_chat_template(model_dir: Path, file: Path | None, tokenizer: Tokenizer)
     return template
 
 
-def special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Read the texts of the checkpoint's special tokens, by their template names."""
-    found: dict[str, Any] = {}
+    found: dict[str, str] = {}
     for fields in (read_json(model_dir / "special_tokens_map.json"), config):
         for name in _SPECIAL_TOKENS:
             if (text := _token_text(fields.get(name))) is not None:

@@ -1,9 +1,10 @@
 """Sandbox for the Jinja templates of checkpoints.
 
-A template is a program. It has no access to Python, and its time and memory are limited. In addition to jinja's own
-sandbox, every loop iteration and every call checks the deadline, and an operation whose result would exceed MAX_CHARS
-is rejected before it runs. A single call of a filter on values within that bound is not interrupted; it takes a few
-seconds at worst.
+A template is a program. It has no access to Python. In addition to jinja's own sandbox, every loop iteration and every
+call checks the deadline, and most operations whose result would exceed MAX_CHARS are rejected before they run. That
+gives templates clear errors, but bounds neither time nor memory: a single call on values within these bounds, such as
+`tojson` of a list that holds itself many times over, may take minutes and gigabytes, and is not interrupted. Templates
+are therefore rendered by a process that can be killed (`render_worker`).
 """
 
 import datetime
@@ -26,7 +27,7 @@ from jinja2.utils import Namespace
 MAX_CHARS = 64 * 2**20
 """Longest string that a template may build, including its output."""
 MAX_SECONDS = 5.0
-"""Longest time that one render may take."""
+"""Time after which a render is stopped at its next loop iteration or call."""
 MAX_SOURCE_CHARS = 2**20
 MAX_ITEMS = 2**20
 """Longest list or tuple that a template may build."""
@@ -157,7 +158,7 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
 
     def _check_time(self) -> None:
         if self._clock() > self._deadline:
-            raise _StoppedError("it took too long and was stopped")
+            raise _StoppedError(f"it took too long and was stopped (at most {self._max_seconds:g} s)")
 
     def joined(self, *parts: Any) -> str:
         """Concatenate values like the operator `~`.

@@ -44,6 +44,24 @@ class LinkMetrics:
         )
 
 
+class TemplateMetrics:
+    """Prometheus instruments of chat templates."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.seconds = Histogram(
+            "tandem_template_render_seconds",
+            "Time from a conversation to its prompt, with the time that it waits for those before it.",
+            buckets=(0.0001, 0.00025, 0.0005, *_SECONDS),
+            registry=registry,
+        )
+        self.restarts = Counter(
+            "tandem_template_process_restarts",
+            "Ends of the process that renders chat templates: killed because a conversation took too long, or ended.",
+            ["reason"],
+            registry=registry,
+        )
+
+
 class FrontendMetrics:
     """Prometheus instruments of one app.
 
@@ -100,6 +118,7 @@ class FrontendMetrics:
         )
         self.link = LinkMetrics(registry)
         self.traces = TraceMetrics(registry)
+        self.templates = TemplateMetrics(registry)
         self.broken_streams = Counter(
             "tandem_frontend_broken_streams",
             "Streams that ended with an error after their status 200.",

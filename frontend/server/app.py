@@ -50,7 +50,7 @@ def create_app(service: Service) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.client.start()
+        service.start()
         tasks = [asyncio.create_task(task) for task in (service.await_link(), service.keys.watch())]
         try:
             yield

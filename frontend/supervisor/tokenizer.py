@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from tandem.frontend.hub.selection import TOKENIZER, TOKENIZER_SOURCES
-from tandem.frontend.process import die_with_parent
+from tandem.frontend.process import bare_environment, die_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -30,18 +30,6 @@ MAX_SOURCE_BYTES = 2**28
 """Most bytes of the files that a tokenizer is converted from; those of large vocabularies have 20 MB."""
 _PRIVATE = 0o700
 _WRITABLE_BY_OTHERS = 0o002
-_KEPT_VARIABLES = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "LC_ALL",
-    "TMPDIR",
-    "PYTHONPATH",
-    "PYTHONHOME",
-    "LD_LIBRARY_PATH",
-    "VIRTUAL_ENV",
-)
-"""Variables of the environment that a conversion gets; others may be secrets."""
 
 
 class ConversionError(Exception):
@@ -137,8 +125,7 @@ def _run(folder: Path, sources: list[Path], work: Path) -> None:
     """Convert in a child process. Raises ConversionError with its reason."""
     module = "tandem.frontend.supervisor.convert_tokenizer"
     command = [sys.executable, "-P", "-m", module, str(work / "in"), str(work / "out")]
-    kept = {name: text for name in _KEPT_VARIABLES if (text := os.environ.get(name)) is not None}
-    environment = kept | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work), "TOKENIZERS_PARALLELISM": "false"}
+    environment = bare_environment() | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work), "TOKENIZERS_PARALLELISM": "false"}
     try:
         child = subprocess.run(
             die_with_parent(command), env=environment, capture_output=True, text=True, timeout=MAX_SECONDS

@@ -22,6 +22,7 @@ from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.protocol.model_folder import TemplateSource
 from tests.fakes.tokenizer import BEGIN, END, write_tokenizer
+from tests.support.rendering import rendered
 
 TOKENS = {"bos_token": BEGIN, "eos_token": END}
 
@@ -148,23 +149,23 @@ def test_render_matches_transformers(
             **{"add_generation_prompt": True, "tokenize": False, **more},
         )
 
-    rendered = ours.render(conversation, IgnoredFields())
-    assert rendered == expected()
-    assert tokenizer._encode(rendered, add_special_tokens=False) == expected(tokenize=True, return_dict=False)
+    prompt = rendered(ours, conversation, IgnoredFields())
+    assert prompt == expected()
+    assert tokenizer._encode(prompt, add_special_tokens=False) == expected(tokenize=True, return_dict=False)
     last = conversation.messages[-1]
     closed = Conversation(conversation.messages, conversation.tools, add_generation_prompt=False)
-    assert ours.render(closed, IgnoredFields()) == expected(add_generation_prompt=False)
+    assert rendered(ours, closed, IgnoredFields()) == expected(add_generation_prompt=False)
     if last["role"] != "tool" and last["content"] == last["content"].strip():
         continued = Conversation(conversation.messages, conversation.tools, False, continue_final_message=True)
-        rendered = ours.render(continued, IgnoredFields())
-        assert rendered == expected(add_generation_prompt=False, continue_final_message=True)
+        prompt = rendered(ours, continued, IgnoredFields())
+        assert prompt == expected(add_generation_prompt=False, continue_final_message=True)
 
 
 def test_template_kwargs_reach_the_template(theirs: PreTrainedTokenizerFast) -> None:
     conversation = Conversation([HELLO], template_kwargs={"enable_thinking": False})
-    rendered = template(SOURCES["qwen3"]).render(conversation, IgnoredFields())
-    assert rendered.endswith("<think>\n\n</think>\n\n")
-    assert rendered == theirs.apply_chat_template(
+    prompt = rendered(template(SOURCES["qwen3"]), conversation, IgnoredFields())
+    assert prompt.endswith("<think>\n\n</think>\n\n")
+    assert prompt == theirs.apply_chat_template(
         [HELLO], chat_template=SOURCES["qwen3"], tokenize=False, add_generation_prompt=True, enable_thinking=False
     )
 
@@ -172,13 +173,13 @@ def test_template_kwargs_reach_the_template(theirs: PreTrainedTokenizerFast) -> 
 def test_trimmed_last_message_is_continued_at_its_end() -> None:
     messages = [HELLO, {"role": "assistant", "content": "Once upon a "}]
     continued = Conversation(messages, add_generation_prompt=False, continue_final_message=True)
-    assert template(SOURCES["llama3"]).render(continued, IgnoredFields()).endswith("Once upon a")
-    assert template(CHATML).render(continued, IgnoredFields()).endswith("Once upon a ")
+    assert rendered(template(SOURCES["llama3"]), continued, IgnoredFields()).endswith("Once upon a")
+    assert rendered(template(CHATML), continued, IgnoredFields()).endswith("Once upon a ")
 
 
 def refused(source: str, conversation: Conversation) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        template(source).render(conversation, IgnoredFields())
+        rendered(template(source), conversation, IgnoredFields())
     return caught.value
 
 
@@ -203,8 +204,8 @@ def test_template_failure_is_a_400_with_its_reason() -> None:
 def test_unknown_roles_become_their_equivalents() -> None:
     show = "{% for m in messages %}{{ m.role }} {% endfor %}"
     roles = Conversation([{"role": role, "content": "x"} for role in ("developer", "user", "function")])
-    assert template(show).render(roles, IgnoredFields()) == "system user tool "
-    assert template(show + "{# developer #}").render(roles, IgnoredFields()) == "developer user tool "
+    assert rendered(template(show), roles, IgnoredFields()) == "system user tool "
+    assert rendered(template(show + "{# developer #}"), roles, IgnoredFields()) == "developer user tool "
     assert [message["role"] for message in roles.messages] == ["developer", "user", "function"]
 
 
@@ -212,28 +213,28 @@ def test_reasoning_effort_is_passed_to_templates_that_read_it() -> None:
     def effort(value: str) -> Conversation:
         return Conversation([HELLO], reasoning_effort=value)
 
-    assert template("{{ reasoning_effort }}").render(effort("low"), IgnoredFields()) == "low"
-    assert template("{{ enable_thinking }}").render(effort("none"), IgnoredFields()) == "False"
-    assert template("{{ enable_thinking }}").render(effort("high"), IgnoredFields()) == "True"
+    assert rendered(template("{{ reasoning_effort }}"), effort("low"), IgnoredFields()) == "low"
+    assert rendered(template("{{ enable_thinking }}"), effort("none"), IgnoredFields()) == "False"
+    assert rendered(template("{{ enable_thinking }}"), effort("high"), IgnoredFields()) == "True"
     ignored = IgnoredFields()
-    template(CHATML).render(effort("low"), ignored)
+    rendered(template(CHATML), effort("low"), ignored)
     assert ignored.paths == ("reasoning_effort",)
 
 
 @pytest.mark.parametrize(
-    ("source", "rendered", "ignored"),
+    ("source", "expected", "ignored"),
     [("{{ enable_thinking }}", "False", ()), ("{{ thinking }}", "False", ()), ("x", "x", ("think",))],
 )
-def test_thinking_is_passed_to_templates_that_read_it(source: str, rendered: str, ignored: tuple[str, ...]) -> None:
+def test_thinking_is_passed_to_templates_that_read_it(source: str, expected: str, ignored: tuple[str, ...]) -> None:
     recorded = IgnoredFields()
     wanted = Conversation([HELLO], reasoning_effort=None, thinking=False, thinking_field="think")
-    assert template(source).render(wanted, recorded) == rendered
+    assert rendered(template(source), wanted, recorded) == expected
     assert recorded.paths == ignored
 
 
 def test_documents_are_passed_to_templates_that_read_them() -> None:
     wanted = Conversation([HELLO], documents=({"text": "a"},))
-    assert template("{{ documents[0].text }}").render(wanted, IgnoredFields()) == "a"
+    assert rendered(template("{{ documents[0].text }}"), wanted, IgnoredFields()) == "a"
     error = refused(CHATML, wanted)
     assert (error.status, error.param, error.code) == (400, "documents", "unsupported_parameter")
 
@@ -265,7 +266,7 @@ def shown(tmp_path: Path, tokenizer: Tokenizer) -> Rendering:
     def show(tools: tuple[dict[str, Any], ...] = ()) -> str:
         loaded = load_chat_template(tmp_path, None, tokenizer)
         assert loaded is not None
-        return loaded.render(Conversation([HELLO], tools), IgnoredFields())
+        return rendered(loaded, Conversation([HELLO], tools), IgnoredFields())
 
     return show
 
@@ -326,7 +327,7 @@ def test_built_in_template_is_used_for_a_known_model_type(model_type: str, tmp_p
     loaded = load_chat_template(tmp_path, None, has)
     assert loaded is not None
     assert loaded.source.texts["default"] == SOURCES[name]
-    assert token in loaded.render(Conversation([HELLO]), IgnoredFields())
+    assert token in rendered(loaded, Conversation([HELLO]), IgnoredFields())
     lacks: Any = Vocabulary()
     assert load_chat_template(tmp_path, None, lacks) is None
 
@@ -341,7 +342,7 @@ def test_given_template_file_takes_precedence(tmp_path: Path, tokenizer: Tokeniz
     write(tmp_path, tokenizer_config={"chat_template": "own", "eos_token": "<e>"}, given_jinja="given {{ eos_token }}")
     loaded = load_chat_template(tmp_path, tmp_path / "given.jinja", tokenizer)
     assert loaded is not None
-    assert loaded.render(Conversation([HELLO]), IgnoredFields()) == "given <e>"
+    assert rendered(loaded, Conversation([HELLO]), IgnoredFields()) == "given <e>"
     write(tmp_path, given_jinja="{% if %}")
     with pytest.raises(ChatTemplateError, match=r"given\.jinja.*line 1"):
         load_chat_template(tmp_path, tmp_path / "given.jinja", tokenizer)
@@ -374,8 +375,8 @@ def assert_renders_as_transformers(folder: Path, conversations: dict[str, list[d
     assert ours is not None
     for messages in conversations.values():
         for tools in TOOLS.values():
-            rendered = ours.render(Conversation(messages, tools), IgnoredFields())
+            prompt = rendered(ours, Conversation(messages, tools), IgnoredFields())
             fields: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True}
-            assert rendered == theirs.apply_chat_template(messages, tokenize=False, **fields)
+            assert prompt == theirs.apply_chat_template(messages, tokenize=False, **fields)
             ids = theirs.apply_chat_template(messages, return_dict=False, **fields)
-            assert tokenizer._encode(rendered, add_special_tokens=False) == ids
+            assert tokenizer._encode(prompt, add_special_tokens=False) == ids

@@ -11,6 +11,7 @@ from tandem.frontend.generation.tokenizer import Tokenizer, load_tokenizer
 from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tests.fakes.tokenizer import gemma_tokenizer
+from tests.support.rendering import rendered
 
 OWN = (
     "{{ bos_token }}{% for turn in messages %}"
@@ -40,7 +41,7 @@ def test_a_chat_begins_once_and_its_turns_are_single_tokens(
     tokenizer = folder_of(tmp_path, model_type, template)
     loaded = load_chat_template(tmp_path, None, tokenizer)
     assert loaded is not None
-    prompt = loaded.render(Conversation(MESSAGES), IgnoredFields())
+    prompt = rendered(loaded, Conversation(MESSAGES), IgnoredFields())
     assert prompt == "<bos><start_of_turn>user\njoin two paths?<end_of_turn>\n<start_of_turn>model\n"
     ids = asyncio.run(tokenizer.encode(prompt, add_special_tokens=False))
     assert ids[:2] == [BOS, START]

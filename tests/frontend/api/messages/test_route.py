@@ -23,6 +23,7 @@ from tests.fakes.engine import FakeEngine, repeat_prompt
 from tests.frontend.conftest import RunningServer, get
 from tests.frontend.conftest import post as send
 from tests.support.reasoning_model import RAW, answer_with, with_reasoning, write_reasoning_model
+from tests.support.rendering import rendered
 
 TEMPLATE = (
     "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.reasoning_content or '' }}|{{ m.content }}"
@@ -176,7 +177,7 @@ def test_settings_of_reasoning_reach_a_template_that_reads_them(
     body = {**BODY, "thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}
     conversation = parse_message_request(json.dumps(body).encode(), IgnoredFields()).prompt.conversation
     recorded = IgnoredFields()
-    assert ChatTemplate(TemplateSource({"default": template}, "a test"), {}).render(conversation, recorded) == text
+    assert rendered(ChatTemplate(TemplateSource({"default": template}, "a test"), {}), conversation, recorded) == text
     assert recorded.paths == ignored
 
 
@@ -184,7 +185,7 @@ def test_effort_alone_leaves_reasoning_to_the_template() -> None:
     body = {**BODY, "output_config": {"effort": "high"}}
     conversation = parse_message_request(json.dumps(body).encode(), IgnoredFields()).prompt.conversation
     recorded, source = IgnoredFields(), TemplateSource({"default": "{{ enable_thinking is defined }}"}, "a test")
-    assert ChatTemplate(source, {}).render(conversation, recorded) == "False"
+    assert rendered(ChatTemplate(source, {}), conversation, recorded) == "False"
     assert recorded.paths == ("output_config.effort",)
 
 

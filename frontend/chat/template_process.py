@@ -1,0 +1,237 @@
+"""Client of the process that renders chat templates.
+
+There is one process for each frontend. It is killed and replaced if a conversation takes too long.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from typing import cast
+
+from tandem.frontend.chat.render_frames import HEADER, PROMPT, READY
+from tandem.frontend.chat.render_queue import RenderJob, RenderQueue
+from tandem.frontend.chat.template_sandbox import MAX_SECONDS, RenderError
+from tandem.frontend.errors import ApiError
+from tandem.frontend.metrics.frontend_metrics import TemplateMetrics
+from tandem.frontend.process import ManagedProcess, bare_environment
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5
+"""Time between two looks at what the process renders. Only time in which the frontend itself runs counts."""
+MAX_TICKS = round((MAX_SECONDS + 1.0) / TICK_SECONDS)
+"""Ticks that one conversation may take: the sandbox stops a template before, where it can."""
+MAX_START_TICKS = round(60.0 / TICK_SECONDS)
+_EXIT_SECONDS = 1.0
+"""Time that a process which has closed its socket gets to exit, so that its own exit status is told."""
+_ARGV = (sys.executable, "-P", "-m", "tandem.frontend.chat.render_worker")
+
+
+class TemplateProcess:
+    """Process that renders the chat templates of one frontend, `render_worker`.
+
+    It runs from `start`, or the first conversation on. `templates` is the frame that names the model's templates.
+    """
+
+    def __init__(self, templates: bytes, metrics: TemplateMetrics, tick_seconds: float = TICK_SECONDS) -> None:
+        self._templates = templates
+        self._metrics = metrics
+        self._tick_seconds = tick_seconds
+        self._queue = RenderQueue()
+        self._process: ManagedProcess | None = None
+        self._connection: _Connection | None = None
+        """Connection to the process once that is ready."""
+        self._lives: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ticks = 0
+        """Ticks since the process was started, or began with its current conversation."""
+        self._was_too_slow = False
+        self._num_answers = 0
+        """Number of answers of the current process."""
+        self._is_closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process; None before its start and while it is replaced."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Begin to start the process unless it runs."""
+        if not self._is_closed and (self._lives is None or self._lives.done()):
+            self._lives = asyncio.get_running_loop().create_task(self._live())
+
+    async def render(self, request: bytes) -> str:
+        """Render one conversation, given the frame of its request.
+
+        Raises RenderError if the template fails, or was stopped; ApiError 500 if the process cannot be started, or ends
+        for a reason of its own.
+        """
+        job = RenderJob(request, asyncio.get_running_loop().create_future())
+        self._queue.add(job)
+        if self._connection is None:
+            self.start()
+        else:
+            self._give()
+        return await job.prompt
+
+    async def close(self) -> None:
+        """Kill the process and wait for its end; give up what is to be rendered."""
+        self._is_closed = True
+        for job in self._queue.take_all():
+            job.prompt.cancel()
+        if self._process is not None:
+            self._process.kill()
+        if self._lives is not None:
+            await self._lives
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _live(self) -> None:
+        """Run a process, and a successor for as long as one is needed."""
+        while not self._is_closed and await self._live_once():
+            logger.warning("the process that renders chat templates is started again")
+
+    async def _live_once(self) -> bool:
+        """Run one process to its end; tell whether it needs a successor."""
+        self._ticks = self._num_answers = 0
+        self._was_too_slow = False
+        self._watch()
+        connection = _Connection(self._received)
+        try:
+            status = await self._run(connection)
+        except OSError as error:
+            status = f"cannot be started: {error.strerror or error}"
+        was_ready, self._connection = self._connection is not None, None
+        guilty = self._queue.take_back()
+        if self._is_closed:
+            return False
+        if not was_ready:
+            # A successor would end as this one did; the next conversation tries again.
+            for job in self._queue.take_all():
+                _fail(job, _ended(status))
+            logger.error("the process that renders chat templates %s before it was ready", status)
+            return False
+        self._metrics.restarts.labels("time" if self._was_too_slow else "ended").inc()
+        if guilty is not None:
+            seconds = MAX_TICKS * self._tick_seconds
+            logger.warning("a chat template was rendered for %g s, or its process ended: %s", seconds, status)
+            too_slow = RenderError(f"it took too long and was stopped (at most {MAX_SECONDS:g} s)")
+            _fail(guilty, too_slow if self._was_too_slow else _ended(status))
+        return len(self._queue) > 0 or guilty is not None or self._num_answers > 0
+
+    async def _run(self, connection: "_Connection") -> str:
+        """Run one process to its end; return how it ended.
+
+        Raises OSError if it cannot be started.
+        """
+        ours, theirs = socket.socketpair()
+        argv = [*_ARGV, str(theirs.fileno())]
+        fds = [theirs.fileno()]
+        process = ManagedProcess("template renderer", argv, pass_fds=fds, environment=bare_environment())
+        self._process = process
+        try:
+            with contextlib.ExitStack() as undo:
+                undo.callback(ours.close)
+                with theirs:
+                    await process.start()
+                await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
+                undo.pop_all()
+            connection.write(self._templates)
+            await connection.lost
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_EXIT_SECONDS):
+                    await process.wait()
+        finally:
+            process.kill()
+        await process.wait()
+        return f"ended with {process.exit_status}"
+
+    def _give(self) -> None:
+        assert self._connection is not None, "the process is ready"
+        requests = self._queue.give()
+        if requests:
+            self._connection.write(requests[0] if len(requests) == 1 else b"".join(requests))
+            self._watch()
+
+    def _received(self, connection: "_Connection", kind: int, text: bytes) -> None:
+        """Take one frame of the process."""
+        self._ticks = 0
+        if kind == READY:
+            self._connection = connection
+        else:
+            self._num_answers += 1
+            prompt = self._queue.finish().prompt
+            if not prompt.done():
+                if kind == PROMPT:
+                    prompt.set_result(text.decode())
+                else:
+                    prompt.set_exception(RenderError(text.decode()))
+        self._give()
+
+    def _watch(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._tick_seconds, self._tick)
+
+    def _tick(self) -> None:
+        """Kill the process if it takes too long.
+
+        Without anything to wait for, stop ticking.
+        """
+        self._timer = None
+        is_starting = self._connection is None
+        if self._process is None or not (is_starting or self._queue.current):
+            return
+        self._ticks += 1
+        if self._ticks > (MAX_START_TICKS if is_starting else MAX_TICKS):
+            self._was_too_slow = True
+            self._process.kill()
+        else:
+            self._watch()
+
+
+class _Connection(asyncio.Protocol):
+    """Socket to one process, which hands over each frame that comes from it."""
+
+    def __init__(self, received: "Callable[[_Connection, int, bytes], None]") -> None:
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Set once the process has closed the socket, or ended."""
+        self._received = received
+        self._transport: asyncio.WriteTransport | None = None
+        self._buffer = bytearray()
+
+    def write(self, data: bytes) -> None:
+        """Send frames, if the process still lives."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        while len(buffer) >= HEADER.size:
+            length, kind = HEADER.unpack_from(buffer)
+            end = HEADER.size + length
+            if len(buffer) < end:
+                return
+            text = bytes(memoryview(buffer)[HEADER.size : end])
+            del buffer[:end]
+            self._received(self, kind, text)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+
+def _fail(job: RenderJob, error: Exception) -> None:
+    if not job.prompt.done():
+        job.prompt.set_exception(error)
+
+
+def _ended(status: str) -> ApiError:
+    message = f"the process that renders chat templates {status}; try again, and see the server's log if it persists"
+    return ApiError(500, message, None, "template_process_failed")

@@ -1,0 +1,165 @@
+"""The process that renders chat templates: how it ends, and what becomes of the conversations that wait."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tandem.frontend.chat import template_process
+from tandem.frontend.chat.render_frames import RenderRequest, Templates, json_frame
+from tandem.frontend.chat.template_process import MAX_TICKS, TemplateProcess
+from tandem.frontend.chat.template_sandbox import RenderError
+from tandem.frontend.errors import ApiError
+from tandem.frontend.metrics.frontend_metrics import TemplateMetrics
+from tests.support.stopped_process import stop_process
+
+NEVER = 10_000.0
+"""Seconds between two ticks of a process whose ticks are the test's."""
+TEMPLATE = "{{ raise_exception(text) if fails else text }}"
+
+
+def with_process(
+    body: Callable[[TemplateProcess, CollectorRegistry], Coroutine[Any, Any, None]], template: str = TEMPLATE
+) -> None:
+    async def run() -> None:
+        registry = CollectorRegistry()
+        templates = json_frame(Templates({"default": template}, {"bos_token": "<b>"}))
+        process = TemplateProcess(templates, TemplateMetrics(registry), NEVER)
+        try:
+            await body(process, registry)
+        finally:
+            await process.close()
+        assert process.pid is None
+
+    asyncio.run(run())
+
+
+def asked(text: Any, **variables: Any) -> bytes:
+    return json_frame(RenderRequest("default", {"text": text, **variables}))
+
+
+def restarts(registry: CollectorRegistry) -> dict[str, float]:
+    return {
+        reason: value
+        for reason in ("time", "ended")
+        if (value := registry.get_sample_value("tandem_template_process_restarts_total", {"reason": reason}))
+    }
+
+
+def stop(process: TemplateProcess) -> int:
+    assert process.pid is not None
+    return stop_process(process.pid)
+
+
+async def let_time_pass(process: TemplateProcess) -> None:
+    """Let the process take longer than any conversation may."""
+    for _ in range(MAX_TICKS + 1):
+        process._tick()
+
+
+def test_process_starts_with_the_first_conversation_and_renders_many() -> None:
+    async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
+        assert process.pid is None
+        texts = [f"{number} ü 🙂" for number in range(50)]
+        assert await asyncio.gather(*(process.render(asked(text)) for text in texts)) == texts
+        first = process.pid
+        large = "é" * 2**22
+        assert await process.render(asked(large)) == large
+        assert await process.render(asked(2**70)) == str(2**70)
+        assert process.pid == first is not None
+        assert restarts(registry) == {}
+
+    with_process(body)
+
+
+def test_failure_of_a_template_costs_no_process() -> None:
+    async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
+        with pytest.raises(RenderError, match=r"^roles must alternate$"):
+            await process.render(asked("roles must alternate", fails=True))
+        with pytest.raises(RenderError, match="surrogate"):
+            await process.render(asked("%c", letter=0xD800))
+        assert await process.render(asked("b", letter=98)) == "b"
+        assert restarts(registry) == {}
+
+    with_process(body, "{{ text % letter if letter and text == '%c' else " + TEMPLATE.removeprefix("{{ "))
+
+
+def test_conversation_that_takes_too_long_costs_one_process_and_no_other_conversation() -> None:
+    async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
+        await process.render(asked("a"))
+        stopped = stop(process)
+        slow, *others = (asyncio.create_task(process.render(asked(text))) for text in "bcd")
+        await asyncio.sleep(0)
+        await let_time_pass(process)
+        with pytest.raises(RenderError, match=r"^it took too long and was stopped \(at most 5 s\)$"):
+            await slow
+        assert await asyncio.gather(*others) == ["c", "d"]
+        assert process.pid != stopped
+        assert restarts(registry) == {"time": 1.0}
+
+    with_process(body)
+
+
+def test_conversation_whose_process_is_killed_is_a_500_and_others_are_rendered() -> None:
+    async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
+        await process.render(asked("a"))
+        stopped = stop(process)
+        first, other = (asyncio.create_task(process.render(asked(text))) for text in "bc")
+        await asyncio.sleep(0)
+        os.kill(stopped, signal.SIGKILL)
+        with pytest.raises(ApiError, match="ended with signal SIGKILL") as caught:
+            await first
+        assert (caught.value.status, caught.value.code) == (500, "template_process_failed")
+        assert await other == "c"
+        assert restarts(registry) == {"ended": 1.0}
+
+    with_process(body)
+
+
+def test_conversation_that_was_given_up_is_not_answered_to_the_next() -> None:
+    async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
+        await process.render(asked("a"))
+        stopped = stop(process)
+        given_up, other = (asyncio.create_task(process.render(asked(text))) for text in "bc")
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        os.kill(stopped, signal.SIGCONT)
+        assert await other == "c"
+        assert restarts(registry) == {}
+
+    with_process(body)
+
+
+def test_process_that_cannot_start_fails_what_waits_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
+        works = template_process._ARGV
+        for argv, reason in (((works[0], "-c", "raise SystemExit(3)"), "exit code 3"), (("/nowhere",), "ended with")):
+            monkeypatch.setattr(template_process, "_ARGV", argv)
+            waiting = [asyncio.create_task(process.render(asked(text))) for text in "ab"]
+            for one in waiting:
+                with pytest.raises(ApiError, match=reason) as caught:
+                    await one
+                assert caught.value.status == 500
+        monkeypatch.setattr(template_process, "_ARGV", works)
+        assert await process.render(asked("c")) == "c"
+        assert restarts(registry) == {}
+
+    with_process(body)
+
+
+def test_process_gets_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_API_KEY", "hush")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
+
+    async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
+        await process.render(asked("a"))
+        assert b"hush" not in Path(f"/proc/{process.pid}/environ").read_bytes()
+        assert restarts(registry) == {}
+
+    with_process(body)
