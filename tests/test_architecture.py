@@ -256,13 +256,6 @@ def test_pure_modules_load_without_torch_numpy_and_zmq() -> None:
     )
 
 
-def test_an_engine_on_a_cpu_needs_neither_triton_nor_flashinfer() -> None:
-    run(
-        BLOCKED.format({"triton", "flashinfer"})
-        + "import tandem.engine_core.startup.engine, tandem.engine_core.__main__"
-    )
-
-
 def test_the_only_markers_are_gpu_and_slow(pytestconfig: pytest.Config) -> None:
     own = [line for line in pytestconfig.getini("markers") if line.startswith(("gpu:", "slow:"))]
     assert len(own) == 2

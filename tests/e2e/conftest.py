@@ -1,5 +1,6 @@
 """A server shared by the tests that leave it unchanged."""
 
+import os
 from collections.abc import Iterator
 
 import openai
@@ -7,10 +8,24 @@ import pytest
 
 from tests.support.serving import GUARD_SECONDS, Serving
 
+WITHOUT_KERNELS = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"triton", "flashinfer"}:
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Block())
+"""
+"""Module that Python imports at its start, after which no import finds the libraries of GPU kernels."""
+
 
 @pytest.fixture(scope="session")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with Serving(tmp_path_factory.mktemp("serving") / "log") as running:
+    """A server whose processes have neither Triton nor FlashInfer, which a CPU does not need."""
+    folder = tmp_path_factory.mktemp("serving")
+    (folder / "sitecustomize.py").write_text(WITHOUT_KERNELS)
+    places = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    with Serving(folder / "log", environment={"PYTHONPATH": places}) as running:
         yield running
 
 

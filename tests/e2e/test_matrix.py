@@ -1,4 +1,4 @@
-"""A short run of the benchmark matrix against a real server on a CPU."""
+"""A short run of the benchmark matrix against a server whose engine is scripted, or on a CPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,9 @@ from benchmarks.matrix.configurations import Configuration, matrix
 from benchmarks.matrix.scenarios import scenarios
 from benchmarks.matrix.server import Server
 from tandem.frontend.cli.bench.clients import Clients
+from tests.fakes.scripted_engine import Script
+from tests.support.serving import Serving
+from tests.support.tandem_with_fake_engine import SCRIPTED, write_tandem
 
 SCALE, STREAMS, ROWS = 64, 3, 4
 SIZES = {"max-len": 256, "max-rows": ROWS, "kv-tokens": 1024, "max-step-tokens": 260}
@@ -18,17 +21,31 @@ FLAGS = ["--device", "cpu", "--threads", "1", *(word for name, n in SIZES.items(
 STATIC, *_, PREFIX = matrix(SCALE)
 
 
-@pytest.mark.parametrize(
-    "configuration",
-    [pytest.param(STATIC, marks=pytest.mark.slow), PREFIX],
-    ids=lambda configuration: configuration.name,
-)
-def test_a_short_benchmark_matrix_completes(configuration: Configuration, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("configuration", [STATIC, PREFIX], ids=lambda configuration: configuration.name)
+def test_a_short_benchmark_matrix_completes_on_a_cpu(configuration: Configuration, tmp_path: Path) -> None:
+    check_matrix(configuration, tmp_path)
+    assert Server([], tmp_path / "log").settings()["max_rows"] == ROWS
+
+
+def test_the_settings_of_a_real_engine_are_read_from_its_log(serving: Serving) -> None:
+    settings = Server([], serving.log).settings()
+    assert settings["max_rows"] > 0 and settings["device"] == "cpu"
+
+
+def test_a_short_benchmark_matrix_completes_with_a_scripted_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (Script(200.0).environment() | {"PYTHONPATH": write_tandem(tmp_path, SCRIPTED)}).items():
+        monkeypatch.setenv(name, value)
+    check_matrix(PREFIX, tmp_path)
+
+
+def check_matrix(configuration: Configuration, tmp_path: Path) -> None:
     _, two, cold, warm = scenarios(SCALE, STREAMS, 1)
     with Clients(1) as clients, Clients(1) as others:
         bench = Bench("tandem-default", 0, 1e6, clients, others)
         with Server([*FLAGS, *configuration.flags], tmp_path / "log") as server:
-            assert server.settings()["max_rows"] == ROWS
             for load in (two, cold, replace(warm, priorities=(0, 1, 2))):
                 found = bench.trial(server, load, 0)
                 assert (found.completed, found.errors, found.starved) == (STREAMS, 0, 0)

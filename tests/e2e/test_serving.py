@@ -1,5 +1,7 @@
 """The default model through the official client, over real processes, sockets and pages."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -123,6 +125,15 @@ def test_a_frontend_that_has_served_has_not_loaded_torch(client: openai.OpenAI, 
     assert not [path for path in maps if "torch" in path]
     engine = [m.path for m in serving.child("tandem.engine_core").memory_maps()]
     assert any("libtorch" in path for path in engine)
+
+
+def test_an_engine_on_a_cpu_needs_neither_triton_nor_flashinfer(client: openai.OpenAI, serving: Serving) -> None:
+    assert ask(client, QUESTIONS[3])
+    environment = serving.child("tandem.engine_core").environ()
+    for name in ("triton", "flashinfer"):
+        code = f"import {name}"
+        done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, check=False)
+        assert b"is blocked" in done.stderr, "the engine runs where this import fails"
 
 
 def test_both_ports_have_the_metrics_of_engine_and_frontends(client: openai.OpenAI, serving: Serving) -> None:
