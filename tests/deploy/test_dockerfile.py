@@ -111,7 +111,7 @@ def test_images_build_and_serve_in_a_plain_folder_as_another_user(root: Path, tm
         assert (engine.root / "var/lib/tandem/state/store.sqlite3").exists()
         running[0].terminate()
         assert running.pop().wait(GUARD_SECONDS) == 0
-        running.append(engine.start(engine_argv, tmp_path / "engine.log"))
+        running.append(engine.start(engine_argv, tmp_path / "engine.log", frontend.there("/run/tandem")))
         running.append(frontend.start(argv(frontend, "frontend"), tmp_path / "frontend.log"))
         until(lambda: frontend.is_healthy(ports["frontend_ops"]), "health of `frontend`")
         assert "common leading whitespace" in answer(ports["frontend"])

@@ -19,6 +19,13 @@ PLACES = re.compile(r"(?<![\w.-])/(?=(?:src|opt|var/lib|run|models)\b)")
 ROOT_ONLY = ("apt-get", "useradd", "chown")
 """Commands that only root may run; here they do nothing."""
 SECONDS = 900.0
+READ_ONLY = """
+for place in / {root}; do mount --bind $place $place; mount -o remount,bind,ro $place; done
+for place in {writable}; do mount --bind $place $place; mount -o remount,bind,rw $place; done
+cd {home}
+exec setpriv --reuid {user} --regid {user} --clear-groups "$@"
+"""
+"""Script of a mount namespace in which only some folders can be written."""
 
 
 class Stage(Struct):
@@ -121,12 +128,23 @@ class PlainImage:
         assert done.returncode == 0, f"{argv}\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    def start(self, argv: Sequence[str], log: Path, **environment: str) -> "subprocess.Popen[bytes]":
+    def start(self, argv: Sequence[str], log: Path, *volumes: str) -> "subprocess.Popen[bytes]":
+        """Start a server, on a read-only file system if the tests' user may make one.
+
+        volumes: folders that it may write besides those of the image.
+        """
+        home, user = self.there("/var/lib/tandem"), self.user
+        if (
+            os.getuid() == 0
+            and subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0
+        ):
+            writable = " ".join((home, self.there("/run/tandem"), self.environment["TMPDIR"], *volumes))
+            script = READ_ONLY.format(root=self.root, writable=writable, home=home, user=NOBODY)
+            argv, user = ["unshare", "-m", "sh", "-euc", script, "sh", *argv], {}
         with log.open("wb") as output:
             return subprocess.Popen(
-                argv, cwd=self.there("/var/lib/tandem"), env={**self.environment, **environment}, stdout=output,
-                stderr=subprocess.STDOUT, umask=0o022, **self.user,
-            )  # fmt: skip
+                argv, cwd=home, env=self.environment, stdout=output, stderr=subprocess.STDOUT, umask=0o022, **user
+            )
 
     def is_healthy(self, port: int) -> bool:
         """Run HEALTHCHECK with another ops port."""
