@@ -182,8 +182,8 @@ class Control:
             self._log.warning("id", template, self.clients[client], submit.request_id)
             return None
         if self.scheduler.is_open(client, submit.request_id):
-            template = "frontend %s reused open request id %d; ignored"
-            self._log.warning("reused", template, self.clients[client], submit.request_id)
+            template = "frontend %s reused open request id %d (HTTP request %.128r); ignored"
+            self._log.warning("reused", template, self.clients[client], submit.request_id, submit.http_request_id)
             return None
         if self.pause.refuses_new:
             message = "the engine is paused and refuses requests until it is resumed; try again later"

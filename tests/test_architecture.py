@@ -229,9 +229,10 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_supervisor_and_frontend_load_no_engine() -> None:
+def test_supervisor_and_frontend_load_neither_the_engine_nor_what_sends_traces() -> None:
     modules = "frontend.cli.main", "frontend.supervisor.launch", "frontend.server.server", "protocol.sockets"
-    heavy = "{'torch', 'transformers', 'tandem.engine_core', 'triton', 'safetensors', 'numpy'}"
+    engine = "'torch', 'transformers', 'tandem.engine_core', 'triton', 'safetensors', 'numpy'"
+    heavy = f"{{{engine}, 'opentelemetry.sdk', 'requests', 'google.protobuf'}}"
     code = "import sys, " + ", ".join(f"tandem.{module}" for module in modules)
     assert run(f"{code}; print(sorted({heavy} & set(sys.modules)))") == "[]"
 

@@ -15,9 +15,11 @@ def test_every_line_of_a_service_is_an_object_and_a_trace_reaches_the_engine(tmp
     path = tmp_path / "log"
     flags = ("--frontends", "1", "--log-format", "json")
     with collector() as spans, ScriptedServing(path, *flags, "--otlp-traces-endpoint", spans.url) as served:
-        body = {"model": "tandem-default", "prompt": "one two", "max_tokens": 3}
+        body = {"model": "tandem-default", "messages": [{"role": "user", "content": "one"}], "max_tokens": 3}
         headers = {"x-request-id": "find-me", "traceparent": f"00-{TRACE}-{PARENT}-01"}
-        assert httpx.post(served.url + "/v1/completions", json=body, headers=headers, timeout=30).status_code == 200
+        assert (
+            httpx.post(served.url + "/v1/chat/completions", json=body, headers=headers, timeout=30).status_code == 200
+        )
         policy = {"policy": "decode_first"}
         assert httpx.post(served.url + "/admin/scheduler", json=policy, timeout=30).status_code == 200
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -26,11 +28,12 @@ def test_every_line_of_a_service_is_an_object_and_a_trace_reaches_the_engine(tmp
     (line,) = [line for line in lines if line["logger"] == "tandem.audit"]
     assert line["message"].startswith("POST /admin/scheduler key=- client=127.0.0.1:")
     (line,) = [line for line in lines if line.get("request_id") == "find-me"]
-    assert (line["logger"], line["route"], line["status"]) == ("tandem.access", "/v1/completions", 200)
+    assert (line["logger"], line["route"], line["status"]) == ("tandem.access", "/v1/chat/completions", 200)
     assert (line["output_tokens"], line["finish_reason"], line["end"]) == (3, "length", "complete")
     assert 0 < line["ttft"] <= line["duration"]
     root = spans.named("llm_request")[0]
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, PARENT)
+    assert [span.name for span in spans.within(root)] == ["parse", "render", "tokenize", "engine"]
     (engine,) = spans.within(root, "engine")
     phases = [spans.within(engine, name)[0] for name in ("queue", "prefill", "decode")]
     points = [root.start_time_unix_nano, engine.start_time_unix_nano]

@@ -4,6 +4,7 @@ This module imports that SDK, so only a server that sends traces imports this mo
 """
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -28,7 +29,7 @@ TRACED_ROUTES = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/respo
 _SERVICE_NAME = "OTEL_SERVICE_NAME"
 _QUEUE_SIZE = "OTEL_BSP_MAX_QUEUE_SIZE"
 _DEFAULT_QUEUE = 2048
-_CLOSE_MILLISECONDS = 2000
+_CLOSE_SECONDS = 2.0
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 
 
@@ -138,9 +139,13 @@ class RequestTracer:
         span.end(offset + int(data.end * 1e9))
 
     def close(self) -> None:
-        """Send what is queued, for two seconds at most."""
-        self._provider.force_flush(_CLOSE_MILLISECONDS)
-        self._provider.shutdown()
+        """Send what is queued, for two seconds at most.
+
+        The SDK's own close waits for a collector that does not answer much longer.
+        """
+        closing = threading.Thread(target=self._provider.shutdown, name="close-traces", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
 
 
 def open_tracer(endpoint: str, metrics: TraceMetrics) -> RequestTracer:

@@ -30,10 +30,19 @@ def test_refused_keys_are_few_lines_without_the_key(guarded: RunningServer, capl
     for number in range(20):
         headers = {"authorization": f"Bearer wrong-{number}"}
         assert get(guarded.url + f"/v1/models?api_key=wrong-{number}", headers=headers).status_code == 401
+    until(lambda: told(caplog), "the line")
     (line,) = told(caplog)
     assert line.startswith("refused: no valid key: GET /v1/models key=- client=127.0.0.1:")
     assert line.endswith(" status=401")
     assert "wrong" not in caplog.text
+
+
+def test_a_key_without_the_right_is_named(guarded: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    assert get(guarded.url + "/admin/pause", headers={"authorization": "Bearer secret-key"}).status_code == 403
+    until(lambda: told(caplog), "the line")
+    (line,) = told(caplog)
+    assert line.startswith("refused: a key without the right: GET /admin/pause key=key-")
+    assert "secret" not in caplog.text
 
 
 def test_calls_of_operators_are_told(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
