@@ -15,6 +15,8 @@ from msgspec import structs
 
 from tandem.engine_core.contracts import Compiler
 from tandem.engine_core.errors import RequestError
+from tandem.engine_core.key_limits import KeyLimits
+from tandem.engine_core.kv_cache.sessions import scoped
 from tandem.engine_core.scheduler.inspection import inspect
 from tandem.engine_core.scheduler.pause import PauseSwitch
 from tandem.engine_core.scheduler.scheduler import Scheduler
@@ -30,6 +32,7 @@ from tandem.protocol.commands import (
     Goodbye,
     Hello,
     Inspect,
+    KeyClaim,
     Pause,
     Renew,
     Resume,
@@ -82,8 +85,9 @@ class Control:
         self.clients: dict[bytes, str] = {}
         self._identities: dict[bytes, bytes] = {}
         """The one object used for each identity, whichever message brought it: `Scheduler.commit` compares by `is`."""
-        self._overloaded: dict[bytes, tuple[int, str]] = {}
-        """Group whose sequence was refused for overload last, and the message, by frontend."""
+        self.key_limits = KeyLimits(clock)
+        self._refused: dict[bytes, tuple[int, Failure]] = {}
+        """Group whose sequence was refused for overload or a limit of its key last, and the refusal, by frontend."""
         self._first_of_group: dict[bytes, int] = {}
         """Group that was accepted last while no other prompt waited, by frontend."""
         self._sequences = 0
@@ -113,7 +117,7 @@ class Control:
             case EndSession(call, session):
                 if len(session) > MAX_NAME_BYTES:
                     return Answer(call, False, f"session names have at most {MAX_NAME_BYTES} bytes")
-                known = self.scheduler.memory.sessions.end(session)
+                known = self.scheduler.memory.sessions.end(scoped(command.key, session))
                 return Answer(call, known, "" if known else f"session {session!r} does not exist")
             case SetPolicy(call, policy):
                 return self._set_policy(call, policy)
@@ -130,7 +134,7 @@ class Control:
     def forget(self, client: bytes) -> bool:
         """End the connection of a frontend; return whether there was one."""
         self._identities.pop(client, None)
-        self._overloaded.pop(client, None)
+        self._refused.pop(client, None)
         self._first_of_group.pop(client, None)
         self.pause.forget(client)
         return self.clients.pop(client, None) is not None
@@ -190,24 +194,34 @@ class Control:
             refusal = Failure(submit.request_id, ErrorCode.ENGINE_PAUSED, message)
             count_outcome(self.stats, refusal)
             return refusal
-        group, message = self._overloaded.get(client, (0, ""))
-        if submit.group and submit.group == group:
-            return Failure(submit.request_id, ErrorCode.OVERLOADED, message)
+        known = self._refused.get(client)
+        if known is not None and submit.group and submit.group == known[0]:
+            return structs.replace(known[1], request_id=submit.request_id)
+        claim = submit.key if submit.key is not None and submit.key.has_limits else None
         try:
             self._check_load(client, submit)
+            if claim is not None and not submit.lost_engines:
+                self._check_key(claim, submit.group in (0, submit.request_id))
             seq = self._sequence(client, submit)
             self.scheduler.add(seq)
         except RequestError as error:
-            if error.code is ErrorCode.OVERLOADED:
-                self._overloaded[client] = (submit.group, error.message)
-            refusal = Failure(submit.request_id, error.code, error.message)
+            refusal = Failure(submit.request_id, error.code, error.message, error.retry_after)
+            if error.code in (ErrorCode.OVERLOADED, ErrorCode.RATE_LIMITED):
+                self._refused[client] = (submit.group, refusal)
             count_outcome(self.stats, refusal)
             return refusal
+        if claim is not None:
+            self.key_limits.begin(claim, seq)
         self.stats.requests_accepted += 1
         if submit.constraint is not None:
             self.stats.requests_constrained += 1
             self.compiler.start(seq.id, submit.constraint, submit.sampling.ignore_eos)
         return None
+
+    def _check_key(self, claim: KeyClaim, is_first: bool) -> None:
+        """Raise RequestError if a sequence would exceed a limit of its API key."""
+        if (refusal := self.key_limits.refusal(claim, is_first)) is not None:
+            raise RequestError(ErrorCode.RATE_LIMITED, *refusal)
 
     def _check_load(self, client: bytes, submit: Submit) -> None:
         """Raise RequestError if one more sequence would exceed a limit on load.
@@ -259,9 +273,7 @@ class Control:
         end_ids = frozenset(stop_ids) if params.ignore_eos else frozenset(stop_ids) | frozenset(self.model.end_ids)
         self._sequences += 1
         identity = self._identities[client]
-        return Sequence(
-            self._sequences, identity, structs.replace(submit, prompt_ids=b""), prompt, end_ids, self.clock()
-        )
+        return Sequence(self._sequences, identity, _kept(submit), prompt, end_ids, self.clock())
 
     def _check_sizes(self, submit: Submit) -> None:
         """Raise RequestError for a field that would take long only to be unpacked."""
@@ -294,6 +306,18 @@ class Control:
         for token in ids:
             if not 0 <= token < self.model.vocab_size:
                 raise RequestError(ErrorCode.INVALID_VALUE, _outside(what, token, self.model.vocab_size))
+
+
+def _kept(submit: Submit) -> Submit:
+    """Return what a sequence keeps of its request.
+
+    Session and salt are in the scope of its API key.
+    """
+    key, session, salt = submit.key, submit.session, submit.cache_salt
+    if key is not None:
+        session = session and scoped(key.name, session)
+        salt = salt if key.shares_cache and not salt else scoped(key.name, salt)
+    return structs.replace(submit, prompt_ids=b"", session=session, cache_salt=salt)
 
 
 def _outside(what: str, token: int, vocab_size: int) -> str:
@@ -330,6 +354,7 @@ def _check_scheduling(submit: Submit) -> None:
         ("session_id", submit.session),
         ("cache_salt", submit.cache_salt),
         ("http_request_id", submit.http_request_id),
+        ("key", submit.key.name if submit.key is not None else ""),
     ):
         size = len(name.encode())
         _require(size <= MAX_NAME_BYTES, f"{what} has {size} bytes in UTF-8, at most {MAX_NAME_BYTES}")

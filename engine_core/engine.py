@@ -151,9 +151,13 @@ class Engine:
         """
         rejected = False
         busy = bool(self.pipeline.in_flight or self.scheduler.running)
-        deadline = self.stages.clock() + DRAIN_SECONDS
+        now = self.stages.clock()
+        deadline = now + DRAIN_SECONDS
+        self.control.key_limits.advance(now)
         for client, command in self.mailbox.drain():
             answer = self.control.apply(client, command)
+            if (usage := self.control.key_limits.take_news()) is not None:
+                self.mailbox.reply(client, usage)
             if isinstance(answer, Failure):
                 self.mailbox.add_outcome(client, answer)
                 rejected = True

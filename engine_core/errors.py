@@ -29,10 +29,12 @@ class DeviceBusyError(EngineError):
 class RequestError(EngineError):
     """One request cannot be served; its client gets the code and the message."""
 
-    def __init__(self, code: ErrorCode, message: str) -> None:
+    def __init__(self, code: ErrorCode, message: str, retry_after: int = 0) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.retry_after = retry_after
+        """Seconds after which the same request may succeed; 0 if they are unknown."""
 
 
 class DeviceMemoryError(EngineError):

@@ -19,6 +19,7 @@ FIRST_STREAM_WAIT = 5.0
 
 ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral", "json"]
 ReasoningParserName = Literal["auto", "think", "none"]
+PrefixCacheScope = Literal["key", "server"]
 UnknownFields = Literal["ignore", "refuse"]
 GenerationConfigSource = Literal["auto", "off"]
 
@@ -68,6 +69,8 @@ class FrontendConfig(Struct, frozen=True):
     """Keys that requests may present, without names; without any keys, requests need none."""
     api_keys_file: Path | None = None
     """File of keys with names, rights and limits."""
+    prefix_cache_scope: PrefixCacheScope = "key"
+    """Who shares cached prefixes: requests of one API key, or of the whole server."""
     served_names: tuple[str, ...] = ()
     """Names that requests may give for the model, `*` for any; without names it is the engine's."""
     cors_origins: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ _STATUS: dict[ErrorCode, int] = {
     ErrorCode.INVALID_GRAMMAR: 400,
     ErrorCode.GRAMMAR_FAILED: 400,
     ErrorCode.OVERLOADED: 429,
+    ErrorCode.RATE_LIMITED: 429,
     ErrorCode.SESSION_BUSY: 409,
     ErrorCode.SESSIONS_OFF: 400,
     ErrorCode.SHUTTING_DOWN: 503,
@@ -168,4 +169,4 @@ def out_of_time(timeout: float) -> ApiError:
 def from_failure(failure: Failure, retry_after: int = RETRY_AFTER_SECONDS) -> ApiError:
     """Return the error of a request that failed in the engine, or with it."""
     status, param = _STATUS[failure.code], _PARAM.get(failure.code)
-    return ApiError(status, failure.message, param, failure.code.value, None, retry_after)
+    return ApiError(status, failure.message, param, failure.code.value, None, failure.retry_after or retry_after)

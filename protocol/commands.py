@@ -34,6 +34,31 @@ class Hello(Command, frozen=True, array_like=True, tag=0):
     name: str
 
 
+class KeyClaim(Struct, frozen=True, array_like=True):
+    """API key that a sequence is computed for.
+
+    The engine enforces its limits over all frontends.
+    """
+
+    name: str
+    """Name of the key, which is the scope of its sessions, cache salts and limits."""
+    max_concurrent: int = 0
+    """Most open sequences of the key; 0 for no limit."""
+    tokens_per_minute: int = 0
+    """Most tokens a minute of the key, of prompts and outputs; 0 for no limit."""
+    num_sequences: int = 1
+    """Number of sequences of the group."""
+    prompt_tokens: int = 0
+    """Prompt tokens of the group; each prompt counts once, however many sequences it has."""
+    shares_cache: bool = False
+    """True to share cached prefixes with other keys where the sequence has no salt."""
+
+    @property
+    def has_limits(self) -> bool:
+        """True if the engine has something to enforce."""
+        return self.max_concurrent > 0 or self.tokens_per_minute > 0
+
+
 class Submit(Command, frozen=True, array_like=True, tag=1):
     """Request to generate one sequence.
 
@@ -68,6 +93,8 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
     """Number of engines that were lost with the same request."""
     is_traced: bool = False
     """True to have the engine tell the times of the sequence, for a trace."""
+    key: KeyClaim | None = None
+    """API key of the request; None on a server without keys."""
 
 
 class Abort(Command, frozen=True, array_like=True, tag=2):
@@ -95,6 +122,8 @@ class EndSession(Command, frozen=True, array_like=True, tag=4):
     call: int
     """Number chosen by the sender, repeated in the answer."""
     session: str
+    key: str = ""
+    """Name of the API key whose session it is; "" for none."""
 
 
 class SetPolicy(Command, frozen=True, array_like=True, tag=5):

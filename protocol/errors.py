@@ -19,6 +19,7 @@ class ErrorCode(StrEnum):
     INVALID_GRAMMAR = "invalid_grammar"
     GRAMMAR_FAILED = "grammar_failed"
     OVERLOADED = "overloaded"
+    RATE_LIMITED = "rate_limit_exceeded"
     SESSION_BUSY = "session_busy"
     SESSIONS_OFF = "sessions_off"
     SHUTTING_DOWN = "shutting_down"

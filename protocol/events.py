@@ -88,6 +88,8 @@ class Failure(Struct, frozen=True, array_like=True):
     request_id: int
     code: ErrorCode
     message: str
+    retry_after: int = 0
+    """Seconds after which the same request may succeed; 0 if they are unknown."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -218,6 +220,8 @@ class InspectedSequence(Struct, frozen=True, array_like=True):
     """Seconds in the queue since its arrival or its last preemption; 0 unless it waits."""
     http_request_id: str = ""
     """Id of the HTTP request that it belongs to; "" for none."""
+    key: str = ""
+    """Name of its API key; "" for none."""
 
 
 class InspectedSession(Struct, frozen=True, array_like=True):
@@ -228,6 +232,8 @@ class InspectedSession(Struct, frozen=True, array_like=True):
     pages: int
     idle: float
     """Seconds since its last turn ended; 0 while one is in progress."""
+    key: str = ""
+    """Name of the API key whose session it is; "" for none."""
 
 
 class Inspection(Event, frozen=True, array_like=True, tag=5):
@@ -274,4 +280,21 @@ class Closed(Event, frozen=True, array_like=True, tag=6):
     """Reason, in words for the frontend's log."""
 
 
-AnyEvent = Ready | Refused | StepOutput | Heartbeat | Answer | Inspection | Closed | TracedOutput
+class KeyUsage(Event, frozen=True, array_like=True, tag=8):
+    """Usage of an API key with limits.
+
+    It is sent ahead of the first output or the refusal of each request of the key.
+    """
+
+    name: str
+    limit_requests: int
+    """Most open sequences; 0 for no limit."""
+    remaining_requests: int
+    limit_tokens: int
+    """Most tokens a minute; 0 for no limit."""
+    remaining_tokens: int
+    reset_tokens: float
+    """Seconds until all tokens of a minute are there again."""
+
+
+AnyEvent = Ready | Refused | StepOutput | Heartbeat | Answer | Inspection | Closed | TracedOutput | KeyUsage

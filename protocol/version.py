@@ -6,7 +6,7 @@ The handshake checks that of the protocol.
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Wire protocol version, increased whenever an older peer could misread a message. Fields are only appended."""
 
 

@@ -42,15 +42,16 @@ LEVELS = {
         {"constraints", "layers", "sequence", "wire"},
         {"kv_cache", "stats"},
         {"models", "scheduler"},
-        {"control", "runtime"},
+        {"key_limits", "runtime"},
+        {"control"},
         {"engine"},
         {"startup"},
         {"__main__"},
     ),
 }
 """Rooms (the folders and the loose modules of a package), from the ground up. One imports only from lower levels."""
-MAX_ROOMS = {"frontend": 26, "engine_core": 25}
-MAX_ARROWS = {"frontend": 90}
+MAX_ROOMS = {"frontend": 26, "engine_core": 26}
+MAX_ARROWS = {"frontend": 92}
 """Pairs of rooms of which the first imports the second."""
 
 Arrows = dict[tuple[str, str], set[str]]

@@ -5,6 +5,22 @@ from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.protocol.errors import ErrorCode
 
 
+def scoped(key: str, name: str) -> str:
+    """Return the name that a session or a cache salt of an API key has in the engine.
+
+    No two pairs give the same one; without a key it is the name itself.
+    """
+    return f"\0{key}\0{name}" if key or name.startswith("\0") else name
+
+
+def split_scoped(name: str) -> tuple[str, str]:
+    """Return the key and the name that `scoped` has joined."""
+    if not name.startswith("\0"):
+        return "", name
+    key, _, own = name[1:].partition("\0")
+    return key, own
+
+
 class Session:
     """One conversation.
 
@@ -66,7 +82,8 @@ class Sessions:
         session = self._known.get(name)
         if session is not None and session.turn is not None:
             raise RequestError(
-                ErrorCode.SESSION_BUSY, f"session {name!r} has a turn in progress; wait for its end, or abort it"
+                ErrorCode.SESSION_BUSY,
+                f"session {split_scoped(name)[1]!r} has a turn in progress; wait for its end, or abort it",
             )
         if session is None and len(self._known) >= self.max_sessions and not self._idle:
             raise RequestError(

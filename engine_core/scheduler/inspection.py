@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.kv_cache.sessions import Session, split_scoped
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.commands import PauseMode
@@ -44,15 +45,7 @@ def inspect(
         memory.pages.free,
         _releasing(memory, others),
         sequences,
-        [
-            InspectedSession(
-                session.name,
-                session.turn is not None,
-                len(session.nodes),
-                now - session.idle_since if session.turn is None else 0.0,
-            )
-            for session in memory.sessions.known
-        ],
+        [_session(session, now) for session in memory.sessions.known],
         max(0, len(waiting) - MAX_LISTED),
         pause_mode,
         refuses_new,
@@ -108,7 +101,15 @@ def _sequence(seq: Sequence, state: SequenceState, now: float, wait: float = 0.0
         seq.priority,
         seq.preemptions,
         now - seq.arrival,
-        seq.submit.session,
+        split_scoped(seq.submit.session)[1],
         wait,
         seq.submit.http_request_id,
+        seq.submit.key.name if seq.submit.key is not None else "",
     )
+
+
+def _session(session: Session, now: float) -> InspectedSession:
+    """Return one session as an inspection shows it."""
+    key, name = split_scoped(session.name)
+    idle = now - session.idle_since if session.turn is None else 0.0
+    return InspectedSession(name, session.turn is not None, len(session.nodes), idle, key)

@@ -11,6 +11,7 @@ from typing import TypeVar, TypeVarTuple
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tandem.frontend.access.api_key import api_key
 from tandem.frontend.api.formatter import Formatter
 from tandem.frontend.api.live_stream import WRITER_KEY, AnswerWriter, LiveStream
 from tandem.frontend.api.request_scope import request_record
@@ -18,6 +19,7 @@ from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Generation
+from tandem.frontend.generation.key_claim import key_claim
 from tandem.frontend.generation.prompt_log import log_request
 from tandem.frontend.generation.request_record import RequestRecord
 from tandem.frontend.generation.usage import Usage
@@ -67,6 +69,8 @@ class GenerationResponse(Response):
             task.cancel()
 
         config, record = self._service.config, request_record(scope)
+        record.key = api_key(scope)
+        record.claim = key_claim(record.key, generation.admitted, config.prefix_cache_scope == "server")
         start = partial(generation.start, *config.load_limits, record, config.request_timeout)
         self._service.num_responses += 1
         if config.log_requests:

@@ -5,8 +5,9 @@ It ends a conversation whose KV cache is kept.
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
+from tandem.frontend.access.api_key import key_name
 from tandem.frontend.api.openapi import error_response, json_response
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError
@@ -30,14 +31,14 @@ def sessions_router(service: Service) -> APIRouter:
             }
         },
     )
-    async def end_session(session_id: str) -> dict[str, Any]:
+    async def end_session(session_id: str, request: Request) -> dict[str, Any]:
         """Free the KV cache kept for a session.
 
         This happens at once, or when the session's turn in progress ends.
         """
         if not session_id:
             raise ApiError(404, "name the session to end: DELETE /v1/sessions/{id}", "session_id", "session_not_found")
-        if not await service.client.calls.end_session(session_id):
+        if not await service.client.calls.end_session(session_id, key_name(request.scope)):
             raise ApiError(404, f"the session {session_id[:300]!r} does not exist", "session_id", "session_not_found")
         return {"id": session_id, "object": "session", "deleted": True}
 

@@ -33,9 +33,9 @@ class EngineCalls:
         """Number of calls without a reply yet."""
         return len(self._open)
 
-    async def end_session(self, session: str) -> bool:
-        """End a session; return False if there was none."""
-        return (await self._answer(lambda call: EndSession(call, session))).ok
+    async def end_session(self, session: str, key: str = "") -> bool:
+        """End a session of an API key; return False if there was none."""
+        return (await self._answer(lambda call: EndSession(call, session, key))).ok
 
     async def set_policy(self, policy: str) -> str:
         """Change the scheduling policy.

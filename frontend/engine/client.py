@@ -33,11 +33,11 @@ from tandem.protocol.events import (
     AnyEvent,
     Heartbeat,
     Inspection,
+    KeyUsage,
     ModelFacts,
     Phase,
     Ready,
     Refused,
-    StepOutput,
 )
 from tandem.protocol.sockets import Transport, connect_heartbeat, heartbeat_endpoint
 
@@ -90,6 +90,8 @@ class EngineClient:
         """Number of links that became ready: the number of the present one, or of the one before."""
         self.facts: Ready | None = None
         """Facts and limits of the engine of that link."""
+        self.key_usage: dict[str, KeyUsage] = {}
+        """Last known usage of the API keys that have limits, by name."""
         self._load = EngineLoad(clock)
         self._held = HeldRequests(hold_timeout)
         self._is_ending = False
@@ -358,10 +360,10 @@ class EngineClient:
                 self._on_ready(event)
             case Answer() | Inspection():
                 self.calls.answer(event)
+            case KeyUsage(name):
+                self.key_usage[name] = event
             case Refused(message):
                 self._refuse(f"the engine refused this frontend: {message}")
-            case StepOutput() | Heartbeat():
-                pass
 
     def _on_ready(self, ready: Ready) -> None:
         link = self._link

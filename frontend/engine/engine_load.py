@@ -21,9 +21,10 @@ class EngineLoad:
     def observe(self, heartbeat: Heartbeat) -> None:
         """Count what has left since the last heartbeat of the same life."""
         stats = heartbeat.stats
-        refused = stats.requests_failed.get(ErrorCode.OVERLOADED.value, 0)
+        failed = stats.requests_failed
+        refused = failed.get(ErrorCode.OVERLOADED.value, 0) + failed.get(ErrorCode.RATE_LIMITED.value, 0)
         finished = sum(stats.requests_finished.values()) - stats.requests_finished.get("error", 0)
-        ended = finished + sum(stats.requests_failed.values()) - refused
+        ended = finished + sum(failed.values()) - refused
         if heartbeat.engine_epoch == self._epoch:
             self._ended.add(ended - self._num_ended)
             self._prefilled.add(stats.prompt_tokens - self._num_prefilled)

@@ -5,8 +5,9 @@ Those of keys without names are in `key_sources`.
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
-from tandem.frontend.config import FrontendConfig
+from tandem.frontend.config import FrontendConfig, PrefixCacheScope
 from tandem.frontend.flags.flag import Flag
 
 ACCESS = "access control"
@@ -24,6 +25,9 @@ ACCESS_FLAGS = (
     Flag("api_keys", ACCESS, "API keys with names, rights and limits, in TOML; followed while the server runs. `tandem "
          "api-key NAME` prints a key and its table", Path, metavar="FILE", is_everyday=True, struct=FrontendConfig,
          field="api_keys_file"),
+    Flag("prefix_cache_scope", ACCESS, "who shares cached prefixes: key, requests with the same API key; server, all "
+         "requests, so that a user can find out by time or usage whether others sent a prefix. A cache_salt counts "
+         "within its key", choices=get_args(PrefixCacheScope), struct=FrontendConfig),
     Flag("cors_origin", ACCESS, "web origin whose pages may send requests, * for all; may be given several times",
          metavar="ORIGIN", is_everyday=True, is_repeated=True, default=[], default_text="none", struct=FrontendConfig,
          field="cors_origins", to_field=tuple),

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 from msgspec import Struct, field
 
+from tandem.frontend.access.api_key import ApiKey
 from tandem.frontend.engine.streams import TokenStream
 from tandem.frontend.generation.admission import Admitted
 from tandem.frontend.generation.stage import Attempt, Stage, TracedSequence
 from tandem.frontend.generation.usage import Usage
+from tandem.protocol.commands import KeyClaim
 from tandem.protocol.events import Ready
 
 
@@ -22,6 +24,10 @@ class RequestRecord(Struct):
     """Time at which the headers had arrived."""
     request_id: str = ""
     """Id of the HTTP request, in its answer and in the engine."""
+    key: ApiKey | None = None
+    """API key of the request; None on a server without keys."""
+    claim: KeyClaim | None = None
+    """Name and limits of the key, as the engine gets them with each sequence."""
     stages: list[Stage] = field(default_factory=list)
     """Stages of its work before the engine had it, in their order."""
     model: str = ""

@@ -7,6 +7,7 @@ from msgspec import structs
 
 from tandem.frontend.generation.admission import Admitted, AdmittedPrompt
 from tandem.frontend.generation.choice import Choice
+from tandem.frontend.generation.key_claim import effective_priority
 from tandem.frontend.generation.request_record import RequestRecord
 from tandem.frontend.generation.scored_tokens import EchoedPrompt, ScoredTokens, echoed_prompt
 from tandem.frontend.generation.stop_strings import StopMatcher
@@ -49,13 +50,14 @@ def submit_command(
         constraint=constraint,
         logprobs=logprobs,
         prompt_logprobs=options.prompt_logprobs,
-        priority=options.priority,
+        priority=effective_priority(options.priority, record.key),
         session=options.session_id,
         cache_salt=options.cache_salt,
         http_request_id=record.request_id,
         group=group,
         lost_engines=lost_engines,
         is_traced=record.is_traced,
+        key=record.claim,
     )
 
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.frontend.access.allowed_hosts import AllowedHosts
+from tandem.frontend.access.rate_limit_headers import EXPOSED
 from tandem.frontend.api.admin.pause import pause_router
 from tandem.frontend.api.admin.scheduler import scheduler_router
 from tandem.frontend.api.chat_completions.route import chat_router
@@ -127,14 +128,14 @@ def _wrap_middleware(app: ASGIApp, service: Service, tracer: "RequestTracer | No
     """
     config = service.config
     if service.keys.is_required:
-        app = RequireKey(app, service.keys, page_paths().keys())
+        app = RequireKey(app, service.keys, page_paths().keys(), service.client)
     if config.cors_origins:
         app = CORSMiddleware(
             app,
             allow_origins=config.cors_origins,
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after", IGNORED_HEADER],
+            expose_headers=["x-request-id", "request-id", "retry-after", IGNORED_HEADER, *EXPOSED],
         )
     access = AccessLog(config.access_log)
     app = _after_first_link(app, service)

@@ -2,12 +2,14 @@
 
 from collections.abc import Collection
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.frontend.access.api_key import API_KEY, ApiKey, Right
 from tandem.frontend.access.api_keys import ApiKeys
+from tandem.frontend.access.rate_limit_headers import rate_limit_headers
 from tandem.frontend.api.error_response import error_answer
 from tandem.frontend.api.request_scope import speaks_anthropic
+from tandem.frontend.engine.client import EngineClient
 from tandem.frontend.errors import ApiError
 from tandem.frontend.server.paths import is_health_check, needed_right
 
@@ -21,9 +23,14 @@ class RequireKey:
     paths that do not exist. Health checks and `open_paths` need no key.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str], client: EngineClient) -> None:
+        """Wrap an app.
+
+        `client` knows what is left of the limits of the keys.
+        """
         self._app = app
         self._keys = keys
+        self._client = client
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,10 +43,26 @@ class RequireKey:
             return
         scope[API_KEY] = key
         right = needed_right(scope["path"])
-        if right is None or right in key.rights:
+        if right is Right.GENERATE and right in key.rights:
+            await self._app(scope, receive, self._telling(scope, key, send))
+        elif right is None or right in key.rights:
             await self._app(scope, receive, send)
         else:
             await error_answer(scope, _missing(key, right, scope["path"]))(scope, receive, send)
+
+    def _telling(self, scope: Scope, key: ApiKey, send: Send) -> Send:
+        """Return a `send` that adds what is left of the limits of a key to the headers."""
+        if key.limits.max_concurrent is None and key.limits.tokens_per_minute is None:
+            return send
+
+        async def telling_send(message: Message) -> None:
+            if message["type"] == "http.response.start" and (usage := self._client.key_usage.get(key.name)):
+                seconds = self._client.seconds_until_ended(usage.limit_requests - usage.remaining_requests)
+                headers = rate_limit_headers(usage, seconds, speaks_anthropic(scope))
+                message["headers"] = [*message["headers"], *headers]
+            await send(message)
+
+        return telling_send
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         header = "'x-api-key: KEY' or 'authorization: Bearer KEY'" if speaks_anthropic(scope) else _BEARER

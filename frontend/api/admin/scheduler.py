@@ -77,6 +77,7 @@ def _sequence(sequence: InspectedSequence) -> dict[str, Any]:
         "wait": round(sequence.wait, 3),
         "session_id": sequence.session or None,
         "http_request_id": sequence.http_request_id or None,
+        "key": sequence.key or None,
     }
 
 
@@ -86,6 +87,7 @@ def _session(session: InspectedSession) -> dict[str, Any]:
         "busy": session.busy,
         "pages": session.pages,
         "idle": round(session.idle, 3),
+        "key": session.key or None,
     }
 
 
@@ -109,9 +111,12 @@ _SEQUENCE = closed(
         "wait": _NUMBER,
         "session_id": {"type": ["string", "null"]},
         "http_request_id": {"type": ["string", "null"]},
+        "key": {"type": ["string", "null"]},
     }
 )
-_SESSION = closed({"session_id": STRING, "busy": _FLAG, "pages": _COUNT, "idle": _NUMBER})
+_SESSION = closed(
+    {"session_id": STRING, "busy": _FLAG, "pages": _COUNT, "idle": _NUMBER, "key": {"type": ["string", "null"]}}
+)
 INSPECTION = closed(
     {
         "policy": {"enum": [*POLICIES]},

@@ -57,16 +57,16 @@ def test_inspection_is_converted_to_json() -> None:
                 "client": "ab", "request_id": 5, "state": "decode", "row": 0, "prompt_tokens": 40,
                 "generated_tokens": 3, "computed_tokens": 42, "pages": 3, "shared_pages": 2, "cached_tokens": 32,
                 "priority": -1, "preemptions": 1, "age": 2.346, "wait": 0.0,
-                "session_id": "talk", "http_request_id": "req_1",
+                "session_id": "talk", "http_request_id": "req_1", "key": None,
             },
             {
                 "client": "ab", "request_id": 6, "state": "waiting", "row": None, "prompt_tokens": 40,
                 "generated_tokens": 0, "computed_tokens": 0, "pages": 0, "shared_pages": 0, "cached_tokens": 0,
                 "priority": 0, "preemptions": 0, "age": 1.0, "wait": 0.568,
-                "session_id": None, "http_request_id": None,
+                "session_id": None, "http_request_id": None, "key": None,
             },
         ],
-        "sessions": [{"session_id": "talk", "busy": True, "pages": 2, "idle": 0.0}],
+        "sessions": [{"session_id": "talk", "busy": True, "pages": 2, "idle": 0.0, "key": None}],
         "evicted_sessions": 7,
     }  # fmt: skip
     assert (
@@ -91,7 +91,7 @@ def test_inspection_shows_a_turn_in_progress(server: RunningServer, engine: Fake
     jsonschema.validate(found, answer_schema(described(server), PATH, "get", 200))
     (one,) = found["sequences"]
     assert (one["session_id"], one["priority"], one["http_request_id"]) == ("talk", 4, "ticket 7")
-    assert found["sessions"] == [{"session_id": "talk", "busy": True, "pages": 2, "idle": 0.0}]
+    assert found["sessions"] == [{"session_id": "talk", "busy": True, "pages": 2, "idle": 0.0, "key": None}]
     assert found["rows"]["total"] == 64
 
 

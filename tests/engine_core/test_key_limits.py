@@ -1,0 +1,212 @@
+"""Limits of API keys over all frontends: what is refused, what is counted, what is forgotten."""
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.engine_core.control import Control
+from tandem.engine_core.key_limits import SETTLE_SECONDS, KeyLimits
+from tandem.engine_core.sequence import Sequence
+from tandem.protocol.codec import pack_ids
+from tandem.protocol.commands import Abort, EndSession, Hello, Inspect, KeyClaim, Submit
+from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.events import Answer, Failure, Finished, Inspection
+from tandem.protocol.params import SamplingParams
+from tandem.protocol.version import PROTOCOL_VERSION
+from tests.fakes.clock import FakeClock
+from tests.support.recorded_engine import EPOCH, Bench
+
+
+@pytest.fixture
+def control() -> Control:
+    control = Bench(2, pages=200).control
+    for client in (b"a", b"b"):
+        control.apply(client, Hello(PROTOCOL_VERSION, EPOCH, "test"))
+    return control
+
+
+def claim(name: str = "alice", concurrent: int = 0, tokens: int = 0, count: int = 1, prompt: int = 1) -> KeyClaim:
+    return KeyClaim(name, concurrent, tokens, count, prompt)
+
+
+def ask(
+    control: Control, client: bytes, number: int, key: KeyClaim | None, group: int = 0, choice: int = 0, lost: int = 0
+) -> Failure | None:
+    """Submit a prompt of as many tokens as the key's claim says."""
+    prompt = pack_ids([5] * (key.prompt_tokens if key else 1))
+    params = SamplingParams(4, choice=choice)
+    answer = control.apply(client, Submit(number, prompt, params, group=group, lost_engines=lost, key=key))
+    assert answer is None or isinstance(answer, Failure)
+    return answer
+
+
+def test_sequences_of_one_key_share_a_limit_over_all_frontends(control: Control) -> None:
+    key = claim(concurrent=2)
+    assert ask(control, b"a", 1, key) is ask(control, b"b", 1, key) is None
+    refused = ask(control, b"a", 2, key)
+    assert refused is not None and (refused.request_id, refused.code) == (2, ErrorCode.RATE_LIMITED)
+    assert refused.message == (
+        "the API key 'alice' has 2 sequences in progress and 1 more were asked for, at most 2 at once "
+        "(max_concurrent); try again later"
+    )
+    for other in (claim("bob", concurrent=2), claim("carol"), None):
+        assert ask(control, b"a", 3 + len(other.name if other else ""), other) is None
+    control.apply(b"b", Abort([1]))
+    assert ask(control, b"a", 20, key) is None
+
+
+def test_a_group_is_accepted_or_refused_as_a_whole_and_counts_one_refusal(control: Control) -> None:
+    key = claim(concurrent=3, count=2)
+    assert [ask(control, b"a", number, key, group=1) for number in (1, 2)] == [None, None]
+    refusals = [ask(control, b"a", number, key, group=3) for number in (3, 4)]
+    assert [refusal and refusal.request_id for refusal in refusals] == [3, 4]
+    assert control.stats.requests_failed == {"rate_limit_exceeded": 1}
+    assert control.scheduler.num_open == 2
+
+
+def test_tokens_of_a_minute_are_refused_with_the_seconds_until_they_are_there(control: Control) -> None:
+    key = claim(tokens=60, prompt=40)
+    assert ask(control, b"a", 1, key) is None
+    refused = ask(control, b"b", 1, key)
+    assert refused is not None and (refused.code, refused.retry_after) == (ErrorCode.RATE_LIMITED, 20)
+    assert refused.message == (
+        "the API key 'alice' has 20 of its 60 tokens a minute left (tokens_per_minute), the prompt has 40; "
+        "try again in 20 s"
+    )
+    assert ask(control, b"b", 2, claim("bob", tokens=60, prompt=40)) is None
+    usage = control.key_limits.take_news()
+    assert usage is not None and (usage.name, usage.limit_tokens, usage.remaining_tokens) == ("bob", 60, 20)
+    assert usage.reset_tokens == pytest.approx(40)
+    assert control.key_limits.take_news() is None
+
+
+def test_choices_of_one_prompt_count_it_once(control: Control) -> None:
+    key = claim(tokens=100, count=3, prompt=40)
+    assert [ask(control, b"a", 1 + choice, key, group=1, choice=choice) for choice in range(3)] == [None] * 3
+    assert control.key_limits.accounts["alice"].level == 60
+
+
+def test_prompt_that_was_never_computed_is_given_back(control: Control) -> None:
+    key = claim(tokens=60, prompt=40)
+    assert ask(control, b"a", 1, key) is None
+    control.apply(b"a", Abort([1]))
+    assert ask(control, b"a", 2, key) is None
+
+
+def test_request_that_lost_its_engine_is_neither_refused_nor_counted_again(control: Control) -> None:
+    key = claim(concurrent=1, tokens=60, prompt=60)
+    assert ask(control, b"a", 1, key) is None
+    assert ask(control, b"b", 1, key, lost=1) is None
+    assert control.key_limits.accounts["alice"].level == 0
+    assert ask(control, b"b", 2, key) is not None
+
+
+def test_changed_limits_hold_for_the_next_request_and_keep_what_was_used(control: Control) -> None:
+    assert ask(control, b"a", 1, claim(tokens=50, prompt=40)) is None
+    assert ask(control, b"a", 2, claim(tokens=25, prompt=5)) is not None
+    assert ask(control, b"a", 3, claim(tokens=100, prompt=55)) is None
+
+
+def test_sessions_and_salts_of_two_keys_never_meet(control: Control) -> None:
+    salts = set()
+    for number, name in enumerate(("alice", "bob", ""), 1):
+        key = KeyClaim(name) if name else None
+        command = Submit(number, pack_ids([5]), SamplingParams(4), session="s", cache_salt="x", key=key)
+        assert control.apply(b"a", command) is None
+    for number, (name, shares, salt) in enumerate(
+        (("alice", False, ""), ("bob", False, ""), ("alice", True, ""), ("alice", True, "x")), 10
+    ):
+        key = KeyClaim(name, shares_cache=shares)
+        control.apply(b"a", Submit(number, pack_ids([5]), SamplingParams(4), cache_salt=salt, key=key))
+        salts.add(control.scheduler._open[b"a", number].cache.namespace)
+    assert salts == {b"\0alice\0", b"\0bob\0", b"", b"\0alice\0x"}
+    shown = control.apply(b"a", Inspect(1))
+    assert isinstance(shown, Inspection)
+    assert [(session.name, session.key) for session in shown.sessions] == [("s", "alice"), ("s", "bob"), ("s", "")]
+    assert {(seq.session, seq.key) for seq in shown.sequences} >= {("s", "alice"), ("s", "bob"), ("s", "")}
+    ended = control.apply(b"a", EndSession(2, "s", "carol"))
+    assert ended == Answer(2, False, "session 's' does not exist")
+    assert control.apply(b"a", EndSession(3, "s", "bob")) == Answer(3, True)
+
+
+class Traffic:
+    """Sequences of one key, each with a token more at every step, beside an exact account of them."""
+
+    def __init__(self, limit: int) -> None:
+        self.clock = FakeClock()
+        self.limits = KeyLimits(self.clock)
+        self.limit = limit
+        self.level = float(limit)
+        """Bucket of the reference, which takes each token at its time."""
+        self.spent = 0
+        self.open: list[Sequence] = []
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.level = min(self.limit, self.level + seconds * self.limit / 60)
+        self.limits.advance(self.clock())
+
+    def step(self) -> None:
+        for seq in list(self.open):
+            seq.tokens.append(5)
+            self.level -= 1
+            self.spent += 1
+            if len(seq.tokens) >= seq.total_len:
+                seq.outcome = Finished(seq.request_id, FinishReason.LENGTH)
+                self.open.remove(seq)
+
+    def ask(self, number: int, prompt: int, output: int) -> bool:
+        key = claim(tokens=self.limit, prompt=prompt)
+        if self.limits.refusal(key, True) is not None:
+            return False
+        submit = Submit(number, b"", SamplingParams(output), key=key)
+        seq = Sequence(number, b"a", submit, array("i", [5] * prompt), frozenset())
+        seq.wire.reported_cached = 0
+        self.limits.begin(key, seq)
+        self.open.append(seq)
+        self.level -= prompt
+        self.spent += prompt
+        return True
+
+
+@given(
+    st.integers(60, 5000),
+    st.lists(st.tuples(st.floats(0.001, 2.0), st.integers(1, 60), st.integers(1, 50)), min_size=1, max_size=60),
+)
+def test_bucket_is_that_of_an_exact_account(limit: int, requests: list[tuple[float, int, int]]) -> None:
+    traffic = Traffic(limit)
+    for number, (seconds, prompt, output) in enumerate(requests, 1):
+        traffic.step()
+        traffic.pass_time(seconds)
+        traffic.ask(number, min(prompt, limit), output)
+        # Between two looks a bucket may be full for a moment and refill no further.
+        slack = (SETTLE_SECONDS + 2.0) * limit / 60 + len(traffic.open)
+        if (account := traffic.limits.accounts.get("alice")) is not None:
+            account.settle(traffic.clock())
+            assert account.level == pytest.approx(traffic.level, abs=slack)
+
+
+@pytest.mark.parametrize(("limit", "output"), [(1200, 10), (2400, 40)])
+def test_greedy_key_gets_its_tokens_a_minute_within_a_tenth(limit: int, output: int) -> None:
+    traffic, number, minutes = Traffic(limit), 0, 12
+    for _ in range(minutes * 600):
+        traffic.pass_time(0.1)
+        traffic.step()
+        while len(traffic.open) < 4 and traffic.ask(number := number + 1, 20, output):
+            pass
+    # The bucket was full at the beginning: one minute's tokens more.
+    assert traffic.spent == pytest.approx(limit * (minutes + 1), rel=0.1)
+
+
+def test_idle_keys_are_forgotten() -> None:
+    traffic = Traffic(60)
+    assert traffic.ask(1, 30, 5)
+    for _ in range(5):
+        traffic.pass_time(0.5)
+        traffic.step()
+    assert traffic.limits.accounts.keys() == {"alice"}
+    for _ in range(80):
+        traffic.pass_time(0.5)
+    assert traffic.limits.accounts == {}
