@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from tandem.frontend.metrics.families import Family
+from tandem.protocol.logs import LogLevel
 
 BEAT_SECONDS = 0.25
 """Time between two beats of a frontend."""
@@ -90,8 +91,14 @@ class Totals(Struct, frozen=True, tag="totals"):
     text: str
 
 
+class Reload(Struct, frozen=True, tag="reload"):
+    """Order to read API keys and TLS files again, and to log from a level on."""
+
+    log_level: LogLevel
+
+
 FromFrontend = Beat | Leaving | Metrics
-ToFrontend = Accept | Drain | Totals
+ToFrontend = Accept | Drain | Totals | Reload
 Incoming = TypeVar("Incoming")
 Outgoing = TypeVar("Outgoing", bound=Struct)
 

@@ -186,9 +186,19 @@ def configure_logging(process: str, level: LogLevel, log_format: LogFormat = "te
         logging.captureWarnings(True)
         sys.excepthook = _log_uncaught
         threading.excepthook = lambda args: _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
-    if level != "debug":
-        for name, least in _QUIET.items():
-            logging.getLogger(name).setLevel(max(least, getattr(logging, level.upper())))
+    _quieten(level)
+
+
+def set_log_level(level: LogLevel) -> None:
+    """Write what is at least this severe from now on."""
+    logging.getLogger().setLevel(level.upper())
+    _quieten(level)
+
+
+def _quieten(level: LogLevel) -> None:
+    for name, least in _QUIET.items():
+        limit = logging.NOTSET if level == "debug" else max(least, getattr(logging, level.upper()))
+        logging.getLogger(name).setLevel(limit)
 
 
 def line_handler() -> LineHandler | None:

@@ -5,6 +5,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 from msgspec import structs
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     The code is 2 for usage errors and invalid settings.
     """
     arguments = build_parser().parse_args(argv)
+    arguments.reread = partial(build_parser().parse_args, argv)
     process = arguments.command
     if process in ("serve", "engine", "frontend") and getattr(arguments, "supervisor_fd", None) is None:
         process = "supervisor"

@@ -126,8 +126,13 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     Raises OSError or ValueError for files that cannot be used.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key)
+    context.load_cert_chain(cert, key, password=_no_password)
     return context
+
+
+def _no_password() -> str:
+    """Fail instead of prompting for the key's password on the terminal."""
+    raise ValueError("the key is encrypted")
 
 
 class Handshake:

@@ -26,8 +26,10 @@ from tandem.frontend.server.listeners import Handshake, Listeners, server_contex
 from tandem.frontend.server.protocol import LimitedProtocol
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
 from tandem.frontend.server.supervised import Supervised
+from tandem.protocol.logs import AUDIT_LOGGER, LogLevel, set_log_level
 
 logger = logging.getLogger(__name__)
+audit = logging.getLogger(AUDIT_LOGGER)
 
 _CHECKS_PER_TIMEOUT = 4
 _CHECK_SECONDS = 1.0
@@ -159,6 +161,23 @@ class DrainingServer(uvicorn.Server):
         if self._drain is None:
             self._service.draining = True
             self._drain = asyncio.create_task(self._drain_and_exit(delay, timeout))
+
+    def reload(self, log_level: LogLevel) -> None:
+        """Read keys and TLS files again, and log from a level on.
+
+        New connections have the new certificate; open ones go on. What cannot be used stays as it was.
+        """
+        set_log_level(log_level)
+        self._service.keys.reload()
+        cert, key = self._service.config.tls_cert, self._service.config.tls_key
+        if cert is None or key is None:
+            return
+        try:
+            self._tls = server_context(cert, key)
+        except (OSError, ValueError) as error:
+            audit.error("%s with %s was not reloaded, the certificate from before stays: %s", cert, key, error)
+        else:
+            audit.info("the certificate was reloaded from %s", cert)
 
     def exit(self) -> None:
         """Exit without draining."""

@@ -21,10 +21,12 @@ from tandem.frontend.control_channel import (
     FrontendEnd,
     Leaving,
     Metrics,
+    Reload,
     Totals,
     frontend_end,
 )
 from tandem.frontend.metrics.families import Family
+from tandem.protocol.logs import LogLevel
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,10 @@ class Supervisee(Protocol):
 
     def begin_drain(self, delay: float, timeout: float) -> None:
         """Accept for `delay` seconds, finish what is open within `timeout`, and exit."""
+        ...
+
+    def reload(self, log_level: LogLevel) -> None:
+        """Read keys and TLS files again, and log from a level on."""
         ...
 
     def exit(self) -> None:
@@ -125,6 +131,8 @@ class Supervised:
                         self._frontend.accept_from(slots)
                     case Drain(delay, timeout):
                         self._frontend.begin_drain(delay, timeout)
+                    case Reload(log_level):
+                        self._frontend.reload(log_level)
                     case Totals(scrape, text):
                         if (waiting := self._scrapes.get(scrape)) is not None and not waiting.done():
                             waiting.set_result(text)

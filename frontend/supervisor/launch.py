@@ -31,7 +31,9 @@ from tandem.frontend.supervisor.frontends.frontends import Frontends
 from tandem.frontend.supervisor.frontends.on_time_clock import OnTimeClock
 from tandem.frontend.supervisor.model import AddressInUseError, LaunchError, ModelFolder
 from tandem.frontend.supervisor.ops import ops_server
+from tandem.frontend.supervisor.reload import Reloader
 from tandem.frontend.supervisor.restart_policy import RestartPolicy
+from tandem.frontend.supervisor.service_manager import ServiceManager
 from tandem.frontend.supervisor.status_log import StatusLog
 from tandem.frontend.supervisor.supervised_engine import SupervisedEngine
 from tandem.frontend.supervisor.supervisor import StopTimes, Supervisor
@@ -266,7 +268,9 @@ def _supervisor(
     names = [*default_allowed_hosts([ops_socket.getsockname()[0]]), *(getattr(arguments, "allowed_hosts", None) or ())]
     announcement = Announcement(engine, frontends, listeners.urls(is_tls), url_of(ops_socket), commit)
     ops = ops_server(engine.watch if engine is not None else None, frontends, exposition, AllowedHosts(names))
-    return Supervisor(engine, frontends, listeners.all, times, announcement, ops, ops_socket)
+    manager = ServiceManager()
+    reloader = Reloader(arguments, frontends, manager)
+    return Supervisor(engine, frontends, listeners.all, times, announcement, ops, ops_socket, manager, reloader)
 
 
 def engine_command(endpoint: str, options: EngineOptions, flags: Sequence[str] = ()) -> list[str]:

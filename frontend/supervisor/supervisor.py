@@ -15,7 +15,9 @@ from msgspec import Struct
 
 from tandem.frontend.supervisor.announcement import Announcement
 from tandem.frontend.supervisor.frontends.frontends import Frontends
-from tandem.frontend.supervisor.ops import QuietServer
+from tandem.frontend.supervisor.ops import QuietServer, health
+from tandem.frontend.supervisor.reload import Reloader
+from tandem.frontend.supervisor.service_manager import ServiceManager
 from tandem.frontend.supervisor.supervised_engine import SupervisedEngine
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,8 @@ class Supervisor:
         announcement: Announcement,
         ops: QuietServer,
         ops_socket: socket.socket,
+        manager: ServiceManager,
+        reloader: Reloader,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -61,6 +65,8 @@ class Supervisor:
         self._announcement = announcement
         self._ops = ops
         self._ops_socket = ops_socket
+        self._manager = manager
+        self._reloader = reloader
         self._clock = clock
         self._signaled_at = 0.0
         self._stop = asyncio.Event()
@@ -74,8 +80,12 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, self.handle_signal)
+        loop.add_signal_handler(signal.SIGHUP, self._reloader.reload)
         ops = asyncio.create_task(self._ops.serve(sockets=[self._ops_socket]))
-        background = [asyncio.create_task(self._announcement.run())]
+        background = [
+            asyncio.create_task(self._announcement.run()),
+            asyncio.create_task(self._manager.follow(self._status)),
+        ]
         if self._engine is not None:
             background.append(asyncio.create_task(self._engine.monitor()))
         for task in (ops, *background):
@@ -101,11 +111,20 @@ class Supervisor:
         now = self._clock()
         if not self._stop.is_set():
             self._signaled_at = now
+            self._manager.stopping()
             self._log_drain()
         elif now - self._signaled_at > REPEATED_SIGNAL_SECONDS:
             self._is_forced = True
             self._kill()
         self._stop.set()
+
+    def _status(self) -> tuple[bool, str]:
+        """Return whether the service is ready, and its state in words."""
+        body = health(self._engine.watch if self._engine is not None else None, self._frontends)
+        state = "stopping" if self._stop.is_set() else str(body["status"])
+        serving = f", {body['frontends_serving']} of {body['frontends']} frontends" if "frontends" in body else ""
+        reason = f": {body['reason']}" if body["reason"] and not self._stop.is_set() else ""
+        return body["status"] == "ready", f"{state}{serving}{reason}"
 
     def _log_drain(self) -> None:
         """Say what the stop waits for, and how to cut it short."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from tandem.frontend.control_channel import Metrics, Totals
+from tandem.frontend.control_channel import Metrics, Reload, Totals
 from tandem.frontend.metrics.exposition import Exposition
 from tandem.frontend.metrics.metric_totals import MetricTotals
 from tandem.frontend.supervisor.frontends.frontend_process import FrontendProcess
@@ -11,6 +11,7 @@ from tandem.frontend.supervisor.frontends.on_time_clock import TICK_SECONDS, OnT
 from tandem.frontend.supervisor.frontends.slot import FrontendSlot, StartChild
 from tandem.frontend.supervisor.restart_policy import RestartPolicy
 from tandem.protocol.errors import ExitCode
+from tandem.protocol.logs import LogLevel
 
 _END_POLL_SECONDS = 0.02
 
@@ -105,6 +106,12 @@ class Frontends:
             if not self.was_heard:
                 break
         self._assign()
+
+    def reload(self, log_level: LogLevel) -> None:
+        """Have all processes read keys and TLS files again, and log from this level."""
+        for slot in self.slots:
+            for process in slot.processes:
+                process.child.send(Reload(log_level))
 
     async def stop(self, delay: float, timeout: float) -> None:
         """Drain all frontends at once and wait for their end.

@@ -1,0 +1,45 @@
+"""Settings that a running service reads again on SIGHUP."""
+
+import argparse
+import logging
+
+from tandem.frontend.supervisor.frontends.frontends import Frontends
+from tandem.frontend.supervisor.service_manager import ServiceManager
+from tandem.protocol.logs import AUDIT_LOGGER, LogLevel, set_log_level
+
+audit = logging.getLogger(AUDIT_LOGGER)
+
+
+class Reloader:
+    """Reader of the log level, which has each frontend read its files again.
+
+    Those are API keys and TLS files.
+
+    arguments: the parsed flags; frontends that start later get the level from there. Its attribute `reread` parses the
+    command line and the file of `--config` once more.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, frontends: Frontends | None, manager: ServiceManager) -> None:
+        self._arguments = arguments
+        self._frontends = frontends
+        self._manager = manager
+
+    def reload(self) -> None:
+        """Read everything again; what cannot be used stays as it was."""
+        self._manager.reloading()
+        level = self._read_level()
+        self._arguments.log_level = level
+        set_log_level(level)
+        audit.info("reload: log level %s; each frontend reads its API keys and TLS files again", level)
+        if self._frontends is not None:
+            self._frontends.reload(level)
+        self._manager.reloaded()
+
+    def _read_level(self) -> LogLevel:
+        before: LogLevel = self._arguments.log_level
+        try:
+            level: LogLevel = self._arguments.reread().log_level
+        except SystemExit:  # the parser has written the reason
+            audit.error("--config %s was not reloaded, log level %s stays", self._arguments.config, before)
+            return before
+        return level

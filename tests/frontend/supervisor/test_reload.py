@@ -1,0 +1,92 @@
+"""A service that reads keys, certificate and log level again on SIGHUP, and tells its service manager."""
+
+import hashlib
+import shutil
+import signal
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.frontend.conftest import DEADLINE, until
+from tests.support.certificate import write_certificate
+from tests.support.tandem_process import SERVING, Start
+
+KEY = '[[key]]\nname = "{}"\nsha256 = "{}"\nrights = ["generate"]\n'
+
+
+def table(name: str) -> str:
+    return KEY.format(name, hashlib.sha256(name.encode()).hexdigest())
+
+
+def certificate(port: int) -> bytes | None:
+    """Return the certificate that a new connection has."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) as plain,
+        context.wrap_socket(plain) as secure,
+    ):
+        return secure.getpeercert(binary_form=True)
+
+
+@pytest.fixture
+def manager(ipc_dir: Path) -> Iterator[socket.socket]:
+    """Socket of a service manager."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as found:
+        found.bind(f"{ipc_dir}/notify")
+        found.settimeout(DEADLINE)
+        yield found
+
+
+def test_reload_replaces_what_can_be_used_and_tells_the_service_manager(
+    tandem: Start, ipc_dir: Path, manager: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {name: ipc_dir / name for name in ("old", "new")}
+    for folder in files.values():
+        folder.mkdir()
+    cert, key = write_certificate(files["old"])
+    new_cert, new_key = write_certificate(files["new"])
+    keys, config = ipc_dir / "keys.toml", ipc_dir / "tandem.toml"
+    keys.write_text(table("a"))
+    keys.chmod(0o600)
+    settings = f'tls-cert = "{cert}"\ntls-key = "{key}"\napi-keys = "{keys}"\nport = 0\nops-port = 0\nfrontends = 1\n'
+    config.write_text(settings + "drain-timeout = 0\n")
+    told: list[str] = []
+
+    def until_told(line: str) -> None:
+        while not any(word.startswith(line) for word in told):
+            told.extend(manager.recv(4096).decode().split("\n"))
+        told.clear()
+
+    monkeypatch.setenv("NOTIFY_SOCKET", f"{ipc_dir}/notify")
+    monkeypatch.setenv("WATCHDOG_USEC", "600000000")
+    monkeypatch.delenv("WATCHDOG_PID", raising=False)
+    service = tandem(SERVING, "serve", "--config", str(config))
+    until_told("READY=1")
+    port = int(service.find(r"tandem is ready on https://127.0.0.1:(\d+) ")[1])
+    before = certificate(port)
+    assert before == ssl.PEM_cert_to_DER_cert(cert.read_text())
+
+    def reload() -> None:
+        service.process.send_signal(signal.SIGHUP)
+        until_told("RELOADING=1")
+
+    # A pair that does not belong together, and a file that is not TOML: everything stays as it was.
+    shutil.copy(new_cert, cert)
+    config.write_text("log-level = ")
+    reload()
+    until(lambda: "the certificate from before stays" in service.output, "the broken pair is told of")
+    service.find(r"ERROR .*--config \S+tandem.toml was not reloaded, log level info stays")
+    assert certificate(port) == before
+    shutil.copy(new_key, key)
+    config.write_text(settings + 'log-level = "debug"\n')
+    reload()
+    service.find(r"tandem.audit: reload: log level debug")
+    service.find(r"the certificate was reloaded from \S+cert.pem")
+    assert certificate(port) == ssl.PEM_cert_to_DER_cert(new_cert.read_text())
+    service.process.send_signal(signal.SIGTERM)
+    until_told("STOPPING=1")
+    assert service.wait() == 0
