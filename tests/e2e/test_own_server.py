@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from hashlib import sha256
 from typing import Any
 
 import openai
@@ -17,8 +18,12 @@ ENDLESS = {"ignore_eos": True}
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """A server whose idle sessions expire soon, and which the last test stops."""
-    flags = ("--session-ttl", "0.2", "--api-key", "key", "--drain-timeout", "0.5")
-    with Serving(tmp_path_factory.mktemp("own") / "log", *flags) as running:
+    folder = tmp_path_factory.mktemp("own")
+    digest = sha256(b"key").hexdigest()
+    (folder / "keys").write_text(f'[[key]]\nname = "own"\nsha256 = "{digest}"\nrights = ["generate", "admin"]\n')
+    (folder / "keys").chmod(0o600)
+    flags = ("--session-ttl", "0.2", "--api-keys", str(folder / "keys"), "--drain-timeout", "0.5")
+    with Serving(folder / "log", *flags) as running:
         yield running
 
 
