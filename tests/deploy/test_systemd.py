@@ -74,7 +74,9 @@ def test_tandem_accepts_the_command_and_has_time_to_drain(name: str, command: st
 @pytest.mark.parametrize("name", FILES)
 def test_a_unit_follows_the_supervisor(name: str) -> None:
     unit = settings(name)
-    assert unit["KillMode"] == "mixed"
+    assert (unit["Type"], unit["NotifyAccess"], unit["KillMode"]) == ("notify", "main", "mixed")
+    assert unit["ExecReload"] == "/bin/kill -HUP $MAINPID"
+    assert int(unit["WatchdogSec"]) >= 10
     assert int(unit["LimitNOFILE"]) == 65536
 
 
@@ -84,3 +86,5 @@ def test_ports_of_instances_do_not_meet_those_of_the_engine() -> None:
     _, engine = parsed("tandem-engine.service")
     assert engine.endpoint == arguments.endpoint
     assert str(engine.model) == str(arguments.model_dir)
+    folders = {settings(name).get("RuntimeDirectory") for name in FILES} - {None}
+    assert engine.endpoint == f"ipc:///run/{folders.pop()}/engine"
