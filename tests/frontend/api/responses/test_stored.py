@@ -10,6 +10,7 @@ import openai
 import pytest
 from msgspec import structs
 from openai.types.responses import Response
+from prometheus_client import generate_latest
 
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.store.store import StoreLimits
@@ -77,6 +78,11 @@ def server(running: tuple[FakeEngine, RunningServer]) -> RunningServer:
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=server.url + "/v1", api_key=KEYS[0], max_retries=0) as opened:
         yield opened
+
+
+def metrics_of(server: RunningServer) -> str:
+    """Return the metrics of a server whose keys have no right to read them."""
+    return generate_latest(server.server._service.metrics.registry).decode()
 
 
 def prompt(engine: FakeEngine) -> str:
@@ -234,7 +240,7 @@ def test_a_full_store_lets_the_generation_go_on(client: openai.OpenAI, server: R
     assert (last.type, last.response.to_dict()["store"]) == ("response.completed", False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(made.id)
-    text = get(server.url + "/metrics", headers={"authorization": f"Bearer {KEYS[0]}"}).text
+    text = metrics_of(server)
     assert 'tandem_store_failures_total{operation="save"} 2.0' in text
     service_store._store._limits = limits
     assert create(client).to_dict()["store"] is True
@@ -316,8 +322,8 @@ def test_tools_and_items_of_other_servers_are_dropped_and_named(
         "input[].web_search_call", "reasoning.summary", "text.verbosity", "tools[].web_search", "truncation",
     ]  # fmt: skip
     assert raw.parse().tools == []
-    metrics = get(f"{server.url}/metrics", headers={"authorization": f"Bearer {KEYS[0]}"})
-    assert 'tandem_ignored_fields_total{field="tools[].web_search"}' in metrics.text
+    metrics = metrics_of(server)
+    assert 'tandem_ignored_fields_total{field="tools[].web_search"}' in metrics
     assert prompt(engine) == (
         'user: one?\nassistant: local_shell({"type": "exec", "command": ["ls"], "env": {}})\ntool: a.txt\n'
         'assistant: shell({"commands": ["pwd"]})\ntool: /tmp\n{"type":"exit","exit_code":0}\n'
