@@ -73,6 +73,8 @@ class ApiError(Exception):
         self.other = other
         self.retry_after = retry_after
         """Seconds after which a retry may help, for the statuses that have the header `Retry-After`."""
+        self.refusal = ""
+        """Limit on load that the request exceeded, as a label of the metrics; "" for any other error."""
 
     def body(self) -> bytes:
         """Encode the body of the error response."""
@@ -85,7 +87,9 @@ class ApiError(Exception):
         several that apply the first does.
         """
         param, other = (None if path is None else renamed(path, names) for path in (self.param, self.other))
-        return ApiError(self.status, self.template, param, self.code, other, self.retry_after)
+        error = ApiError(self.status, self.template, param, self.code, other, self.retry_after)
+        error.refusal = self.refusal
+        return error
 
 
 class PromptTooLongError(ApiError):
@@ -140,12 +144,14 @@ def unsupported_field(template: str, param: str) -> ApiError:
     return ApiError(400, template, param, "unsupported_parameter")
 
 
-def overloaded(message: str, retry_after: int = RETRY_AFTER_SECONDS) -> ApiError:
+def overloaded(message: str, retry_after: int = RETRY_AFTER_SECONDS, refusal: str = "") -> ApiError:
     """Return the 429 for a request that exceeds a limit on load.
 
-    It may be accepted after `retry_after` seconds.
+    It may be accepted after `retry_after` seconds. `refusal` names the limit in the metrics.
     """
-    return ApiError(429, message, None, ErrorCode.OVERLOADED.value, None, retry_after)
+    error = ApiError(429, message, None, ErrorCode.OVERLOADED.value, None, retry_after)
+    error.refusal = refusal
+    return error
 
 
 def unavailable(

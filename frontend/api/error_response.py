@@ -14,7 +14,8 @@ from tandem.frontend.errors import ApiError, error_headers
 def error_answer(scope: Scope, error: ApiError) -> Response:
     """Build the response of an error, whose message the log repeats."""
     scope[ERROR_KEY] = error.message
-    request_record(scope).error = error.code or "error"
+    record = request_record(scope)
+    record.error, record.refusal = error.code or "error", error.refusal
     headers = error_headers(error.status, error.retry_after)
     if not speaks_anthropic(scope):
         return Response(error.body(), error.status, headers, "application/json")

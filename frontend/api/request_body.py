@@ -62,7 +62,8 @@ class BodyReservation:
         if self._budget.used + added > self._budget.max_bytes:
             raise overloaded(
                 f"large bodies of {self._budget.used} bytes are being read, at most {self._budget.max_bytes} are "
-                "allowed at once; try again later"
+                "allowed at once; try again later",
+                refusal="bodies",
             )
         self._budget.used += added
         self._held = size

@@ -204,4 +204,11 @@ def build_service(config: FrontendConfig) -> Service:
     template = load_chat_template(config.model_dir, config.chat.template, tokenizer)
     store = open_store_worker(config.state_dir, config.store_limits, metrics) if config.store else None
     defaults = load_sampling_defaults(config.model_dir) if config.generation_config == "auto" else {}
-    return Service(config, client, tokenizer, template, metrics, store, defaults)
+    service = Service(config, client, tokenizer, template, metrics, store, defaults)
+    load = metrics.load
+    load.arriving.set_function(lambda: len(service.pending))
+    load.responses.set_function(lambda: service.num_responses)
+    load.held.set_function(lambda: client.num_held)
+    load.queued_tokens.set_function(lambda: client.queued_tokens)
+    load.body_bytes.set_function(lambda: service.body_budget.used)
+    return service

@@ -148,7 +148,9 @@ class Admission:
         try:
             constraint = await self._grammars.build(options, tool_use, syntax, thinking, ignored)
         except ApiError as error:
-            raise error.renamed(options.constraint_names) from None
+            refused = error.renamed(options.constraint_names)
+            refused.refusal = "grammar"
+            raise refused from None
         if constraint is not None:
             stages += (Stage("grammar", encoded, monotonic()),)
         return Admitted(options, model, admitted, _sampling(options, self._sampling_defaults), constraint, stages)
@@ -205,6 +207,7 @@ def check_overload(open_sequences: int, wanted: int, most: int, seconds_until: C
             f"{open_sequences} sequences are open and {wanted} more were asked for, at most {most} at once "
             "(--max-concurrent); try again later",
             seconds_until(excess),
+            "concurrency",
         )
 
 
@@ -219,6 +222,7 @@ def check_queue(queued: int, wanted: int, most: int, seconds_until: Callable[[in
             f"{queued} prompt tokens are waiting and {wanted} more were asked for, at most {most} at once "
             "(--max-queued-tokens); try again later",
             seconds_until(min(excess, queued)),
+            "queued_tokens",
         )
 
 

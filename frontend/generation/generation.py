@@ -223,8 +223,9 @@ class Generation:
 
     def measure_end(self) -> None:
         """Record the metrics of a request that was answered in full."""
-        self._metrics.latency.observe(self._clock() - self.arrived)
-        self._metrics.prompt_tokens.inc(self.admitted.prompt_tokens)
+        longest = max([choice.num_tokens for choice in self._choices], default=0)
+        numbers = (self.admitted.prompt_tokens, self.admitted.options.n, longest)
+        self._metrics.ends.answered(self._clock() - self.arrived, self._record.decoding, *numbers)
 
     def usage(self) -> Usage:
         completion = sum(choice.num_tokens for choice in self._choices)

@@ -58,6 +58,8 @@ class RequestRecord(Struct):
     """The request as the engine got it."""
     error: str = ""
     """Code of the error that answered it, or that ended its stream after the status 200; "" for none."""
+    refusal: str = ""
+    """Limit of this frontend that it exceeded, if it was refused for that, as a label of the metrics."""
     status: int = 0
     """Status of the answer; 0 while there is none."""
     is_answered: bool = False
@@ -86,6 +88,12 @@ class RequestRecord(Struct):
     def duration(self) -> float | None:
         """Seconds from its arrival to the end of its answer; None before that."""
         return None if self.ended_at is None else self.ended_at - self.arrived
+
+    @property
+    def decoding(self) -> float:
+        """Seconds from its first token to its last; 0 without any."""
+        first, last = self.first_token_at, self.last_token_at
+        return 0.0 if first is None or last is None else last - first
 
     def begin_attempt(self, now: float, engine: Ready | None) -> None:
         """Begin anew at an engine; what a lost one generated does not count."""

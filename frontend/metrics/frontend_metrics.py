@@ -3,12 +3,12 @@
 Those of the engine are served by its supervisor.
 """
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from tandem.frontend.metrics.load_metrics import LoadMetrics
 from tandem.frontend.metrics.loop_instruments import LoopCounter, LoopHistogram
+from tandem.frontend.metrics.request_metrics import FIRST_TOKEN_SECONDS, TOKEN_SECONDS, RequestMetrics
 from tandem.frontend.metrics.trace_metrics import TraceMetrics
-
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class ConnectionMetrics:
@@ -71,6 +71,8 @@ class FrontendMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self.connections = ConnectionMetrics(registry)
+        self.load = LoadMetrics(registry)
+        self.ends = RequestMetrics(registry)
         self.requests = Counter(
             "tandem_http_requests", "HTTP requests answered.", ["route", "status"], registry=registry
         )
@@ -83,32 +85,23 @@ class FrontendMetrics:
         self.running = Gauge(
             "tandem_frontend_num_requests_running", "Sequences open in this frontend.", registry=registry
         )
-        self.prompt_tokens = Counter(
-            "tandem_frontend_prompt_tokens", "Prompt tokens of completed HTTP requests.", registry=registry
-        )
         self.generation_tokens = LoopCounter(
             "tandem_frontend_generation_tokens", "Tokens delivered by this frontend.", registry
         )
         self.aborts = Counter(
             "tandem_frontend_aborts", "Sequences aborted before the engine ended them.", ["reason"], registry=registry
         )
-        self.first_token = Histogram(
+        self.first_token = LoopHistogram(
             "tandem_time_to_first_token_seconds",
-            "Time from the arrival of an HTTP request to its first token.",
-            buckets=_SECONDS,
-            registry=registry,
+            "Time from the arrival of an HTTP request to the first token of a choice.",
+            registry,
+            FIRST_TOKEN_SECONDS,
         )
         self.inter_token = LoopHistogram(
             "tandem_inter_token_latency_seconds",
             "Time between two deliveries of tokens of one sequence, however many tokens they have.",
             registry,
-            (0.0001, 0.00025, 0.0005, *_SECONDS),
-        )
-        self.latency = Histogram(
-            "tandem_e2e_request_latency_seconds",
-            "Time from the arrival of an HTTP request to its last byte.",
-            buckets=_SECONDS,
-            registry=registry,
+            TOKEN_SECONDS,
         )
         self.store_failures = Counter(
             "tandem_store_failures",

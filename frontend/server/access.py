@@ -14,7 +14,9 @@ from tandem.frontend.api.request_scope import (
     request_id_headers,
     request_record,
 )
+from tandem.frontend.generation.request_record import RequestRecord
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
+from tandem.frontend.metrics.request_metrics import refusal_reason
 from tandem.frontend.request.extra_fields import ignored_label
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER, IGNORED_KEY, IgnoredFields
 from tandem.frontend.server.paths import is_health_check, route_label
@@ -89,10 +91,16 @@ class Access:
             logger.error("%s failed, request id %s: %s", *what, extra=without_message(error))
         finally:
             record.ended_at = time.monotonic()
+            self._count_end(scope, record)
             self._audit.write(scope)
             self._access.write(scope)
             if span is not None and self._tracer is not None:
                 self._tracer.end(span, scope)
+
+    def _count_end(self, scope: Scope, record: RequestRecord) -> None:
+        stages = [(stage.name, stage.end - stage.start) for stage in record.stages]
+        reason = refusal_reason(record.status, record.error, record.refusal) if record.error else None
+        self._metrics.ends.end(route_label(scope["path"]), record.duration or 0.0, stages, reason)
 
     def _ignored(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """Count the fields without effect and return the header that names them."""

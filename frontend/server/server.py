@@ -69,7 +69,9 @@ class DrainingServer(uvicorn.Server):
         self.connections = connections
         self._service = service
         self._tls = tls
-        self._supervised = Supervised(supervisor, self) if supervisor is not None else None
+        self._supervised = (
+            Supervised(supervisor, self, service.metrics.load.loop_lag.observe) if supervisor is not None else None
+        )
         if self._supervised is not None:
             service.metric_totals = self._supervised.totals
         self._listeners: Listeners | None = None

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import logging
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from msgspec import structs
@@ -80,7 +80,12 @@ class Supervisee(Protocol):
 class LoopLag:
     """Delay with which the running event loop calls what is due."""
 
-    def __init__(self) -> None:
+    def __init__(self, observe: Callable[[float], None]) -> None:
+        """Measure nothing yet.
+
+        `observe` is called with each delay, in seconds.
+        """
+        self._observe = observe
         self._greatest = 0.0
 
     async def measure(self) -> None:
@@ -89,7 +94,9 @@ class LoopLag:
         while True:
             due = loop.time() + _SAMPLE_SECONDS
             await asyncio.sleep(_SAMPLE_SECONDS)
-            self._greatest = max(self._greatest, loop.time() - due)
+            lag = max(loop.time() - due, 0.0)
+            self._observe(lag)
+            self._greatest = max(self._greatest, lag)
 
     def take(self) -> float:
         """Return the greatest delay since the last call, in seconds."""
@@ -103,11 +110,14 @@ class Supervised:
     Beats come from the event loop, so one that hangs sends none.
     """
 
-    def __init__(self, sock: socket.socket, frontend: Supervisee) -> None:
-        """Prepare to talk over one socket of a pair."""
+    def __init__(self, sock: socket.socket, frontend: Supervisee, observe_lag: Callable[[float], None]) -> None:
+        """Prepare to talk over one socket of a pair.
+
+        `observe_lag` is called with each measured delay of the event loop, in seconds.
+        """
         self._sock = sock
         self._frontend = frontend
-        self._lag = LoopLag()
+        self._lag = LoopLag(observe_lag)
         self._channel: FrontendEnd | None = None
         self._unanswered: asyncio.TimerHandle | None = None
         self._scrapes: dict[int, asyncio.Future[str]] = {}

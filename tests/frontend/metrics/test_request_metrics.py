@@ -1,0 +1,62 @@
+"""Counts of requests by their end, and bucket bounds."""
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tandem.frontend.metrics.exposition import Exposition
+from tandem.frontend.metrics.request_metrics import (
+    FIRST_TOKEN_SECONDS,
+    REQUEST_SECONDS,
+    TOKEN_SECONDS,
+    RequestMetrics,
+    refusal_reason,
+)
+from tests.support.scrape import value
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "limit", "reason"),
+    [
+        (429, "overloaded", "concurrency", "concurrency"), (529, "overloaded_error", "bodies", "bodies"),
+        (429, "overloaded", "", "engine_overloaded"), (429, "rate_limit_exceeded", "", "key_limit"),
+        (401, "invalid_api_key", "", "key"), (403, "missing_right", "", "right"),
+        (413, "request_too_large", "", "body_size"),
+        (421, "misdirected", "", "host"), (503, "engine_unavailable", "", "unavailable"),
+        (400, "invalid_value", "", None),
+        (500, "engine_failed", "", None),
+    ],
+)  # fmt: skip
+def test_refusals_are_told_apart(status: int, code: str, limit: str, reason: str | None) -> None:
+    assert refusal_reason(status, code, limit) == reason
+
+
+def test_bounds_ascend_resolve_a_fifth_of_a_millisecond_and_reach_vllms_ends() -> None:
+    for bounds in (FIRST_TOKEN_SECONDS, TOKEN_SECONDS, REQUEST_SECONDS):
+        assert list(bounds) == sorted(set(bounds))
+    fine = [bound for bound in TOKEN_SECONDS if bound <= 0.001]
+    assert max(after - before for before, after in zip([0.0, *fine], fine, strict=False)) <= 0.0002 + 1e-12
+    assert (FIRST_TOKEN_SECONDS[-1], TOKEN_SECONDS[-1], REQUEST_SECONDS[-1]) == (2560.0, 80.0, 7680.0)
+
+
+def test_ends_are_counted_with_route_stages_and_refusal() -> None:
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(registry)
+    metrics.end("/v1/completions", 3.0, [("tokenize", 0.002)], None)
+    metrics.end("/v1/completions", 0.5, [], "concurrency")
+    metrics.answered(3.0, 2.0, 7, 2, 11)
+    metrics.answered(1.0, 0.0, 7, 1, 1)
+    text = Exposition([registry], lambda: "m").text()
+    for series, number in {
+        'tandem_http_request_duration_seconds_sum{route="/v1/completions"}': 3.5,
+        'tandem_request_stage_seconds_sum{stage="tokenize"}': 0.002,
+        'tandem_refused_requests_total{reason="concurrency"}': 1.0,
+        'tandem_e2e_request_latency_seconds_sum{model_name="m"}': 4.0,
+        'tandem_request_time_per_output_token_seconds_sum{model_name="m"}': 0.2,
+        'tandem_request_time_per_output_token_seconds_count{model_name="m"}': 1.0,
+        'tandem_request_params_n_bucket{model_name="m",le="1.0"}': 1.0,
+        'tandem_request_max_num_generation_tokens_sum{model_name="m"}': 12.0,
+        "tandem_frontend_prompt_tokens_total": 14.0,
+    }.items():
+        assert value(text, series) == number, series
+    assert value(text, "tandem_refused_requests_total") == 1
+    assert "_created" not in text
