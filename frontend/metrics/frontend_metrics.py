@@ -3,12 +3,16 @@
 Those of the engine are served by its supervisor.
 """
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tandem.frontend.metrics.load_metrics import LoadMetrics
 from tandem.frontend.metrics.loop_instruments import LoopCounter, LoopHistogram
 from tandem.frontend.metrics.request_metrics import FIRST_TOKEN_SECONDS, TOKEN_SECONDS, RequestMetrics
 from tandem.frontend.metrics.trace_metrics import TraceMetrics
+
+_TEMPLATE_SECONDS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+)
 
 
 class ConnectionMetrics:
@@ -51,7 +55,7 @@ class TemplateMetrics:
         self.seconds = Histogram(
             "tandem_template_render_seconds",
             "Time from a conversation to its prompt, with the time that it waits for those before it.",
-            buckets=(0.0001, 0.00025, 0.0005, *_SECONDS),
+            buckets=_TEMPLATE_SECONDS,
             registry=registry,
         )
         self.restarts = Counter(

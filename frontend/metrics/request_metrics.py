@@ -71,8 +71,9 @@ _REASON_OF_STATUS = {401: "key", 403: "right", 413: "body_size", 421: "host", 50
 
 
 def refusal_reason(status: int, code: str, limit: str) -> str | None:
-    """Return the label of a refused request; None if it was not refused for want of room or rights.
+    """Return the label of a refused request.
 
+    It is None if the request was not refused for want of room or rights.
     `code` is that of the error, `limit` the limit of this frontend that was exceeded, if one was.
     """
     if status in (429, 529):
