@@ -53,7 +53,7 @@ from tandem.protocol.params import (
     SamplingParams,
 )
 from tandem.protocol.stats import EngineStats
-from tandem.protocol.version import PROTOCOL_VERSION
+from tandem.protocol.version import PROTOCOL_VERSION, protocol_remedy
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class Control:
         if hello.protocol_version != PROTOCOL_VERSION:
             return Refused(
                 f"frontend {name} speaks protocol {hello.protocol_version}, the engine {PROTOCOL_VERSION}; "
-                "install the same version of tandem-llm on both"
+                f"{protocol_remedy(hello.protocol_version, PROTOCOL_VERSION)}"
             )
         if hello.engine_epoch != self.epoch:
             self._log.warning("epoch", "ignored a Hello of %s for another engine", name)

@@ -10,6 +10,11 @@ PROTOCOL_VERSION = 3
 """Wire protocol version, increased whenever an older peer could misread a message. Fields are only appended."""
 
 
+def protocol_remedy(frontend: int, engine: int) -> str:
+    """Say which side to upgrade where both speak different versions of the protocol."""
+    return f"upgrade tandem-llm on the host of the {'frontend' if frontend < engine else 'engine'}"
+
+
 @cache
 def distribution_version() -> str:
     """Return the installed version of `tandem-llm`, or "unknown".

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from tandem.protocol.events import Ready
-from tandem.protocol.version import PROTOCOL_VERSION
+from tandem.protocol.version import PROTOCOL_VERSION, protocol_remedy
 
 
 class Fingerprints(Struct, frozen=True):
@@ -23,7 +23,8 @@ def mismatch(ready: Ready, ours: Fingerprints) -> str | None:
     An empty fingerprint on either side fits any.
     """
     if ready.protocol_version != PROTOCOL_VERSION:
-        return f"the engine speaks protocol {ready.protocol_version}, this frontend {PROTOCOL_VERSION}"
+        remedy = protocol_remedy(PROTOCOL_VERSION, ready.protocol_version)
+        return f"the engine speaks protocol {ready.protocol_version}, this frontend {PROTOCOL_VERSION}; {remedy}"
     theirs = ready.model
     if _differ(theirs.tokenizer_fingerprint, ours.tokenizer):
         return (

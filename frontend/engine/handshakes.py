@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
@@ -23,8 +24,10 @@ WRONG_KEY = "if it did not just end, is its engine.key the one in --curve-keys?"
 NO_KEY = "if it did not just end, it may have keys; then give --curve-keys here"
 
 
-async def watch_handshakes(subscriber: zmq.asyncio.Socket) -> None:
+async def watch_handshakes(subscriber: zmq.asyncio.Socket, on_failure: Callable[[str], None] = lambda _: None) -> None:
     """Log failed handshakes of a connected socket until cancelled.
+
+    `on_failure` is called with the reason of each.
 
     libzmq gives up after an engine has refused a key; here the connection is tried again, for the key may be added.
     """
@@ -39,8 +42,10 @@ async def watch_handshakes(subscriber: zmq.asyncio.Socket) -> None:
             if message["event"] != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 hint = WRONG_KEY if subscriber.get(zmq.MECHANISM) == zmq.CURVE else NO_KEY
                 log.warning("handshake", "the handshake with an engine on %s failed; %s", endpoint, hint)
+                on_failure(f"the handshake with it failed; {hint}")
                 continue
             log.warning("key", "%s: %s", endpoint, REFUSED_KEY)
+            on_failure(REFUSED_KEY)
             await asyncio.sleep(RETRY_SECONDS)
             with contextlib.suppress(zmq.ZMQError):  # libzmq may have forgotten the endpoint
                 subscriber.disconnect(endpoint)

@@ -49,6 +49,8 @@ class EngineWatch:
         self._clock = clock
         self._starts = StartEstimate()
         self._heard_at = 0.0
+        self._failed_handshake = ""
+        """Reason for which the last handshake failed; empty once the engine was heard after it."""
         self._was_heard = False
         """True after the first heartbeat of any life."""
         self._progress_at = 0.0
@@ -59,6 +61,7 @@ class EngineWatch:
         if heartbeat.engine_epoch == self._ended_epoch:
             return
         previous, self.heartbeat = self.heartbeat, heartbeat
+        self._failed_handshake = ""
         self._was_heard = True
         self._heard_at = now = self._clock()
         self._starts.observe(heartbeat, now)
@@ -66,6 +69,10 @@ class EngineWatch:
         stood_still = previous is not None and _position(previous) == _position(heartbeat)
         if not (owes_steps and stood_still):
             self._progress_at = now
+
+    def note_failure(self, reason: str) -> None:
+        """Record why a handshake failed, for the reason of the silence that follows."""
+        self._failed_handshake = reason
 
     def reset_timers(self) -> None:
         """Start both timeouts afresh, after a delay of the listener itself.
@@ -98,10 +105,12 @@ class EngineWatch:
     def health(self) -> EngineHealth:
         """Return the health of the engine at this moment."""
         heartbeat = self.heartbeat
+        why = self._failed_handshake
         if heartbeat is None:
-            return EngineHealth(False, "waiting", "no heartbeat from the engine yet; it may be starting")
+            return EngineHealth(False, "waiting", f"no heartbeat from the engine yet; {why or 'it may be starting'}")
         if self.is_silent:
-            return EngineHealth(False, "silent", f"no heartbeat from the engine for {self.silence():.1f} s")
+            cause = f"; {why}" if why else ""
+            return EngineHealth(False, "silent", f"no heartbeat from the engine for {self.silence():.1f} s{cause}")
         if heartbeat.phase in PREPARING:
             detail = f": {heartbeat.detail}" if heartbeat.detail else ""
             reason = f"the engine is {heartbeat.phase.value}, {heartbeat.percent} %{detail}"

@@ -42,7 +42,7 @@ class EngineMonitor:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._listen(subscriber))
                 group.create_task(self._tick())
-                group.create_task(watch_handshakes(subscriber))
+                group.create_task(watch_handshakes(subscriber, self._watch.note_failure))
 
     async def _listen(self, subscriber: zmq.asyncio.Socket) -> None:
         while True:

@@ -222,6 +222,12 @@ class DrainingServer(uvicorn.Server):
             if self._listeners is not None:
                 await self._listeners.close()
             await self.connections.drain(SUCCESSOR_GRACE_SECONDS if self._is_leaving else GRACE_SECONDS, timeout)
+            if cut := self._service.client.num_open:
+                logger.warning(
+                    "%d sequences in progress were cut after %.10g s; raise --drain-timeout to let such finish",
+                    cut,
+                    timeout,
+                )
             self._service.end_requests()
             await self.connections.wait_until_answered(_FLUSH_SECONDS)
         finally:

@@ -61,7 +61,13 @@ class TestHello:
         control = new()
         answer = control.apply(b"a", Hello(version, EPOCH, "front"))
         assert isinstance(answer, Refused)
-        for part in ("front", f"protocol {version}", f"engine {PROTOCOL_VERSION};"):
+        older = "frontend" if version < PROTOCOL_VERSION else "engine"
+        for part in (
+            "front",
+            f"protocol {version}",
+            f"engine {PROTOCOL_VERSION};",
+            f"upgrade tandem-llm on the host of the {older}",
+        ):
             assert part in answer.message
         assert control.apply(b"a", submit()) is None
         assert control.scheduler.num_open == 0

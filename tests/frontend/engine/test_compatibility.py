@@ -29,7 +29,14 @@ def test_an_empty_fingerprint_fits_any(theirs: Ready, ours: Fingerprints) -> Non
 @pytest.mark.parametrize(
     ("theirs", "reason"),
     [
-        (ready(version=9), "the engine speaks protocol 9, this frontend"),
+        (
+            ready(version=99),
+            f"the engine speaks protocol 99, this frontend {PROTOCOL_VERSION}; upgrade tandem-llm on the host of the frontend",
+        ),
+        (
+            ready(version=1),
+            f"the engine speaks protocol 1, this frontend {PROTOCOL_VERSION}; upgrade tandem-llm on the host of the engine",
+        ),
         (ready("x", "b"), "the engine's tokenizer.json (sha256 x) is not this frontend's (a)"),
         (
             ready("a", "y"),

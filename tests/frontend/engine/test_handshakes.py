@@ -16,7 +16,8 @@ from tandem.engine_core.wire.authenticator import Authenticator
 from tandem.engine_core.wire.client_keys import ClientKeys
 from tandem.engine_core.wire.heartbeat import HeartbeatPublisher, Status
 from tandem.frontend.engine import handshakes
-from tandem.frontend.engine.handshakes import watch_handshakes
+from tandem.frontend.engine.handshakes import REFUSED_KEY, watch_handshakes
+from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.link import EngineLink
 from tandem.frontend.engine.streams import OpenStreams
 from tandem.protocol.codec import decode_event
@@ -68,11 +69,12 @@ def engine(tmp_path: Path) -> Iterator[KeyedEngine]:
 
 
 @contextlib.asynccontextmanager
-async def watched(engine: KeyedEngine, transport: Transport) -> Any:
+async def watched(engine: KeyedEngine, transport: Transport, health: EngineWatch | None = None) -> Any:
     """Connect a listener to heartbeats, with the watch of its handshakes."""
     context = zmq.asyncio.Context()
+    health = health or EngineWatch(5.0, 60.0)
     subscriber = connect_heartbeat(context, engine.endpoint, transport)
-    watch = asyncio.create_task(watch_handshakes(subscriber))
+    watch = asyncio.create_task(watch_handshakes(subscriber, health.note_failure))
     try:
         yield subscriber
     finally:
@@ -96,11 +98,15 @@ def test_a_refused_key_is_logged_and_tried_again(
     engine.key.rename(away)
 
     async def run() -> None:
-        async with watched(engine, engine.frontend) as subscriber:
+        health = EngineWatch(5.0, 60.0)
+        async with watched(engine, engine.frontend, health) as subscriber:
             await said(caplog, "the engine refuses this frontend's key", "refused a frontend from 127.0.0.1")
+            assert (health.health().status, REFUSED_KEY in health.health().reason) == ("waiting", True)
             away.rename(engine.key)
             heartbeat = decode_event(await asyncio.wait_for(subscriber.recv(), LIMIT))
             assert isinstance(heartbeat, Heartbeat)
+            health.observe(heartbeat)
+            assert REFUSED_KEY not in health.health().reason
 
     asyncio.run(run())
     assert caplog.text.count("refuses this frontend's key") == 1

@@ -156,3 +156,15 @@ def test_second_signal_exits_at_once(
     server.server.handle_exit(signal.SIGTERM, None)
     until(lambda: server.server.should_exit and server.server.force_exit)
     assert has_ended(server)
+
+
+def test_sequences_that_the_drain_cuts_are_counted_in_the_log(
+    server: RunningServer, engine: FakeEngine, clients: list[RawClient], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.hold = True
+    for client in clients[:2]:
+        client.send(stream_request(100))
+    until(lambda: server.server._service.client.num_open == 2, "both run")
+    drain(server, timeout=0.0)
+    assert has_ended(server)
+    assert "2 sequences in progress were cut after 0 s; raise --drain-timeout" in caplog.text
