@@ -6,6 +6,8 @@ from tandem.frontend.engine.compatibility import Fingerprints, mismatch
 from tandem.protocol.events import Limits, ModelFacts, Ready
 from tandem.protocol.version import PROTOCOL_VERSION
 
+SPEAKS = f"the engine speaks protocol {{}}, this frontend {PROTOCOL_VERSION}; "
+
 
 def ready(tokenizer: str = "", template: str = "", version: int = PROTOCOL_VERSION) -> Ready:
     facts = ModelFacts("m", 100, 64, [1], tokenizer, "cpu", "float32", 0, template)
@@ -31,11 +33,11 @@ def test_an_empty_fingerprint_fits_any(theirs: Ready, ours: Fingerprints) -> Non
     [
         (
             ready(version=99),
-            f"the engine speaks protocol 99, this frontend {PROTOCOL_VERSION}; upgrade tandem-llm on the host of the frontend",
+            f"{SPEAKS.format(99)}upgrade tandem-llm on the host of the frontend",
         ),
         (
             ready(version=1),
-            f"the engine speaks protocol 1, this frontend {PROTOCOL_VERSION}; upgrade tandem-llm on the host of the engine",
+            f"{SPEAKS.format(1)}upgrade tandem-llm on the host of the engine",
         ),
         (ready("x", "b"), "the engine's tokenizer.json (sha256 x) is not this frontend's (a)"),
         (
