@@ -29,7 +29,7 @@ from tandem.frontend.listening import raise_file_limit
 
 MODEL = Path(__file__).parents[1] / "engine_core" / "default_model"
 READY_SECONDS, STOP_SECONDS = 120.0, 30.0
-PROBE = b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+PROBE = b"GET /health/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 PROBE_SECONDS = 0.02
 """Pause in seconds between two requests of the well-behaved client."""
 PROBE_TIMEOUT = 60.0

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from msgspec import Struct
 
 CHUNK = b"b" * 65536
-FIRST = b"GET / HTTP/1.1\r\nhost: x\r\n"
+FIRST = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
 READ_SECONDS = 1.0
 """Seconds that an attacker waits for an answer after it can send no more."""
 
@@ -72,7 +72,7 @@ async def slow_header(line: Line) -> None:
 
 
 async def slow_body(line: Line) -> None:
-    await line.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n")
+    await line.send(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n")
     while await line.read(0.1) is None:
         await line.send(b" ")
 
@@ -82,11 +82,11 @@ async def malformed(line: Line) -> None:
 
 
 async def pipelined(line: Line) -> None:
-    await line.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 100_000)
+    await line.send(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 100_000)
 
 
 async def never_reading(line: Line) -> None:
-    await line.send(b"GET /page/vendor/marked/marked.esm.js HTTP/1.1\r\nhost: x\r\n\r\n" * 16)
+    await line.send(b"GET /page/vendor/marked/marked.esm.js HTTP/1.1\r\nhost: localhost\r\n\r\n" * 16)
     await asyncio.sleep(10**6)
 
 
