@@ -92,6 +92,8 @@ class GenerationResponse(Response):
             writer.set_leave(None)
             generation.close(reason)
             record.describe(generation.admitted, generation.usage())
+            if record.key is not None:
+                self._service.metrics.keys.count(record.key.name, record.prompt_tokens, record.output_tokens)
             self._service.num_responses -= 1
 
     async def _stream(self, send: Send, start: Callable[[], None], writer: AnswerWriter, record: RequestRecord) -> None:

@@ -5,6 +5,7 @@ Those of the engine are served by its supervisor.
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from tandem.frontend.metrics.key_metrics import KeyMetrics
 from tandem.frontend.metrics.load_metrics import LoadMetrics
 from tandem.frontend.metrics.loop_instruments import LoopCounter, LoopHistogram
 from tandem.frontend.metrics.request_metrics import FIRST_TOKEN_SECONDS, TOKEN_SECONDS, RequestMetrics
@@ -75,6 +76,7 @@ class FrontendMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self.connections = ConnectionMetrics(registry)
+        self.keys = KeyMetrics(registry)
         self.load = LoadMetrics(registry)
         self.ends = RequestMetrics(registry)
         self.requests = Counter(

@@ -78,6 +78,20 @@ def test_a_server_without_keys_is_open(server: RunningServer) -> None:
         assert get(server.url + path).status_code == 200
 
 
+def test_usage_is_counted_by_the_name_of_the_key(guarded: RunningServer) -> None:
+    body = {"model": "fake-model", "prompt": "one", "max_tokens": 3}
+    usage = post(guarded.url + "/v1/completions", headers=bearer("generate"), json=body).json()["usage"]
+
+    def counted() -> bool:
+        text = get(guarded.url + "/metrics", headers=bearer("metrics")).text
+        return 'tandem_key_requests_total{key="generate"} 1.0' in text
+
+    until(counted, "the request is counted")
+    text = get(guarded.url + "/metrics", headers=bearer("metrics")).text
+    assert f'tandem_key_prompt_tokens_total{{key="generate"}} {usage["prompt_tokens"]}.0' in text
+    assert f'tandem_key_generation_tokens_total{{key="generate"}} {usage["completion_tokens"]}.0' in text
+
+
 def test_a_deleted_key_is_refused_and_a_new_one_taken_without_a_restart(guarded: RunningServer, tmp_path: Path) -> None:
     assert get(guarded.url + "/v1/models", headers=bearer("admin")).status_code == 200
     write_keys(tmp_path / "keys.toml", make_key("other"))
