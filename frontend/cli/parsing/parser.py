@@ -132,7 +132,7 @@ class CommandParser(argparse.ArgumentParser):
         """Say what takes the place of a flag that this command does not have."""
         known = self._option_string_actions
         foreign = FOREIGN_FLAGS.get(flag)
-        if foreign is not None and (foreign.ours or "--device") in known:
+        if foreign is not None and (foreign.ours or "--device").partition(" ")[0] in known:
             return foreign.explain(flag)
         near = difflib.get_close_matches(flag, known, n=1, cutoff=_SIMILAR)
         return f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "")
