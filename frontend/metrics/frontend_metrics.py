@@ -10,10 +10,17 @@ from tandem.frontend.metrics.load_metrics import LoadMetrics
 from tandem.frontend.metrics.loop_instruments import LoopCounter, LoopHistogram
 from tandem.frontend.metrics.request_metrics import FIRST_TOKEN_SECONDS, TOKEN_SECONDS, RequestMetrics
 from tandem.frontend.metrics.trace_metrics import TraceMetrics
+from tandem.protocol.errors import ErrorCode
 
 _TEMPLATE_SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
+
+
+STORE_OPERATIONS = ("get", "save", "delete")
+"""Calls of the store of responses, whose failures are counted."""
+BREAKING_CODES = tuple(code.value for code in (ErrorCode.ENGINE_UNAVAILABLE, ErrorCode.ENGINE_FAILED))
+"""Codes of the errors that are expected to end streams; others are counted once they happen."""
 
 
 class ConnectionMetrics:
@@ -115,6 +122,9 @@ class FrontendMetrics:
             ["operation"],
             registry=registry,
         )
+        # A rate sees the first failure only if there was a zero before it.
+        for operation in STORE_OPERATIONS:
+            self.store_failures.labels(operation)
         self.link = LinkMetrics(registry)
         self.traces = TraceMetrics(registry)
         self.templates = TemplateMetrics(registry)
@@ -124,3 +134,5 @@ class FrontendMetrics:
             ["code"],
             registry=registry,
         )
+        for code in BREAKING_CODES:
+            self.broken_streams.labels(code)

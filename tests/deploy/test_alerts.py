@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.prometheus import DEPLOY, needs_prometheus, promtool
+from tests.support.prometheus import DEPLOY, metric_names, needs_prometheus, promtool
+from tests.test_architecture import ROOT
 
 ALERTS: list[dict[str, Any]] = [
     rule for group in yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"] for rule in group["rules"]
 ]
 NAMES = [rule["alert"] for rule in ALERTS]
 UNIT_TESTS: list[dict[str, Any]] = yaml.safe_load((DEPLOY / "alerts_test.yml").read_text())["tests"]
+METRICS = set(re.findall(r"`((?:tandem|process|python)_\w+)`", (ROOT / "frontend" / "METRICS.md").read_text()))
 
 
 @needs_prometheus
@@ -28,6 +30,12 @@ def test_an_alert_has_a_unit_test_with_an_instance_that_it_fires_for_and_one_tha
     (instance,) = (alert["exp_labels"]["instance"] for alert in expected)
     series = " ".join(row["series"] for row in unit["input_series"])
     assert f'instance="{instance}"' in series and f'instance="{instance}-quiet"' in series
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=NAMES)
+def test_an_alert_reads_metrics_that_are_documented(rule: dict[str, Any]) -> None:
+    assert metric_names(rule["expr"]) - METRICS == set()
+    assert metric_names(rule["expr"]) or "up{" in rule["expr"]
 
 
 def test_each_alert_has_a_severity_a_summary_and_the_place_of_its_runbook() -> None:
