@@ -70,7 +70,7 @@ class Service:
         self.body_budget = BodyBudget()
         self.pending = PendingRequests(config.max_body, self.parser, self.body_budget)
         special = tokenizer.special_tokens()
-        self.grammars = GrammarChecker(tokenizer.vocab_size, special)
+        self.grammars = GrammarChecker(tokenizer.vocab_size, special, metrics.grammars)
         grammars = GrammarBuilder(self.grammars, self.parser, special)
         self.names = ServedNames(config.served_names)
         self.admission = Admission(

@@ -104,11 +104,12 @@ class Chat:
         tool_use: ToolUse,
         ready: Ready,
         ignored: IgnoredFields,
+        client: str = "",
     ) -> tuple[Admitted, MessageShape]:
         """Render, encode and check a conversation.
 
         Fields without effect are recorded in `ignored`. Raises ApiError if the conversation cannot be rendered, or if
-        the request cannot be admitted.
+        the request cannot be admitted. `client` is the name of the API key.
         """
         self._admission.named(options.model, ready.model)
         begun = monotonic()
@@ -127,6 +128,7 @@ class Chat:
             syntax=self._tool_format.syntax,
             thinking=shape.thinking,
             ignored=ignored,
+            client=client,
             stages=(rendered,),
         )
         return admitted, shape

@@ -119,6 +119,7 @@ class Admission:
         thinking: ThinkingMode = ThinkingMode.NONE,
         ignored: IgnoredFields | None = None,
         stages: tuple[Stage, ...] = (),
+        client: str = "",
     ) -> Admitted:
         """Encode the prompts and check the request.
 
@@ -126,6 +127,7 @@ class Admission:
         for errors. A rendered chat contains its special tokens already (`add_special_tokens`). `with_text` decodes
         prompts that came as ids. What cannot be enforced of a schema is recorded in `ignored`.
         `syntax` is how the model writes calls of the tools in use, `stages` is what has been done before.
+        `client` is the name of the API key, which has a share of the time for grammars.
         """
         model = self.named(options.model, ready.model)
         self._limits.check(options)
@@ -146,7 +148,7 @@ class Admission:
         encoded = monotonic()
         stages += (Stage("tokenize", begun, encoded),)
         try:
-            constraint = await self._grammars.build(options, tool_use, syntax, thinking, ignored)
+            constraint = await self._grammars.build(options, tool_use, syntax, thinking, ignored, client)
         except ApiError as error:
             refused = error.renamed(options.constraint_names)
             refused.refusal = "grammar"

@@ -32,11 +32,12 @@ class GrammarBuilder:
         syntax: CallSyntax | None = None,
         thinking: ThinkingMode = ThinkingMode.NONE,
         ignored: IgnoredFields | None = None,
+        client: str = "",
     ) -> str | None:
         """Build the grammar text for the engine, or return None for unconstrained output.
 
         `syntax` is the format in which the model writes the calls of `use`; without it, calls are not constrained.
-        Keywords of schemas that cannot be enforced are recorded in `ignored`.
+        Keywords of schemas that cannot be enforced are recorded in `ignored`. `client` is the name of the API key.
         Raises ApiError 400 with the place of an error in a grammar, and for fields that cannot be combined, and 429
         while too many other grammars are being compiled.
         """
@@ -46,7 +47,7 @@ class GrammarBuilder:
         grammar = await self._workers.run(self._grammar, options, use, syntax, ignored or IgnoredFields())
         if grammar is None:
             return None
-        await self._checker.check(grammar)
+        await self._checker.check(grammar, client)
         if thinking is ThinkingMode.NONE:
             return grammar.text
         return grammar.after_thinking(thinking is ThinkingMode.OPEN, self._special_tokens)

@@ -8,25 +8,32 @@ import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
+from time import monotonic
 from typing import Any
 
 import msgspec
 
-from tandem.frontend.errors import ApiError, overloaded
+from tandem.frontend.errors import ApiError
 from tandem.frontend.grammar.grammar import Grammar, regex_position
 from tandem.frontend.grammar.json_schema import OPTIONS, locate_failure, with_options
-from tandem.frontend.grammar.process import TOO_COMPLEX, GrammarProcess
+from tandem.frontend.grammar.lane import Lane
+from tandem.frontend.grammar.process import OUT_OF_MEMORY, OUT_OF_STACK, GrammarProcess, SlowGrammarError, too_slow
+from tandem.frontend.metrics.frontend_metrics import GrammarMetrics
 from tandem.protocol.params import MAX_GRAMMAR_CHARS
 
-NUM_PROCESSES = 2
-"""Processes that compile concurrently, so that one slow grammar does not block the others."""
+NUM_FAST = 2
+"""Processes of the first lane, which every grammar takes."""
+FAST_CPU_SECONDS, SLOW_CPU_SECONDS = 0.3, 3.0
+"""CPU time for one grammar in the first lane, and in the slow one, which has one process."""
 WAIT_SECONDS = 15.0
-"""Longest time that a grammar waits for a free process before its request gets a 429."""
+"""Longest time that a grammar waits for a free process of a lane before its request gets a 429."""
 MAX_CACHED = 1024
 """Number of grammars with a cached result, least recently used dropped first."""
 MAX_LOCATE_CHECKS = 200
 """Subschemas that are compiled to locate the error in a schema."""
 
+_TOO_SLOW = too_slow(SLOW_CPU_SECONDS)
+_LIMITS = (_TOO_SLOW, OUT_OF_MEMORY, OUT_OF_STACK)
 _REGEX_ERROR = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^+\nerror: (.*)")
 _OTHER_REGEX_ERROR = re.compile(r"\(in regex\): (.*?) in regex", re.DOTALL)
 _LARK_ERROR = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
@@ -35,20 +42,25 @@ _LARK_ERROR = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 class GrammarChecker:
     """Check grammars by compiling them in a few child processes.
 
-    The results are cached. `special_tokens` maps the text of the tokenizer's special tokens to their id.
+    A grammar that exceeds the short budget of the first lane goes to the slow one, so that slow grammars delay one
+    another and no others. In each lane the processes are shared fairly between clients. The results are cached.
+    `special_tokens` maps the text of the tokenizer's special tokens to their id.
     """
 
-    def __init__(self, vocab_size: int, special_tokens: Mapping[str, int]) -> None:
+    def __init__(
+        self, vocab_size: int, special_tokens: Mapping[str, int], metrics: GrammarMetrics | None = None
+    ) -> None:
         hello = msgspec.json.encode([vocab_size, {str(token_id): text for text, token_id in special_tokens.items()}])
         self._errors: OrderedDict[bytes, str | None] = OrderedDict()
         """Compiler errors by hash of the grammar, None for valid grammars; most recently used last."""
         self._compiling: dict[bytes, asyncio.Task[str | None]] = {}
-        self._num_free = asyncio.Semaphore(NUM_PROCESSES)
-        self._idle = [GrammarProcess(hello) for _ in range(NUM_PROCESSES)]
-        """Idle processes as a stack: the most recently used is taken first, so that no more start than are needed."""
+        self._processes = [GrammarProcess(hello) for _ in range(NUM_FAST + 1)]
+        self._fast = Lane("", self._processes[:NUM_FAST], FAST_CPU_SECONDS, WAIT_SECONDS)
+        self._slow = Lane("slow ", self._processes[NUM_FAST:], SLOW_CPU_SECONDS, WAIT_SECONDS)
+        self._metrics = metrics
 
-    async def check(self, grammar: Grammar) -> None:
-        """Check that a grammar compiles.
+    async def check(self, grammar: Grammar, client: str = "") -> None:
+        """Check that a grammar of a client compiles.
 
         Raises ApiError 400, with the place of the error, if it does not, and 429 while too many other grammars are
         being compiled.
@@ -56,9 +68,14 @@ class GrammarChecker:
         text = grammar.text
         if len(text) > MAX_GRAMMAR_CHARS:
             raise _invalid(grammar, f": {len(text)} characters, at most {MAX_GRAMMAR_CHARS}; make it smaller")
-        error = await self._compile_error(text)
-        if error is not None:
-            raise _invalid(grammar, await self._explain(grammar, error))
+        began = monotonic()
+        try:
+            error = await self._compile_error(text, client)
+            if error is not None:
+                raise _invalid(grammar, await self._explain(grammar, error, client))
+        finally:
+            if self._metrics is not None:
+                self._metrics.seconds.observe(monotonic() - began)
 
     async def close(self) -> None:
         """Cancel what is being compiled and end the processes."""
@@ -66,32 +83,28 @@ class GrammarChecker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(process.close() for process in self._idle))
+        await asyncio.gather(self._fast.close(), self._slow.close())
 
-    async def _compile_error(self, text: str) -> str | None:
+    async def _compile_error(self, text: str, client: str) -> str | None:
         key = hashlib.sha256(text.encode()).digest()
         if key in self._errors:
             self._errors.move_to_end(key)
             return self._errors[key]
         # Concurrent requests with the same slow grammar share one process.
         if key not in self._compiling:
-            self._compiling[key] = asyncio.create_task(self._compile(key, text))
+            self._compiling[key] = asyncio.create_task(self._compile(key, text, client))
             self._compiling[key].add_done_callback(lambda task: self._compiled(key, task))
         return await asyncio.shield(self._compiling[key])
 
-    async def _compile(self, key: bytes, text: str) -> str | None:
+    async def _compile(self, key: bytes, text: str, client: str) -> str | None:
         try:
-            async with asyncio.timeout(WAIT_SECONDS):
-                await self._num_free.acquire()
-        except TimeoutError:
-            raise overloaded("other grammars are still being compiled; try again later") from None
-        process = self._idle.pop()
-        try:
-            error = await process.ask(text)
-        finally:
-            self._idle.append(process)
-            self._num_free.release()
-        # Grammars that were too complex are cached as well: compiling them again would cost as much.
+            error = await self._fast.compile(client, text)
+        except SlowGrammarError:
+            try:
+                error = await self._slow.compile(client, text)
+            except SlowGrammarError:
+                error = _TOO_SLOW
+        # Grammars that exceed a limit are cached as well: compiling them again would cost as much.
         self._errors[key] = error
         if len(self._errors) > MAX_CACHED:
             self._errors.popitem(last=False)
@@ -102,19 +115,19 @@ class GrammarChecker:
         if not task.cancelled():
             task.exception()  # Mark the exception as retrieved, in case every waiting request was cancelled.
 
-    async def _explain(self, grammar: Grammar, error: str) -> str:
+    async def _explain(self, grammar: Grammar, error: str, client: str) -> str:
         """Word a compiler error for the client, with its place in the field."""
-        if grammar.schema is not None and error != TOO_COMPLEX:
+        if grammar.schema is not None and error not in _LIMITS:
             found = _REGEX_ERROR.search(error)
             reason = f"invalid pattern: {found[2]}" if found else _first_line(error)
-            return f" at {await self._locate(grammar.schema, error)}: {reason}"
+            return f" at {await self._locate(grammar.schema, error, client)}: {reason}"
         if grammar.regex is not None:
             return _explain_regex(grammar.regex, error)
         if found := _LARK_ERROR.match(error):
             return f" at line {found[1]}, column {found[2]}: {_first_line(error[found.end() :])}"
         return f": {_first_line(error)}"
 
-    async def _locate(self, schema: dict[str, Any], error: str) -> str:
+    async def _locate(self, schema: dict[str, Any], error: str, client: str) -> str:
         checks_left = MAX_LOCATE_CHECKS
 
         async def fails_alike(part: dict[str, Any]) -> bool:
@@ -123,7 +136,7 @@ class GrammarChecker:
             if checks_left < 0:
                 return False
             grammar = Grammar({"json_schema": with_options(part, OPTIONS)}, "", "")
-            return await self._compile_error(grammar.text) == error
+            return await self._compile_error(grammar.text, client) == error
 
         return await locate_failure(schema, fails_alike)
 

@@ -10,13 +10,26 @@ import sys
 import msgspec
 
 from tandem.frontend.errors import overloaded
-from tandem.frontend.process import ManagedProcess
+from tandem.frontend.process import ManagedProcess, bare_environment
 from tandem.protocol.params import MAX_GRAMMAR_CHARS
 
 CHECK_SECONDS = 10.0
 """Wall-clock limit of one compilation in seconds; on an idle machine, the limit on CPU time ends the process sooner."""
-TOO_COMPLEX = "it takes too much time, memory or depth to compile; make it smaller or simpler"
+_REMEDY = "to compile; make it smaller or simpler"
+OUT_OF_MEMORY = f"it takes more than 2 GiB of memory {_REMEDY}"
+OUT_OF_STACK = f"it takes more than 2 MiB of stack {_REMEDY}"
+_REASONS = {"signal SIGSEGV": OUT_OF_STACK, "signal SIGBUS": OUT_OF_STACK}
+"""Limits by the exit status of a process that exceeds them; at the limit on memory it may end in any other way."""
 _ARGV = (sys.executable, "-P", "-m", "tandem.frontend.grammar.worker")
+
+
+class SlowGrammarError(Exception):
+    """A grammar takes more CPU time than its process was given."""
+
+
+def too_slow(cpu_seconds: float) -> str:
+    """Return the error of a grammar that takes more CPU time than any may."""
+    return f"it takes more than {cpu_seconds:g} s of CPU time {_REMEDY}"
 
 
 class GrammarProcess:
@@ -35,11 +48,12 @@ class GrammarProcess:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    async def ask(self, grammar: str) -> str | None:
+    async def ask(self, grammar: str, cpu_seconds: float) -> str | None:
         """Compile a grammar; return the error, or None if it compiles.
 
-        A grammar that ends the process counts as too complex. Raises ApiError 429 after `CHECK_SECONDS`. One request
-        at a time.
+        One that ends the process has exceeded a limit, which the error names. Raises SlowGrammarError for one that
+        takes more than `cpu_seconds` of CPU time, ApiError 429 after `CHECK_SECONDS` and if the process was killed. One
+        request at a time.
         """
         process = self._process
         if process is None or process.pid is None:
@@ -47,18 +61,29 @@ class GrammarProcess:
             process = await self._start()
         answer = b""
         try:
-            process.stdin.write(msgspec.json.encode([grammar]) + b"\n")
+            process.stdin.write(msgspec.json.encode([grammar, cpu_seconds]) + b"\n")
             async with asyncio.timeout(CHECK_SECONDS):
                 with contextlib.suppress(ConnectionError):
                     await process.stdin.drain()
                 answer = await process.stdout.readline()
+                if not answer:
+                    await process.wait()
         except TimeoutError:
-            raise overloaded("the machine is too busy to compile a grammar; try again later") from None
+            raise overloaded(
+                f"the machine is too busy to compile a grammar within {CHECK_SECONDS:g} s; try again later"
+            ) from None
         finally:
             # The next request must not read this answer.
             if not answer:
                 self._end()
-        return TOO_COMPLEX if not answer else msgspec.json.decode(answer, type=tuple[str | None])[0]
+        if answer:
+            return msgspec.json.decode(answer, type=tuple[str | None])[0]
+        status = process.exit_status
+        if status == "signal SIGPROF":
+            raise SlowGrammarError
+        if status in ("signal SIGKILL", "signal SIGTERM"):
+            raise overloaded(f"the process that compiled the grammar ended with {status}; try again later")
+        return _REASONS.get(status, OUT_OF_MEMORY)
 
     async def close(self) -> None:
         """Kill the process and wait until every killed one has ended."""
@@ -66,7 +91,9 @@ class GrammarProcess:
         await asyncio.gather(*self._ending)
 
     async def _start(self) -> ManagedProcess:
-        process = ManagedProcess("grammar compiler", _ARGV, pipe_limit=2 * MAX_GRAMMAR_CHARS)
+        process = ManagedProcess(
+            "grammar compiler", _ARGV, environment=bare_environment(), pipe_limit=2 * MAX_GRAMMAR_CHARS
+        )
         await process.start()
         process.stdin.write(self._hello + b"\n")
         self._process = process

@@ -4,12 +4,13 @@ It is started as `python -m tandem.frontend.grammar.worker`.
 
 It runs as a separate process because a hostile grammar can take unbounded time and memory or overflow the compiler's
 stack, none of which can be stopped within a process. Each line on stdin is a JSON array: first
-`[vocab_size, {id: text}]` with the special tokens, then one `[grammar]` each. Each grammar is answered by a line
-`[error or null]`. Exceeding the limits on memory or CPU time ends the program.
+`[vocab_size, {id: text}]` with the special tokens, then one `[grammar, cpu_seconds]` each. Each grammar is answered
+by a line `[error or null]`. Exceeding the limits on memory or CPU time ends the program, the latter with SIGPROF.
 """
 
-import math
+import os
 import resource
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -19,11 +20,12 @@ import msgspec
 
 from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEXER_STATES
 
-CPU_SECONDS = 2
-"""CPU time for one grammar, in seconds."""
 MEMORY_BYTES = 2 * 2**30
 STACK_BYTES = 2 * 2**20
 """Stack of the compiling thread in bytes: a quarter of the engine's, so that what compiles here also compiles there."""
+
+NICENESS = 10
+"""Priority of the program below that of engine and frontends, whose tokens come first."""
 
 UNSATISFIABLE = "no output can ever satisfy it"
 
@@ -67,30 +69,24 @@ def check(tokenizer: llguidance.LLTokenizer, grammar: str) -> str | None:
     return UNSATISFIABLE if error.startswith("NoExtension") else error or None
 
 
-def _limit_cpu_time(seconds: int) -> None:
-    """Limit the CPU time that this process may still use, in seconds.
-
-    The kernel ends it beyond the limit.
-    """
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = math.ceil(used.ru_utime + used.ru_stime) + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-
-
 def _serve() -> None:
     lines = sys.stdin.buffer
     vocab_size, special_tokens = msgspec.json.decode(lines.readline(), type=tuple[int, dict[int, str]])
     vocabulary = llguidance.TokenizerWrapper(ByteTokenizer(vocab_size, special_tokens))
     tokenizer = llguidance.LLTokenizer(vocabulary, slices=[])
     for line in lines:
-        (grammar,) = msgspec.json.decode(line, type=tuple[str])
-        _limit_cpu_time(CPU_SECONDS)
-        answer = msgspec.json.encode([check(tokenizer, grammar)])
+        grammar, cpu_seconds = msgspec.json.decode(line, type=tuple[str, float])
+        # The signal ends the process, whatever holds the interpreter.
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        error = check(tokenizer, grammar)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answer = msgspec.json.encode([error])
         sys.stdout.buffer.write(answer + b"\n")
         sys.stdout.buffer.flush()
 
 
 def main() -> None:
+    os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)

@@ -12,7 +12,7 @@ from tandem.frontend.metrics.request_metrics import FIRST_TOKEN_SECONDS, TOKEN_S
 from tandem.frontend.metrics.trace_metrics import TraceMetrics
 from tandem.protocol.errors import ErrorCode
 
-_TEMPLATE_SECONDS = (
+_CHECK_SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
 
@@ -56,6 +56,18 @@ class LinkMetrics:
         )
 
 
+class GrammarMetrics:
+    """Prometheus instruments of grammars."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.seconds = Histogram(
+            "tandem_grammar_check_seconds",
+            "Time in which a grammar was checked, with the time that it waits; one that is known takes next to none.",
+            buckets=_CHECK_SECONDS,
+            registry=registry,
+        )
+
+
 class TemplateMetrics:
     """Prometheus instruments of chat templates."""
 
@@ -63,7 +75,7 @@ class TemplateMetrics:
         self.seconds = Histogram(
             "tandem_template_render_seconds",
             "Time from a conversation to its prompt, with the time that it waits for those before it.",
-            buckets=_TEMPLATE_SECONDS,
+            buckets=_CHECK_SECONDS,
             registry=registry,
         )
         self.restarts = Counter(
@@ -128,6 +140,7 @@ class FrontendMetrics:
         self.link = LinkMetrics(registry)
         self.traces = TraceMetrics(registry)
         self.templates = TemplateMetrics(registry)
+        self.grammars = GrammarMetrics(registry)
         self.broken_streams = Counter(
             "tandem_frontend_broken_streams",
             "Streams that ended with an error after their status 200.",

@@ -6,6 +6,7 @@ from time import monotonic
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from tandem.frontend.access.api_key import key_name
 from tandem.frontend.api.chat_completions.request import BODY, parse_chat
 from tandem.frontend.api.chat_completions.response import ChatFormatter
 from tandem.frontend.api.formatter import EventFormatter
@@ -29,7 +30,12 @@ def chat_router(service: Service) -> APIRouter:
         ignored = service.ignored_fields(request)
         async with service.pending.receive(request, partial(parse, ignored=ignored)) as parsed:
             admitted, shape = await service.chat.admit(
-                parsed.options, parsed.conversation, parsed.tool_use, service.ready(), ignored
+                parsed.options,
+                parsed.conversation,
+                parsed.tool_use,
+                service.ready(),
+                ignored,
+                key_name(request.scope),
             )
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
         formatter = EventFormatter(admitted.model) if parsed.options.stream_events else ChatFormatter(admitted, shape)

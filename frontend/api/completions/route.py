@@ -6,6 +6,7 @@ from time import monotonic
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from tandem.frontend.access.api_key import key_name
 from tandem.frontend.api.completions.request import BODY, parse_completion
 from tandem.frontend.api.completions.response import CompletionFormatter
 from tandem.frontend.api.formatter import EventFormatter
@@ -36,6 +37,7 @@ def completions_router(service: Service) -> APIRouter:
                 service.ready(),
                 add_special_tokens=parsed.add_special_tokens,
                 ignored=ignored,
+                client=key_name(request.scope),
                 with_text=with_text,
             )
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)

@@ -8,6 +8,7 @@ from time import monotonic
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from tandem.frontend.access.api_key import key_name
 from tandem.frontend.api.generation_response import GenerationResponse
 from tandem.frontend.api.messages.request import (
     BODY,
@@ -42,7 +43,12 @@ def messages_router(service: Service) -> APIRouter:
             with _own_names():
                 prompt = parsed.prompt
                 admitted, shape = await service.chat.admit(
-                    parsed.options, prompt.conversation, prompt.tool_use, service.ready(), ignored
+                    parsed.options,
+                    prompt.conversation,
+                    prompt.tool_use,
+                    service.ready(),
+                    ignored,
+                    key_name(request.scope),
                 )
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
         formatter = MessagesFormatter(admitted, shape, parsed.hide_thinking, request_id(request.scope))

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from tandem.frontend.access.api_key import key_name
 from tandem.frontend.api.generation_response import GenerationResponse
 from tandem.frontend.api.openapi import generates, json_response, takes
 from tandem.frontend.api.owner import owner_of
@@ -51,7 +52,12 @@ def responses_router(service: Service) -> APIRouter:
             parsed, context = await _continued(loader, owner, parsed, ignored)
             with _own_names():
                 admitted, shape = await service.chat.admit(
-                    parsed.options, parsed.conversation(context.items), parsed.tool_use, service.ready(), ignored
+                    parsed.options,
+                    parsed.conversation(context.items),
+                    parsed.tool_use,
+                    service.ready(),
+                    ignored,
+                    key_name(request.scope),
                 )
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
         settings = parsed.settings | {name: getattr(admitted.sampling, name) for name in SAMPLED}

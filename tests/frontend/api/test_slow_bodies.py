@@ -115,7 +115,7 @@ def checker(chatting: RunningServer) -> int:
     """Stop the process that compiles grammars, and return its id."""
     body = {"model": "fake-model", "prompt": "a", "max_tokens": 1, "regex": "b"}
     assert post(chatting.url + "/v1/completions", json=body).status_code == 200
-    (pid,) = [process.pid for process in chatting.server._service.grammars._idle if process.pid is not None]
+    (pid,) = [process.pid for process in chatting.server._service.grammars._processes if process.pid is not None]
     return stop_process(pid)
 
 

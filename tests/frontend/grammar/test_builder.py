@@ -58,7 +58,7 @@ def test_free_text_has_no_grammar_and_starts_no_process(server: RunningServer, e
     assert complete(server).status_code == 200
     assert complete(server, response_format={"type": "text"}).status_code == 200
     assert [submit.constraint for submit in engine.submits] == [None, None]
-    assert all(process.pid is None for process in server.server._service.grammars._idle)
+    assert all(process.pid is None for process in server.server._service.grammars._processes)
 
 
 def test_invalid_grammar_never_reaches_the_engine(server: RunningServer, engine: FakeEngine) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from tandem.frontend.grammar import checker as checker_module
 from tandem.frontend.grammar import process as process_module
 from tandem.frontend.grammar.checker import GrammarChecker
 from tandem.frontend.grammar.grammar import Grammar, lark, output_grammar, schema_grammar
-from tandem.frontend.grammar.process import TOO_COMPLEX
+from tandem.frontend.grammar.process import OUT_OF_STACK, too_slow
+from tests.fakes.grammar_compiler import ImpatientCompiler
 from tests.support.stopped_process import stop_process
 
 SPECIAL = {"<|end|>": 7}
@@ -53,7 +55,8 @@ async def refusal(checker: GrammarChecker, grammar: Grammar) -> ApiError:
 
 def pids(checker: GrammarChecker) -> list[int]:
     """Return the ids of the processes that are running and idle."""
-    return [process.pid for process in checker._idle if process.pid is not None]
+    idle = [*checker._fast._idle, *checker._slow._idle]
+    return [process.pid for process in checker._processes if process in idle and process.pid is not None]
 
 
 def pid(checker: GrammarChecker) -> int:
@@ -155,13 +158,15 @@ def test_slow_grammar_does_not_block_others() -> None:
     with_checker(body)
 
 
-@pytest.mark.parametrize("hostile", [ENDLESS, OVERFLOWING], ids=["endless", "overflowing"])
-def test_grammar_that_kills_its_process_is_rejected_alone(hostile: Grammar) -> None:
+@pytest.mark.parametrize(
+    ("hostile", "limit"), [(ENDLESS, too_slow(3.0)), (OVERFLOWING, OUT_OF_STACK)], ids=["endless", "overflowing"]
+)
+def test_grammar_that_kills_its_process_is_rejected_alone(hostile: Grammar, limit: str) -> None:
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
         first = pid(checker)
         error, _ = await asyncio.gather(refusal(checker, hostile), checker.check(named("b")))
-        assert error.message == f"'p' is invalid: {TOO_COMPLEX}"
+        assert error.message == f"'p' is invalid: {limit}"
         assert error.status == 400
         assert first not in pids(checker)
         await checker.check(named("c"))
@@ -173,12 +178,32 @@ def test_each_dead_process_is_replaced() -> None:
     async def body(checker: GrammarChecker) -> None:
         await asyncio.gather(*(checker.check(named(letter)) for letter in "ab"))
         before = pids(checker)
-        assert len(before) == checker_module.NUM_PROCESSES == 2
+        assert len(before) == checker_module.NUM_FAST == 2
         assert (await refusal(checker, OVERFLOWING)).status == 400
         (kept,) = pids(checker)
         assert kept in before
         await asyncio.gather(*(checker.check(named(letter)) for letter in "cd"))
         assert len(set(pids(checker)) | set(before)) == 3
+
+    with_checker(body)
+
+
+def test_grammar_over_the_first_budget_passes_in_the_slow_lane() -> None:
+    async def body(checker: GrammarChecker) -> None:
+        checker._fast._idle[:] = [ImpatientCompiler()]
+        await checker.check(FINE)
+        assert pids(checker) == [checker._processes[checker_module.NUM_FAST].pid]
+
+    with_checker(body)
+
+
+def test_process_has_a_low_priority_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
+
+    async def body(checker: GrammarChecker) -> None:
+        await checker.check(FINE)
+        assert os.getpriority(os.PRIO_PROCESS, pid(checker)) == os.getpriority(os.PRIO_PROCESS, 0) + 10
+        assert b"hush" not in Path(f"/proc/{pid(checker)}/environ").read_bytes()
 
     with_checker(body)
 

@@ -40,9 +40,9 @@ def stop(process: GrammarProcess) -> int:
 def test_process_starts_on_first_use_and_checks_many_grammars() -> None:
     async def body(process: GrammarProcess) -> None:
         assert process.pid is None
-        assert await process.ask(FINE) is None
+        assert await process.ask(FINE, 3.0) is None
         first = process.pid
-        assert "unknown name" in (await process.ask(WRONG) or "")
+        assert "unknown name" in (await process.ask(WRONG, 3.0) or "")
         assert process.pid == first is not None
 
     with_process(body)
@@ -50,25 +50,25 @@ def test_process_starts_on_first_use_and_checks_many_grammars() -> None:
 
 def test_killed_process_is_replaced() -> None:
     async def body(process: GrammarProcess) -> None:
-        await process.ask(FINE)
+        await process.ask(FINE, 3.0)
         assert process._process is not None
         process._process.kill()
         await process._process.wait()
-        assert await process.ask(FINE) is None
+        assert await process.ask(FINE, 3.0) is None
 
     with_process(body)
 
 
 def test_hanging_process_is_429_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(process: GrammarProcess) -> None:
-        await process.ask(FINE)
+        await process.ask(FINE, 3.0)
         stopped = stop(process)
         monkeypatch.setattr(grammar_process, "CHECK_SECONDS", 0.1)
         with pytest.raises(ApiError) as caught:
-            await process.ask(FINE)
+            await process.ask(FINE, 3.0)
         assert (caught.value.status, caught.value.code) == (429, "overloaded")
         monkeypatch.undo()
-        assert await process.ask(FINE) is None
+        assert await process.ask(FINE, 3.0) is None
         assert process.pid != stopped
 
     with_process(body)
@@ -76,20 +76,20 @@ def test_hanging_process_is_429_and_replaced(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_answer_of_a_cancelled_check_reaches_no_other_check() -> None:
     async def body(process: GrammarProcess) -> None:
-        await process.ask(FINE)
+        await process.ask(FINE, 3.0)
         stop(process)
-        given_up = asyncio.create_task(process.ask(WRONG))
+        given_up = asyncio.create_task(process.ask(WRONG, 3.0))
         await asyncio.sleep(0.05)
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
-        assert await process.ask(FINE) is None
+        assert await process.ask(FINE, 3.0) is None
 
     with_process(body)
 
 
 def test_close_leaves_no_process() -> None:
     async def body(process: GrammarProcess) -> None:
-        await process.ask(FINE)
+        await process.ask(FINE, 3.0)
         stopped = stop(process)
         await process.close()
         assert process.pid is None
