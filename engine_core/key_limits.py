@@ -100,7 +100,10 @@ class KeyLimits:
         of it: those that follow were counted with it, and are refused only if other frontends were faster.
         """
         account, size = self._account(claim), claim.num_sequences if is_first else 1
-        if is_first or 0 < account.max_concurrent <= len(account.open):
+        # Bringing an account up to date looks at each of its sequences: `advance` does it often enough for a request
+        # that fits anyway.
+        is_full = 0 < account.max_concurrent < len(account.open) + size
+        if is_full or (is_first and 0 < account.tokens_per_minute and account.level < claim.prompt_tokens):
             account.settle(self._clock())
             self.news = account.usage(claim.name)
         num_open = len(account.open)
