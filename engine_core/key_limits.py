@@ -103,7 +103,7 @@ class KeyLimits:
         # Bringing an account up to date looks at each of its sequences: `advance` does it often enough for a request
         # that fits anyway.
         is_full = 0 < account.max_concurrent < len(account.open) + size
-        if is_full or (is_first and 0 < account.tokens_per_minute and account.level < claim.prompt_tokens):
+        if is_full or (is_first and account.tokens_per_minute > 0 and account.level < claim.prompt_tokens):
             account.settle(self._clock())
             self.news = account.usage(claim.name)
         num_open = len(account.open)
