@@ -3,12 +3,11 @@
 `models.registry.read_config` reads them from a folder; each family in `models` says how its config.json maps to them.
 """
 
-from typing import Any
-
 from msgspec import Struct
 
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.quantization.scheme import Scheme
 from tandem.engine_core.rope_config import RopeConfig
 
 
@@ -47,8 +46,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """Activation of the gate in the feed-forward networks."""
     final_softcap: float | None = None
     """Bound c of the logits z, which become c * tanh(z / c). None: they stay as they are."""
-    quantization: dict[str, Any] | None = None
-    """The `quantization_config` (or `compression_config`) as in the file; None: the checkpoint is not quantized."""
+    quantization: Scheme | None = None
+    """Format of the projections inside the layers; None: they are not quantized."""
     longest_context: int = 0
     """Largest --max-len where the rotary scaling can be stretched beyond `max_positions`; 0: it cannot."""
     multimodal: bool = False

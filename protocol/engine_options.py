@@ -17,6 +17,7 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Switch = Literal["on", "off"]
 LoadFormat = Literal["auto", "dummy"]
 KVDtype = Literal["auto", "fp8"]
+Quantize = Literal["off", "fp8"]
 PageSize = int | Literal["max"]
 PrefillChunk = int | Literal["off"]
 Policy = Literal["fcfs", "prefill_first", "decode_first", "decode_round_robin", "priority"]
@@ -220,6 +221,14 @@ class EngineOptions(Struct, frozen=True):
             is_everyday=True,
         ),
     ] = "auto"
+    quantize: Annotated[
+        Quantize,
+        EngineFlag(
+            "fp8 (e4m3) stores the weights of a 16-bit checkpoint's layers in one byte, with a scale for each output; "
+            "off serves it as it is; quantized checkpoints need no flag",
+            is_everyday=True,
+        ),
+    ] = "off"
     max_waiting: Annotated[
         int,
         EngineFlag(

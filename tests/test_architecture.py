@@ -37,6 +37,7 @@ L3_NAMES = (
     "layers",
     "models",
     "model_config",
+    "quantization",
     "rope_config",
     "sampling",
     "loader",

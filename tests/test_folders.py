@@ -36,7 +36,7 @@ LEVELS = {
     ),
     "engine_core": (
         {"errors", "integers"},
-        {"kernels", "plan", "rope_config"},
+        {"kernels", "plan", "quantization", "rope_config"},
         {"attention", "config", "contracts", "loader", "pipeline", "sampling"},
         {"model_config"},
         {"constraints", "layers", "sequence", "wire"},

@@ -1,59 +1,42 @@
 """Choice of the storage format of a model's linear weights.
 
 It depends on the device and on the format of the checkpoint.
-A quantized format needs a `LinearMethod` in a module of its own, its kernel, and a line in `_choose_method`.
+A quantized format needs a scheme in `quantization`, a `LinearMethod` in `layers.quantized`, and a line here.
 """
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import torch_kernels, triton_kernels
 from tandem.engine_core.layers.build_context import BuildContext, LinearMethod
+from tandem.engine_core.layers.quantized.byte_linear import ByteMethod
+from tandem.engine_core.layers.quantized.nibble_linear import NibbleMethod
 from tandem.engine_core.layers.torch_linear import CpuMethod, TorchMethod
-
-Quantization = Mapping[str, Any]
-"""The `quantization_config` of a config.json."""
+from tandem.engine_core.quantization.scheme import ByteScheme, Scheme
 
 
-def torch_build_context(
-    device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None
-) -> BuildContext:
-    """Return a context of plain torch, for any device.
-
-    Raises ConfigError for a quantization that is not supported.
-    """
+def torch_build_context(device: torch.device, dtype: torch.dtype, scheme: Scheme | None = None) -> BuildContext:
+    """Return a context of plain torch, for any device."""
     plain: LinearMethod = CpuMethod() if device.type == "cpu" else TorchMethod()
-    return BuildContext(device, dtype, _choose_method(quantization, plain), plain, torch_kernels())
+    return BuildContext(device, dtype, plain if scheme is None else _any_device(scheme), plain, torch_kernels())
 
 
 def triton_build_context(
-    device: torch.device, dtype: torch.dtype, gpu: GpuTraits, quantization: Quantization | None = None
+    device: torch.device, dtype: torch.dtype, gpu: GpuTraits, scheme: Scheme | None = None
 ) -> BuildContext:
-    """Return a context of Triton kernels for a GPU.
-
-    Raises ConfigError for a quantization that is not supported.
-    """
+    """Return a context of Triton kernels for a GPU."""
+    from tandem.engine_core.layers.quantized.triton_byte_linear import TritonByteMethod
+    from tandem.engine_core.layers.quantized.triton_nibble_linear import TritonNibbleMethod
     from tandem.engine_core.layers.triton_linear import TritonMethod
 
     plain = TritonMethod(gpu)
-    return BuildContext(device, dtype, _choose_method(quantization, plain), plain, triton_kernels(gpu.pdl))
+    chosen: LinearMethod = plain
+    if isinstance(scheme, ByteScheme):
+        chosen = TritonByteMethod(scheme, gpu, plain.workspace)
+    elif scheme is not None:
+        chosen = TritonNibbleMethod(scheme, gpu, plain.workspace)
+    return BuildContext(device, dtype, chosen, plain, triton_kernels(gpu.pdl))
 
 
-def check_quantization(quantization: Quantization | None) -> None:
-    """Raise ConfigError for a quantization that no linear method implements."""
-    if quantization is not None:
-        method = quantization.get("quant_method", "unknown")
-        raise ConfigError(
-            f'config.json: quantization_config with quant_method "{method}" is not supported: serve the unquantized '
-            "checkpoint"
-        )
-
-
-def _choose_method(quantization: Quantization | None, plain: LinearMethod) -> LinearMethod:
-    """Return the method of a quantization, `plain` without one."""
-    check_quantization(quantization)
-    return plain
+def _any_device(scheme: Scheme) -> LinearMethod:
+    return ByteMethod(scheme) if isinstance(scheme, ByteScheme) else NibbleMethod(scheme)

@@ -3,6 +3,7 @@
 Products run in Triton where that beats the library, and are fused with norms and activations.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -28,6 +29,8 @@ from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.layers.torch_linear import TorchLinear, empty_bias
 
+Chooser = Callable[[int, int], Plan]
+
 _choose = cache(choose)
 _choose_gated = cache(choose_gated)
 _choose_normed = cache(choose_normed)
@@ -45,16 +48,16 @@ class SplitKWorkspace:
         self._counters: Tensor | None = None
         self._outgrown: list[Tensor] = []
 
-    def reserve(self, outputs: int, inputs: int, device: torch.device, itemsize: int, gpu: GpuTraits) -> None:
-        """Grow to the size that a weight of this shape needs for any rows.
+    def reserve(self, outputs: int, device: torch.device, choose: Chooser, choose_gated: Chooser) -> None:
+        """Grow to the size that a weight needs for any rows.
 
-        itemsize: bytes of an element.
+        choose, choose_gated: functions from a number of rows and of outputs to a plan.
         """
         needs = [(0, 0)]
         for rows in BUCKETS:
-            plans: list[tuple[Plan, int, bool]] = [(choose(rows, outputs, inputs, itemsize, gpu), outputs, False)]
+            plans = [(choose(rows, outputs), outputs, False)]
             if outputs % 2 == 0:
-                plans.append((choose_gated(rows, outputs // 2, inputs, itemsize, gpu), outputs // 2, True))
+                plans.append((choose_gated(rows, outputs // 2), outputs // 2, True))
             for plan, columns, gated in plans:
                 if isinstance(plan, SplitKPlan):
                     needs.append(workspace_size(rows, columns, plan, gated))
@@ -148,7 +151,13 @@ class TritonMethod:
 
     def build(self, outputs: int, inputs: int, bias: bool, context: BuildContext) -> LinearWeights:
         """Implement `LinearMethod.build`."""
-        self.workspace.reserve(outputs, inputs, context.device, context.dtype.itemsize, self.gpu)
+        shape = inputs, context.dtype.itemsize, self.gpu
+        self.workspace.reserve(
+            outputs,
+            context.device,
+            lambda rows, columns: choose(rows, columns, *shape),
+            lambda rows, columns: choose_gated(rows, columns, *shape),
+        )
         weight = torch.empty(outputs, inputs, device=context.device, dtype=context.dtype)
         return TritonLinear(weight, empty_bias(outputs, bias, context), context.kernels, self.workspace, self.gpu)
 

@@ -11,8 +11,9 @@ from tandem.engine_core.loader.header import StoredTensor
 from tandem.engine_core.loader.listing import listing, shown
 from tandem.engine_core.loader.slots import WeightSlot
 
-HARMLESS = (".rotary_emb.inv_freq",)
-"""Name suffixes of buffers that old checkpoints hold and that follow from the configuration."""
+HARMLESS = (".rotary_emb.inv_freq", ".weight_shape", ".input_scale")
+"""Name suffixes of tensors that are not read: what follows from the configuration, and scales of inputs, which products
+find anew for each token."""
 
 
 def check_fit(checkpoint: Checkpoint, slots: list[WeightSlot]) -> None:
@@ -41,8 +42,8 @@ def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
     covered = {key: list(found) for key, found in present.items()}
     for slot in slots:
         others = covered.setdefault(id(slot.parameter), [])
-        if not _covers(others, slot):
-            problems.append(f"missing {slot.name}: expected {list(slot.shape)}")
+        if not slot.is_optional and not _covers(others, slot):
+            problems.append(f"missing {slot.name}: expected {list(slot.accepted_shapes[0])}")
             others.append(slot)
     return sorted(problems) + _doubles(checkpoint, present)
 
@@ -53,8 +54,8 @@ def _misfits(tensor: StoredTensor, slots: list[WeightSlot]) -> list[str]:
     if not slots:
         return [] if tensor.name.endswith(HARMLESS) else [f"unexpected {shown(tensor.name)}: {found}"]
     for slot in slots:
-        if tensor.shape != slot.shape:
-            return [f"misshaped {tensor.name}: expected {list(slot.shape)}, found {found}"]
+        if tensor.shape not in slot.accepted_shapes:
+            return [f"misshaped {tensor.name}: expected {list(slot.accepted_shapes[0])}, found {found}"]
         if tensor.dtype not in slot.dtypes:
             return [f"unreadable {tensor.name}: it is {tensor.dtype}, expected {', '.join(slot.dtypes)}"]
     return []

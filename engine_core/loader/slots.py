@@ -55,6 +55,13 @@ class WeightSlot:
     """Dtypes of the checkpoint tensor that can be read, in the words of safetensors."""
     tied_to: str | None = None
     """Name of another slot of the same region: a checkpoint may hold both tensors if they are equal."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Shapes that the whole checkpoint tensor may have, each of which the transform takes; empty: that of the region,
+    or of `source`."""
+    is_optional: bool = False
+    """True if the region already holds what it has where a checkpoint lacks the tensor."""
+    on_filled: Callable[[], None] | None = None
+    """Function that is called once when all slots of the model are filled, however many slots have it."""
 
     @classmethod
     def whole(
@@ -69,9 +76,9 @@ class WeightSlot:
         return cls(name, parameter, 0, 0, parameter.shape[0], source, transform, dtypes)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape that the checkpoint tensor must have."""
-        return tuple(self.target.shape) if self.source is None else self.source.shape
+    def accepted_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes that the checkpoint tensor may have, the usual one first."""
+        return self.shapes or (tuple(self.target.shape) if self.source is None else self.source.shape,)
 
     @property
     def target(self) -> Tensor:

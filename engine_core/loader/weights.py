@@ -7,21 +7,44 @@ from tandem.engine_core.loader.fit import check_fit
 from tandem.engine_core.loader.slots import Loadable, WeightSlot
 from tandem.engine_core.loader.transfer import Progress, transfer
 
+_BYTE_DEVIATION = 64
+"""Standard deviation of noise in weights of one byte."""
+
+_KEPT = ("g_idx", "qzeros", "weight_zero_point")
+"""Last parts of the names of tensors whose regions hold something that is valid from the start."""
+
 
 def fill_with_noise(model: Loadable, scale: float = 0.02) -> None:
     """Fill every weight from a fixed seed.
 
-    Norms get ones, integers any of their values, and the rest normal noise of deviation `scale`.
+    Norms get ones, integers any of their values, and the rest normal noise of deviation `scale`. Scales of quantized
+    weights are all equal.
     """
     with torch.inference_mode():
-        for slot in sorted(model.weight_slots(), key=lambda item: item.name):
-            generator = torch.Generator(slot.target.device).manual_seed(0)
-            if "norm" in slot.name:
-                slot.target.fill_(1.0)
-            elif slot.target.is_floating_point():
-                slot.target.normal_(0.0, scale, generator=generator)
-            else:
-                slot.target.random_(generator=generator)
+        slots = model.weight_slots()
+        for slot in sorted(slots, key=lambda item: item.name):
+            _fill(slot, scale, torch.Generator(slot.target.device).manual_seed(0))
+        _finish(slots)
+
+
+def _fill(slot: WeightSlot, scale: float, generator: torch.Generator) -> None:
+    """Fill a slot with noise of a deviation.
+
+    Weights of one byte have it after they are multiplied by their scales.
+    """
+    target = slot.target
+    if slot.name.endswith(_KEPT):
+        return
+    if "norm" in slot.name:
+        target.fill_(1.0)
+    elif "scale" in slot.name:
+        target.fill_(scale / _BYTE_DEVIATION)
+    elif target.is_floating_point() and target.itemsize == 1:
+        target.copy_(torch.empty_like(target, dtype=torch.float32).normal_(0.0, _BYTE_DEVIATION, generator=generator))
+    elif target.is_floating_point():
+        target.normal_(0.0, scale, generator=generator)
+    else:
+        target.random_(generator=generator)
 
 
 def load_weights(
@@ -38,13 +61,14 @@ def load_weights(
     progress: called with the bytes that are read, and of all that will be; threads: those that read, None for as many
     as suit the device.
 
-    Raises ConfigError if the tensors do not fit the model (see `check_fit`), which then is unchanged, or if a file
-    cannot be read.
+    Raises ConfigError if the tensors do not fit the model (see `check_fit`), which then is unchanged, if a file cannot
+    be read, or if quantized tensors contradict each other.
     """
     with torch.inference_mode():
         slots = model.weight_slots()
         check_fit(checkpoint, slots)
         transfer(_needed(checkpoint, slots), checkpoint, progress, threads)
+        _finish(slots)
 
 
 def _needed(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[WeightSlot]:
@@ -52,3 +76,10 @@ def _needed(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[WeightSlot]
     present = [slot for slot in slots if slot.name in checkpoint.tensors]
     names = {slot.name for slot in present}
     return [slot for slot in present if slot.tied_to is None or slot.tied_to not in names]
+
+
+def _finish(slots: list[WeightSlot]) -> None:
+    """Tell all who want to know that the slots are filled."""
+    for on_filled in dict.fromkeys(slot.on_filled for slot in slots):
+        if on_filled is not None:
+            on_filled()

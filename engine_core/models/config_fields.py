@@ -16,6 +16,7 @@ from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.quantization.reading import read_scheme
 from tandem.engine_core.rope_config import FULL, Base, Count, Positive, RopeConfig, RopeReader
 
 T = TypeVar("T")
@@ -212,7 +213,9 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
             "eos_ids": self._end_ids(fields),
             "dtype": fields.dtype or fields.torch_dtype,
             "activation": ACTIVATIONS[fields.hidden_act],
-            "quantization": fields.compression_config if quantization is None else quantization,
+            "quantization": read_scheme(
+                fields.compression_config if quantization is None else quantization, len(attention)
+            ),
             "multimodal": self.multimodal,
         }
         return ModelConfig(**(common | own))

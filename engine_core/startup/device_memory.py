@@ -11,7 +11,10 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from tandem.engine_core.config import StepConfig
+from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
+from tandem.engine_core.loader.slots import FLOAT_DTYPES
 from tandem.engine_core.models.registry import open_checkpoint
+from tandem.engine_core.quantization.scheme import ONLINE_FP8
 from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.startup.kv_sizing import GIB, GPU_SHARE
 from tandem.engine_core.startup.runtime import ModelSource
@@ -37,9 +40,19 @@ class MemoryDemand(Struct, frozen=True):
 
 
 def weight_bytes(source: ModelSource) -> int:
-    """Return the bytes of all tensors of the checkpoint in the dtype of the engine."""
+    """Return the bytes of all tensors of the checkpoint as the engine stores them.
+
+    Numbers have the dtype of the engine, quantized weights that of the checkpoint.
+    """
     tensors = open_checkpoint(source.directory, source.model).tensors.values()
-    return sum(math.prod(tensor.shape) for tensor in tensors) * source.dtype.itemsize
+    return sum(math.prod(tensor.shape) * _itemsize(tensor, source) for tensor in tensors)
+
+
+def _itemsize(tensor: StoredTensor, source: ModelSource) -> int:
+    if tensor.dtype not in FLOAT_DTYPES:
+        return TORCH_DTYPES[tensor.dtype].itemsize
+    is_quantized_now = source.model.quantization == ONLINE_FP8 and tensor.name.endswith("_proj.weight")
+    return 1 if is_quantized_now else source.dtype.itemsize
 
 
 def memory_demand(config: StepConfig, source: ModelSource, total: int) -> MemoryDemand:

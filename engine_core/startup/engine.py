@@ -27,9 +27,9 @@ from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
 from tandem.engine_core.kv_cache.storage import KVLayout
-from tandem.engine_core.layers.linear_choice import check_quantization
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import read_config
+from tandem.engine_core.quantization.scheme import ONLINE_FP8
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.runtime.staging import MAX_END_IDS
 from tandem.engine_core.scheduler.admission import RowGate
@@ -72,7 +72,10 @@ def resolve_engine(options: EngineOptions, cuda: bool) -> ResolvedEngine:
     """
     directory = Path(options.model) if options.model else DEFAULT_MODEL
     model_config = read_config(directory)
-    check_quantization(model_config.quantization)
+    if options.quantize == "fp8":
+        if model_config.quantization is not None:
+            raise ConfigError("--quantize fp8: the checkpoint is quantized already; leave the flag out")
+        model_config = structs.replace(model_config, quantization=ONLINE_FP8)
     kind = configuration.resolve_device(options, cuda)
     check_memory_flags(options, kind)
     if len(model_config.eos_ids) > MAX_END_IDS:

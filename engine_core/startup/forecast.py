@@ -16,7 +16,6 @@ from msgspec import Struct
 from tandem.engine_core.config import EngineConfig
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.layers.linear_choice import check_quantization
 from tandem.engine_core.models.config_fields import ConfigSource
 from tandem.engine_core.models.registry import resolve_source
 from tandem.engine_core.runtime.device import CpuDevice, read_gpu_traits
@@ -58,7 +57,6 @@ def forecast(
         model = {"architecture": source.architecture, "supported": "no"}
         config = resolve_source(source)
         model |= {"dtype": config.dtype or "not named", "positions": str(config.max_positions)}
-        check_quantization(config.quantization)
         model["supported"] = "yes"
         resolved = resolve_engine(options, cuda=bool(gpus))
         if resolved.config.device == "cuda":
@@ -82,6 +80,8 @@ def _gpu_line(gpu: Gpu) -> str:
 
 def _weight_bytes(resolved: ResolvedEngine, stored_bytes: int | None) -> int:
     """Return the bytes of all tensors of the checkpoint in the dtype of the engine."""
+    if stored_bytes is not None and resolved.source.model.quantization is not None:
+        return stored_bytes  # With --quantize it is less.
     if stored_bytes is not None:
         stored_dtype: torch.dtype = getattr(torch, resolved.source.model.dtype or "float32")
         return stored_bytes * resolved.source.dtype.itemsize // stored_dtype.itemsize

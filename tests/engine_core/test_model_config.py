@@ -11,6 +11,7 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import FAMILIES, read_config
+from tandem.engine_core.quantization.scheme import NibbleScheme
 from tandem.engine_core.rope_config import LinearScaling, Llama3Scaling, RopeConfig
 
 LLAMA = {
@@ -196,10 +197,19 @@ def test_unsupported_and_malformed_fields_are_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
-def test_quantization_is_kept_as_it_stands(name: str, tmp_path: Path) -> None:
+def test_quantization_is_read_from_either_field(name: str, tmp_path: Path) -> None:
     assert read(tmp_path).quantization is None
-    for found in ({}, {"quant_method": "gptq", "bits": 4}):
-        assert read(tmp_path, **{name: found}).quantization == found
+    found = read(tmp_path, **{name: {"quant_method": "awq", "bits": 4, "group_size": 64}}).quantization
+    assert found == NibbleScheme("awq", 64, symmetric=False)
+
+
+@pytest.mark.parametrize("found", [{}, {"quant_method": "bitsandbytes"}, {"quant_method": 8}])
+def test_other_quantizations_are_refused_with_those_that_are_served(found: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"is not supported \(supported: fp8, gptq, awq, compressed-tensors\)"
+    ) as caught:
+        read(tmp_path, quantization_config=found)
+    assert str(found.get("quant_method", "unknown")) in str(caught.value)
 
 
 def test_activation_follows_hidden_act(tmp_path: Path) -> None:

@@ -27,7 +27,15 @@ from tandem.engine_core.kernels.attention.paged_prefill import TILE_WORDS
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv
+from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
+from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
 from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan, choose, choose_gated, choose_normed
+from tandem.engine_core.kernels.linear.quantized_plans import (
+    choose_bytes,
+    choose_bytes_gated,
+    choose_nibbles,
+    choose_nibbles_gated,
+)
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm, splitk_gemm_kernel
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.paged_pool import HEAD_DIMS, head_width
@@ -133,6 +141,43 @@ def products(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[L
             yield lambda plan=plan, act=activation: gemv(x, weight, None, plan, act, gpu.pdl)
 
 
+def byte_products(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[Launch]:
+    """The plain and the gated product that the choosers take for a weight of one byte."""
+    x, space = half(rows, inputs), (torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32))
+    fp8 = FP8 if gpu.capability >= FP8_CAPABILITY else torch.uint8
+    blocks = torch.empty(outputs // 16, inputs // 128)
+    for dtype, scales in ((torch.int8, torch.empty(outputs)), (fp8, torch.empty(outputs)), (fp8, blocks)):
+        weight = half(outputs, inputs, dtype=dtype)
+        for plan, activation in (
+            (choose_bytes(rows, outputs, inputs, gpu), None),
+            (choose_bytes_gated(rows, outputs // 2, inputs, gpu), Activation.SILU),
+        ):
+            if isinstance(plan, SplitKPlan):
+                call = (x, weight, None, plan, *space, activation, gpu.pdl, scales)
+                yield lambda call=call: splitk_gemm(*call)
+            elif isinstance(plan, GemvPlan):
+                call = (x, weight, None, plan, activation, gpu.pdl, scales)
+                yield lambda call=call: gemv(*call)
+
+
+def nibble_products(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[Launch]:
+    """The plain and the gated product that the choosers take for a weight of four bits."""
+    x, words = half(rows, inputs), torch.empty(outputs, inputs // 8, dtype=torch.int32)
+    scales = torch.empty(outputs, inputs // 128)
+    stored = (words, scales, torch.empty(scales.shape, dtype=torch.uint8), None)
+    space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
+    for plan, activation in (
+        (choose_nibbles(rows, outputs, inputs, 128, gpu), None),
+        (choose_nibbles_gated(rows, outputs // 2, inputs, 128, gpu), Activation.SILU),
+    ):
+        if isinstance(plan, SplitKPlan):
+            call = (x, *stored, plan, *space, activation, gpu.pdl)
+            yield lambda call=call: nibble_splitk(*call)
+        elif isinstance(plan, GemvPlan):
+            call = (x, *stored, plan, activation, gpu.pdl)
+            yield lambda call=call: nibble_gemv(*call)
+
+
 def sampling(gpu: GpuTraits, tile: int, group: int, capacity: int) -> Iterator[Launch]:
     case = make_case(2, 4 * tile)
     case.logits = case.logits.bfloat16()
@@ -169,6 +214,9 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     yield from layer_kernels(gpu)
     yield from products(gpu, 1, 256, 512)
     yield from products(gpu, 16, 3072, 2048)
+    yield list(byte_products(gpu, 16, 3072, 2048))[-1]
+    for rows in (1, 16):
+        yield list(nibble_products(gpu, rows, 3072, 2048))[-1]
     yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1)
     yield prompts(gpu, 32, 4, torch.bfloat16, splits=1)
     yield from sampling(gpu, 128, 32, 32)
@@ -180,6 +228,8 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
     for outputs, inputs in ((3072, 2048), (16384, 2048), (2048, 8192), (28672, 4096), (19456, 2560), (4096, 14336)):
         for rows in (1, 16, 32, 64, 128):
             yield from products(gpu, rows, outputs, inputs)
+            yield from byte_products(gpu, rows, outputs, inputs)
+            yield from nibble_products(gpu, rows, outputs, inputs)
         for gated in (False, True):
             normed = choose_normed(inputs, gated)
             if normed is not None:

@@ -21,7 +21,7 @@ Work = tuple[int, int, int]
 def load(directory: Path, dtype: torch.dtype = torch.float32, max_positions: int | None = None) -> Model:
     config = read_config(directory)
     checkpoint = open_checkpoint(directory, config)
-    context = torch_build_context(torch.device("cpu"), dtype)
+    context = torch_build_context(torch.device("cpu"), dtype, config.quantization)
     model = build_model(config, context, max_positions, checkpoint)
     load_weights(model, checkpoint)
     return model

@@ -6,6 +6,8 @@ Such a product is bound by reading W once. Each program owns a contiguous run of
 no other program, so results are the same from run to run. W never changes, so a program loads the first of its part
 before it waits for the kernel that produces x (programmatic dependent launch, see `kernels.norm`): memory stays busy
 between kernels. Fusing costs every program the norm of all of x, and is still cheaper than one more kernel to wait for.
+
+W may have one byte an element, with scales in float32 for each row or each block of 16 x 128.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -19,9 +21,32 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.gated_activation import activated
 from tandem.engine_core.kernels.linear.plans import GemvPlan
+from tandem.engine_core.kernels.linear.quantized_plans import SCALE_ROWS
 from tandem.engine_core.kernels.norm import normalised
 
 NO_NORM, NORM, ADD_NORM, NORM_ADD_NORM = 0, 1, 2, 3
+NO_SCALES, ROW_SCALES, BLOCK_SCALES = 0, 1, 2
+
+
+@triton.jit
+def widened(stored, dtype: tl.constexpr):
+    """Return stored weights as numbers.
+
+    Bytes without a sign stand for float8 e4m3, which GPUs before compute capability 8.9 cannot convert. Its bits are
+    moved into a float16, whose exponents are biased by 8 more.
+    """
+    if stored.dtype == tl.uint8:
+        bits = stored.to(tl.uint16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        return (half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(dtype)
+    return stored.to(dtype)
+
+
+@triton.jit
+def block_scales(scale_ptr, row, offs_k, mask_k, K: tl.constexpr):
+    """Load the scale of each of a row's columns, [BLOCK_K]."""
+    WIDE: tl.constexpr = (K + 127) // 128
+    return tl.load(scale_ptr + (row // 16) * WIDE + offs_k // 128, mask=mask_k, other=0.0)
 
 
 @triton.jit
@@ -63,6 +88,14 @@ def with_bias(sums, bias_ptr, offs_n, mask_n, HAS_BIAS: tl.constexpr, dtype: tl.
 
 
 @triton.jit
+def scaled(sums, scale_ptr, offs_n, mask_n, SCALES: tl.constexpr):
+    """Multiply sums by the scales of their weight rows, where those have any."""
+    if SCALES == 1:
+        sums *= tl.load(scale_ptr + offs_n, mask=mask_n, other=0.0)
+    return sums
+
+
+@triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
     """Return activation(gate) * up.
 
@@ -77,6 +110,7 @@ def gemv_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    scale_ptr,
     x_weight_ptr,
     norm_weight_ptr,
     residual_ptr,
@@ -91,11 +125,15 @@ def gemv_kernel(
     HAS_BIAS: tl.constexpr,
     MODE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply one row by a transposed weight, with optional fused steps.
 
     x: [K]; weight: [N, K] ([2 N, K] with an ACTIVATION, gate first); y: [N].
+
+    scale, with SCALES: 1, of each weight row; 2, of each block of 16 x 128, [rows / 16, K / 128], where ROWS * TILES
+    divides 16. The second is multiplied with x, once for all rows of a program.
 
     A program makes ROWS * TILES elements of y. MODE: 1 normalises x first (norm_weight: [K]); 2 adds residual: [K]
     before that and writes the sum to total: [K]; 3 normalises x (x_weight: [K]) before it is added.
@@ -125,32 +163,44 @@ def gemv_kernel(
         vector = normed_input(x_ptr, x_weight, norm_weight, residual_ptr, total_ptr, eps, offs_k, mask_k, K, MODE)
     elif STEPS == 1:
         vector = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+    if STEPS == 1:
+        upper_vector = vector
+        if SCALES == 2:
+            if GATED:
+                upper_vector = vector * block_scales(scale_ptr, N + first, offs_k, mask_k, K)
+            vector = vector * block_scales(scale_ptr, first, offs_k, mask_k, K)
     for t in tl.static_range(TILES):
         offs_n = first + t * ROWS + rows
         mask_n = offs_n < N
         if STEPS == 1:
-            now = tile.to(tl.float32)
+            now = widened(tile, tl.float32)
             if GATED:
-                also = upper_tile.to(tl.float32)
+                also = widened(upper_tile, tl.float32)
             if t + 1 < TILES:
                 offs = tl.minimum((t + 1) * ROWS + rows, last)[:, None] * K + offs_k[None, :]
                 tile = tl.load(base_ptr + offs, mask=mask_k[None, :], other=0.0)
                 if GATED:
                     upper_tile = tl.load(upper_ptr + offs, mask=mask_k[None, :], other=0.0)
-            result = with_bias(tl.sum(now * vector[None, :], 1), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+            sums = scaled(tl.sum(now * vector[None, :], 1), scale_ptr, offs_n, mask_n, SCALES)
+            result = with_bias(sums, bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
             if GATED:
-                up = with_bias(tl.sum(also * vector[None, :], 1), bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
+                sums = scaled(tl.sum(also * upper_vector[None, :], 1), scale_ptr + N, offs_n, mask_n, SCALES)
+                up = with_bias(sums, bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
                 result = gated(result, up, ACTIVATION)
         else:
             parts = tl.zeros([ROWS, BLOCK_K], tl.float32)
             for step in tl.static_range(STEPS):
-                now = tile.to(tl.float32)
+                now = widened(tile, tl.float32)
                 offs_step = step * BLOCK_K + offs_k
                 if step + 1 < STEPS:
                     ahead = (offs_step + BLOCK_K < K)[None, :]
                     tile = tl.load(base_ptr + offs + (step + 1) * BLOCK_K, mask=ahead, other=0.0)
-                parts += now * tl.load(x_ptr + offs_step, mask=offs_step < K, other=0.0).to(tl.float32)[None, :]
-            result = with_bias(tl.sum(parts, 1), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+                some = tl.load(x_ptr + offs_step, mask=offs_step < K, other=0.0).to(tl.float32)
+                if SCALES == 2:
+                    some *= block_scales(scale_ptr, first, offs_step, offs_step < K, K)
+                parts += now * some[None, :]
+            sums = scaled(tl.sum(parts, 1), scale_ptr, offs_n, mask_n, SCALES)
+            result = with_bias(sums, bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
         tl.store(y_ptr + offs_n, result, mask=mask_n)
 
 
@@ -166,6 +216,7 @@ def _launch(
     residual: Tensor | None = None,
     total: Tensor | None = None,
     x_weight: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Check what the kernel assumes and run it.
 
@@ -177,11 +228,15 @@ def _launch(
     assert residual is None or residual.is_contiguous()
     plain = activation is None and norm_weight is None and plan.tiles == 1
     assert plain or plan.block_k >= inputs, "only whole rows are fused or tiled"
+    if scales is not None and scales.ndim == 2:
+        assert SCALE_ROWS % (plan.rows * plan.tiles) == 0, "the rows of a program are in one block"
+        assert outputs % SCALE_ROWS == 0 or activation is None, "the gate ends with a block"
     y = torch.empty(1, outputs, device=x.device, dtype=x.dtype)
     gemv_kernel[(triton.cdiv(outputs, plan.rows * plan.tiles),)](
         x,
         weight,
         x if bias is None else bias,
+        x if scales is None else scales,
         x if x_weight is None else x_weight,
         x if norm_weight is None else norm_weight,
         x if residual is None else residual,
@@ -194,8 +249,9 @@ def _launch(
         BLOCK_K=plan.block_k,
         TILES=plan.tiles,
         HAS_BIAS=bias is not None,
-        MODE=_mode(norm_weight, residual, x_weight),
+        MODE=input_mode(norm_weight, residual, x_weight),
         ACTIVATION=0 if activation is None else activation.value,
+        SCALES=NO_SCALES if scales is None else scales.ndim,
         PDL=pdl,
         num_warps=plan.warps,
         **({"launch_pdl": True} if pdl else {}),
@@ -203,7 +259,7 @@ def _launch(
     return y
 
 
-def _mode(norm_weight: Tensor | None, residual: Tensor | None, x_weight: Tensor | None) -> int:
+def input_mode(norm_weight: Tensor | None, residual: Tensor | None, x_weight: Tensor | None) -> int:
     if norm_weight is None:
         return NO_NORM
     if residual is None:
@@ -218,15 +274,18 @@ def gemv(
     plan: GemvPlan,
     activation: Activation | None = None,
     pdl: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Return the product of one row and a weight, plain or gated.
 
     The result is x W^T + b, [1, N], or activation(x G^T) * (x U^T) of a fused gate and up projection.
 
     x: [1, K]; weight: [N, K], with an activation [2 N, K], G before U, and plan.block_k >= K; bias: [N] or [2 N].
-    x, weight and bias have one dtype, here and below. With `pdl` the kernel right before may write all but the weights.
+    x, weight and bias have one dtype, here and below; or weight is int8, float8_e4m3fn or the bits of that as uint8.
+    Then scales are float32, [N] of each row or [N / 16, K / 128] of each block, rounded up. With `pdl` the kernel
+    right before may write all but the weights.
     """
-    return _launch(plan, x, weight, bias, activation, pdl)
+    return _launch(plan, x, weight, bias, activation, pdl, scales=scales)
 
 
 def norm_gemv(
@@ -238,12 +297,13 @@ def norm_gemv(
     plan: GemvPlan,
     activation: Activation | None = None,
     pdl: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Return `gemv` of rms_norm(x).
 
     norm_weight: [K], in x's dtype or float32; plan.block_k >= K.
     """
-    return _launch(plan, x, weight, bias, activation, pdl, norm_weight, eps)
+    return _launch(plan, x, weight, bias, activation, pdl, norm_weight, eps, scales=scales)
 
 
 def add_norm_gemv(
@@ -257,10 +317,12 @@ def add_norm_gemv(
     activation: Activation | None = None,
     pdl: bool = False,
     x_weight: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `norm_gemv` of x + residual, and that sum, [1, K].
 
     residual: [1, K]; x_weight: x is first normalised with these factors, [K], as `norm.norm_add_rms_norm` does.
     """
     total = torch.empty_like(x)
-    return _launch(plan, x, weight, bias, activation, pdl, norm_weight, eps, residual, total, x_weight), total
+    y = _launch(plan, x, weight, bias, activation, pdl, norm_weight, eps, residual, total, x_weight, scales)
+    return y, total

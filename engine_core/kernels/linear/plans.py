@@ -128,7 +128,7 @@ def _measured(rows: int, outputs: int, inputs: int, itemsize: int, multiprocesso
     if size > 32 and tiles < 256 and inputs < 8192:
         return None
     stages = _LONE_STAGES[size] if tiles <= multiprocessors else 3 if size > 32 else 4
-    return SplitKPlan(TILE, 128, _split(tiles, inputs, multiprocessors), stages)
+    return SplitKPlan(TILE, 128, split_inputs(tiles, inputs, multiprocessors), stages)
 
 
 def _measured_gated(rows: int, width: int, inputs: int, itemsize: int, multiprocessors: int) -> Plan:
@@ -140,7 +140,7 @@ def _measured_gated(rows: int, width: int, inputs: int, itemsize: int, multiproc
     if itemsize != 2 or inputs % 128:
         return None
     tiles = ceil_div(width, TILE)
-    split, lone = _split(tiles, inputs, multiprocessors), tiles <= multiprocessors
+    split, lone = split_inputs(tiles, inputs, multiprocessors), tiles <= multiprocessors
     if size <= 16:
         return SplitKPlan(TILE, 128, split, 4 if lone else 3)
     if size > 64:
@@ -184,7 +184,7 @@ def workspace_size(rows: int, outputs: int, plan: SplitKPlan, gated: bool = Fals
     return tiles * plan.split * plan.block_n * block_rows(rows) * (2 if gated else 1), tiles
 
 
-def _split(tiles: int, inputs: int, multiprocessors: int) -> int:
+def split_inputs(tiles: int, inputs: int, multiprocessors: int) -> int:
     """Return the number of parts into which to divide K.
 
     It makes about as many programs as multiprocessors, never more.

@@ -16,69 +16,42 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.linear.gemv import gated, with_bias
+from tandem.engine_core.kernels.linear.gemv import gated, scaled, widened, with_bias
 from tandem.engine_core.kernels.linear.plans import SplitKPlan, block_rows, workspace_size
+from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
 
 
-@triton.jit(do_not_specialize=["M"])
-def splitk_gemm_kernel(
-    x_ptr,
-    weight_ptr,
+@triton.jit
+def finish_tile(
+    sums,
+    ups,
     bias_ptr,
+    scale_ptr,
     y_ptr,
     partials_ptr,
     counters_ptr,
     M,
     N,
-    K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
-    """Multiply rows by a transposed weight, with K divided among programs.
+    """Store a tile, if this program is the last of those that share it.
 
-    x: [M, K]; weight: [N, K] ([2 N, K] with an ACTIVATION, gate first); y: [M, N].
-
-    Program (i, s) makes part s of N-tile i. partials: float32, [tiles, SPLIT, 1 or 2, BLOCK_N, BLOCK_M]; counters:
-    int32 zeros, [tiles].
+    It adds their partial sums.
+    sums, ups: [BLOCK_N, BLOCK_M] float32, of this program; the rest as in `splitk_gemm_kernel`.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
-    precision: tl.constexpr = "ieee" if weight_ptr.dtype.element_ty.primitive_bitwidth == 32 else "tf32"
-    BLOCKS: tl.constexpr = K // BLOCK_K
-    PER: tl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
     GATED: tl.constexpr = ACTIVATION > 0
     tile = tl.program_id(0)
     part = tl.program_id(1)
     first = tile * BLOCK_N
-    begin = part * BLOCKS // SPLIT
-    count = (part + 1) * BLOCKS // SPLIT - begin
     rows = tl.arange(0, BLOCK_N)
     tokens = tl.arange(0, BLOCK_M)
-    offs_k = tl.arange(0, BLOCK_K)
-    # Weight rows past the end repeat the last one and are not stored. Tokens past the end are masked: programs all
-    # reading one token's line again and again were slower by a tenth.
-    offs = tl.minimum(rows, N - 1 - first)[:, None] * K + offs_k[None, :]
-    left_ptr = weight_ptr + first.to(tl.int64) * K + begin * BLOCK_K + offs
-    upper_ptr = left_ptr + N.to(tl.int64) * K
-    right_ptr = x_ptr + begin * BLOCK_K + tokens[None, :] * K + offs_k[:, None]
     mask_m = (tokens < M)[None, :]
-    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    ups = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    wait_for_previous(PDL)
-    for step in tl.range(0, PER, num_stages=STAGES):
-        # Equal parts need no mask: the compiler drops one that is constant.
-        within = True if BLOCKS % SPLIT == 0 else step < count
-        vectors = tl.load(right_ptr + step * BLOCK_K, mask=mask_m & within, other=0.0)
-        weights = tl.load(left_ptr + step * BLOCK_K, mask=within, other=0.0)
-        sums = tl.dot(weights, vectors, sums, input_precision=precision)
-        if GATED:
-            weights = tl.load(upper_ptr + step * BLOCK_K, mask=within, other=0.0)
-            ups = tl.dot(weights, vectors, ups, input_precision=precision)
     done = True
     if SPLIT > 1:
         SIZE: tl.constexpr = BLOCK_N * BLOCK_M
@@ -102,10 +75,91 @@ def splitk_gemm_kernel(
                     ups += tl.load(tile_ptr + s * STRIDE + SIZE, cache_modifier=".cg")
     if done:
         offs_n = first + rows[:, None]
+        sums = scaled(sums, scale_ptr, offs_n, offs_n < N, SCALES)
         result = with_bias(sums, bias_ptr, offs_n, offs_n < N, HAS_BIAS, dtype)
         if GATED:
+            ups = scaled(ups, scale_ptr + N, offs_n, offs_n < N, SCALES)
             result = gated(result, with_bias(ups, bias_ptr + N, offs_n, offs_n < N, HAS_BIAS, dtype), ACTIVATION)
         tl.store(y_ptr + tokens[None, :] * N + offs_n, result, mask=(offs_n < N) & mask_m)
+
+
+@triton.jit(do_not_specialize=["M"])
+def splitk_gemm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    y_ptr,
+    partials_ptr,
+    counters_ptr,
+    M,
+    N,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SCALES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply rows by a transposed weight, with K divided among programs.
+
+    x: [M, K]; weight: [N, K] ([2 N, K] with an ACTIVATION, gate first); y: [M, N]; scale: as in `gemv_kernel`, where
+    BLOCK_K divides 128 if blocks have scales.
+
+    Program (i, s) makes part s of N-tile i. partials: float32, [tiles, SPLIT, 1 or 2, BLOCK_N, BLOCK_M]; counters:
+    int32 zeros, [tiles].
+    """
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    precision: tl.constexpr = "ieee" if dtype.primitive_bitwidth == 32 else "tf32"
+    BLOCKS: tl.constexpr = K // BLOCK_K
+    PER: tl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
+    GATED: tl.constexpr = ACTIVATION > 0
+    WIDE: tl.constexpr = (K + 127) // 128
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    first = tile * BLOCK_N
+    begin = part * BLOCKS // SPLIT
+    count = (part + 1) * BLOCKS // SPLIT - begin
+    rows = tl.arange(0, BLOCK_N)
+    tokens = tl.arange(0, BLOCK_M)
+    offs_k = tl.arange(0, BLOCK_K)
+    # Weight rows past the end repeat the last one and are not stored. Tokens past the end are masked: programs all
+    # reading one token's line again and again were slower by a tenth.
+    offs = tl.minimum(rows, N - 1 - first)[:, None] * K + offs_k[None, :]
+    left_ptr = weight_ptr + first.to(tl.int64) * K + begin * BLOCK_K + offs
+    upper_ptr = left_ptr + N.to(tl.int64) * K
+    right_ptr = x_ptr + begin * BLOCK_K + tokens[None, :] * K + offs_k[:, None]
+    mask_m = (tokens < M)[None, :]
+    scale_rows = tl.minimum(first + rows, N - 1) // 16
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    ups = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    wait_for_previous(PDL)
+    for step in tl.range(0, PER, num_stages=STAGES):
+        # Equal parts need no mask: the compiler drops one that is constant.
+        within = True if BLOCKS % SPLIT == 0 else step < count
+        vectors = tl.load(right_ptr + step * BLOCK_K, mask=mask_m & within, other=0.0)
+        weights = widened(tl.load(left_ptr + step * BLOCK_K, mask=within, other=0.0), dtype)
+        if SCALES == 2:
+            column = tl.minimum((begin + step) * BLOCK_K // 128, WIDE - 1)
+            scales = tl.load(scale_ptr + scale_rows * WIDE + column)
+            sums += tl.dot(weights, vectors, input_precision=precision) * scales[:, None]
+        else:
+            sums = tl.dot(weights, vectors, sums, input_precision=precision)
+        if GATED:
+            weights = widened(tl.load(upper_ptr + step * BLOCK_K, mask=within, other=0.0), dtype)
+            if SCALES == 2:
+                scales = tl.load(scale_ptr + (N // 16 + scale_rows) * WIDE + column)
+                ups += tl.dot(weights, vectors, input_precision=precision) * scales[:, None]
+            else:
+                ups = tl.dot(weights, vectors, ups, input_precision=precision)
+    finish_tile(
+        sums, ups, bias_ptr, scale_ptr, y_ptr, partials_ptr, counters_ptr, M, N, BLOCK_M, BLOCK_N, SPLIT, HAS_BIAS,
+        ACTIVATION, SCALES,
+    )  # fmt: skip
 
 
 def splitk_gemm(
@@ -117,10 +171,11 @@ def splitk_gemm(
     counters: Tensor,
     activation: Activation | None = None,
     pdl: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Return x W^T + b, [M, N], or its gated activation.
 
-    x: [M, K]; weight: [N, K]; bias: [N]; all of one dtype.
+    x: [M, K]; weight: [N, K]; bias: [N]; all of one dtype, or a weight of bytes with scales as in `gemv`.
 
     activation: weight and bias hold the gate's rows before the up projection's, and activation(gate) * up is returned,
     [M, N / 2]. partials: float32; counters: int32, zero before and after the call; at least `workspace_size` of each.
@@ -134,11 +189,15 @@ def splitk_gemm(
     )
     floats, tiles = workspace_size(rows, outputs, plan, activation is not None)
     assert partials.numel() >= floats and counters.numel() >= tiles, "workspace too small"
+    if scales is not None and scales.ndim == 2:
+        assert SCALE_COLUMNS % plan.block_k == 0, "a step of the loop is in one block"
+        assert outputs % SCALE_ROWS == 0 or activation is None, "the gate ends with a block"
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
     splitk_gemm_kernel[(triton.cdiv(outputs, plan.block_n), plan.split)](
         x,
         weight,
         x if bias is None else bias,
+        x if scales is None else scales,
         y,
         partials,
         counters,
@@ -152,6 +211,7 @@ def splitk_gemm(
         STAGES=plan.stages,
         HAS_BIAS=bias is not None,
         ACTIVATION=0 if activation is None else activation.value,
+        SCALES=0 if scales is None else scales.ndim,
         PDL=pdl,
         num_warps=plan.warps,
         **({"launch_pdl": True} if pdl else {}),

@@ -19,7 +19,7 @@ class ForeignFlag(Struct, frozen=True):
 
 
 _ONE_GPU = ForeignFlag(reason="one GPU per engine; tensor and pipeline parallelism are not supported")
-_WEIGHTS = ForeignFlag(reason="quantized weights are not supported; --dtype chooses among 16 and 32 bits")
+_WEIGHTS = ForeignFlag("--quantize", "fp8; a quantized checkpoint needs no flag")
 _LORA = ForeignFlag(reason="LoRA adapters are not supported; merge them into the weights")
 _SWAP = ForeignFlag(reason="KV is never swapped to CPU memory; preempted sequences are recomputed")
 _CODE = ForeignFlag(reason="code from checkpoints is never run; supported architectures are built in")

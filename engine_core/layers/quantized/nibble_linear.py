@@ -1,0 +1,161 @@
+"""Linear weights of four bits, from GPTQ, AWQ and compressed-tensors.
+
+All have one layout here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.linear import LinearWeights
+from tandem.engine_core.layers.quantized.nibble_slots import nibble_slots
+from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear, places
+from tandem.engine_core.layers.torch_linear import empty_bias
+from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.quantization.fields import unsupported
+from tandem.engine_core.quantization.nibbles import PER_WORD, pack, unpack
+from tandem.engine_core.quantization.scheme import NibbleScheme
+
+_ROWS = 1024
+"""Outputs that are sorted at a time, to hold few of them unpacked."""
+
+
+class NibbleLinear(QuantizedLinear):
+    """Weights of four bits.
+
+    Each output and group of inputs has a scale and a zero point.
+    With act-order the weights are sorted by group once they are loaded, and the inputs of each call are brought into
+    the same order.
+    """
+
+    def __init__(
+        self,
+        words: Tensor,
+        scales: Tensor,
+        zeros: Tensor,
+        scheme: NibbleScheme,
+        bias: Tensor | None,
+        kernels: KernelSet,
+    ) -> None:
+        """Keep the weights of a map.
+
+        words: [outputs, inputs / 8] int32, see `quantization.nibbles`; scales: [outputs, groups] float32; zeros:
+        [outputs, groups] uint8; bias: [outputs].
+        """
+        super().__init__(bias, kernels)
+        self.words = words
+        self.scales = scales
+        self.zeros = zeros
+        self.scheme = scheme
+        self.order: Tensor | None = None
+        """Inputs sorted by group, [inputs] int64; None: they are as they come."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Implement `LinearWeights.apply`."""
+        return self.product(x if self.order is None else x[:, self.order])
+
+    def product(self, x: Tensor) -> Tensor:
+        """Multiply inputs that are in the order of the weights."""
+        return super().apply(x)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Implement `QuantizedLinear.dequantized`; the inputs are in `order`."""
+        levels = unpack(self.words).to(torch.int16).view(*self.scales.shape, -1)
+        return ((levels - self.zeros[:, :, None]) * self.scales[:, :, None]).flatten(1).to(dtype)
+
+    def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
+        """Implement `QuantizedLinear.weight_slots`."""
+        count = len(parts or {}) or 1
+        groups = self._usual_groups().repeat(count, 1)
+        sort = partial(self.sort, groups, f"{prefix}{name}")
+        slots = []
+        for index, (place, start, length) in enumerate(places(prefix, name, parts, self.words.shape[0])):
+            slots += nibble_slots(place, start, length, self.words, self.scales, self.zeros, self.scheme)
+            is_whole = (start, length) == (0, self.words.shape[0])
+            first, rows = (0, count) if is_whole else (index, 1)
+            slots.append(replace(self._group_slot(place, groups, first, rows), on_filled=sort))
+        return slots
+
+    def sort(self, groups: Tensor, name: str) -> None:
+        """Sort the weights by group, after they are loaded.
+
+        groups: group of each input as the parts of a fused projection have it, [parts, inputs] int32; name: of the
+        projection, for errors. Raises ConfigError if the parts differ in their groups, and if a group is not one or has
+        another size than the others.
+        """
+        first = groups[0]
+        if (groups != first).any():
+            raise ConfigError(f"{name}: its parts have inputs in different groups (g_idx); they cannot be fused")
+        order = first.argsort(stable=True)
+        if not torch.equal(first[order], self._usual_groups()):
+            sizes = torch.bincount(first.clamp(min=0).long())
+            raise ConfigError(
+                f"{name}: g_idx must put {self.group_size} inputs into each of {self.scales.shape[1]} groups, but its "
+                f"values are from {int(first.min())} to {int(first.max())} with up to {int(sizes.max())} inputs each"
+            )
+        if torch.equal(order, torch.arange(len(order), device=order.device)):
+            return
+        self.order = order
+        for start in range(0, self.words.shape[0], _ROWS):
+            rows = self.words[start : start + _ROWS]
+            rows.copy_(pack(unpack(rows)[:, order]))
+
+    @property
+    def group_size(self) -> int:
+        """Number of inputs of a group."""
+        return self.words.shape[1] * PER_WORD // self.scales.shape[1]
+
+    def _usual_groups(self) -> Tensor:
+        """Return the group of each input where groups follow one another, [inputs] int32."""
+        inputs = torch.arange(self.words.shape[1] * PER_WORD, device=self.words.device, dtype=torch.int32)
+        return inputs // self.group_size
+
+    def _group_slot(self, place: str, groups: Tensor, start: int, count: int) -> WeightSlot:
+        """Return the slot of a tensor `g_idx`.
+
+        Files without act-order may lack it.
+        """
+        name = "weight_g_idx" if self.scheme.packing == "compressed-tensors" else "g_idx"
+        return WeightSlot(
+            f"{place}.{name}", groups, 0, start, count, transform=lambda stored: stored.expand(count, -1),
+            dtypes=("I32", "I64"), shapes=((groups.shape[1],),), is_optional=not self.scheme.ordered,
+        )  # fmt: skip
+
+
+class NibbleMethod:
+    """Linear method of weights of four bits, for any device."""
+
+    def __init__(self, scheme: NibbleScheme) -> None:
+        self.scheme = scheme
+
+    def build(self, outputs: int, inputs: int, bias: bool, context: BuildContext) -> LinearWeights:
+        """Implement `LinearMethod.build`.
+
+        Raises ConfigError for a shape that does not divide into words and groups.
+        """
+        words, scales, zeros = empty_nibbles(outputs, inputs, self.scheme, context.device)
+        return NibbleLinear(words, scales, zeros, self.scheme, empty_bias(outputs, bias, context), context.kernels)
+
+
+def empty_nibbles(
+    outputs: int, inputs: int, scheme: NibbleScheme, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the words, scales and zero points of a map; see `NibbleLinear`.
+
+    Zero points are 8, which is what symmetric checkpoints without them mean.
+    """
+    group = scheme.group or inputs
+    if outputs % PER_WORD or inputs % PER_WORD or inputs % group:
+        raise unsupported(
+            f"a projection has {inputs} inputs and {outputs} outputs, which four-bit weights must divide into words of "
+            f"{PER_WORD} and groups of {group} inputs"
+        )
+    words = torch.empty(outputs, inputs // PER_WORD, device=device, dtype=torch.int32)
+    scales = torch.empty(outputs, inputs // group, device=device)
+    return words, scales, torch.full(scales.shape, 8, device=device, dtype=torch.uint8)

@@ -1,0 +1,118 @@
+"""Linear weights of four bits on a CUDA device.
+
+Up to 64 rows they are unpacked inside Triton products. Above, they are made into numbers for a library's product.
+"""
+
+from functools import cache
+
+from torch import Tensor
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
+from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
+from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
+from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan
+from tandem.engine_core.kernels.linear.quantized_plans import (
+    choose_nibbles,
+    choose_nibbles_gated,
+    choose_nibbles_normed,
+)
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.linear import LinearWeights, Norm
+from tandem.engine_core.layers.quantized.nibble_linear import NibbleLinear, empty_nibbles
+from tandem.engine_core.layers.torch_linear import empty_bias
+from tandem.engine_core.layers.triton_linear import SplitKWorkspace
+from tandem.engine_core.quantization.scheme import NibbleScheme
+
+_choose = cache(choose_nibbles)
+_choose_gated = cache(choose_nibbles_gated)
+
+
+class TritonNibbleLinear(NibbleLinear):
+    """Weights of four bits, multiplied by the kernel planned for their shape."""
+
+    def __init__(
+        self,
+        words: Tensor,
+        scales: Tensor,
+        zeros: Tensor,
+        scheme: NibbleScheme,
+        bias: Tensor | None,
+        kernels: KernelSet,
+        workspace: SplitKWorkspace,
+        gpu: GpuTraits,
+    ) -> None:
+        """Keep the weights of a map; see `NibbleLinear`."""
+        super().__init__(words, scales, zeros, scheme, bias, kernels)
+        self.workspace = workspace
+        self.gpu = gpu
+
+    def product(self, x: Tensor) -> Tensor:
+        """Implement `NibbleLinear.product`."""
+        product = self._planned(x, None)
+        return super().product(x) if product is None else product
+
+    def apply_normed(
+        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Implement `LinearWeights.apply_normed`.
+
+        One row of inputs in their usual order takes one launch.
+        """
+        alone = x.shape[0] == 1 and self.order is None and x.is_contiguous()
+        plan = choose_nibbles_normed(x.shape[1]) if alone else None
+        if plan is not None and (residual is None or residual.is_contiguous()):
+            x_weight = None if residual is None else norm.update_weight
+            given = (self.words, self.scales, self.zeros, self.bias, plan, activation, self.gpu.pdl)
+            return nibble_gemv(x, *given, norm.weight, norm.eps, residual, x_weight)
+        normed, stream = norm(x, residual)
+        ordered = normed if self.order is None else normed[:, self.order]
+        product = None if activation is None else self._planned(ordered, activation)
+        if product is None:
+            product = self.product(ordered)
+            product = product if activation is None else self.kernels.gated_activation(product, activation)
+        return product, stream
+
+    def _planned(self, x: Tensor, activation: Activation | None) -> Tensor | None:
+        """Return the product of a kernel of ours, or None if none is planned."""
+        gated = activation is not None
+        rows, inputs = x.shape
+        columns = self.words.shape[0] // 2 if gated else self.words.shape[0]
+        if not x.is_contiguous():
+            return None
+        plan = (_choose_gated if gated else _choose)(rows, columns, inputs, self.group_size, self.gpu)
+        given = (self.words, self.scales, self.zeros, self.bias)
+        if isinstance(plan, GemvPlan):
+            return nibble_gemv(x, *given, plan, activation, self.gpu.pdl)[0]
+        if isinstance(plan, SplitKPlan) and (space := self.workspace.find(rows, columns, plan, gated)):
+            return nibble_splitk(x, *given, plan, *space, activation, self.gpu.pdl)
+        return None
+
+
+class TritonNibbleMethod:
+    """Linear method of weights of four bits for one GPU.
+
+    All weights share a workspace.
+    """
+
+    def __init__(self, scheme: NibbleScheme, gpu: GpuTraits, workspace: SplitKWorkspace) -> None:
+        self.scheme = scheme
+        self.gpu = gpu
+        self.workspace = workspace
+
+    def build(self, outputs: int, inputs: int, bias: bool, context: BuildContext) -> LinearWeights:
+        """Implement `LinearMethod.build`.
+
+        Raises ConfigError for a shape that does not divide into words and groups.
+        """
+        words, scales, zeros = empty_nibbles(outputs, inputs, self.scheme, context.device)
+        group = inputs // scales.shape[1]
+        self.workspace.reserve(
+            outputs,
+            context.device,
+            lambda rows, columns: choose_nibbles(rows, columns, inputs, group, self.gpu),
+            lambda rows, columns: choose_nibbles_gated(rows, columns, inputs, group, self.gpu),
+        )
+        own = empty_bias(outputs, bias, context)
+        return TritonNibbleLinear(words, scales, zeros, self.scheme, own, context.kernels, self.workspace, self.gpu)

@@ -1,0 +1,125 @@
+"""Typed access to the fields of a `quantization_config`."""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from tandem.engine_core.errors import ConfigError
+
+PROJECTIONS = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj", "self_attn.o_proj",
+    "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj", "mlp.down_proj",
+)  # fmt: skip
+"""Names of a layer's linear maps, those of fused checkpoints among them."""
+
+
+class Fields:
+    """The fields of one table of config.json, of which each is read once."""
+
+    def __init__(self, table: Mapping[str, Any], where: str) -> None:
+        """Keep a table.
+
+        where: its place in config.json, for errors, such as "quantization_config".
+        """
+        self._table = table
+        self._where = where
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a field as it is, or the default if it is missing or null."""
+        value = self._table.get(name)
+        return default if value is None else value
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Return an integer.
+
+        Raises ConfigError if the field is missing without a default, or not an integer.
+        """
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(name, "an integer")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a boolean.
+
+        Raises ConfigError for anything else.
+        """
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, "true or false")
+        return value
+
+    def table(self, name: str) -> "Fields":
+        """Return a field that is a table.
+
+        Raises ConfigError if it is missing or something else.
+        """
+        value = self.get(name)
+        if not isinstance(value, Mapping):
+            raise self.error(name, "an object")
+        return Fields(value, f"{self._where}.{name}")
+
+    def names(self, *fields: str) -> list[str]:
+        """Return the entries of lists of module names.
+
+        A list that is missing is empty. Raises ConfigError for anything else.
+        """
+        found: list[str] = []
+        for name in fields:
+            value = self.get(name, [])
+            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+                raise self.error(name, "a list of names")
+            found += value
+        return found
+
+    def expect(self, name: str, allowed: Collection[Any], default: Any = None) -> Any:
+        """Return a field that has one of some values.
+
+        Raises ConfigError that lists them for any other.
+        """
+        value = self.get(name, default)
+        if value not in allowed:
+            raise self.error(name, " or ".join(map(_quoted, allowed)))
+        return value
+
+    def error(self, name: str, expected: str) -> ConfigError:
+        """Return the error of a field whose value cannot be served."""
+        found = _quoted(self._table[name]) if name in self._table else "missing"
+        return unsupported(f"{self._where}.{name} is {found}, supported is {expected}")
+
+
+def unsupported(why: str) -> ConfigError:
+    """Return the error of a quantization that is not supported."""
+    return ConfigError(f"{why}; serve another quantization of the model, or the unquantized checkpoint")
+
+
+def check_unquantized(names: Collection[str], layers: int) -> None:
+    """Check the list of modules that a checkpoint leaves unquantized.
+
+    Its entries are names, parts of names at dots, or regular expressions after "re:". All projections of the layers
+    have one format here: raises ConfigError if an entry names one of them.
+    """
+    for entry in names:
+        for index in range(layers):
+            for projection in PROJECTIONS:
+                module = f"model.layers.{index}.{projection}"
+                if _names(entry, module):
+                    raise unsupported(
+                        f"quantization_config leaves {_quoted(module)} unquantized (entry {_quoted(entry)}); all "
+                        "projections of the layers must have one format"
+                    )
+
+
+def _names(entry: str, module: str) -> bool:
+    """Return whether an entry names a module."""
+    if entry.startswith("re:"):
+        try:
+            return re.match(entry[3:], module) is not None
+        except re.error:
+            raise unsupported(f"quantization_config has an invalid regular expression, {_quoted(entry)}") from None
+    return f".{entry}." in f".{module}."
+
+
+def _quoted(value: object) -> str:
+    text = f'"{value}"' if isinstance(value, str) else str(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

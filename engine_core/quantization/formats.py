@@ -1,0 +1,129 @@
+"""Readers of `quantization_config`, one for each tool.
+
+Each turns the fields of its tool into a scheme.
+The formats are those of transformers' `FineGrainedFP8Config`, AutoFP8, AutoGPTQ and GPTQModel, AutoAWQ, and of
+compressed-tensors.
+"""
+
+from tandem.engine_core.quantization.fields import Fields, unsupported
+from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme, Scheme
+
+PACKED_BITS = 4
+
+
+def fp8(fields: Fields) -> Scheme:
+    """Read `quant_method: fp8`: one scale for each tensor, or for each block."""
+    fields.expect("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    scheme = fields.expect("activation_scheme", ("dynamic", "static"))
+    size = fields.get("weight_block_size")
+    if size is None:
+        activations = Activations.STATIC if scheme == "static" else Activations.TENSOR
+        return ByteScheme("fp8", activations, per_tensor=True)
+    if not isinstance(size, list) or size != [128, 128] or scheme == "static":
+        raise unsupported(
+            f"quantization_config.weight_block_size is {size} with {scheme} activations, supported is [128, 128] with "
+            "dynamic ones"
+        )
+    return ByteScheme("fp8", Activations.TOKEN, scale_name="weight_scale_inv", block=(128, 128))
+
+
+def gptq(fields: Fields) -> Scheme:
+    """Read `quant_method: gptq`: four bits, with or without act-order."""
+    _four_bits(fields.number("bits"))
+    if fields.flag("lm_head", False):
+        raise fields.error("lm_head", "false: the output head must be unquantized")
+    if fields.get("dynamic"):
+        raise fields.error("dynamic", "no rule for single modules")
+    layout = fields.expect("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    return NibbleScheme(
+        "gptq",
+        _group(fields.number("group_size")),
+        fields.flag("sym", True),
+        fields.flag("desc_act", False),
+        1 if layout == "gptq" else 0,
+    )
+
+
+def awq(fields: Fields) -> Scheme:
+    """Read `quant_method: awq`: four bits in the layout named "gemm"."""
+    _four_bits(fields.number("bits", fields.get("w_bit")))
+    version = fields.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise fields.error("version", '"gemm"')
+    if not fields.flag("zero_point", True):
+        raise fields.error("zero_point", "true")
+    return NibbleScheme("awq", _group(fields.number("group_size", fields.get("q_group_size"))), False)
+
+
+def compressed_tensors(fields: Fields) -> Scheme:
+    """Read `quant_method: compressed-tensors`.
+
+    It is FP8, INT8 or four bits, the same for all linear maps.
+    """
+    groups = fields.table("config_groups")
+    names = list(fields.get("config_groups"))
+    if len(names) != 1:
+        raise unsupported(f"quantization_config has {len(names)} config_groups, supported is one for all linear maps")
+    group = groups.table(names[0])
+    if group.names("targets") != ["Linear"]:
+        raise group.error("targets", '["Linear"]')
+    weights = group.table("weights")
+    inputs = group.table("input_activations") if group.get("input_activations") is not None else None
+    kind, bits = weights.expect("type", ("float", "int")), weights.number("num_bits")
+    if (kind, bits) == ("int", PACKED_BITS):
+        return _packed(fields, weights, inputs)
+    if bits != 8:
+        raise weights.error("num_bits", "8, or 4 for integers")
+    fields.expect("format", ("float-quantized", "int-quantized", "naive-quantized"))
+    if not weights.flag("symmetric", True):
+        raise weights.error("symmetric", "true")
+    strategy = weights.expect("strategy", ("tensor", "channel", "block") if kind == "float" else ("tensor", "channel"))
+    block = weights.get("block_structure")
+    if strategy == "block" and block != [128, 128]:
+        raise weights.error("block_structure", "[128, 128]")
+    return ByteScheme(
+        "fp8" if kind == "float" else "int8",
+        _activations(inputs, kind, bits),
+        per_tensor=strategy == "tensor",
+        block=(128, 128) if strategy == "block" else None,
+    )
+
+
+def _packed(fields: Fields, weights: Fields, inputs: Fields | None) -> NibbleScheme:
+    """Read four-bit weights of compressed-tensors."""
+    fields.expect("format", ("pack-quantized",))
+    if inputs is not None:
+        raise unsupported("quantization_config quantizes the inputs of four-bit weights, supported is 16 bits for them")
+    strategy = weights.expect("strategy", ("group", "channel"))
+    ordered = weights.get("actorder") not in (None, False, "weight", "static")
+    group = _group(weights.number("group_size")) if strategy == "group" else None
+    return NibbleScheme("compressed-tensors", group, weights.flag("symmetric", True), ordered)
+
+
+def _activations(inputs: Fields | None, kind: str, bits: int) -> Activations:
+    if inputs is None:
+        return Activations.UNQUANTIZED
+    inputs.expect("type", (kind,))
+    inputs.expect("num_bits", (bits,))
+    if not inputs.flag("symmetric", True):
+        raise inputs.error("symmetric", "true")
+    strategy = inputs.expect("strategy", ("tensor", "token", "group"))
+    if not inputs.flag("dynamic", False):
+        if strategy != "tensor":
+            raise inputs.error("strategy", '"tensor" for scales that the checkpoint holds')
+        return Activations.STATIC
+    return Activations.TENSOR if strategy == "tensor" else Activations.TOKEN
+
+
+def _group(size: int) -> int | None:
+    """Return the number of inputs of a group, None for -1, which stands for all."""
+    if size == -1:
+        return None
+    if size not in (32, 64, 128):
+        raise unsupported(f"quantization_config groups {size} inputs, supported is 32, 64, 128 or -1")
+    return size
+
+
+def _four_bits(bits: int) -> None:
+    if bits != PACKED_BITS:
+        raise unsupported(f"quantization_config has {bits} bits, supported is 4")

@@ -1,0 +1,39 @@
+"""The scheme of a checkpoint, from its config.json."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.quantization.fields import Fields, check_unquantized
+from tandem.engine_core.quantization.formats import awq, compressed_tensors, fp8, gptq
+from tandem.engine_core.quantization.scheme import Scheme
+
+READERS: Mapping[str, Callable[[Fields], Scheme]] = {
+    "fp8": fp8,
+    "gptq": gptq,
+    "awq": awq,
+    "compressed-tensors": compressed_tensors,
+}
+"""Readers by `quant_method`."""
+
+
+def read_scheme(quantization: Mapping[str, Any] | None, layers: int) -> Scheme | None:
+    """Return the scheme of the projections inside a model's layers.
+
+    It is None if they are not quantized. quantization: the `quantization_config` of config.json, None if it has none;
+    layers: number of them. Raises ConfigError for a quantization that is not supported, which says what is.
+    """
+    if quantization is None:
+        return None
+    fields = Fields(quantization, "quantization_config")
+    method = fields.get("quant_method", "unknown")
+    reader = READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        names = ", ".join(READERS)
+        raise ConfigError(
+            f'quantization_config with quant_method "{method}" is not supported (supported: {names}): '
+            "serve another quantization of the model, or the unquantized checkpoint"
+        )
+    scheme = reader(fields)
+    check_unquantized(fields.names("modules_to_not_convert", "ignored_layers", "ignore"), layers)
+    return scheme

@@ -1,0 +1,106 @@
+"""Products with weights of four bits against the same weights as numbers, in float32."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
+from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
+from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan, workspace_size
+from tandem.engine_core.kernels.reference.layer import (
+    add_rms_norm,
+    gated_activation,
+    norm_add_rms_norm,
+    rms_norm,
+)
+from tandem.engine_core.quantization.nibbles import unpack
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+EPS = 1e-5
+Weights = tuple[Tensor, Tensor, Tensor]
+
+
+def weights(outputs: int, inputs: int, group: int, device: str) -> tuple[Weights, Tensor]:
+    """Words, scales and zero points, and the numbers that they stand for."""
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    words = torch.randint(-(2**31), 2**31, (outputs, inputs // 8), generator=generator, dtype=torch.int32)
+    scales = torch.rand(outputs, inputs // group, generator=generator) / 10
+    zeros = torch.randint(0, 16, scales.shape, generator=generator, dtype=torch.uint8)
+    spread = [tensor.repeat_interleave(group, 1) for tensor in (scales, zeros)]
+    numbers = (unpack(words).float() - spread[1]) * spread[0]
+    return (words.to(device), scales.to(device), zeros.to(device)), numbers.to(device)
+
+
+def vectors(rows: int, inputs: int, device: str, seed: int = 0) -> Tensor:
+    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "group", "plan"),
+    [(13, 128, 32, GemvPlan(8, 128)), (9, 160, 32, GemvPlan(4, 64)), (8, 96, 96, GemvPlan(2, 128))],
+)
+def test_gemv_equals_the_library(outputs: int, inputs: int, group: int, plan: GemvPlan, device: str) -> None:
+    stored, numbers = weights(outputs, inputs, group, device)
+    x, bias = vectors(1, inputs, device), torch.arange(float(outputs), device=device)
+    y, stream = nibble_gemv(x, *stored, bias, plan)
+    close(y, functional.linear(x, numbers, bias))
+    assert stream is x
+
+
+@pytest.mark.parametrize("activation", [None, Activation.SILU, Activation.GELU_TANH])
+@pytest.mark.parametrize("mode", ["norm", "add_norm", "norm_add_norm"])
+def test_fused_steps_equal_separate_operations(mode: str, activation: Activation | None, device: str) -> None:
+    stored, numbers = weights(22, 96, 32, device)
+    x, norm_weight = vectors(1, 96, device), vectors(1, 96, device, 1)[0]
+    residual = None if mode == "norm" else vectors(1, 96, device, 2)
+    x_weight = vectors(1, 96, device, 3)[0] if mode == "norm_add_norm" else None
+    if residual is None:
+        normed, total = rms_norm(x, norm_weight, EPS), x
+    elif x_weight is None:
+        normed, total = add_rms_norm(x, residual, norm_weight, EPS)
+    else:
+        normed, total = norm_add_rms_norm(x, x_weight, residual, norm_weight, EPS)
+    bias = torch.ones(22, device=device)
+    y, stream = nibble_gemv(x, *stored, bias, GemvPlan(4, 128), activation, False, norm_weight, EPS, residual, x_weight)
+    expected = functional.linear(normed, numbers, bias)
+    close(y, expected if activation is None else gated_activation(expected, activation))
+    assert torch.equal(stream, total)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "group", "split", "activation"),
+    [
+        (70, 128, 32, 1, None),
+        (70, 128, 64, 2, None),
+        (42, 160, 32, 3, Activation.SILU),
+        (64, 256, 256, 2, Activation.GELU_TANH),
+    ],
+)
+def test_splitk_equals_the_library(
+    outputs: int, inputs: int, group: int, split: int, activation: Any, device: str
+) -> None:
+    plan = SplitKPlan(block_n=32, block_k=32, split=split)
+    stored, numbers = weights(outputs, inputs, group, device)
+    x, bias = vectors(5, inputs, device), torch.arange(float(outputs), device=device)
+    columns = outputs if activation is None else outputs // 2
+    floats, counters = workspace_size(5, columns, plan, activation is not None)
+    space = torch.full((floats,), float("nan"), device=device), torch.zeros(counters, dtype=torch.int32, device=device)
+    y = nibble_splitk(x, *stored, bias, plan, *space, activation)
+    expected = functional.linear(x, numbers, bias)
+    close(y, expected if activation is None else gated_activation(expected, activation))
+    assert not space[1].any()
+
+
+def test_a_block_across_groups_is_refused(device: str) -> None:
+    stored, _ = weights(32, 128, 32, device)
+    with pytest.raises(AssertionError, match="groups of 32 inputs are not divisible into blocks of 64"):
+        nibble_splitk(vectors(2, 128, device), *stored, None, SplitKPlan(32, 64, 1), *(torch.zeros(0),) * 2)

@@ -1,0 +1,42 @@
+"""Plans of products with weights of one byte."""
+
+import pytest
+
+from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan, bucket
+from tandem.engine_core.kernels.linear.quantized_plans import (
+    MAX_ROWS,
+    SCALE_COLUMNS,
+    SCALE_ROWS,
+    choose_bytes,
+    choose_bytes_gated,
+)
+from tests.fakes.gpus import A100, B200, H200, L4, RTX_3090, RTX_5090
+
+SHAPES = ((3072, 2048), (16384, 2048), (2048, 8192), (6144, 4096), (28672, 4096), (4096, 14336), (256, 128))
+
+
+@pytest.mark.parametrize("gpu", [A100, RTX_3090, L4, H200, B200, RTX_5090], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_plan_fits_the_gpu_and_stays_within_blocks_of_scales(gpu: object, gated: bool) -> None:
+    for outputs, inputs in SHAPES:
+        for rows in (1, 2, 16, 17, 33, 64):
+            choose = choose_bytes_gated if gated else choose_bytes
+            plan = choose(rows, outputs // 2 if gated else outputs, inputs, gpu)
+            if isinstance(plan, GemvPlan):
+                assert rows == 1
+                assert SCALE_ROWS % (plan.rows * plan.tiles) == 0
+                assert plan.block_k >= inputs or not gated
+            elif rows > 1:
+                assert isinstance(plan, SplitKPlan)
+                assert SCALE_COLUMNS % plan.block_k == inputs % plan.block_k == 0
+                assert plan.split * plan.block_k <= inputs
+                stage = plan.block_k * (plan.block_n * (1 + gated) + 2 * (bucket(rows) or 0))
+                assert (plan.stages - 1) * stage <= gpu.shared_memory
+            else:
+                assert gated and inputs > 8192, "only a norm's width bounds a fused gate"
+
+
+def test_more_rows_and_indivisible_inputs_have_none() -> None:
+    assert choose_bytes(MAX_ROWS + 1, 4096, 4096, H200) is None
+    assert choose_bytes(8, 4096, 4096 + 64, H200) is None
+    assert choose_bytes(1, 4096, 4096 + 8, H200) is None

@@ -1,0 +1,59 @@
+"""Weights of four bits on a GPU equal those on any device, up to the rounding of 16-bit inputs."""
+
+import pytest
+import torch
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.kernel_set import torch_kernels
+from tandem.engine_core.layers.linear_choice import triton_build_context
+from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.layers.quantized.nibble_linear import NibbleLinear
+from tandem.engine_core.layers.quantized.triton_nibble_linear import TritonNibbleLinear
+from tandem.engine_core.quantization.scheme import NibbleScheme
+from tests.fakes.gpus import A100
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+INPUTS = 256
+
+
+def linears(outputs: int, ordered: bool, device: str) -> tuple[TritonNibbleLinear, NibbleLinear]:
+    """The same weights for the GPU and for any device."""
+    context = triton_build_context(torch.device(device), torch.float16, A100, NibbleScheme("gptq", 64, False))
+    found = context.linear_method.build(outputs, INPUTS, True, context)
+    assert isinstance(found, TritonNibbleLinear)
+    generator = torch.Generator().manual_seed(outputs)
+    found.words.copy_(torch.randint(-(2**31), 2**31, found.words.shape, generator=generator, dtype=torch.int32))
+    found.scales.copy_(torch.rand(found.scales.shape, generator=generator) / 100)
+    found.zeros.copy_(torch.randint(0, 16, found.zeros.shape, generator=generator, dtype=torch.uint8))
+    found.order = torch.randperm(INPUTS, generator=generator).to(device) if ordered else None
+    assert found.bias is not None
+    found.bias.fill_(0.5)
+    plain = NibbleLinear(found.words, found.scales, found.zeros, found.scheme, found.bias, torch_kernels())
+    plain.order = found.order
+    return found, plain
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 65])
+def test_products_equal_those_of_any_device(rows: int, ordered: bool, device: str) -> None:
+    found, plain = linears(72, ordered, device)
+    x = torch.randn(rows, INPUTS, generator=torch.Generator().manual_seed(2)).to(device, torch.float16)
+    torch.testing.assert_close(found.apply(x), plain.apply(x), atol=8e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("activation", [None, Activation.SILU])
+def test_norm_and_gate_equal_those_of_any_device(
+    rows: int, ordered: bool, activation: Activation | None, device: str
+) -> None:
+    found, plain = linears(80, ordered, device)
+    norm = RMSNorm(torch.full((INPUTS,), 1.5, device=device, dtype=torch.float16), 1e-5, torch_kernels())
+    generator = torch.Generator().manual_seed(3)
+    x, residual = (torch.randn(rows, INPUTS, generator=generator).to(device, torch.float16) for _ in range(2))
+    for stream in (None, residual):
+        y, total = found.apply_normed(x, stream, norm, activation)
+        expected, expected_total = plain.apply_normed(x, stream, norm, activation)
+        torch.testing.assert_close(y, expected, atol=2e-2, rtol=1e-2)
+        torch.testing.assert_close(total, expected_total)

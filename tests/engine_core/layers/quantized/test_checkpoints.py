@@ -1,0 +1,139 @@
+"""Quantized checkpoints equal the same numbers unquantized."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.layers.linear_choice import torch_build_context
+from tandem.engine_core.loader.weights import fill_with_noise
+from tandem.engine_core.models.registry import build_model, read_config
+from tests.engine_core.models.test_llama import BASE, save_random
+from tests.support.paged_model import PagedRun, load
+from tests.support.parity import random_tokens
+from tests.support.quantized_checkpoint import LAYOUTS, gptq, quantize_checkpoint, set_quantization
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # Several blocks, of which the last ones are not full, and parts that end within one.
+    "fp8_block": {"hidden_size": 160, "head_dim": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+                  "intermediate_size": 208},
+}  # fmt: skip
+USUAL = {"hidden_size": 64, "intermediate_size": 96}
+
+
+def logits(directory: Path) -> Tensor:
+    tokens = random_tokens((19,), BASE["vocab_size"], seed=1)
+    return PagedRun(load(directory), tokens, 4, seed=1).step([(0, 0, 19)])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_quantized_model_equals_the_same_numbers_unquantized(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path, SHAPES.get(name, USUAL))
+    quantize_checkpoint(tmp_path, LAYOUTS[name])
+    torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["fp8_channel", "gptq_act_order", "awq"])
+def test_biases_and_tied_heads_stay_unquantized(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path, USUAL | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
+    quantize_checkpoint(tmp_path, LAYOUTS[name])
+    torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_row_does_not_depend_on_the_rows_beside_it(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path, SHAPES.get(name, USUAL))
+    quantize_checkpoint(tmp_path, LAYOUTS[name])
+    tokens = random_tokens((9, 9), BASE["vocab_size"], seed=2)
+    together = PagedRun(load(tmp_path), tokens, 4, seed=1).step([(0, 0, 9), (1, 0, 9)])
+    alone = PagedRun(load(tmp_path), tokens, 4, seed=1).step([(1, 0, 9)])
+    torch.testing.assert_close(together[9:], alone, atol=1e-5, rtol=0)
+
+
+def test_weights_of_zeros_and_of_the_largest_number_stay_what_they_are(tmp_path: Path) -> None:
+    save_random(tmp_path, USUAL)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.mlp.up_proj.weight"][:] = 0
+    tensors["model.layers.0.mlp.down_proj.weight"][3] = 1e4
+    save_file(tensors, path)
+    quantize_checkpoint(tmp_path, LAYOUTS["fp8_compressed_static"])
+    stored = load_file(path)
+    stored["model.layers.0.mlp.up_proj.weight_scale"] = torch.zeros(1)
+    stored["model.layers.0.mlp.up_proj.weight"] = torch.zeros(96, 64).to(torch.float8_e4m3fn)
+    save_file(stored, path)
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    plain["model.layers.0.mlp.up_proj.weight"] = torch.zeros(96, 64)
+    save_file(plain, tmp_path / "plain" / "model.safetensors")
+    found = logits(tmp_path)
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, logits(tmp_path / "plain"), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change", "words"),
+    [
+        ("qweight", lambda old: old[:-1], "misshaped model.layers.0.mlp.up_proj.qweight: expected [8, 96]"),
+        ("scales", lambda old: old.repeat(2, 1), "misshaped model.layers.0.mlp.up_proj.scales: expected [2, 96]"),
+        ("qzeros", lambda old: old.float(), "unreadable model.layers.0.mlp.up_proj.qzeros: it is F32, expected I32"),
+        (
+            "g_idx",
+            lambda old: old * 0,
+            "g_idx must put 32 inputs into each of 2 groups, but its values are from 0 to 0",
+        ),
+        ("g_idx", lambda old: old - 1, "its values are from -1 to 0"),
+        ("g_idx", lambda old: old + 1, "its values are from 1 to 2"),
+    ],
+)
+def test_tensors_that_lie_about_their_groups_are_refused(tensor: str, change: Any, words: str, tmp_path: Path) -> None:
+    save_random(tmp_path, USUAL)
+    quantize_checkpoint(tmp_path, gptq(True, True))
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for part in ("gate_proj", "up_proj"):
+        name = f"model.layers.0.mlp.{part}.{tensor}"
+        tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, path)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path)
+    assert words in str(caught.value)
+
+
+def test_parts_with_different_orders_are_refused(tmp_path: Path) -> None:
+    save_random(tmp_path, USUAL)
+    quantize_checkpoint(tmp_path, gptq(True, True))
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.self_attn.k_proj.g_idx"] = tensors["model.layers.1.self_attn.k_proj.g_idx"].flip(0)
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.self_attn\.qkv_proj: its parts have inputs in different"):
+        load(tmp_path)
+
+
+def test_a_fused_part_that_ends_within_sixteen_outputs_is_refused(tmp_path: Path) -> None:
+    save_random(tmp_path, {"hidden_size": 160, "intermediate_size": 104})
+    set_quantization(tmp_path, LAYOUTS["fp8_block"].config)
+    with pytest.raises(ConfigError, match=r"ends at output 104, which is not a multiple of 16"):
+        load(tmp_path)
+
+
+def test_a_width_that_is_not_whole_groups_is_refused(tmp_path: Path) -> None:
+    save_random(tmp_path, {"hidden_size": 72})
+    set_quantization(tmp_path, LAYOUTS["awq"].config)
+    with pytest.raises(ConfigError, match=r"72 inputs and \d+ outputs, which four-bit weights must divide"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "int8", "gptq_act_order", "packed"])
+def test_dummy_weights_are_finite_numbers(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path, SHAPES.get(name, USUAL))
+    set_quantization(tmp_path, LAYOUTS[name].config)
+    config = read_config(tmp_path)
+    model = build_model(config, torch_build_context(torch.device("cpu"), torch.float32, config.quantization))
+    fill_with_noise(model)
+    tokens = random_tokens((5,), BASE["vocab_size"], seed=1)
+    assert PagedRun(model, tokens, 4, seed=1).step([(0, 0, 5)]).isfinite().all()

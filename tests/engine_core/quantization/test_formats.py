@@ -1,0 +1,150 @@
+"""Every field of a `quantization_config` is read, or refused by name."""
+
+from typing import Any
+
+import pytest
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.quantization.reading import read_scheme
+from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme
+from tests.support.quantized_checkpoint import LAYOUTS
+
+QWEN3_FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"],
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True, "lm_head": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+
+
+def packed(**weights: Any) -> dict[str, Any]:
+    return compressed(
+        "pack-quantized", {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128} | weights
+    )
+
+
+def compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}}
+
+
+def byte(kind: str, strategy: str = "channel", **more: Any) -> dict[str, Any]:
+    return {"type": kind, "num_bits": 8, "strategy": strategy} | more
+
+
+def inputs(kind: str, strategy: str, dynamic: bool) -> dict[str, Any]:
+    return byte(kind, strategy, dynamic=dynamic)
+
+
+@pytest.mark.parametrize(
+    ("config", "scheme"),
+    [
+        (QWEN3_FP8, ByteScheme("fp8", Activations.TOKEN, "weight_scale_inv", block=(128, 128))),
+        (
+            {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+            ByteScheme("fp8", Activations.STATIC, per_tensor=True),
+        ),
+        (
+            {"quant_method": "fp8", "activation_scheme": "dynamic"},
+            ByteScheme("fp8", Activations.TENSOR, per_tensor=True),
+        ),
+        (
+            compressed("float-quantized", byte("float"), inputs("float", "token", True)),
+            ByteScheme("fp8", Activations.TOKEN),
+        ),
+        (
+            compressed("float-quantized", byte("float", "tensor"), inputs("float", "tensor", False)),
+            ByteScheme("fp8", Activations.STATIC, per_tensor=True),
+        ),
+        (
+            compressed(
+                "float-quantized",
+                byte("float", "block", block_structure=[128, 128]),
+                inputs("float", "group", True),
+            ),
+            ByteScheme("fp8", Activations.TOKEN, block=(128, 128)),
+        ),
+        (compressed("naive-quantized", byte("float")), ByteScheme("fp8", Activations.UNQUANTIZED)),
+        (
+            compressed("int-quantized", byte("int"), inputs("int", "token", True)),
+            ByteScheme("int8", Activations.TOKEN),
+        ),
+        (
+            compressed("int-quantized", byte("int", "tensor"), inputs("int", "tensor", True)),
+            ByteScheme("int8", Activations.TENSOR, per_tensor=True),
+        ),
+        (GPTQ, NibbleScheme("gptq", 128, True, True, 1)),
+        (GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, NibbleScheme("gptq", 128, False, True, 0)),
+        (GPTQ | {"group_size": -1, "desc_act": False}, NibbleScheme("gptq", None, True, False, 1)),
+        (AWQ, NibbleScheme("awq", 128, False)),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"}, NibbleScheme("awq", 64, False)),
+        (packed(), NibbleScheme("compressed-tensors", 128, True)),
+        (packed(symmetric=False, actorder="group"), NibbleScheme("compressed-tensors", 128, False, True)),
+        (packed(actorder="weight"), NibbleScheme("compressed-tensors", 128, True)),
+        (packed(strategy="channel", group_size=None), NibbleScheme("compressed-tensors", None, True)),
+    ],
+)
+def test_a_config_is_read(config: dict[str, Any], scheme: ByteScheme | NibbleScheme) -> None:
+    assert read_scheme(config, 2) == scheme
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (QWEN3_FP8 | {"weight_block_size": [64, 64]}, "weight_block_size is [64, 64] with dynamic"),
+        (QWEN3_FP8 | {"activation_scheme": "static"}, "with static activations"),
+        (QWEN3_FP8 | {"activation_scheme": None}, 'activation_scheme is None, supported is "dynamic" or "static"'),
+        (QWEN3_FP8 | {"fmt": "e5m2"}, 'fmt is "e5m2", supported is "e4m3"'),
+        (GPTQ | {"bits": 8}, "8 bits, supported is 4"),
+        (GPTQ | {"bits": None}, "bits is None, supported is an integer"),
+        (GPTQ | {"group_size": 100}, "groups 100 inputs"),
+        (GPTQ | {"lm_head": True}, "the output head must be unquantized"),
+        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "dynamic is"),
+        (GPTQ | {"checkpoint_format": "marlin"}, 'checkpoint_format is "marlin"'),
+        (GPTQ | {"desc_act": 1}, "desc_act is 1, supported is true or false"),
+        (AWQ | {"version": "gemv"}, 'version is "gemv", supported is "gemm"'),
+        (AWQ | {"zero_point": False}, "zero_point is False"),
+        (packed(num_bits=3), "num_bits is 3"),
+        (packed(type="float"), "num_bits is 4"),
+        (packed(strategy="tensor"), 'strategy is "tensor"'),
+        (compressed("pack-quantized", byte("int")), 'format is "pack-quantized"'),
+        (compressed("int-quantized", byte("int", symmetric=False)), "weights.symmetric is False"),
+        (
+            compressed("int-quantized", byte("int"), byte("int", "token", symmetric=False, dynamic=True)),
+            "input_activations.symmetric is False",
+        ),
+        (compressed("int-quantized", byte("int"), inputs("int", "token", False)), "that the checkpoint holds"),
+        (compressed("int-quantized", byte("int"), inputs("float", "token", True)), 'type is "float"'),
+        (compressed("float-quantized", byte("float", "block")), "block_structure is missing"),
+        (
+            packed() | {"config_groups": packed()["config_groups"] | {"group_1": {}}},
+            "2 config_groups, supported is one",
+        ),
+        ({"quant_method": "compressed-tensors"}, "config_groups is missing, supported is an object"),
+        (
+            AWQ | {"modules_to_not_convert": ["lm_head", "o_proj"]},
+            '"model.layers.0.self_attn.o_proj" unquantized',
+        ),
+        (AWQ | {"modules_to_not_convert": "lm_head"}, "a list of names"),
+        (packed() | {"ignore": [r"re:.*layers\.1\.mlp.*"]}, 'leaves "model.layers.1.mlp.gate_proj" unquantized'),
+        (packed() | {"ignore": ["re:("]}, "an invalid regular expression"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match="serve another quantization of the model, or the unquantized") as caught:
+        read_scheme(config, 2)
+    assert words in str(caught.value)
+
+
+def test_lists_of_other_modules_are_fine() -> None:
+    others = ["lm_head", "re:.*vision_tower.*", "re:.*lm_head", "multi_modal_projector", "model.layers.7.mlp.up_proj"]
+    assert read_scheme(packed() | {"ignore": others}, 2) is not None
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_checkpoint_without_quantization_has_no_scheme_and_others_have_one(name: str) -> None:
+    assert read_scheme(None, 2) is None
+    assert read_scheme(LAYOUTS[name].config, 2) is not None
