@@ -13,15 +13,22 @@ from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.weights import load_weights
 from tandem.engine_core.models.registry import Model, build_model, open_checkpoint, read_config
+from tandem.engine_core.quantization.scheme import Scheme
 
 Work = tuple[int, int, int]
 """Index of the sequence, first position, number of positions."""
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32, max_positions: int | None = None) -> Model:
+def load(
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    max_positions: int | None = None,
+    scheme: Scheme | None = None,
+) -> Model:
+    """Load a checkpoint in its own scheme of quantization, or a given one."""
     config = read_config(directory)
     checkpoint = open_checkpoint(directory, config)
-    context = torch_build_context(torch.device("cpu"), dtype, config.quantization)
+    context = torch_build_context(torch.device("cpu"), dtype, scheme or config.quantization)
     model = build_model(config, context, max_positions, checkpoint)
     load_weights(model, checkpoint)
     return model

@@ -23,20 +23,23 @@ class Layout:
 
     config: dict[str, Any]
     """The `quantization_config`."""
-    write: Callable[[Tensor, int], tuple[Tensors, Tensor]]
-    """Function from a weight, [outputs, inputs], and a seed to its tensors by the last part of their names, and to the
-    weight that they stand for."""
+    write: Callable[[Tensor, int | None], tuple[Tensors, Tensor]]
+    """Function from a weight, [outputs, inputs], and a seed of zero points (None: those that fit the weight) to its
+    tensors by the last part of their names, and to the weight that they stand for."""
 
 
-def quantize_checkpoint(directory: Path, layout: Layout) -> None:
-    """Quantize the projections of a float checkpoint in place, and store the same numbers in float32 in `plain`."""
+def quantize_checkpoint(directory: Path, layout: Layout, fitted: bool = False) -> None:
+    """Quantize the projections of a float checkpoint in place, and store the same numbers in float32 in `plain`.
+
+    fitted: zero points fit the weights, instead of being any.
+    """
     quantized: Tensors = {}
     plain: Tensors = {}
     for index, (name, tensor) in enumerate(load_file(directory / "model.safetensors").items()):
         if not name.endswith("_proj.weight"):
             quantized[name] = plain[name] = tensor
             continue
-        tensors, plain[name] = layout.write(tensor, index)
+        tensors, plain[name] = layout.write(tensor, None if fitted else index)
         stem = name.removesuffix("weight")
         quantized |= {stem + last: value.contiguous() for last, value in tensors.items()}
     (directory / "plain").mkdir()
@@ -53,21 +56,21 @@ def set_quantization(directory: Path, config: dict[str, Any] | None) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
 
 
-def fp8_tensor(weight: Tensor, seed: int) -> tuple[Tensors, Tensor]:
+def fp8_tensor(weight: Tensor, seed: int | None) -> tuple[Tensors, Tensor]:
     scale = weight.abs().max() / 448
     values = (weight / scale).to(torch.float8_e4m3fn)
-    shape = () if seed % 2 else (1,)
+    shape = () if seed and seed % 2 else (1,)
     tensors = {"weight": values, "weight_scale": scale.reshape(shape), "input_scale": torch.full(shape, 0.01)}
     return tensors, values.float() * scale
 
 
-def fp8_channel(weight: Tensor, _seed: int) -> tuple[Tensors, Tensor]:
+def fp8_channel(weight: Tensor, _seed: int | None) -> tuple[Tensors, Tensor]:
     scale = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
     values = (weight / scale).to(torch.float8_e4m3fn)
     return {"weight": values, "weight_scale": scale}, values.float() * scale.float()
 
 
-def fp8_block(weight: Tensor, _seed: int) -> tuple[Tensors, Tensor]:
+def fp8_block(weight: Tensor, _seed: int | None) -> tuple[Tensors, Tensor]:
     outputs, inputs = weight.shape
     scale = torch.empty(-(-outputs // 128), -(-inputs // 128))
     values, plain = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
@@ -80,24 +83,30 @@ def fp8_block(weight: Tensor, _seed: int) -> tuple[Tensors, Tensor]:
     return {"weight": values, "weight_scale_inv": scale.bfloat16()}, plain
 
 
-def int8_channel(weight: Tensor, _seed: int) -> tuple[Tensors, Tensor]:
+def int8_channel(weight: Tensor, _seed: int | None) -> tuple[Tensors, Tensor]:
     scale = weight.abs().amax(1, keepdim=True) / 127
     values = (weight / scale).round().to(torch.int8)
     return {"weight": values, "weight_scale": scale}, values.float() * scale
 
 
-def levels(weight: Tensor, seed: int, symmetric: bool, group_of: NDArray[np.int64]) -> tuple[Any, Any, Any, Tensor]:
+def levels(
+    weight: Tensor, seed: int | None, symmetric: bool, group_of: NDArray[np.int64]
+) -> tuple[Any, Any, Any, Tensor]:
     """Quantize to four bits; return levels [N, K], scales and zero points [N, G], and the weight they stand for."""
     values = weight.double().numpy()
     groups = int(group_of.max()) + 1
     zeros = np.full((len(values), groups), 8)
-    if not symmetric:
+    if not symmetric and seed is not None:
         zeros = np.random.default_rng(seed).integers(0, 16, zeros.shape)
     scales = np.empty(zeros.shape, np.float16)
     found, plain = np.empty(values.shape, np.int64), np.empty(values.shape)
     for group in range(groups):
         inside = group_of == group
         scales[:, group] = np.abs(values[:, inside]).max(1) / 8
+        if not symmetric and seed is None:
+            low, high = values[:, inside].min(1).clip(max=0), values[:, inside].max(1).clip(min=0)
+            scales[:, group] = (high - low) / 15
+            zeros[:, group] = np.round(-low / scales[:, group].astype(float))
         scale, zero = scales[:, group, None].astype(float), zeros[:, group, None]
         found[:, inside] = np.clip(np.round(values[:, inside] / scale) + zero, 0, 15)
         plain[:, inside] = (found[:, inside] - zero) * scale
@@ -114,7 +123,7 @@ def packed(numbers: NDArray[np.int64], order: tuple[int, ...] = tuple(range(8)))
 
 
 def gptq(symmetric: bool, act_order: bool, version: int = 1, group: int = GROUP) -> Layout:
-    def write(weight: Tensor, seed: int) -> tuple[Tensors, Tensor]:
+    def write(weight: Tensor, seed: int | None) -> tuple[Tensors, Tensor]:
         inputs = weight.shape[1]
         size = inputs if group == -1 else group
         group_of = np.arange(inputs) // size
@@ -135,7 +144,7 @@ def gptq(symmetric: bool, act_order: bool, version: int = 1, group: int = GROUP)
 
 
 def awq() -> Layout:
-    def write(weight: Tensor, seed: int) -> tuple[Tensors, Tensor]:
+    def write(weight: Tensor, seed: int | None) -> tuple[Tensors, Tensor]:
         found, scales, zeros, plain = levels(weight, seed, False, np.arange(weight.shape[1]) // GROUP)
         return {
             "qweight": packed(found.T.copy(), AWQ_ORDER),
@@ -148,7 +157,7 @@ def awq() -> Layout:
 
 
 def packed_tensors(symmetric: bool, act_order: bool = False) -> Layout:
-    def write(weight: Tensor, seed: int) -> tuple[Tensors, Tensor]:
+    def write(weight: Tensor, seed: int | None) -> tuple[Tensors, Tensor]:
         inputs = weight.shape[1]
         group_of = np.arange(inputs) // GROUP
         if act_order:
@@ -171,7 +180,7 @@ def packed_tensors(symmetric: bool, act_order: bool = False) -> Layout:
 
 
 def compressed(
-    kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None, write: Callable[[Tensor, int], Any]
+    kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None, write: Callable[[Tensor, int | None], Any]
 ) -> Layout:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     config = {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}}

@@ -1,0 +1,57 @@
+"""`--quantize fp8`, and the memory of quantized weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.startup.device_memory import weight_bytes
+from tandem.engine_core.startup.engine import DEFAULT_MODEL, resolve_engine
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.params import SamplingParams
+from tests.engine_core.models.test_llama import save_random
+from tests.support.engine_driver import DrivenEngine
+from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint
+
+QUESTIONS = ("What does textwrap.dedent do?", "What is collections.Counter?")
+
+
+def test_the_default_model_in_fp8_says_the_same() -> None:
+    tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))
+    prompts = [tokenizer.encode(question).ids for question in QUESTIONS]
+    params = [SamplingParams(30, temperature=0.0)] * len(prompts)
+    said = {}
+    for quantize in ("off", "fp8"):
+        options = EngineOptions(device="cpu", quantize=quantize, max_rows=2, max_len=128, kv_tokens=512)
+        said[quantize] = DrivenEngine.build(options).generate(prompts, params)
+    assert said["fp8"] == said["off"]
+    assert all(len(ids) > 5 for ids in said["off"])
+
+
+def test_a_checkpoint_that_is_quantized_already_is_refused(tmp_path: Path) -> None:
+    save_random(tmp_path, {"hidden_size": 64, "intermediate_size": 96})
+    quantize_checkpoint(tmp_path, LAYOUTS["int8"])
+    with pytest.raises(ConfigError, match="--quantize fp8: the checkpoint is quantized already; leave the flag out"):
+        resolve_engine(EngineOptions(model=str(tmp_path), device="cpu", quantize="fp8"), cuda=False)
+
+
+def test_weights_count_as_they_are_stored(tmp_path: Path) -> None:
+    save_random(tmp_path, {"hidden_size": 64, "intermediate_size": 96})
+    tensors = load_file(tmp_path / "model.safetensors")
+    projections = sum(tensor.numel() for name, tensor in tensors.items() if name.endswith("_proj.weight"))
+    others = sum(tensor.numel() for tensor in tensors.values()) - projections
+
+    def stored(**options: str) -> int:
+        engine = EngineOptions(model=str(tmp_path), device="cpu", dtype="bfloat16", **options)  # type: ignore[arg-type]
+        return weight_bytes(resolve_engine(engine, cuda=False).source)
+
+    assert stored() == 2 * (projections + others)
+    assert stored(quantize="fp8") == projections + 2 * others
+    quantize_checkpoint(tmp_path, LAYOUTS["int8"])
+    quantized = load_file(tmp_path / "model.safetensors")
+    assert all(value.dtype is torch.int8 for name, value in quantized.items() if name.endswith("_proj.weight"))
+    scales = sum(value.numel() for name, value in quantized.items() if name.endswith("_scale"))
+    assert stored() == projections + 2 * (others + scales)
