@@ -77,7 +77,7 @@ class TritonByteLinear(ByteLinear):
         return (self.kernels.gated_activation(self.apply(normed), activation) if product is None else product), stream
 
     def _planned(self, x: Tensor, activation: Activation | None) -> Tensor | None:
-        """Return the product of a kernel of ours, or None if none is planned."""
+        """Return the product of a planned kernel, or None without a plan."""
         gated = activation is not None
         if not self._fits(x, gated):
             return None

@@ -75,7 +75,7 @@ class TritonNibbleLinear(NibbleLinear):
         return product, stream
 
     def _planned(self, x: Tensor, activation: Activation | None) -> Tensor | None:
-        """Return the product of a kernel of ours, or None if none is planned."""
+        """Return the product of a planned kernel, or None without a plan."""
         gated = activation is not None
         rows, inputs = x.shape
         columns = self.words.shape[0] // 2 if gated else self.words.shape[0]

@@ -1,6 +1,6 @@
 """Measure the loss of each format of quantized weights on the default model.
 
-    python -m benchmarks.bench_quantization [--save NAME]
+    python -m benchmarks.default_model.quantization [--save NAME]
 
 The weights are rounded to the nearest number of a format, without the calibration of GPTQ's and AWQ's own tools, and
 read as a checkpoint of that format; groups have 32 inputs. The text is what the judge of the default model asks, in
