@@ -1,0 +1,118 @@
+"""Linear layers of a step on a GPU in each quantized format, beside 16 bits.
+
+    python benchmarks/kernels/bench_quantized.py --model 8b --rows 1 64 256 [--out FILE]
+
+A figure is the time of all products of 16 layers with their norms and SwiGLU, without attention and head, in a CUDA
+graph: what the engine runs. The weights are far more than the cache holds. The ceiling is the time to read the weights
+once at the bandwidth of a large read.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.bench_linear import CEILING, EPS, LAYERS, MODELS, graph_time, random_rows
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.layers.linear import LinearWeights
+from tandem.engine_core.layers.linear_choice import triton_build_context
+from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.loader.weights import fill_with_noise
+from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme, Scheme
+from tandem.engine_core.runtime.device import read_gpu_traits
+
+SCHEMES: dict[str, Scheme | None] = {
+    "16 bits": None,
+    "fp8 per output": ByteScheme("fp8", Activations.TOKEN),
+    "fp8 in blocks": ByteScheme("fp8", Activations.TOKEN, block=(128, 128)),
+    "int8": ByteScheme("int8", Activations.TOKEN),
+    "four bits": NibbleScheme("gptq", 128, False),
+}
+PRODUCTS = ("qkv", "o", "gate_up", "down")
+
+
+class Layers:
+    """The linear maps of some layers in one format."""
+
+    def __init__(self, model: str, scheme: Scheme | None) -> None:
+        context = triton_build_context(torch.device("cuda"), torch.bfloat16, read_gpu_traits(), scheme)
+        self.shapes = {name: MODELS[model][name] for name in PRODUCTS}
+        self.maps: list[dict[str, LinearWeights]] = [
+            {name: context.linear_method.build(*shape, False, context) for name, shape in self.shapes.items()}
+            for _ in range(LAYERS)
+        ]
+        weight = torch.ones(self.shapes["qkv"][1], device="cuda", dtype=torch.bfloat16)
+        self.norm = RMSNorm(weight, EPS, context.kernels)
+
+    def weight_slots(self) -> list[WeightSlot]:
+        """Implement `Loadable.weight_slots`."""
+        return [
+            slot
+            for index, layer in enumerate(self.maps)
+            for name, linear in layer.items()
+            for slot in linear.slots(f"{index}.", name)
+        ]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that the parameters take."""
+        parameters = {slot.parameter.data_ptr(): slot.parameter.nbytes for slot in self.weight_slots()}
+        return sum(parameters.values())
+
+    def step(self, update: Tensor, residual: Tensor) -> None:
+        """Run all products of a step, with what is between them but attention."""
+        rows, attended = update.shape[0], self.shapes["o"][1]
+        x, stream = update, residual
+        for layer in self.maps:
+            y, stream = layer["qkv"].apply_normed(x, stream, self.norm)
+            x = layer["o"].apply(y.view(-1)[: rows * attended].view(rows, attended))
+            y, stream = layer["gate_up"].apply_normed(x, stream, self.norm, Activation.SILU)
+            x = layer["down"].apply(y)
+
+    def time(self, rows: int) -> float:
+        """Return the time of a step in microseconds."""
+        hidden = self.shapes["qkv"][1]
+        update, residual = random_rows(rows, hidden), random_rows(rows, hidden)
+        return graph_time(lambda: self.step(update, residual))
+
+
+def measure(model: str, row_counts: list[int]) -> list[dict[str, Any]]:
+    """Time every format, one line for each number of rows."""
+    records: list[dict[str, Any]] = []
+    usual: dict[int, float] = {}
+    for name, scheme in SCHEMES.items():
+        layers = Layers(model, scheme)
+        fill_with_noise(layers)
+        floor = layers.stored_bytes / CEILING / 1e3
+        for rows in row_counts:
+            us = layers.time(rows)
+            usual.setdefault(rows, us)
+            records.append({"format": name, "rows": rows, "us": us, "floor_us": floor, "ratio": us / usual[rows]})
+            print(
+                f"{model} {name:16} M={rows:<5} {us:9.0f} us  {us / usual[rows]:5.2f} of 16 bits  "
+                f"{us / floor:5.2f} x reading",
+                flush=True,
+            )
+    return records
+
+
+def main() -> None:
+    """Parse arguments, print a table and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="8b", choices=MODELS)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 128, 256, 2048])
+    parser.add_argument("--out", type=Path, help="where to write JSON")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        records = measure(arguments.model, arguments.rows)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(records, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Quantized weights on CUDA: products against the numbers that the weights stand for, and a model in FP8."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from tokenizers import Tokenizer
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.kernel_set import torch_kernels
+from tandem.engine_core.layers.linear_choice import triton_build_context
+from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.layers.quantized.byte_linear import ByteLinear
+from tandem.engine_core.layers.quantized.nibble_linear import NibbleLinear
+from tandem.engine_core.layers.quantized.triton_byte_linear import TritonByteLinear
+from tandem.engine_core.layers.quantized.triton_nibble_linear import TritonNibbleLinear
+from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme
+from tandem.engine_core.runtime.device import read_gpu_traits
+from tandem.engine_core.startup.engine import DEFAULT_MODEL
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.params import SamplingParams
+from tests.support.engine_driver import DrivenEngine
+
+pytestmark = pytest.mark.gpu
+
+SCHEMES = {
+    "fp8": ByteScheme("fp8", Activations.TOKEN),
+    "fp8_block": ByteScheme("fp8", Activations.TOKEN, block=(128, 128)),
+    "fp8_weights_only": ByteScheme("fp8", Activations.UNQUANTIZED),
+    "int8": ByteScheme("int8", Activations.TOKEN),
+    "gptq": NibbleScheme("gptq", 128, False),
+    "gptq_32": NibbleScheme("gptq", 32, True),
+}
+ROWS = (1, 2, 16, 33, 64, 65, 300)
+SHAPES = [(6144, 4096), (4096, 14336), (1040, 1024)]
+Linear = TritonByteLinear | TritonNibbleLinear
+
+
+def linear_of(scheme: ByteScheme | NibbleScheme, outputs: int, inputs: int) -> Linear:
+    """Build random weights whose numbers have about the size of a trained layer's."""
+    context = triton_build_context(torch.device("cuda"), torch.bfloat16, read_gpu_traits(), scheme)
+    linear = context.linear_method.build(outputs, inputs, True, context)
+    torch.manual_seed(outputs + inputs)
+    if isinstance(linear, TritonByteLinear):
+        linear.values.copy_((torch.randn(outputs, inputs, device="cuda") * 30).clamp(-127, 127).to(linear.values.dtype))
+        linear.scales.uniform_(0.5, 1.5).mul_(inputs**-0.5 / 30)
+    else:
+        assert isinstance(linear, TritonNibbleLinear)
+        linear.words.random_(-(2**31), 2**31 - 1)
+        linear.scales.uniform_(0.5, 1.5).mul_(inputs**-0.5 / 5)
+        linear.zeros.random_(5, 11)
+    assert linear.bias is not None
+    linear.bias.normal_()
+    return linear
+
+
+def plain(linear: Linear) -> ByteLinear | NibbleLinear:
+    """Return the same weights for any device."""
+    if isinstance(linear, TritonByteLinear):
+        return ByteLinear(linear.values, linear.scales, linear.scheme, linear.bias, torch_kernels())
+    return NibbleLinear(linear.words, linear.scales, linear.zeros, linear.scheme, linear.bias, torch_kernels())
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """Return the root mean square of the difference over that of the exact product."""
+    return float((found.float() - exact.float()).square().mean().sqrt() / exact.float().square().mean().sqrt())
+
+
+def tolerance(scheme: ByteScheme | NibbleScheme, rows: int) -> float:
+    """Return the rounding of 16-bit outputs, or that of inputs of one byte."""
+    rounds = isinstance(scheme, ByteScheme) and scheme.block is None and scheme.activations is Activations.TOKEN
+    return 0.04 if rounds and rows > 64 else 0.006
+
+
+@pytest.mark.parametrize(("name", "shape"), list(product(SCHEMES, SHAPES)))
+def test_products_equal_those_of_the_numbers(name: str, shape: tuple[int, int]) -> None:
+    linear = linear_of(SCHEMES[name], *shape)
+    weight, bias = plain(linear).dequantized(torch.float32), linear.bias
+    assert bias is not None
+    for rows in ROWS:
+        x = torch.randn(rows, shape[1], device="cuda", dtype=torch.bfloat16)
+        assert error(linear.apply(x), x.float() @ weight.t() + bias.float()) < tolerance(SCHEMES[name], rows), rows
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("activation", [None, Activation.SILU])
+def test_norm_and_gate_equal_separate_operations(name: str, activation: Activation | None) -> None:
+    linear = linear_of(SCHEMES[name], 4096, 2048)
+    norm = RMSNorm(torch.rand(2048, device="cuda", dtype=torch.bfloat16) + 0.5, 1e-5, torch_kernels())
+    for rows in ROWS:
+        x, residual = (torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        for stream in (None, residual):
+            y, total = linear.apply_normed(x, stream, norm, activation)
+            expected, expected_total = plain(linear).apply_normed(x, stream, norm, activation)
+            assert error(y, expected) < 2 * tolerance(SCHEMES[name], rows), rows
+            assert torch.equal(total, expected_total)
+
+
+def test_an_engine_with_fp8_weights_says_what_one_with_16_bits_says() -> None:
+    tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))
+    prompts = [tokenizer.encode(text).ids for text in ("What does textwrap.dedent do?", "How do I sort a list?")]
+    params = [SamplingParams(40, temperature=0.0)] * len(prompts)
+    said = {}
+    for quantize in ("off", "fp8"):
+        options = EngineOptions(device="cuda", quantize=quantize, max_rows=4, max_len=256, kv_tokens=2048)
+        said[quantize] = DrivenEngine.build(options).generate(prompts, params)
+    assert said["fp8"] == said["off"]
