@@ -316,7 +316,14 @@ def _declarations() -> Iterator[tuple[str, Any, Any, EngineFlag]]:
 
 
 def check_numbers(options: EngineOptions) -> None:
-    """Raise ValueError for a number that no model and no machine can make valid."""
+    """Raise ValueError for numbers that no model and no machine can make valid."""
+    if wrong := wrong_numbers(options):
+        raise ValueError("; ".join(wrong))
+
+
+def wrong_numbers(options: EngineOptions) -> list[str]:
+    """Return a message for each number that no model and no machine can make valid."""
+    found = []
     for name, _, _, flag in _declarations():
         value = getattr(options, name)
         if flag.bounds is None or not isinstance(value, int | float):
@@ -324,10 +331,11 @@ def check_numbers(options: EngineOptions) -> None:
         low, high = flag.bounds
         if not low <= value <= high:  # also true for NaN
             allowed = f"at least {low:.10g}" if high == math.inf else f"from {low:.10g} to {high:.10g}"
-            raise ValueError(f"{flag_name(name)} {value}: must be {allowed}")
+            found.append(f"{flag_name(name)} {value}: must be {allowed}")
     size = options.page_size
-    if isinstance(size, int) and size & (size - 1):
-        raise ValueError(f"--page-size {size} is not a power of two; use one, or max for one page per sequence")
+    if isinstance(size, int) and size > 0 and size & (size - 1):
+        found.append(f"--page-size {size} is not a power of two; use one, or max for one page per sequence")
+    return found
 
 
 def _choices_and_parse(annotated: Any) -> tuple[tuple[str, ...] | None, Parse]:

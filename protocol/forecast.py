@@ -17,4 +17,6 @@ class Forecast(Struct, frozen=True):
     model: Section = {}
     choices: Section = {}
     problem: str = ""
-    """The reason why the engine would not start; empty if it would."""
+    """The reason why the engine would not start, whatever else runs here; empty if it would."""
+    shortage: str = ""
+    """The reason why it would not start now, but would with the memory that others use; empty if there is none."""

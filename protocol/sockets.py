@@ -93,23 +93,14 @@ def prepare_endpoint(endpoint: str) -> None:
     """
     if not endpoint.startswith("ipc://"):
         return
-    path = Path(endpoint.removeprefix("ipc://"))
-    if not path.is_absolute():
-        raise ValueError(f"endpoint {endpoint} is not an absolute path; name a socket in a directory of mode 0700")
+    path = _absolute_path(endpoint)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"directory {path.parent} of endpoint {endpoint} cannot be created: {error}") from error
-    info = path.parent.stat()
-    if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
-        raise ValueError(
-            f"directory {path.parent} of endpoint {endpoint} must belong to this user with mode 0700, "
-            f"not {stat.S_IMODE(info.st_mode):04o}; choose another or `chmod 700` it"
-        )
+    check_ipc_place(endpoint)
     if not path.exists():
         return
-    if not stat.S_ISSOCK(path.stat().st_mode):
-        raise ValueError(f"{path} exists and is not a socket; choose another endpoint")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))
@@ -121,10 +112,43 @@ def prepare_endpoint(endpoint: str) -> None:
     raise ValueError(f"another process already listens on {endpoint}")
 
 
+def check_ipc_place(endpoint: str) -> None:
+    """Check the place of an `ipc://` endpoint without a change to it.
+
+    Raises ValueError if its directory is accessible to other users, or if another kind of file is there. The directory
+    may be missing.
+    """
+    if not endpoint.startswith("ipc://"):
+        return
+    path = _absolute_path(endpoint)
+    if not path.parent.exists():
+        return
+    info = path.parent.stat()
+    if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
+        raise ValueError(
+            f"directory {path.parent} of endpoint {endpoint} must belong to this user with mode 0700, "
+            f"not {stat.S_IMODE(info.st_mode):04o}; choose another or `chmod 700` it"
+        )
+    if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+        raise ValueError(f"{path} exists and is not a socket; choose another endpoint")
+
+
+def _absolute_path(endpoint: str) -> Path:
+    path = Path(endpoint.removeprefix("ipc://"))
+    if not path.is_absolute():
+        raise ValueError(f"endpoint {endpoint} is not an absolute path; name a socket in a directory of mode 0700")
+    return path
+
+
+def check_server_keys(transport: Transport) -> None:
+    """Raise ValueError for the keys of a frontend, which cannot bind."""
+    if transport.curve is not None and transport.curve.secret is None:
+        raise ValueError("binding with CURVE needs engine.key_secret, but there is only engine.key")
+
+
 def _secure_server(sock: Any, transport: Transport) -> None:
+    check_server_keys(transport)
     if transport.curve is not None:
-        if transport.curve.secret is None:
-            raise ValueError("binding with CURVE needs engine.key_secret, but there is only engine.key")
         sock.curve_server = True
         sock.curve_publickey = transport.curve.public
         sock.curve_secretkey = transport.curve.secret

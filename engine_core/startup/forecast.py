@@ -7,6 +7,7 @@ an engine, and reads one JSON object from its stdout.
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -44,11 +45,16 @@ def read_gpus() -> list[Gpu]:
 
 
 def forecast(
-    options: EngineOptions, gpus: list[Gpu], cpu_free: Callable[[], int], stored_bytes: int | None = None
+    options: EngineOptions,
+    gpus: list[Gpu],
+    cpu_free: Callable[[], int],
+    cpu_total: Callable[[], int],
+    stored_bytes: int | None = None,
 ) -> Forecast:
     """Resolve the settings of an engine as it would itself.
 
-    cpu_free: returns the bytes of main memory that are free. stored_bytes: size of weights that are not here yet.
+    cpu_free, cpu_total: return the bytes of main memory that are free, and of all of it. stored_bytes: size of weights
+    that are not here yet.
     """
     lines = [_gpu_line(gpu) for gpu in gpus]
     model: Section = {}
@@ -64,8 +70,16 @@ def forecast(
             check_gpu(gpus[0].traits)
         weights = 0 if options.load_format == "dummy" else _weight_bytes(resolved, stored_bytes)
         model["weights"] = f"{weights / GIB:.2f} GiB in {resolved.config.dtype}"
-        memory = _memory(resolved, gpus, cpu_free, weights)
-        pool = size_pool(resolved.config, memory, resolved.source.layout.token_bytes)
+        is_cpu = resolved.config.device == "cpu"
+        free, total = (cpu_free(), cpu_total()) if is_cpu else (gpus[0].free, gpus[0].total)
+        try:
+            memory, pool = _pool(resolved, weights, free, total)
+        except ConfigError as error:
+            shortage = str(error)
+            with suppress(ConfigError):
+                _pool(resolved, weights, total, total)
+                return Forecast(lines, model, shortage=shortage)
+            raise
     except ConfigError as error:
         return Forecast(lines, model, problem=str(error))
     return Forecast(lines, model, _choices(options, resolved, pool, memory))
@@ -88,17 +102,17 @@ def _weight_bytes(resolved: ResolvedEngine, stored_bytes: int | None) -> int:
     return weight_bytes(resolved.source)
 
 
-def _memory(resolved: ResolvedEngine, gpus: list[Gpu], cpu_free: Callable[[], int], weights: int) -> Memory:
-    """Return the memory after the weights are loaded.
+def _pool(resolved: ResolvedEngine, weights: int, free: int, total: int) -> tuple[Memory, EngineConfig]:
+    """Return the memory after the weights are loaded, and the settings with pages.
 
-    The memory of steps and graphs is not known without running them.
+    The memory of steps and graphs is not known without running them. weights, free, total: bytes. Raises ConfigError
+    if the memory is too small.
     """
-    free = cpu_free() if resolved.config.device == "cpu" else gpus[0].free
     if weights > free:
         raise ConfigError(f"the weights take {weights / GIB:.2f} GiB, but {free / GIB:.2f} GiB are free")
-    if resolved.config.device == "cpu":
-        return Memory(free=free - weights)
-    return Memory(free - weights, gpus[0].total, free)
+    is_cpu = resolved.config.device == "cpu"
+    memory = Memory(free=free - weights) if is_cpu else Memory(free - weights, total, free)
+    return memory, size_pool(resolved.config, memory, resolved.source.layout.token_bytes)
 
 
 def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfig, memory: Memory) -> Section:
@@ -136,7 +150,10 @@ def main() -> None:
     add_engine_arguments(parser)
     parser.add_argument("--weight-bytes", type=int, help="size of the weights, if they are not in the folder yet")
     arguments = parser.parse_args()
-    found = forecast(engine_options(arguments), read_gpus(), CpuDevice().free_bytes, arguments.weight_bytes)
+    cpu = CpuDevice()
+    found = forecast(
+        engine_options(arguments), read_gpus(), cpu.free_bytes, cpu.total_bytes, stored_bytes=arguments.weight_bytes
+    )
     sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
 
 

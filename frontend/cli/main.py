@@ -33,12 +33,12 @@ from tandem.frontend.flags.arguments import (
     add_watch_arguments,
     frontend_config,
 )
-from tandem.frontend.flags.flag import Flag, add_flags, check_bounds
+from tandem.frontend.flags.flag import Flag, add_flags, out_of_bounds
 from tandem.frontend.supervisor.termination import TERMINATED, Terminated, raised_sigterm
 from tandem.protocol.curve import make_client, make_curve
 from tandem.protocol.engine_options import add_engine_arguments, rare_engine_flags
 from tandem.protocol.errors import ExitCode
-from tandem.protocol.logs import configure_logging, refuse
+from tandem.protocol.logs import LogLevel, configure_logging, refuse
 from tandem.protocol.transport_options import add_transport_arguments
 from tandem.protocol.version import distribution_version
 
@@ -71,12 +71,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         process = "supervisor"
     if len(getattr(arguments, "listener_fds", ())) > 1:  # one of several frontends
         process = f"{process}-{arguments.slot}"
-    configure_logging(process, getattr(arguments, "log_level", "warning"), getattr(arguments, "log_format", "text"))
+    is_check = getattr(arguments, "check", False)  # it prints its own lines
+    level: LogLevel = "error" if is_check else getattr(arguments, "log_level", "warning")
+    configure_logging(process, level, getattr(arguments, "log_format", "text"))
+    problems = out_of_bounds(arguments, _BOUNDED_FLAGS)
     try:
-        check_bounds(arguments, _BOUNDED_FLAGS)
         _settle_model(arguments)
     except ValueError as error:
-        return _refuse(str(error))
+        problems.append(str(error))
+    if is_check:
+        arguments.run = partial(run_check, problems=problems)
+    elif problems:
+        return _refuse("; ".join(problems))
     try:
         return int(arguments.run(arguments))
     except KeyboardInterrupt as interrupt:
@@ -172,9 +178,14 @@ def _add_model_argument(command: argparse.ArgumentParser) -> None:
 
 
 def _add_config_argument(command: argparse.ArgumentParser) -> None:
-    command.add_argument_group("configuration").add_argument(
+    group = command.add_argument_group("configuration")
+    group.add_argument(
         "--config", type=Path, metavar="FILE",
         help="TOML file of flags by their names, such as max-len = 4096; flags of the command line win over it",
+    )  # fmt: skip
+    group.add_argument(
+        "--check", action="store_true",
+        help="say whether the command would start, with every problem, and exit with 0 or 2; nothing is started",
     )  # fmt: skip
 
 
@@ -285,6 +296,12 @@ def _serve(config: FrontendConfig) -> int:
     except (TokenizerError, ChatTemplateError, StoreError) as error:
         return _refuse(str(error), config.supervisor_fd is not None)
     return ExitCode.OK
+
+
+def run_check(arguments: argparse.Namespace, problems: Sequence[str]) -> int:
+    from tandem.frontend.cli.check import run_check
+
+    return run_check(arguments, problems)
 
 
 def run_chat(arguments: argparse.Namespace) -> int:

@@ -92,13 +92,22 @@ def check_security(arguments: argparse.Namespace) -> None:
     They are invalid CORS origins, unusable TLS files and traces that cannot be sent.
     """
     check_traces(arguments.otlp_traces_endpoint)
-    for origin in arguments.cors_origin:
+    check_origins(arguments.cors_origin)
+    check_tls(arguments.tls_cert, arguments.tls_key)
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """Raise ValueError for something else than an origin or `*`."""
+    for origin in origins:
         if origin != "*" and re.fullmatch(r"https?://[^/\s]+", origin) is None:
             raise ValueError(f"--cors-origin {origin} is not an origin; give * or one like https://example.org")
-    cert, key = arguments.tls_cert, arguments.tls_key
+
+
+def check_tls(cert: Path | None, key: Path | None) -> None:
+    """Raise ValueError for a certificate and a key that cannot be used."""
     if (cert is None) != (key is None):
         raise ValueError("--tls-cert and --tls-key belong together; give both or neither")
-    if cert is not None:
+    if cert is not None and key is not None:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
         except ssl.SSLError as error:

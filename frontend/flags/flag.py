@@ -91,15 +91,17 @@ def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
         flag.add_to(groups[flag.group])
 
 
-def check_bounds(arguments: argparse.Namespace, flags: Iterable[Flag]) -> None:
-    """Raise ValueError for a number out of its flag's bounds.
+def out_of_bounds(arguments: argparse.Namespace, flags: Iterable[Flag]) -> list[str]:
+    """Return a message for each number out of its flag's bounds.
 
     Flags that the command does not have are skipped.
     """
+    found = []
     for flag in flags:
         value = getattr(arguments, flag.name, None)
         if value is None or flag.bounds is None:
             continue
         low, high = flag.bounds
         if not low <= value <= high:  # also true for NaN
-            raise ValueError(f"{flag_name(flag.name)} must be between {low:.10g} and {high:.10g}, not {value}")
+            found.append(f"{flag_name(flag.name)} must be between {low:.10g} and {high:.10g}, not {value}")
+    return found

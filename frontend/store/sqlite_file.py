@@ -75,6 +75,26 @@ def open_store(directory: Path, limits: StoreLimits, clock: Callable[[], float] 
     return SqliteStore(connection, limits, clock)
 
 
+def check_store(directory: Path) -> None:
+    """Raise StoreError if the store of an existing directory cannot be opened.
+
+    Nothing is changed.
+    """
+    path = directory / FILE_NAME
+    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+        why = "this user may not write there" if directory.is_dir() else "it is not a directory"
+        raise StoreError(f"the store {path} cannot be opened: {why}; choose another --state-dir")
+    if not path.exists():
+        return
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            stored_version(connection, path)
+    except sqlite3.Error as error:
+        raise StoreError(
+            f"the store {path} cannot be used: {error}; move it away, or choose another --state-dir"
+        ) from None
+
+
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
     """Keep other processes from preparing the same file.
@@ -128,21 +148,32 @@ def create_tables(connection: sqlite3.Connection, path: Path) -> None:
 
     Raises StoreError for a database of another program or a newer version; `path` is its name in the message.
     """
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    application = connection.execute("PRAGMA application_id").fetchone()[0]
-    if (version, application) == (0, 0) and not connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+    version = stored_version(connection, path)
+    if version == 0:
         for statement in _TABLES.split(";"):
             connection.execute(statement)
         connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    elif application != _APPLICATION_ID:
-        raise StoreError(f"{path} is a database of another program; choose another --state-dir")
-    elif version > SCHEMA_VERSION:
-        raise StoreError(
-            f"the store {path} has schema version {version}; this server knows {SCHEMA_VERSION}: start the newer "
-            "version that wrote it, or choose another --state-dir"
-        )
     elif version == 1:
         for statement in _FROM_VERSION_1:
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def stored_version(connection: sqlite3.Connection, path: Path) -> int:
+    """Return the version of a store's tables, 0 for an empty database.
+
+    Raises StoreError for a database of another program or a newer version; `path` is its name in the message.
+    """
+    version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    if (version, application) == (0, 0) and not connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+        return 0
+    if application != _APPLICATION_ID:
+        raise StoreError(f"{path} is a database of another program; choose another --state-dir")
+    if version > SCHEMA_VERSION:
+        raise StoreError(
+            f"the store {path} has schema version {version}; this server knows {SCHEMA_VERSION}: start the newer "
+            "version that wrote it, or choose another --state-dir"
+        )
+    return version

@@ -76,7 +76,8 @@ def private_endpoint(directory: Path) -> str:
     return f"ipc://{directory}/engine"
 
 
-def _check_ipc_length(endpoint: str) -> None:
+def check_ipc_length(endpoint: str) -> None:
+    """Raise LaunchError for an ipc endpoint whose path is too long for a socket."""
     path = endpoint.removeprefix("ipc://")
     if path != endpoint and len(path.encode()) + len(".beat") > MAX_IPC_PATH:
         raise LaunchError(
@@ -85,7 +86,11 @@ def _check_ipc_length(endpoint: str) -> None:
         )
 
 
-def _transport(arguments: argparse.Namespace, endpoint: str) -> Transport:
+def checked_transport(arguments: argparse.Namespace, endpoint: str) -> Transport:
+    """Return the security of the link.
+
+    Raises LaunchError for keys that cannot be used, and for an endpoint that the flags do not allow.
+    """
     try:
         settings = transport(arguments)
         settings.check(endpoint)
@@ -127,6 +132,11 @@ def check_unused(endpoint: str) -> None:
             try:
                 listen(host.strip("[]").replace("*", "0.0.0.0"), number).close()
             except OSError as error:
+                if error.errno in (errno.EACCES, errno.EADDRNOTAVAIL):
+                    raise LaunchError(
+                        f"--endpoint {endpoint} cannot be listened on ({error.strerror}); give an address of this "
+                        "machine, and a port that this user may use"
+                    ) from None
                 if error.errno == errno.EADDRINUSE:  # the engine reports others
                     raise AddressInUseError(
                         f"--endpoint {endpoint} needs the ports {port} and {int(port) + 1}, and {number} is in use; "
@@ -174,8 +184,8 @@ async def supervise(
         check_length(options.max_len, model.folder)
         private = stack.enter_context(run_directory())
         endpoint = arguments.endpoint or private_endpoint(private)
-        _check_ipc_length(endpoint)
-        settings = _transport(arguments, endpoint)
+        check_ipc_length(endpoint)
+        settings = checked_transport(arguments, endpoint)
         if arguments.endpoint is not None:
             once_free(lambda: check_unused(endpoint))
         ops_socket = stack.enter_context(listen_ops(arguments.ops_host, arguments.ops_port))
@@ -202,7 +212,7 @@ async def supervise_frontends(arguments: argparse.Namespace, model: ModelFolder)
     """
     with ExitStack() as stack:
         private = stack.enter_context(run_directory())
-        _transport(arguments, arguments.endpoint)
+        checked_transport(arguments, arguments.endpoint)
         listeners = _open_listeners(arguments, stack)
         ops_socket = stack.enter_context(listen_ops(arguments.ops_host, arguments.ops_port))
         frontends = _frontends(arguments, arguments.endpoint, model.folder, listeners, private)
@@ -222,12 +232,23 @@ def _open_listeners(arguments: argparse.Namespace, stack: ExitStack) -> ServiceS
     opened = ServiceSockets.open(addresses, count, stack)
     hosts = opened.tcp_hosts
     arguments.allowed_hosts = arguments.allowed_hosts or default_allowed_hosts(hosts)
-    if not (all(map(is_loopback, hosts)) or http_keys(arguments) or arguments.api_keys):
-        logger.warning(
-            "everyone who reaches %s may use the service: it needs no API key; give --api-keys, or listen on a "
-            "loopback address", " and ".join(opened.urls(arguments.tls_cert is not None)),
-        )  # fmt: skip
+    has_keys = bool(http_keys(arguments) or arguments.api_keys)
+    if warning := open_host_warning(hosts, has_keys, opened.urls(arguments.tls_cert is not None)):
+        logger.warning("%s", warning)
     return opened
+
+
+def open_host_warning(hosts: Sequence[str], has_keys: bool, urls: Sequence[str]) -> str:
+    """Return a warning about a service without keys that other machines reach.
+
+    It is "" for any other service.
+    """
+    if has_keys or all(map(is_loopback, hosts)):
+        return ""
+    return (
+        f"everyone who reaches {' and '.join(urls)} may use the service: it needs no API key; give --api-keys, or "
+        "listen on a loopback address"
+    )
 
 
 def _frontends(

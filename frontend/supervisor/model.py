@@ -32,6 +32,10 @@ class AddressInUseError(LaunchError):
     """
 
 
+class NotDownloadedError(LaunchError):
+    """A model of the hub is not in the cache, and must not be downloaded now."""
+
+
 class ModelFolder(Struct, frozen=True):
     """A model in a folder of this machine."""
 
@@ -52,7 +56,12 @@ class ModelFolder(Struct, frozen=True):
 
 
 def find_model(
-    model: str | None, hub: HubOptions, *, with_weights: bool = True, stop: threading.Event | None = None
+    model: str | None,
+    hub: HubOptions,
+    *,
+    with_weights: bool = True,
+    may_download: bool = True,
+    stop: threading.Event | None = None,
 ) -> ModelFolder:
     """Return the folder of the model to serve.
 
@@ -60,11 +69,13 @@ def find_model(
 
     By default it is the model that ships with the engine core. The engine core is located, not imported. A safetensors
     file stands for its folder, if that has no other weights. with_weights: False for a frontend, which needs the
-    tokenizer and templates only. stop: ends a download early.
+    tokenizer and templates only. may_download: False to take what is in the cache without asking the hub. stop: ends a
+    download early.
 
-    Raises LaunchError if the model is found nowhere, or if it cannot be downloaded or converted.
+    Raises LaunchError if the model is found nowhere, or if it cannot be downloaded or converted; NotDownloadedError if
+    it would have to be downloaded.
     """
-    found = _find(model, hub, with_weights, stop or threading.Event())
+    found = _find(model, hub, with_weights, stop or threading.Event(), may_download)
     try:
         folder = with_tokenizer(found.folder, cache_folder())
     except ConversionError as error:
@@ -74,7 +85,9 @@ def find_model(
     return ModelFolder(folder, found.name or found.folder.resolve().name, found.commit)
 
 
-def _find(model: str | None, hub: HubOptions, with_weights: bool, stop: threading.Event) -> ModelFolder:
+def _find(
+    model: str | None, hub: HubOptions, with_weights: bool, stop: threading.Event, may_download: bool
+) -> ModelFolder:
     if model is None:
         return ModelFolder(_default_model())
     path = Path(model)
@@ -87,7 +100,7 @@ def _find(model: str | None, hub: HubOptions, with_weights: bool, stop: threadin
         return ModelFolder(path) if is_folder else _folder_of_file(path)
     if not is_hub_name(model):
         raise LaunchError(_missing_folder(model))
-    return _download(model, hub, with_weights, stop)
+    return _download(model, hub, with_weights, stop, may_download)
 
 
 def _folder_of_file(path: Path) -> ModelFolder:
@@ -123,12 +136,14 @@ def is_hub_name(model: str) -> bool:
     return _HUB_NAME.fullmatch(model) is not None and not model.endswith(".gguf") and not os.path.exists(model)
 
 
-def _download(model: str, hub: HubOptions, with_weights: bool, stop: threading.Event) -> ModelFolder:
+def _download(
+    model: str, hub: HubOptions, with_weights: bool, stop: threading.Event, may_download: bool
+) -> ModelFolder:
     # The library reads the environment when it is imported, and takes a while.
     try:
         from tandem.frontend.hub.client import HubModel
         from tandem.frontend.hub.errors import HubError
-        from tandem.frontend.hub.snapshot import find_snapshot
+        from tandem.frontend.hub.snapshot import cached_snapshot, find_snapshot
     except ValueError as error:
         raise LaunchError(
             f"the settings of huggingface_hub in the environment cannot be read ({error}): check HF_ENDPOINT and the "
@@ -136,7 +151,13 @@ def _download(model: str, hub: HubOptions, with_weights: bool, stop: threading.E
         ) from None
 
     try:
-        found = find_snapshot(HubModel.open(model, hub), with_weights, stop)
+        wanted = HubModel.open(model, hub)
+        if may_download or wanted.offline:  # offline it says why there is nothing to serve
+            found = find_snapshot(wanted, with_weights, stop)
+        elif (cached := cached_snapshot(wanted, with_weights)) is not None:
+            found = cached
+        else:
+            raise NotDownloadedError(f"{model} is not in the cache {wanted.cache.root}; a start downloads it")
     except HubError as error:
         raise LaunchError(str(error)) from None
     logger.info("%s is commit %s, in %s", model, found.commit, found.folder)

@@ -24,21 +24,30 @@ def config_words(path: Path, flags: Mapping[str, argparse.Action], given: Sequen
     """Return the words of a command line that mean the same as a file.
 
     flags: the flags of the command, by their spelling. given: the words of the command line, whose flags are left out.
-    Raises ValueError for a file that cannot be read, for unknown names and for values of a wrong type.
+    Raises ValueError for a file that cannot be read, and for unknown names and values of a wrong type, a line each.
     """
     words: list[str] = []
+    wrong: list[str] = []
     seen: dict[str, str] = {}
     for name, value in _load(path).items():
         flag = "--" + name.replace("_", "-")
         action = flags.get(flag)
         if action is None or action.dest in NOT_IN_FILES:
-            raise ValueError(f"{path}: {_unknown(name, flag, flags, explain)}")
+            wrong.append(f"{path}: {_unknown(name, flag, flags, explain)}")
+            continue
         if action.dest in seen:
-            raise ValueError(f"{path}: {seen[action.dest]} and {name} are the same flag; leave one out")
+            wrong.append(f"{path}: {seen[action.dest]} and {name} are the same flag; leave one out")
+            continue
         seen[action.dest] = name
-        new = _words(f"{path}: {name}", flag, action, value)
+        try:
+            new = _words(f"{path}: {name}", flag, action, value)
+        except ValueError as error:
+            wrong.append(str(error))
+            continue
         if not any(word.partition("=")[0] in action.option_strings for word in given):
             words += new
+    if wrong:
+        raise ValueError("\n".join(wrong))
     return words
 
 

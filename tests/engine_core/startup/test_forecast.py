@@ -26,9 +26,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def forecast_of(folder: Path, traits: GpuTraits | None = None, free: int = 20 * GIB, **options: Any) -> Forecast:
+def forecast_of(
+    folder: Path, traits: GpuTraits | None = None, free: int = 20 * GIB, total: int | None = None, **options: Any
+) -> Forecast:
     gpus = [] if traits is None else [Gpu(traits, free, 24 * GIB)]
-    return forecast(EngineOptions(model=str(folder), **options), gpus, lambda: free)
+    return forecast(EngineOptions(model=str(folder), **options), gpus, lambda: free, lambda: total or free)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_rows": 3, "kv_tokens": 160}, {"max_len": 32, "prefix_cache": "off"}])
@@ -84,6 +86,15 @@ def test_problem_is_the_engine_s_reason(
     found = forecast_of(folder, traits, free, **options)
     assert problem in found.problem
     assert found.choices == {}
+
+
+@pytest.mark.parametrize(("traits", "options"), [(None, {}), (None, {"kv_tokens": 1000}), (L4, {"dtype": "float16"})])
+def test_memory_that_others_use_is_a_shortage_and_no_problem(
+    folder: Path, traits: GpuTraits | None, options: dict[str, Any]
+) -> None:
+    found = forecast_of(folder, traits, free=1000, total=GIB, **options)
+    assert (found.problem, found.choices) == ("", {})
+    assert "but 0.00 GiB are free" in found.shortage
 
 
 def test_models_that_are_not_supported_say_so(folder: Path) -> None:

@@ -1,0 +1,292 @@
+"""`--check` of the commands that serve, which says whether they would start.
+
+The rules are those of the start itself. Nothing is started, downloaded or changed. What another process has in use now,
+such as the ports and the memory of a service that runs with an older configuration, is a warning.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+
+from tandem.frontend.access.api_keys import ApiKeys
+from tandem.frontend.access.key_sources import ENVIRONMENT, api_keys
+from tandem.frontend.chat.chat_template import ChatTemplateError, load_chat_template
+from tandem.frontend.cli.doctor import AskEngine, ask_engine
+from tandem.frontend.cli.flags import hub_options
+from tandem.frontend.cli.port_owner import port_owner
+from tandem.frontend.flags.arguments import check_origins, check_tls, check_traces
+from tandem.frontend.generation.tokenizer import TokenizerError, load_tokenizer
+from tandem.frontend.listening import url_of
+from tandem.frontend.store.sqlite_file import check_store
+from tandem.frontend.store.store import StoreError
+from tandem.frontend.supervisor.addresses.service_sockets import Addresses
+from tandem.frontend.supervisor.addresses.tcp_address import TcpAddress, listen_tcp, tcp_addresses
+from tandem.frontend.supervisor.addresses.unix_socket import listening_unix_socket
+from tandem.frontend.supervisor.launch import (
+    check_engine_installed,
+    check_ipc_length,
+    check_length,
+    check_unused,
+    checked_transport,
+    listen_ops,
+    open_host_warning,
+)
+from tandem.frontend.supervisor.model import (
+    AddressInUseError,
+    LaunchError,
+    ModelFolder,
+    NotDownloadedError,
+    find_model,
+)
+from tandem.protocol.engine_options import EngineOptions, engine_options, wrong_numbers
+from tandem.protocol.errors import ExitCode
+from tandem.protocol.forecast import Forecast, Section
+from tandem.protocol.model_folder import TemplateFileError, read_template
+from tandem.protocol.sockets import check_ipc_place, check_server_keys
+
+_REFUSALS = (LaunchError, ValueError, StoreError, TokenizerError, ChatTemplateError, TemplateFileError)
+"""What the parts of a start raise for settings that cannot work."""
+_PRIVATE_ENDPOINT = "ipc:///private"
+"""Stands for the endpoint that a start would make."""
+
+
+class Findings:
+    """Problems, warnings and facts that were found."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.warnings: list[str] = []
+        self.facts: Section = {}
+        self._ports: set[int] = set()
+
+    @contextmanager
+    def caught(self, *ports: int) -> Iterator[None]:
+        """Note what a part of a start refuses instead of raising it.
+
+        ports: those that the part listens on. That another process has them now is a warning.
+        """
+        try:
+            yield
+            self._ports.update(ports)
+        except AddressInUseError as error:
+            if own := self._ports.intersection(ports):
+                self.problems.append(f"{error}: this command has {min(own)} for another of its addresses")
+                return
+            owners = [f"; {port_owner(port)} has {port} now" for port in ports if port]
+            self.warnings.append(f"{error}{owners[0] if owners else ''}")
+        except NotDownloadedError as error:
+            self.warnings.append(f"{error}; the model itself was not checked")
+        except _REFUSALS as error:
+            self.problems.append(str(error))
+
+
+def run_check(arguments: argparse.Namespace, problems: Collection[str] = (), ask: AskEngine = ask_engine) -> int:
+    """Print problems and warnings on stderr, a line each, and a summary on stdout.
+
+    Returns the exit code.
+
+    problems: those that are known already. ask: returns the engine's choices; by default from a child process.
+    """
+    found = Findings()
+    found.problems += problems
+    command = arguments.command
+    if command == "frontend":
+        model = _find_model(arguments.model_dir, arguments, False, found) if arguments.model_dir else None
+    else:
+        model = _check_engine(arguments, ask, found)
+    _check_addresses(arguments, found)
+    if command != "engine":
+        _check_access(arguments, found)
+        _check_chat(arguments.chat_template, model, found)
+        _check_state(arguments.state_dir, found)
+    return _print(command, found)
+
+
+def _print(command: str, found: Findings) -> int:
+    for kind, texts in (("problem", found.problems), ("warning", found.warnings)):
+        for text in dict.fromkeys(texts):
+            print(f"{kind}: {' '.join(text.split())}", file=sys.stderr)
+    for name, text in found.facts.items():
+        print(f"{name:<18}{text}")
+    count = len(dict.fromkeys(found.problems))
+    verdict = f"would not start: {count} problem{'s' if count > 1 else ''}" if count else "would start"
+    print(f"tandem {command} {verdict}")
+    return ExitCode.CONFIG if count else ExitCode.OK
+
+
+def _check_engine(arguments: argparse.Namespace, ask: AskEngine, found: Findings) -> ModelFolder | None:
+    """Check the engine's settings and its model.
+
+    The engine's own code does that in a child process.
+    """
+    options = engine_options(arguments)
+    wrong = wrong_numbers(options)
+    # Some flags are the frontends' too, with the same bounds.
+    told = {text.partition(" ")[0] for text in found.problems}
+    found.problems += [text for text in wrong if text.partition(" ")[0] not in told]
+    model = _find_model(options.model, arguments, True, found)
+    installed: list[bool] = []
+    with found.caught():
+        check_engine_installed()
+        installed.append(True)
+    if model is None or wrong or not installed:
+        return model
+    with found.caught():
+        check_length(options.max_len, model.folder)
+        _note(_ask(options, model, ask), found)
+    return model
+
+
+def _ask(options: EngineOptions, model: ModelFolder, ask: AskEngine) -> Forecast:
+    return ask(structs.replace(options, model=str(model.folder)), None)
+
+
+def _note(engine: Forecast, found: Findings) -> None:
+    found.problems += [engine.problem] if engine.problem else []
+    if engine.shortage:
+        found.warnings.append(f"{engine.shortage} now; it would fit if nothing else used the memory")
+    found.facts |= {name: text for name, text in engine.model.items() if name != "supported"} | engine.choices
+
+
+def _find_model(
+    model: str | None, arguments: argparse.Namespace, with_weights: bool, found: Findings
+) -> ModelFolder | None:
+    """Return the model's folder, or None if it is not here."""
+    with found.caught():
+        folder = find_model(model, hub_options(arguments), with_weights=with_weights, may_download=False)
+        found.facts["model"] = f"{folder.folder}{f', commit {folder.commit}' if folder.commit else ''}"
+        return folder
+    return None
+
+
+def _check_addresses(arguments: argparse.Namespace, found: Findings) -> None:
+    """Listen on all addresses for a moment.
+
+    They are open at the same time, which shows addresses that the command has twice.
+    """
+    with ExitStack() as stack:
+        if arguments.command != "engine":
+            _listen_api(arguments, stack, found)
+        port = arguments.ops_port
+        with found.caught(port or 0):
+            sock = stack.enter_context(listen_ops(arguments.ops_host, port))
+            found.facts["ops port"] = url_of(sock) if port != 0 else "any free port"
+        _check_endpoint(arguments, found)
+
+
+def _listen_api(arguments: argparse.Namespace, stack: ExitStack, found: Findings) -> None:
+    addresses = Addresses(arguments.host, arguments.port, arguments.uds, arguments.uds_mode)
+    port, scheme = addresses.tcp_port, "https" if arguments.tls_cert is not None else "http"
+    urls: list[str] = []
+    known: list[str] = []
+    for host in addresses.tcp_hosts:
+        with found.caught():
+            tcp_addresses([host])
+            known.append(host)
+    resolved: list[TcpAddress] = tcp_addresses(known)
+    for given in dict.fromkeys(address.given for address in resolved):
+        with found.caught(port):
+            opened = listen_tcp([address for address in resolved if address.given == given], port, 1)
+            urls += [url_of(stack.enter_context(sock), scheme) for group in opened for sock in group]
+    if arguments.uds is not None:
+        with found.caught():
+            urls.append(url_of(stack.enter_context(listening_unix_socket(arguments.uds, arguments.uds_mode))))
+    has_keys = bool(arguments.api_keys or arguments.api_key or arguments.api_key_file or os.environ.get(ENVIRONMENT))
+    shown = [address.host for address in resolved]
+    if warning := open_host_warning(shown, has_keys, [f"{host}:{port}" for host in shown]):
+        found.warnings.append(warning)
+    if urls:
+        found.facts["API"] = ", ".join(urls) if port else "any free port"
+
+
+def _check_endpoint(arguments: argparse.Namespace, found: Findings) -> None:
+    """Check the link between engine and frontends.
+
+    An engine has to listen there, on a place of its own.
+    """
+    endpoint = arguments.endpoint
+    with found.caught():
+        check_ipc_length(endpoint or _PRIVATE_ENDPOINT)
+        settings = checked_transport(arguments, endpoint or _PRIVATE_ENDPOINT)
+        if endpoint is None:
+            return
+        found.facts["endpoint"] = endpoint
+        if arguments.command == "frontend":
+            return
+        check_ipc_place(endpoint)
+        ports: tuple[int, ...] = ()
+        if endpoint.startswith("tcp://"):
+            check_server_keys(settings)
+            first = int(endpoint.rpartition(":")[2])
+            ports = (first, first + 1)
+        else:
+            _check_missing(Path(endpoint.removeprefix("ipc://")).parent, "--endpoint", found)
+        with found.caught(*ports):
+            check_unused(endpoint)
+
+
+def _check_access(arguments: argparse.Namespace, found: Findings) -> None:
+    """Check keys, certificate, origins and the collector of traces."""
+    checks: list[Callable[[], Any]] = [
+        lambda: check_tls(arguments.tls_cert, arguments.tls_key),
+        lambda: check_origins(arguments.cors_origin),
+        lambda: check_traces(arguments.otlp_traces_endpoint),
+    ]
+    for check in checks:
+        with found.caught():
+            check()
+    given: tuple[str, ...] = ()
+    with found.caught():
+        given = api_keys(arguments)
+    with found.caught():
+        keys = ApiKeys(given, arguments.api_keys)
+        keys.load()
+        found.facts["API keys"] = str(len(keys.ring)) if keys.is_required else "none needed"
+
+
+def _check_chat(file: Path | None, model: ModelFolder | None, found: Findings) -> None:
+    """Check the tokenizer and the chat template."""
+    with ExitStack() as stack:
+        tokenizer = None
+        if model is not None:
+            with found.caught():
+                tokenizer = load_tokenizer(model.folder, threads=1)
+                stack.callback(tokenizer.close)
+        with found.caught():
+            if model is not None and tokenizer is not None:
+                template = load_chat_template(model.folder, file, tokenizer)
+                found.facts["chat"] = "with a template" if template is not None else "no template, so it cannot chat"
+            elif file is not None:
+                read_template(file)
+
+
+def _check_state(folder: Path | None, found: Findings) -> None:
+    """Check the directory of stored responses."""
+    if folder is None:
+        return
+    found.facts["state"] = str(folder)
+    if not folder.exists():
+        _check_missing(folder, "--state-dir", found)
+        return
+    with found.caught():
+        check_store(folder)
+
+
+def _check_missing(folder: Path, flag: str, found: Findings) -> None:
+    """Note a folder that does not exist and that this user cannot make."""
+    if folder.exists():
+        return
+    parent = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not parent.is_dir():
+        found.problems.append(f"{flag}: {folder} cannot be created, because {parent} is not a directory")
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        found.warnings.append(
+            f"{flag}: {folder} does not exist, and this user may not create it in {parent}; create it, unless a "
+            "service manager does"
+        )

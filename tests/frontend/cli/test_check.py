@@ -1,0 +1,273 @@
+"""`--check` of serve, engine and frontend."""
+
+import json
+import os
+import socket
+import sqlite3
+import stat
+from pathlib import Path
+
+import pytest
+
+from tandem.frontend.cli.check import run_check
+from tandem.frontend.cli.main import build_parser, main
+from tandem.frontend.listening import listen
+from tandem.frontend.store.sqlite_file import FILE_NAME, open_store
+from tandem.frontend.store.store import StoreLimits
+from tandem.protocol.curve import make_client, make_curve
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.forecast import Forecast
+from tests.fakes.tokenizer import write_tokenizer
+
+CHOICES = Forecast([], {"architecture": "LlamaForCausalLM", "supported": "yes"}, {"rows": "32 (default on cpu)"})
+FREE = ("--port", "0", "--ops-port", "0")
+TCP = ("--endpoint", "tcp://127.0.0.1:{port}", "--insecure-tcp")
+
+
+@pytest.fixture(autouse=True)
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TANDEM_API_KEY", raising=False)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_tokenizer(folder)
+    (folder / "config.json").write_text('{"max_position_embeddings": 64}')
+    return folder
+
+
+class Checked:
+    """Exit code and lines of a check, whose engine says what `engine` is."""
+
+    def __init__(
+        self, capsys: pytest.CaptureFixture[str], command: str, model: str, *argv: str, engine: Forecast = CHOICES
+    ) -> None:
+        self.asked: list[EngineOptions] = []
+
+        def ask(options: EngineOptions, _: int | None) -> Forecast:
+            self.asked.append(options)
+            return engine
+
+        capsys.readouterr()
+        self.code = run_check(build_parser().parse_args([command, "--model", model, *argv, "--check"]), ask=ask)
+        text = capsys.readouterr()
+        self.summary = text.out.splitlines()
+        self.lines = text.err.splitlines()
+        self.problems = [line.removeprefix("problem: ") for line in self.lines if line.startswith("problem: ")]
+        self.warnings = [line.removeprefix("warning: ") for line in self.lines if line.startswith("warning: ")]
+        assert len(self.lines) == len(self.problems) + len(self.warnings)
+        assert self.code == (2 if self.problems else 0)
+
+
+def test_good_settings_have_no_line_on_stderr_and_a_summary(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    good = Checked(capsys, "serve", str(model), *FREE, "--state-dir", str(state), "--max-len", "64")
+    assert (good.code, good.lines, good.summary[-1]) == (0, [], "tandem serve would start")
+    assert [options.model for options in good.asked] == [str(model)]
+    assert "architecture      LlamaForCausalLM" in good.summary
+    assert f"state             {state}" in good.summary
+    assert not state.exists()
+    assert Checked(capsys, "engine", str(model), "--ops-port", "0", "--endpoint", f"ipc://{tmp_path}/run/e").code == 0
+    assert not (tmp_path / "run").exists()
+    frontend = Checked(capsys, "frontend", str(model), *FREE, "--endpoint", "tcp://10.0.0.1:5555", "--insecure-tcp")
+    assert (frontend.lines, frontend.asked, frontend.summary[-1]) == ([], [], "tandem frontend would start")
+
+
+def test_every_problem_has_a_line_and_none_hides_another(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_API_KEY", "caf\N{LATIN SMALL LETTER E WITH ACUTE}")
+    config = tmp_path / "tandem.toml"
+    config.write_text('cors-origin = "example"\nstep-timeout = 0\nmax-concurrent = 0\nmax-rows = 0\npage-size = 7\n')
+    argv = ("--config", str(config), "--tls-cert", str(tmp_path), "--api-keys", str(tmp_path / "none"), *FREE)
+    more = ("--endpoint", "ipc://relative", "--chat-template", str(tmp_path / "none.jinja"), "--host", "no.invalid")
+    assert main(["serve", "--check", "/nowhere", *argv, *more, "--otlp-traces-endpoint", "x"]) == 2
+    text = capsys.readouterr()
+    found = text.err.splitlines()
+    expected = [
+        "--step-timeout must be between", "--max-concurrent must be between", "--max-rows 0: must be from",
+        "--page-size 7 is not a power of two", "the model /nowhere is not a directory", "cannot listen on no.invalid",
+        "endpoint ipc://relative is not an absolute path", "--tls-cert and --tls-key belong together",
+        "--cors-origin example is not an origin", "--otlp-traces-endpoint x is not a URL", "an API key must have",
+        "--api-keys ", "the chat template ",
+    ]  # fmt: skip
+    assert len(found) == len(expected), found
+    for start in expected:
+        assert len([line for line in found if line.startswith(f"problem: {start}")]) == 1, (start, found)
+    assert text.out.splitlines()[-1] == f"tandem serve would not start: {len(expected)} problems"
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"tokenizer.json": "{}"}, "cannot be read"),
+        ({"tokenizer.json": None}, "has no tokenizer.json"),
+        ({"chat_template.jinja": "{% if %}"}, "chat_template.jinja"),
+        ({"config.json": '{"max_position_embeddings": 8}'}, "--max-len 64 is more than the 8 positions"),
+    ],
+)
+def test_what_is_wrong_with_the_model_s_folder_is_a_problem(
+    capsys: pytest.CaptureFixture[str], model: Path, content: dict[str, str | None], problem: str
+) -> None:
+    for name, text in content.items():
+        (model / name).unlink(missing_ok=True)
+        if text is not None:
+            (model / name).write_text(text)
+    found = Checked(capsys, "serve", str(model), *FREE, "--max-len", "64")
+    assert [problem in line for line in found.problems] == [True]
+
+
+def test_the_engine_says_what_it_cannot_serve_and_what_others_use(
+    capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    refused = Checked(capsys, "serve", str(model), *FREE, engine=Forecast(problem="GPT2 is not supported"))
+    assert refused.problems == ["GPT2 is not supported"]
+    short = Checked(capsys, "serve", str(model), *FREE, engine=Forecast(shortage="the weights take 9 GiB, 1 is free"))
+    assert (short.code, len(short.warnings)) == (0, 1)
+    assert short.warnings[0].startswith("the weights take 9 GiB, 1 is free now; ")
+
+
+def test_an_address_in_use_is_a_warning_that_names_who_has_it(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        for flags in (("--port", str(port), "--ops-port", "0"), ("--port", "0", "--ops-port", str(port))):
+            found = Checked(capsys, "serve", str(model), *flags)
+            assert (found.code, found.problems) == (0, [])
+            (warning,) = found.warnings
+            assert f"cannot listen on 127.0.0.1:{port}" in warning and f"(process {os.getpid()}) has {port}" in warning
+        endpoint = [word.format(port=port) for word in TCP]
+        (warning,) = Checked(capsys, "engine", str(model), "--ops-port", "0", *endpoint).warnings
+        assert f"--endpoint tcp://127.0.0.1:{port} needs the ports {port} and {port + 1}" in warning
+
+
+def test_a_running_service_on_the_same_socket_is_a_warning_and_stays(
+    capsys: pytest.CaptureFixture[str], model: Path, ipc_dir: Path
+) -> None:
+    path, engine = ipc_dir / "api", ipc_dir / "engine"
+    flags = ("--ops-port", "0", "--uds", str(path), "--endpoint", f"ipc://{engine}")
+    assert Checked(capsys, "serve", str(model), *flags).lines == []
+    assert not path.exists() and not engine.exists()
+    with socket.socket(socket.AF_UNIX) as api, socket.socket(socket.AF_UNIX) as core:
+        for sock, place in ((api, path), (core, engine)):
+            sock.bind(str(place))
+            sock.listen()
+        found = Checked(capsys, "serve", str(model), *flags)
+        assert found.problems == [] and len(found.warnings) == 2
+        assert "another process listens on" in found.warnings[0] and "another engine serves at" in found.warnings[1]
+        assert path.exists() and engine.exists()
+
+
+def test_one_port_for_two_addresses_of_the_command_is_a_problem(
+    capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    with listen("127.0.0.1", 0) as free:
+        port = str(free.getsockname()[1])
+    (problem,) = Checked(capsys, "serve", str(model), "--port", port, "--ops-port", port).problems
+    assert f"this command has {port} for another of its addresses" in problem
+    endpoint = [word.format(port=port) for word in TCP]
+    (problem,) = Checked(capsys, "serve", str(model), "--port", port, "--ops-port", "0", *endpoint).problems
+    assert f"this command has {port} for another of its addresses" in problem
+
+
+def test_an_address_that_this_machine_lacks_is_a_problem(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (problem,) = Checked(capsys, "serve", str(model), *FREE, "--host", "192.0.2.1").problems[:1]
+    assert problem.startswith("cannot listen on 192.0.2.1:0")
+    endpoint = ("--endpoint", "tcp://192.0.2.1:5555", "--insecure-tcp")
+    (problem,) = Checked(capsys, "engine", str(model), "--ops-port", "0", *endpoint).problems
+    assert problem.startswith("--endpoint tcp://192.0.2.1:5555 cannot be listened on")
+
+
+def test_an_open_host_without_keys_is_a_warning(
+    capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ("serve", str(model), *FREE, "--host", "0.0.0.0")
+    (warning,) = Checked(capsys, *argv).warnings
+    assert warning.startswith("everyone who reaches 0.0.0.0:0 may use the service")
+    monkeypatch.setenv("TANDEM_API_KEY", "secret")
+    assert Checked(capsys, *argv).lines == []
+
+
+def test_keys_of_the_link_must_be_those_of_their_side(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    make_curve(keys)
+    _, client = make_client(keys, "web")
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    link = ("--endpoint", f"tcp://127.0.0.1:{port}", "--curve-keys")
+    assert Checked(capsys, "engine", str(model), "--ops-port", "0", *link, str(keys)).problems == []
+    (problem,) = Checked(capsys, "engine", str(model), "--ops-port", "0", *link, str(client)).problems
+    assert "engine.key_secret" in problem
+    assert Checked(capsys, "frontend", str(model), *FREE, *link, str(client)).problems == []
+    (problem,) = Checked(capsys, "frontend", str(model), *FREE, *link, str(tmp_path)).problems
+    assert str(tmp_path) in problem
+
+
+def test_the_folder_of_an_ipc_endpoint_must_be_private(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o755)
+    (problem,) = Checked(capsys, "engine", str(model), "--ops-port", "0", "--endpoint", f"ipc://{tmp_path}/e").problems
+    assert "must belong to this user with mode 0700" in problem
+
+
+def test_a_store_is_looked_at_and_left_as_it_is(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    argv = ("serve", str(model), *FREE, "--state-dir", str(state))
+    open_store(state, StoreLimits()).close()
+    before = (state / FILE_NAME).read_bytes()
+    assert Checked(capsys, *argv).lines == []
+    with sqlite3.connect(state / FILE_NAME) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    (problem,) = Checked(capsys, *argv).problems
+    assert "has schema version 99" in problem
+    (state / FILE_NAME).write_bytes(b"x" * len(before))
+    (problem,) = Checked(capsys, *argv).problems
+    assert str(state / FILE_NAME) in problem
+    (problem,) = Checked(capsys, *argv[:-1], str(model / "config.json")).problems
+    assert "is not a directory" in problem
+
+
+def test_a_model_that_is_not_downloaded_is_a_warning_unless_a_start_could_not_download_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ("serve", "org/never", *FREE, "--download-dir", str(tmp_path))
+    found = Checked(capsys, *argv)
+    assert (found.code, found.asked) == (0, [])
+    assert [line.startswith(f"org/never is not in the cache {tmp_path}") for line in found.warnings] == [True]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (problem,) = Checked(capsys, *argv).problems
+    assert "org/never is not in the cache" in problem
+    assert stat.S_ISDIR(tmp_path.stat().st_mode) and list(tmp_path.iterdir()) == []
+
+
+def test_names_of_a_file_are_all_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "tandem.toml"
+    config.write_text('max-lenn = 1\nmax-rows = "x"\nhost = 5\n')
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--check", "--config", str(config)])
+    assert ended.value.code == 2
+    text = capsys.readouterr().err
+    assert "unknown name max-lenn; did you mean max-len?" in text
+    assert "max-rows must be an integer" in text and "host must be a string" in text
+
+
+@pytest.mark.slow
+def test_command_checks_the_model_with_the_engine_s_own_code(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["serve", "--check", *FREE, "--device", "cpu", "--max-rows", "3"]) == 0
+    assert "rows              3 (given as --max-rows)" in capsys.readouterr().out
+    config = {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "gguf"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_tokenizer(tmp_path)
+    assert main(["engine", "--check", str(tmp_path), "--ops-port", "0", "--endpoint", "ipc:///tmp/none/e"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
