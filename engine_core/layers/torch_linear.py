@@ -1,5 +1,6 @@
 """Unquantized linear weights in torch, on any device."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -15,24 +16,24 @@ from tandem.engine_core.loader.slots import WeightSlot
 MIN_ROWS_ON_CPU = 4
 
 
-class TorchLinear:
-    """Weights in the model's dtype, multiplied by torch's library calls.
+class UnfusedLinear(ABC):
+    """Weights of any format, whose product is a launch of its own.
 
     Norm and activation are separate launches.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: KernelSet) -> None:
-        """Keep the weights of a map.
-
-        weight: [outputs, inputs], in any memory layout; bias: [outputs].
-        """
-        self.weight = weight
+    def __init__(self, bias: Tensor | None, kernels: KernelSet) -> None:
+        """Keep the bias, [outputs], and the operations of the device."""
         self.bias = bias
         self.kernels = kernels
 
+    @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
         """Implement `LinearWeights.apply`."""
-        return functional.linear(x, self.weight, self.bias)
+
+    @abstractmethod
+    def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
+        """List the slots of everything but the bias; see `LinearWeights.slots`."""
 
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
@@ -43,9 +44,29 @@ class TorchLinear:
         return (product if activation is None else self.kernels.gated_activation(product, activation)), stream
 
     def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
-        """Implement `LinearWeights.slots`: `weight`, and `bias` if there is one."""
-        slots = projection_slots(self.weight, prefix, name, parts, "weight")
+        """Implement `LinearWeights.slots`."""
+        slots = self.weight_slots(prefix, name, parts)
         return slots if self.bias is None else slots + projection_slots(self.bias, prefix, name, parts, "bias")
+
+
+class TorchLinear(UnfusedLinear):
+    """Weights in the model's dtype, multiplied by torch's library calls."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: KernelSet) -> None:
+        """Keep the weights of a map.
+
+        weight: [outputs, inputs], in any memory layout; bias: [outputs].
+        """
+        super().__init__(bias, kernels)
+        self.weight = weight
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Implement `LinearWeights.apply`."""
+        return functional.linear(x, self.weight, self.bias)
+
+    def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
+        """Implement `UnfusedLinear.weight_slots`: the tensor `weight`."""
+        return projection_slots(self.weight, prefix, name, parts, "weight")
 
     def embedding_table(self) -> Tensor:
         """Implement `LinearWeights.embedding_table`."""

@@ -65,7 +65,7 @@ class ByteLinear(QuantizedLinear):
         return spread[:, : self.values.shape[1]]
 
     def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
-        """Implement `QuantizedLinear.weight_slots`: `weight` and its scales.
+        """Implement `UnfusedLinear.weight_slots`: `weight` and its scales.
 
         Raises ConfigError if a part of a fused projection ends within 16 outputs that share a scale.
         """

@@ -70,7 +70,7 @@ class NibbleLinear(QuantizedLinear):
         return ((levels - self.zeros[:, :, None]) * self.scales[:, :, None]).flatten(1).to(dtype)
 
     def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
-        """Implement `QuantizedLinear.weight_slots`."""
+        """Implement `UnfusedLinear.weight_slots`."""
         count = len(parts or {}) or 1
         groups = self._usual_groups().repeat(count, 1)
         sort = partial(self.sort, groups, f"{prefix}{name}")
