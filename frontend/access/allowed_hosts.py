@@ -5,11 +5,15 @@ that its browser reaches; the Host header still has that page's name.
 """
 
 import ipaddress
+import re
 from collections.abc import Iterable
 
 ANY = "*"
 LOOPBACK = "loopback"
 """Stands for `localhost` and all loopback addresses, and for any name on a Unix socket, which no browser reaches."""
+
+_HOST = re.compile(r"(\[[^\[\]]+\]|[^\[\]:@]+)(?::[0-9]*)?")
+"""A name, or an address in brackets or not, and a port if there is one."""
 
 
 class AllowedHosts:
@@ -67,7 +71,9 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _without_port(host: str) -> str:
-    """Return a host without its port, and without the dot at the end of a full name."""
-    if host.startswith("["):
-        return host.partition("]")[0] + "]"
-    return host.partition(":")[0].removesuffix(".")
+    """Return a host without its port, and without the dot at the end of a full name.
+
+    It is "" for a text of another form.
+    """
+    found = _HOST.fullmatch(host)
+    return "" if found is None else found[1].removesuffix(".")

@@ -12,6 +12,8 @@ from tandem.protocol.commands import MAX_PRIORITY
 
 API_KEY = "tandem.api_key"
 """Key of the ASGI scope under which the API key of a request is kept."""
+NO_KEY = hashlib.sha256(b"").digest()
+"""Digest of the key of a request that has none."""
 _NAME_DIGITS = 8
 """Hex digits of a digest in the name of a key that was given without one."""
 
@@ -85,6 +87,8 @@ class KeyRing:
         What is looked up is a digest: how long that takes tells nothing of the keys.
         """
         digest = digest_of(secret)
+        if digest == NO_KEY:
+            return None
         key = self._keys.get(digest)
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
 

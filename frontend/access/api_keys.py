@@ -1,6 +1,7 @@
 """The API keys of a server, which may change while it runs."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ audit = logging.getLogger("tandem.audit")
 
 POLL_SECONDS = 1.0
 """Time between two looks at whether the file has changed."""
+_MAX_NAMES = 32
+"""Keys that a line of the log names."""
 
 
 class ApiKeys:
@@ -31,6 +34,7 @@ class ApiKeys:
         self.ring = KeyRing()
         self._given = [unnamed_key(key) for key in given]
         self._signature: object = None
+        self._is_wanted = asyncio.Event()
 
     @property
     def is_required(self) -> bool:
@@ -71,11 +75,24 @@ class ApiKeys:
         if self.file is not None and self._look() != self._signature:
             self.reload()
 
+    def reload_soon(self) -> None:
+        """Have `watch` read the file again, changed or not.
+
+        Several calls in a row are one.
+        """
+        self._is_wanted.set()
+
     async def watch(self) -> None:
-        """Follow the changes of the file until cancelled."""
+        """Follow the changes of the file until cancelled.
+
+        A thread reads it: a file of many keys takes seconds to be parsed, and a network's file system may not answer.
+        """
         while self.file is not None:
-            await asyncio.sleep(POLL_SECONDS)
-            self.refresh()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_wanted.wait(), POLL_SECONDS)
+            read = self.reload if self._is_wanted.is_set() else self.refresh
+            self._is_wanted.clear()
+            await asyncio.to_thread(read)
 
     def _read(self) -> list[ApiKey]:
         named = load_key_file(self.file) if self.file is not None else []
@@ -103,4 +120,6 @@ class ApiKeys:
 
 
 def _names(ring: KeyRing, digests: "set[bytes]") -> str:
-    return ", ".join(sorted(f"{ring.keys[digest].name} ({digest.hex()[:8]})" for digest in digests)) or "none"
+    names = sorted(f"{ring.keys[digest].name} ({digest.hex()[:8]})" for digest in digests)
+    more = [f"{len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
+    return ", ".join(names[:_MAX_NAMES] + more) or "none"

@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from tandem.frontend.access.api_key import ApiKey, KeyLimits, Right
+from tandem.frontend.access.api_key import NO_KEY, ApiKey, KeyLimits, Right
 from tandem.protocol.commands import MAX_PRIORITY
 
 MAX_COUNT = 2**31 - 1
@@ -23,6 +23,31 @@ _OWNER = "@"
 """First character of the owner of stored responses that has a name: a digest has none such."""
 
 
+class KnownKeys:
+    """Keys of the tables that were read.
+
+    Their digests differ, and keys of one name have the same rights and limits.
+    """
+
+    def __init__(self) -> None:
+        self.keys: list[ApiKey] = []
+        self._digests: dict[bytes, tuple[int, ApiKey]] = {}
+        """Number of the table and key by digest."""
+        self._names: dict[str, tuple[int, ApiKey]] = {}
+        """Number of the table and key by name, of the first key of each name."""
+
+    def add(self, key: ApiKey, number: int) -> None:
+        """Append the key of a table. Raises ValueError if it contradicts another one."""
+        if key.digest in self._digests:
+            table, other = self._digests[key.digest]
+            raise ValueError(f"sha256 is that of table {table} ({other.name!r}) too; remove one of them")
+        self._digests[key.digest] = number, key
+        table, other = self._names.setdefault(key.name, (number, key))
+        if (key.rights, key.limits) != (other.rights, other.limits):
+            raise ValueError(f"table {table} has the same name with other rights or limits; make them equal")
+        self.keys.append(key)
+
+
 def load_key_file(path: Path) -> list[ApiKey]:
     """Read the keys of a file.
 
@@ -30,8 +55,9 @@ def load_key_file(path: Path) -> list[ApiKey]:
     what to change, for a file that cannot be read, that others may write, or that is malformed.
     """
     try:
-        with path.open("rb") as file:
-            _check_mode(path, stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+        # Opening a pipe would wait for someone to write it.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            _check_mode(path, os.fstat(file.fileno()).st_mode)
             tables = _tables(tomllib.load(file))
     except OSError as error:
         raise ValueError(f"--api-keys {path} cannot be read: {error.strerror}") from None
@@ -39,15 +65,13 @@ def load_key_file(path: Path) -> list[ApiKey]:
         raise ValueError(f"--api-keys {path} is not valid TOML: {error}") from None
     except ValueError as error:
         raise ValueError(f"--api-keys {path}: {error}") from None
-    keys: list[ApiKey] = []
+    known = KnownKeys()
     for number, table in enumerate(tables, 1):
         try:
-            key = _key(table)
-            _check_against(key, keys)
+            known.add(_key(table), number)
         except ValueError as error:
             raise ValueError(f"--api-keys {path}: [[key]] table {number}{_described(table)}: {error}") from None
-        keys.append(key)
-    return keys
+    return known.keys
 
 
 def key_table(key: ApiKey) -> str:
@@ -78,6 +102,9 @@ def check_name(name: object) -> str:
 
 def _check_mode(path: Path, mode: int) -> None:
     """Raise ValueError for a file that others may write: they could add keys."""
+    if not stat.S_ISREG(mode):
+        raise ValueError("it is not a regular file")
+    mode = stat.S_IMODE(mode)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ValueError(f"its mode {mode:04o} lets other users write it; run chmod go-w {path}")
 
@@ -105,6 +132,8 @@ def _key(table: dict[str, Any]) -> ApiKey:
     digest = table["sha256"]
     if not isinstance(digest, str) or _DIGEST.fullmatch(digest) is None:
         raise ValueError("sha256 must be the SHA-256 of the key in 64 hex digits, not the key itself")
+    if bytes.fromhex(digest) == NO_KEY:
+        raise ValueError("sha256 is that of an empty text; `tandem api-key NAME` prints a whole table")
     limits = KeyLimits(
         _number(table, "max_concurrent", 1, MAX_COUNT, None),
         _number(table, "tokens_per_minute", 1, MAX_COUNT, None),
@@ -129,15 +158,3 @@ def _number(table: dict[str, Any], name: str, low: int, high: int, default: int 
     if value is not default and (type(value) is not int or not low <= value <= high):
         raise ValueError(f"{name} is {value!r:.100}; give a whole number from {low} to {high}, or leave it out")
     return value
-
-
-def _check_against(key: ApiKey, others: list[ApiKey]) -> None:
-    """Raise ValueError if a key contradicts another one.
-
-    Their digests differ, and keys of one name have the same rights and limits.
-    """
-    for number, other in enumerate(others, 1):
-        if key.digest == other.digest:
-            raise ValueError(f"sha256 is that of table {number} ({other.name!r}) too; remove one of them")
-        if key.name == other.name and (key.rights, key.limits) != (other.rights, other.limits):
-            raise ValueError(f"table {number} has the same name with other rights or limits; make them equal")

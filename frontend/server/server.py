@@ -170,7 +170,7 @@ class DrainingServer(uvicorn.Server):
         New connections have the new certificate; open ones go on. What cannot be used stays as it was.
         """
         set_log_level(log_level)
-        self._service.keys.reload()
+        self._service.keys.reload_soon()
         cert, key = self._service.config.tls_cert, self._service.config.tls_key
         if cert is None or key is None:
             return

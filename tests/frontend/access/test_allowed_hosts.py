@@ -12,6 +12,11 @@ FOREIGN = [
     "192.168.0.7",
     "[fe80::1]:1",
     "127.0.0.1.nip.io",
+    "[::1].evil.example",
+    "[::1]evil.example:80",
+    "localhost:80@evil.example",
+    "user@localhost",
+    "localhost:evil.example",
 ]
 
 
@@ -55,7 +60,12 @@ def test_refusal_names_host_and_flag() -> None:
 
 
 def test_addresses_are_told_from_names() -> None:
-    assert [is_address(host) for host in ("10.0.0.1:8100", "[::1]:1", "engine:8100")] == [True, True, False]
+    assert [is_address(host) for host in ("10.0.0.1:8100", "[::1]:1", "engine:8100", "[::1].a")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert [is_loopback(host) for host in ("127.0.0.2", "::1", "0.0.0.0", "::", "a")] == [
         True,
         True,

@@ -13,6 +13,10 @@ def test_a_ring_finds_a_key_by_its_secret_alone() -> None:
     assert len(ring) == 2 and ring.names == {keys[0].name, "bob"}
 
 
+def test_a_request_without_a_key_has_none_though_one_of_an_empty_text_is_given() -> None:
+    assert KeyRing([ApiKey("ghost", digest_of(b""), frozenset(Right))]).find(b"") is None
+
+
 def test_a_key_without_a_name_is_named_by_its_digest_and_may_generate() -> None:
     key = unnamed("secret")
     assert key.name == "key-" + digest_of(b"secret").hex()[:8]

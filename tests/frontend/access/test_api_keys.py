@@ -1,5 +1,7 @@
 """The keys of a server while it runs."""
 
+import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,46 @@ def test_a_mended_mode_is_noticed(file: Path) -> None:
     file.chmod(0o600)
     keys.refresh()
     assert keys.ring.find(b"carol") is not None
+
+
+def test_a_reload_is_read_in_another_thread_and_several_in_a_row_are_one(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[threading.Thread] = []
+    may_end = threading.Event()
+
+    def slow_load(_: Path) -> list[ApiKey]:
+        readers.append(threading.current_thread())
+        assert may_end.wait(30)
+        return [make_key("carol")]
+
+    async def reload_twice(keys: ApiKeys) -> None:
+        watching = asyncio.create_task(keys.watch())
+        keys.reload_soon()
+        keys.reload_soon()
+        async with asyncio.timeout(30):
+            while not readers:  # the loop goes on while the file is read
+                await asyncio.sleep(0.01)
+            may_end.set()
+            while keys.ring.find(b"carol") is None:
+                await asyncio.sleep(0.01)
+        watching.cancel()
+
+    keys = ApiKeys((), file)
+    keys.load()
+    monkeypatch.setattr("tandem.frontend.access.api_keys.load_key_file", slow_load)
+    asyncio.run(reload_twice(keys))
+    assert len(readers) == 1 and readers[0] is not threading.current_thread()
+
+
+def test_a_line_of_the_log_names_some_of_many_keys(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    keys = ApiKeys((), file)
+    keys.load()
+    write(file, "alice", *(f"many{number:03}" for number in range(100)))
+    keys.refresh()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "tandem.audit"]
+    assert "many031 (" in line and "many032 (" not in line and ", 68 more, removed bob (" in line
 
 
 def test_a_key_of_the_file_that_is_also_given_otherwise_is_refused(file: Path) -> None:

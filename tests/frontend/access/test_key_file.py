@@ -1,5 +1,6 @@
 """The file of API keys with names, rights and limits."""
 
+import os
 import re
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.frontend.access.api_key import ApiKey, KeyLimits, Right, digest_of
-from tandem.frontend.access.key_file import key_table, load_key_file
+from tandem.frontend.access.key_file import KnownKeys, key_table, load_key_file
 
 A, B = (digest_of(secret).hex() for secret in (b"a", b"b"))
 ALICE = f'[[key]]\nname = "alice"\nsha256 = "{A}"\n'
@@ -62,6 +63,10 @@ def test_two_keys_may_share_a_name_if_rights_and_limits_agree(tmp_path: Path) ->
         (f"[[key]]\nname = 3\nsha256 = '{A}'\n", "name is 3; use"),
         (f"[[key]]\nname = 'key-0123abcd'\nsha256 = '{A}'\n", "is kept for keys of --api-key; choose another"),
         ("[[key]]\nname = 'a'\nsha256 = 'sk-secret'\n", "sha256 must be the SHA-256 of the key in 64 hex digits"),
+        (
+            f"[[key]]\nname = 'a'\nsha256 = '{digest_of(b'').hex()}'\n",
+            "sha256 is that of an empty text; `tandem",
+        ),
         (ALICE + "rights = []\n", "rights must be a list of at least one of"),
         (ALICE + "rights = 'admin'\n", "rights must be a list of at least one of"),
         (ALICE + "rights = ['root']\n", 'rights has \'root\'; use "generate", "metrics", "admin"'),
@@ -103,3 +108,27 @@ def test_a_file_that_others_may_write_or_that_is_missing_is_refused(tmp_path: Pa
         load_key_file(tmp_path / "none")
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
         load_key_file(tmp_path)
+
+
+def test_a_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:
+    pipe = tmp_path / "keys.toml"
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match="it is not a regular file"):
+        load_key_file(pipe)
+
+
+def test_each_key_is_compared_with_those_of_its_digest_or_name_only() -> None:
+    compared = 0
+
+    class Digest(bytes):
+        __hash__ = bytes.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return bytes.__eq__(self, other)  # type: ignore[arg-type]
+
+    known = KnownKeys()
+    for number in range(500):
+        known.add(ApiKey(f"key{number}", Digest(digest_of(b"%d" % number))), number)
+    assert len(known.keys) == 500 and compared < 500
