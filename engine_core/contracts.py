@@ -101,10 +101,10 @@ class Compiler(Protocol):
     All methods are called on the loop's thread.
     """
 
-    def start(self, seq_id: int, grammar: str, ignore_ends: bool) -> None:
+    def start(self, seq_id: int, grammar: str, ignore_ends: bool, key: str = "") -> None:
         """Request the constraint of one sequence.
 
-        ignore_ends: allow end ids only where nothing else is allowed.
+        ignore_ends: allow end ids only where nothing else is allowed; key: name of the API key, "" for none.
         """
 
     def cancel(self, seq_id: int) -> None:

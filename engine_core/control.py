@@ -215,7 +215,8 @@ class Control:
         self.stats.requests_accepted += 1
         if submit.constraint is not None:
             self.stats.requests_constrained += 1
-            self.compiler.start(seq.id, submit.constraint, submit.sampling.ignore_eos)
+            key = submit.key.name if submit.key is not None else ""
+            self.compiler.start(seq.id, submit.constraint, submit.sampling.ignore_eos, key)
         return None
 
     def _check_key(self, claim: KeyClaim, is_first: bool) -> None:

@@ -8,6 +8,7 @@ from queue import SimpleQueue
 
 from msgspec import Struct
 
+from tandem.engine_core.constraints.compile_turns import CompileTurns
 from tandem.engine_core.constraints.grammars import CompiledGrammar
 from tandem.engine_core.contracts import Constraint
 from tandem.engine_core.errors import RequestError
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 COMPILE_TIMEOUT_SECONDS = 10.0
 """Longest wait of a request for its grammar, in seconds, including the time for grammars before it. Most compile in
 milliseconds."""
+COMPILE_THREADS = 2
+"""Number of grammars compiled at once."""
 CACHED_GRAMMARS = 64
 """Compiled grammars that are kept."""
 
@@ -27,9 +30,10 @@ CACHED_GRAMMARS = 64
 class Job(Struct):
     """A grammar that is being compiled or waiting for a thread."""
 
-    future: Future[None]
     waiting: set[int]
     """Ids of the sequences that wait for it."""
+    future: Future[None] | None = None
+    """Its compilation; None until it has a thread."""
 
 
 class Waiter(Struct, frozen=True):
@@ -68,10 +72,12 @@ class GrammarCompiler:
         clock: Callable[[], float],
         limit_seconds: float = COMPILE_TIMEOUT_SECONDS,
         cached: int = CACHED_GRAMMARS,
+        num_threads: int = COMPILE_THREADS,
     ) -> None:
         """Keep the parts of a compiler.
 
-        compile_grammar: may raise RequestError; wake: called on a compile thread with each result.
+        compile_grammar: may raise RequestError; wake: called on a compile thread with each result; num_threads: number
+        of `threads`.
         """
         self.compile_grammar = compile_grammar
         self.threads = threads
@@ -81,22 +87,26 @@ class GrammarCompiler:
         self.limit_seconds = limit_seconds
         self.cached = cached
         self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._turns = CompileTurns(num_threads)
         self._jobs: dict[str, Job] = {}
         self._waiters: dict[int, Waiter] = {}
         """Open requests by sequence id, the earliest deadline first."""
         self._ready: list[tuple[int, Constraint | RequestError]] = []
         self._compiled: SimpleQueue[Compiled] = SimpleQueue()
 
-    def start(self, seq_id: int, grammar: str, ignore_ends: bool) -> None:
+    def start(self, seq_id: int, grammar: str, ignore_ends: bool, key: str = "") -> None:
+        self._take_compiled()
         compiled_grammar = self._grammars.get(grammar)
         if compiled_grammar is not None:
             self._grammars.move_to_end(grammar)
             self._ready.append((seq_id, compiled_grammar.constraint(ignore_ends)))
             return
-        if grammar not in self._jobs:
-            self._jobs[grammar] = Job(self.threads.submit(self._compile, grammar), set())
-        self._jobs[grammar].waiting.add(seq_id)
+        job = self._jobs.setdefault(grammar, Job(set()))
+        job.waiting.add(seq_id)
         self._waiters[seq_id] = Waiter(grammar, ignore_ends, self.clock() + self.limit_seconds)
+        if job.future is None:
+            self._turns.add(key, grammar)
+            self._begin()
 
     def cancel(self, seq_id: int) -> None:
         self._ready = [ready for ready in self._ready if ready[0] != seq_id]
@@ -105,20 +115,37 @@ class GrammarCompiler:
             return
         job = self._jobs[waiter.grammar]
         job.waiting.remove(seq_id)
-        if not job.waiting and job.future.cancel():
+        if job.waiting:
+            return
+        if job.future is None:
+            self._turns.remove(waiter.grammar)
+            del self._jobs[waiter.grammar]
+        elif job.future.cancel():
+            self._turns.end(waiter.grammar)
             del self._jobs[waiter.grammar]
 
     def take_finished(self) -> list[tuple[int, Constraint | RequestError]]:
-        while not self._compiled.empty():
-            self._on_compiled(self._compiled.get())
+        self._take_compiled()
         self._fail_overdue()
         ready, self._ready = self._ready, []
         return ready
 
     def close(self) -> None:
+        self._turns.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
 
+    def _take_compiled(self) -> None:
+        while not self._compiled.empty():
+            self._on_compiled(self._compiled.get())
+        self._begin()
+
+    def _begin(self) -> None:
+        """Give free threads to the grammars whose turn it is."""
+        while (grammar := self._turns.take()) is not None:
+            self._jobs[grammar].future = self.threads.submit(self._compile, grammar)
+
     def _on_compiled(self, compiled: Compiled) -> None:
+        self._turns.end(compiled.grammar)
         self.stats.compile_time.observe(compiled.seconds)
         result = compiled.result
         if isinstance(result, CompiledGrammar):

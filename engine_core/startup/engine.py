@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 
 from tandem.engine_core import config as configuration
 from tandem.engine_core.config import EngineConfig, ModelShape, StepConfig
-from tandem.engine_core.constraints.compiler import GrammarCompiler
+from tandem.engine_core.constraints.compiler import COMPILE_THREADS, GrammarCompiler
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.contracts import Mailbox
@@ -48,8 +48,6 @@ from tandem.protocol.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-COMPILE_THREADS = 2
-"""Number of grammars compiled at once."""
 MASK_THREADS = 8
 """Most threads that fill masks besides the loop's."""
 DEFAULT_MODEL = Path(__file__).parents[1] / "default_model"

@@ -92,7 +92,7 @@ class FakeCompiler:
         """Grammar of each waiting sequence, and the number of polls until it is ready."""
         self.closed = False
 
-    def start(self, seq_id: int, grammar: str, ignore_ends: bool) -> None:
+    def start(self, seq_id: int, grammar: str, ignore_ends: bool, key: str = "") -> None:
         assert not self.closed and seq_id not in self.jobs
         self.jobs[seq_id] = (grammar, self.delay())
 

@@ -29,8 +29,9 @@ class Workshop:
         self.clock = FakeClock()
         self.pool = ThreadPoolExecutor(threads)
         self.compiler = GrammarCompiler(
-            self.compile, self.pool, self.news.release, new_stats(), self.clock, limit_seconds=10.0, **sizes
-        )
+            self.compile, self.pool, self.news.release, new_stats(), self.clock, limit_seconds=10.0,
+            num_threads=threads, **sizes,
+        )  # fmt: skip
 
     def compile(self, grammar: str) -> CompiledGrammar:
         self.compiled.append(grammar)
@@ -42,8 +43,8 @@ class Workshop:
             raise KeyboardInterrupt("a panic")
         return self.compiled_grammar
 
-    def start(self, seq_id: int, grammar: str) -> None:
-        self.compiler.start(seq_id, grammar, ignore_ends=seq_id % 2 == 1)
+    def start(self, seq_id: int, grammar: str, key: str = "") -> None:
+        self.compiler.start(seq_id, grammar, ignore_ends=seq_id % 2 == 1, key=key)
 
     def after_news(self) -> dict[int, Any]:
         assert self.news.acquire(timeout=WAIT), "the loop was never woken"
@@ -93,6 +94,17 @@ def test_slow_grammar_delays_no_other(shop: Workshop) -> None:
     assert list(shop.after_news()) == [2]
     shop.gate.set()
     assert list(shop.after_news()) == [1]
+
+
+def test_slow_grammars_of_a_key_delay_none_of_another_key(shop: Workshop) -> None:
+    for seq_id in range(16):
+        shop.start(seq_id, f"slow {seq_id}", "alice")
+    shop.start(16, "quick", "alice")
+    for seq_id in (20, 21):
+        shop.start(seq_id, f"quick {seq_id}", "bob")
+        assert list(shop.after_news()) == [seq_id]
+    shop.start(22, "quick", "bob")
+    assert list(shop.after_news()) == [16, 22], "one that alice waits for as well"
 
 
 @pytest.mark.parametrize(("grammar", "message"), [("bad", "it is bad"), ("bug", "does not compile: a panic")])
