@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any, get_args
 
@@ -16,6 +17,7 @@ import zmq
 from tandem.engine_core.errors import ConfigError, DeviceBusyError
 from tandem.engine_core.startup.engine import build_engine
 from tandem.engine_core.startup.heap import freeze_heap
+from tandem.engine_core.startup.log_level_file import LogLevelFile
 from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.authenticator import Authenticator
 from tandem.engine_core.wire.client_keys import ClientKeys
@@ -43,6 +45,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--log-level", choices=get_args(LogLevel), default="info", help="least severe level of messages to log"
     )
     parser.add_argument("--log-format", choices=LOG_FORMATS, default="text", help="form of the lines of the log")
+    parser.add_argument("--log-level-file", type=Path, help="file of a level that takes the place of --log-level")
     return parser.parse_args(argv)
 
 
@@ -114,6 +117,8 @@ def main() -> int:
     """
     arguments = parse()
     configure_logging("engine", arguments.log_level, arguments.log_format)
+    if arguments.log_level_file is not None:
+        LogLevelFile(arguments.log_level_file).start()
     try:
         serve(arguments)
     except ConfigError as error:

@@ -16,6 +16,8 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     parent, *argv = sys.argv[1:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Whoever signals a whole group, or each of a service's processes, means the supervisor, which reloads.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if os.getppid() != int(parent):  # the parent ended before the call above
         sys.exit(1)
     os.execv(argv[0], argv)

@@ -23,6 +23,7 @@ L1 = {
         "contracts",
         "sequence",
         "startup.kv_sizing",
+        "startup.log_level_file",
         "kv_cache.groups",
         "integers",
     )

@@ -34,7 +34,7 @@ from tandem.frontend.flags.arguments import (
     frontend_config,
 )
 from tandem.frontend.flags.flag import Flag, add_flags, out_of_bounds
-from tandem.frontend.supervisor.termination import TERMINATED, Terminated, raised_sigterm
+from tandem.frontend.supervisor.termination import TERMINATED, Terminated, ignored_sighup, raised_sigterm
 from tandem.protocol.curve import make_client, make_curve
 from tandem.protocol.engine_options import add_engine_arguments, rare_engine_flags
 from tandem.protocol.errors import ExitCode
@@ -239,10 +239,12 @@ def _refuse(reason: str, is_child: bool = False) -> int:
     return ExitCode.CONFIG
 
 
+@ignored_sighup()
 def run_serve(arguments: argparse.Namespace) -> int:
     return _supervise(arguments, with_frontends=True)
 
 
+@ignored_sighup()
 def run_engine(arguments: argparse.Namespace) -> int:
     return _supervise(arguments, with_frontends=False)
 
@@ -264,6 +266,7 @@ def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
         return _refuse(str(error))
 
 
+@ignored_sighup()
 def run_frontend(arguments: argparse.Namespace) -> int:
     """Run frontends under a supervisor.
 

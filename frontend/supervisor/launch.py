@@ -191,10 +191,13 @@ async def supervise(
         ops_socket = stack.enter_context(listen_ops(arguments.ops_host, arguments.ops_port))
         watch = EngineWatch(arguments.beat_timeout, arguments.step_timeout)
         log = ("--log-level", arguments.log_level, "--log-format", arguments.log_format)
-        command = engine_command(endpoint, options, (*log, *transport_argv(arguments)))
+        level_file = private / "log-level"
+        command = engine_command(
+            endpoint, options, (*log, "--log-level-file", str(level_file), *transport_argv(arguments))
+        )
         process = ManagedProcess("engine core", command)
         engine = SupervisedEngine(
-            process, watch, endpoint, settings, arguments.hang_timeout, RestartPolicy(), StatusLog(watch)
+            process, watch, endpoint, settings, arguments.hang_timeout, RestartPolicy(), StatusLog(watch), level_file
         )
         frontends: Frontends | None = None
         listeners = ServiceSockets(())
@@ -290,7 +293,7 @@ def _supervisor(
     announcement = Announcement(engine, frontends, listeners.urls(is_tls), url_of(ops_socket), commit)
     ops = ops_server(engine.watch if engine is not None else None, frontends, exposition, AllowedHosts(names))
     manager = ServiceManager()
-    reloader = Reloader(arguments, frontends, manager)
+    reloader = Reloader(arguments, engine, frontends, manager)
     return Supervisor(engine, frontends, listeners.all, times, announcement, ops, ops_socket, manager, reloader)
 
 

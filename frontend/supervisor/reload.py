@@ -5,6 +5,7 @@ import logging
 
 from tandem.frontend.supervisor.frontends.frontends import Frontends
 from tandem.frontend.supervisor.service_manager import ServiceManager
+from tandem.frontend.supervisor.supervised_engine import SupervisedEngine
 from tandem.protocol.logs import AUDIT_LOGGER, LogLevel, set_log_level
 
 audit = logging.getLogger(AUDIT_LOGGER)
@@ -13,13 +14,20 @@ audit = logging.getLogger(AUDIT_LOGGER)
 class Reloader:
     """Reader of the log level, which has each frontend read its files again.
 
-    Those are API keys and TLS files.
+    Those are API keys and TLS files. The engine core follows a file with the level.
 
     arguments: the parsed flags; frontends that start later get the level from there. Its attribute `reread` parses the
     command line and the file of `--config` once more.
     """
 
-    def __init__(self, arguments: argparse.Namespace, frontends: Frontends | None, manager: ServiceManager) -> None:
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        engine: SupervisedEngine | None,
+        frontends: Frontends | None,
+        manager: ServiceManager,
+    ) -> None:
+        self._engine = engine
         self._arguments = arguments
         self._frontends = frontends
         self._manager = manager
@@ -30,6 +38,8 @@ class Reloader:
         level = self._read_level()
         self._arguments.log_level = level
         set_log_level(level)
+        if self._engine is not None:
+            self._engine.set_log_level(level)
         audit.info("reload: log level %s; each frontend reads its API keys and TLS files again", level)
         if self._frontends is not None:
             self._frontends.reload(level)

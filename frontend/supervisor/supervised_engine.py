@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from pathlib import Path
 
 import zmq.asyncio
 
@@ -15,6 +16,7 @@ from tandem.frontend.supervisor.restart_policy import Exit, RestartPolicy
 from tandem.frontend.supervisor.status_log import StatusLog
 from tandem.protocol.errors import ExitCode
 from tandem.protocol.events import Heartbeat, Phase
+from tandem.protocol.logs import LogLevel
 from tandem.protocol.sockets import Transport, connect_heartbeat, heartbeat_endpoint
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,12 @@ class SupervisedEngine:
         hang_timeout: float,
         policy: RestartPolicy,
         status_log: StatusLog,
+        level_file: Path | None = None,
     ) -> None:
+        """Describe the engine without starting it.
+
+        level_file: file of a log level that its process follows; the process has it among its flags.
+        """
         self.watch = watch
         self.endpoint = endpoint
         self.restarts = {"exit": 0, "hang": 0}
@@ -44,6 +51,7 @@ class SupervisedEngine:
         self._hang_timeout = hang_timeout
         self._policy = policy
         self._status_log = status_log
+        self._level_file = level_file
         self._was_ready = False
         """True once the running process was ready."""
         self._was_hung = False
@@ -117,6 +125,20 @@ class SupervisedEngine:
             self._was_hung = True
             self._process.kill_to_restart()
         self._status_log.tick()
+
+    def set_log_level(self, level: LogLevel) -> None:
+        """Have the process log from this level, also when it is started again."""
+        if self._level_file is None:
+            return
+        unnamed = self._level_file.with_suffix(".new")
+        try:
+            unnamed.write_text(level)
+            unnamed.replace(self._level_file)  # the process reads the old level or the new one
+        except OSError as error:
+            logger.error(
+                "the %s keeps its log level: %s cannot be written (%s)",
+                self._process.name, self._level_file, error.strerror,
+            )  # fmt: skip
 
     async def stop(self, timeout: float) -> None:
         """End the process for good; kill it if it still runs after `timeout` seconds."""

@@ -1,9 +1,10 @@
-"""SIGTERM as an exception, for work that Ctrl-C ends too.
+"""Signals of a process that does not serve yet.
 
-Such work then cleans up, and says what it has kept.
+SIGTERM is an exception for work that Ctrl-C ends too. Such work then cleans up, and says what it has kept.
 """
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,3 +29,19 @@ def raised_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def ignored_sighup() -> Iterator[None]:
+    """Ignore SIGHUP, which asks for a reload, until a handler is installed.
+
+    What it would reload is read at the end of the start. Outside of the main thread nothing is changed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -113,8 +113,9 @@ class TandemFolder:
         if not self._python_path:
             self._python_path = write_tandem(self.folder, program, frontend)
             model = self.folder / "tandem" / "engine_core" / "default_model"
-            model.mkdir()
-            write_tokenizer(model)
+            if not model.exists():
+                model.mkdir()
+                write_tokenizer(model)
         self.started.append(Tandem(self.folder, self._python_path, *flags))
         return self.started[-1]
 

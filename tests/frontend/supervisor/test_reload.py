@@ -8,11 +8,14 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tandem.frontend.listening import listen
 from tests.frontend.conftest import DEADLINE, until
 from tests.support.certificate import write_certificate
-from tests.support.tandem_process import SERVING, Start
+from tests.support.tandem_process import SERVING, Start, Tandem
+from tests.support.tandem_with_fake_engine import SCRIPTED
 
 KEY = '[[key]]\nname = "{}"\nsha256 = "{}"\nrights = ["generate"]\n'
 
@@ -30,6 +33,14 @@ def certificate(port: int) -> bytes | None:
         context.wrap_socket(plain) as secure,
     ):
         return secure.getpeercert(binary_form=True)
+
+
+def hang_up(service: Tandem, module: str) -> psutil.Process:
+    """Send SIGHUP to the child that runs a module; return it."""
+    child = service.child(module)
+    until(lambda: "die_with_parent" not in " ".join(child.cmdline()), "the child's own program")
+    child.send_signal(signal.SIGHUP)
+    return child
 
 
 @pytest.fixture
@@ -64,7 +75,9 @@ def test_reload_replaces_what_can_be_used_and_tells_the_service_manager(
     monkeypatch.setenv("NOTIFY_SOCKET", f"{ipc_dir}/notify")
     monkeypatch.setenv("WATCHDOG_USEC", "600000000")
     monkeypatch.delenv("WATCHDOG_PID", raising=False)
-    service = tandem(SERVING, "serve", "--config", str(config))
+    service = tandem(SCRIPTED, "serve", "--config", str(config))
+    # Only the supervisor reloads; its children are not ended while they start, nor later.
+    children = [hang_up(service, module) for module in ("tandem.engine_core", "tandem.frontend")]
     until_told("READY=1")
     port = int(service.find(r"tandem is ready on https://127.0.0.1:(\d+) ")[1])
     before = certificate(port)
@@ -85,8 +98,30 @@ def test_reload_replaces_what_can_be_used_and_tells_the_service_manager(
     config.write_text(settings + 'log-level = "debug"\n')
     reload()
     service.find(r"tandem.audit: reload: log level debug")
+    service.find(r"engine INFO the log level is debug now")
     service.find(r"the certificate was reloaded from \S+cert.pem")
     assert certificate(port) == ssl.PEM_cert_to_DER_cert(new_cert.read_text())
+    assert children == [hang_up(service, module) for module in ("tandem.engine_core", "tandem.frontend")]
+    children[0].kill()  # the next engine has the same level
+    until(lambda: service.output.count("engine INFO the log level is debug now") == 2, "the level of the next engine")
+    assert children[1].is_running()
     service.process.send_signal(signal.SIGTERM)
     until_told("STOPPING=1")
     assert service.wait() == 0
+
+
+@pytest.mark.parametrize("command", ["serve", pytest.param("frontend", marks=pytest.mark.slow)])
+def test_a_service_that_downloads_its_model_is_not_ended(
+    tandem: Start, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    with listen("127.0.0.1", 0) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        hub.settimeout(DEADLINE)
+        service = tandem(SERVING, command, "org/model", "--endpoint", "ipc:///nowhere/engine")
+        asked, _ = hub.accept()
+        with asked:
+            service.process.send_signal(signal.SIGHUP)
+            assert asked.recv(4096)
+    assert service.wait() == 2
+    assert "org/model is not in the cache" in service.output
