@@ -2,10 +2,14 @@
 
 from collections.abc import Hashable, Iterable
 
+from msgspec import structs
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tandem.frontend.metrics.families import Family, added, metrics_of
+
+_FRACTION = 2.0**20
+"""Counters and histograms are added up in multiples of 1 / _FRACTION, about a microsecond."""
 
 
 class MetricTotals(Collector):
@@ -13,6 +17,9 @@ class MetricTotals(Collector):
 
     The counters and histograms of a process that has ended stay in the sums, so that no counter falls. A gauge is the
     sum over the processes that run.
+
+    What is added up is rounded first, so that sums are exact whatever the order of the processes is: one that is lower
+    by the last bit would be taken for a counter that began anew.
     """
 
     def __init__(self) -> None:
@@ -23,7 +30,7 @@ class MetricTotals(Collector):
 
     def update(self, process: Hashable, families: tuple[Family, ...]) -> None:
         """Replace what is known of a process by its newest values."""
-        self._running[process] = families
+        self._running[process] = tuple([family if family.kind == "gauge" else _rounded(family) for family in families])
 
     def end(self, process: Hashable) -> None:
         """Keep the counters and histograms of a process that has ended.
@@ -36,3 +43,14 @@ class MetricTotals(Collector):
     def collect(self) -> Iterable[Metric]:
         running = (family for families in self._running.values() for family in families)
         yield from metrics_of(added([*self._ended, *running]))
+
+
+def _rounded(family: Family) -> Family:
+    """Round the values that are not whole numbers."""
+    samples = [
+        sample
+        if sample.value == int(sample.value)
+        else structs.replace(sample, value=round(sample.value * _FRACTION) / _FRACTION)
+        for sample in family.samples
+    ]
+    return structs.replace(family, samples=tuple(samples))

@@ -204,7 +204,7 @@ async def supervise(
         if with_frontends:
             listeners = _open_listeners(arguments, stack)
             frontends = _frontends(arguments, endpoint, model.folder, listeners, private)
-        name = options.served_model_name or model.folder.name
+        name = options.served_model_name or model.served_name
         return await _supervisor(arguments, engine, frontends, listeners, ops_socket, model.commit, name).run()
 
 
@@ -219,8 +219,8 @@ async def supervise_frontends(arguments: argparse.Namespace, model: ModelFolder)
         listeners = _open_listeners(arguments, stack)
         ops_socket = stack.enter_context(listen_ops(arguments.ops_host, arguments.ops_port))
         frontends = _frontends(arguments, arguments.endpoint, model.folder, listeners, private)
-        name = model.name or model.folder.name
-        return await _supervisor(arguments, None, frontends, listeners, ops_socket, model.commit, name).run()
+        supervisor = _supervisor(arguments, None, frontends, listeners, ops_socket, model.commit, model.served_name)
+        return await supervisor.run()
 
 
 def default_allowed_hosts(hosts: Sequence[str]) -> list[str]:

@@ -20,6 +20,10 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 _MAX_SHOWN = 500
 
+_DEFAULT_FOLDER = "default_model"
+_DEFAULT_NAME = "tandem-default"
+"""Name of the model of that folder, of which the engine core says the same."""
+
 
 class LaunchError(Exception):
     """The requested server cannot be started; the message says what to change."""
@@ -44,6 +48,12 @@ class ModelFolder(Struct, frozen=True):
     """Name on the hub, as it was typed, or of the local folder if another path was given; otherwise empty."""
     commit: str = ""
     """Commit on the hub; empty for a local folder."""
+
+    @property
+    def served_name(self) -> str:
+        """Name under which an engine serves the model if it is not told another."""
+        is_default = self.folder.name == _DEFAULT_FOLDER and self.folder == _default_model()
+        return self.name or (_DEFAULT_NAME if is_default else self.folder.resolve().name)
 
     def options(self, given: EngineOptions) -> EngineOptions:
         """Return the settings of an engine for this folder.

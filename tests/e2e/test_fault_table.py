@@ -1,13 +1,19 @@
-"""Faults of a service of several frontends, in short; `benchmarks/bench_faults.py` has the figures."""
+"""Faults of a service of several frontends, in short; `benchmarks/bench_faults.py` has the figures.
+
+All the while both ports are scraped: every scrape is answered with whole metrics, and no counter falls.
+"""
 
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.fakes.scripted_engine import Script
+from tests.support.scrape import value
+from tests.support.scraper import METRICS, Scraper
 from tests.support.scripted_serving import ScriptedServing
 from tests.support.serving import GUARD_SECONDS, until
 from tests.support.stopped_process import stop_process
@@ -18,6 +24,9 @@ LONG = 2000
 """Tokens of a stream that outlives its test."""
 WHOLE = 180
 """Tokens of an answer that takes 6 s, in which a busy machine has to see that all of them have rows."""
+ANSWERS = "tandem_e2e_request_latency_seconds_count"
+TOKENS = "tandem_frontend_generation_tokens_total"
+CHATS = 'tandem_http_requests_total{route="/v1/chat/completions",status="200"}'
 TIMES = ("--beat-timeout", "3", "--hang-timeout", "5")
 
 
@@ -31,8 +40,16 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServin
 
 
 @pytest.fixture
-def client(serving: ScriptedServing) -> Iterator[StreamClient]:
+def scraper(serving: ScriptedServing) -> Iterator[Scraper]:
     until(lambda: serving.num_serving() == FRONTENDS and serving.ready(), "all frontends")
+    with Scraper(serving.port, serving.ops_port) as running:
+        yield running
+
+
+@pytest.fixture
+def client(serving: ScriptedServing, scraper: Scraper) -> Iterator[StreamClient]:
+    """A client of a service that is scraped as long as the client is there."""
+    assert not scraper.problems
     with serving.clients() as streams:
         yield streams
     until(serving.rows_and_pages_are_free, "rows and pages of clients that have left")
@@ -92,8 +109,9 @@ def holder(serving: ScriptedServing) -> psutil.Process:
     [pytest.param(signal.SIGKILL, marks=pytest.mark.slow, id="killed"), pytest.param(signal.SIGSTOP, id="stopped")],
 )
 def test_lost_frontend_costs_only_its_own_streams(
-    serving: ScriptedServing, client: StreamClient, fault: signal.Signals
+    serving: ScriptedServing, client: StreamClient, scraper: Scraper, fault: signal.Signals
 ) -> None:
+    scraper.losing = {serving.port}
     streams = client.open(completion(LONG), 60)
     client.until_streaming(streams)
     lost = holder(serving)
@@ -176,3 +194,102 @@ def test_idle_never_reading_and_vanishing_clients_cost_the_others_nothing(
             assert answer(serving.address, "/health/live")[0] == 200
         client.until_ended(others)
         all_done(others, 150)
+
+
+class Counted:
+    """What a port's counters say, beside what clients have got since."""
+
+    def __init__(self, serving: ScriptedServing, client: StreamClient) -> None:
+        """Begin where nothing is in progress, and all frontends have reported what was before."""
+        self._serving = serving
+        self._client = client
+        self._base = self._read(serving.ops_port)
+
+    def _read(self, port: int) -> tuple[float, float]:
+        text = self._serving.get(METRICS, port)[1]
+        return value(text, ANSWERS), value(text, TOKENS)
+
+    def at(self, port: int) -> tuple[float, float]:
+        """Return answers and tokens since the beginning."""
+        answers, tokens = self._read(port)
+        return answers - self._base[0], tokens - self._base[1]
+
+    @property
+    def num_done(self) -> int:
+        """Answers that clients got in full."""
+        return Summary.of(self._client.streams).done
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that clients got."""
+        return sum(stream.num_tokens for stream in self._client.streams)
+
+    def until_told(self, tokens: float) -> None:
+        """Wait until the counters have all answers in full, and as many tokens."""
+        self._client.until(
+            lambda: (told := self.at(self._serving.ops_port))[0] == self.num_done and told[1] >= tokens,
+            f"reports of {tokens} tokens",
+        )
+
+
+def let_all_report(serving: ScriptedServing, client: StreamClient) -> None:
+    """Have every frontend answer requests of a route of their own, and wait until it has told of them."""
+    chat = b'{"model": "tandem-default", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}'
+    before = serving.engine_metric(CHATS)
+    client.until_ended(client.open(chat, 40, "/v1/chat/completions"))
+    client.until(lambda: serving.engine_metric(CHATS) == before + 40, "a report of each frontend")
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_counters_over_kills_of_frontends_are_what_clients_saw(
+    serving: ScriptedServing, client: StreamClient, scraper: Scraper, kills: int
+) -> None:
+    """What a killed frontend had reported is not lost; what it counted after its last report may be."""
+    scraper.losing = {serving.port}
+    with serving.clients() as early:
+        let_all_report(serving, early)
+    counted = Counted(serving, client)
+    generated = serving.fresh_engine_metric("tandem_generation_tokens_total")
+    lost = allowed = 0.0
+    for _ in range(kills):
+        short = client.open(completion(10), 20)
+        client.until_ended(short)
+        streams = client.open(completion(WHOLE), 20)
+        client.until_streaming(streams)
+        before = counted.num_tokens
+        counted.until_told(before - lost)
+        assert not any(stream.outcome for stream in streams), summary(streams)
+        holder(serving).kill()
+        client.until(lambda streams=streams: any(s.outcome == "cut" for s in streams), "the end of its streams")  # type: ignore[misc]
+        allowed += counted.num_tokens - before
+        client.until_ended(streams)
+        counted.until_told(0)  # survivors have reported, as their streams ended in full
+        lost = counted.num_tokens - counted.at(serving.ops_port)[1]
+        assert lost <= allowed, f"{lost} tokens are lost, clients got {allowed} since the last reports"
+        until(lambda: serving.num_serving() == FRONTENDS, "the successor")
+    answers, tokens = counted.at(serving.ops_port)
+    assert answers == counted.num_done > kills * 20
+    assert tokens <= serving.fresh_engine_metric("tandem_generation_tokens_total") - generated
+    assert Summary.of(client.streams).cut >= kills
+    assert counted.at(serving.port) == (answers, tokens)
+
+
+@pytest.mark.slow
+def test_service_that_ends_answers_scrapes_while_it_drains(tmp_path: Path) -> None:
+    flags = ("--frontends", "2", "--drain-timeout", "60", "--shutdown-delay", "1")
+    with ScriptedServing(tmp_path / "log", *flags, script=Script(tokens_per_second=30.0)) as ending:
+        assert ending.process is not None
+        with ending.clients() as client, Scraper(ending.port, ending.ops_port) as scraper:
+            streams = client.open(completion(WHOLE), 10)
+            client.until_streaming(streams)
+            scraper.losing = {ending.port, ending.ops_port}
+            ending.process.terminate()
+            begun = {port: scraper.num_answered(port) for port in (ending.port, ending.ops_port)}
+            client.until(lambda: scraper.num_answered(ending.port) > begun[ending.port], "a scrape in the delay")
+            client.until_ended(streams)
+            all_done(streams, WHOLE)
+            assert scraper.num_answered(ending.ops_port) > begun[ending.ops_port], "scrapes while it drains"
+            ending.process.wait(GUARD_SECONDS)
+        for port in begun:
+            statuses = [scrape.status for scrape in scraper.scrapes if scrape.port == port]
+            assert statuses == sorted(statuses, reverse=True), f"an answer after none: {statuses}"

@@ -1,4 +1,7 @@
-"""A frontend on another host whose link falls silent without an end: a cable pulled, a host that is gone."""
+"""A frontend on another host whose link falls silent without an end: a cable pulled, a host that is gone.
+
+Meanwhile both sides answer scrapes.
+"""
 
 from pathlib import Path
 
@@ -6,6 +9,7 @@ import pytest
 
 from tests.fakes.scripted_engine import Script
 from tests.support.remote_engine import remote_engine
+from tests.support.scraper import Scraper
 from tests.support.serving import until
 from tests.support.stream_client import Summary, completion, summary
 from tests.support.tcp_proxy import SilentProxy, free_ports
@@ -16,7 +20,8 @@ def test_silent_link_frees_rows_and_ends_streams_and_comes_back(tmp_path: Path) 
     endpoint = free_ports(2)
     script = Script(tokens_per_second=30.0)
     with SilentProxy(endpoint) as proxy, remote_engine(tmp_path / "log", endpoint, proxy.port, script) as remote:
-        with remote.clients() as client:
+        # Each command has metrics of its own.
+        with remote.clients() as client, Scraper(remote.port), Scraper(remote.ops_port):
             streams = client.open(completion(2000), 20)
             client.until_streaming(streams)
             assert remote.running() == 20

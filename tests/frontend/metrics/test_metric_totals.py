@@ -1,6 +1,7 @@
 """Sums of metrics over processes equal those of one process that had done all the work."""
 
 from collections.abc import Iterator
+from random import Random
 
 import msgspec
 from hypothesis import given
@@ -72,6 +73,23 @@ def test_no_counter_falls_when_a_process_ends_and_another_begins() -> None:
         seen.append(merged.get_sample_value("tandem_frontend_generation_tokens_total") or 0.0)
     assert seen == sorted(seen)
     assert seen[-1] == 3 * (1 + 2 + 3 + 4)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_no_sum_falls_by_its_last_bit_in_whatever_order_processes_end(seconds: list[float], random: Random) -> None:
+    totals = MetricTotals()
+    merged = CollectorRegistry()
+    merged.register(totals)
+    for process, value in enumerate(seconds):
+        metrics = FrontendMetrics(CollectorRegistry())
+        metrics.inter_token.observe(value)
+        totals.update(process, snapshot(metrics.registry))
+    name = "tandem_inter_token_latency_seconds_sum"
+    before = merged.get_sample_value(name)
+    assert before is not None and abs(before - sum(seconds)) < 1e-5
+    for process in random.sample(range(len(seconds)), len(seconds)):
+        totals.end(process)
+        assert merged.get_sample_value(name) == before
 
 
 def test_a_process_that_was_never_heard_of_may_end() -> None:

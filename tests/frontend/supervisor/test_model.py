@@ -125,6 +125,15 @@ def test_default_model_is_a_folder_without_a_name() -> None:
     found = find_model(None, HubOptions())
     assert (found.folder / "config.json").is_file()
     assert found.options(EngineOptions()) == EngineOptions()
+    assert found.served_name == "tandem-default"
+
+
+def test_model_of_a_folder_is_served_under_the_name_of_the_real_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    assert ModelFolder(tmp_path / "link").served_name == "tiny"
+    assert ModelFolder(folder, "org/tiny").served_name == "org/tiny"
 
 
 @pytest.mark.parametrize("given", [None, "mine"])
