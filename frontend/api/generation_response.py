@@ -23,6 +23,7 @@ from tandem.frontend.generation.key_claim import key_claim
 from tandem.frontend.generation.prompt_log import log_request
 from tandem.frontend.generation.request_record import RequestRecord
 from tandem.frontend.generation.usage import Usage
+from tandem.frontend.metrics.key_metrics import KeyUsage
 
 MAX_INLINE_LOGPROBS = 1024
 """Maximum number of tokens with log-probabilities for which a whole response is encoded in the event loop."""
@@ -72,6 +73,7 @@ class GenerationResponse(Response):
         record.key = api_key(scope)
         record.claim = key_claim(record.key, generation.admitted, config.prefix_cache_scope == "server")
         start = partial(generation.start, *config.load_limits, record, config.request_timeout)
+        usage = self._begin_usage(record)
         self._service.num_responses += 1
         if config.log_requests:
             log_request(record, generation.admitted, self._service.tokenizer, config.max_log_len)
@@ -81,7 +83,8 @@ class GenerationResponse(Response):
                 await self._stream(send, start, writer, record)
             else:
                 await self._whole(send, start)
-            generation.measure_end()
+            if not record.error:  # that of a stream that broke
+                generation.measure_end()
         except asyncio.CancelledError:
             if reason != "disconnect" or task.uncancel():
                 raise
@@ -92,9 +95,19 @@ class GenerationResponse(Response):
             writer.set_leave(None)
             generation.close(reason)
             record.describe(generation.admitted, generation.usage())
-            if record.key is not None:
-                self._service.metrics.keys.count(record.key.name, record.prompt_tokens, record.output_tokens)
+            if usage is not None:
+                self._service.metrics.keys.end(usage)
             self._service.num_responses -= 1
+
+    def _begin_usage(self, record: RequestRecord) -> KeyUsage | None:
+        """Begin to count what the request uses of its key; None without a key."""
+        if record.key is None:
+            return None
+        generation = self._generation
+        prompt_tokens = generation.admitted.prompt_tokens
+        usage = KeyUsage(record.key.name, prompt_tokens, lambda: generation.usage().completion_tokens)
+        self._service.metrics.keys.begin(usage, generation.admitted.options.stream)
+        return usage
 
     async def _stream(self, send: Send, start: Callable[[], None], writer: AnswerWriter, record: RequestRecord) -> None:
         generation, formatter, config = self._generation, self._formatter, self._service.config

@@ -11,6 +11,8 @@ from tandem.frontend.metrics.request_metrics import (
     RequestMetrics,
     refusal_reason,
 )
+from tests.fakes.engine import FakeEngine
+from tests.frontend.conftest import RunningServer, get, post, until
 from tests.support.scrape import value
 
 
@@ -60,3 +62,19 @@ def test_ends_are_counted_with_route_stages_and_refusal() -> None:
         assert value(text, series) == number, series
     assert value(text, "tandem_refused_requests_total") == 1
     assert "_created" not in text
+
+
+def test_a_stream_that_breaks_is_not_answered_in_full(engine: FakeEngine, server: RunningServer) -> None:
+    body = {"model": "fake-model", "prompt": "one two", "max_tokens": 3, "stream": True}
+    post(server.url + "/v1/completions", json=body)
+    engine.break_after = 2
+    assert '"error"' in post(server.url + "/v1/completions", json=body).text
+
+    def scrape() -> str:
+        return get(server.url + "/metrics").text
+
+    until(lambda: value(scrape(), "tandem_frontend_broken_streams_total") == 1, "the broken stream is counted")
+    text = scrape()
+    assert value(text, "tandem_e2e_request_latency_seconds_count") == 1
+    assert value(text, "tandem_request_max_num_generation_tokens_sum") == 3
+    assert value(text, "tandem_frontend_generation_tokens_total") == 5
