@@ -50,8 +50,8 @@ class AccessLine(Struct, omit_defaults=True):
 class AccessLog:
     """Writer of the lines of requests.
 
-    Health checks and scrapes are written at the level debug only. A line costs less than one of `logging`, as nothing
-    looks for the place in the code that it comes from, and it is formatted in one go.
+    Health checks, and scrapes that succeed, are written at the level debug only. A line costs less than one of
+    `logging`, as nothing looks for the place in the code that it comes from, and it is formatted in one go.
     """
 
     def __init__(self, is_enabled: bool = True) -> None:
@@ -61,7 +61,8 @@ class AccessLog:
     def write(self, scope: Scope) -> None:
         """Write the line of a request that has ended."""
         path: str = scope["path"]
-        level = logging.DEBUG if path == _SCRAPE or is_health_check(path) else logging.INFO
+        is_scraped = path == _SCRAPE and request_record(scope).status < 400
+        level = logging.DEBUG if is_scraped or is_health_check(path) else logging.INFO
         if not self._is_enabled or not self._logger.isEnabledFor(level):
             return
         line = access_line(scope)

@@ -20,8 +20,8 @@ _MAX_ADDRESSES = 256
 class AuditLog:
     """Writer of lines about operators and about refused keys.
 
-    Each call of an administrator and each session ended by hand has a line. A refused key is never written, and of one
-    address there are two lines at most in an interval.
+    Each call of an administrator and each session ended by hand has a line. A refused key is never written; of one
+    address without a valid key, and of one key without a right, there are two lines at most in an interval.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,10 @@ class AuditLog:
         path, record = scope["path"], request_record(scope)
         if record.status in (401, 403):
             address = scope["client"][0] if scope.get("client") else ""
-            kind = address if self._refused.num_kinds < _MAX_ADDRESSES else "others"
+            # A key is named whatever else its address has tried; the names are those of the server's own keys.
+            kind = f"key {key_name(scope)}" if record.status == 403 else address
+            if record.status == 401 and self._refused.num_kinds >= _MAX_ADDRESSES:
+                kind = "others"
             why = "no valid key" if record.status == 401 else "a key without the right"
             self._refused.warning(kind, f"refused: {why}: {self._describe(scope)}")
         elif path.startswith(_ADMIN) or (path.startswith(_SESSIONS) and scope["method"] == "DELETE"):

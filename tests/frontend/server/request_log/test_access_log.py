@@ -100,6 +100,17 @@ def test_health_checks_and_scrapes_have_no_line(server: RunningServer, lines: li
     assert only(lines)["request"] == "GET /v1/models 200"
 
 
+def test_a_refused_scrape_has_a_line(engine: FakeEngine, config: FrontendConfig, lines: list[str]) -> None:
+    engine.start()
+    running = RunningServer(structs.replace(config, api_keys=("secret",))).start().ready()
+    try:
+        get(running.url + "/metrics", headers={"authorization": "Bearer secret"})
+    finally:
+        running.stop()
+    line = only(lines)
+    assert (line["request"], line["error"]) == ("GET /metrics 403", "insufficient_permissions")
+
+
 def test_the_access_log_can_be_turned_off(engine: FakeEngine, config: FrontendConfig, lines: list[str]) -> None:
     engine.start()
     running = RunningServer(structs.replace(config, access_log=False)).start().ready()

@@ -45,6 +45,16 @@ def test_a_key_without_the_right_is_named(guarded: RunningServer, caplog: pytest
     assert "secret" not in caplog.text
 
 
+def test_a_key_without_the_right_is_named_though_its_address_guesses_keys(
+    guarded: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(3):
+        get(guarded.url + "/v1/models", headers={"authorization": f"Bearer wrong-{number}"})
+    get(guarded.url + "/metrics", headers={"authorization": "Bearer secret-key"})
+    until(lambda: len(told(caplog)) >= 2, "the line of the key")
+    assert told(caplog)[1].startswith("refused: a key without the right: GET /metrics key=key-")
+
+
 def test_calls_of_operators_are_told(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, AUDIT_LOGGER)
     post(server.url + "/admin/scheduler", json={"policy": "decode_first"}, headers={"x-request-id": "op-1"})
