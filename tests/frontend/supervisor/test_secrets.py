@@ -1,12 +1,14 @@
-"""The secrets in the environment of each process of a service."""
+"""The secrets in the environment of each process of a service, and the end of all with it."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.frontend.conftest import post, until
-from tests.support.tandem_process import SERVING, Start
+from tests.support.stopped_process import is_running
+from tests.support.tandem_process import SERVING, Start, Tandem
 
 SECRETS = {
     "HF_TOKEN": "hf_secret",
@@ -17,6 +19,8 @@ SECRETS = {
     "WATCHDOG_USEC": "600000000",
 }
 GRAMMAR = "tandem.frontend.grammar.worker"
+TEMPLATE = "tandem.frontend.chat.render_worker"
+MODULES = {"tandem.engine_core", "tandem.frontend", GRAMMAR, TEMPLATE}
 FRONTEND_SECRETS = {"TANDEM_API_KEY", "OTEL_EXPORTER_OTLP_HEADERS"}
 
 
@@ -26,20 +30,58 @@ def environment(process: psutil.Process) -> set[str]:
     return {word.partition("=")[0] for word in words} & SECRETS.keys()
 
 
-def test_each_process_of_a_service_has_only_its_own_secrets(tandem: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def processes(service: Tandem) -> dict[str, psutil.Process]:
+    """Return the processes below the supervisor by the module that they run, once there is one of each."""
+    found: dict[str, psutil.Process] = {}
+
+    def is_complete() -> bool:
+        found.clear()
+        for child in psutil.Process(service.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                words = child.cmdline()
+                # Before a program of its own it has the parent's environment, less the secrets.
+                found.update({module: child for module in MODULES if words[2:4] == ["-m", module]})
+        return found.keys() == MODULES
+
+    until(is_complete, "a process of each kind")
+    return found
+
+
+def test_each_process_of_a_service_has_only_its_own_secrets(
+    tandem: Start, ipc_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = ipc_dir / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    flags = ("--port", "0", "--ops-port", "0", "--frontends", "1", "--drain-timeout", "0")
+    flags = (
+        "--port",
+        "0",
+        "--ops-port",
+        "0",
+        "--frontends",
+        "1",
+        "--drain-timeout",
+        "0",
+        "--chat-template",
+        str(template),
+    )
     service = tandem(SERVING, "serve", *flags)
     url = service.url()
     body = {"model": "fake-model", "prompt": "one", "max_tokens": 1, "guided_regex": "a+"}
-    post(url + "/v1/completions", json=body, headers={"authorization": "Bearer api_secret"})
-    supervisor = psutil.Process(service.process.pid)
-    until(lambda: any(GRAMMAR in child.cmdline() for child in supervisor.children(recursive=True)), "a grammar worker")
-    seen = set()
-    for child in supervisor.children(recursive=True):
-        command = child.cmdline()
-        seen |= {module for module in ("tandem.engine_core", "tandem.frontend", GRAMMAR) if module in command}
-        assert environment(child) == (FRONTEND_SECRETS if "tandem.frontend" in command else set()), command
-        assert not any("secret" in word for word in command)
-    assert seen == {"tandem.engine_core", "tandem.frontend", GRAMMAR}
+    key = {"authorization": "Bearer api_secret"}
+    assert post(url + "/v1/completions", json=body, headers=key).status_code == 200
+    chat = {"model": "fake-model", "messages": [{"role": "user", "content": "one"}], "max_tokens": 1}
+    assert post(url + "/v1/chat/completions", json=chat, headers=key).status_code == 200
+    found = processes(service)
+    for module, child in found.items():
+        assert environment(child) == (FRONTEND_SECRETS if module == "tandem.frontend" else set()), module
+        assert not any("secret" in word for word in child.cmdline())
+    # Workers end with the frontend that started them, however it ends, and everything ends with the supervisor.
+    found["tandem.frontend"].kill()
+    until(lambda: not is_running(found[GRAMMAR]) and not is_running(found[TEMPLATE]), "the end of the workers")
+    assert is_running(found["tandem.engine_core"])
+    until(lambda: service.children("tandem.frontend"), "the next frontend")
+    rest = [found["tandem.engine_core"], *service.children("tandem.frontend")]
+    service.process.kill()
+    until(lambda: not any(is_running(child) for child in rest), "the end of the service's processes")
