@@ -14,6 +14,10 @@ from msgspec import Struct
 HEADER = Layout(">IB")
 """Length and kind."""
 REQUEST, READY, PROMPT, FAILURE = range(4)
+MEMORY_BYTES = 2 * 2**30
+"""Address space of the process: a body of 32 MiB that becomes a prompt of the greatest size takes less than half."""
+OUT_OF_MEMORY = 3
+"""Exit code of a process that ran out of memory and could not answer."""
 
 
 class Templates(Struct, frozen=True, array_like=True):

@@ -17,11 +17,18 @@ from typing import Any, BinaryIO
 import msgspec
 from jinja2 import Template
 
-from tandem.frontend.chat.render_frames import FAILURE, HEADER, PROMPT, READY, RenderRequest, Templates, frame
+from tandem.frontend.chat.render_frames import (
+    FAILURE,
+    HEADER,
+    MEMORY_BYTES,
+    OUT_OF_MEMORY,
+    PROMPT,
+    READY,
+    RenderRequest,
+    Templates,
+    frame,
+)
 from tandem.frontend.chat.template_sandbox import RenderError, SandboxedTemplates
-
-MEMORY_BYTES = 2 * 2**30
-"""Address space of the process: a body of 32 MiB that becomes a prompt of the greatest size takes less than half."""
 
 
 class Renderer:
@@ -84,7 +91,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rb") as frames:
-        serve(frames, sock)
+        try:
+            serve(frames, sock)
+        except MemoryError:  # outside of a template, such as for a large request beside what a template has left
+            sys.exit(OUT_OF_MEMORY)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import cast
 
-from tandem.frontend.chat.render_frames import HEADER, PROMPT, READY
+from tandem.frontend.chat.render_frames import HEADER, MEMORY_BYTES, OUT_OF_MEMORY, PROMPT, READY
 from tandem.frontend.chat.render_queue import RenderJob, RenderQueue
 from tandem.frontend.chat.template_sandbox import MAX_SECONDS, RenderError
 from tandem.frontend.errors import ApiError
@@ -28,6 +28,10 @@ MAX_START_TICKS = round(60.0 / TICK_SECONDS)
 _EXIT_SECONDS = 1.0
 """Time that a process which has closed its socket gets to exit, so that its own exit status is told."""
 _ARGV = (sys.executable, "-P", "-m", "tandem.frontend.chat.render_worker")
+_LINE_BYTES = 2**16
+"""Longest line on the process's stderr that the log repeats."""
+_OWN_FAULTS = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
+"""Signals that a process gets for what it does itself; others come from outside."""
 
 
 class TemplateProcess:
@@ -116,10 +120,12 @@ class TemplateProcess:
             return False
         self._metrics.restarts.labels("time" if self._was_too_slow else "ended").inc()
         if guilty is not None:
-            seconds = MAX_TICKS * self._tick_seconds
-            logger.warning("a chat template was rendered for %g s, or its process ended: %s", seconds, status)
-            too_slow = RenderError(f"it took too long and was stopped (at most {MAX_SECONDS:g} s)")
-            _fail(guilty, too_slow if self._was_too_slow else _ended(status))
+            if self._was_too_slow:
+                logger.warning("a conversation took more than %g s to render; its process was killed", self._limit)
+                _fail(guilty, RenderError(f"it took too long and was stopped (at most {MAX_SECONDS:g} s)"))
+            else:
+                logger.warning("the process that renders chat templates %s while it rendered a conversation", status)
+                _fail(guilty, _ended_with(status))
         return len(self._queue) > 0 or guilty is not None or self._num_answers > 0
 
     async def _run(self, connection: "_Connection") -> str:
@@ -130,7 +136,9 @@ class TemplateProcess:
         ours, theirs = socket.socketpair()
         argv = [*_ARGV, str(theirs.fileno())]
         fds = [theirs.fileno()]
-        process = ManagedProcess("template renderer", argv, pass_fds=fds, environment=bare_environment())
+        process = ManagedProcess(
+            "template renderer", argv, pass_fds=fds, environment=bare_environment(), pipe_limit=_LINE_BYTES
+        )
         self._process = process
         try:
             with contextlib.ExitStack() as undo:
@@ -148,6 +156,10 @@ class TemplateProcess:
             process.kill()
         await process.wait()
         return f"ended with {process.exit_status}"
+
+    @property
+    def _limit(self) -> float:
+        return MAX_TICKS * self._tick_seconds
 
     def _give(self) -> None:
         assert self._connection is not None, "the process is ready"
@@ -230,6 +242,15 @@ class _Connection(asyncio.Protocol):
 def _fail(job: RenderJob, error: Exception) -> None:
     if not job.prompt.done():
         job.prompt.set_exception(error)
+
+
+def _ended_with(status: str) -> RenderError | ApiError:
+    """Return the error of a conversation that was being rendered when its process ended."""
+    if status == f"ended with exit code {OUT_OF_MEMORY}":
+        return RenderError(f"it ran out of memory (at most {MEMORY_BYTES // 2**20} MiB)")
+    if status.removeprefix("ended with signal ") in _OWN_FAULTS:
+        return RenderError(f"its process {status}: it recurses too deeply or takes too much memory")
+    return _ended(status)
 
 
 def _ended(status: str) -> ApiError:

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem.frontend.chat import template_process
-from tandem.frontend.chat.render_frames import RenderRequest, Templates, json_frame
+from tandem.frontend.chat.render_frames import MEMORY_BYTES, RenderRequest, Templates, json_frame
 from tandem.frontend.chat.template_process import MAX_TICKS, TemplateProcess
 from tandem.frontend.chat.template_sandbox import RenderError
 from tandem.frontend.errors import ApiError
@@ -119,6 +119,86 @@ def test_conversation_whose_process_is_killed_is_a_500_and_others_are_rendered()
         assert restarts(registry) == {"ended": 1.0}
 
     with_process(body)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGSEGV, signal.SIGABRT])
+def test_conversation_that_crashes_its_process_is_a_failure_of_the_template(fault: signal.Signals) -> None:
+    async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
+        await process.render(asked("a"))
+        stopped = stop(process)
+        guilty, other = (asyncio.create_task(process.render(asked(text))) for text in "bc")
+        await asyncio.sleep(0)
+        os.kill(stopped, fault)
+        os.kill(stopped, signal.SIGCONT)
+        with pytest.raises(RenderError, match=f"ended with signal {fault.name}: it recurses too deeply"):
+            await guilty
+        assert await other == "c"
+        assert restarts(registry) == {"ended": 1.0}
+
+    with_process(body)
+
+
+def test_conversation_that_leaves_no_memory_to_answer_is_a_failure_of_the_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process ends with the exit code that says so."""
+    program = (
+        "import sys; from tandem.frontend.chat import render_worker\n"
+        "def answer(*_): raise MemoryError\n"
+        "render_worker.answer = answer; render_worker.main()"
+    )
+    monkeypatch.setattr(template_process, "_ARGV", (template_process._ARGV[0], "-c", program))
+
+    async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
+        with pytest.raises(RenderError, match=r"ran out of memory \(at most 2048 MiB\)"):
+            await process.render(asked("a"))
+        assert restarts(registry) == {"ended": 1.0}
+
+    with_process(body)
+
+
+def test_template_at_the_limit_of_memory_fails_and_the_process_goes_on() -> None:
+    async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
+        with pytest.raises(RenderError, match="ran out of memory"):
+            await process.render(asked("", size=MEMORY_BYTES))
+        assert await process.render(asked("a", size=1)) == "1"
+        assert restarts(registry) == {}
+
+    with_process(body, "{{ (1).to_bytes(size, 'big') | length }}")
+
+
+def test_body_of_the_greatest_size_stays_within_the_limit_of_memory() -> None:
+    """A character outside of Latin-1 makes each of the others take four bytes."""
+
+    async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
+        text = "a" * (32 * 2**20 - 4) + "🙂"
+        assert await process.render(asked(text)) == f"<b>{text}\n"
+        assert restarts(registry) == {}
+
+    with_process(body, "{{ bos_token ~ text | trim ~ '\n' }}")
+
+
+def test_log_tells_a_slow_conversation_from_a_process_that_ended_and_repeats_its_stderr(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "import sys; print('hello', file=sys.stderr); from tandem.frontend.chat.render_worker import main; main()"
+    monkeypatch.setattr(template_process, "_ARGV", (template_process._ARGV[0], "-c", program))
+    caplog.set_level("DEBUG")
+
+    async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
+        for ends in (False, True):
+            await process.render(asked("a"))
+            stopped = stop(process)
+            guilty = asyncio.create_task(process.render(asked("b")))
+            await asyncio.sleep(0)
+            await (let_time_pass(process) if not ends else asyncio.to_thread(os.kill, stopped, signal.SIGKILL))
+            await asyncio.gather(guilty, return_exceptions=True)
+        assert restarts(registry) == {"time": 1.0, "ended": 1.0}
+
+    with_process(body)
+    assert "a conversation took more than" in caplog.text
+    assert "ended with signal SIGKILL while it rendered a conversation" in caplog.text
+    assert "the template renderer: hello" in caplog.text
 
 
 def test_conversation_that_was_given_up_is_not_answered_to_the_next() -> None:
