@@ -245,7 +245,7 @@ def _fail(job: RenderJob, error: Exception) -> None:
 
 
 def _ended_with(status: str) -> RenderError | ApiError:
-    """Return the error of a conversation that was being rendered when its process ended."""
+    """Return the error of a conversation whose process ended while it was rendered."""
     if status == f"ended with exit code {OUT_OF_MEMORY}":
         return RenderError(f"it ran out of memory (at most {MEMORY_BYTES // 2**20} MiB)")
     if status.removeprefix("ended with signal ") in _OWN_FAULTS:
