@@ -34,6 +34,8 @@ class LoopHistogram(Collector):
         self._name = name
         self._text = text
         self._buckets = tuple(buckets)
+        self._bounds = (*map(floatToGoString, buckets), "+Inf")
+        """Labels of the buckets, which take longer to write than to count."""
         self._counts = [0] * (len(self._buckets) + 1)
         """Observations of each bucket alone; the last ones are beyond all bounds."""
         self._sum = 0.0
@@ -46,8 +48,7 @@ class LoopHistogram(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the histogram for a scrape."""
-        bounds = [*map(floatToGoString, self._buckets), "+Inf"]
         cumulative = accumulate(self._counts)
         yield HistogramMetricFamily(
-            self._name, self._text, buckets=[*zip(bounds, cumulative, strict=True)], sum_value=self._sum
+            self._name, self._text, buckets=[*zip(self._bounds, cumulative, strict=True)], sum_value=self._sum
         )
