@@ -108,49 +108,56 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
     return process.main()
 
 
+def said(caplog: pytest.LogCaptureFixture) -> str:
+    """Return what the log has since the last call: why a child process ends is a line of the service's log."""
+    text = caplog.text
+    caplog.clear()
+    return text
+
+
 class TestExitCodes:
     def test_an_engine_without_a_list_of_frontends_exits_with_config(
-        self, run_dir: Path, monkeypatch: Any, capsys: Any
+        self, run_dir: Path, monkeypatch: Any, caplog: Any
     ) -> None:
         make_curve(run_dir)
         (run_dir / "clients").rmdir()
         wire = ["--endpoint", f"tcp://127.0.0.1:{free_ports(2)}", "--curve-keys", str(run_dir)]
         assert run_main(monkeypatch, *wire, "--model", str(run_dir / "none")) == ExitCode.CONFIG
-        assert "clients does not exist" in capsys.readouterr().err
+        assert "clients does not exist" in said(caplog)
         assert run_main(monkeypatch, *wire, "--curve-any-client", "--model", str(run_dir / "none")) == ExitCode.CONFIG
-        assert "clients does not exist" not in capsys.readouterr().err
+        assert "clients does not exist" not in said(caplog)
 
     def test_an_engine_with_a_list_of_frontends_stops_its_authenticator(
-        self, run_dir: Path, monkeypatch: Any, capsys: Any
+        self, run_dir: Path, monkeypatch: Any, caplog: Any
     ) -> None:
         make_curve(run_dir)
         wire = ["--endpoint", f"tcp://127.0.0.1:{free_ports(2)}", "--curve-keys", str(run_dir)]
         assert run_main(monkeypatch, *wire, "--model", str(run_dir / "none")) == ExitCode.CONFIG
-        assert "none" in capsys.readouterr().err
+        assert "none" in said(caplog)
         assert not [thread.name for thread in threading.enumerate() if thread.name == "authenticator"]
 
-    def test_missing_model_exits_with_config(self, run_dir: Path, monkeypatch: Any, capsys: Any) -> None:
+    def test_missing_model_exits_with_config(self, run_dir: Path, monkeypatch: Any, caplog: Any) -> None:
         code = run_main(monkeypatch, "--endpoint", f"ipc://{run_dir}/engine", "--model", str(run_dir / "none"))
         assert code == ExitCode.CONFIG
-        assert "has no config.json" in capsys.readouterr().err
+        assert "has no config.json" in said(caplog)
 
     def test_endpoint_in_use_exits_with_config(
-        self, run_dir: Path, context: Any, monkeypatch: Any, capsys: Any
+        self, run_dir: Path, context: Any, monkeypatch: Any, caplog: Any
     ) -> None:
         endpoint = f"ipc://{run_dir}/engine"
         bind_router(context, endpoint)
         assert run_main(monkeypatch, "--endpoint", endpoint) == ExitCode.CONFIG
-        assert "already listens" in capsys.readouterr().err
+        assert "already listens" in said(caplog)
 
     @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5599", "nonsense", "ipc://{dir}/file/engine"])
     def test_impossible_endpoint_exits_with_config(
-        self, run_dir: Path, endpoint: str, monkeypatch: Any, capsys: Any
+        self, run_dir: Path, endpoint: str, monkeypatch: Any, caplog: Any
     ) -> None:
         """The supervisor restarts an engine that ended with FATAL, which would not help here."""
         (run_dir / "file").write_text("")
         code = run_main(monkeypatch, "--endpoint", endpoint.format(dir=run_dir))
         assert code == ExitCode.CONFIG
-        assert "endpoint" in capsys.readouterr().err
+        assert "endpoint" in said(caplog)
 
     def test_missing_endpoint_is_a_usage_error(self, monkeypatch: Any, capsys: Any) -> None:
         with pytest.raises(SystemExit) as caught:
