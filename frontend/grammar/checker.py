@@ -4,6 +4,7 @@ Bad grammars are rejected before the engine sees them.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import re
 from collections import OrderedDict
@@ -22,9 +23,12 @@ from tandem.frontend.metrics.frontend_metrics import GrammarMetrics
 from tandem.protocol.params import MAX_GRAMMAR_CHARS
 
 NUM_FAST = 2
-"""Processes of the first lane, which every grammar takes."""
-FAST_CPU_SECONDS, SLOW_CPU_SECONDS = 0.3, 3.0
-"""CPU time for one grammar in the first lane, and in the slow one, which has one process."""
+"""Processes of the first lane, which every grammar takes; the others have one each."""
+FAST_CPU_SECONDS, MIDDLE_CPU_SECONDS, SLOW_CPU_SECONDS = 0.03, 0.3, 3.0
+"""CPU time for one grammar in each lane.
+
+Most grammars take 1 to 3 ms. Sixteen that exceed the first budget at once hold the first lane for 0.24 s of CPU time of
+its two processes, whoever they come from."""
 WAIT_SECONDS = 15.0
 """Longest time that a grammar waits for a free process of a lane before its request gets a 429."""
 MAX_CACHED = 1024
@@ -42,8 +46,9 @@ _LARK_ERROR = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 class GrammarChecker:
     """Check grammars by compiling them in a few child processes.
 
-    A grammar that exceeds the short budget of the first lane goes to the slow one, so that slow grammars delay one
-    another and no others. In each lane the processes are shared fairly between clients. The results are cached.
+    A grammar that exceeds the budget of one lane goes to the next, whose budget is ten times as long, so that slow
+    grammars delay one another and no others (multilevel feedback). In each lane the processes are shared fairly
+    between clients. The results are cached.
     `special_tokens` maps the text of the tokenizer's special tokens to their id.
     """
 
@@ -54,9 +59,13 @@ class GrammarChecker:
         self._errors: OrderedDict[bytes, str | None] = OrderedDict()
         """Compiler errors by hash of the grammar, None for valid grammars; most recently used last."""
         self._compiling: dict[bytes, asyncio.Task[str | None]] = {}
-        self._processes = [GrammarProcess(hello) for _ in range(NUM_FAST + 1)]
-        self._fast = Lane("", self._processes[:NUM_FAST], FAST_CPU_SECONDS, WAIT_SECONDS)
-        self._slow = Lane("slow ", self._processes[NUM_FAST:], SLOW_CPU_SECONDS, WAIT_SECONDS)
+        self._processes = [GrammarProcess(hello) for _ in range(NUM_FAST + 2)]
+        fast, middle, slow = self._processes[:NUM_FAST], self._processes[NUM_FAST:-1], self._processes[-1:]
+        self._lanes = (
+            Lane("", fast, FAST_CPU_SECONDS, WAIT_SECONDS),
+            Lane("slow ", middle, MIDDLE_CPU_SECONDS, WAIT_SECONDS),
+            Lane("very slow ", slow, SLOW_CPU_SECONDS, WAIT_SECONDS),
+        )
         self._metrics = metrics
 
     async def check(self, grammar: Grammar, client: str = "") -> None:
@@ -83,7 +92,7 @@ class GrammarChecker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(self._fast.close(), self._slow.close())
+        await asyncio.gather(*(lane.close() for lane in self._lanes))
 
     async def _compile_error(self, text: str, client: str) -> str | None:
         key = hashlib.sha256(text.encode()).digest()
@@ -97,13 +106,11 @@ class GrammarChecker:
         return await asyncio.shield(self._compiling[key])
 
     async def _compile(self, key: bytes, text: str, client: str) -> str | None:
-        try:
-            error = await self._fast.compile(client, text)
-        except SlowGrammarError:
-            try:
-                error = await self._slow.compile(client, text)
-            except SlowGrammarError:
-                error = _TOO_SLOW
+        error: str | None = _TOO_SLOW
+        for lane in self._lanes:
+            with contextlib.suppress(SlowGrammarError):
+                error = await lane.compile(client, text)
+                break
         # Grammars that exceed a limit are cached as well: compiling them again would cost as much.
         self._errors[key] = error
         if len(self._errors) > MAX_CACHED:

@@ -10,7 +10,7 @@ import sys
 import msgspec
 
 from tandem.frontend.errors import overloaded
-from tandem.frontend.process import ManagedProcess, bare_environment
+from tandem.frontend.process import ManagedProcess, bare_environment, describe_exit
 from tandem.protocol.params import MAX_GRAMMAR_CHARS
 
 CHECK_SECONDS = 10.0
@@ -51,9 +51,9 @@ class GrammarProcess:
     async def ask(self, grammar: str, cpu_seconds: float) -> str | None:
         """Compile a grammar; return the error, or None if it compiles.
 
-        One that ends the process has exceeded a limit, which the error names. Raises SlowGrammarError for one that
-        takes more than `cpu_seconds` of CPU time, ApiError 429 after `CHECK_SECONDS` and if the process was killed. One
-        request at a time.
+        One that ends the process, or the child that compiles for it, has exceeded a limit, which the error names.
+        Raises SlowGrammarError for one that takes more than `cpu_seconds` of CPU time, ApiError 429 after
+        `CHECK_SECONDS` and if the process was killed. One request at a time.
         """
         process = self._process
         if process is None or process.pid is None:
@@ -77,8 +77,12 @@ class GrammarProcess:
             if not answer:
                 self._end()
         if answer:
-            return msgspec.json.decode(answer, type=tuple[str | None])[0]
-        status = process.exit_status
+            ending, error = msgspec.json.decode(answer, type=tuple[int | None, str | None])
+            if ending is None:
+                return error
+            status = describe_exit(ending)
+        else:
+            status = process.exit_status
         if status == "signal SIGPROF":
             raise SlowGrammarError
         if status in ("signal SIGKILL", "signal SIGTERM"):

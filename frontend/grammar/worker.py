@@ -5,15 +5,21 @@ It is started as `python -m tandem.frontend.grammar.worker`.
 It runs as a separate process because a hostile grammar can take unbounded time and memory or overflow the compiler's
 stack, none of which can be stopped within a process. Each line on stdin is a JSON array: first
 `[vocab_size, {id: text}]` with the special tokens, then one `[grammar, cpu_seconds]` each. Each grammar is answered
-by a line `[error or null]`. Exceeding the limits on memory or CPU time ends the program, the latter with SIGPROF.
+by a line `[ending, error]`, of which at least one is null.
+
+A child of the program compiles. A grammar that exceeds a limit on memory, stack or CPU time ends that child, the latter
+with SIGPROF; the answer then is how it ended, and the program, which has all that a child needs, forks the next. That
+takes milliseconds, where a new program would take longer to start than most hostile grammars may run.
 """
 
+import ctypes
 import os
 import resource
 import signal
 import sys
 import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 import llguidance
 import msgspec
@@ -23,6 +29,8 @@ from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEX
 MEMORY_BYTES = 2 * 2**30
 STACK_BYTES = 2 * 2**20
 """Stack of the compiling thread in bytes: a quarter of the engine's, so that what compiles here also compiles there."""
+
+_PR_SET_PDEATHSIG = 1
 
 NICENESS = 10
 """Priority of the program below that of engine and frontends, whose tokens come first."""
@@ -69,20 +77,46 @@ def check(tokenizer: llguidance.LLTokenizer, grammar: str) -> str | None:
     return UNSATISFIABLE if error.startswith("NoExtension") else error or None
 
 
-def _serve() -> None:
-    lines = sys.stdin.buffer
-    vocab_size, special_tokens = msgspec.json.decode(lines.readline(), type=tuple[int, dict[int, str]])
-    vocabulary = llguidance.TokenizerWrapper(ByteTokenizer(vocab_size, special_tokens))
-    tokenizer = llguidance.LLTokenizer(vocabulary, slices=[])
-    for line in lines:
+def _compile_each(tokenizer: llguidance.LLTokenizer) -> None:
+    """Answer grammars, and end the process without a failure at the end of stdin."""
+    for line in open(0, "rb", closefd=False):  # noqa: SIM115  (without what the parent's reader holds)
         grammar, cpu_seconds = msgspec.json.decode(line, type=tuple[str, float])
         # The signal ends the process, whatever holds the interpreter.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         error = check(tokenizer, grammar)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        answer = msgspec.json.encode([error])
-        sys.stdout.buffer.write(answer + b"\n")
-        sys.stdout.buffer.flush()
+        _answer(None, error)
+    os._exit(0)
+
+
+def _answer(ending: int | None, error: str | None) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode([ending, error]) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _run_child(tokenizer: llguidance.LLTokenizer, parent: int) -> NoReturn:
+    """Compile in a thread with a small stack; never return to the parent's code."""
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:  # else the parent ended before the call above
+            thread = threading.Thread(target=_compile_each, args=[tokenizer])
+            thread.start()
+            thread.join()
+    finally:
+        os._exit(1)
+
+
+def serve(tokenizer: llguidance.LLTokenizer) -> None:
+    """Fork children that compile, each until a grammar ends it, and answer that grammar for it."""
+    parent = os.getpid()
+    while True:
+        child = os.fork()
+        if child == 0:
+            _run_child(tokenizer, parent)
+        ending = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if ending == 0:
+            return
+        _answer(ending, None)
 
 
 def main() -> None:
@@ -90,9 +124,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=_serve)
-    thread.start()
-    thread.join()
+    # Without a buffer, which would take a part of the first grammar.
+    with open(0, "rb", buffering=0, closefd=False) as lines:
+        hello = lines.readline()
+    vocab_size, special_tokens = msgspec.json.decode(hello, type=tuple[int, dict[int, str]])
+    vocabulary = llguidance.TokenizerWrapper(ByteTokenizer(vocab_size, special_tokens))
+    serve(llguidance.LLTokenizer(vocabulary, slices=[]))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,15 @@ def stop_process(pid: int) -> int:
     return pid
 
 
+def stop_group(pid: int) -> int:
+    """Stop all processes of a group; return its id, that of its leader, once they have stopped."""
+    os.killpg(pid, signal.SIGSTOP)
+    for member in (pid, *(child.pid for child in psutil.Process(pid).children())):
+        while not _is_stopped(member):
+            time.sleep(0.001)
+    return pid
+
+
 def is_running(process: psutil.Process) -> bool:
     """Tell whether a process has not ended.
 

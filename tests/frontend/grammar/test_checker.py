@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tandem.frontend.errors import ApiError
@@ -16,7 +17,8 @@ from tandem.frontend.grammar.checker import GrammarChecker
 from tandem.frontend.grammar.grammar import Grammar, lark, output_grammar, schema_grammar
 from tandem.frontend.grammar.process import OUT_OF_STACK, too_slow
 from tests.fakes.grammar_compiler import ImpatientCompiler
-from tests.support.stopped_process import stop_process
+from tests.support.serving import until
+from tests.support.stopped_process import stop_group
 
 SPECIAL = {"<|end|>": 7}
 FINE = Grammar(lark("start: /a+/"), "grammar", "'grammar'")
@@ -55,13 +57,19 @@ async def refusal(checker: GrammarChecker, grammar: Grammar) -> ApiError:
 
 def pids(checker: GrammarChecker) -> list[int]:
     """Return the ids of the processes that are running and idle."""
-    idle = [*checker._fast._idle, *checker._slow._idle]
+    idle = [process for lane in checker._lanes for process in lane._idle]
     return [process.pid for process in checker._processes if process in idle and process.pid is not None]
 
 
 def pid(checker: GrammarChecker) -> int:
     (only,) = pids(checker)
     return only
+
+
+def compiling(pid: int) -> int:
+    """Return the id of the child that compiles for a process."""
+    until(lambda: len(psutil.Process(pid).children()) == 1, "one child")
+    return psutil.Process(pid).children()[0].pid
 
 
 def named(letter: str) -> Grammar:
@@ -121,7 +129,7 @@ def test_results_are_cached() -> None:
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
         first = await refusal(checker, NOWHERE)
-        stop_process(pid(checker))  # any further request to it would hang
+        stop_group(pid(checker))  # any further request to it would hang
         await checker.check(FINE)
         assert str(await refusal(checker, NOWHERE)) == str(first)
 
@@ -144,14 +152,14 @@ def test_slow_grammar_does_not_block_others() -> None:
 
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
-        stopped = stop_process(pid(checker))
+        stopped = stop_group(pid(checker))
         slow = [asyncio.create_task(checker.check(named("s"))) for _ in range(5)]
         await asyncio.sleep(0)
         for letter in "abc":
             await checker.check(named(letter))
         assert not any(task.done() for task in slow)
         assert stopped not in pids(checker)
-        os.kill(stopped, signal.SIGCONT)
+        os.killpg(stopped, signal.SIGCONT)
         await asyncio.gather(*slow)
         assert len(pids(checker)) == 2
 
@@ -164,35 +172,38 @@ def test_slow_grammar_does_not_block_others() -> None:
 def test_grammar_that_kills_its_process_is_rejected_alone(hostile: Grammar, limit: str) -> None:
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
-        first = pid(checker)
+        first = compiling(pid(checker))
         error, _ = await asyncio.gather(refusal(checker, hostile), checker.check(named("b")))
         assert error.message == f"'p' is invalid: {limit}"
         assert error.status == 400
-        assert first not in pids(checker)
+        assert first not in set(map(compiling, pids(checker)))
         await checker.check(named("c"))
 
     with_checker(body)
 
 
-def test_each_dead_process_is_replaced() -> None:
+def test_each_dead_child_is_replaced_by_one_of_the_same_process() -> None:
     async def body(checker: GrammarChecker) -> None:
         await asyncio.gather(*(checker.check(named(letter)) for letter in "ab"))
         before = pids(checker)
         assert len(before) == checker_module.NUM_FAST == 2
+        children = set(map(compiling, before))
         assert (await refusal(checker, OVERFLOWING)).status == 400
-        (kept,) = pids(checker)
-        assert kept in before
         await asyncio.gather(*(checker.check(named(letter)) for letter in "cd"))
-        assert len(set(pids(checker)) | set(before)) == 3
+        assert set(before) <= set(pids(checker))
+        assert len(children & set(map(compiling, before))) == 1
 
     with_checker(body)
 
 
-def test_grammar_over_the_first_budget_passes_in_the_slow_lane() -> None:
+def test_grammar_over_the_first_budget_passes_in_the_next_lane() -> None:
     async def body(checker: GrammarChecker) -> None:
-        checker._fast._idle[:] = [ImpatientCompiler()]
+        checker._lanes[0]._idle[:] = [ImpatientCompiler()]
         await checker.check(FINE)
         assert pids(checker) == [checker._processes[checker_module.NUM_FAST].pid]
+        checker._lanes[1]._idle[:] = [ImpatientCompiler()]
+        await checker.check(named("b"))
+        assert pids(checker) == [checker._processes[-1].pid]
 
     with_checker(body)
 
@@ -213,13 +224,13 @@ def test_waiting_too_long_for_a_process_is_429(monkeypatch: pytest.MonkeyPatch) 
 
     async def body(checker: GrammarChecker) -> None:
         await asyncio.gather(*(checker.check(named(letter)) for letter in "ab"))
-        stopped = [stop_process(one) for one in pids(checker)]
+        stopped = [stop_group(one) for one in pids(checker)]
         ahead = [asyncio.create_task(checker.check(named(letter))) for letter in "cd"]
         await asyncio.sleep(0)
         error = await refusal(checker, named("e"))
         assert (error.status, error.code) == (429, "overloaded")
         for one in stopped:
-            os.kill(one, signal.SIGCONT)
+            os.killpg(one, signal.SIGCONT)
         await asyncio.gather(*ahead)
 
     with_checker(body)
@@ -228,12 +239,12 @@ def test_waiting_too_long_for_a_process_is_429(monkeypatch: pytest.MonkeyPatch) 
 def test_cancelled_request_leaves_the_result_for_others() -> None:
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
-        stopped = stop_process(pid(checker))
+        stopped = stop_group(pid(checker))
         given_up, other = (asyncio.create_task(refusal(checker, NOWHERE)) for _ in range(2))
         await asyncio.sleep(0.05)
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
-        os.kill(stopped, signal.SIGCONT)
+        os.killpg(stopped, signal.SIGCONT)
         assert (await other).status == 400
 
     with_checker(body)
@@ -242,7 +253,7 @@ def test_cancelled_request_leaves_the_result_for_others() -> None:
 def test_close_does_not_wait_for_results() -> None:
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
-        stop_process(pid(checker))
+        stop_group(pid(checker))
         asked = asyncio.create_task(checker.check(named("b")))
         await asyncio.sleep(0.05)
         await checker.close()

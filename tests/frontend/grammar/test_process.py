@@ -11,7 +11,7 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.grammar import process as grammar_process
 from tandem.frontend.grammar.grammar import Grammar, lark
 from tandem.frontend.grammar.process import GrammarProcess
-from tests.support.stopped_process import stop_process
+from tests.support.stopped_process import stop_group
 
 
 def text(source: str) -> str:
@@ -34,7 +34,7 @@ def with_process(body: Callable[[GrammarProcess], Coroutine[Any, Any, None]]) ->
 
 def stop(process: GrammarProcess) -> int:
     assert process.pid is not None
-    return stop_process(process.pid)
+    return stop_group(process.pid)
 
 
 def test_process_starts_on_first_use_and_checks_many_grammars() -> None:

@@ -1,0 +1,56 @@
+"""Clients with hostile schemas beside one with cheap ones, under a real server without API keys."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.scripted_engine import Script
+from tests.support.scripted_serving import ScriptedServing
+from tests.support.stream_client import Stream, completion
+
+CLIENTS, CHEAP = 16, 100
+GUARD_SECONDS = 10.0
+"""Ten times what 99 of 100 cheap grammars may take on an idle machine."""
+LONGEST_SECONDS = 300.0
+
+
+def hostile(number: int) -> bytes:
+    """Build a completion whose schema takes seconds to check, unlike any other."""
+    patterns = [{"pattern": f"^.*{chr(97 + index % 26)}{index}x{number}.*$"} for index in range(300)]
+    schema = {"type": "string", "allOf": patterns}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return completion(2, stream=False, response_format=form)
+
+
+def cheap(number: int) -> bytes:
+    """Build a completion with a new grammar, whose check finds an error: the scripted engine compiles none."""
+    return completion(2, stream=False, grammar=f"start: missing{number}")
+
+
+@pytest.mark.slow
+def test_cheap_new_grammars_do_not_wait_for_those_of_hostile_clients(tmp_path: Path) -> None:
+    """The hostile ones come back as soon as they are answered, each time with another schema."""
+    with ScriptedServing(tmp_path / "log", script=Script()) as serving, serving.clients() as client:
+        attacks = [*(client.open(hostile(number))[0] for number in range(CLIENTS))]
+        seconds = []
+        for number in range(CHEAP):
+            began = time.monotonic()
+            (stream,) = client.open(cheap(number))
+            while not stream.outcome:
+                assert time.monotonic() < began + LONGEST_SECONDS, stream.message
+                client.poll(0.02)
+                attacks += come_back(client.open, attacks)
+            seconds.append(stream.ended - stream.opened)
+            assert stream.status == 400 and "unknown name" in stream.message
+        answered = [attack for attack in attacks if attack.outcome]
+        assert {attack.status for attack in answered} <= {400, 429}
+        assert all("CPU time" in json.loads(a.message)["error"]["message"] for a in answered if a.status == 400)
+        assert sorted(seconds)[CHEAP * 99 // 100 - 1] < GUARD_SECONDS, sorted(seconds)[-5:]
+
+
+def come_back(open_stream: Any, attacks: list[Stream]) -> list[Stream]:
+    missing = CLIENTS - sum(not attack.outcome for attack in attacks)
+    return [open_stream(hostile(len(attacks) + index))[0] for index in range(missing)]
