@@ -154,6 +154,12 @@ class ManagedProcess:
         assert self._process is not None, f"the {self.name} was not started"
         return await self._process.wait()
 
+    async def wait_for_pipes(self) -> None:
+        """Wait until an ended process's pipes are closed, also by children of its own."""
+        await self.stdout.read()
+        if self._log is not None:
+            await self._log
+
     async def stop(self, timeout: float) -> None:
         """End the process for good.
 

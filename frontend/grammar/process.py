@@ -41,7 +41,7 @@ class GrammarProcess:
     def __init__(self, hello: bytes) -> None:
         self._hello = hello
         self._process: ManagedProcess | None = None
-        self._ending: set[asyncio.Task[int]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
         """Waits for processes that were killed and have not ended yet."""
 
     @property
@@ -107,6 +107,11 @@ class GrammarProcess:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            ended = asyncio.create_task(process.wait())
+            ended = asyncio.create_task(_ended(process))
             self._ending.add(ended)
             ended.add_done_callback(self._ending.discard)
+
+
+async def _ended(process: ManagedProcess) -> None:
+    await process.wait()
+    await process.wait_for_pipes()

@@ -78,7 +78,7 @@ def check(tokenizer: llguidance.LLTokenizer, grammar: str) -> str | None:
 
 
 def _compile_each(tokenizer: llguidance.LLTokenizer) -> None:
-    """Answer grammars, and end the process without a failure at the end of stdin."""
+    """Answer grammars until stdin ends, and with it the process."""
     for line in open(0, "rb", closefd=False):  # noqa: SIM115  (without what the parent's reader holds)
         grammar, cpu_seconds = msgspec.json.decode(line, type=tuple[str, float])
         # The signal ends the process, whatever holds the interpreter.
@@ -107,7 +107,10 @@ def _run_child(tokenizer: llguidance.LLTokenizer, parent: int) -> NoReturn:
 
 
 def serve(tokenizer: llguidance.LLTokenizer) -> None:
-    """Fork children that compile, each until a grammar ends it, and answer that grammar for it."""
+    """Fork children that compile, one after the other.
+
+    Each runs until a grammar ends it, which is then answered for it.
+    """
     parent = os.getpid()
     while True:
         child = os.fork()

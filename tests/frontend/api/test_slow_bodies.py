@@ -19,7 +19,7 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.workers import Workers
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import DEADLINE, RunningServer, post, until
-from tests.support.stopped_process import stop_process
+from tests.support.stopped_process import stop_group
 
 LARGE = 100_000
 
@@ -116,7 +116,7 @@ def checker(chatting: RunningServer) -> int:
     body = {"model": "fake-model", "prompt": "a", "max_tokens": 1, "regex": "b"}
     assert post(chatting.url + "/v1/completions", json=body).status_code == 200
     (pid,) = [process.pid for process in chatting.server._service.grammars._processes if process.pid is not None]
-    return stop_process(pid)
+    return stop_group(pid)
 
 
 JSON = {"type": "json_object"}
@@ -149,7 +149,7 @@ def test_request_admitted_before_the_drain_timeout_is_answered(
     waiting = Waiting(chatting, "/v1/completions", {"prompt": "a", "max_tokens": 1, "regex": "c"})
     drain(chatting)
     until(lambda: service.draining)
-    os.kill(checker, signal.SIGCONT)
+    os.killpg(checker, signal.SIGCONT)
     assert waiting.answer().status_code == 200
     ended(chatting)
 
