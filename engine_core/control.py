@@ -244,8 +244,8 @@ class Control:
         if queued and queued + prompt_len > limits.max_queued_tokens:
             raise RequestError(
                 ErrorCode.OVERLOADED,
-                f"{queued} prompt tokens are waiting and {prompt_len} more were asked for, at most "
-                f"{limits.max_queued_tokens} at once (--max-queued-tokens); try again later",
+                f"{queued} prompt tokens are waiting and this request has {prompt_len} more; the limit is "
+                f"{limits.max_queued_tokens} (--max-queued-tokens); try again later",
             )
 
     def _sequence(self, client: bytes, submit: Submit) -> Sequence:

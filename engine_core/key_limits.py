@@ -109,8 +109,8 @@ class KeyLimits:
         num_open = len(account.open)
         if account.max_concurrent and num_open + size > account.max_concurrent:
             return (
-                f"the API key {claim.name!r} has {num_open} sequences in progress and {size} more were asked for, "
-                f"at most {account.max_concurrent} at once (max_concurrent); try again later"
+                f"the API key {claim.name!r} has {num_open} sequences in progress and this request asks for {size} "
+                f"more; its limit is {account.max_concurrent} (max_concurrent); try again later"
             ), 0
         limit, wanted = account.tokens_per_minute, claim.prompt_tokens
         if limit and is_first and account.level < min(wanted, limit):

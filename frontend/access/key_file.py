@@ -59,6 +59,15 @@ def load_key_file(path: Path) -> list[ApiKey]:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             _check_mode(path, os.fstat(file.fileno()).st_mode)
             tables = _tables(tomllib.load(file))
+    except FileNotFoundError:
+        raise ValueError(
+            f"--api-keys {path} does not exist; run tandem api-key NAME >> {path}, or name another file"
+        ) from None
+    except PermissionError:
+        user = f"the user with the id {os.geteuid()}"
+        raise ValueError(
+            f"--api-keys {path} cannot be read by {user}: Permission denied; let it read the file"
+        ) from None
     except OSError as error:
         raise ValueError(f"--api-keys {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

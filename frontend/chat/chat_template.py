@@ -75,7 +75,7 @@ class ChatTemplate:
                 sandbox.compile_template(text)
             except RenderError as failure:
                 raise ChatTemplateError(
-                    f"the chat template {name!r} ({self.source.origin}) cannot be used: {failure}; mend it, or give "
+                    f"the chat template {name!r} ({self.source.origin}) cannot be used: {failure}; correct it, or give "
                     "another with --chat-template FILE"
                 ) from None
 

@@ -108,14 +108,25 @@ def check_tls(cert: Path | None, key: Path | None) -> None:
     if (cert is None) != (key is None):
         raise ValueError("--tls-cert and --tls-key belong together; give both or neither")
     if cert is not None and key is not None:
+        _check_readable("--tls-cert", cert)
+        _check_readable("--tls-key", key)
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
         except ssl.SSLError as error:
             why = "they are not a pair" if error.reason == "KEY_VALUES_MISMATCH" else "both must be in PEM format"
             raise ValueError(f"--tls-cert {cert} with --tls-key {key} cannot be used: {why}") from None
         except (OSError, ValueError) as error:
-            why = str(error.strerror if isinstance(error, OSError) else error)
-            raise ValueError(f"--tls-cert {cert} with --tls-key {key} cannot be used: {why}") from None
+            raise ValueError(f"--tls-cert {cert} with --tls-key {key} cannot be used: {error}") from None
+
+
+def _check_readable(flag: str, file: Path) -> None:
+    """Raise ValueError, with the flag and the reason, for a file that cannot be read."""
+    try:
+        file.open("rb").close()
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {file} cannot be read: {error.strerror}; give a file that exists and that this user may read"
+        ) from None
 
 
 def check_traces(endpoint: str) -> None:

@@ -206,7 +206,7 @@ def check_overload(open_sequences: int, wanted: int, most: int, seconds_until: C
     """
     if (excess := open_sequences + wanted - most) > 0:
         raise overloaded(
-            f"{open_sequences} sequences are open and {wanted} more were asked for, at most {most} at once "
+            f"{open_sequences} sequences are open and this request asks for {wanted} more; the limit is {most} "
             "(--max-concurrent); try again later",
             seconds_until(excess),
             "concurrency",
@@ -221,7 +221,7 @@ def check_queue(queued: int, wanted: int, most: int, seconds_until: Callable[[in
     """
     if queued and (excess := queued + wanted - most) > 0:
         raise overloaded(
-            f"{queued} prompt tokens are waiting and {wanted} more were asked for, at most {most} at once "
+            f"{queued} prompt tokens are waiting and this request has {wanted} more; the limit is {most} "
             "(--max-queued-tokens); try again later",
             seconds_until(min(excess, queued)),
             "queued_tokens",

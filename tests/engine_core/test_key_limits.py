@@ -48,7 +48,7 @@ def test_sequences_of_one_key_share_a_limit_over_all_frontends(control: Control)
     refused = ask(control, b"a", 2, key)
     assert refused is not None and (refused.request_id, refused.code) == (2, ErrorCode.RATE_LIMITED)
     assert refused.message == (
-        "the API key 'alice' has 2 sequences in progress and 1 more were asked for, at most 2 at once "
+        "the API key 'alice' has 2 sequences in progress and this request asks for 1 more; its limit is 2 "
         "(max_concurrent); try again later"
     )
     for other in (claim("bob", concurrent=2), claim("carol"), None):

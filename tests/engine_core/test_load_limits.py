@@ -44,8 +44,7 @@ def test_sequences_of_all_frontends_share_one_limit(control: Control) -> None:
 def test_prompts_without_output_share_one_limit(control: Control) -> None:
     assert ask(control, b"a", 1, 5) == ""
     assert ask(control, b"b", 1, 5) == (
-        "5 prompt tokens are waiting and 5 more were asked for, at most 9 at once (--max-queued-tokens); "
-        "try again later"
+        "5 prompt tokens are waiting and this request has 5 more; the limit is 9 (--max-queued-tokens); try again later"
     )
     assert ask(control, b"b", 2, 4) == ""
     assert ask(control, b"a", 2, 1) != ""
@@ -53,15 +52,17 @@ def test_prompts_without_output_share_one_limit(control: Control) -> None:
 
 def test_prompt_of_any_length_is_taken_while_no_other_waits(control: Control) -> None:
     assert ask(control, b"a", 1, 20) == ""
-    assert ask(control, b"a", 2, 1).startswith("20 prompt tokens are waiting and 1 more")
+    assert ask(control, b"a", 2, 1).startswith("20 prompt tokens are waiting and this request has 1 more")
     control.apply(b"a", Abort([1]))
     assert ask(control, b"b", 3, 20) == ""
 
 
 def test_group_of_any_length_is_taken_while_no_other_prompt_waits(control: Control) -> None:
     assert [ask(control, b"a", number, 20, group=1) for number in (1, 2)] == ["", ""]
-    assert ask(control, b"a", 3, 1, group=3).startswith("40 prompt tokens are waiting and 1 more")
-    assert ask(control, b"b", 4, 1, group=1).startswith("40 prompt tokens are waiting and 1 more"), "of its own"
+    assert ask(control, b"a", 3, 1, group=3).startswith("40 prompt tokens are waiting and this request has 1 more")
+    assert ask(control, b"b", 4, 1, group=1).startswith("40 prompt tokens are waiting and this request has 1 more"), (
+        "of its own"
+    )
     control.apply(b"a", Abort([1, 2]))
     assert ask(control, b"b", 5, 5) == ""
     assert [bool(ask(control, b"a", number, 4, group=6)) for number in (6, 7)] == [False, True]

@@ -6,6 +6,7 @@ line replaces that of the file.
 
 import argparse
 import difflib
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -63,7 +64,7 @@ def _load(path: Path) -> dict[str, Any]:
 def _unknown(name: str, flag: str, flags: Mapping[str, argparse.Action], explain: Explain) -> str:
     reason = explain(flag)
     if not reason.startswith("unknown flag"):
-        return reason  # a flag of another server, and what it is here
+        return re.sub(r"--(?=[a-z])", "", reason)  # a flag of another server, and its name here in a file
     known = [word.removeprefix("--") for word, action in flags.items() if action.dest not in NOT_IN_FILES]
     near = difflib.get_close_matches(flag.removeprefix("--"), known, n=1, cutoff=_SIMILAR)
     return f"unknown name {name}" + (f"; did you mean {near[0]}?" if near else "")

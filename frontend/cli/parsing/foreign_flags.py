@@ -24,6 +24,7 @@ _LORA = ForeignFlag(reason="LoRA adapters are not supported; merge them into the
 _SWAP = ForeignFlag(reason="KV is never swapped to CPU memory; preempted sequences are recomputed")
 _CODE = ForeignFlag(reason="code from checkpoints is never run; supported architectures are built in")
 _SPECULATIVE = ForeignFlag(reason="speculative decoding is not supported")
+_REPLICAS = ForeignFlag(reason="one GPU per engine; start one server per GPU and balance between them")
 _WHOLE_MODEL = ForeignFlag(reason="the whole model runs on the device that --device names")
 _LEN = ForeignFlag("--max-len")
 _GPU_SHARE = ForeignFlag("--gpu-memory", "a share such as 0.9")
@@ -34,6 +35,8 @@ _CACHE = ForeignFlag("--prefix-cache", "on by default; --prefix-cache off turns 
 _GRAPHS = ForeignFlag("--graph-rows", "--graph-rows off runs without CUDA graphs")
 _MODEL = ForeignFlag("--model")
 _NO_ACCESS_LOG = ForeignFlag("--access-log off")
+_GRAMMAR = ForeignFlag(reason="structured outputs are always on, and have one backend")
+_NO_STATS = ForeignFlag(reason="the line every 10 s has the level info, which --log-level warning leaves out")
 _POLICY = ForeignFlag("--policy")
 _TOOLS = ForeignFlag("--tool-parser", "auto finds the format of most models; no further flag is needed")
 
@@ -47,7 +50,8 @@ FOREIGN_FLAGS = {
     "--tensor-parallel-size": _ONE_GPU, "--tp": _ONE_GPU, "-tp": _ONE_GPU, "--tp-size": _ONE_GPU,
     "--pipeline-parallel-size": _ONE_GPU, "--pp": _ONE_GPU, "-pp": _ONE_GPU, "--pp-size": _ONE_GPU,
     "--tensor-split": _ONE_GPU,
-    "--data-parallel-size": ForeignFlag(reason="one GPU per engine; start one server per GPU and balance between them"),
+    "--data-parallel-size": _REPLICAS, "-dp": _REPLICAS, "--dp": _REPLICAS, "--dp-size": _REPLICAS,
+    "--api-server-count": ForeignFlag("--frontends"), "-asc": ForeignFlag("--frontends"),
     "-ngl": _WHOLE_MODEL, "--n-gpu-layers": _WHOLE_MODEL, "--gpu-layers": _WHOLE_MODEL,
     "--cpu-offload-gb": _WHOLE_MODEL,
     "--quantization": _WEIGHTS, "-q": _WEIGHTS,
@@ -71,6 +75,23 @@ FOREIGN_FLAGS = {
     "--enable-log-requests": ForeignFlag("--log-requests on"),
     "--disable-log-requests": ForeignFlag("--log-requests off", "which is the default"),
     "-t": ForeignFlag("--threads"),
+    "--no-enable-log-requests": ForeignFlag("--log-requests off", "which is the default"),
+    "--disable-log-stats": _NO_STATS,
+    "--enable-metrics": ForeignFlag(reason="metrics are always on: GET /metrics on the ops port and that of the API"),
+    "--log-config-file": ForeignFlag("--log-level", "--log-format json logs an object a line"),
+    "--max-logprobs": ForeignFlag("--max-top-logprobs"),
+    "--num-gpu-blocks-override": ForeignFlag("--kv-tokens", "tokens, not blocks"),
+    "--long-prefill-token-threshold": _CHUNK,
+    "--no-enable-chunked-prefill": ForeignFlag("--prefill-chunk", "a chunk as long as --max-len is the whole prompt"),
+    "--shutdown-timeout": ForeignFlag("--drain-timeout"), "--timeout-graceful-shutdown": ForeignFlag("--drain-timeout"),
+    "--max-queued-requests": ForeignFlag("--max-waiting"),
+    "--enable-prompt-tokens-details": ForeignFlag(reason="usage.prompt_tokens_details is always there"),
+    "--enable-request-id-headers": ForeignFlag(reason="x-request-id is always there"),
+    "--guided-decoding-backend": _GRAMMAR, "--structured-outputs-config": _GRAMMAR, "--grammar-backend": _GRAMMAR,
+    "--enable-reasoning": ForeignFlag("--reasoning-parser", "auto finds out from the chat template"),
+    "--override-generation-config": ForeignFlag(
+        "--generation-config", "auto or off; to change a default edit the checkpoint's generation_config.json"
+    ),
     "--seed": ForeignFlag(reason="seeds are a field of each request; the server has none"),
     "--temperature": ForeignFlag(reason="sampling parameters are fields of each request; see --generation-config"),
     "--tokenizer": ForeignFlag(reason="the tokenizer is the model folder's tokenizer.json"),

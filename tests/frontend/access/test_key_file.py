@@ -99,13 +99,23 @@ def test_a_malformed_file_is_refused_with_its_name_the_table_and_a_remedy(
     assert "sk-secret" not in str(caught.value)
 
 
-def test_a_file_that_others_may_write_or_that_is_missing_is_refused(tmp_path: Path) -> None:
+def _denied(*_: object, **__: object) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
+def test_a_file_that_others_may_write_or_that_is_missing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for mode in (0o620, 0o602, 0o666):
         with pytest.raises(ValueError, match=f"its mode {mode:04o} lets other users write it; run chmod go-w"):
             load_key_file(write(tmp_path, ALICE, mode))
     assert load_key_file(write(tmp_path, ALICE, 0o644))
-    with pytest.raises(ValueError, match="cannot be read: No such file"):
+    with pytest.raises(ValueError, match="none does not exist; run tandem api-key NAME >> "):
         load_key_file(tmp_path / "none")
+    monkeypatch.setattr("os.open", _denied)
+    with pytest.raises(ValueError, match=f"cannot be read by the user with the id {os.geteuid()}: Permission denied; "):
+        load_key_file(tmp_path / "keys.toml")
+    monkeypatch.undo()
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
         load_key_file(tmp_path)
 

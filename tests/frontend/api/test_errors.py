@@ -190,7 +190,7 @@ def test_too_many_open_sequences_are_429(small: RunningServer, engine: FakeEngin
     assert response.headers["retry-after"] == "1"
     error = error_of(response)
     assert (error["code"], error["type"]) == ("overloaded", "rate_limit_error")
-    assert "2 more were asked for, at most 2" in error["message"]
+    assert "this request asks for 2 more; the limit is 2" in error["message"]
     assert post(small, n=2).status_code == 200
     assert engine.aborts == []
 

@@ -64,7 +64,7 @@ def test_queued_prompt_tokens_are_bounded(limited: RunningServer, engine: FakeEn
         refused = complete(limited)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert error_of(refused)["message"].startswith(
-            "40 prompt tokens are waiting and 5 more were asked for, at most 30 at once (--max-queued-tokens)"
+            "40 prompt tokens are waiting and this request has 5 more; the limit is 30 (--max-queued-tokens)"
         )
         engine.hold = False
         assert waiting.result().status_code == 200

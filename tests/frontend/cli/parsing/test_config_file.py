@@ -65,7 +65,7 @@ def test_required_flags_may_be_in_the_file(command: str, file: Path) -> None:
     [
         ("max-lenn = 1", "unknown name max-lenn; did you mean max-len?"),
         ("nonsense = 1", "unknown name nonsense\n"),
-        ("max-model-len = 1", "--max-model-len is --max-len here"),
+        ("max-model-len = 1", ": max-model-len is max-len here"),
         ("config = 'x'", "unknown name config"),
         ("slot = 1", "unknown name slot"),
         ("max-len = '4096'", "max-len must be an integer, not '4096'"),

@@ -88,6 +88,8 @@ WRONG = [
     (["serve", "--max-model-len", "8"], "tandem serve: error: --max-model-len is --max-len here"),
     (["serve", "m", "-c", "8192"], "-c is --max-len here"),
     (["engine", "--gpu-memory-utilization=0.9"], "--gpu-memory-utilization is --gpu-memory here (a share such as 0.9)"),
+    (["serve", "--api-server-count", "4"], "--api-server-count is --frontends here"),
+    (["serve", "--disable-log-stats"], "--disable-log-stats: the line every 10 s has the level info"),
     (["serve", "--tp", "2"], "--tp: one GPU per engine; tensor and pipeline parallelism are not supported"),
     (["serve", "-ngl", "99", "--block-size", "16"], "names; --block-size is --page-size here"),
     (["serve", "--trust-remote-code"], "code from checkpoints is never run"),
