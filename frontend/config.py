@@ -57,6 +57,8 @@ class FrontendConfig(Struct, frozen=True):
     """Limit on the bytes of a request body."""
     unknown_fields: UnknownFields = "ignore"
     """What happens to a field that has no effect: it is ignored and named in the response, or refused."""
+    no_special_tokens_in_text: bool = False
+    """True if text that clients send never becomes special tokens."""
     limits: RequestLimits = RequestLimits()
     connections: ConnectionLimits = ConnectionLimits()
     chat: ChatOptions = ChatOptions()

@@ -24,7 +24,7 @@ LEVELS = {
             "run_directory",
             "workers",
         },
-        {"request", "engine", "store", "hub", "control_channel"},
+        {"request", "engine", "store", "hub", "control_channel", "special_tokens"},
         {"config", "grammar"},
         {"flags"},
         {"generation", "supervisor"},
@@ -50,8 +50,8 @@ LEVELS = {
     ),
 }
 """Rooms (the folders and the loose modules of a package), from the ground up. One imports only from lower levels."""
-MAX_ROOMS = {"frontend": 26, "engine_core": 27}
-MAX_ARROWS = {"frontend": 93}
+MAX_ROOMS = {"frontend": 27, "engine_core": 27}
+MAX_ARROWS = {"frontend": 96}
 """Pairs of rooms of which the first imports the second."""
 
 Arrows = dict[tuple[str, str], set[str]]

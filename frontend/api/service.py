@@ -85,7 +85,9 @@ class Service:
         form = tool_format(config.chat.tool_parser, model_type(config.model_dir))
         think_end_id = tokenizer.token_id(THINK_END)
         parser = config.chat.reasoning_parser
-        self.chat = Chat(template, form, parser, think_end_id, self.admission, self.parser, metrics.templates)
+        self.chat = Chat(
+            template, form, parser, think_end_id, self.admission, self.parser, metrics.templates, tokenizer.guard
+        )
         self.keys = ApiKeys(config.api_keys, config.api_keys_file)
         self.keys.load()
         self.draining = False
@@ -193,7 +195,7 @@ def build_service(config: FrontendConfig) -> Service:
     cannot be used, StoreError for a store that cannot be opened.
     """
     metrics = FrontendMetrics(CollectorRegistry())
-    tokenizer = load_tokenizer(config.model_dir)
+    tokenizer = load_tokenizer(config.model_dir, no_special_tokens_in_text=config.no_special_tokens_in_text)
     watch = EngineWatch(config.beat_timeout, config.step_timeout)
     # A template of the frontend's own choice may be any.
     template_print = template_fingerprint(config.model_dir) if config.chat.template is None else ""

@@ -22,6 +22,7 @@ from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.options import GenerationOptions
 from tandem.frontend.request.tools import ToolUse
+from tandem.frontend.special_tokens import SpecialTokenGuard
 from tandem.frontend.workers import Workers
 from tandem.protocol.events import Ready
 
@@ -44,10 +45,12 @@ class Chat:
         admission: Admission,
         workers: Workers,
         metrics: TemplateMetrics,
+        guard: SpecialTokenGuard | None = None,
     ) -> None:
         """Connect the parts.
 
         `template` is None for a model that has no chat template; `workers` encode large conversations.
+        With a `guard`, prompts are sealed by it.
         """
         self._template = template
         self._renderer = None if template is None else TemplateProcess(json_frame(template.templates), metrics)
@@ -57,6 +60,7 @@ class Chat:
         self._admission = admission
         self._workers = workers
         self._metrics = metrics
+        self._guard = guard
 
     def start(self) -> None:
         """Begin to start the process that renders.
@@ -74,7 +78,7 @@ class Chat:
     async def render(self, conversation: Conversation, ignored: IgnoredFields) -> str:
         """Render the prompt of a conversation, with its special tokens.
 
-        If the template does not render tools, they are described in the messages.
+        If the template does not render tools, they are described in the messages. With a guard the prompt is sealed.
 
         Raises ApiError 400 if the model has no chat template, or if the template fails, and 500 if the process that
         renders it fails.
@@ -83,19 +87,22 @@ class Chat:
         if template is None or renderer is None:
             raise no_template("its directory has no chat template, and its type has no built-in one")
         began = monotonic()
-        if not template.reads_tools:
-            conversation = with_tools_as_text(conversation, self._tool_format.syntax)
         if _is_small(conversation):
-            request = template.request_frame(conversation, ignored)
+            request = self._request_frame(template, conversation, ignored)
         else:
-            request = await self._workers.run(template.request_frame, conversation, ignored)
+            request = await self._workers.run(self._request_frame, template, conversation, ignored)
         try:
             rendered = await renderer.render(request)
         except RenderError as failure:
-            raise template.failed(str(failure)) from None
+            reason = str(failure) if self._guard is None else self._guard.unmarked(str(failure))
+            raise template.failed(reason) from None
         finally:
             self._metrics.seconds.observe(monotonic() - began)
-        return template.prompt(conversation, rendered)
+        prompt = template.prompt(conversation, rendered)
+        if self._guard is None:
+            return prompt
+        inline = len(prompt) <= MAX_INLINE_CHARS
+        return self._guard.seal(prompt) if inline else await self._workers.run(self._guard.seal, prompt)
 
     async def admit(
         self,
@@ -115,7 +122,7 @@ class Chat:
         begun = monotonic()
         prompt = await self.render(conversation, ignored)
         rendered = Stage("render", begun, monotonic())
-        shape = self._shape(tool_use, prompt)
+        shape = self._shape(tool_use, prompt if self._guard is None else self._guard.unsealed(prompt))
         if shape.tool_format is not None and shape.tool_format.special_tokens:
             options = structs.replace(options, skip_special_tokens=False)
         admitted = await self._admission.admit(
@@ -132,6 +139,20 @@ class Chat:
             stages=(rendered,),
         )
         return admitted, shape
+
+    def _request_frame(self, template: ChatTemplate, conversation: Conversation, ignored: IgnoredFields) -> bytes:
+        if (guard := self._guard) is not None:
+            conversation = structs.replace(
+                conversation,
+                messages=guard.protect(conversation.messages),
+                tools=guard.protect(conversation.tools),
+                documents=guard.protect(conversation.documents),
+                template_kwargs=guard.protect(conversation.template_kwargs),
+            )
+        if not template.reads_tools:
+            # After the above, because the format of calls has special tokens of its own.
+            conversation = with_tools_as_text(conversation, self._tool_format.syntax)
+        return template.request_frame(conversation, ignored)
 
     def _shape(self, tool_use: ToolUse, prompt: str) -> MessageShape:
         thinking = ThinkingMode.NONE

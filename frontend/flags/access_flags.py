@@ -28,6 +28,9 @@ ACCESS_FLAGS = (
     Flag("prefix_cache_scope", ACCESS, "who shares cached prefixes: key, requests with the same API key; server, all "
          "requests, so that a user can find out by time or usage whether others sent a prefix. A cache_salt counts "
          "within its key", choices=get_args(PrefixCacheScope), struct=FrontendConfig),
+    Flag("no_special_tokens_in_text", ACCESS, "encode special tokens that clients write in messages, tools and prompts "
+         "as plain text, and refuse them in prompts of ids; those of the chat template stay", is_everyday=True,
+         is_switch=True, struct=FrontendConfig),
     Flag("cors_origin", ACCESS, "web origin whose pages may send requests, * for all; may be given several times",
          metavar="ORIGIN", is_everyday=True, is_repeated=True, default=[], default_text="none", struct=FrontendConfig,
          field="cors_origins", to_field=tuple),

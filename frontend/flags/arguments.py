@@ -78,6 +78,9 @@ def http_argv(arguments: argparse.Namespace) -> list[str]:
         value = getattr(arguments, flag.name)
         if not flag.is_forwarded or value in (None, []):
             continue
+        if flag.is_switch:
+            argv += [flag_name(flag.name)] if value else []
+            continue
         if flag.is_list:
             argv += [f"{flag_name(flag.name)}={item}" for item in value]
             continue

@@ -41,6 +41,8 @@ class Flag(Struct, frozen=True):
     """True for a flag that may be given several times; its values are collected in a list."""
     is_list: bool = False
     """True for a flag that takes one or more values after it, collected in a list."""
+    is_switch: bool = False
+    """True for a flag without a value, which is off without it."""
     default: Any = None
     """Default of the argument; None for the default of the attribute that the flag fills."""
     default_text: str = ""
@@ -76,6 +78,8 @@ class Flag(Struct, frozen=True):
             group.add_argument(
                 name, nargs="+", action="extend", type=self.parse, default=default, metavar=metavar, help=help_text
             )
+        elif self.is_switch:
+            group.add_argument(name, action="store_true", default=default, help=f"{self.help} (default: off)")
         elif self.choices is not None:
             group.add_argument(name, choices=self.choices, default=default, help=help_text)
         else:

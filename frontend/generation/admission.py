@@ -194,7 +194,13 @@ class Admission:
     ) -> AdmittedPrompt:
         # Ids of the tokenizer are checked as well: it may have more of them than the model.
         check_ids(ids, vocab_size, field)
-        text = prompt if isinstance(prompt, str) else self._tokenizer.decode(ids) if with_text else ""
+        guard = self._tokenizer.guard
+        if isinstance(prompt, str):
+            text = prompt if guard is None else guard.unsealed(prompt)
+        else:
+            if guard is not None:
+                guard.check_ids(ids, self._tokenizer.leading_ids, field)
+            text = self._tokenizer.decode(ids) if with_text else ""
         return AdmittedPrompt(text, ids, pack_ids(ids), max_tokens)
 
 

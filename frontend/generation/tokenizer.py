@@ -9,6 +9,7 @@ import tokenizers
 
 from tandem.frontend.generation.detokenizer import Detokenizer
 from tandem.frontend.generation.token_bytes import TokenBytes, token_bytes
+from tandem.frontend.special_tokens import SpecialTokenGuard, guarded_tokens
 from tandem.frontend.workers import Workers
 
 SHORT_TEXT_CHARS = 256
@@ -25,12 +26,25 @@ class Tokenizer:
     It wraps a `tokenizers.Tokenizer`, and has threads for texts that would block the event loop.
     """
 
-    def __init__(self, raw: tokenizers.Tokenizer, fingerprint: str, workers: Workers) -> None:
+    def __init__(
+        self,
+        raw: tokenizers.Tokenizer,
+        fingerprint: str,
+        workers: Workers,
+        guard: SpecialTokenGuard | None = None,
+        encoder: tokenizers.Tokenizer | None = None,
+    ) -> None:
+        """Wrap a tokenizer.
+
+        With a `guard`, all text is encoded by its `encoder`, for which special tokens have random names.
+        """
         self._raw = raw
+        self._encoder = raw if encoder is None else encoder
+        self.guard = guard
         self.fingerprint = fingerprint
         self._workers = workers
         self._anchor = _anchor(raw)
-        self._longest = max((len(token) for token in raw.get_vocab()), default=1)
+        self._longest = max((len(token) for token in self._encoder.get_vocab()), default=1)
 
     @property
     def vocab_size(self) -> int:
@@ -39,6 +53,12 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary writes it; None if there is none."""
         return self._raw.token_to_id(token)
+
+    @cached_property
+    def leading_ids(self) -> list[int]:
+        """Ids that the tokenizer puts in front of a text, such as a begin token."""
+        whole, alone = self._encode("a", True), self._encode("a", False)
+        return next((whole[:at] for at in range(len(whole)) if whole[at : at + len(alone)] == alone), [])
 
     @cached_property
     def bytes_of(self) -> TokenBytes:
@@ -61,6 +81,7 @@ class Tokenizer:
         """Encode a prompt.
 
         `add_special_tokens` adds the tokens that the tokenizer puts around a text, such as a begin token.
+        With a guard the special tokens of the text are those that it sealed; others are text.
         """
         if len(text) <= SHORT_TEXT_CHARS:
             return self._encode(text, add_special_tokens)
@@ -88,7 +109,7 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # The single-text call holds the GIL until it ends; the batch call releases it.
-        (encoded,) = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        (encoded,) = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
         return ids
 
@@ -106,10 +127,11 @@ def _anchor(raw: tokenizers.Tokenizer) -> tuple[int, ...]:
     return () if raw.decode(first) + alone == whole else tuple(first)
 
 
-def load_tokenizer(model_dir: Path, threads: int = 2) -> Tokenizer:
+def load_tokenizer(model_dir: Path, threads: int = 2, no_special_tokens_in_text: bool = False) -> Tokenizer:
     """Load `model_dir/tokenizer.json`.
 
-    Raises TokenizerError if it is missing or cannot be read.
+    With `no_special_tokens_in_text` special tokens are encoded only in texts that its guard sealed. Raises
+    TokenizerError if the file is missing or cannot be read.
     """
     path = model_dir / "tokenizer.json"
     if not path.is_file():
@@ -122,6 +144,12 @@ def load_tokenizer(model_dir: Path, threads: int = 2) -> Tokenizer:
         raw = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises plain Exception on files it cannot read
         raise TokenizerError(f"{path} ({len(data)} bytes) cannot be read: {error}") from error
-    raw.no_truncation()
-    raw.no_padding()
-    return Tokenizer(raw, hashlib.sha256(data).hexdigest(), Workers(threads, "tokenize"))
+    guard = SpecialTokenGuard(guarded_tokens(raw)) if no_special_tokens_in_text else None
+    try:
+        encoder = raw if guard is None else guard.encoder(data)
+    except Exception as error:  # as above, of a file whose special tokens cannot be renamed
+        raise TokenizerError(f"{path} cannot be used with --no-special-tokens-in-text: {error}") from error
+    for each in (raw, encoder):
+        each.no_truncation()
+        each.no_padding()
+    return Tokenizer(raw, hashlib.sha256(data).hexdigest(), Workers(threads, "tokenize"), guard, encoder)

@@ -54,6 +54,7 @@ def test_number_outside_the_bounds_of_its_flag_is_rejected(flag: Flag) -> None:
 def test_forwarded_flags_give_the_same_settings_except_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TANDEM_API_KEY", raising=False)
     changed = ["--port", "1", "--max-body", "3", "--cors-origin", "*", "--tool-parser", "json", "--log-level", "error"]
+    changed.append("--no-special-tokens-in-text")
     arguments = build_parser().parse_args([*ARGV, *changed])
     forwarded = build_parser().parse_args([*ARGV, *http_argv(arguments)])
     assert forwarded.port is None
