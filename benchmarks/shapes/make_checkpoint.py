@@ -52,7 +52,7 @@ def published_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         others = kept.setdefault(id(slot.parameter), [])
         if all(slot.start >= other.start + other.length or slot.start + slot.length <= other.start for other in others):
             others.append(slot)
-            shapes[slot.name] = slot.shape
+            shapes[slot.name] = slot.accepted_shapes[0]
     return shapes
 
 

@@ -67,7 +67,7 @@ def check_clean(engine: WiredEngine) -> None:
     # What the Bench itself says goes to the mailbox that was replaced.
     mailbox, control = engine.mailbox, engine.bench.control
     assert (len(mailbox._leases), mailbox._outboxes, mailbox._closed) == (0, {}, {})
-    assert (control.clients, control._identities, control._overloaded) == ({}, {}, {})
+    assert (control.clients, control._identities, control._refused, control._first_of_group) == ({}, {}, {}, {})
 
 
 @pytest.mark.parametrize("seed", range(3))
