@@ -30,6 +30,8 @@ from tandem.frontend.errors import unsupported
 _HEX_TO_LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
 _PREFIX_CHARS = 4
 """Number of characters at the start of a special token that are broken up wherever a client writes them."""
+_SLICE_CHARS = 2**14
+"""Number of characters that are searched for special tokens without a pause."""
 _PRIVATE_USE = range(0xE000, 0xF900)
 _TURN_TOKEN = re.compile("<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 
@@ -127,15 +129,14 @@ class SpecialTokenGuard:
         return encoder
 
     def _protect_text(self, text: str) -> str:
-        text = self._start.sub(self._broken, text)
+        # In slices, between which other threads run. One that ends within a special token ends with the start of it.
+        slices = (text[at : at + _SLICE_CHARS] for at in range(0, len(text), _SLICE_CHARS))
+        text = "".join(self._start.sub(rf"\g<0>{self._break}", part) for part in slices)
         at = len(text) - len(text.lstrip())
         head = text[at : at + 2].rstrip().lower()
         if head and not head[0].isalnum() and head in self._inner:
             return text[:at] + self._head + text[at:]
         return text
-
-    def _broken(self, found: re.Match[str]) -> str:
-        return found[0] + self._break
 
     def _name(self, found: re.Match[str]) -> str:
         return self.names[found[0]]

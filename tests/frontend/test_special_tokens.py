@@ -18,7 +18,7 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.tokenizer import Tokenizer, load_tokenizer
 from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.special_tokens import SpecialTokenGuard
+from tandem.frontend.special_tokens import _SLICE_CHARS, SpecialTokenGuard
 from tandem.protocol.model_folder import TemplateSource
 from tests.fakes.tokenizer import BEGIN, END, byte_level_tokenizer
 
@@ -222,3 +222,11 @@ def test_prompt_of_ids_with_a_special_token_is_refused_by_name(ids: list[int], a
     assert caught.value.status == 400
     assert f"token id {ids[at]} at index {at} " in str(caught.value)
     assert token in str(caught.value)
+
+
+@pytest.mark.parametrize("before", range(_SLICE_CHARS - 10, _SLICE_CHARS + 2))
+def test_token_across_two_slices_of_a_long_text_is_broken_up(before: int) -> None:
+    guard = SpecialTokenGuard({"<|im_start|>": 1})
+    protected = guard.protect("a" * before + "<|im_start|>" + "b" * 3)
+    assert "<|im_start|>" not in protected
+    assert guard.seal(protected) == "a" * before + "<|im_start|>" + "b" * 3
