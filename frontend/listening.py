@@ -64,6 +64,17 @@ def listen(host: str, port: int, dual_stack: bool = False) -> socket.socket:
         raise OSError(error.errno, os.strerror(error.errno)) from None
 
 
+def inherited_socket(descriptor: int) -> socket.socket:
+    """Take over a socket from the parent process.
+
+    Children of this process do not inherit it: while one of them held a listening socket, clients would wait in its
+    queue though nobody accepts any longer.
+    """
+    sock = socket.socket(fileno=descriptor)
+    sock.set_inheritable(False)
+    return sock
+
+
 def listen_shared(host: str, port: int, count: int, dual_stack: bool = False) -> list[socket.socket]:
     """Open `count` listening sockets on one address.
 

@@ -17,7 +17,7 @@ import uvicorn
 from tandem.frontend.api.service import Service, build_service
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.control_channel import Beat
-from tandem.frontend.listening import allowed_connections, raise_file_limit
+from tandem.frontend.listening import allowed_connections, inherited_socket, raise_file_limit
 from tandem.frontend.metrics.families import Family, snapshot
 from tandem.frontend.metrics.processes import GarbageCollector
 from tandem.frontend.server.app import create_app
@@ -278,7 +278,7 @@ def build_server(config: FrontendConfig) -> DrainingServer:
     tls = None
     if config.tls_cert is not None and config.tls_key is not None:
         tls = server_context(config.tls_cert, config.tls_key)
-    supervisor = None if config.supervisor_fd is None else socket.socket(fileno=config.supervisor_fd)
+    supervisor = None if config.supervisor_fd is None else inherited_socket(config.supervisor_fd)
     return DrainingServer(settings, service, connections, tls, supervisor)
 
 
@@ -309,7 +309,7 @@ def serve(config: FrontendConfig) -> None:
     """
     raise_file_limit()
     # Each once: of two objects for one descriptor, the first to go would close it.
-    sockets = {fd: socket.socket(fileno=fd) for fd in {fd for slot in config.listener_fds for fd in slot}}
+    sockets = {fd: inherited_socket(fd) for fd in {fd for slot in config.listener_fds for fd in slot}}
     with ExitStack() as stack:
         for sock in sockets.values():
             stack.enter_context(sock)

@@ -47,7 +47,7 @@ def processes(service: Tandem) -> dict[str, psutil.Process]:
     return found
 
 
-def test_each_process_of_a_service_has_only_its_own_secrets(
+def test_each_process_of_a_service_has_only_its_own_secrets_and_sockets(
     tandem: Start, ipc_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = ipc_dir / "template.jinja"
@@ -77,6 +77,8 @@ def test_each_process_of_a_service_has_only_its_own_secrets(
     for module, child in found.items():
         assert environment(child) == (FRONTEND_SECRETS if module == "tandem.frontend" else set()), module
         assert not any("secret" in word for word in child.cmdline())
+        listening = [one for one in child.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        assert bool(listening) == (module == "tandem.frontend"), f"{module} would keep {listening} open in a drain"
     # Workers end with the frontend that started them, however it ends, and everything ends with the supervisor.
     found["tandem.frontend"].kill()
     until(lambda: not is_running(found[GRAMMAR]) and not is_running(found[TEMPLATE]), "the end of the workers")
