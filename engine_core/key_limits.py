@@ -9,25 +9,32 @@ from tandem.protocol.events import KeyUsage
 
 SETTLE_SECONDS = 0.25
 """Time between two looks at what the sequences of all keys have generated."""
-_MINUTE = 60.0
+_KEPT_SECONDS = 61
+"""Time from the beginning of a second until its tokens count no longer: a minute from its end."""
 
 
 class KeyAccount:
-    """Open sequences of one key, and its bucket of tokens.
+    """Open sequences of one key, and its tokens of the last minute.
 
-    The bucket holds at most the tokens of a minute and refills evenly. Outputs are taken from it as they are generated,
-    so that it may fall below zero; then the key waits longer.
+    Tokens count in the second in which they are seen, until a minute after the end of that second. So no minute has
+    more than the limit when a request is taken; outputs of those that were taken come on top as they are generated.
     """
 
-    __slots__ = ("level", "max_concurrent", "open", "settled_at", "tokens_per_minute")
+    __slots__ = ("_seconds", "max_concurrent", "open", "tokens_per_minute", "used")
 
-    def __init__(self, now: float) -> None:
+    def __init__(self) -> None:
         self.max_concurrent = self.tokens_per_minute = 0
-        self.level = 0.0
-        """Tokens left, as of `settled_at`."""
-        self.settled_at = now
-        self.open: dict[Sequence, int] = {}
-        """Open sequences, and the generated tokens of each that were taken from the bucket."""
+        self.used = 0
+        """Tokens of the last minute, as of the last `settle`."""
+        self.open: dict[Sequence, tuple[int, int]] = {}
+        """Open sequences: the second in which each was taken, and its generated tokens that were counted."""
+        self._seconds: dict[int, int] = {}
+        """Tokens by second, the oldest first."""
+
+    @property
+    def left(self) -> int:
+        """Tokens that are left of the minute's; negative if outputs took more."""
+        return self.tokens_per_minute - self.used
 
     def set_limits(self, claim: KeyClaim) -> None:
         """Take over the limits of the newest claim.
@@ -35,54 +42,67 @@ class KeyAccount:
         What was used before stays used.
         """
         self.max_concurrent = claim.max_concurrent
-        if claim.tokens_per_minute != self.tokens_per_minute:
-            self.level += claim.tokens_per_minute - self.tokens_per_minute
-            self.tokens_per_minute = claim.tokens_per_minute
+        self.tokens_per_minute = claim.tokens_per_minute
+
+    def take(self, seq: Sequence, now: float) -> None:
+        """Count an accepted sequence."""
+        second = int(now)
+        self.open[seq] = second, 0
+        self._spend(second, charge(seq))
 
     def settle(self, now: float) -> None:
-        """Forget sequences that have ended, and bring the bucket up to date.
+        """Forget sequences that have ended, and bring the count of tokens up to date.
 
         A prompt that no step has computed is given back.
         """
-        spent = 0
-        for seq, counted in list(self.open.items()):
+        second, spent = int(now), 0
+        for seq, (taken_in, counted) in list(self.open.items()):
             spent += seq.generated - counted
             if seq.outcome is None:
-                self.open[seq] = seq.generated
-            else:
-                del self.open[seq]
-                spent -= charge(seq) if seq.wire.reported_cached < 0 else 0
-        gained = (now - self.settled_at) * self.tokens_per_minute / _MINUTE
-        self.level = min(self.tokens_per_minute, self.level - spent + gained)
-        self.settled_at = now
+                self.open[seq] = taken_in, seq.generated
+                continue
+            del self.open[seq]
+            if seq.wire.reported_cached < 0 and taken_in in self._seconds:
+                self._spend(taken_in, -charge(seq))
+        if spent:
+            self._spend(second, spent)
+        for past in list(self._seconds):
+            if past + _KEPT_SECONDS > now:
+                break
+            self.used -= self._seconds.pop(past)
 
     @property
     def is_idle(self) -> bool:
         """True if nothing is known that a new account would not know."""
-        return not self.open and self.level >= self.tokens_per_minute
+        return not self.open and not self._seconds
 
-    def seconds_until(self, tokens: int) -> int:
-        """Return the whole seconds until the bucket holds this many tokens."""
-        missing = min(tokens, self.tokens_per_minute) - self.level
-        return max(math.ceil(missing * _MINUTE / self.tokens_per_minute), 1)
+    def seconds_until(self, tokens: int, now: float) -> int:
+        """Return the whole seconds until this many tokens are left of the minute's."""
+        missing = min(tokens, self.tokens_per_minute) - self.left
+        until = now
+        for second, spent in self._seconds.items():
+            if missing <= 0:
+                break
+            missing -= spent
+            until = second + _KEPT_SECONDS
+        return max(math.ceil(until - now), 1)
 
-    def usage(self, name: str) -> KeyUsage:
+    def usage(self, name: str, now: float) -> KeyUsage:
         """Return what is left of the limits, as frontends tell it to clients."""
-        limit, rate = self.tokens_per_minute, self.tokens_per_minute / _MINUTE
-        return KeyUsage(
-            name,
-            self.max_concurrent,
-            max(self.max_concurrent - len(self.open), 0),
-            limit,
-            max(int(self.level), 0),
-            (limit - self.level) / rate if rate else 0.0,
-        )
+        limit = self.tokens_per_minute
+        reset = max(self._seconds, default=int(now) - _KEPT_SECONDS) + _KEPT_SECONDS - now if limit else 0.0
+        num_free = max(self.max_concurrent - len(self.open), 0)
+        return KeyUsage(name, self.max_concurrent, num_free, limit, max(self.left, 0), max(reset, 0.0))
+
+    def _spend(self, second: int, tokens: int) -> None:
+        self._seconds[second] = self._seconds.get(second, 0) + tokens
+        self.used += tokens
 
 
 class KeyLimits:
     """Accounts of the keys that have limits, by their names.
 
-    A key that was idle for as long as its bucket takes to fill is forgotten.
+    A key that was idle for a minute is forgotten.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -96,16 +116,16 @@ class KeyLimits:
         """Return why a sequence exceeds a limit of its key.
 
         With it come the seconds after which it would not, 0 if they are unknown. None if it may be accepted. The
-        first sequence of a group stands for all
-        of it: those that follow were counted with it, and are refused only if other frontends were faster.
+        first sequence of a group stands for all of it: those that follow were counted with it, and are refused only if
+        other frontends were faster.
         """
         account, size = self._account(claim), claim.num_sequences if is_first else 1
         # Bringing an account up to date looks at each of its sequences: `advance` does it often enough for a request
         # that fits anyway.
         is_full = 0 < account.max_concurrent < len(account.open) + size
-        if is_full or (is_first and account.tokens_per_minute > 0 and account.level < claim.prompt_tokens):
-            account.settle(self._clock())
-            self.news = account.usage(claim.name)
+        if is_full or (is_first and account.tokens_per_minute > 0 and account.left < claim.prompt_tokens):
+            account.settle(now := self._clock())
+            self.news = account.usage(claim.name, now)
         num_open = len(account.open)
         if account.max_concurrent and num_open + size > account.max_concurrent:
             return (
@@ -113,10 +133,10 @@ class KeyLimits:
                 f"more; its limit is {account.max_concurrent} (max_concurrent); try again later"
             ), 0
         limit, wanted = account.tokens_per_minute, claim.prompt_tokens
-        if limit and is_first and account.level < min(wanted, limit):
-            seconds = account.seconds_until(wanted)
+        if limit and is_first and account.left < min(wanted, limit):
+            seconds = account.seconds_until(wanted, self._clock())
             return (
-                f"the API key {claim.name!r} has {max(int(account.level), 0)} of its {limit} tokens a minute left "
+                f"the API key {claim.name!r} has {max(account.left, 0)} of its {limit} tokens a minute left "
                 f"(tokens_per_minute), the prompt has {wanted}; try again in {seconds} s"
             ), seconds
         return None
@@ -126,10 +146,9 @@ class KeyLimits:
 
         The prompt of a request that has lost its engine was counted before.
         """
-        account = self._account(claim)
-        account.open[seq] = 0
-        account.level -= charge(seq)
-        self.news = account.usage(claim.name)
+        account, now = self._account(claim), self._clock()
+        account.take(seq, now)
+        self.news = account.usage(claim.name, now)
 
     def take_news(self) -> KeyUsage | None:
         """Return the usage that a frontend has to learn, if there is one."""
@@ -150,13 +169,13 @@ class KeyLimits:
         """Return the account of a claim, with the limits of the claim."""
         account = self.accounts.get(claim.name)
         if account is None:
-            account = self.accounts[claim.name] = KeyAccount(self._clock())
+            account = self.accounts[claim.name] = KeyAccount()
         account.set_limits(claim)
         return account
 
 
 def charge(seq: Sequence) -> int:
-    """Return the prompt tokens that a sequence takes from its key's bucket.
+    """Return the prompt tokens that a sequence takes of its key's minute.
 
     Each prompt counts once, however many choices it has, and however many engines were lost with it.
     """

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine_core.control import Control
-from tandem.engine_core.key_limits import SETTLE_SECONDS, KeyLimits
+from tandem.engine_core.key_limits import KeyLimits
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.commands import Abort, EndSession, Hello, Inspect, KeyClaim, Submit
@@ -70,22 +70,22 @@ def test_tokens_of_a_minute_are_refused_with_the_seconds_until_they_are_there(co
     key = claim(tokens=60, prompt=40)
     assert ask(control, b"a", 1, key) is None
     refused = ask(control, b"b", 1, key)
-    assert refused is not None and (refused.code, refused.retry_after) == (ErrorCode.RATE_LIMITED, 20)
+    assert refused is not None and (refused.code, refused.retry_after) == (ErrorCode.RATE_LIMITED, 61)
     assert refused.message == (
         "the API key 'alice' has 20 of its 60 tokens a minute left (tokens_per_minute), the prompt has 40; "
-        "try again in 20 s"
+        "try again in 61 s"
     )
     assert ask(control, b"b", 2, claim("bob", tokens=60, prompt=40)) is None
     usage = control.key_limits.take_news()
     assert usage is not None and (usage.name, usage.limit_tokens, usage.remaining_tokens) == ("bob", 60, 20)
-    assert usage.reset_tokens == pytest.approx(40)
+    assert usage.reset_tokens == pytest.approx(61)
     assert control.key_limits.take_news() is None
 
 
 def test_choices_of_one_prompt_count_it_once(control: Control) -> None:
     key = claim(tokens=100, count=3, prompt=40)
     assert [ask(control, b"a", 1 + choice, key, group=1, choice=choice) for choice in range(3)] == [None] * 3
-    assert control.key_limits.accounts["alice"].level == 60
+    assert control.key_limits.accounts["alice"].left == 60
 
 
 def test_prompt_that_was_never_computed_is_given_back(control: Control) -> None:
@@ -99,7 +99,7 @@ def test_request_that_lost_its_engine_is_neither_refused_nor_counted_again(contr
     key = claim(concurrent=1, tokens=60, prompt=60)
     assert ask(control, b"a", 1, key) is None
     assert ask(control, b"b", 1, key, lost=1) is None
-    assert control.key_limits.accounts["alice"].level == 0
+    assert control.key_limits.accounts["alice"].left == 0
     assert ask(control, b"b", 2, key) is not None
 
 
@@ -138,21 +138,18 @@ class Traffic:
         self.clock = FakeClock()
         self.limits = KeyLimits(self.clock)
         self.limit = limit
-        self.level = float(limit)
-        """Bucket of the reference, which takes each token at its time."""
-        self.spent = 0
+        self.spent: list[tuple[float, int]] = []
+        """Tokens and when they were spent."""
         self.open: list[Sequence] = []
 
     def pass_time(self, seconds: float) -> None:
         self.clock.advance(seconds)
-        self.level = min(self.limit, self.level + seconds * self.limit / 60)
         self.limits.advance(self.clock())
 
     def step(self) -> None:
         for seq in list(self.open):
             seq.tokens.append(5)
-            self.level -= 1
-            self.spent += 1
+            self.spent.append((self.clock(), 1))
             if len(seq.tokens) >= seq.total_len:
                 seq.outcome = Finished(seq.request_id, FinishReason.LENGTH)
                 self.open.remove(seq)
@@ -166,38 +163,57 @@ class Traffic:
         seq.wire.reported_cached = 0
         self.limits.begin(key, seq)
         self.open.append(seq)
-        self.level -= prompt
-        self.spent += prompt
+        self.spent.append((self.clock(), prompt))
         return True
+
+    def last(self, seconds: float) -> int:
+        """Return the tokens of the last so many seconds."""
+        return sum(tokens for at, tokens in self.spent if at > self.clock() - seconds)
 
 
 @given(
     st.integers(60, 5000),
     st.lists(st.tuples(st.floats(0.001, 2.0), st.integers(1, 60), st.integers(1, 50)), min_size=1, max_size=60),
 )
-def test_bucket_is_that_of_an_exact_account(limit: int, requests: list[tuple[float, int, int]]) -> None:
+def test_tokens_of_the_last_minute_are_those_of_an_exact_account(
+    limit: int, requests: list[tuple[float, int, int]]
+) -> None:
     traffic = Traffic(limit)
     for number, (seconds, prompt, output) in enumerate(requests, 1):
         traffic.step()
         traffic.pass_time(seconds)
-        traffic.ask(number, min(prompt, limit), output)
-        # Between two looks a bucket may be full for a moment and refill no further.
-        slack = (SETTLE_SECONDS + 2.0) * limit / 60 + len(traffic.open)
+        taken = traffic.ask(number, min(prompt, limit), output)
+        if taken:
+            assert traffic.last(60) <= limit
         if (account := traffic.limits.accounts.get("alice")) is not None:
             account.settle(traffic.clock())
-            assert account.level == pytest.approx(traffic.level, abs=slack)
+            # Outputs count when they are seen, up to 2 s later, and a second counts as a whole.
+            assert traffic.last(60) <= account.used <= traffic.last(61 + 2.0)
 
 
 @pytest.mark.parametrize(("limit", "output"), [(1200, 10), (2400, 40)])
 def test_greedy_key_gets_its_tokens_a_minute_within_a_tenth(limit: int, output: int) -> None:
     traffic, number, minutes = Traffic(limit), 0, 12
+    most = 0
     for _ in range(minutes * 600):
         traffic.pass_time(0.1)
         traffic.step()
         while len(traffic.open) < 4 and traffic.ask(number := number + 1, 20, output):
             pass
-    # The bucket was full at the beginning: one minute's tokens more.
-    assert traffic.spent == pytest.approx(limit * (minutes + 1), rel=0.1)
+        most = max(most, traffic.last(60))
+    assert most <= 1.1 * limit
+    assert sum(tokens for _, tokens in traffic.spent) == pytest.approx(limit * minutes, rel=0.1)
+
+
+def test_tokens_are_free_again_when_the_seconds_that_they_were_spent_in_are_over() -> None:
+    traffic = Traffic(100)
+    for number, seconds in enumerate((0.5, 10, 10), 1):
+        traffic.pass_time(seconds)
+        assert traffic.ask(number, 30, 1)
+    refusal = traffic.limits.refusal(claim(tokens=100, prompt=40), True)
+    assert refusal is not None and refusal[1] == 41, "the first 30 tokens are free 61 s after they were spent"
+    traffic.pass_time(40.5)
+    assert traffic.limits.refusal(claim(tokens=100, prompt=40), True) is None
 
 
 def test_idle_keys_are_forgotten() -> None:
@@ -207,6 +223,6 @@ def test_idle_keys_are_forgotten() -> None:
         traffic.pass_time(0.5)
         traffic.step()
     assert traffic.limits.accounts.keys() == {"alice"}
-    for _ in range(80):
+    for _ in range(130):
         traffic.pass_time(0.5)
     assert traffic.limits.accounts == {}
