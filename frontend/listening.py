@@ -67,8 +67,8 @@ def listen(host: str, port: int, dual_stack: bool = False) -> socket.socket:
 def inherited_socket(descriptor: int) -> socket.socket:
     """Take over a socket from the parent process.
 
-    Children of this process do not inherit it: while one of them held a listening socket, clients would wait in the
-    queue of a socket from which nobody accepts.
+    Children of this process do not inherit it: while one of them held a listening socket, clients would still be
+    queued after the last process had stopped accepting.
     """
     sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)
