@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 
 from tests.fakes.collector import attributes, collector
+from tests.frontend.conftest import until
 from tests.support.scripted_serving import ScriptedServing
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -22,6 +23,7 @@ def test_every_line_of_a_service_is_an_object_and_a_trace_reaches_the_engine(tmp
         )
         policy = {"policy": "decode_first"}
         assert httpx.post(served.url + "/admin/scheduler", json=policy, timeout=30).status_code == 200
+        until(lambda: "tandem is ready on " in path.read_text(), "the supervisor tells that the service is ready")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert {line["process"] for line in lines} == {"supervisor", "engine", "frontend"}
     assert any(line["message"].startswith("tandem is ready on ") for line in lines)
