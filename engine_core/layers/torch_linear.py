@@ -38,10 +38,16 @@ class UnfusedLinear(ABC):
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Implement `LinearWeights.apply_normed` with `self.apply`."""
+        """Implement `LinearWeights.apply_normed` in separate launches."""
         normed, stream = norm(x, residual)
-        product = self.apply(normed)
-        return (product if activation is None else self.kernels.gated_activation(product, activation)), stream
+        return (self.apply(normed) if activation is None else self.apply_gated(normed, activation)), stream
+
+    def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """Return activation(gate) * up of the product, [T, outputs / 2].
+
+        The weight holds the gate's rows first.
+        """
+        return self.kernels.gated_activation(self.apply(x), activation)
 
     def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
         """Implement `LinearWeights.slots`."""

@@ -121,14 +121,10 @@ class TritonLinear(TorchLinear):
         if plan is not None and residual is not None and residual.is_contiguous():
             given = (x, residual, norm.weight, norm.eps, weight, self.bias, plan, activation)
             return add_norm_gemv(*given, self.gpu.pdl, norm.update_weight)
-        normed, stream = norm(x, residual)
-        return (self.apply(normed) if activation is None else self._apply_gated(normed, activation)), stream
+        return super().apply_normed(x, residual, norm, activation)
 
-    def _apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """Return activation(gate) * up of the product, [T, outputs / 2].
-
-        The weight holds the gate's rows first.
-        """
+    def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """Implement `UnfusedLinear.apply_gated`, in one launch where that is planned."""
         weight = self.weight
         width, inputs = weight.shape[0] // 2, weight.shape[1]
         plan = _choose_gated(x.shape[0], width, inputs, weight.itemsize, self.gpu) if _fits(x, weight) else None
@@ -136,7 +132,7 @@ class TritonLinear(TorchLinear):
             return gemv(x, weight, self.bias, plan, activation, self.gpu.pdl)
         if isinstance(plan, SplitKPlan) and (space := self.workspace.find(x.shape[0], width, plan, True)):
             return splitk_gemm(x, weight, self.bias, plan, *space, activation=activation, pdl=self.gpu.pdl)
-        return self.kernels.gated_activation(self.apply(x), activation)
+        return super().apply_gated(x, activation)
 
 
 class TritonMethod:

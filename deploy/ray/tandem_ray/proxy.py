@@ -96,7 +96,10 @@ def request_headers(scope: Scope) -> Headers:
 
 
 def _url(scope: Scope) -> httpx.URL:
-    """Return the URL of the service for a path as the client wrote it, below the prefix of the application."""
+    """Return the URL of the service for a request.
+
+    Its path is as the client wrote it, below the prefix of the application.
+    """
     path = scope.get("raw_path") or scope["path"].encode()
     prefix = scope.get("root_path", "").encode()
     if prefix and path.startswith(prefix):

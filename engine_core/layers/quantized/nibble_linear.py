@@ -58,7 +58,11 @@ class NibbleLinear(QuantizedLinear):
 
     def apply(self, x: Tensor) -> Tensor:
         """Implement `LinearWeights.apply`."""
-        return self.product(x if self.order is None else x[:, self.order])
+        return self.product(self.ordered(x))
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """Return inputs in the order of the weights, [T, inputs]."""
+        return x if self.order is None else x[:, self.order]
 
     def product(self, x: Tensor) -> Tensor:
         """Multiply inputs that are in the order of the weights."""

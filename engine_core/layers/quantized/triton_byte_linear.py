@@ -70,11 +70,12 @@ class TritonByteLinear(ByteLinear):
             if residual is None:
                 return norm_gemv(x, *given, scales=self.scales), x
             return add_norm_gemv(x, residual, *given, norm.update_weight, self.scales)
-        normed, stream = norm(x, residual)
-        if activation is None:
-            return self.apply(normed), stream
-        product = self._planned(normed, activation)
-        return (self.kernels.gated_activation(self.apply(normed), activation) if product is None else product), stream
+        return super().apply_normed(x, residual, norm, activation)
+
+    def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """Implement `UnfusedLinear.apply_gated`, in one launch where that is planned."""
+        product = self._planned(x, activation)
+        return super().apply_gated(x, activation) if product is None else product
 
     def _planned(self, x: Tensor, activation: Activation | None) -> Tensor | None:
         """Return the product of a planned kernel, or None without a plan."""

@@ -66,13 +66,13 @@ class TritonNibbleLinear(NibbleLinear):
             x_weight = None if residual is None else norm.update_weight
             given = (self.words, self.scales, self.zeros, self.bias, plan, activation, self.gpu.pdl)
             return nibble_gemv(x, *given, norm.weight, norm.eps, residual, x_weight)
-        normed, stream = norm(x, residual)
-        ordered = normed if self.order is None else normed[:, self.order]
-        product = None if activation is None else self._planned(ordered, activation)
-        if product is None:
-            product = self.product(ordered)
-            product = product if activation is None else self.kernels.gated_activation(product, activation)
-        return product, stream
+        return super().apply_normed(x, residual, norm, activation)
+
+    def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """Implement `UnfusedLinear.apply_gated`, in one launch where that is planned."""
+        ordered = self.ordered(x)
+        product = self._planned(ordered, activation)
+        return self.kernels.gated_activation(self.product(ordered), activation) if product is None else product
 
     def _planned(self, x: Tensor, activation: Activation | None) -> Tensor | None:
         """Return the product of a planned kernel, or None without a plan."""
