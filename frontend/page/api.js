@@ -26,8 +26,8 @@ export async function health() {
   }
 }
 
-export async function models(key) {
-  const response = await request("v1/models", { headers: headers(key) });
+export async function models(key, signal) {
+  const response = await request("v1/models", { headers: headers(key), signal });
   return (await response.json()).data.map((model) => model.id);
 }
 

@@ -1,11 +1,12 @@
 // Wires the form, the keyboard, the transcript and the kept conversations together.
 
-import { answer } from "./api.js";
+import { answer, models } from "./api.js";
 import { apiKey, askForKey, onKey } from "./api_key.js";
 import { ChatList } from "./chat_list.js";
 import { closeOnNarrow, openSettings, startPanels } from "./panels.js";
 import { ServerState } from "./server_state.js";
 import {
+  chosenModel,
   mode,
   parseSchema,
   requestFields,
@@ -74,7 +75,7 @@ async function answerLast(fields) {
   showExamples();
   const system = systemPrompt() ? [{ role: "system", content: systemPrompt() }] : [];
   const messages = [...system, ...answered(asked.messages), asked.messages.at(-1)].map(asSent);
-  const shown = new Answer(sections.chat, { title: fields.model, onRetry: retry });
+  const shown = new Answer(sections.chat, { onRetry: retry });
   await follow(shown, "v1/chat/completions", { ...fields, messages }, asked);
   asked.messages.push(shown.message());
   save(asked);
@@ -140,7 +141,12 @@ async function follow(shown, path, body, asked) {
   let how = null;
   let failure = null;
   try {
-    const request = { ...body, stream: true, stream_options: { include_usage: true }, return_token_ids: true };
+    const model = body.model || (await learnModel(controller.signal));
+    if (asked !== null) {
+      shown.setTitle(model);
+    }
+    const options = { stream: true, stream_options: { include_usage: true }, return_token_ids: true };
+    const request = { ...body, model, ...options };
     for await (const event of answer(path, request, apiKey(), controller.signal)) {
       shown.take(event);
     }
@@ -156,6 +162,12 @@ async function follow(shown, path, body, asked) {
   } else if (failure) {
     server.check();
   }
+}
+
+// Asks the server for its models: a question may be sent before the header shows them. Throws what `models` throws.
+async function learnModel(signal) {
+  showModels(await models(apiKey(), signal));
+  return chosenModel();
 }
 
 function setRunning(now) {

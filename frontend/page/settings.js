@@ -33,10 +33,13 @@ export function showModels(names) {
   select.replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
 }
 
+// Returns "" until the server has told its models.
+export const chosenModel = () => field("model").value;
+
 // Returns the fields that were filled in; the server chooses the others. Undefined, with the reason shown, if the
 // schema is not JSON.
 export function requestFields() {
-  const fields = { model: field("model").value };
+  const fields = { model: chosenModel() };
   for (const name of NUMBERS.filter((one) => field(one).value !== "")) {
     fields[name] = Number(field(name).value);
   }

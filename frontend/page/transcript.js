@@ -8,7 +8,7 @@ const view = document.getElementById("transcript");
 export function addQuestion(section, text, onEdit) {
   const prompt = addText("prompt", text);
   const tools = element("p", "tools");
-  const article = addArticle(section, "question", "You", prompt, tools);
+  const article = addArticle(section, "question", heading("You"), prompt, tools);
   tools.append(copyButton("Copy question", () => text));
   if (onEdit) {
     tools.append(button("Edit", "edit", "Edit question", () => editQuestion(article, prompt, text, onEdit)));
@@ -17,10 +17,10 @@ export function addQuestion(section, text, onEdit) {
 
 export class Answer {
   // `given` is the text that a completion continues; without it the answer is Markdown.
-  constructor(section, { title = "", given, onRetry }) {
+  constructor(section, { given, onRetry }) {
     this.content = "";
     this.thoughts = "";
-    this.title = title;
+    this.title = "";
     this.started = performance.now();
     this.first = null;
     this.last = null;
@@ -36,18 +36,27 @@ export class Answer {
       this.answer.append(prompt);
     }
     this.markdown = given === undefined ? new MarkdownView(this.answer, stayAtEnd) : null;
-    this.article = addArticle(section, "reply", title, this.reasoning, this.answer);
+    this.article = addArticle(section, "reply", this.reasoning, this.answer);
     this.article.classList.add("streaming");
   }
 
   // Shows an answer of a kept conversation.
   static restore(section, message, onRetry) {
-    const answer = new Answer(section, { title: message.model ?? "", onRetry });
+    const answer = new Answer(section, { onRetry });
+    answer.setTitle(message.model ?? "");
     answer.content = message.content;
     answer.reasoning.textContent = message.reasoning ?? "";
     answer.markdown = null;
     renderMarkdown(answer.answer, message.content);
     answer.close(message.measures ?? "", message.error);
+  }
+
+  // Names the model above its answer.
+  setTitle(title) {
+    this.title = title;
+    if (title) {
+      stayAtEnd(() => this.article.prepend(heading(title)));
+    }
   }
 
   take(event) {
@@ -238,13 +247,14 @@ function addText(kind, text) {
   return paragraph;
 }
 
-function addArticle(section, kind, title, ...parts) {
+function heading(title) {
+  const made = element("h2");
+  made.textContent = title;
+  return made;
+}
+
+function addArticle(section, kind, ...parts) {
   const article = element("article", kind);
-  if (title) {
-    const heading = element("h2");
-    heading.textContent = title;
-    article.append(heading);
-  }
   article.append(...parts);
   section.append(article);
   view.scrollTop = view.scrollHeight;

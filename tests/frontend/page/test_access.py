@@ -1,18 +1,21 @@
 """The API key, the state of the server and the reference, in headless Chromium."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import pytest
 from msgspec.structs import replace
 
 from tandem.frontend.config import FrontendConfig
+from tandem.protocol.events import Phase
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer, get
-from tests.support.browser import answers, ask, ended, open_page
-from tests.support.scripted_server import say
+from tests.support.browser import answers, ask, ended, measures, open_page
+from tests.support.scripted_server import prompts, say
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Route
 
 OtherServer = Callable[[FrontendConfig], RunningServer]
 
@@ -89,6 +92,64 @@ def test_the_header_says_that_the_server_is_gone_and_back(
         finally:
             second.stop()
         assert page.complaints == []
+
+
+@contextmanager
+def models_held(page: "Page") -> "Iterator[None]":
+    """Answer nothing that asks for the models until this ends."""
+    held: list[Route] = []
+    free = False
+
+    def answer(route: "Route") -> None:
+        if free:
+            route.continue_()
+        else:
+            held.append(route)
+
+    page.route("**/v1/models", answer)
+    yield
+    free = True
+    for route in held:
+        route.continue_()
+
+
+@pytest.mark.parametrize(("mode", "shown"), [("Chat", ["fake-model", " one"]), ("Completion", ["first one"])])
+def test_a_question_asked_before_the_models_are_known_is_answered(
+    page: "Page", engine: FakeEngine, mode: str, shown: list[str]
+) -> None:
+    say(engine, " one")
+    page.get_by_role("radio", name=mode).check()
+    with models_held(page):
+        page.reload()
+        ask(page, "first")
+        page.get_by_role("button", name="Stop").wait_for()
+        assert page.locator("#model option").count() == 0, "the header does not know them either"
+    ended(page, 1)
+    assert measures(page).endswith("ended by stop")
+    assert page.locator("article.reply > :is(h2, .answer)").all_text_contents() == shown
+    page.locator("#status", has_text="fake-model").wait_for()
+
+
+def test_a_question_that_waits_for_the_models_can_be_stopped(page: "Page", engine: FakeEngine) -> None:
+    with models_held(page):
+        page.reload()
+        ask(page, "first")
+        page.get_by_role("button", name="Stop").click()
+        ended(page, 1)
+        assert measures(page) == "stopped"
+    page.get_by_role("button", name="Ask again").click()
+    page.locator(".measures", has_text="tokens in").wait_for()
+    assert prompts(engine) == ["user: first\nassistant:"]
+
+
+def test_a_question_to_a_loading_server_is_told_how_far_it_is(page: "Page", engine: FakeEngine) -> None:
+    engine.die()
+    engine.phase, engine.percent, engine.detail = Phase.LOADING, 40, "loading the weights"
+    engine.start()
+    page.reload()
+    page.locator("#status.bad", has_text="loading").wait_for()
+    ask(page, "first")
+    page.locator(".error", has_text="status: 503").wait_for()
 
 
 def test_the_reference_shows_every_route_and_its_fields_without_other_hosts(
