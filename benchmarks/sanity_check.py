@@ -30,7 +30,7 @@ from tandem.engine_core.models.registry import FAMILIES
 
 PROMPT = 40
 """Tokens of a random prompt, more than the windows of the tiny checkpoints."""
-TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+TOLERANCES = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 2e-1}
 """Largest error of a logit over the standard deviation of the logits."""
 
 

@@ -19,6 +19,8 @@ from tests.support.stream_client import answer
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "engine_core" / "default_model"
+SERVED_NAME = "tandem-default"
+"""Name of the model in the clients' requests, whatever model is served."""
 READY_SECONDS, STOP_SECONDS = 120.0, 30.0
 MAX_LEN = 1_000_000
 """Context of the scripted engine, so that no stream ends during a measurement."""
@@ -47,6 +49,11 @@ def cpu_seconds(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
+def python_path(*folders: Path) -> dict[str, str]:
+    """Return the variable that makes the modules of folders importable before those of this process's own path."""
+    return {"PYTHONPATH": os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+
+
 def frontend_command(frontends: int, endpoint: str, model: Path, port: int) -> list[str]:
     """Return the command line of frontends.
 
@@ -56,7 +63,8 @@ def frontend_command(frontends: int, endpoint: str, model: Path, port: int) -> l
     if frontends > 1:
         program = ["-c", SUPERVISED, "frontend", "--frontends", str(frontends)]
     command = [sys.executable, "-P", *program, "--endpoint", endpoint, "--model-dir", str(model), "--port", str(port)]
-    return [*command, "--max-concurrent", "8192", "--max-queued-tokens", MANY, "--log-level", "warning"]
+    command += ["--max-concurrent", "8192", "--max-queued-tokens", MANY, "--log-level", "warning"]
+    return [*command, "--served-model-name", SERVED_NAME]
 
 
 def await_ready(address: tuple[str, int], processes: Sequence["subprocess.Popen[bytes]"]) -> None:
@@ -97,9 +105,9 @@ class Deployment:
         script = Script(self._script.tokens_per_second, journal=str(folder / "journal"), protocol_version=version)
         engine = [sys.executable, "-P", "-m", "tests.fakes.scripted_engine", "--endpoint", endpoint]
         engine += ["--max-len", str(MAX_LEN), "--max-waiting", "8192", *_engine_limits(), "--log-level", "warning"]
-        self._start(engine, {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **script.environment()})
+        self._start(engine, python_path(ROOT / "src", ROOT) | script.environment())
         frontend = [*frontend_command(self._frontends, endpoint, MODEL, self.address[1]), *self._flags]
-        self._start(frontend, {"PYTHONPATH": str(self._tree / "src")})
+        self._start(frontend, python_path(self._tree / "src"))
         try:
             await_ready(self.address, self._processes)
         except RuntimeError as error:

@@ -27,7 +27,7 @@ from typing import Any
 import zmq
 from msgspec import Struct, to_builtins
 
-from benchmarks.frontends.deployment import MODEL, STOP_SECONDS, await_ready, frontend_command
+from benchmarks.frontends.deployment import MODEL, SERVED_NAME, STOP_SECONDS, await_ready, frontend_command
 from benchmarks.frontends.load import StreamLoad
 from benchmarks.measuring.processes import stop_process
 from benchmarks.measuring.results import save
@@ -101,7 +101,7 @@ def _serve_inside(endpoint: str, model: Path, port: int) -> None:
     from tandem.frontend.listening import listen
     from tandem.frontend.server.server import build_server
 
-    config = FrontendConfig(endpoint, model, max_concurrent=8192, log_level="warning")
+    config = FrontendConfig(endpoint, model, max_concurrent=8192, log_level="warning", served_names=(SERVED_NAME,))
     server, sock = build_server(config), listen("127.0.0.1", port)
     threading.Thread(target=server.run, args=([sock],), daemon=True).start()
 

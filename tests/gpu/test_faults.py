@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
+from benchmarks.frontends.deployment import python_path
 from tandem.protocol.errors import ExitCode
 from tests.support.faulty_engine import FAULTS, ROWS, VARIABLE
 from tests.support.faulty_serve import ENGINE
@@ -22,6 +23,7 @@ from tests.support.serving import GUARD_SECONDS, Serving, until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
+ROOT = Path(__file__).parents[2]
 DEVICE = "cuda"
 FLAGS = ("--max-rows", "8", "--kv-tokens", "32768", "--graph-rows", "1,2,4")
 MODEL, RESTARTS = "tandem-default", "tandem_engine_restarts_total"
@@ -32,19 +34,17 @@ class FaultyServing(Serving):
     """A `tandem serve` whose engine fails when the switch says so."""
 
     def __init__(self, log: Path, switch: Path, *flags: str) -> None:
-        super().__init__(log, *flags)
+        super().__init__(log, *flags, environment={VARIABLE: str(switch)} | python_path(ROOT / "src", ROOT))
         self.switch = switch
 
     def __enter__(self) -> "FaultyServing":
         popen = subprocess.Popen
-        root = str(Path(__file__).parents[2])
 
         def start(command: list[str], **more: object) -> "subprocess.Popen[bytes]":
             ours = [sys.executable, "-m", "tests.support.faulty_serve", *command[1:]]
-            return popen(ours, cwd=root, **more)  # type: ignore[call-overload, no-any-return]
+            return popen(ours, cwd=ROOT, **more)  # type: ignore[call-overload, no-any-return]
 
-        with patch.object(subprocess, "Popen", start), pytest.MonkeyPatch.context() as environment:
-            environment.setenv(VARIABLE, str(self.switch))
+        with patch.object(subprocess, "Popen", start):
             super().__enter__()
         return self
 
