@@ -25,9 +25,9 @@ from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.linear.gemv import gemv
-from tandem.engine_core.kernels.linear.plans import GemvPlan, Plan, SplitKPlan
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.norm import add_rms_norm
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPlan
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.layers.norm import RMSNorm

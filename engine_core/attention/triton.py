@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import LayerAttention, PromptStep, Span
-from tandem.engine_core.kernels.attention.paged_decode import choose_tile, fit_tile, paged_decode, split_scratch
+from tandem.engine_core.kernels.attention.paged_decode import choose_plan, fit_tile, paged_decode, split_scratch
 from tandem.engine_core.kernels.attention.paged_prefill import (
     TILE_WORDS,
     TileShape,
@@ -53,13 +53,14 @@ class DecodeStep:
 
         out: memory for the result, shaped like query; scratch: as in `paged_decode`.
         """
-        tile = choose_tile(query.shape[2], len(query) * keys.shape[1], query.dtype)
+        plan = choose_plan(query.shape[2], len(query) * keys.shape[1], query.dtype, keys.dtype, self.gpu)
         return paged_decode(
             *(query, keys, values, self.rows, self.positions, self.page_table, layer.scale, self.splits),
             window=layer.window,
             softcap=layer.softcap,
             pdl=self.gpu.pdl,
-            tile=fit_tile(tile, query, keys, self.gpu),
+            tile=fit_tile(plan.tile, query, keys, self.gpu),
+            least=plan.least,
             out=out,
             scratch=scratch,
         )

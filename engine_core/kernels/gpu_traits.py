@@ -5,6 +5,8 @@ It is read once at start (`runtime.device.read_gpu_traits`) and handed down from
 
 from dataclasses import dataclass
 
+from tandem.engine_core.kernels.tiles.table import NO_TABLE, TileTable
+
 LOWEST_CAPABILITY = (8, 0)
 """Lowest compute capability that the kernels are written for: bfloat16 products and asynchronous copies need it."""
 BARRIER_BYTES = 256
@@ -22,6 +24,8 @@ class GpuTraits:
     """Number of streaming multiprocessors (SMs)."""
     shared_memory: int
     """Most bytes of shared memory that one program can have (CUDA's opt-in limit of a block)."""
+    tiles: TileTable = NO_TABLE
+    """What was measured on this kind of GPU."""
 
     @property
     def pdl(self) -> bool:

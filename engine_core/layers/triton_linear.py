@@ -14,17 +14,10 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
-from tandem.engine_core.kernels.linear.plans import (
-    BUCKETS,
-    GemvPlan,
-    Plan,
-    SplitKPlan,
-    choose,
-    choose_gated,
-    choose_normed,
-    workspace_size,
-)
+from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed, workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPlan
+from tandem.engine_core.kernels.tiles.table import BUCKETS
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.layers.torch_linear import TorchLinear, empty_bias
@@ -115,7 +108,9 @@ class TritonLinear(TorchLinear):
         """Implement `LinearWeights.apply_normed`, in one launch for one row."""
         weight = self.weight
         fused = x.shape[0] == 1 and _fits(x, weight)
-        plan = _choose_normed(weight.shape[1], activation is not None) if fused else None
+        gated = activation is not None
+        outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+        plan = _choose_normed(outputs, weight.shape[1], gated, self.gpu) if fused else None
         if plan is not None and residual is None:
             return norm_gemv(x, norm.weight, norm.eps, weight, self.bias, plan, activation, self.gpu.pdl), x
         if plan is not None and residual is not None and residual.is_contiguous():

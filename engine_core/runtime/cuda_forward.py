@@ -6,7 +6,7 @@ from torch import Tensor
 from tandem.engine_core.attention.base import ForwardBatch, PromptStep
 from tandem.engine_core.attention.triton import DecodeStep, MixedStep
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
-from tandem.engine_core.kernels.attention.paged_decode import choose_splits
+from tandem.engine_core.kernels.attention.paged_decode import choose_plan, choose_splits
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kv_cache.storage import KVStorage
@@ -63,6 +63,8 @@ class CudaForward:
         return decode_inputs(self.tables.tokens, self.page_table, rows, positions, pdl=self.gpu.pdl)
 
     def _decode_step(self, rows: Tensor, positions: Tensor) -> DecodeStep:
-        kv_heads, longest = self.kv.keys[0].shape[1], self.tables.tokens.shape[1]
-        splits = choose_splits(max(1, len(rows)), kv_heads, self.gpu.multiprocessors, longest)
+        _, kv_heads, head_dim = self.kv.keys[0].shape
+        batch, longest, dtype = max(1, len(rows)), self.tables.tokens.shape[1], self.kv.keys[0].dtype
+        fewest = choose_plan(head_dim, batch * kv_heads, dtype, dtype, self.gpu).splits
+        splits = choose_splits(batch, kv_heads, self.gpu.multiprocessors, longest, fewest)
         return DecodeStep(rows, positions, self.page_table, splits, self.gpu)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tandem.engine_core.contracts import DeviceTimes
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
+from tandem.engine_core.kernels.tiles.table_file import load_table
 
 EVERY = 8
 """Steps from one timed step to the next."""
@@ -249,9 +250,9 @@ def _cgroup_room() -> int:
 
 
 def read_gpu_traits() -> GpuTraits:
-    """Read the traits of the current CUDA device.
+    """Read the traits of the current CUDA device, with its tile table.
 
-    Nothing else asks CUDA what kind of device it runs on.
+    Nothing else asks CUDA what kind of device it runs on. Raises ValueError if the table is malformed.
     """
     found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     return GpuTraits(
@@ -259,6 +260,7 @@ def read_gpu_traits() -> GpuTraits:
         capability=(found.major, found.minor),
         multiprocessors=found.multi_processor_count,
         shared_memory=found.shared_memory_per_block_optin,
+        tiles=load_table(found.name),
     )
 
 

@@ -73,8 +73,10 @@ def open_parts(kind: str) -> "DeviceParts":
     gpu = read_gpu_traits()
     check_gpu(gpu)
     logger.info(
-        "%s: compute capability %s, %d multiprocessors, %d bytes of shared memory, programmatic dependent launch %s",
+        "%s: compute capability %s, %d multiprocessors, %d bytes of shared memory, programmatic dependent launch %s, "
+        "%d tiles measured on such a GPU",
         gpu.name, _version(gpu.capability), gpu.multiprocessors, gpu.shared_memory, "on" if gpu.pdl else "off",
+        len(gpu.tiles.products) + len(gpu.tiles.decode),
     )  # fmt: skip
     return CudaParts(open_device(kind), gpu)
 

@@ -45,6 +45,7 @@ def test_the_wheel_holds_one_package(wheel: Path) -> None:
     for needed in (
         "tandem/py.typed",
         "tandem/engine_core/default_model/model.safetensors",
+        "tandem/engine_core/kernels/tiles/devices/nvidia-h200.json",
         "tandem/frontend/page/index.html",
         "tandem/frontend/page/vendor/marked/marked.esm.js",
         "tandem/frontend/page/vendor/marked/LICENSE",

@@ -1,6 +1,7 @@
 """GPUs of each architecture, as `read_gpu_traits` would find them."""
 
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
+from tandem.engine_core.kernels.tiles.table_file import load_table
 
 KIB = 1024
 SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -9,9 +10,9 @@ Capabilities")."""
 
 
 def gpu(name: str, architecture: int, multiprocessors: int) -> GpuTraits:
-    """Return the traits of a GPU. architecture: like 86 for sm_86."""
+    """Return the traits of a GPU, with its tile table. architecture: like 86 for sm_86."""
     shared_memory = SHARED_MEMORY[architecture] * KIB
-    return GpuTraits(name, (architecture // 10, architecture % 10), multiprocessors, shared_memory)
+    return GpuTraits(name, (architecture // 10, architecture % 10), multiprocessors, shared_memory, load_table(name))
 
 
 T4 = gpu("Tesla T4", 75, 40)

@@ -9,11 +9,12 @@ if not torch.cuda.is_available():
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
-from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan, workspace_size
+from tandem.engine_core.kernels.linear.plans import workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.reference import layer as oracle
 from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activation, rms_norm
 from tandem.engine_core.kernels.soft_cap import soft_cap
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.layers import triton_linear
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights

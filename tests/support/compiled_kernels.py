@@ -29,7 +29,7 @@ from tandem.engine_core.kernels.kernel_set import triton_kernels
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv
 from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
 from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
-from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan, choose, choose_gated, choose_normed
+from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed
 from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_bytes,
     choose_bytes_gated,
@@ -41,6 +41,7 @@ from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.paged_pool import HEAD_DIMS, head_width
 from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE, TritonSampler
 from tandem.engine_core.startup.device import FP8_CAPABILITY
@@ -231,7 +232,7 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
             yield from byte_products(gpu, rows, outputs, inputs)
             yield from nibble_products(gpu, rows, outputs, inputs)
         for gated in (False, True):
-            normed = choose_normed(inputs, gated)
+            normed = choose_normed(outputs // (1 + gated), inputs, gated, gpu)
             if normed is not None:
                 x, weight = half(1, inputs), half(outputs, inputs)
                 call = (x, x, half(inputs), 1e-5, weight, None, normed, Activation.SILU if gated else None, gpu.pdl)

@@ -11,8 +11,6 @@ only the blocks that the window reaches, so a row costs no more than its window.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -34,6 +32,8 @@ from tandem.engine_core.kernels.paged_pool import (
     in_head,
     slots_of,
 )
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Tile
+from tandem.engine_core.kernels.tiles.table import DecodeKey
 
 MAX_SPLITS = 64
 """Largest number of programs that share a row's KV head."""
@@ -43,17 +43,6 @@ BALANCE = 16384
 """Positions of the longest possible row that call for one more split, so that a long row cannot hold up a batch."""
 PROGRAMS_PER_SM = 2
 """Programs that fill a multiprocessor."""
-
-
-class Tile(NamedTuple):
-    """Tile of a decode program, with its launch parameters.
-
-    positions: read at once; warps: of the program; stages: depth of its software pipeline.
-    """
-
-    positions: int
-    warps: int
-    stages: int
 
 
 MANY = 256
@@ -67,18 +56,19 @@ TILES = {
 """Tiles by `head_width` and by the number of pairs of row and KV head from which they are used.
 
 With few pairs only latency counts; with many, the number of programs that fit side by side does, since the last ones
-run alone. Measured in bfloat16 on an H200, in a graph.
+run alone. Measured in bfloat16 on an H200, in a graph; the rule where the GPU's tile table has nothing.
 """
 
 
-def choose_splits(batch: int, kv_heads: int, multiprocessors: int, longest: int) -> int:
+def choose_splits(batch: int, kv_heads: int, multiprocessors: int, longest: int, at_least: int = 1) -> int:
     """Return how many programs may share a row's KV head.
 
     They are enough to fill the device when rows are few, and when rows are many, enough that one long row does not hold
-    up all others. longest: the longest context possible, in positions. Programs without work return at once.
+    up all others. longest: the longest context possible, in positions; at_least: from `choose_plan`. Programs without
+    work return at once.
     """
     fill = ceil_div(multiprocessors * PROGRAMS_PER_SM, batch * kv_heads)
-    return max(1, min(max(fill, ceil_div(longest, BALANCE)), ceil_div(longest, 32), MAX_SPLITS))
+    return max(1, min(max(fill, at_least, ceil_div(longest, BALANCE)), ceil_div(longest, 32), MAX_SPLITS))
 
 
 def choose_tile(head_dim: int, pairs: int, dtype: torch.dtype) -> Tile:
@@ -89,6 +79,19 @@ def choose_tile(head_dim: int, pairs: int, dtype: torch.dtype) -> Tile:
     if dtype.itemsize > 2:
         return Tile(16, 4, 1)
     return next(tile for least, tile in reversed(TILES[head_width(head_dim)].items()) if pairs >= least)
+
+
+def choose_plan(head_dim: int, pairs: int, dtype: torch.dtype, kv_dtype: torch.dtype, gpu: GpuTraits) -> DecodePlan:
+    """Return the plan for a number of pairs of row and KV head.
+
+    dtype: of the queries; kv_dtype: of keys and values.
+    """
+    least = LONG_SPLIT if pairs >= MANY else SHORT_SPLIT
+    rule = DecodePlan(choose_tile(head_dim, pairs, dtype), least)
+    if dtype.itemsize > 2:
+        return rule
+    key = DecodeKey(head_width(head_dim), 8 * kv_dtype.itemsize, 1 << (max(1, pairs).bit_length() - 1))
+    return gpu.tiles.attention(key, rule)
 
 
 def fit_tile(tile: Tile, query: Tensor, keys: Tensor, gpu: GpuTraits) -> Tile:

@@ -20,9 +20,9 @@ from torch import Tensor
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.gated_activation import activated
-from tandem.engine_core.kernels.linear.plans import GemvPlan
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_ROWS
 from tandem.engine_core.kernels.norm import normalised
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
 
 NO_NORM, NORM, ADD_NORM, NORM_ADD_NORM = 0, 1, 2, 3
 NO_SCALES, ROW_SCALES, BLOCK_SCALES = 0, 1, 2

@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.linear.gemv import gated, input_mode, normed_input, with_bias
-from tandem.engine_core.kernels.linear.plans import GemvPlan
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
 
 PER_WORD = 8
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.linear.nibble_gemv import PER_WORD
-from tandem.engine_core.kernels.linear.plans import SplitKPlan, block_rows, workspace_size
+from tandem.engine_core.kernels.linear.plans import block_rows, workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import finish_tile
+from tandem.engine_core.kernels.tiles.plan_types import SplitKPlan
 
 
 @triton.jit

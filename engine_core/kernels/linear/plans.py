@@ -1,75 +1,25 @@
-"""Kernels for each weight shape and number of rows, as measured on one H200.
+"""Kernels for each weight shape and number of rows.
 
-The measurements are over bf16 weights of Llama-3.2-1B, Llama-3.1-8B and Qwen3-4B. The rules hold the plans that were
-best or nearly so there, the tables the exceptions. None stands for the library (cuBLAS). On other GPUs the rules
-count with their multiprocessors, and every plan has as many pipeline stages, up to the measured number, as fit.
+What was measured on a GPU is in its tile table (`kernels.tiles`); the rules here are for all other shapes and GPUs.
+They hold the plans that were best or nearly so on an H200 over bf16 weights of Llama-3.2-1B, Llama-3.1-8B and
+Qwen3-4B. None stands for the library (cuBLAS). On other GPUs the rules count with their multiprocessors, and every plan
+has as many pipeline stages, up to the measured number, as fit.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPlan
+from tandem.engine_core.kernels.tiles.table import BUCKETS, Operation, ProductKey
 
 TILE = 64
 """Number of weight rows in a tensor core tile."""
-BUCKETS = (1, 16, 32, 64, 128)
-"""Row counts for which plans are chosen; a plan serves every number of rows up to its bucket."""
 MAX_SPLIT = 8
 MAX_NORM = 8192
 """Largest number of inputs that one program can hold for a fused norm."""
 
 
-@dataclass(frozen=True, slots=True)
-class GemvPlan:
-    """Launch parameters of a matrix-vector product.
-
-    Each program makes `rows` x `tiles` outputs, `block_k` inputs at a time.
-    """
-
-    rows: int
-    block_k: int
-    tiles: int = 1
-    warps: int = 4
-
-
-@dataclass(frozen=True, slots=True)
-class SplitKPlan:
-    """Launch parameters of a split-K product.
-
-    Its tiles are `block_n` weight rows by `block_k` columns, and `split` programs share K.
-    """
-
-    block_n: int
-    block_k: int
-    split: int
-    stages: int = 4
-    warps: int = 4
-
-
-Plan = GemvPlan | SplitKPlan | None
-
-_GEMV = {
-    (3072, 2048): GemvPlan(4, 1024),
-    (2048, 2048): GemvPlan(4, 1024),
-    (16384, 2048): GemvPlan(4, 1024),
-    (2048, 8192): GemvPlan(4, 1024),
-    (128256, 2048): GemvPlan(4, 1024),
-    (6144, 4096): GemvPlan(4, 2048, warps=8),
-    (4096, 4096): GemvPlan(4, 2048, warps=8),
-    (28672, 4096): GemvPlan(4, 2048, warps=8),
-    (4096, 14336): GemvPlan(2, 2048),
-    (128256, 4096): GemvPlan(2, 1024),
-    (6144, 2560): GemvPlan(2, 2048),
-    (2560, 4096): GemvPlan(4, 1024),
-    (19456, 2560): GemvPlan(2, 2048),
-    (2560, 9728): GemvPlan(2, 2048),
-    (151936, 2560): GemvPlan(2, 2048),
-}
-_GEMM: dict[tuple[int, int], dict[int, Plan]] = {
-    (19456, 2560): {16: SplitKPlan(128, 64, 1), 64: None},
-    (6144, 2560): {64: SplitKPlan(64, 128, 1)},
-    (2048, 8192): {128: SplitKPlan(64, 64, 4, 6, 8)},
-}
 _LONE_STAGES = {16: 6, 32: 5, 64: 4}
 """Pipeline stages by bucket that take more than half of an H200 multiprocessor's shared memory.
 
@@ -89,7 +39,11 @@ def choose(rows: int, outputs: int, inputs: int, itemsize: int, gpu: GpuTraits) 
 
     rows: of x; outputs, inputs: of W; itemsize: bytes of an element of both.
     """
-    return _fitted(_measured(rows, outputs, inputs, itemsize, gpu.multiprocessors), rows, itemsize, gpu, False)
+    size = bucket(rows)
+    if not _has_kernel(size, inputs, itemsize) or size is None:
+        return None
+    rule = _rule(size, outputs, inputs, gpu.multiprocessors)
+    return _fitted(_planned("product", size, outputs, inputs, rule, gpu), rows, itemsize, gpu, False)
 
 
 def choose_gated(rows: int, width: int, inputs: int, itemsize: int, gpu: GpuTraits) -> Plan:
@@ -97,7 +51,33 @@ def choose_gated(rows: int, width: int, inputs: int, itemsize: int, gpu: GpuTrai
 
     width: number of outputs. Measured with SiLU. None stands for a product followed by `gated_activation`.
     """
-    return _fitted(_measured_gated(rows, width, inputs, itemsize, gpu.multiprocessors), rows, itemsize, gpu, True)
+    size = bucket(rows)
+    if not _has_kernel(size, inputs, itemsize) or size is None:
+        return None
+    rule = _gated_rule(size, width, inputs, gpu.multiprocessors)
+    return _fitted(_planned("gated", size, width, inputs, rule, gpu), rows, itemsize, gpu, True)
+
+
+def choose_normed(outputs: int, inputs: int, gated: bool, gpu: GpuTraits, bits: int = 16) -> GemvPlan | None:
+    """Choose the plan of one row's product, fused with the norm before it.
+
+    outputs: of the product, half the weight's rows if gated; gated: fuse the activation too; bits: of a weight. None
+    stands for separate kernels.
+    """
+    rule = normed_rule(inputs, gated)
+    if rule is None:
+        return None
+    operation: Operation = "normed_gated" if gated else "normed"
+    found = gpu.tiles.product(ProductKey(operation, bits, outputs, inputs, 1), rule)
+    return found if isinstance(found, GemvPlan) else rule
+
+
+def _has_kernel(size: int | None, inputs: int, itemsize: int) -> bool:
+    return size is not None and inputs % 8 == 0 and (size == 1 or (itemsize == 2 and inputs % 128 == 0))
+
+
+def _planned(operation: Operation, size: int, outputs: int, inputs: int, rule: Plan, gpu: GpuTraits) -> Plan:
+    return gpu.tiles.product(ProductKey(operation, 16, outputs, inputs, size), rule)
 
 
 def _fitted(plan: Plan, rows: int, itemsize: int, gpu: GpuTraits, gated: bool) -> Plan:
@@ -110,18 +90,10 @@ def _fitted(plan: Plan, rows: int, itemsize: int, gpu: GpuTraits, gated: bool) -
     return plan if plan.stages <= most else replace(plan, stages=most)
 
 
-def _measured(rows: int, outputs: int, inputs: int, itemsize: int, multiprocessors: int) -> Plan:
-    size = bucket(rows)
-    if size is None or inputs % 8:
-        return None
+def _rule(size: int, outputs: int, inputs: int, multiprocessors: int) -> Plan:
     if size == 1:
-        # The rule's plan was within 16 % of the best everywhere.
-        return _GEMV.get((outputs, inputs), GemvPlan(2, 1024))
-    if itemsize != 2 or inputs % 128:
-        return None
-    exceptions = _GEMM.get((outputs, inputs), {})
-    if size in exceptions:
-        return exceptions[size]
+        # Within 16 % of the best everywhere.
+        return GemvPlan(2, 1024)
     tiles = ceil_div(outputs, TILE)
     if size > 64:
         return None
@@ -131,14 +103,9 @@ def _measured(rows: int, outputs: int, inputs: int, itemsize: int, multiprocesso
     return SplitKPlan(TILE, 128, split_inputs(tiles, inputs, multiprocessors), stages)
 
 
-def _measured_gated(rows: int, width: int, inputs: int, itemsize: int, multiprocessors: int) -> Plan:
-    size = bucket(rows)
-    if size is None or inputs % 8:
-        return None
+def _gated_rule(size: int, width: int, inputs: int, multiprocessors: int) -> Plan:
     if size == 1:
-        return choose_normed(inputs, True)
-    if itemsize != 2 or inputs % 128:
-        return None
+        return normed_rule(inputs, True)
     tiles = ceil_div(width, TILE)
     split, lone = split_inputs(tiles, inputs, multiprocessors), tiles <= multiprocessors
     if size <= 16:
@@ -150,10 +117,10 @@ def _measured_gated(rows: int, width: int, inputs: int, itemsize: int, multiproc
     return SplitKPlan(TILE, 64, split, 6 if lone else 4)
 
 
-def choose_normed(inputs: int, gated: bool) -> GemvPlan | None:
-    """Choose the plan of one row's product, fused with the norm before it.
+def normed_rule(inputs: int, gated: bool) -> GemvPlan | None:
+    """Return the plan of one row's fused norm by the rule.
 
-    gated: fuse the activation too. None stands for separate kernels.
+    The weights have 16 or 8 bits.
     """
     if inputs % 8 or inputs > MAX_NORM:
         return None

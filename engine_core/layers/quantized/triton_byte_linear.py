@@ -13,9 +13,10 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
-from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan, choose_normed
+from tandem.engine_core.kernels.linear.plans import choose_normed
 from tandem.engine_core.kernels.linear.quantized_plans import MAX_ROWS, SCALE_ROWS, choose_bytes, choose_bytes_gated
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.layers.quantized.byte_linear import ByteLinear, empty_bytes
@@ -29,6 +30,7 @@ FP8_CAPABILITY = (8, 9)
 
 _choose = cache(choose_bytes)
 _choose_gated = cache(choose_bytes_gated)
+_choose_normed = cache(choose_normed)
 
 
 class TritonByteLinear(ByteLinear):
@@ -64,7 +66,9 @@ class TritonByteLinear(ByteLinear):
     ) -> tuple[Tensor, Tensor]:
         """Implement `LinearWeights.apply_normed`, in one launch for one row."""
         gated = activation is not None
-        plan = choose_normed(self.values.shape[1], gated) if x.shape[0] == 1 and self._fits(x, gated) else None
+        outputs = self.values.shape[0] // 2 if gated else self.values.shape[0]
+        fused = x.shape[0] == 1 and self._fits(x, gated)
+        plan = _choose_normed(outputs, self.values.shape[1], gated, self.gpu, 8) if fused else None
         if plan is not None and (residual is None or residual.is_contiguous()):
             given = (norm.weight, norm.eps, self._stored, self.bias, plan, activation, self.gpu.pdl)
             if residual is None:

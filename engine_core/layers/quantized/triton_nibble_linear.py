@@ -12,12 +12,12 @@ from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
 from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
-from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan
 from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_nibbles,
     choose_nibbles_gated,
     choose_nibbles_normed,
 )
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.layers.quantized.nibble_linear import NibbleLinear, empty_nibbles
@@ -27,6 +27,7 @@ from tandem.engine_core.quantization.scheme import NibbleScheme
 
 _choose = cache(choose_nibbles)
 _choose_gated = cache(choose_nibbles_gated)
+_choose_normed = cache(choose_nibbles_normed)
 
 
 class TritonNibbleLinear(NibbleLinear):
@@ -60,8 +61,10 @@ class TritonNibbleLinear(NibbleLinear):
 
         One row of inputs in their usual order takes one launch.
         """
+        gated = activation is not None
+        outputs = self.words.shape[0] // 2 if gated else self.words.shape[0]
         alone = x.shape[0] == 1 and self.order is None and x.is_contiguous()
-        plan = choose_nibbles_normed(x.shape[1]) if alone else None
+        plan = _choose_normed(outputs, x.shape[1], gated, self.gpu) if alone else None
         if plan is not None and (residual is None or residual.is_contiguous()):
             x_weight = None if residual is None else norm.update_weight
             given = (self.words, self.scales, self.zeros, self.bias, plan, activation, self.gpu.pdl)

@@ -6,18 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine_core.kernels.attention.paged_decode import (
-    TILES,
-    Tile,
-    choose_splits,
-    choose_tile,
-    fit_tile,
-    paged_decode,
-)
+from tandem.engine_core.kernels.attention.paged_decode import TILES, choose_splits, choose_tile, fit_tile, paged_decode
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference
+from tandem.engine_core.kernels.tiles.plan_types import Tile
 from tests.fakes.gpus import A100, B200, H20, H200, L4, RTX_3090, RTX_4090, RTX_5090
 from tests.support.thinned import thinned
 

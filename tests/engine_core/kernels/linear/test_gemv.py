@@ -7,13 +7,13 @@ from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
-from tandem.engine_core.kernels.linear.plans import GemvPlan
 from tandem.engine_core.kernels.reference.layer import (
     add_rms_norm,
     gated_activation,
     norm_add_rms_norm,
     rms_norm,
 )
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
 
 # Where the sigmoid is zero, the exponential under it overflows, which only NumPy reports.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")

@@ -10,13 +10,14 @@ from torch.nn import functional
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
 from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
-from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan, workspace_size
+from tandem.engine_core.kernels.linear.plans import workspace_size
 from tandem.engine_core.kernels.reference.layer import (
     add_rms_norm,
     gated_activation,
     norm_add_rms_norm,
     rms_norm,
 )
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.quantization.nibbles import unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")

@@ -4,10 +4,6 @@ import pytest
 
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.linear.plans import (
-    BUCKETS,
-    GemvPlan,
-    Plan,
-    SplitKPlan,
     block_rows,
     bucket,
     choose,
@@ -15,6 +11,8 @@ from tandem.engine_core.kernels.linear.plans import (
     choose_normed,
     workspace_size,
 )
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPlan
+from tandem.engine_core.kernels.tiles.table import BUCKETS
 from tests.fakes.gpus import A100, B200, H20, H200, L4, RTX_4090, RTX_5090, SUPPORTED
 
 OUTPUTS = [16, 64, 576, 2048, 3072, 6144, 16384, 19456, 28672, 128256, 151936]
@@ -49,7 +47,7 @@ def test_shapes_that_no_kernel_accepts_are_left_to_the_library() -> None:
     assert choose(8, 2048, 2048, 4, H200) is None
     assert choose(129, 2048, 8192, 2, H200) is None
     assert choose_gated(129, 8192, 2048, 2, H200) is None
-    assert choose_normed(16384, False) is None
+    assert choose_normed(4096, 16384, False, H200) is None
 
 
 def test_gated_plans_above_64_rows_need_nearly_full_waves() -> None:
@@ -69,7 +67,7 @@ def test_small_weights_are_split_into_one_wave() -> None:
 @pytest.mark.parametrize("inputs", [64, 2048, 2560, 4096, 8192])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_fused_norm_takes_whole_rows(inputs: int, gated: bool) -> None:
-    plan = choose_normed(inputs, gated)
+    plan = choose_normed(4096, inputs, gated, H200)
     assert plan is not None
     assert plan.block_k >= inputs
 

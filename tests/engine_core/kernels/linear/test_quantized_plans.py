@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan, bucket
+from tandem.engine_core.kernels.linear.plans import bucket
 from tandem.engine_core.kernels.linear.quantized_plans import (
     MAX_ROWS,
     SCALE_COLUMNS,
@@ -10,6 +10,7 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_bytes,
     choose_bytes_gated,
 )
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tests.fakes.gpus import A100, B200, H200, L4, RTX_3090, RTX_5090
 
 SHAPES = ((3072, 2048), (16384, 2048), (2048, 8192), (6144, 4096), (28672, 4096), (4096, 14336), (256, 128))

@@ -9,9 +9,10 @@ from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
-from tandem.engine_core.kernels.linear.plans import GemvPlan, SplitKPlan, workspace_size
+from tandem.engine_core.kernels.linear.plans import workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activation, rms_norm
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 

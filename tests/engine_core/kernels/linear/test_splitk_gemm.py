@@ -6,9 +6,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.linear.plans import SplitKPlan, workspace_size
+from tandem.engine_core.kernels.linear.plans import workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.reference.layer import gated_activation
+from tandem.engine_core.kernels.tiles.plan_types import SplitKPlan
 
 # Where the sigmoid is zero, the exponential under it overflows, which only NumPy reports.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")

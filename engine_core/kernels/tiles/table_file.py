@@ -1,0 +1,258 @@
+"""Tile tables as JSON files, one for each kind of GPU.
+
+They are packaged beside this module. A file is an object with `device`, `kernel_version`, `measured_with` (versions of
+torch and Triton), and the lists `products` and `decode`, whose entries are the fields of `ProductKey` or `DecodeKey`
+and a `plan`. The plan of a product is `null` for the library's.
+"""
+
+import json
+import logging
+import re
+from dataclasses import asdict
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
+from tandem.engine_core.kernels.tiles.table import (
+    BUCKETS,
+    KERNEL_VERSION,
+    NO_TABLE,
+    DecodeKey,
+    Operation,
+    ProductKey,
+    TileTable,
+)
+
+logger = logging.getLogger(__name__)
+
+Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+FEWEST_INPUTS_OF_A_DOT = 16
+
+
+class Gemv(Struct, forbid_unknown_fields=True, tag="gemv", tag_field="kernel"):
+    """A `GemvPlan` in a file."""
+
+    rows: Count
+    block_k: Count
+    tiles: Count
+    warps: Count
+
+
+class SplitK(Struct, forbid_unknown_fields=True, tag="splitk", tag_field="kernel"):
+    """A `SplitKPlan` in a file."""
+
+    block_n: Count
+    block_k: Count
+    split: Count
+    stages: Count
+    warps: Count
+
+
+class ProductEntry(Struct, forbid_unknown_fields=True):
+    """One measured product."""
+
+    operation: Operation
+    bits: Count
+    outputs: Count
+    inputs: Count
+    rows: Count
+    plan: Gemv | SplitK | None
+
+
+class Attention(Struct, forbid_unknown_fields=True):
+    """A `DecodePlan` in a file."""
+
+    positions: Count
+    warps: Count
+    stages: Count
+    least: Count
+    splits: Count
+
+
+class DecodeEntry(Struct, forbid_unknown_fields=True):
+    """One measured kind of decode attention."""
+
+    head_dim: Count
+    kv_bits: Count
+    pairs: Count
+    plan: Attention
+
+
+class TableFile(Struct, forbid_unknown_fields=True):
+    """A whole file."""
+
+    device: str
+    kernel_version: int
+    measured_with: dict[str, str]
+    products: list[ProductEntry]
+    decode: list[DecodeEntry]
+
+
+class AnyVersion(Struct):
+    """Part of a file that every version has."""
+
+    kernel_version: int
+
+
+def file_name(device: str) -> str:
+    """Return the name of a device's file, such as nvidia-h200.json."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json"
+
+
+def packaged(device: str) -> Traversable:
+    """Return the place of a device's file among the packaged ones."""
+    return files("tandem.engine_core.kernels.tiles") / "devices" / file_name(device)
+
+
+def load_table(device: str) -> TileTable:
+    """Read the packaged table of a device.
+
+    It is empty for a device that has none, and for one measured with another version of the kernels, which is logged.
+    Raises ValueError for a file that is malformed.
+    """
+    place = packaged(device)
+    return read_table(place) if place.is_file() else NO_TABLE
+
+
+def read_table(place: Traversable) -> TileTable:
+    """Read a table from a file.
+
+    It is empty if it was measured with another version of the kernels, which is logged. Raises ValueError, with the
+    file and the entry, for one that is malformed.
+    """
+    text = place.read_bytes()
+    try:
+        version = msgspec.json.decode(text, type=AnyVersion).kernel_version
+        if version != KERNEL_VERSION:
+            logger.warning(
+                "%s is ignored: its tiles were measured with version %d of the kernels, these are version %d; "
+                "measure again with python -m benchmarks.tune",
+                place, version, KERNEL_VERSION,
+            )  # fmt: skip
+            return NO_TABLE
+        found = msgspec.json.decode(text, type=TableFile)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"the tile table {place} is malformed: {error}") from None
+    products: dict[ProductKey, Plan] = {}
+    for number, entry in enumerate(found.products):
+        key = ProductKey(entry.operation, entry.bits, entry.outputs, entry.inputs, entry.rows)
+        products[key] = _plan(entry.plan)
+        _check(place, f"products[{number}]", product_problem(key, products[key]), len(products) == number + 1)
+    decode: dict[DecodeKey, DecodePlan] = {}
+    for number, one in enumerate(found.decode):
+        place_of = DecodeKey(one.head_dim, one.kv_bits, one.pairs)
+        tile = Tile(one.plan.positions, one.plan.warps, one.plan.stages)
+        decode[place_of] = DecodePlan(tile, one.plan.least, one.plan.splits)
+        _check(place, f"decode[{number}]", decode_problem(place_of, decode[place_of]), len(decode) == number + 1)
+    return TileTable(found.device, MappingProxyType(products), MappingProxyType(decode))
+
+
+def table_text(table: TileTable, measured_with: dict[str, str]) -> str:
+    """Return a table as the text of a file, one entry a line, sorted."""
+    products = [{**key._asdict(), "plan": _written(plan)} for key, plan in sorted(table.products.items(), key=_first)]
+    decode = [
+        {**key._asdict(), "plan": {**plan.tile._asdict(), "least": plan.least, "splits": plan.splits}}
+        for key, plan in sorted(table.decode.items(), key=_first)
+    ]
+    head = {"device": table.device, "kernel_version": KERNEL_VERSION, "measured_with": measured_with}
+    lines = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
+    for name, entries in (("products", products), ("decode", decode)):
+        inner = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
+        lines.append(f' "{name}": [\n{inner}\n ]' if entries else f' "{name}": []')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def write_table(path: Path, table: TileTable, measured_with: dict[str, str]) -> None:
+    """Write a table to a file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(table_text(table, measured_with))
+    partial.replace(path)
+
+
+def product_problem(key: ProductKey, plan: Plan) -> str:
+    """Return the reason for which kernels refuse a plan.
+
+    It is empty if they take it.
+    """
+    if key.bits not in (4, 8, 16):
+        return f"weights of {key.bits} bits have no kernel; bits must be 4, 8 or 16"
+    if key.rows not in BUCKETS:
+        return f"rows {key.rows} must be one of {', '.join(map(str, BUCKETS))}"
+    one_row, normed = key.rows == 1, key.operation in ("normed", "normed_gated")
+    if normed and not (one_row and isinstance(plan, GemvPlan)):
+        return "a product is fused with a norm for one row, by a gemv plan"
+    if isinstance(plan, GemvPlan):
+        return _gemv_problem(key, plan, normed)
+    if isinstance(plan, SplitKPlan):
+        if one_row:
+            return "one row takes a gemv plan"
+        if not _powers_of_two(plan.block_n, plan.block_k, plan.warps) or plan.block_k < FEWEST_INPUTS_OF_A_DOT:
+            return f"block_n {plan.block_n}, block_k {plan.block_k} and warps must be powers of two, block_k from 16 on"
+        if key.inputs % plan.block_k or plan.split * plan.block_k > key.inputs:
+            return f"{key.inputs} inputs are not divisible into {plan.split} parts of blocks of {plan.block_k}"
+        if key.bits < 16 and 128 % plan.block_k:
+            return f"block_k {plan.block_k} does not divide the 128 inputs of a block of scales"
+    return ""
+
+
+def _gemv_problem(key: ProductKey, plan: GemvPlan, normed: bool) -> str:
+    if key.rows != 1:
+        return f"a gemv plan serves one row, not {key.rows}"
+    if not _powers_of_two(plan.rows, plan.block_k, plan.warps):
+        return f"rows {plan.rows}, block_k {plan.block_k} and warps {plan.warps} must be powers of two"
+    whole = plan.block_k >= key.inputs
+    if (normed or (key.operation == "gated" and key.bits != 4) or plan.tiles > 1) and not whole:
+        return f"block_k {plan.block_k} must hold all {key.inputs} inputs of a fused or tiled product"
+    if key.bits == 8 and 16 % (plan.rows * plan.tiles):
+        return f"{plan.rows} rows in {plan.tiles} tiles do not divide the 16 rows of a block of scales"
+    if key.bits == 4 and plan.tiles > 1:
+        return "weights of 4 bits take one tile"
+    return ""
+
+
+def decode_problem(key: DecodeKey, plan: DecodePlan) -> str:
+    """Return the reason for which decode attention refuses a plan.
+
+    It is empty if it takes it.
+    """
+    if not _powers_of_two(key.head_dim, key.pairs):
+        return f"head_dim {key.head_dim} and pairs {key.pairs} must be powers of two"
+    if not _powers_of_two(plan.tile.positions, plan.tile.warps) or plan.tile.positions < FEWEST_INPUTS_OF_A_DOT:
+        return f"positions {plan.tile.positions} and warps must be powers of two, positions at least 16"
+    return "" if plan.splits <= 64 else f"splits {plan.splits} must be at most 64"
+
+
+def _powers_of_two(*numbers: int) -> bool:
+    return all(number & (number - 1) == 0 for number in numbers)
+
+
+def _check(place: Traversable, entry: str, problem: str, new: bool) -> None:
+    if problem or not new:
+        raise ValueError(
+            f"the tile table {place} is malformed: {problem or 'the same key as an earlier entry'} - at $.{entry}"
+        )
+
+
+def _plan(stored: Gemv | SplitK | None) -> Plan:
+    if isinstance(stored, Gemv):
+        return GemvPlan(stored.rows, stored.block_k, stored.tiles, stored.warps)
+    if isinstance(stored, SplitK):
+        return SplitKPlan(stored.block_n, stored.block_k, stored.split, stored.stages, stored.warps)
+    return None
+
+
+def _written(plan: Plan) -> dict[str, object] | None:
+    if plan is None:
+        return None
+    return {"kernel": "gemv" if isinstance(plan, GemvPlan) else "splitk", **asdict(plan)}
+
+
+def _first(item: tuple[tuple[object, ...], object]) -> tuple[object, ...]:
+    return item[0]

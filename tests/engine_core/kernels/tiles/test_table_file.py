@@ -1,0 +1,202 @@
+"""Tile tables survive being written and read, and what is wrong with one is said by file and entry."""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.engine_core.kernels.tiles import table_file
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
+from tandem.engine_core.kernels.tiles.table import (
+    BUCKETS,
+    KERNEL_VERSION,
+    NO_TABLE,
+    DecodeKey,
+    Operation,
+    ProductKey,
+    TileTable,
+)
+from tandem.engine_core.kernels.tiles.table_file import (
+    decode_problem,
+    file_name,
+    load_table,
+    product_problem,
+    read_table,
+    table_text,
+    write_table,
+)
+from tests.fakes.gpus import H200, SUPPORTED
+
+POWERS = st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 1024, 2048, 4096])
+OPERATIONS: list[Operation] = ["product", "gated", "normed", "normed_gated"]
+KEYS = st.builds(
+    ProductKey,
+    st.sampled_from(OPERATIONS),
+    st.sampled_from([4, 8, 16]),
+    st.integers(1, 200000),
+    st.sampled_from([128, 2048, 2560, 4096, 14336]),
+    st.sampled_from(BUCKETS),
+)
+PLANS: st.SearchStrategy[Plan] = st.one_of(
+    st.none(),
+    st.builds(GemvPlan, POWERS, POWERS, st.sampled_from([1, 2, 4]), POWERS),
+    st.builds(SplitKPlan, POWERS, POWERS, st.integers(1, 16), st.integers(1, 8), POWERS),
+)
+PRODUCTS = st.lists(st.tuples(KEYS, PLANS)).map(
+    lambda found: {key: plan for key, plan in found if not product_problem(key, plan)}
+)
+DECODE = st.dictionaries(
+    st.builds(DecodeKey, st.sampled_from([32, 64, 128, 256]), st.sampled_from([8, 16]), POWERS),
+    st.builds(
+        DecodePlan,
+        st.builds(Tile, st.sampled_from([16, 32, 64, 128]), st.sampled_from([1, 2, 4, 8]), st.integers(1, 6)),
+        st.integers(1, 4096),
+        st.integers(1, 64),
+    ),
+)
+
+
+@settings(max_examples=40)
+@given(PRODUCTS, DECODE)
+def test_a_written_table_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, products: dict[ProductKey, Plan], decode: dict[DecodeKey, DecodePlan]
+) -> None:
+    path = tmp_path_factory.mktemp("tables") / "a.json"
+    table = TileTable("NVIDIA Test", products, decode)
+    write_table(path, table, {"torch": "2.11"})
+    found = read_table(path)
+    assert (found.device, dict(found.products), dict(found.decode)) == ("NVIDIA Test", products, decode)
+    assert [entry.name for entry in path.parent.iterdir()] == ["a.json"]
+
+
+def test_tables_differ_by_what_was_measured_though_they_hash_by_name() -> None:
+    key = ProductKey("product", 16, 64, 64, 1)
+    tables = [TileTable("a"), TileTable("a", {key: GemvPlan(2, 1024)}), TileTable("a", {key: GemvPlan(4, 1024)})]
+    assert len(set(tables)) == 3
+    assert len({hash(table) for table in tables}) == 1
+    assert tables[1].product(key, None) == GemvPlan(2, 1024)
+    assert tables[0].product(key, None) is None
+
+
+def entry(**changes: object) -> dict[str, object]:
+    plan = {"kernel": "splitk", "block_n": 64, "block_k": 128, "split": 2, "stages": 4, "warps": 4}
+    return {"operation": "product", "bits": 16, "outputs": 64, "inputs": 2048, "rows": 16, "plan": plan} | changes
+
+
+def gemv(rows: int = 4, block_k: int = 1024, tiles: int = 1, warps: int = 4) -> dict[str, object]:
+    return {"kernel": "gemv", "rows": rows, "block_k": block_k, "tiles": tiles, "warps": warps}
+
+
+def splitk(block_n: int = 64, block_k: int = 128, split: int = 2) -> dict[str, object]:
+    return {"kernel": "splitk", "block_n": block_n, "block_k": block_k, "split": split, "stages": 4, "warps": 4}
+
+
+def written(path: Path, *products: dict[str, object], decode: tuple[dict[str, object], ...] = ()) -> Path:
+    head = {"device": "NVIDIA Test", "kernel_version": KERNEL_VERSION, "measured_with": {}}
+    path.write_text(json.dumps(head | {"products": products, "decode": decode}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (entry(rows=17), "rows 17 must be one of 1, 16, 32, 64, 128"),
+        (entry(bits=5), "weights of 5 bits have no kernel"),
+        (entry(operation="sum"), "Invalid enum value 'sum'"),
+        (entry(outputs="64"), "Expected `int`, got `str`"),
+        (entry(outputs=0), "Expected `int` >= 1"),
+        (entry(colour="red"), "unknown field `colour`"),
+        (entry(plan={"kernel": "magic"}), "Invalid value 'magic'"),
+        (entry(plan=splitk(block_k=96)), "block_k 96 and warps must be powers of two"),
+        (entry(inputs=2112), "2112 inputs are not divisible into 2 parts of blocks of 128"),
+        (entry(plan=splitk(split=32)), "2048 inputs are not divisible into 32 parts"),
+        (entry(bits=8, plan=splitk(block_k=256)), "block_k 256 does not divide the 128 inputs of a block of scales"),
+        (entry(plan=gemv()), "a gemv plan serves one row, not 16"),
+        (entry(rows=1), "one row takes a gemv plan"),
+        (entry(rows=1, plan=gemv(rows=3)), "rows 3, block_k 1024 and warps 4 must be powers of two"),
+        (entry(rows=1, operation="gated", plan=gemv()), "block_k 1024 must hold all 2048 inputs"),
+        (entry(rows=1, plan=gemv(tiles=2)), "block_k 1024 must hold all 2048 inputs"),
+        (entry(rows=1, bits=8, plan=gemv(16, 2048, 2)), "16 rows in 2 tiles do not divide the 16 rows"),
+        (entry(rows=1, bits=4, plan=gemv(4, 2048, 2)), "weights of 4 bits take one tile"),
+        (entry(operation="normed"), "fused with a norm for one row, by a gemv plan"),
+        (entry(rows=1, operation="normed_gated", plan=None), "fused with a norm for one row, by a gemv plan"),
+        (entry(), "the same key as an earlier entry"),
+    ],
+)
+def test_a_malformed_product_is_named_by_file_and_entry(wrong: dict[str, object], message: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "nvidia-test.json", entry(), wrong)
+    with pytest.raises(ValueError, match=r"nvidia-test\.json is malformed") as raised:
+        read_table(path)
+    assert message in str(raised.value)
+    assert "$.products[1]" in str(raised.value)
+
+
+def attention(**changes: object) -> dict[str, object]:
+    plan = {"positions": 64, "warps": 4, "stages": 3, "least": 64, "splits": 1}
+    return {"head_dim": 64, "kv_bits": 16, "pairs": 512, "plan": plan | changes}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (attention(positions=8), "positions 8 and warps must be powers of two, positions at least 16"),
+        (attention(positions=48), "positions 48"),
+        (attention(splits=65), "splits 65 must be at most 64"),
+        (attention() | {"pairs": 500}, "head_dim 64 and pairs 500 must be powers of two"),
+        (attention(stages=0), "Expected `int` >= 1"),
+    ],
+)
+def test_a_malformed_decode_plan_is_named_by_file_and_entry(
+    wrong: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"nvidia-test\.json is malformed") as raised:
+        read_table(written(tmp_path / "nvidia-test.json", decode=(wrong,)))
+    assert message in str(raised.value)
+    assert "$.decode[0]" in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kernel_version": "1"}', '{"kernel_version": 1}', "no json"])
+def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=r"the tile table .*a\.json is malformed"):
+        read_table(tmp_path / "a.json")
+
+
+def test_a_table_of_other_kernels_is_ignored_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever else an old file holds, it is not read."""
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"kernel_version": KERNEL_VERSION - 1, "tiles": [1]}))
+    assert read_table(path) is NO_TABLE
+    (record,) = caplog.records
+    assert "python -m benchmarks.tune" in record.getMessage()
+    assert str(path) in record.getMessage()
+
+
+def test_a_device_without_a_table_has_the_rules_alone(caplog: pytest.LogCaptureFixture) -> None:
+    assert load_table("NVIDIA GeForce RTX 9999") is NO_TABLE
+    assert caplog.records == []
+
+
+def test_file_names_come_from_the_names_of_devices() -> None:
+    names = {name: file_name(name) for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "AMD/ATI (x)")}
+    assert list(names.values()) == ["nvidia-h200.json", "nvidia-h100-80gb-hbm3.json", "amd-ati-x.json"]
+
+
+def test_packaged_tables_are_those_of_their_devices() -> None:
+    folder = files(table_file.__package__) / "devices"
+    found = [read_table(place) for place in folder.iterdir()]
+    assert H200.name in {table.device for table in found}
+    for place, table in zip(folder.iterdir(), found, strict=True):
+        assert place.name == file_name(table.device)
+        assert table.products or table.decode
+        text = table_text(table, json.loads(place.read_text())["measured_with"])
+        assert place.read_text() == text, "written by write_table"
+        assert not any(product_problem(*item) for item in table.products.items())
+        assert not any(decode_problem(*item) for item in table.decode.items())
+
+
+def test_only_measured_devices_have_a_table() -> None:
+    assert {gpu.name for gpu in SUPPORTED if gpu.tiles is not NO_TABLE} <= {H200.name}
