@@ -18,7 +18,7 @@ from tandem.frontend.server.server import DrainingServer, build_server
 from tests.fakes.engine import FakeEngine
 from tests.fakes.tokenizer import write_tokenizer
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 """Seconds after which a test gives up waiting; no test asserts how long something took."""
 
 # By default httpx builds a TLS context for every call, which takes longer than the call.

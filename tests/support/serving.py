@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,11 +25,23 @@ GUARD_SECONDS = 120.0
 """Seconds after which a test gives up waiting; no test asserts how long something took."""
 
 
+LOWEST_PORT = 12000
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Return a free port that no other process is given by the system before it is bound.
+
+    It is below those that Linux chooses itself, for example for every connection; 32768 where nothing else is set.
+    """
+    chosen = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    end = int(chosen.read_text().split()[0]) if chosen.exists() else 32768
+    while True:
+        # Other processes of tests choose at the same time; Hypothesis repeats the choices of `random`.
+        port = LOWEST_PORT + secrets.randbelow(end - LOWEST_PORT) if end > LOWEST_PORT else 0
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found: int = probe.getsockname()[1]
+            return found
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = GUARD_SECONDS) -> Any:

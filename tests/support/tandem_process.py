@@ -61,6 +61,8 @@ class Tandem:
     def find(self, pattern: str) -> re.Match[str]:
         """Wait for a line of this pattern."""
         until(lambda: re.search(pattern, self.output) or self.process.poll() is not None, pattern)
+        if self.process.poll() is not None:
+            self.reader.join(DEADLINE)
         match = re.search(pattern, self.output)
         assert match is not None, self.output
         return match
@@ -86,7 +88,10 @@ class Tandem:
         return found
 
     def wait(self) -> int:
-        return self.process.wait(DEADLINE)
+        """Wait for the end of the process, and for what it printed last."""
+        code = self.process.wait(DEADLINE)
+        self.reader.join(DEADLINE)
+        return code
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -4,6 +4,8 @@ import asyncio
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from tandem.frontend.process import ManagedProcess
 from tandem.frontend.supervisor.restart_policy import MAX_FAILED_STARTS
 from tandem.frontend.supervisor.supervisor import REPEATED_SIGNAL_SECONDS
 from tests.fakes.engine import FakeEngine
-from tests.frontend.conftest import DEADLINE, get, open_stream, post, until
+from tests.frontend.conftest import get, open_stream, post, until
 from tests.support.scrape import value
 from tests.support.tandem_process import SERVING, Start, Tandem
 
@@ -32,6 +34,22 @@ class Engine(engine.FakeEngine):
 engine.FakeEngine = Engine
 engine.run_as_process(sys.argv)
 """
+
+STREAMING = """
+import sys
+from pathlib import Path
+from tests.fakes import engine
+class Engine(engine.FakeEngine):
+    @property
+    def hold(self):
+        return self.stats.steps_committed > 0 and not Path("go_on").exists()
+    @hold.setter
+    def hold(self, _):
+        pass
+engine.FakeEngine = Engine
+engine.run_as_process(sys.argv)
+"""
+"""Program of a fake engine core whose streams stay open after their first token until a file tells to go on."""
 
 CRASHING = """
 import sys, time
@@ -162,7 +180,6 @@ def test_processes_start_without_python_between_fork_and_exec(monkeypatch: pytes
 def test_an_engine_that_refuses_its_settings_stops_the_supervisor(tandem: Start) -> None:
     process = tandem(IMPOSSIBLE, *SERVE)
     assert process.wait() == 2
-    process.reader.join(DEADLINE)
     assert process.output == "max_len 5 is below 16; raise --max-len\n", "its reason is all that is printed"
 
 
@@ -213,32 +230,37 @@ def test_the_engine_command_serves_the_ops_port(tandem: Start, ipc_dir: Path) ->
     assert process.wait() == 0, process.output
 
 
-def test_a_second_signal_kills_all_processes(tandem: Start) -> None:
-    process = tandem(SERVING.replace("engine = ", "import signal; engine = "), *SERVE[:-1], "60")
-    url = process.url()
-    body = {"model": "fake-model", "prompt": "one", "max_tokens": 2000, "stream": True}
-    with open_stream("POST", url + "/v1/completions", json=body) as response:
+@contextmanager
+def open_sequence(process: Tandem) -> Iterator[Iterator[bytes]]:
+    """Open a stream that the supervisor knows of; yield what follows its first bytes."""
+    body = {"model": "fake-model", "prompt": "one", "max_tokens": 200, "stream": True}
+    with open_stream("POST", process.url() + "/v1/completions", json=body) as response:
         chunks = response.iter_raw()
         next(chunks)
+        metrics = process.ops_url() + "/metrics"
+        until(lambda: value(get(metrics).text, "tandem_num_requests_running") == 1, "a heartbeat tells of it")
+        yield chunks
+
+
+def test_a_second_signal_kills_all_processes(tandem: Start) -> None:
+    process = tandem(STREAMING, *SERVE[:-1], "60")
+    with open_sequence(process):
         process.process.send_signal(signal.SIGTERM)
-        until(lambda: not is_ready(url), "the frontend drains")
+        process.find("stopping: waiting up to 60 s for 1 sequences in progress; interrupt again to stop at once")
         time.sleep(2 * REPEATED_SIGNAL_SECONDS)
         process.process.send_signal(signal.SIGTERM)
         assert process.wait() == 130
 
 
 def test_a_signal_that_is_sent_twice_at_once_still_drains(tandem: Start) -> None:
-    process = tandem(SERVING, *SERVE[:-1], "60")
-    url = process.url()
-    body = {"model": "fake-model", "prompt": "one", "max_tokens": 200, "stream": True}
-    with open_stream("POST", url + "/v1/completions", json=body) as response:
-        chunks = response.iter_raw()
-        next(chunks)
+    process = tandem(STREAMING, *SERVE[:-1], "60")
+    with open_sequence(process) as chunks:
         process.process.send_signal(signal.SIGTERM)
         process.process.send_signal(signal.SIGTERM)
+        process.find("stopping: waiting up to 60 s for 1 sequences in progress; interrupt again to stop at once")
+        (process.folder / "go_on").touch()
         assert b"".join(chunks).endswith(b"data: [DONE]\n\n")
     assert process.wait() == 0
-    process.find(r"frontend|stopping: waiting up to 60 s for 1 sequences in progress; interrupt again to stop at once")
 
 
 def test_a_frontend_says_where_it_listens_and_when_it_is_ready(
