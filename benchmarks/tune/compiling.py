@@ -1,0 +1,83 @@
+"""Compilation of many plans at once, in processes of their own.
+
+Compiling takes longer than timing. Triton keeps the code in its cache on disk, where the timing process finds it.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from multiprocessing import get_context
+
+from benchmarks.tune.attention import compile_decode
+from benchmarks.tune.products import compile_key, compile_product
+from benchmarks.tune.timings import AnyPlan, Key, Task, Timings
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan
+from tandem.engine_core.kernels.tiles.table import NO_TABLE, ProductKey
+
+MOST_PROCESSES = 15
+Identity = tuple[object, ...]
+
+
+def identity(key: Key, plan: AnyPlan) -> Identity:
+    """Return all that the code of a plan depends on."""
+    if isinstance(key, ProductKey):
+        assert not isinstance(plan, DecodePlan)
+        return compile_key(key, plan)
+    assert isinstance(plan, DecodePlan)
+    return key.head_dim, key.kv_bits, plan.tile, plan.splits > 1 or key.pairs < 256
+
+
+def compile_one(key: Key, plan: AnyPlan, gpu: GpuTraits) -> str:
+    """Compile a plan; return why that failed, or nothing."""
+    try:
+        if isinstance(key, ProductKey):
+            assert not isinstance(plan, DecodePlan)
+            compile_product(key, plan, gpu.pdl)
+        else:
+            assert isinstance(plan, DecodePlan)
+            compile_decode(key, plan, gpu)
+    except Exception as error:
+        # Triton raises errors of many classes for tiles that a GPU cannot hold.
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return ""
+
+
+def jobs_of(tasks: Iterable[Task], timings: Timings) -> dict[Identity, tuple[Key, AnyPlan]]:
+    """List the codes to compile for plans without a time.
+
+    Each is listed once, those of today's plans first.
+    """
+    jobs: dict[Identity, tuple[Key, AnyPlan]] = {}
+    listed: Sequence[Task] = list(tasks)
+    for first in (True, False):
+        for task in listed:
+            for plan in task.plans[:1] if first else task.plans[1:]:
+                if timings.of(task.key, plan) is None:
+                    jobs.setdefault(identity(task.key, plan), (task.key, plan))
+    return jobs
+
+
+def compile_all(
+    jobs: dict[Identity, tuple[Key, AnyPlan]], gpu: GpuTraits, seconds: float, report: Callable[[str], None]
+) -> dict[Identity, str]:
+    """Compile for at most some seconds.
+
+    Return why each plan that was compiled failed; empty if it did not.
+    """
+    plain = GpuTraits(gpu.name, gpu.capability, gpu.multiprocessors, gpu.shared_memory, NO_TABLE)
+    processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) - 1, len(jobs)))
+    began = time.monotonic()
+    pool = ProcessPoolExecutor(processes, get_context("spawn"))
+    futures = {pool.submit(compile_one, key, plan, plain): code for code, (key, plan) in jobs.items()}
+    done, _ = wait(futures, timeout=max(0.0, seconds))
+    pool.shutdown(wait=True, cancel_futures=True)
+    done |= {future for future in futures if future.done() and not future.cancelled()}
+    found = {futures[future]: future.result() for future in done if not future.exception()}
+    failed = sum(bool(reason) for reason in found.values())
+    report(
+        f"compiled {len(found) - failed} of {len(jobs)} kernels in {time.monotonic() - began:.0f} s with {processes} "
+        f"processes; {failed} do not run on this GPU"
+    )
+    return found

@@ -1,0 +1,109 @@
+"""Times choose plans: measured once, kept in a file, and only a clear gain replaces what is used today."""
+
+from itertools import chain, repeat
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tune.timings import AnyPlan, Choice, Key, Task, Timings, choose_best, measure, merged
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, SplitKPlan, Tile
+from tandem.engine_core.kernels.tiles.table import DecodeKey, ProductKey, TileTable
+
+KEY = ProductKey("product", 16, 3072, 2048, 64)
+ONE_ROW = ProductKey("product", 16, 3072, 2048, 1)
+TODAY, OTHER, LAST = SplitKPlan(64, 128, 2), SplitKPlan(64, 64, 4), SplitKPlan(128, 64, 1)
+TASK = Task(KEY, (TODAY, OTHER, None, LAST), TODAY)
+TIMES: dict[AnyPlan, float] = {TODAY: 10.0, OTHER: 9.0, None: 8.0, LAST: float("inf")}
+
+
+class Clock:
+    """Time that runs out after some questions."""
+
+    def __init__(self, left: int) -> None:
+        self.answers = chain(repeat(False, left), repeat(True))
+
+    def __call__(self) -> bool:
+        return next(self.answers)
+
+
+def always(_key: Key, _plan: AnyPlan) -> bool:
+    return True
+
+
+def run(timings: Timings, left: int = 100, tasks: tuple[Task, ...] = (TASK,)) -> tuple[bool, list[AnyPlan]]:
+    """Measure with made-up times; return whether all were, and which plans."""
+    timed: list[AnyPlan] = []
+
+    def time_plan(_key: Key, plan: AnyPlan) -> float:
+        timed.append(plan)
+        return TIMES[plan]
+
+    return measure(tasks, time_plan, timings, always, Clock(left)), timed
+
+
+def test_the_fastest_plan_is_chosen(tmp_path: Path) -> None:
+    timings = Timings(tmp_path / "t.jsonl")
+    assert run(timings) == (True, [TODAY, OTHER, None, LAST])
+    assert choose_best([TASK], timings) == [Choice(TASK, None, 8.0, 10.0, 10.0)]
+
+
+def test_a_run_out_of_time_is_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "t.jsonl"
+    assert run(Timings.resume(path), left=2) == (False, [TODAY, OTHER])
+    resumed = Timings.resume(path)
+    assert choose_best([TASK], resumed)[0].plan == OTHER
+    assert run(resumed) == (True, [None, LAST])
+    assert Timings.resume(path).found == resumed.found
+    assert resumed.of(KEY, LAST) == float("inf")
+
+
+def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    run(Timings(path))
+    path.write_text(path.read_text()[:-20] + "\n[]\n{}\n")
+    assert run(Timings.resume(path)) == (True, [LAST])
+
+
+def test_a_gain_within_the_noise_changes_nothing(tmp_path: Path) -> None:
+    timings = Timings(tmp_path / "t.jsonl")
+    for plan, us in ((TODAY, 10.0), (OTHER, 9.85), (None, 12.0)):
+        timings.add(KEY, plan, us)
+    assert choose_best([TASK], timings)[0].plan == TODAY
+    timings.add(KEY, LAST, 9.79)
+    assert choose_best([TASK], timings)[0].plan == LAST
+
+
+def test_nothing_is_chosen_without_the_time_of_today(tmp_path: Path) -> None:
+    timings = Timings(tmp_path / "t.jsonl")
+    timings.add(KEY, OTHER, 1.0)
+    assert choose_best([TASK], timings) == []
+
+
+def test_plans_that_were_not_compiled_wait_for_a_later_run(tmp_path: Path) -> None:
+    timings = Timings(tmp_path / "t.jsonl")
+    compiled = {None}
+    assert measure([TASK], lambda _, plan: TIMES[plan], timings, lambda _, plan: plan in compiled, Clock(9))
+    assert {plan for _, plan in timings.found} == {repr(TODAY), "None"}
+
+
+def choice(key: Key, plan: AnyPlan, rule: AnyPlan) -> Choice:
+    return Choice(Task(key, (rule, plan), rule), plan, 1.0, 2.0, 2.0)
+
+
+def test_a_table_gets_what_differs_from_the_rule_and_keeps_the_rest() -> None:
+    decode, tile = DecodeKey(64, 16, 512), DecodePlan(Tile(64, 4, 3), 256, 2)
+    old = TileTable("NVIDIA Test", {ONE_ROW: GemvPlan(4, 1024), KEY: OTHER}, {})
+    found = merged(old, "NVIDIA Test", [choice(KEY, None, TODAY), choice(decode, tile, DecodePlan(tile.tile, 1024))])
+    assert dict(found.products) == {ONE_ROW: GemvPlan(4, 1024), KEY: None}
+    assert dict(found.decode) == {decode: tile}
+    assert dict(old.products)[KEY] == OTHER
+    back = merged(found, "NVIDIA Test", [choice(KEY, TODAY, TODAY)])
+    assert dict(back.products) == {ONE_ROW: GemvPlan(4, 1024)}
+
+
+@pytest.mark.parametrize("us", [9.0, float("inf")])
+def test_a_plan_of_today_that_cannot_run_is_replaced(us: float, tmp_path: Path) -> None:
+    timings = Timings(tmp_path / "t.jsonl")
+    timings.add(KEY, TODAY, float("inf"))
+    timings.add(KEY, OTHER, us)
+    assert choose_best([TASK], timings)[0].us == us
