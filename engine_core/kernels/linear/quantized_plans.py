@@ -98,4 +98,6 @@ def _splitk(
         return plan
     weight_bytes = plan.block_n * (2 if gated else 1) * bits / 8
     stage_bytes = int((weight_bytes + max(size, 16) * _INPUT_BYTES) * plan.block_k)
-    return replace(plan, stages=min(plan.stages, gpu.max_stages(stage_bytes, warpgroup=False)))
+    # Unpacked weights pass through shared memory into the layout of the product.
+    unpacked = plan.block_n * plan.block_k * _INPUT_BYTES if bits < 8 else 0
+    return replace(plan, stages=min(plan.stages, gpu.max_stages(stage_bytes, unpacked, warpgroup=False)))
