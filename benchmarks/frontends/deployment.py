@@ -50,7 +50,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def python_path(*folders: Path) -> dict[str, str]:
-    """Return the variable that puts folders before this process's own path for modules."""
+    """Return PYTHONPATH with these folders before its present ones."""
     return {"PYTHONPATH": os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
 
