@@ -83,10 +83,12 @@ class Timer:
             if isinstance(key, DecodeKey):
                 return self.decode(key, cast("DecodePlan", plan))
             return self.products(key, cast("Plan", plan))
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
-            print(f"{key} {plan}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            if "CUDA error" in str(error):
+                # Nothing runs on the device any more.
+                raise RuntimeError(f"{key} {plan} broke the device") from error
+            torch.cuda.empty_cache()
+            say(f"{key} {plan}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
             return float("inf")
 
 

@@ -83,7 +83,8 @@ def measure(
     """Time all plans that were not timed before.
 
     Return whether there was time for all of them. usable: whether a plan was compiled; others are left for a later run.
-    Today's plan is timed in any case.
+    Today's plan is timed in any case. Raises RuntimeError for a plan that breaks the device; it counts as one that cannot
+    run.
     """
     for task in tasks:
         for number, plan in enumerate(task.plans):
@@ -91,7 +92,13 @@ def measure(
                 continue
             if out_of_time():
                 return False
-            timings.add(task.key, plan, time_plan(task.key, plan))
+            try:
+                us = time_plan(task.key, plan)
+            except RuntimeError:
+                # The device is lost; the next run does without this plan.
+                timings.add(task.key, plan, float("inf"))
+                raise
+            timings.add(task.key, plan, us)
     return True
 
 
@@ -111,7 +118,8 @@ def choose_best(tasks: Iterable[Task], timings: Timings) -> list[Choice]:
         us, number = min(timed)
         if us > today * (1 - MARGIN):
             us, number = today, 0
-        choices.append(Choice(task, task.plans[number], us, today, timings.of(task.key, task.rule)))
+        if us < float("inf"):
+            choices.append(Choice(task, task.plans[number], us, today, timings.of(task.key, task.rule)))
     return choices
 
 
