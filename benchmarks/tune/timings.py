@@ -83,8 +83,8 @@ def measure(
     """Time all plans that were not timed before.
 
     Return whether there was time for all of them. usable: whether a plan was compiled; others are left for a later run.
-    Today's plan is timed in any case. Raises RuntimeError for a plan that breaks the device; it counts as one that cannot
-    run.
+    Today's plan is timed in any case. Raises RuntimeError for a plan that breaks the device, which counts as one that
+    cannot run.
     """
     for task in tasks:
         for number, plan in enumerate(task.plans):
