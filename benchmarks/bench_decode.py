@@ -1,18 +1,22 @@
 """Steady decode on the GPU, pipelined and blocking, against the memory floor.
 
     python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.2-1b [--batches 1 8 ...] [--save NAME]
+    python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.1-8b --weights fp8-blocks --prompt 8192
 
 Prompts of 256 random tokens, random weights, greedy; measured in milliseconds per step while the context grows from
 320 to 576. Reported with every step: the floor (weights and KV read once at the read bandwidth measured in the same
 run); the linear layers through cuBLAS in a CUDA graph; the GPU's own time of a step (F: its graphs replayed back to
 back, with nothing from the host between them, at the middle of the range); the CPU time of a tick (C; without the wire,
 which is a test double here); and the GPU's idle time: the step minus F, and by timed events only the gap between two
-steps.
+steps. Of quantized weights (--weights, --quantize) the time to read them once stands for the linear layers. --prompt
+measures a lone prompt too, from its submission to its first token.
 """
 
 import argparse
 import logging
 import random
+import statistics
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +27,7 @@ from torch.nn import functional
 
 from benchmarks.measuring.graph_timing import graph_seconds, new_event
 from benchmarks.measuring.results import save
+from benchmarks.measuring.weight_formats import FORMATS, write_shape
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.pipeline import PipelineState
@@ -80,20 +85,25 @@ class Bench:
     The pipeline's depth changes between runs, the runtime stays.
     """
 
-    def __init__(self, shape: Path, max_rows: int) -> None:
+    def __init__(
+        self, shape: Path, max_rows: int, weights: str = "16-bit", quantize: str = "off", prompt: int = 0
+    ) -> None:
         self.mailbox = FakeMailbox()
-        options = EngineOptions(
-            model=str(shape),
-            load_format="dummy",
-            device="cuda",
-            dtype="bfloat16",
-            max_rows=max_rows,
-            max_len=1024,
-            kv_tokens=max_rows * 768,
-        )
-        started = time.perf_counter()
-        self.engine = build_engine(options, self.mailbox, Status(EPOCH, new_stats()))
-        self.ready_seconds = time.perf_counter() - started
+        self.is_quantized = weights != "16-bit" or quantize != "off"
+        with tempfile.TemporaryDirectory() as directory:
+            options = EngineOptions(
+                model=str(write_shape(shape, weights, Path(directory))),
+                load_format="dummy",
+                device="cuda",
+                dtype="bfloat16",
+                quantize="fp8" if quantize == "fp8" else "off",
+                max_rows=max_rows,
+                max_len=max(1024, prompt + 16),
+                kv_tokens=max(max_rows * 768, 2 * prompt + 32),
+            )
+            started = time.perf_counter()
+            self.engine = build_engine(options, self.mailbox, Status(EPOCH, new_stats()))
+            self.ready_seconds = time.perf_counter() - started
         self.shape = shape.name
         self.model = read_config(shape)
         self.requests = 0
@@ -138,6 +148,22 @@ class Bench:
         for number in range(first, self.requests + 1):
             del self.mailbox.received[CLIENT, number]
         return figures
+
+    def prompt_seconds(self, length: int, repeats: int = 5) -> float:
+        """Return the median seconds from the submission of a lone prompt to its only token."""
+        engine, found = self.with_depth(2), []
+        rng = random.Random(length)
+        for _ in range(repeats):
+            self.requests += 1
+            prompt = [rng.randrange(self.model.vocab_size) for _ in range(length)]
+            params = SamplingParams(1, temperature=0.0, ignore_eos=True)
+            submit = Submit(self.requests, pack_ids(prompt), params)
+            started = time.perf_counter()
+            self.mailbox.inbox.append((CLIENT, submit))
+            while (CLIENT, self.requests) not in self.mailbox.outcomes:
+                engine.tick()
+            found.append(time.perf_counter() - started)
+        return statistics.median(found)
 
 
 def read_bandwidth() -> float:
@@ -191,7 +217,8 @@ def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]
     found: list[Figures] = []
     config = bench.model
     slots = bench.runtime.model.weight_slots()
-    weights = sum(slot.target.nbytes for slot in slots if "_proj" not in slot.name or slot.name.endswith(FUSED))
+    projections = {slot.parameter.data_ptr(): slot.parameter.nbytes for slot in slots if "_proj." in slot.name}
+    weights = sum(projections.values()) + sum(slot.target.nbytes for slot in slots if "_proj." not in slot.name)
     # Of the embedding a step reads a row a token; tied, it is the head, which is counted once.
     weights -= config.vocab_size * config.hidden_size * 2
     kv_token = 2 * config.layers * config.kv_heads * config.head_dim * 2
@@ -200,7 +227,7 @@ def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]
     for rows in batches:
         kv_read = rows * context * kv_token / bandwidth
         floor = weights / bandwidth + kv_read
-        linears = linear_seconds(bench.runtime.model, rows)
+        linears = weights / bandwidth if bench.is_quantized else linear_seconds(bench.runtime.model, rows)
         bounds = Bounds(floor * 1e3, linears * 1e3, (linears + kv_read) * 1e3 + allowance)
         ways = [("blocking", 1, GREEDY), ("pipelined", 2, GREEDY)] + ([("sampled", 2, SAMPLED)] if rows == 64 else [])
         blocking = None
@@ -247,7 +274,6 @@ def figures_of(rows: int, mode: str, f: dict[str, float], bounds: Bounds, blocki
     )
 
 
-FUSED = ("qkv_proj.weight", "o_proj.weight", "gate_up_proj.weight", "down_proj.weight")
 COLUMNS = ("rows", 5), ("mode", 10), ("step ms", 8), ("F ms", 7), ("C ms", 7), ("idle %", 7), ("gap %", 7), ("tok/s", 9)
 LIMITS = ("floor", 6), ("x floor", 8), ("cuBLAS", 7), ("accepted", 9), ("gain %", 7), ("ideal %", 8), ("x max", 7)
 HEAD = " ".join(f"{name:>{width}}" for name, width in (*COLUMNS, *LIMITS))
@@ -266,15 +292,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=Path, required=True, help="directory with a config.json")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--weights", default="16-bit", choices=FORMATS, help="format of the random weights")
+    parser.add_argument("--quantize", default="off", choices=("off", "fp8"), help="as of `tandem serve`")
+    parser.add_argument("--prompt", type=int, default=0, help="length of a lone prompt to measure too")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     arguments = parser.parse_args()
     bandwidth = read_bandwidth()
-    bench = Bench(arguments.shape, max(arguments.batches))
-    print(f"{arguments.shape.name}: read bandwidth {bandwidth / 1e9:.0f} GB/s, ready in {bench.ready_seconds:.1f} s")
+    weights, quantize, prompt = arguments.weights, arguments.quantize, arguments.prompt
+    bench = Bench(arguments.shape, max(arguments.batches), weights, quantize, prompt)
+    print(
+        f"{arguments.shape.name} --weights {weights} --quantize {quantize}: read bandwidth {bandwidth / 1e9:.0f} GB/s, "
+        f"ready in {bench.ready_seconds:.1f} s",
+        flush=True,
+    )
+    prompt_ms = bench.prompt_seconds(prompt) * 1e3 if prompt else None
+    if prompt_ms is not None:
+        print(f"prompt of {prompt}: {prompt_ms:.1f} ms", flush=True)
     print(HEAD, flush=True)
     figures = measure(bench, arguments.batches, bandwidth)
     if arguments.save:
         config = {"shape": arguments.shape.name, "batches": arguments.batches, "prompt": PROMPT, "context": [320, 576]}
+        config |= {"weights": weights, "quantize": quantize, "lone_prompt": prompt, "lone_prompt_ms": prompt_ms}
         result = {"bandwidth": bandwidth, "ready_seconds": bench.ready_seconds, "steps": [asdict(f) for f in figures]}
         print(save(arguments.save, config | {"gpu": torch.cuda.get_device_name()}, result))
 

@@ -28,6 +28,7 @@ from tandem.engine_core.runtime.device import read_gpu_traits
 SCHEMES: dict[str, Scheme | None] = {
     "16 bits": None,
     "fp8 per output": ByteScheme("fp8", Activations.TOKEN),
+    "fp8 per tensor": ByteScheme("fp8", Activations.STATIC, per_tensor=True),
     "fp8 in blocks": ByteScheme("fp8", Activations.TOKEN, block=(128, 128)),
     "int8": ByteScheme("int8", Activations.TOKEN),
     "four bits": NibbleScheme("gptq", 128, False),
@@ -70,8 +71,13 @@ class Layers:
         for layer in self.maps:
             y, stream = layer["qkv"].apply_normed(x, stream, self.norm)
             x = layer["o"].apply(y.view(-1)[: rows * attended].view(rows, attended))
-            y, stream = layer["gate_up"].apply_normed(x, stream, self.norm, Activation.SILU)
-            x = layer["down"].apply(y)
+            to = layer["down"].input_format(rows)
+            if to is None:
+                y, stream = layer["gate_up"].apply_normed(x, stream, self.norm, Activation.SILU)
+                x = layer["down"].apply(y)
+            else:
+                y, stream = layer["gate_up"].apply_normed(x, stream, self.norm)
+                x = layer["down"].apply_quantized(self.norm.kernels.quantized_gate(y, Activation.SILU, to))
 
     def time(self, rows: int) -> float:
         """Return the time of a step in microseconds."""
@@ -104,7 +110,7 @@ def main() -> None:
     """Parse arguments, print a table and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=MODELS)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 128, 256, 2048])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 128, 256, 2048, 8192])
     parser.add_argument("--out", type=Path, help="where to write JSON")
     arguments = parser.parse_args()
     torch.manual_seed(0)

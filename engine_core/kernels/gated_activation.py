@@ -1,6 +1,7 @@
 """Products of gated feed-forward networks in Triton: SwiGLU and GeGLU.
 
-Paper: Shazeer, 2020. Oracle: `reference.layer.gated_activation`. For `pdl`, see the head of `kernels.norm`.
+Paper: Shazeer, 2020. Oracles: `reference.layer.gated_activation`, and `reference.byte_rows.quantized_gate`. For `pdl`,
+see the head of `kernels.norm`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -11,7 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows, empty_byte_rows
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
+from tandem.engine_core.kernels.quantize import group_of, row_block, store_bytes
 
 BLOCK, WARPS = 1024, 4
 SMALL_BLOCK, SMALL_WARPS = 256, 1
@@ -32,15 +35,20 @@ def activated(x, ACTIVATION: tl.constexpr):
 @triton.jit
 def _gated_activation_kernel(
     out_ptr,
+    scales_ptr,
     gate_up_ptr,
     row_stride,
     width,
+    scale_stride,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
+    BYTES: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(1) * BLOCK
+    offs = first + tl.arange(0, BLOCK)
     mask = offs < width
     wait_for_previous(PDL)
     source = gate_up_ptr + row * row_stride + offs
@@ -48,7 +56,11 @@ def _gated_activation_kernel(
     up = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
     # Rounded before the product, as the oracle and transformers do.
     product = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32) * up
-    tl.store(out_ptr + row * width + offs, product.to(gate.dtype), mask=mask)
+    if BYTES:
+        numbers = product.to(gate.dtype).to(tl.float32)
+        store_bytes(out_ptr, scales_ptr, row, first, numbers, width, scale_stride, GROUP, BLOCK)
+    else:
+        tl.store(out_ptr + row * width + offs, product.to(gate.dtype), mask=mask)
 
 
 def gated_activation(gate_up: Tensor, activation: Activation, pdl: bool = False) -> Tensor:
@@ -57,26 +69,65 @@ def gated_activation(gate_up: Tensor, activation: Activation, pdl: bool = False)
     gate_up: [T, 2 * width], gate first, rows contiguous, float32, bfloat16 or float16. Raises ValueError for rows that
     are not contiguous and for an odd number of columns.
     """
-    tokens, both = gate_up.shape
+    width = _checked_width(gate_up)
+    tokens = gate_up.shape[0]
+    out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+    block, warps = (SMALL_BLOCK, SMALL_WARPS) if tokens * width <= SMALL else (BLOCK, WARPS)
+    _launch(out, None, gate_up, activation, block, warps, pdl)
+    return out
+
+
+def quantized_gate(gate_up: Tensor, activation: Activation, to: ByteFormat, pdl: bool = False) -> ByteRows:
+    """Return activation(gate) * up rounded to one byte, without writing it in its own dtype.
+
+    gate_up: as in `gated_activation`, which says what raises ValueError. So does `quantize`. Oracle:
+    `reference.byte_rows.quantized_gate`.
+    """
+    width = _checked_width(gate_up)
+    rows = empty_byte_rows(gate_up.shape[0], width, gate_up.dtype, to, gate_up.device)
+    group = group_of(to)
+    block, warps = row_block(width, group)
+    _launch(rows.values, rows.scales, gate_up, activation, block, warps, pdl, group)
+    return rows
+
+
+def _checked_width(gate_up: Tensor) -> int:
+    """Return the number of outputs of a gate."""
+    both = gate_up.shape[1]
     if both % 2 or gate_up.stride(1) != 1:
         raise ValueError(
             f"gate and up must be the contiguous halves of each row, found {tuple(gate_up.shape)} with strides "
             f"{gate_up.stride()}"
         )
-    width = both // 2
-    out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+    return both // 2
+
+
+def _launch(
+    out: Tensor,
+    scales: Tensor | None,
+    gate_up: Tensor,
+    activation: Activation,
+    block: int,
+    warps: int,
+    pdl: bool,
+    group: int = 0,
+) -> None:
+    """Run the kernel, unless there are no rows. scales, group: of bytes, see `quantize`."""
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     if tokens == 0:
-        return out
-    block, warps = (SMALL_BLOCK, SMALL_WARPS) if tokens * width <= SMALL else (BLOCK, WARPS)
+        return
     _gated_activation_kernel[(tokens, triton.cdiv(width, block))](
         out,
+        out if scales is None else scales,
         gate_up,
         gate_up.stride(0),
         width,
+        out.shape[0],
         ACTIVATION=activation.value,
         BLOCK=block,
+        BYTES=scales is not None,
+        GROUP=group,
         PDL=pdl,
         num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )
-    return out

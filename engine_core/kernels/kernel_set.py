@@ -7,14 +7,15 @@ from functools import partial
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.reference import layer
+from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
+from tandem.engine_core.kernels.reference import byte_rows, layer
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
     """Fused operations of a transformer layer.
 
-    They have the signatures and the meaning of `kernels.reference.layer`.
+    They have the signatures and the meaning of `kernels.reference.layer` and `byte_rows`.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -26,6 +27,9 @@ class KernelSet:
     """Includes the norms of queries and keys, where the model has them."""
     gated_activation: Callable[[Tensor, Activation], Tensor]
     soft_cap: Callable[[Tensor, float], Tensor]
+    quantize: Callable[[Tensor, ByteFormat], ByteRows]
+    quantized_norm: Callable[[Tensor, Tensor | None, Tensor | None, Tensor, float, ByteFormat], tuple[ByteRows, Tensor]]
+    quantized_gate: Callable[[Tensor, Activation, ByteFormat], ByteRows]
 
 
 def torch_kernels() -> KernelSet:
@@ -37,6 +41,9 @@ def torch_kernels() -> KernelSet:
         layer.qk_norm_rope_and_kv_write,
         layer.gated_activation,
         layer.soft_cap,
+        byte_rows.quantize,
+        byte_rows.quantized_norm,
+        byte_rows.quantized_gate,
     )
 
 
@@ -45,8 +52,9 @@ def triton_kernels(pdl: bool) -> KernelSet:
 
     pdl: chain them by programmatic dependent launch, where a kernel's prologue overlaps its predecessor's end.
     """
-    from tandem.engine_core.kernels.gated_activation import gated_activation
-    from tandem.engine_core.kernels.norm import add_rms_norm, norm_add_rms_norm, rms_norm
+    from tandem.engine_core.kernels.gated_activation import gated_activation, quantized_gate
+    from tandem.engine_core.kernels.norm import add_rms_norm, norm_add_rms_norm, quantized_norm, rms_norm
+    from tandem.engine_core.kernels.quantize import quantize
     from tandem.engine_core.kernels.rope import rope_and_kv_write
     from tandem.engine_core.kernels.soft_cap import soft_cap
 
@@ -57,4 +65,7 @@ def triton_kernels(pdl: bool) -> KernelSet:
         partial(rope_and_kv_write, pdl=pdl),
         partial(gated_activation, pdl=pdl),
         partial(soft_cap, pdl=pdl),
+        partial(quantize, pdl=pdl),
+        partial(quantized_norm, pdl=pdl),
+        partial(quantized_gate, pdl=pdl),
     )

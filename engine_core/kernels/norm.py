@@ -1,7 +1,7 @@
-"""Root mean square norm in Triton, alone and fused with the residual addition.
+"""Root mean square norm in Triton, alone and fused with the residual addition and with rounding to one byte.
 
 Each program holds one row in registers, so memory is read once. Oracles: `reference.layer.rms_norm`, `add_rms_norm` and
-`norm_add_rms_norm`.
+`norm_add_rms_norm`, and `reference.byte_rows.quantized_norm`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows, empty_byte_rows
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
+from tandem.engine_core.kernels.quantize import group_of, store_bytes
 
 MAX_HIDDEN = 16384
 WARPS = {1024: 2, 2048: 4, 4096: 8, 8192: 16, 16384: 16}
@@ -36,13 +38,17 @@ def _rms_norm_kernel(
     residual_ptr,
     x_weight_ptr,
     weight_ptr,
+    scales_ptr,
     x_stride,
     residual_stride,
+    scale_stride,
     eps,
     hidden: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     NORM_X: tl.constexpr,
+    BYTES: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -61,7 +67,11 @@ def _rms_norm_kernel(
         total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
         tl.store(total_ptr + row * hidden + offs, total, mask=mask)
     normed = normalised(total.to(tl.float32), weight, eps, hidden, total.dtype)
-    tl.store(normed_ptr + row * hidden + offs, normed, mask=mask)
+    if BYTES:
+        numbers = tl.where(mask, normed.to(tl.float32), 0.0)
+        store_bytes(normed_ptr, scales_ptr, row, 0, numbers, hidden, scale_stride, GROUP, BLOCK)
+    else:
+        tl.store(normed_ptr + row * hidden + offs, normed, mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
@@ -101,6 +111,26 @@ def norm_add_rms_norm(
     return normed, total
 
 
+def quantized_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    x_weight: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    to: ByteFormat,
+    pdl: bool = False,
+) -> tuple[ByteRows, Tensor]:
+    """Add x to the residual stream, and normalise and round the sum, without writing the norm in x's dtype.
+
+    Returns the rounded rows, and the sum as in `add_rms_norm` (x itself where there is no residual). x_weight: x is
+    normalised with these factors before it is added. Oracle: `reference.byte_rows.quantized_norm`.
+    """
+    rows = empty_byte_rows(x.shape[0], x.shape[1], x.dtype, to, x.device)
+    total = None if residual is None else _empty_like(x)
+    _launch(rows.values, total, x, residual, x_weight, weight, eps, pdl, rows.scales, group_of(to))
+    return rows, x if total is None else total
+
+
 def _empty_like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
@@ -114,10 +144,12 @@ def _launch(
     weight: Tensor,
     eps: float,
     pdl: bool,
+    scales: Tensor | None = None,
+    group: int = 0,
 ) -> None:
     """Check what the kernel assumes and run it.
 
-    x and weight stand in for tensors that a variant lacks.
+    x and weight stand in for tensors that a variant lacks. scales, group: of bytes, see `quantize`.
     """
     tokens, hidden = x.shape
     stream = x if residual is None else residual
@@ -136,13 +168,17 @@ def _launch(
         stream,
         weight if x_weight is None else x_weight,
         weight,
+        weight if scales is None else scales,
         x.stride(0),
         stream.stride(0),
+        normed.shape[0],
         eps,
         hidden,
         BLOCK=block,
         ADD=residual is not None,
         NORM_X=x_weight is not None,
+        BYTES=scales is not None,
+        GROUP=group,
         PDL=pdl,
         num_warps=WARPS.get(block, 1 if block <= 256 else 2),
         **({"launch_pdl": True} if pdl else {}),

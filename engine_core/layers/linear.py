@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
 from tandem.engine_core.loader.slots import WeightSlot
 
 
@@ -30,6 +31,9 @@ class Norm(Protocol):
         Return the normalised stream and the stream, both [T, hidden].
         """
 
+    def quantized(self, update: Tensor, residual: Tensor | None, to: ByteFormat) -> tuple[ByteRows, Tensor]:
+        """Do the same with the normalised stream rounded to one byte."""
+
 
 class LinearWeights(Protocol):
     """The weights of y = x W^T + b in one storage format.
@@ -49,6 +53,15 @@ class LinearWeights(Protocol):
         Return the product and the stream. x, residual: [T, inputs]; residual None: x starts the stream. activation: the
         product's first half is a gate, and activation(gate) * rest, [T, outputs / 2], is returned in its place.
         """
+
+    def input_format(self, rows: int) -> ByteFormat | None:
+        """Return the format in which the product of so many rows takes its inputs, None for the model's dtype.
+
+        What computes the inputs may write them in it, for `apply_quantized`; `apply` rounds them itself.
+        """
+
+    def apply_quantized(self, x: ByteRows) -> Tensor:
+        """Return the product of inputs in `input_format`, [T, outputs]."""
 
     def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.

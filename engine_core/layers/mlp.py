@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.loader.slots import WeightSlot
@@ -15,7 +16,9 @@ class GatedMLP:
     It computes down(activation(gate(x)) * up(x)).
     """
 
-    def __init__(self, gate_up: LinearWeights, down: LinearWeights, width: int, activation: Activation) -> None:
+    def __init__(
+        self, gate_up: LinearWeights, down: LinearWeights, width: int, activation: Activation, kernels: KernelSet
+    ) -> None:
         """Keep the parts of a network.
 
         width: number of inputs of `down`, half the outputs of `gate_up`.
@@ -24,21 +27,27 @@ class GatedMLP:
         self.down = down
         self.width = width
         self.activation = activation
+        self.kernels = kernels
 
     @classmethod
     def build(cls, config: ModelConfig, context: BuildContext) -> "GatedMLP":
         """Allocate a network whose weights are not filled yet."""
         width, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
         gate_up = context.linear_method.build(2 * width, hidden, bias, context)
-        return cls(gate_up, context.linear_method.build(hidden, width, bias, context), width, config.activation)
+        down = context.linear_method.build(hidden, width, bias, context)
+        return cls(gate_up, down, width, config.activation, context.kernels)
 
     def __call__(self, update: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """Return the next update and the residual stream, both [T, hidden].
 
         update, residual: [T, hidden], see `LinearWeights.apply_normed`; norm: the norm before this network.
         """
-        hidden, residual = self.gate_up.apply_normed(update, residual, norm, self.activation)
-        return self.down.apply(hidden), residual
+        to = self.down.input_format(update.shape[0])
+        if to is None:
+            hidden, residual = self.gate_up.apply_normed(update, residual, norm, self.activation)
+            return self.down.apply(hidden), residual
+        gate_up, residual = self.gate_up.apply_normed(update, residual, norm)
+        return self.down.apply_quantized(self.kernels.quantized_gate(gate_up, self.activation, to)), residual
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.

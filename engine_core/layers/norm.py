@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.loader.slots import WeightSlot
@@ -41,6 +42,10 @@ class RMSNorm:
             return self.kernels.rms_norm(update, self.weight, self.eps), update
         return self.kernels.add_rms_norm(update, residual, self.weight, self.eps)
 
+    def quantized(self, update: Tensor, residual: Tensor | None, to: ByteFormat) -> tuple[ByteRows, Tensor]:
+        """Implement `Norm.quantized`."""
+        return self.kernels.quantized_norm(update, residual, self.update_weight, self.weight, self.eps, to)
+
     def slots(self, name: str) -> list[WeightSlot]:
         """List the slot of the checkpoint's tensor."""
         return [WeightSlot.whole(f"{name}.weight", self.weight, transform=_add_one if self.unit_offset else None)]
@@ -72,6 +77,10 @@ class SandwichNorm:
         """
         assert residual is not None and self.update_weight is not None, "the first block has a plain norm before it"
         return self.kernels.norm_add_rms_norm(update, self.update_weight, residual, self.weight, self.eps)
+
+    def quantized(self, update: Tensor, residual: Tensor | None, to: ByteFormat) -> tuple[ByteRows, Tensor]:
+        """Implement `Norm.quantized`."""
+        return self.kernels.quantized_norm(update, residual, self.update_weight, self.weight, self.eps, to)
 
     def slots(self, name: str) -> list[WeightSlot]:
         """List the slot of the norm of the stream.

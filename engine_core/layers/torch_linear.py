@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm, projection_slots
@@ -48,6 +49,14 @@ class UnfusedLinear(ABC):
         The weight holds the gate's rows first.
         """
         return self.kernels.gated_activation(self.apply(x), activation)
+
+    def input_format(self, rows: int) -> ByteFormat | None:
+        """Implement `LinearWeights.input_format`: the inputs keep the model's dtype."""
+        return None
+
+    def apply_quantized(self, x: ByteRows) -> Tensor:
+        """Implement `LinearWeights.apply_quantized` by way of the numbers that the inputs stand for."""
+        return self.apply(x.numbers().to(x.dtype))
 
     def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
         """Implement `LinearWeights.slots`."""

@@ -54,15 +54,21 @@ class SplitKWorkspace:
             for plan, columns, gated in plans:
                 if isinstance(plan, SplitKPlan):
                     needs.append(workspace_size(rows, columns, plan, gated))
-        floats, counters = max(need[0] for need in needs), max(need[1] for need in needs)
+        self.grow(max(need[0] for need in needs), max(need[1] for need in needs), device)
+
+    def grow(self, floats: int, counters: int, device: torch.device) -> None:
+        """Grow to a number of floats and of counters."""
         self._partials = self._grown(self._partials, floats, device, torch.float32)
         self._counters = self._grown(self._counters, counters, device, torch.int32)
 
     def find(self, rows: int, outputs: int, plan: SplitKPlan, gated: bool) -> tuple[Tensor, Tensor] | None:
         """Return partial sums and counters, or None if they are too small for a plan."""
+        return self.take(*workspace_size(rows, outputs, plan, gated))
+
+    def take(self, floats: int, counters: int) -> tuple[Tensor, Tensor] | None:
+        """Return partial sums and counters, or None if there are fewer."""
         if self._partials is None or self._counters is None:
             return None
-        floats, counters = workspace_size(rows, outputs, plan, gated)
         fits = self._partials.numel() >= floats and self._counters.numel() >= counters
         return (self._partials, self._counters) if fits else None
 

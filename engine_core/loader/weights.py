@@ -39,6 +39,10 @@ def _fill(slot: WeightSlot, scale: float, generator: torch.Generator) -> None:
         target.fill_(1.0)
     elif "scale" in slot.name:
         target.fill_(scale / _BYTE_DEVIATION)
+    elif slot.name.endswith(".weight") and slot.shapes and slot.transform is not None:
+        # What is quantized while it is loaded.
+        noise = torch.empty(slot.shapes[0], device=target.device)
+        slot.fill(noise.normal_(0.0, scale, generator=generator))
     elif target.is_floating_point() and target.itemsize == 1:
         target.copy_(torch.empty_like(target, dtype=torch.float32).normal_(0.0, _BYTE_DEVIATION, generator=generator))
     elif target.is_floating_point():

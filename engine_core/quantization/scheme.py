@@ -4,10 +4,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-FP8_MAX = 448.0
-"""Largest number of float8 e4m3."""
-INT8_MAX = 127
-
 
 class Activations(Enum):
     """The way in which a checkpoint expects the inputs of its products to be rounded."""
@@ -36,6 +32,14 @@ class ByteScheme:
     """Outputs and inputs that share a scale; None: all inputs of an output share one."""
     from_floats: bool = False
     """True if the checkpoint is not quantized, and its weights are as they are loaded."""
+
+    @property
+    def has_input_scale(self) -> bool:
+        """True if the checkpoint holds a scale for the inputs of each projection, which is used.
+
+        Weights in blocks take inputs in groups, whose scales are finer.
+        """
+        return self.activations is Activations.STATIC and self.block is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,16 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.paged_decode import TILES
 from tandem.engine_core.kernels.attention.paged_prefill import TILE_WORDS
+from tandem.engine_core.kernels.byte_rows import ByteFormat, empty_byte_rows
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
+from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv
 from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
 from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
 from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed
 from tandem.engine_core.kernels.linear.quantized_plans import (
+    choose_byte_gemm,
     choose_bytes,
     choose_bytes_gated,
     choose_nibbles,
@@ -161,6 +164,33 @@ def byte_products(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Itera
                 yield lambda call=call: gemv(*call)
 
 
+def products_of_bytes(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[Launch]:
+    """The product of bytes with bytes that the chooser takes, with each kind of scales."""
+    space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
+    blocks = torch.empty(outputs // 16, inputs // 128)
+    plan = choose_byte_gemm(rows, outputs, inputs, gpu)
+    assert plan is not None
+    for dtype, group, scales in (
+        (torch.int8, None, torch.empty(outputs)),
+        (FP8, None, torch.empty(outputs)),
+        (FP8, 128, blocks),
+    ):
+        if dtype == torch.int8 or gpu.capability >= FP8_CAPABILITY:
+            x = empty_byte_rows(rows, inputs, torch.bfloat16, ByteFormat(dtype, group), torch.device("cpu"))
+            call = (x, half(outputs, inputs, dtype=dtype), scales, None, plan, *space, group is not None, gpu.pdl)
+            yield lambda call=call: byte_gemm(*call)
+
+
+def rounding(gpu: GpuTraits) -> Iterator[Launch]:
+    """What rounds inputs to bytes: a kernel of its own, a norm and a gate."""
+    kernels, x, weight = triton_kernels(gpu.pdl), half(2, 2048), half(2048)
+    for to in (ByteFormat(torch.int8), ByteFormat(FP8), ByteFormat(FP8, 128), ByteFormat(FP8, scale=torch.ones(1))):
+        if to.dtype == torch.int8 or gpu.capability >= FP8_CAPABILITY:
+            yield lambda to=to: kernels.quantize(x, to)
+            yield lambda to=to: kernels.quantized_norm(x, x, None, weight, 1e-5, to)
+            yield lambda to=to: kernels.quantized_gate(x, Activation.SILU, to)
+
+
 def nibble_products(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[Launch]:
     """The plain and the gated product that the choosers take for a weight of four bits."""
     x, words = half(rows, inputs), torch.empty(outputs, inputs // 8, dtype=torch.int32)
@@ -216,6 +246,8 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     yield from products(gpu, 1, 256, 512)
     yield from products(gpu, 16, 3072, 2048)
     yield list(byte_products(gpu, 16, 3072, 2048))[-1]
+    yield list(rounding(gpu))[-3]
+    yield list(products_of_bytes(gpu, 256, 4096, 4096))[-1]
     for rows in (1, 16):
         yield list(nibble_products(gpu, rows, 3072, 2048))[-1]
     yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1)
@@ -226,11 +258,14 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
 def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
     """What the choosers take for the measured models, and every attention tile."""
     yield from layer_kernels(gpu)
+    yield from rounding(gpu)
     for outputs, inputs in ((3072, 2048), (16384, 2048), (2048, 8192), (28672, 4096), (19456, 2560), (4096, 14336)):
         for rows in (1, 16, 32, 64, 128):
             yield from products(gpu, rows, outputs, inputs)
             yield from byte_products(gpu, rows, outputs, inputs)
             yield from nibble_products(gpu, rows, outputs, inputs)
+        for rows in (128, 2048):
+            yield from products_of_bytes(gpu, rows, outputs, inputs)
         for gated in (False, True):
             normed = choose_normed(outputs // (1 + gated), inputs, gated, gpu)
             if normed is not None:

@@ -9,6 +9,8 @@ from functools import cache
 from math import prod
 from typing import Any
 
+import numpy as np
+import torch
 from triton import language as tl
 from triton.runtime import interpreter
 
@@ -21,6 +23,31 @@ def adapt_interpreter() -> None:
     keep_numpy_types()
     keep_shapes()
     keep_block_types()
+    convert_float8_as_torch_does()
+
+
+def convert_float8_as_torch_does() -> None:
+    """Round to e4m3 and widen it with torch.
+
+    The interpreter's own code does not carry into the exponent when it rounds up.
+    """
+    convert = interpreter._convert_float
+    known = {
+        "fp8e4nv": torch.float8_e4m3fn,
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+        "fp32": torch.float32,
+        "fp64": torch.float64,
+    }
+
+    def converted(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if "fp8e4nv" not in (source.name, target.name):
+            return convert(data, source, target, rounding_mode)
+        bits = torch.from_numpy(np.ascontiguousarray(data).reshape(-1).view(np.uint8).copy())
+        found = bits.view(known[source.name]).to(known[target.name]).view(torch.uint8).numpy()
+        return found.view(f"uint{target.primitive_bitwidth}").reshape(data.shape)
+
+    interpreter._convert_float = converted
 
 
 def let_loops_end_where_the_device_says() -> None:

@@ -4,7 +4,8 @@ What was measured on a GPU is in its tile table; the rules here follow those of 
 of the bytes. None stands for a library's product.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
@@ -26,6 +27,76 @@ _BLOCK_K = 128
 _INPUT_BYTES = 2
 MAX_STAGES = 6
 """Pipeline stages where the shared memory holds them."""
+FP8_CAPABILITY = (8, 9)
+"""Lowest compute capability that converts and multiplies float8."""
+LIBRARY_BLOCK_ROWS = 192
+"""Fewest rows for which the library multiplies blocks; it was slow below."""
+LIBRARY_BLOCK_INPUTS = 512
+"""Divisor of the inputs of a product in blocks that the library takes: its rows of scales are aligned to 16 bytes."""
+_STAGES = 5
+
+Scaling = Literal["tensor", "output", "block"]
+"""What shares a scale of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteGemmPlan:
+    """Launch parameters of a product of bytes with bytes.
+
+    Its tiles are `block_m` rows by `block_n` outputs, and `split` programs share the inputs of one.
+    """
+
+    block_m: int
+    block_n: int
+    split: int
+    stages: int
+    warps: int
+    block_k: int = _BLOCK_K
+    group_m: int = 8
+    """Number of blocks of rows that follow one another over the same weights."""
+
+    def workspace(self, rows: int, outputs: int) -> tuple[int, int]:
+        """Return the number of floats that the product needs, and its number of tiles, of which each has a counter."""
+        tiles = ceil_div(rows, self.block_m) * ceil_div(outputs, self.block_n)
+        return (0 if self.split == 1 else tiles * self.split * self.block_m * self.block_n), tiles
+
+
+def rounds_inputs(rows: int, kind: Literal["fp8", "int8"], gpu: GpuTraits) -> bool:
+    """Return whether a product of so many rows takes its inputs in one byte, if its checkpoint expects that.
+
+    Else weights are decoded inside the product, or before it where the GPU does not multiply float8.
+    """
+    return rows > MAX_ROWS and (kind == "int8" or gpu.capability >= FP8_CAPABILITY)
+
+
+def library_multiplies(rows: int, inputs: int, kind: Literal["fp8", "int8"], scaling: Scaling, gpu: GpuTraits) -> bool:
+    """Return whether a library multiplies bytes with bytes, rather than `byte_gemm`."""
+    if kind == "int8":
+        # The library's sums are integers, which two more kernels would scale.
+        return False
+    if scaling != "block":
+        return True
+    # Only on Hopper does it know blocks.
+    return gpu.capability[0] == 9 and rows >= LIBRARY_BLOCK_ROWS and inputs % LIBRARY_BLOCK_INPUTS == 0
+
+
+def choose_byte_gemm(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> ByteGemmPlan | None:
+    """Choose the plan of `byte_gemm`, None for inputs that it does not divide."""
+    if inputs % _BLOCK_K:
+        return None
+    block_m, block_n = 128, 64 if rows <= 128 else 128
+    tiles = ceil_div(rows, block_m) * ceil_div(outputs, block_n)
+    stages = min(_STAGES, gpu.max_stages((block_m + block_n) * _BLOCK_K, warpgroup=True))
+    split = split_inputs(tiles, inputs, gpu.multiprocessors)
+    return ByteGemmPlan(block_m, block_n, split, stages, 4 if block_n == 64 else 8)
+
+
+def byte_gemm_workspace(gpu: GpuTraits) -> tuple[int, int]:
+    """Return the floats and counters that suffice for every plan of `choose_byte_gemm`.
+
+    Tiles are divided only while all parts find a multiprocessor.
+    """
+    return gpu.multiprocessors * 128 * 128, gpu.multiprocessors
 
 
 def choose_bytes(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> Plan:

@@ -3,12 +3,16 @@
 They have a scale for each tensor, output or block.
 """
 
+import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.kernels.byte_rows import FP8_MAX
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
 from tandem.engine_core.layers.build_context import BuildContext
@@ -17,7 +21,7 @@ from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear
 from tandem.engine_core.layers.torch_linear import empty_bias
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.quantization.fields import unsupported
-from tandem.engine_core.quantization.scheme import FP8_MAX, ByteScheme
+from tandem.engine_core.quantization.scheme import ByteScheme
 
 _DTYPES = {"fp8": ("F8_E4M3", torch.float8_e4m3fn), "int8": ("I8", torch.int8)}
 _ROWS = 4096
@@ -43,6 +47,8 @@ class ByteLinear(QuantizedLinear):
         self.values = values
         self.scales = scales
         self.scheme = scheme
+        self.input_scale = torch.ones(1, device=values.device) if scheme.has_input_scale else None
+        """Scale of the inputs that the checkpoint holds, [1] float32; of a fused projection, its parts' largest."""
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Implement `QuantizedLinear.dequantized`."""
@@ -76,7 +82,34 @@ class ByteLinear(QuantizedLinear):
         for place, start, length in places(prefix, name, parts, self.values.shape[0]):
             slots.append(WeightSlot(f"{place}.weight", self.values, 0, start, length, dtypes=(stored,)))
             slots.append(self._scale_slot(f"{place}.{self.scheme.scale_name}", start, length))
+        return slots if self.input_scale is None else slots + self._input_slots(prefix, name, parts)
+
+    def _input_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
+        """List the slots of the scales of inputs, `input_scale`."""
+        count = len(parts or {}) or 1
+        found = torch.ones(count, device=self.values.device)
+        keep = partial(self._keep_input_scale, found, f"{prefix}{name}")
+        slots = []
+        for index, (place, _, length) in enumerate(places(prefix, name, parts, self.values.shape[0])):
+            first, length = (0, count) if index == len(parts or {}) else (index, 1)
+            slots.append(
+                WeightSlot(
+                    f"{place}.input_scale", found, 0, first, length, shapes=((), (1,), (1, 1)), on_filled=keep,
+                    transform=partial(_spread, length=length),
+                )
+            )  # fmt: skip
         return slots
+
+    def _keep_input_scale(self, found: Tensor, name: str) -> None:
+        """Take the largest scale of a projection's parts, which saw the same inputs.
+
+        Raises ConfigError if it is not a positive number.
+        """
+        largest = float(found.max())
+        if not (math.isfinite(largest) and largest > 0):
+            raise ConfigError(f"{name}: its input_scale is {largest}, which must be a positive number")
+        assert self.input_scale is not None
+        self.input_scale.fill_(largest)
 
     def _float_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
         """List the slots of weights that are quantized while they are loaded.
@@ -96,11 +129,9 @@ class ByteLinear(QuantizedLinear):
         if self.scheme.block is not None:
             return self._block_slot(name, start, length, self.scheme.block[0])
 
-        def spread(scale: Tensor) -> Tensor:
-            return scale.reshape(-1).expand(length)
-
         # Files differ in the dimensions of a single number, and compressed-tensors stores a column.
         shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1)) if self.scheme.per_tensor else ((length, 1), (length,))
+        spread = partial(_spread, length=length)
         return WeightSlot(name, self.scales, 0, start, length, transform=spread, shapes=shapes)
 
     def _block_slot(self, name: str, start: int, length: int, high: int) -> WeightSlot:
@@ -118,6 +149,10 @@ class ByteLinear(QuantizedLinear):
             name, self.scales, 0, start // SCALE_ROWS, rows, shapes=((ceil_div(length, high), self.scales.shape[1]),),
             transform=lambda stored: stored.repeat_interleave(high // SCALE_ROWS, 0)[:rows],
         )  # fmt: skip
+
+
+def _spread(scale: Tensor, length: int) -> Tensor:
+    return scale.reshape(-1).expand(length)
 
 
 def row_scales(weight: Tensor) -> Tensor:

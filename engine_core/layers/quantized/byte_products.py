@@ -3,31 +3,25 @@
 import torch
 from torch import Tensor
 
-from tandem.engine_core.quantization.scheme import FP8_MAX, INT8_MAX
+from tandem.engine_core.kernels.byte_rows import ByteRows
 
 
-def rounded_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round each row to the range of a byte.
+def library_product(x: ByteRows, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + b, [T, outputs], in the dtype that x was rounded from.
 
-    Return the values, and the scale of each row, [T, 1] float32. x: [T, inputs]; dtype: float8_e4m3fn or int8.
+    values: [outputs, inputs], float8_e4m3fn or int8, inputs and outputs multiples of 16; scales: float32, of each
+    output, [outputs]; of all, [1], where x has one scale too; or of blocks, [outputs / 128, inputs / 128], rounded up,
+    with x in groups of 128, inputs a multiple of 512, and a Hopper GPU. bias: [outputs]. Oracle:
+    `kernels.reference.byte_rows.byte_product`.
     """
-    top = INT8_MAX if dtype == torch.int8 else FP8_MAX
-    # A row of zeros would divide by zero.
-    scales = (x.abs().amax(1, keepdim=True).float() / top).clamp(min=torch.finfo(torch.float32).tiny)
-    values = x.float() / scales
-    if dtype == torch.int8:
-        values = values.round()
-    return values.clamp(-top, top).to(dtype), scales
-
-
-def byte_product(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + b with x rounded for each row, [T, outputs].
-
-    x: [T, inputs] bfloat16; values: [outputs, inputs], float8_e4m3fn or int8; scales: [outputs] float32; bias:
-    [outputs].
-    """
-    rows, row_scales = rounded_rows(x, values.dtype)
-    if values.dtype != torch.int8:
-        return torch._scaled_mm(rows, values.t(), row_scales, scales[None], bias, out_dtype=x.dtype)
-    sums = torch._int_mm(rows, values.t()).float() * row_scales * scales
-    return (sums if bias is None else sums + bias).to(x.dtype)
+    weight, dtype = values.t(), x.dtype
+    if values.dtype == torch.int8:
+        sums = torch._int_mm(x.values, weight).float() * x.scales * scales
+        return (sums if bias is None else sums + bias).to(dtype)
+    if scales.ndim == 2:
+        product = torch._scaled_mm(x.values, weight, x.scales, scales.t(), out_dtype=dtype)[: x.count]
+        return product if bias is None else product.add_(bias)
+    if scales.numel() == 1 and x.scales.numel() == 1:
+        return torch._scaled_mm(x.values, weight, x.scales, scales, bias, out_dtype=dtype)
+    row_scales = x.scales.expand(x.count, 1).contiguous()
+    return torch._scaled_mm(x.values, weight, row_scales, scales.expand(values.shape[0])[None], bias, out_dtype=dtype)

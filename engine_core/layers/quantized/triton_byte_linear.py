@@ -1,32 +1,46 @@
 """Linear weights of one byte on a CUDA device.
 
 Up to 64 rows they are decoded inside Triton products, which leave the inputs as they are. Above, the inputs are rounded
-for each token, as their checkpoint expects, and the tensor cores multiply bytes.
+as their checkpoint expects, where possible by the norm or gate that computes them, and the tensor cores multiply bytes.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
 from tandem.engine_core.kernels.linear.plans import choose_normed
-from tandem.engine_core.kernels.linear.quantized_plans import MAX_ROWS, SCALE_ROWS, choose_bytes, choose_bytes_gated
+from tandem.engine_core.kernels.linear.quantized_plans import (
+    FP8_CAPABILITY,
+    MAX_ROWS,
+    SCALE_COLUMNS,
+    SCALE_ROWS,
+    Scaling,
+    byte_gemm_workspace,
+    choose_byte_gemm,
+    choose_bytes,
+    choose_bytes_gated,
+    library_multiplies,
+    rounds_inputs,
+)
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.layers.quantized.byte_linear import ByteLinear, empty_bytes
-from tandem.engine_core.layers.quantized.byte_products import byte_product
+from tandem.engine_core.layers.quantized.byte_products import library_product
 from tandem.engine_core.layers.torch_linear import empty_bias
 from tandem.engine_core.layers.triton_linear import SplitKWorkspace
+from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.quantization.scheme import Activations, ByteScheme
-
-FP8_CAPABILITY = (8, 9)
-"""Lowest compute capability that converts and multiplies float8."""
 
 _choose = cache(choose_bytes)
 _choose_gated = cache(choose_bytes_gated)
@@ -53,18 +67,86 @@ class TritonByteLinear(ByteLinear):
         old = gpu.capability < FP8_CAPABILITY and scheme.kind == "fp8"
         self._stored = values.view(torch.uint8) if old else values
         """The values as the kernels read them: as bits where the GPU does not know float8."""
+        self._format = self._rounded_format()
+        self.wide_scales: Tensor | None = None
+        """Scales as a library reads them: of blocks of 128 x 128, or [1] of a whole tensor with static inputs.
+
+        None: there are no such scales, or parts of a fused projection end within a block or have scales of their own.
+        """
+
+    def _rounded_format(self) -> ByteFormat | None:
+        """Return the format of rounded inputs, None if they keep their dtype in every product."""
+        outputs, inputs = self.values.shape
+        divided = inputs % SCALE_COLUMNS == 0
+        if self.scheme.activations is Activations.UNQUANTIZED or not (divided or outputs % 16 == inputs % 16 == 0):
+            return None
+        if self.scheme.block is not None:
+            return ByteFormat(self.values.dtype, SCALE_COLUMNS) if divided else None
+        return ByteFormat(self.values.dtype, scale=self.input_scale)
+
+    def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
+        """Implement `UnfusedLinear.weight_slots`."""
+        slots = super().weight_slots(prefix, name, parts)
+        return [slot if slot.on_filled else replace(slot, on_filled=self.find_wide_scales) for slot in slots]
+
+    def find_wide_scales(self) -> None:
+        """Find out, after the weights are loaded, whether a library can read their scales."""
+        found: Tensor | None = None
+        if self.scheme.block is not None:
+            found = self.scales[:: 128 // SCALE_ROWS].contiguous()
+            spread = found.repeat_interleave(128 // SCALE_ROWS, 0)[: self.scales.shape[0]]
+        elif self.scheme.has_input_scale:
+            found = self.scales[:1]
+            spread = found.expand_as(self.scales)
+        self.wide_scales = found if found is not None and torch.equal(spread, self.scales) else None
 
     def apply(self, x: Tensor) -> Tensor:
         """Implement `LinearWeights.apply`."""
-        if x.shape[0] > MAX_ROWS:
-            return self._apply_to_many(x)
-        product = self._planned(x, None)
+        to = self.input_format(x.shape[0])
+        if to is not None:
+            return self.apply_quantized(self.kernels.quantize(x, to))
+        product = self._planned(x, None) if x.shape[0] <= MAX_ROWS else None
         return super().apply(x) if product is None else product
+
+    def input_format(self, rows: int) -> ByteFormat | None:
+        """Implement `LinearWeights.input_format`: bytes for many rows, if the checkpoint expects them."""
+        return self._format if rounds_inputs(rows, self.scheme.kind, self.gpu) else None
+
+    def apply_quantized(self, x: ByteRows) -> Tensor:
+        """Implement `LinearWeights.apply_quantized`."""
+        library_scales = self._library_scales(x)
+        if library_scales is not None:
+            return library_product(x, self.values, library_scales, self.bias)
+        outputs, inputs = self.values.shape
+        plan = choose_byte_gemm(x.count, outputs, inputs, self.gpu)
+        space = None if plan is None else self.workspace.take(*plan.workspace(x.count, outputs))
+        if plan is None or space is None:
+            return super().apply_quantized(x)
+        whole = self.wide_scales is not None
+        return byte_gemm(x, self.values, self.scales, self.bias, plan, *space, whole, self.gpu.pdl)
+
+    def _library_scales(self, x: ByteRows) -> Tensor | None:
+        """Return the scales with which a library multiplies, None if it does not."""
+        (outputs, inputs), scheme = self.values.shape, self.scheme
+        if x.dtype != torch.bfloat16 or outputs % 16 or inputs % 16:
+            return None
+        if scheme.block is not None:
+            known = library_multiplies(x.count, inputs, scheme.kind, "block", self.gpu)
+            return self.wide_scales if known else None
+        scaling: Scaling = "output" if self.wide_scales is None else "tensor"
+        if not library_multiplies(x.count, inputs, scheme.kind, scaling, self.gpu):
+            return None
+        return self.scales if self.wide_scales is None else self.wide_scales
 
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
     ) -> tuple[Tensor, Tensor]:
         """Implement `LinearWeights.apply_normed`, in one launch for one row."""
+        to = self.input_format(x.shape[0])
+        if to is not None:
+            rows, stream = norm.quantized(x, residual, to)
+            y = self.apply_quantized(rows)
+            return (y if activation is None else self.kernels.gated_activation(y, activation)), stream
         gated = activation is not None
         outputs = self.values.shape[0] // 2 if gated else self.values.shape[0]
         fused = x.shape[0] == 1 and self._fits(x, gated)
@@ -95,13 +177,6 @@ class TritonByteLinear(ByteLinear):
             return splitk_gemm(x, self._stored, self.bias, plan, *space, activation, self.gpu.pdl, self.scales)
         return None
 
-    def _apply_to_many(self, x: Tensor) -> Tensor:
-        known = self.gpu.capability >= FP8_CAPABILITY or self.scheme.kind == "int8"
-        rounds = self.scheme.activations is not Activations.UNQUANTIZED and self.scheme.block is None
-        if known and rounds and x.dtype == torch.bfloat16:
-            return byte_product(x, self.values, self.scales, self.bias)
-        return super().apply(x)
-
     def _fits(self, x: Tensor, gated: bool) -> bool:
         """Return whether the kernels can read these tensors."""
         ends_with_a_block = self.scheme.block is None or self.values.shape[0] % (2 * SCALE_ROWS) == 0
@@ -127,6 +202,7 @@ class TritonByteMethod:
             lambda rows, columns: choose_bytes(rows, columns, inputs, self.gpu),
             lambda rows, columns: choose_bytes_gated(rows, columns, inputs, self.gpu),
         )
+        self.workspace.grow(*byte_gemm_workspace(self.gpu), context.device)
         values, scales = empty_bytes(outputs, inputs, self.scheme, context.device)
         own = empty_bias(outputs, bias, context)
         return TritonByteLinear(values, scales, self.scheme, own, context.kernels, self.workspace, self.gpu)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm, projection_slots
 from tandem.engine_core.layers.linear_choice import torch_build_context
@@ -41,6 +42,12 @@ class Int8Linear:
         normed, stream = norm(x, residual)
         product = self.apply(normed)
         return (product if activation is None else self.context.kernels.gated_activation(product, activation)), stream
+
+    def input_format(self, rows: int) -> ByteFormat | None:
+        return None
+
+    def apply_quantized(self, x: ByteRows) -> Tensor:
+        raise AssertionError("the inputs have no format of their own")
 
     def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
         weights = projection_slots(self.weight, prefix, name, parts, "weight", dtypes=("I8",))

@@ -2,13 +2,19 @@
 
 import pytest
 
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.linear.plans import bucket
 from tandem.engine_core.kernels.linear.quantized_plans import (
+    LIBRARY_BLOCK_ROWS,
     MAX_ROWS,
     SCALE_COLUMNS,
     SCALE_ROWS,
+    byte_gemm_workspace,
+    choose_byte_gemm,
     choose_bytes,
     choose_bytes_gated,
+    library_multiplies,
+    rounds_inputs,
 )
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tests.fakes.gpus import A100, B200, H200, L4, RTX_3090, RTX_5090
@@ -41,3 +47,37 @@ def test_more_rows_and_indivisible_inputs_have_none() -> None:
     assert choose_bytes(MAX_ROWS + 1, 4096, 4096, H200) is None
     assert choose_bytes(8, 4096, 4096 + 64, H200) is None
     assert choose_bytes(1, 4096, 4096 + 8, H200) is None
+
+
+GPUS = [A100, RTX_3090, L4, H200, B200, RTX_5090]
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_every_product_of_bytes_fits_the_gpu_and_the_workspace(gpu: GpuTraits) -> None:
+    floats, counters = byte_gemm_workspace(gpu)
+    for outputs, inputs in SHAPES:
+        for rows in (65, 128, 129, 256, 1000, 8192):
+            plan = choose_byte_gemm(rows, outputs, inputs, gpu)
+            assert plan is not None
+            assert 128 % plan.block_n == 0
+            assert plan.split * plan.block_k <= inputs
+            own = plan.workspace(rows, outputs)
+            assert own[0] <= floats
+            assert plan.split == 1 or own[1] <= counters
+            assert (plan.stages - 1) * (plan.block_m + plan.block_n) * plan.block_k <= gpu.shared_memory
+    assert choose_byte_gemm(65, 4096, 4096 + 64, gpu) is None
+
+
+def test_inputs_are_rounded_for_many_rows_where_the_gpu_multiplies_bytes() -> None:
+    assert [rounds_inputs(rows, "fp8", L4) for rows in (1, MAX_ROWS, MAX_ROWS + 1)] == [False, False, True]
+    assert not rounds_inputs(1000, "fp8", A100)
+    assert rounds_inputs(1000, "int8", A100)
+
+
+def test_the_library_multiplies_blocks_on_hopper_alone_and_never_integers() -> None:
+    blocks = [gpu.name for gpu in GPUS if library_multiplies(4096, 4096, "fp8", "block", gpu)]
+    assert blocks == [H200.name]
+    assert not library_multiplies(LIBRARY_BLOCK_ROWS - 1, 4096, "fp8", "block", H200)
+    assert not library_multiplies(4096, 4096 + 128, "fp8", "block", H200)
+    assert all(library_multiplies(65, 4096, "fp8", scaling, L4) for scaling in ("tensor", "output"))
+    assert not library_multiplies(65, 4096, "int8", "output", H200)

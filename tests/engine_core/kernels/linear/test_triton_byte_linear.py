@@ -8,13 +8,15 @@ import torch
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import torch_kernels
+from tandem.engine_core.kernels.linear.quantized_plans import SCALE_ROWS
+from tandem.engine_core.kernels.reference.byte_rows import byte_product, quantize
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.layers.quantized.byte_linear import ByteLinear
 from tandem.engine_core.layers.quantized.triton_byte_linear import TritonByteLinear
 from tandem.engine_core.quantization.scheme import Activations, ByteScheme
-from tests.fakes.gpus import A100, L4
+from tests.fakes.gpus import A100, H200, L4
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
@@ -68,12 +70,63 @@ def test_norm_and_gate_equal_those_of_any_device(
         torch.testing.assert_close(total, expected_total)
 
 
-def test_many_rows_of_bfloat16_are_rounded_and_others_are_not(device: str) -> None:
-    found = linear(FP8, L4, 144, device)
-    plain = ByteLinear(found.values, found.scales, found.scheme, None, torch_kernels())
-    found.bias = None
+STATIC = ByteScheme("fp8", Activations.STATIC, per_tensor=True)
+MANY = [(FP8, L4), (INT8, A100), (BLOCKS, L4), (STATIC, L4)]
+
+
+def expected_of_rounded(found: TritonByteLinear, x: torch.Tensor) -> torch.Tensor:
+    to = found.input_format(x.shape[0])
+    assert to is not None
+    scale_rows = None if found.scheme.block is None else SCALE_ROWS
+    return byte_product(quantize(x, to), found.values, found.scales, found.bias, scale_rows)
+
+
+@pytest.mark.parametrize("case", MANY, ids=lambda case: f"{case[0].kind}-{case[0].block}-{case[1].name}")
+def test_many_rows_are_rounded_in_every_path(case: tuple[ByteScheme, GpuTraits], device: str) -> None:
+    found = linear(*case, 144, device)
+    if found.input_scale is not None:
+        found.input_scale.fill_(0.01)
+    found.find_wide_scales()
+    plain = ByteLinear(found.values, found.scales, found.scheme, found.bias, torch_kernels())
     x = torch.randn(65, 256, generator=torch.Generator().manual_seed(4)).to(device)
-    rounded, expected = found.apply(x.bfloat16()), plain.apply(x.bfloat16())
-    assert not torch.equal(rounded, expected)
-    torch.testing.assert_close(rounded, expected, atol=0.1, rtol=0.05)
-    assert torch.equal(found.apply(x.half()), plain.apply(x.half()))
+    x = x.half()
+    given = found.apply(x)
+    assert not torch.equal(given, plain.apply(x))
+    torch.testing.assert_close(given, expected_of_rounded(found, x), atol=4e-3, rtol=2e-3)
+    y, stream = found.apply_normed(x, x, norm_of(device))
+    normed, expected_stream = norm_of(device)(x, x)
+    torch.testing.assert_close(y, expected_of_rounded(found, normed), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(stream, expected_stream)
+    y, _ = found.apply_normed(x, None, norm_of(device), Activation.SILU)
+    assert y.shape == (65, 72)
+
+
+def test_bfloat16_rows_of_float8_weights_take_the_library(device: str) -> None:
+    x = torch.randn(65, 256, generator=torch.Generator().manual_seed(4)).to(device, torch.bfloat16)
+    for scheme in (FP8, STATIC):
+        found = linear(scheme, L4, 144, device)
+        found.bias = None
+        if found.input_scale is not None:
+            found.input_scale.fill_(0.01)
+            found.scales.fill_(0.001)
+        found.find_wide_scales()
+        assert (found.wide_scales is not None) == (scheme is STATIC)
+        torch.testing.assert_close(found.apply(x), expected_of_rounded(found, x), atol=0.1, rtol=0.02)
+
+
+def test_few_rows_and_gpus_without_float8_keep_their_inputs(device: str) -> None:
+    assert linear(FP8, L4, 32, device).input_format(64) is None
+    assert linear(FP8, L4, 32, device).input_format(65) is not None
+    assert linear(BLOCKS, A100, 32, device).input_format(65) is None
+    assert linear(INT8, A100, 32, device).input_format(65) is not None
+    assert linear(ByteScheme("fp8", Activations.UNQUANTIZED), L4, 32, device).input_format(65) is None
+
+
+def test_scales_of_whole_blocks_are_found_where_every_eighth_is_repeated(device: str) -> None:
+    found = linear(BLOCKS, H200, 272, device)
+    found.find_wide_scales()
+    assert found.wide_scales is None
+    found.scales.copy_(found.scales[::8].repeat_interleave(8, 0)[: found.scales.shape[0]])
+    found.find_wide_scales()
+    assert found.wide_scales is not None
+    assert torch.equal(found.wide_scales, found.scales[::8])

@@ -137,3 +137,40 @@ def test_dummy_weights_are_finite_numbers(name: str, tmp_path: Path) -> None:
     fill_with_noise(model)
     tokens = random_tokens((5,), BASE["vocab_size"], seed=1)
     assert PagedRun(model, tokens, 4, seed=1).step([(0, 0, 5)]).isfinite().all()
+
+
+def static_model(directory: Path, scales: dict[str, float]) -> Any:
+    """A model whose first query, key and value projections have some scales of inputs, and the rest 0.01."""
+    save_random(directory, USUAL)
+    quantize_checkpoint(directory, LAYOUTS["fp8_tensor_static"])
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for part, scale in scales.items():
+        tensors[f"model.layers.0.self_attn.{part}_proj.input_scale"].fill_(scale)
+    save_file(tensors, path)
+    return load(directory)
+
+
+def test_static_scales_of_inputs_are_read_and_parts_share_the_largest(tmp_path: Path) -> None:
+    layers = static_model(tmp_path, {"q": 0.5, "k": 0.25, "v": 0.75}).layers
+    assert layers[0].attention.qkv.input_scale.item() == 0.75
+    assert layers[0].attention.output.input_scale.item() == pytest.approx(0.01)
+    assert layers[1].mlp.gate_up.input_scale.item() == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("scale", [0.0, float("inf")])
+def test_a_static_scale_that_is_no_positive_number_is_refused(scale: float, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"self_attn\.qkv_proj: its input_scale is (0\.0|inf), which must be a positive"
+    ):
+        static_model(tmp_path, dict.fromkeys(("q", "k", "v"), scale))
+
+
+def test_a_static_checkpoint_without_scales_of_inputs_is_refused(tmp_path: Path) -> None:
+    save_random(tmp_path, USUAL)
+    quantize_checkpoint(tmp_path, LAYOUTS["fp8_tensor_static"])
+    path = tmp_path / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(path).items() if not name.endswith("input_scale")}
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match=r"missing model\.layers\.0\.self_attn\.q_proj\.input_scale"):
+        load(tmp_path)

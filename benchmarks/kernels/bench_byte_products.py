@@ -1,0 +1,203 @@
+"""Products of bytes with bytes for many rows on a GPU: the library's beside plans of ours, and 16 bits.
+
+    python benchmarks/kernels/bench_byte_products.py --model 8b --rows 128 256 2048 --formats blocks outputs int8 tensor
+
+A figure is the time of one product in microseconds, over the weights of 8 layers in a CUDA graph. Rounding the inputs
+is not part of it, and is reported by itself: alone, and as what it adds to a norm. The plan that the engine takes is
+marked "chosen".
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.kernels.bench_linear import EPS, MODELS, Shape, graph_time, random_rows
+from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
+from tandem.engine_core.kernels.kernel_set import triton_kernels
+from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm
+from tandem.engine_core.kernels.linear.plans import split_inputs
+from tandem.engine_core.kernels.linear.quantized_plans import SCALE_ROWS, ByteGemmPlan, choose_byte_gemm
+from tandem.engine_core.layers.quantized.byte_products import library_product
+from tandem.engine_core.runtime.device import read_gpu_traits
+
+COPIES = 8
+PEAK = 790e12
+"""Operations per second of 16-bit products on the H200; bytes have at most twice as many."""
+PRODUCTS = ("qkv", "o", "gate_up", "down")
+TILES = ((128, 64, 4, 4), (128, 64, 3, 4), (128, 128, 4, 8), (128, 128, 3, 8), (64, 128, 4, 4), (128, 256, 3, 8))
+"""Rows, outputs, stages and warps of the plans worth trying."""
+FORMATS: dict[str, tuple[torch.dtype, int | None]] = {
+    "blocks": (torch.float8_e4m3fn, 128),
+    "outputs": (torch.float8_e4m3fn, None),
+    "int8": (torch.int8, None),
+    "tensor": (torch.float8_e4m3fn, None),
+}
+
+
+@dataclass
+class Operands:
+    """Weights of some layers and one input."""
+
+    x: ByteRows
+    values: list[Tensor]
+    scales: Tensor
+    library_scales: Tensor
+    partials: Tensor
+    counters: Tensor
+
+    @classmethod
+    def random(cls, name: str, rows: int, shape: Shape, copies: int) -> "Operands":
+        """Make operands of a format."""
+        dtype, group = FORMATS[name]
+        outputs, inputs = shape
+        known = torch.full((1,), 6 / 448, device="cuda") if name == "tensor" else None
+        x = triton_kernels(True).quantize(random_rows(rows, inputs), ByteFormat(dtype, group, known))
+        noise = (torch.randn(outputs, inputs, device="cuda") * 30).clamp(-127, 127).to(dtype)
+        scales = torch.full((outputs,), inputs**-0.5 / 30, device="cuda")
+        wide = scales[:1] if name == "tensor" else scales
+        if group is not None:
+            scales = scales[:1].expand(ceil_div(outputs, SCALE_ROWS), inputs // 128).contiguous()
+            wide = scales[:: 128 // SCALE_ROWS].contiguous()
+        space = torch.empty(1 << 24, device="cuda"), torch.zeros(1 << 12, device="cuda", dtype=torch.int32)
+        return cls(x, [noise.clone() for _ in range(copies)], scales, wide, *space)
+
+    def ours(self, plan: ByteGemmPlan) -> None:
+        """Multiply by a plan."""
+        for values in self.values:
+            byte_gemm(self.x, values, self.scales, None, plan, self.partials, self.counters, True, True)
+
+    def library(self) -> None:
+        """Multiply in the library."""
+        for values in self.values:
+            library_product(self.x, values, self.library_scales, None)
+
+
+@cache
+def candidates(rows: int, shape: Shape) -> tuple[ByteGemmPlan, ...]:
+    """Return the plans worth trying, the chosen one first."""
+    gpu = read_gpu_traits()
+    chosen = choose_byte_gemm(rows, *shape, gpu)
+    assert chosen is not None
+    found = [chosen]
+    for block_m, block_n, stages, warps in TILES:
+        tiles = ceil_div(rows, block_m) * ceil_div(shape[0], block_n)
+        plan = ByteGemmPlan(block_m, block_n, split_inputs(tiles, shape[1], gpu.multiprocessors), stages, warps)
+        found.append(plan)
+        if plan.split == 1 and tiles < 2 * gpu.multiprocessors and rows <= 256:
+            found.append(replace(plan, split=2))
+    return tuple(dict.fromkeys(found))
+
+
+def compile_plan(job: tuple[str, int, Shape, ByteGemmPlan]) -> None:
+    """Run a plan once, so that its code is in Triton's cache, in a process of its own."""
+    name, rows, shape, plan = job
+    Operands.random(name, rows, shape, 1).ours(plan)
+    torch.cuda.synchronize()
+
+
+def jobs(formats: list[str], model: str, row_counts: list[int]) -> Iterator[tuple[str, int, Shape, ByteGemmPlan]]:
+    """Yield what is to be compiled, each variant once."""
+    seen = set()
+    for name in formats:
+        for product in PRODUCTS:
+            shape = MODELS[model][product]
+            for rows in row_counts:
+                for plan in candidates(rows, shape):
+                    if (name, shape[1], plan) not in seen:
+                        seen.add((name, shape[1], plan))
+                        yield name, rows, shape, plan
+
+
+def measure(formats: list[str], model: str, row_counts: list[int]) -> list[dict[str, Any]]:
+    """Time every product, a line for each."""
+    records: list[dict[str, Any]] = []
+    for product in PRODUCTS:
+        shape = MODELS[model][product]
+        weights = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for _ in range(COPIES)]
+        for rows in row_counts:
+            x = random_rows(rows, shape[1])
+            usual = graph_time(lambda x=x, weights=weights: [functional.linear(x, w) for w in weights]) / COPIES
+            least = 2e6 * rows * shape[0] * shape[1] / PEAK
+            for name in formats:
+                operands = Operands.random(name, rows, shape, COPIES)
+                library = graph_time(operands.library) / COPIES
+                timed = [
+                    (graph_time(lambda plan=plan, of=operands: of.ours(plan)) / COPIES, plan)
+                    for plan in candidates(rows, shape)
+                ]
+                chosen, (best, plan) = timed[0][0], min(timed, key=lambda pair: pair[0])
+                records.append(
+                    {"product": product, "rows": rows, "format": name, "bf16": usual, "library": library}
+                    | {"chosen": chosen, "best": best, "plan": str(plan)}
+                )
+                print(
+                    f"{product:8} M={rows:<5} {name:8} bf16 {usual:8.1f} (peak {least:7.1f})  library {library:8.1f}  "
+                    f"chosen {chosen:8.1f}  best {best:8.1f} {_short(plan)}",
+                    flush=True,
+                )
+                del operands
+    return records
+
+
+def _short(plan: ByteGemmPlan) -> str:
+    return f"{plan.block_m}x{plan.block_n} split {plan.split} stages {plan.stages} warps {plan.warps}"
+
+
+def measure_rounding(formats: list[str], model: str, row_counts: list[int]) -> None:
+    """Time the rounding of inputs: alone, and in the norm and the gate before a product."""
+    kernels = triton_kernels(True)
+    hidden, width = MODELS[model]["qkv"][1], MODELS[model]["down"][1]
+    weight = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
+    for rows in row_counts:
+        x, stream = random_rows(rows, hidden), random_rows(rows, hidden)
+        gate_up = random_rows(rows, 2 * width)
+
+        def time(work: Callable[[], object]) -> float:
+            return graph_time(lambda: [work() for _ in range(COPIES)]) / COPIES
+
+        norm = time(lambda x=x, stream=stream: kernels.add_rms_norm(x, stream, weight, EPS))
+        gate = time(lambda gate_up=gate_up: kernels.gated_activation(gate_up, Activation.SILU))
+        print(f"M={rows:<5} 16 bits   norm {norm:6.1f}  gate {gate:6.1f}", flush=True)
+        for name in formats:
+            dtype, group = FORMATS[name]
+            to = ByteFormat(dtype, group, torch.ones(1, device="cuda") if name == "tensor" else None)
+            alone = time(lambda x=x, to=to: kernels.quantize(x, to))
+            norm = time(lambda x=x, s=stream, to=to: kernels.quantized_norm(x, s, None, weight, EPS, to))
+            gate = time(lambda gate_up=gate_up, to=to: kernels.quantized_gate(gate_up, Activation.SILU, to))
+            print(f"M={rows:<5} {name:8}  norm {norm:6.1f}  gate {gate:6.1f}  alone {alone:6.1f}", flush=True)
+
+
+def main() -> None:
+    """Parse arguments, print a table and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="8b", choices=MODELS)
+    parser.add_argument("--rows", type=int, nargs="+", default=[128, 256, 512, 2048, 8192])
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--out", type=Path, help="where to write JSON")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        compiled = list(jobs(arguments.formats, arguments.model, arguments.rows))
+        with ProcessPoolExecutor(mp_context=get_context("spawn"), max_workers=14) as pool:
+            list(pool.map(compile_plan, compiled, chunksize=4))
+        print(f"{len(compiled)} variants compiled", flush=True)
+        measure_rounding(arguments.formats, arguments.model, arguments.rows)
+        records = measure(arguments.formats, arguments.model, arguments.rows)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(records, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

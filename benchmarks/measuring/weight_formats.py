@@ -1,0 +1,44 @@
+"""Weight formats of a shape that has no checkpoint, for random weights that are made on the device."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_WEIGHTS = {"num_bits": 8, "symmetric": True, "strategy": "channel"}
+_TOKENS = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def _compressed(kind: str, name: str) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"],
+        "weights": _WEIGHTS | {"type": kind},
+        "input_activations": _TOKENS | {"type": kind},
+    }
+    return {"quant_method": "compressed-tensors", "format": name, "config_groups": {"group_0": group}}
+
+
+FORMATS: dict[str, dict[str, Any] | None] = {
+    "16-bit": None,
+    "fp8-channel": _compressed("float", "float-quantized"),
+    "fp8-tensor": {"quant_method": "fp8", "activation_scheme": "static"},
+    "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "int8": _compressed("int", "int-quantized"),
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    "gptq-act-order": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+}
+"""The `quantization_config` of each format."""
+
+
+def write_shape(shape: Path, weights: str, out: Path) -> Path:
+    """Write the configuration of a shape in a format of FORMATS, and return its directory.
+
+    shape: directory with a config.json.
+    """
+    config = json.loads((shape / "config.json").read_text())
+    if FORMATS[weights] is not None:
+        config["quantization_config"] = FORMATS[weights]
+    directory = out / shape.name
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory

@@ -1,0 +1,133 @@
+"""Rounding of a product's inputs to one byte in Triton, alone and as the end of another kernel.
+
+Oracle: `reference.byte_rows`. Numbers are first rounded to the dtype that a separate kernel would read, so that fusing
+changes no result but for the last bit of a division.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803, N806
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows, empty_byte_rows
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
+
+KNOWN, WHOLE = -1, 0
+"""Values of the kernels' GROUP beside a number of inputs: the scale is given, or the whole row shares one."""
+MAX_INPUTS = 65536
+"""Largest number of inputs for which one program finds the scale of a row."""
+GROUP_BLOCK = 1024
+"""Number of inputs of a program that needs no other part of the row."""
+
+
+@triton.jit
+def store_bytes(
+    values_ptr,
+    scales_ptr,
+    row,
+    first,
+    numbers,
+    width,
+    scale_stride,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Round part of a row to one byte and store it, with its scales.
+
+    numbers: [BLOCK] float32, 0 past the row's end; first: column of the first, a multiple of GROUP; scales: of groups
+    [groups, scale_stride].
+    """
+    offs = first + tl.arange(0, BLOCK)
+    dtype: tl.constexpr = values_ptr.dtype.element_ty
+    TOP: tl.constexpr = 127.0 if dtype.is_int() else 448.0
+    if GROUP == -1:
+        quotient = numbers / tl.load(scales_ptr)
+    elif GROUP == 0:
+        # Zeros alone would divide by zero.
+        scale = tl.maximum(tl.max(tl.abs(numbers), 0) / TOP, 1.1754943508222875e-38)
+        tl.store(scales_ptr + row, scale)
+        quotient = numbers / scale
+    else:
+        GROUPS: tl.constexpr = BLOCK // GROUP
+        grouped = tl.reshape(numbers, [GROUPS, GROUP])
+        scale = tl.maximum(tl.max(tl.abs(grouped), 1) / TOP, 1.1754943508222875e-38)
+        group = first // GROUP + tl.arange(0, GROUPS)
+        tl.store(scales_ptr + group.to(tl.int64) * scale_stride + row, scale, mask=group < width // GROUP)
+        quotient = tl.reshape(grouped / scale[:, None], [BLOCK])
+    quotient = tl.minimum(tl.maximum(quotient, -TOP), TOP)
+    if dtype.is_int():
+        # Adding 1.5 * 2^23 leaves no bits behind the point; ties go to the even number, as in torch.
+        quotient = (quotient + 12582912.0) - 12582912.0
+    tl.store(values_ptr + row * width + offs, quotient.to(dtype), mask=offs < width)
+
+
+@triton.jit
+def _quantize_kernel(
+    values_ptr,
+    scales_ptr,
+    x_ptr,
+    row_stride,
+    width,
+    scale_stride,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    offs = first + tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    numbers = tl.load(x_ptr + row * row_stride + offs, mask=offs < width, other=0.0).to(tl.float32)
+    store_bytes(values_ptr, scales_ptr, row, first, numbers, width, scale_stride, GROUP, BLOCK)
+
+
+def group_of(to: ByteFormat) -> int:
+    """Return the kernels' GROUP of a format."""
+    if to.scale is not None:
+        return KNOWN
+    return WHOLE if to.group is None else to.group
+
+
+def row_block(width: int, group: int) -> tuple[int, int]:
+    """Return the number of elements and of warps of a program that rounds part of a row, or all of it.
+
+    width: of the row; group: as the kernels' GROUP. Raises ValueError for a row too wide for one program.
+    """
+    whole: int = triton.next_power_of_2(width)
+    if group != WHOLE:
+        block = min(whole, GROUP_BLOCK)
+        return block, max(1, block // 256)
+    if whole > MAX_INPUTS:
+        raise ValueError(f"a row of {width} inputs is too wide for one scale, at most are {MAX_INPUTS}")
+    return whole, min(16, max(1, whole // 512))
+
+
+def quantize(x: Tensor, to: ByteFormat, pdl: bool = False) -> ByteRows:
+    """Round rows to one byte.
+
+    x: [T, inputs], its rows contiguous, float32, bfloat16 or float16. Raises ValueError for other rows, for groups that
+    do not divide the inputs, and for more than 65536 inputs with one scale. Oracle: `reference.byte_rows.quantize`.
+    """
+    count, inputs = x.shape
+    if x.stride(1) != 1:
+        raise ValueError(f"quantize needs contiguous rows, found {tuple(x.shape)} with strides {x.stride()}")
+    rows = empty_byte_rows(count, inputs, x.dtype, to, x.device)
+    if count == 0:
+        return rows
+    group = group_of(to)
+    block, warps = row_block(inputs, group)
+    _quantize_kernel[(count, triton.cdiv(inputs, block))](
+        rows.values,
+        rows.scales,
+        x,
+        x.stride(0),
+        inputs,
+        rows.values.shape[0],
+        BLOCK=block,
+        GROUP=group,
+        PDL=pdl,
+        num_warps=warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return rows

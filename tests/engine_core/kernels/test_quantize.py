@@ -1,0 +1,117 @@
+"""The Triton kernels that round a product's inputs to one byte, against their oracles."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
+from tandem.engine_core.kernels.gated_activation import quantized_gate
+from tandem.engine_core.kernels.norm import quantized_norm
+from tandem.engine_core.kernels.quantize import quantize
+from tandem.engine_core.kernels.reference import byte_rows as reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+DTYPES = (torch.float8_e4m3fn, torch.int8)
+KINDS = ("row", "group", "static")
+
+
+def format_of(dtype: torch.dtype, kind: str, device: str) -> ByteFormat:
+    if kind == "group":
+        return ByteFormat(dtype, 128)
+    return ByteFormat(dtype, scale=torch.full((1,), 0.01, device=device) if kind == "static" else None)
+
+
+def rows_of(count: int, inputs: int, device: str) -> Tensor:
+    """Rows of very different sizes, with zeros, a row of zeros and a group of zeros."""
+    generator = torch.Generator().manual_seed(count + inputs)
+    x = torch.randn(count, inputs, generator=generator) * torch.logspace(-3, 2, count)[:, None]
+    x[:, :128:3] = 0
+    x[-1] = 0
+    x[0, 128:256] = 0
+    return x.to(device)
+
+
+def check(found: ByteRows, expected: ByteRows) -> None:
+    """Check for equality, but for few values that a division's last bit moves by one step."""
+    assert (found.values.dtype, found.count, found.dtype) == (expected.values.dtype, expected.count, expected.dtype)
+    assert found.scales.shape == expected.scales.shape
+    count = found.count
+    torch.testing.assert_close(found.scales[:count], expected.scales[:count], rtol=1e-6, atol=0)
+    ours, oracle = found.values[:count].float(), expected.values[:count].float()
+    assert (ours == oracle).float().mean() > 0.99
+    step = 1.0 if found.values.dtype == torch.int8 else oracle.abs() / 7 + 2**-9
+    assert ((ours - oracle).abs() <= step).all()
+
+
+@pytest.mark.parametrize(("dtype", "kind"), list(product(DTYPES, KINDS)))
+@pytest.mark.parametrize(("count", "inputs"), [(5, 384), (1, 128), (4, 1280)])
+def test_rounding_equals_its_oracle(dtype: torch.dtype, kind: str, count: int, inputs: int, device: str) -> None:
+    x, to = rows_of(count, inputs, device), format_of(dtype, kind, device)
+    check(quantize(x, to), reference.quantize(x, to))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_takes_strided_rows_of_any_width_and_no_rows(dtype: torch.dtype, device: str) -> None:
+    to = ByteFormat(dtype)
+    x = rows_of(3, 400, device)[:, 7:300]
+    check(quantize(x, to), reference.quantize(x, to))
+    assert quantize(x[:0], to).values.shape == (0, 293)
+
+
+def test_numbers_past_a_static_scale_become_the_top(device: str) -> None:
+    x = torch.tensor([[1e9, -1e9, 3.0, float("inf")]], device=device)
+    for dtype, top in ((torch.float8_e4m3fn, 448.0), (torch.int8, 127.0)):
+        rows = quantize(x, ByteFormat(dtype, scale=torch.ones(1, device=device)))
+        assert rows.values.float().tolist() == [[top, -top, 3.0, top]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounded_rows_stand_for_about_the_same_numbers_and_zeros_stay(dtype: torch.dtype, device: str) -> None:
+    x = torch.tensor([[1e-30, -1e-30], [3e4, 1.0], [0.0, 0.0], [-7.0, 3.5]], device=device)
+    for rows in (quantize(x, ByteFormat(dtype)), reference.quantize(x, ByteFormat(dtype))):
+        error = (rows.numbers() - x).abs()
+        assert (error <= x.abs().amax(1, keepdim=True) / (250 if dtype == torch.int8 else 2**4)).all()
+        assert (rows.numbers()[2] == 0).all()
+
+
+def test_groups_pad_rows_to_four_and_lie_one_after_another(device: str) -> None:
+    rows = quantize(rows_of(5, 256, device), ByteFormat(torch.int8, 128))
+    assert rows.values.shape == (8, 256)
+    assert (rows.scales.shape, rows.scales.stride()) == ((8, 2), (1, 8))
+
+
+def test_wrong_rows_and_groups_are_refused(device: str) -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        quantize(torch.zeros(4, 8, device=device).t(), ByteFormat(torch.int8))
+    with pytest.raises(ValueError, match="200 inputs do not divide into groups of 128"):
+        quantize(torch.zeros(4, 200, device=device), ByteFormat(torch.int8, 128))
+    with pytest.raises(ValueError, match="70000 inputs is too wide"):
+        quantize(torch.zeros(1, 70000, device=device), ByteFormat(torch.int8))
+
+
+@pytest.mark.parametrize(("dtype", "kind"), list(product(DTYPES, KINDS)))
+@pytest.mark.parametrize("variant", ["alone", "add", "norm and add"])
+def test_a_norm_that_rounds_equals_its_oracle(dtype: torch.dtype, kind: str, variant: str, device: str) -> None:
+    x, to = rows_of(3, 384, device), format_of(dtype, kind, device)
+    residual = None if variant == "alone" else x.roll(1, 0) * 2 + 1
+    x_weight = torch.rand(384, device=device) + 0.5 if variant == "norm and add" else None
+    given = (x, residual, x_weight, torch.rand(384, device=device), 1e-5, to)
+    (found, total), (expected, expected_total) = quantized_norm(*given), reference.quantized_norm(*given)
+    check(found, expected)
+    torch.testing.assert_close(total, expected_total, rtol=1e-5, atol=1e-5)
+    assert (total is x) == (residual is None)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), list(product(DTYPES, KINDS)))
+@pytest.mark.parametrize(("count", "width"), [(3, 384), (1, 1280)])
+def test_a_gate_that_rounds_equals_its_oracle(
+    dtype: torch.dtype, kind: str, count: int, width: int, device: str
+) -> None:
+    gate_up, to = rows_of(count, 2 * width, device), format_of(dtype, kind, device)
+    for activation in Activation:
+        check(quantized_gate(gate_up, activation, to), reference.quantized_gate(gate_up, activation, to))
+    assert quantized_gate(gate_up[:0], Activation.SILU, to).count == 0
