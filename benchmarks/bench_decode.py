@@ -150,7 +150,7 @@ class Bench:
         return figures
 
     def prompt_seconds(self, length: int, repeats: int = 5) -> float:
-        """Return the median seconds from the submission of a lone prompt to its only token."""
+        """Return the median seconds from a lone prompt to its only token."""
         engine, found = self.with_depth(2), []
         rng = random.Random(length)
         for _ in range(repeats):

@@ -1,4 +1,6 @@
-"""Products of bytes with bytes for many rows on a GPU: the library's beside plans of ours, and 16 bits.
+"""Products of bytes with bytes for many rows on a GPU.
+
+The library's stand beside plans of ours, and 16 bits.
 
     python benchmarks/kernels/bench_byte_products.py --model 8b --rows 128 256 2048 --formats blocks outputs int8 tensor
 
@@ -86,7 +88,10 @@ class Operands:
 
 @cache
 def candidates(name: str, rows: int, shape: Shape) -> tuple[ByteGemmPlan, ...]:
-    """Return the plans worth trying for a format, the chosen one first; it alone where the library knows the format."""
+    """Return the plans worth trying for a format, the chosen one first.
+
+    It is the only one of formats that the library knows on all GPUs.
+    """
     gpu = read_gpu_traits()
     chosen = choose_byte_gemm(rows, *shape, gpu)
     assert chosen is not None
@@ -103,7 +108,7 @@ def candidates(name: str, rows: int, shape: Shape) -> tuple[ByteGemmPlan, ...]:
 
 
 def compile_plan(job: tuple[str, int, Shape, ByteGemmPlan]) -> None:
-    """Run a plan once, so that its code is in Triton's cache, in a process of its own."""
+    """Run a plan once, so that its code is in Triton's cache."""
     name, rows, shape, plan = job
     Operands.random(name, rows, shape, 1).ours(plan)
     torch.cuda.synchronize()
@@ -158,7 +163,7 @@ def _short(plan: ByteGemmPlan) -> str:
 
 
 def measure_rounding(formats: list[str], model: str, row_counts: list[int]) -> None:
-    """Time the rounding of inputs: alone, and in the norm and the gate before a product."""
+    """Time the rounding of inputs: alone, in the norm and in the gate."""
     kernels = triton_kernels(True)
     hidden, width = MODELS[model]["qkv"][1], MODELS[model]["down"][1]
     weight = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)

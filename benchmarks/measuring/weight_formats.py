@@ -1,4 +1,7 @@
-"""Weight formats of a shape that has no checkpoint, for random weights that are made on the device."""
+"""Weight formats of a shape that has no checkpoint.
+
+Its weights are random, and made on the device.
+"""
 
 import json
 from pathlib import Path
@@ -31,9 +34,9 @@ FORMATS: dict[str, dict[str, Any] | None] = {
 
 
 def write_shape(shape: Path, weights: str, out: Path) -> Path:
-    """Write the configuration of a shape in a format of FORMATS, and return its directory.
+    """Write the configuration of a shape in a format of FORMATS.
 
-    shape: directory with a config.json.
+    Return its directory. shape: directory with a config.json.
     """
     config = json.loads((shape / "config.json").read_text())
     if FORMATS[weights] is not None:

@@ -78,10 +78,10 @@ def gated_activation(gate_up: Tensor, activation: Activation, pdl: bool = False)
 
 
 def quantized_gate(gate_up: Tensor, activation: Activation, to: ByteFormat, pdl: bool = False) -> ByteRows:
-    """Return activation(gate) * up rounded to one byte, without writing it in its own dtype.
+    """Return activation(gate) * up rounded to one byte.
 
-    gate_up: as in `gated_activation`, which says what raises ValueError. So does `quantize`. Oracle:
-    `reference.byte_rows.quantized_gate`.
+    It is not written in its own dtype. gate_up: as in `gated_activation`, which says what raises ValueError. So does
+    `quantize`. Oracle: `reference.byte_rows.quantized_gate`.
     """
     width = _checked_width(gate_up)
     rows = empty_byte_rows(gate_up.shape[0], width, gate_up.dtype, to, gate_up.device)
@@ -112,7 +112,10 @@ def _launch(
     pdl: bool,
     group: int = 0,
 ) -> None:
-    """Run the kernel, unless there are no rows. scales, group: of bytes, see `quantize`."""
+    """Run the kernel if it has any rows.
+
+    scales, group: of bytes, see `quantize`.
+    """
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     if tokens == 0:
         return

@@ -1,7 +1,8 @@
-"""Root mean square norm in Triton, alone and fused with the residual addition and with rounding to one byte.
+"""Root mean square norm in Triton, alone and fused.
 
-Each program holds one row in registers, so memory is read once. Oracles: `reference.layer.rms_norm`, `add_rms_norm` and
-`norm_add_rms_norm`, and `reference.byte_rows.quantized_norm`.
+The addition to the residual stream comes before it, and rounding to one byte after it. Each program holds one row in
+registers, so memory is read once. Oracles: `reference.layer.rms_norm`, `add_rms_norm` and `norm_add_rms_norm`, and
+`reference.byte_rows.quantized_norm`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -120,10 +121,10 @@ def quantized_norm(
     to: ByteFormat,
     pdl: bool = False,
 ) -> tuple[ByteRows, Tensor]:
-    """Add x to the residual stream, and normalise and round the sum, without writing the norm in x's dtype.
+    """Add x to the residual stream, and normalise and round the sum.
 
-    Returns the rounded rows, and the sum as in `add_rms_norm` (x itself where there is no residual). x_weight: x is
-    normalised with these factors before it is added. Oracle: `reference.byte_rows.quantized_norm`.
+    The norm is not written in x's dtype. Returns the rounded rows, and the sum as in `add_rms_norm` (x itself without a residual). x_weight: x is normalised with these factors before it is added. Oracle:
+    `reference.byte_rows.quantized_norm`.
     """
     rows = empty_byte_rows(x.shape[0], x.shape[1], x.dtype, to, x.device)
     total = None if residual is None else _empty_like(x)

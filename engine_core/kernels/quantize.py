@@ -1,7 +1,7 @@
-"""Rounding of a product's inputs to one byte in Triton, alone and as the end of another kernel.
+"""Rounding of a product's inputs to one byte in Triton.
 
-Oracle: `reference.byte_rows`. Numbers are first rounded to the dtype that a separate kernel would read, so that fusing
-changes no result but for the last bit of a division.
+It is a kernel of its own, or the end of another. Oracle: `reference.byte_rows`. Numbers are first rounded to the dtype
+that a separate kernel would read, so that fusing changes no result but for the last bit of a division.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -90,9 +90,10 @@ def group_of(to: ByteFormat) -> int:
 
 
 def row_block(width: int, group: int) -> tuple[int, int]:
-    """Return the number of elements and of warps of a program that rounds part of a row, or all of it.
+    """Return the number of elements and of warps of a program.
 
-    width: of the row; group: as the kernels' GROUP. Raises ValueError for a row too wide for one program.
+    It rounds part of a row, or all of it. width: of the row; group: as the kernels' GROUP. Raises ValueError for a row
+    too wide for one program.
     """
     whole: int = triton.next_power_of_2(width)
     if group != WHOLE:

@@ -55,9 +55,10 @@ class LinearWeights(Protocol):
         """
 
     def input_format(self, rows: int) -> ByteFormat | None:
-        """Return the format in which the product of so many rows takes its inputs, None for the model's dtype.
+        """Return the format of the inputs of a product of a number of rows.
 
-        What computes the inputs may write them in it, for `apply_quantized`; `apply` rounds them itself.
+        None stands for the model's dtype. What computes the inputs may write them in it, for `apply_quantized`; `apply`
+        rounds them itself.
         """
 
     def apply_quantized(self, x: ByteRows) -> Tensor:

@@ -55,7 +55,7 @@ class UnfusedLinear(ABC):
         return None
 
     def apply_quantized(self, x: ByteRows) -> Tensor:
-        """Implement `LinearWeights.apply_quantized` by way of the numbers that the inputs stand for."""
+        """Implement `LinearWeights.apply_quantized` with the inputs' numbers."""
         return self.apply(x.numbers().to(x.dtype))
 
     def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:

@@ -35,9 +35,9 @@ class ByteScheme:
 
     @property
     def has_input_scale(self) -> bool:
-        """True if the checkpoint holds a scale for the inputs of each projection, which is used.
+        """True if a scale for the inputs of each projection is read.
 
-        Weights in blocks take inputs in groups, whose scales are finer.
+        The checkpoint holds it. Weights in blocks take inputs in groups, whose scales are finer.
         """
         return self.activations is Activations.STATIC and self.block is None
 

@@ -1,4 +1,4 @@
-"""Product y = x W^T of bytes with bytes, for more rows than the weights' reading hides.
+"""Product y = x W^T of bytes with bytes, for many rows.
 
 x has a scale for each row, for each row and 128 inputs, or one for all; W one for each output or for each block of 16
 outputs and 128 inputs. Where inputs have groups and weights blocks, every 128 inputs are multiplied in the tensor

@@ -56,15 +56,19 @@ class ByteGemmPlan:
     """Number of blocks of rows that follow one another over the same weights."""
 
     def workspace(self, rows: int, outputs: int) -> tuple[int, int]:
-        """Return the number of floats that the product needs, and its number of tiles, of which each has a counter."""
+        """Return the number of floats that the product needs, and of its tiles.
+
+        Each tile has a counter.
+        """
         tiles = ceil_div(rows, self.block_m) * ceil_div(outputs, self.block_n)
         return (0 if self.split == 1 else tiles * self.split * self.block_m * self.block_n), tiles
 
 
 def rounds_inputs(rows: int, kind: Literal["fp8", "int8"], gpu: GpuTraits) -> bool:
-    """Return whether a product of so many rows takes its inputs in one byte, if its checkpoint expects that.
+    """Return whether a product of a number of rows takes inputs of one byte.
 
-    Else weights are decoded inside the product, or before it where the GPU does not multiply float8.
+    It does so only if its checkpoint expects that. Else weights are decoded inside the product, or before it where the
+    GPU does not multiply float8.
     """
     return rows > MAX_ROWS and (kind == "int8" or gpu.capability >= FP8_CAPABILITY)
 
@@ -92,7 +96,7 @@ def choose_byte_gemm(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> By
 
 
 def byte_gemm_workspace(gpu: GpuTraits) -> tuple[int, int]:
-    """Return the floats and counters that suffice for every plan of `choose_byte_gemm`.
+    """Return the floats and counters that suffice for every plan.
 
     Tiles are divided only while all parts find a multiprocessor.
     """

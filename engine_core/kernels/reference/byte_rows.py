@@ -1,4 +1,7 @@
-"""Rounding of a product's inputs to one byte in plain torch, the oracle of the kernels that do so."""
+"""Rounding of a product's inputs to one byte in plain torch.
+
+It is the oracle of the kernels that do so.
+"""
 
 import torch
 from torch import Tensor
@@ -46,17 +49,20 @@ def quantized_norm(
 
 
 def quantized_gate(gate_up: Tensor, activation: Activation, to: ByteFormat) -> ByteRows:
-    """Round `layer.gated_activation` of a gate and what it lets through, [T, 2 * width]."""
+    """Round `layer.gated_activation`.
+
+    gate_up: [T, 2 * width].
+    """
     return quantize(gated_activation(gate_up, activation), to)
 
 
 def byte_product(
     rows: ByteRows, values: Tensor, scales: Tensor, bias: Tensor | None, scale_rows: int | None = None
 ) -> Tensor:
-    """Return the product of rows and a transposed weight, [T, outputs], computed in float32.
+    """Return the product of rows and a transposed weight, [T, outputs].
 
-    values: [outputs, inputs]; scales: float32, of each output, or of blocks of `scale_rows` outputs and 128 inputs,
-    [outputs / scale_rows, inputs / 128], rounded up; bias: [outputs].
+    It is computed in float32. values: [outputs, inputs]; scales: float32, of each output, or of blocks of `scale_rows`
+    outputs and 128 inputs, [outputs / scale_rows, inputs / 128], rounded up; bias: [outputs].
     """
     outputs, inputs = values.shape
     if scale_rows is None:

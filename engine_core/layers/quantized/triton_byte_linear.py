@@ -71,11 +71,11 @@ class TritonByteLinear(ByteLinear):
         self.wide_scales: Tensor | None = None
         """Scales as a library reads them: of blocks of 128 x 128, or [1] of a whole tensor with static inputs.
 
-        None: there are no such scales, or parts of a fused projection end within a block or have scales of their own.
+        None: the checkpoint lacks such scales, or parts of a fused projection end within a block or have their own.
         """
 
     def _rounded_format(self) -> ByteFormat | None:
-        """Return the format of rounded inputs, None if they keep their dtype in every product."""
+        """Return the format of rounded inputs, None if they always keep their dtype."""
         outputs, inputs = self.values.shape
         divided = inputs % SCALE_COLUMNS == 0
         if self.scheme.activations is Activations.UNQUANTIZED or not (divided or outputs % 16 == inputs % 16 == 0):
@@ -90,7 +90,7 @@ class TritonByteLinear(ByteLinear):
         return [slot if slot.on_filled else replace(slot, on_filled=self.find_wide_scales) for slot in slots]
 
     def find_wide_scales(self) -> None:
-        """Find out, after the weights are loaded, whether a library can read their scales."""
+        """Find out whether a library can read the scales, once they are loaded."""
         found: Tensor | None = None
         if self.scheme.block is not None:
             found = self.scales[:: 128 // SCALE_ROWS].contiguous()
@@ -109,7 +109,10 @@ class TritonByteLinear(ByteLinear):
         return super().apply(x) if product is None else product
 
     def input_format(self, rows: int) -> ByteFormat | None:
-        """Implement `LinearWeights.input_format`: bytes for many rows, if the checkpoint expects them."""
+        """Implement `LinearWeights.input_format`: bytes for many rows.
+
+        The checkpoint has to expect them.
+        """
         return self._format if rounds_inputs(rows, self.scheme.kind, self.gpu) else None
 
     def apply_quantized(self, x: ByteRows) -> Tensor:
