@@ -62,6 +62,7 @@ L5_NAMES = (
             "heap",
             "loading_progress",
             "forecast",
+            "kv_calibration",
         )
     ),
 )

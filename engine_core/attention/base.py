@@ -49,14 +49,18 @@ class Span:
 class AttentionStep(Protocol):
     """The attention of one step, planned for all layers."""
 
-    def run(self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention) -> Tensor:
+    def run(
+        self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention, scales: Tensor | None = None
+    ) -> Tensor:
         """Attend causally in one layer.
 
         The new keys and values of the layer are in the pool already.
 
         query: [T, heads, head_dim]; keys, values: [slots, kv_heads, head_dim], the pool from the layer's first slot on,
         indexed by `slot_mapping`, in the query's dtype or as in `kernels.kv_dtype`; layer: of a kind that the step was
-        planned for. Return [T, heads, head_dim] in the query's dtype.
+        planned for; scales: of the layer's keys and values, as in `kernels.kv_dtype`: the query was multiplied by the
+        first already, and the result is multiplied by the second here. Return [T, heads, head_dim] in the query's
+        dtype.
         """
 
 
@@ -80,6 +84,7 @@ class PromptStep(Protocol):
         keys: Tensor,
         values: Tensor,
         layer: LayerAttention,
+        scales: Tensor | None = None,
         *,
         beside_decode: bool,
     ) -> None:

@@ -34,7 +34,9 @@ class HeadShape:
     head_dim: int
     """Elements of a head."""
     dtype: torch.dtype
-    """Dtype of queries, keys and values."""
+    """Dtype of queries."""
+    kv_dtype: torch.dtype | None = None
+    """Dtype of keys and values, float8_e4m3fn or None for that of queries."""
 
 
 Wrappers = dict[LayerAttention, BatchPrefillWithPagedKVCacheWrapper]
@@ -51,10 +53,12 @@ class FlashInferStep:
     page_table: PageTable
     """The pages of all rows."""
 
-    def run(self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention) -> Tensor:
+    def run(
+        self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention, scales: Tensor | None = None
+    ) -> Tensor:
         """Implement `AttentionStep.run`."""
         out = torch.empty_like(query)
-        self.run_into(out, query, keys, values, layer, beside_decode=False)
+        self.run_into(out, query, keys, values, layer, scales, beside_decode=False)
         return out
 
     def run_into(
@@ -64,12 +68,16 @@ class FlashInferStep:
         keys: Tensor,
         values: Tensor,
         layer: LayerAttention,
+        scales: Tensor | None = None,
         *,
         beside_decode: bool,
     ) -> None:
         """Implement `PromptStep.run_into`."""
         pool = self.page_table.view_pages(keys), self.page_table.view_pages(values)
         self.wrappers[layer].run(query[: self.tokens], pool, out=out[: self.tokens])
+        if scales is not None:
+            # The library's kernel for 16-bit queries takes no scale, and its `run` would multiply just so.
+            out[: self.tokens].mul_(scales[1])
 
 
 class FlashInferPlanner:
@@ -175,7 +183,7 @@ class FlashInferPlanner:
                 window_left=-1 if layer.window is None else layer.window - 1,
                 logits_soft_cap=layer.softcap,
                 q_data_type=self.heads.dtype,
-                kv_data_type=self.heads.dtype,
+                kv_data_type=self.heads.kv_dtype,
                 seq_lens=self._host(3, count),
                 max_token_per_sequence=int(lengths.max()),
             )
@@ -210,15 +218,17 @@ class FlashInferPlanner:
         return self.host[index * self._stride : index * self._stride + length]
 
 
-def load_kernel(kind: LayerAttention, pinned: Callable[[int], Tensor], device: torch.device, heads: HeadShape) -> None:
+def load_kernel(kind: LayerAttention, pinned: Callable[[int], Tensor], device: torch.device, heads: HeadShape) -> str:
     """Load the kernel for a kind of layer.
 
-    The library compiles a kernel that does not come prebuilt. pinned: as in `FlashInferPlanner.allocate`. Raises
+    Return the library's name for its sort: "fa3", on Hopper for keys and values in the dtype of queries, or "fa2". The
+    library compiles a kernel that does not come prebuilt. pinned: as in `FlashInferPlanner.allocate`. Raises
     RuntimeError or OSError if it cannot be compiled, for example without a CUDA compiler.
     """
     planner = FlashInferPlanner.allocate([kind], pinned, device, heads, 1, 1)
     page = torch.zeros(1, 1, dtype=torch.int32, device=device)
     planner.plan([Span(0, 0, 0, 1)], PageTable(page, page_size=1, page_stride=1))
+    return str(planner.wrappers[kind]._backend)
 
 
 class FlashInferGraphPlanner:

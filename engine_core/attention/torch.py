@@ -83,13 +83,16 @@ class TorchStep:
     parts: dict[int | None, tuple[Part, ...]]
     """Parts of the step by the window of a layer, in the order of the step's tokens."""
 
-    def run(self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention) -> Tensor:
+    def run(
+        self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention, scales: Tensor | None = None
+    ) -> Tensor:
         """Implement `AttentionStep.run`."""
         parts = self.parts[layer.window]
-        if len(parts) == 1:
-            return parts[0].run(query, keys, values, layer)
         outputs = [part.run(query[part.offset : part.offset + part.count], keys, values, layer) for part in parts]
-        return torch.cat(outputs) if outputs else query
+        if not outputs:
+            return query
+        attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return attended if scales is None else attended * scales[1]
 
 
 class TorchPlanner:

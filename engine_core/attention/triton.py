@@ -46,6 +46,7 @@ class DecodeStep:
         keys: Tensor,
         values: Tensor,
         layer: LayerAttention,
+        scales: Tensor | None = None,
         out: Tensor | None = None,
         scratch: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
@@ -63,6 +64,7 @@ class DecodeStep:
             least=plan.least,
             out=out,
             scratch=scratch,
+            scales=scales,
         )
 
 
@@ -81,13 +83,16 @@ class RaggedStep:
     splits: int = 1
     """Programs that share one tile's positions."""
 
-    def run(self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention) -> Tensor:
+    def run(
+        self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention, scales: Tensor | None = None
+    ) -> Tensor:
         """Implement `AttentionStep.run`."""
         return paged_prefill(
             *(query, keys, values, self.tiles, self.page_table, layer.scale, self.splits),
             window=layer.window,
             softcap=layer.softcap,
             shape=self._shape(query, keys),
+            scales=scales,
         )
 
     def run_into(
@@ -97,6 +102,7 @@ class RaggedStep:
         keys: Tensor,
         values: Tensor,
         layer: LayerAttention,
+        scales: Tensor | None = None,
         *,
         beside_decode: bool,
     ) -> None:
@@ -109,6 +115,7 @@ class RaggedStep:
             beside=beside_decode,
             shape=self._shape(query, keys),
             out=out,
+            scales=scales,
         )
 
     def _shape(self, query: Tensor, keys: Tensor) -> TileShape:
@@ -133,14 +140,16 @@ class MixedStep:
     page, and only padding reads those.
     """
 
-    def run(self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention) -> Tensor:
+    def run(
+        self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention, scales: Tensor | None = None
+    ) -> Tensor:
         """Implement `AttentionStep.run`, returning `out`."""
         count = len(self.decode.rows)
         # Kept until both kernels are enqueued: they run side by side, and must not share memory.
         scratch = split_scratch(query[:count], self.decode.splits)
         if count:
-            self.decode.run(query[:count], keys, values, layer, self.out[:count], scratch)
-        self.prompts.run_into(self.out[count:], query[count:], keys, values, layer, beside_decode=count > 0)
+            self.decode.run(query[:count], keys, values, layer, scales, self.out[:count], scratch)
+        self.prompts.run_into(self.out[count:], query[count:], keys, values, layer, scales, beside_decode=count > 0)
         return self.out
 
 

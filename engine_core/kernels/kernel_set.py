@@ -22,9 +22,9 @@ class KernelSet:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     norm_add_rms_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rope_and_kv_write: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float], Tensor
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, Tensor | None], Tensor
     ]
-    """Includes the norms of queries and keys, where the model has them."""
+    """Includes the norms of queries and keys, where the model has them, and the scales of an 8-bit pool."""
     gated_activation: Callable[[Tensor, Activation], Tensor]
     soft_cap: Callable[[Tensor, float], Tensor]
     quantize: Callable[[Tensor, ByteFormat], ByteRows]

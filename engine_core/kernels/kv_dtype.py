@@ -1,8 +1,11 @@
-"""Keys and values in 8-bit floats (e4m3fn), stored without a scale.
+"""Keys and values in 8-bit floats (e4m3fn), divided by a scale of their layer.
 
 e4m3fn has 4 bits of exponent and 3 of mantissa. Rounding changes an element by at most 1/16 of it, and one smaller than
 2^-6 by at most 2^-10. Reading is exact: every such number exists in bfloat16, float16 and float32 too. The largest is
 448, and larger ones are clamped to it, where torch's own conversion gives NaN.
+
+A layer's scales are [2] float32 on the device, that of its keys and that of its values. What reads the pool sees
+quotients: the query is multiplied by the scale of keys before attention, and the result of attention by that of values.
 """
 
 import torch
@@ -12,22 +15,24 @@ LARGEST = 448.0
 """Largest finite number of e4m3fn."""
 
 
-def to_pool(x: Tensor, dtype: torch.dtype) -> Tensor:
+def to_pool(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
     """Convert x to the dtype of a pool.
 
-    Values that an 8-bit float cannot represent are clamped to its largest.
+    Values that an 8-bit float cannot represent are clamped to its largest. scale: divides x, [] float32; None: 1.
     """
+    if scale is not None:
+        x = x.float() / scale
     if dtype == torch.float8_e4m3fn:
         x = x.clamp(-LARGEST, LARGEST)
     return x.to(dtype)
 
 
-def write_pool(pool: Tensor, index: Tensor, x: Tensor) -> None:
+def write_pool(pool: Tensor, index: Tensor, x: Tensor, scale: Tensor | None = None) -> None:
     """Store x at the given slots of a pool.
 
-    pool: [slots, ...]; index: [T] int64, slots; x: [T, ...].
+    pool: [slots, ...]; index: [T] int64, slots; x: [T, ...]; scale: as in `to_pool`.
     """
-    stored = to_pool(x, pool.dtype)
+    stored = to_pool(x, pool.dtype, scale)
     if pool.dtype.itemsize == 1:
         pool, stored = pool.view(torch.uint8), stored.view(torch.uint8)
     pool.index_copy_(0, index, stored)

@@ -25,11 +25,14 @@ ELEMENTS, WARPS = 1024, 2
 
 
 @triton.jit
-def _stored(x, pool_ptr):
+def _stored(x, pool_ptr, scale, SCALED: tl.constexpr):
     """Convert x to the pool's dtype, as `kv_dtype.to_pool` does."""
     dtype: tl.constexpr = pool_ptr.dtype.element_ty
     if dtype.is_fp8():
-        x = tl.clamp(x.to(tl.float32), -LARGEST, LARGEST)
+        x = x.to(tl.float32)
+        if SCALED:
+            x = x / scale
+        x = tl.clamp(x, -LARGEST, LARGEST)
     return x.to(dtype)
 
 
@@ -44,6 +47,7 @@ def _rope_kernel(
     slot_mapping_ptr,
     q_norm_ptr,
     k_norm_ptr,
+    scales_ptr,
     qkv_stride,
     cos_stride,
     sin_stride,
@@ -57,6 +61,7 @@ def _rope_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -80,6 +85,9 @@ def _rope_kernel(
         second_weight = tl.where(
             is_query, tl.load(q_norm_ptr + j, mask=inside)[None, :], tl.load(k_norm_ptr + j, mask=inside)[None, :]
         )
+    key_scale, value_scale = 1.0, 1.0
+    if SCALED:
+        key_scale, value_scale = tl.load(scales_ptr), tl.load(scales_ptr + 1)
     wait_for_previous(PDL)
     source = qkv_ptr + token * qkv_stride + head[:, None] * D
     first_raw = tl.load(source + i[None, :], mask=is_query | is_key | is_value, other=0.0)
@@ -98,19 +106,23 @@ def _rope_kernel(
         first = ((first * inverse).to(first_weight.dtype).to(tl.float32) * first_weight.to(tl.float32)).to(dtype)
         second = ((second * inverse).to(second_weight.dtype).to(tl.float32) * second_weight.to(tl.float32)).to(dtype)
         first, second = first.to(tl.float32), second.to(tl.float32)
-    rotated_first = (first * c - second * s).to(dtype)
-    rotated_second = (second * c + first * s).to(dtype)
+    rotated_first = first * c - second * s
+    rotated_second = second * c + first * s
 
     out = query_ptr + (token * HEADS + head[:, None]) * D
-    tl.store(out + i[None, :], rotated_first, mask=is_query)
-    tl.store(out + j[None, :], rotated_second, mask=is_query)
+    if SCALED:
+        tl.store(out + i[None, :], (rotated_first * key_scale).to(dtype), mask=is_query)
+        tl.store(out + j[None, :], (rotated_second * key_scale).to(dtype), mask=is_query)
+    else:
+        tl.store(out + i[None, :], rotated_first.to(dtype), mask=is_query)
+        tl.store(out + j[None, :], rotated_second.to(dtype), mask=is_query)
     slot_offset = slot.to(tl.int64) * slot_stride
     out = keys_ptr + slot_offset + (head[:, None] - HEADS) * D
-    tl.store(out + i[None, :], _stored(rotated_first, keys_ptr), mask=is_key)
-    tl.store(out + j[None, :], _stored(rotated_second, keys_ptr), mask=is_key)
+    tl.store(out + i[None, :], _stored(rotated_first.to(dtype), keys_ptr, key_scale, SCALED), mask=is_key)
+    tl.store(out + j[None, :], _stored(rotated_second.to(dtype), keys_ptr, key_scale, SCALED), mask=is_key)
     out = values_ptr + slot_offset + (head[:, None] - HEADS - KV_HEADS) * D
-    tl.store(out + i[None, :], _stored(first_raw, values_ptr), mask=is_value)
-    tl.store(out + j[None, :], _stored(second_raw, values_ptr), mask=is_value)
+    tl.store(out + i[None, :], _stored(first_raw, values_ptr, value_scale, SCALED), mask=is_value)
+    tl.store(out + j[None, :], _stored(second_raw, values_ptr, value_scale, SCALED), mask=is_value)
 
 
 def rope_and_kv_write(
@@ -123,6 +135,7 @@ def rope_and_kv_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    scales: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """Rotate queries and keys, and store keys and values in the pool.
@@ -131,9 +144,10 @@ def rope_and_kv_write(
 
     qkv: [T, heads + 2 * kv_heads, D], heads contiguous, D one of `HEAD_DIMS`; cos, sin: [T, 1, R] float32 as in
     `reference.layer.rope`, R even and at most D; slot_mapping: [T] int64; keys, values: [slots, kv_heads, D], written,
-    with one stride for slots; q_norm, k_norm: [D], both or neither (Qwen 3, Gemma 3). Dtypes float32, bfloat16 or
-    float16, all but the tables' the same; keys and values may be as in `kv_dtype`, the norms float32. Returns the
-    rotated queries, [T, heads, D], contiguous. Raises ValueError for another D, R or layout.
+    with one stride for slots; q_norm, k_norm: [D], both or neither (Qwen 3, Gemma 3); scales: of an 8-bit pool, as in
+    `kv_dtype`, which the kernel before must not write. Dtypes float32, bfloat16 or float16, all but the tables' the
+    same; keys and values may be as in `kv_dtype`, the norms float32. Returns the rotated queries, times the scale of
+    keys, [T, heads, D], contiguous. Raises ValueError for another D, R or layout.
     """
     tokens, all_heads, head_dim = qkv.shape
     kv_heads = keys.shape[1]
@@ -152,20 +166,20 @@ def rope_and_kv_write(
     query = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return query
-    pairs = head_width(head_dim) // 2
-    block = max(1, ELEMENTS // (2 * pairs))
+    block = max(1, ELEMENTS // head_width(head_dim))
     _rope_kernel[(tokens, triton.cdiv(all_heads, block))](
         *(query, keys, values, qkv, cos, sin, slot_mapping),
-        *(qkv if norm is None else norm for norm in (q_norm, k_norm)),
+        *(qkv if given is None else given for given in (q_norm, k_norm, scales)),
         *(qkv.stride(0), cos.stride(0), sin.stride(0), keys.stride(0), eps),
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
-        PAIRS=pairs,
+        PAIRS=head_width(head_dim) // 2,
         TURNING=rotary_dim // 2,
         ALIGNED=_largest_power_of_two(math.gcd(rotary_dim // 2, head_dim // 2)),
         BLOCK=block,
         NORM=q_norm is not None,
+        SCALED=scales is not None,
         PDL=pdl,
         num_warps=WARPS,
         **({"launch_pdl": True} if pdl else {}),

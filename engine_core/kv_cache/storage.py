@@ -37,6 +37,11 @@ class KVLayout(Struct, frozen=True, kw_only=True):
         return math.prod(self.page_shape)
 
     @property
+    def has_scales(self) -> bool:
+        """True if keys and values are divided by scales, as in `kernels.kv_dtype`."""
+        return self.dtype.itemsize == 1
+
+    @property
     def page_bytes(self) -> int:
         return self.page_elements * self.dtype.itemsize
 

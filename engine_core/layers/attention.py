@@ -75,20 +75,23 @@ class Attention:
         batch: ForwardBatch,
         keys: Tensor,
         values: Tensor,
+        scales: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the next update and the residual stream, both [T, hidden].
 
         update, residual, norm: as in `LinearWeights.apply_normed`; rotary: cosines and sines of the batch's positions,
-        out of each of the model's tables; keys, values: the layer's pool, written at `batch.slot_mapping`.
+        out of each of the model's tables; keys, values: the layer's pool, written at `batch.slot_mapping`; scales: of
+        an 8-bit pool, as in `kernels.kv_dtype`, else None.
         """
         projected, residual = self.qkv.apply_normed(update, residual, norm)
         qkv = projected.view(update.shape[0], -1, self.head_dim)
         q_norm, k_norm = self.q_norm, self.k_norm
         norms = (None, None, 0.0) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
+        q_weight, k_weight, eps = norms
         query = self.kernels.rope_and_kv_write(
-            qkv, *rotary[self.layer.rotary], batch.slot_mapping, keys, values, *norms
+            qkv, *rotary[self.layer.rotary], batch.slot_mapping, keys, values, q_weight, k_weight, eps, scales
         )
-        attended = batch.attention.run(query, keys, values, self.layer)
+        attended = batch.attention.run(query, keys, values, self.layer, scales)
         return self.output.apply(attended.reshape(update.shape[0], -1)), residual
 
     def slots(self, prefix: str) -> list[WeightSlot]:

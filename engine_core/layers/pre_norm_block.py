@@ -50,9 +50,11 @@ class PreNormBlock:
         batch: ForwardBatch,
         keys: Tensor,
         values: Tensor,
+        scales: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Implement `decoder.Block`."""
-        update, residual = self.attention(update, residual, self.attention_norm, rotary, batch, keys, values)
+        attended = self.attention(update, residual, self.attention_norm, rotary, batch, keys, values, scales)
+        update, residual = attended
         return self.mlp(update, residual, self.mlp_norm)
 
     def slots(self, prefix: str) -> list[WeightSlot]:

@@ -11,9 +11,12 @@ from tandem.engine_core.loader.header import StoredTensor
 from tandem.engine_core.loader.listing import listing, shown
 from tandem.engine_core.loader.slots import WeightSlot
 
-HARMLESS = (".rotary_emb.inv_freq", ".weight_shape", ".input_scale")
-"""Name suffixes of tensors that are not read: what follows from the configuration, and scales of inputs, which products
-find anew for each token."""
+HARMLESS = (
+    ".rotary_emb.inv_freq", ".weight_shape", ".input_scale",
+    ".q_scale", ".q_proj.output_scale", ".prob_scale", ".prob_output_scale",
+)  # fmt: skip
+"""Name suffixes of tensors that are not read: what follows from the configuration, scales of inputs, which products
+find anew for each token, and scales of queries and of attention's weights, which keep 16 bits."""
 
 
 def check_fit(checkpoint: Checkpoint, slots: list[WeightSlot]) -> None:

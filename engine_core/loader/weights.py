@@ -33,7 +33,7 @@ def _fill(slot: WeightSlot, scale: float, generator: torch.Generator) -> None:
     Weights of one byte have it after they are multiplied by their scales.
     """
     target = slot.target
-    if slot.name.endswith(_KEPT):
+    if slot.name.endswith(_KEPT) or slot.is_optional:
         return
     if "norm" in slot.name:
         target.fill_(1.0)

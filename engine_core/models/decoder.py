@@ -15,6 +15,7 @@ from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.embedding import Embedding
+from tandem.engine_core.layers.kv_scales import KVScales
 from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
 from tandem.engine_core.layers.rotary import RotaryTable
@@ -36,11 +37,12 @@ class Block(Protocol):
         batch: ForwardBatch,
         keys: Tensor,
         values: Tensor,
+        scales: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the update of the residual stream, and the stream, both [T, hidden].
 
         update: that of the block before, [T, hidden]; residual: the stream that the update belongs to, None before the
-        first block; rotary, keys, values: those of `Attention.__call__`.
+        first block; rotary, keys, values, scales: those of `Attention.__call__`.
         """
 
     def slots(self, prefix: str) -> list[WeightSlot]:
@@ -61,6 +63,7 @@ class Decoder:
     norm: RMSNorm | SandwichNorm
     head: LinearWeights
     kernels: KernelSet
+    kv_scales: KVScales
 
     @classmethod
     def build(
@@ -89,6 +92,7 @@ class Decoder:
             norm or RMSNorm.build(hidden, config.rms_norm_eps, context),
             head,
             context.kernels,
+            KVScales.build(config.layers, config.kv_heads, context.device),
         )
 
     def forward(self, batch: ForwardBatch, kv: KVStorage) -> Tensor:
@@ -96,8 +100,9 @@ class Decoder:
         rotary = [table(batch.positions) for table in self.rotary_tables]
         update: Tensor = self.embedding(batch.input_ids)
         residual: Tensor | None = None
-        for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
-            update, residual = layer(update, residual, rotary, batch, keys, values)
+        scales = self.kv_scales.layers if kv.layout.has_scales else [None] * len(self.layers)
+        for layer, keys, values, own in zip(self.layers, kv.keys, kv.values, scales, strict=True):
+            update, residual = layer(update, residual, rotary, batch, keys, values, own)
         assert residual is not None, "a model has at least one layer"
         if batch.sample_index is not None:
             update, residual = update[batch.sample_index], residual[batch.sample_index]
@@ -117,4 +122,5 @@ class Decoder:
         slots = self.embedding.slots(EMBEDDING)
         for index, layer in enumerate(self.layers):
             slots += layer.slots(f"model.layers.{index}.")
+            slots += self.kv_scales.slots(index, f"model.layers.{index}.self_attn.")
         return slots + self.norm.slots("model.norm") + head

@@ -90,10 +90,11 @@ class Olmo2Attention:
         batch: ForwardBatch,
         keys: Tensor,
         values: Tensor,
+        scales: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the next update and the residual stream, both [T, hidden].
 
-        rotary, keys, values: those of `Attention.__call__`.
+        rotary, keys, values, scales: those of `Attention.__call__`.
         """
         stream = update if residual is None else residual + update
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -103,9 +104,9 @@ class Olmo2Attention:
         value = projected[:, width + kv_width :]
         qkv = torch.cat((query, key, value), dim=-1).view(len(stream), -1, self.head_dim)
         query = self.kernels.rope_and_kv_write(
-            qkv, *rotary[self.layer.rotary], batch.slot_mapping, keys, values, None, None, 0.0
+            qkv, *rotary[self.layer.rotary], batch.slot_mapping, keys, values, None, None, 0.0, scales
         )
-        attended = batch.attention.run(query, keys, values, self.layer)
+        attended = batch.attention.run(query, keys, values, self.layer, scales)
         return self.output.apply(attended.view(len(stream), -1)), stream
 
     def slots(self, prefix: str) -> list[WeightSlot]:
@@ -182,9 +183,10 @@ class Olmo2Block:
         batch: ForwardBatch,
         keys: Tensor,
         values: Tensor,
+        scales: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Implement `decoder.Block`."""
-        update, residual = self.attention(update, residual, rotary, batch, keys, values)
+        update, residual = self.attention(update, residual, rotary, batch, keys, values, scales)
         update, _ = self.attention_norm(update, None)
         update, residual = self.mlp(update, residual)
         update, _ = self.mlp_norm(update, None)

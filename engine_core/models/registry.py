@@ -13,6 +13,7 @@ from tandem.engine_core.attention.base import ForwardBatch
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.kv_scales import KVScales
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.slots import Loadable
 from tandem.engine_core.model_config import ModelConfig
@@ -33,6 +34,8 @@ class Model(Loadable, Protocol):
     """
 
     config: ModelConfig
+    kv_scales: KVScales
+    """Scales of the keys and values in an 8-bit pool."""
 
     def forward(self, batch: ForwardBatch, kv: KVStorage) -> Tensor:
         """Return the final hidden states of the sampled positions, [S, hidden].

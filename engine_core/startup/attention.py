@@ -5,7 +5,7 @@ It covers steps that no graph holds, and graphs.
 
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -21,7 +21,7 @@ from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 
 if TYPE_CHECKING:
-    from tandem.engine_core.attention.flashinfer import FlashInferPlanner
+    from tandem.engine_core.attention.flashinfer import FlashInferPlanner, HeadShape
     from tandem.engine_core.attention.triton import RaggedPlanner
 
 logger = logging.getLogger(__name__)
@@ -46,13 +46,17 @@ def eager_planners(
     Each slot needs its own. All of them use FlashInfer if it can serve every layer of the model, else Triton.
     """
     kinds = model.attention_kinds
-    obstacle = find_obstacle(model.head_dim, dtype, layout, kinds, _kernel_loader(device, model, dtype))
+    sorts: set[str] = set()
+    load = _kernel_loader(device, model, dtype, layout, sorts)
+    obstacle = find_obstacle(model.head_dim, dtype, layout, kinds, load)
     if obstacle:
         logger.info("prompts run on Triton instead of FlashInfer: %s", obstacle)
         return lambda: _ragged(device, gpu, model, config)
-    from tandem.engine_core.attention.flashinfer import FlashInferPlanner, HeadShape
+    from tandem.engine_core.attention.flashinfer import FlashInferPlanner
 
-    heads = HeadShape(model.heads, model.kv_heads, model.head_dim, dtype)
+    kernel = describe_kernel(sorts, dtype, layout)
+    logger.info("prompts of more than %d tokens run on FlashInfer: %s", FEW_TOKENS, kernel)
+    heads = _heads(model, dtype, layout)
     return lambda: FlashInferPlanner.allocate(
         kinds, device.host_buffer, device.torch_device, heads, config.max_rows, config.max_page_entries
     )
@@ -63,7 +67,7 @@ def find_obstacle(
     dtype: torch.dtype,
     layout: KVLayout,
     kinds: Sequence[LayerAttention],
-    load: Callable[[LayerAttention], None] | None,
+    load: Callable[[LayerAttention], object] | None,
 ) -> str:
     """Return why FlashInfer cannot serve the prompts of a model; empty if it can.
 
@@ -74,15 +78,15 @@ def find_obstacle(
         return "flashinfer is not installed"
     if head_dim not in FLASHINFER_HEAD_DIMS:
         return f"head_dim {head_dim} is not one of {', '.join(map(str, FLASHINFER_HEAD_DIMS))}"
-    if dtype.itemsize != 2 or layout.dtype != dtype:
-        return f"queries in {dtype} and keys in {layout.dtype} are not of one 16-bit dtype"
+    if dtype.itemsize != 2:
+        return f"queries in {dtype} are not of a 16-bit dtype"
     if layout.page_elements >= FLASHINFER_PAGE_ELEMENTS:
         return f"pages of {layout.page_elements} elements exceed its 32-bit stride; lower --page-size"
     for kind in kinds:
         logger.info(
-            "loading FlashInfer's kernel for head_dim %d, window %s and soft cap %s; one that is neither prebuilt nor "
-            "in its cache is compiled now, which takes minutes",
-            head_dim, kind.window, kind.softcap,
+            "loading FlashInfer's kernel for head_dim %d, window %s, soft cap %s and keys in %s; one that is neither "
+            "prebuilt nor in its cache is compiled now, which takes minutes",
+            head_dim, kind.window, kind.softcap, _name(layout.dtype),
         )  # fmt: skip
         try:
             load(kind)
@@ -91,19 +95,47 @@ def find_obstacle(
         except (RuntimeError, OSError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             return (
-                f"its kernel for window {kind.window} and soft cap {kind.softcap} is not prebuilt and cannot be "
-                f"compiled ({reason})"
+                f"its kernel for window {kind.window}, soft cap {kind.softcap} and keys in {_name(layout.dtype)} is "
+                f"not prebuilt and cannot be compiled ({reason})"
             )
     return ""
 
 
-def _kernel_loader(device: Device, model: ModelConfig, dtype: torch.dtype) -> Callable[[LayerAttention], None] | None:
+def describe_kernel(sorts: Collection[str], dtype: torch.dtype, layout: KVLayout) -> str:
+    """Return what FlashInfer's kernels are, and why.
+
+    sorts: the library's names for those of the model's layers, "fa2" or "fa3".
+    """
+    text = f"{' and '.join(sorted(sorts))} with queries in {_name(dtype)}, keys and values in {_name(layout.dtype)}"
+    if layout.dtype == dtype:
+        return text
+    return f"{text}; fa3 would have to round queries and attention weights to 8 bits too"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _heads(model: ModelConfig, dtype: torch.dtype, layout: KVLayout) -> "HeadShape":
+    from tandem.engine_core.attention.flashinfer import HeadShape
+
+    stored = None if layout.dtype == dtype else layout.dtype
+    return HeadShape(model.heads, model.kv_heads, model.head_dim, dtype, stored)
+
+
+def _kernel_loader(
+    device: Device, model: ModelConfig, dtype: torch.dtype, layout: KVLayout, sorts: set[str]
+) -> Callable[[LayerAttention], None] | None:
+    """Return a function that loads the kernel for a kind of layer.
+
+    It is None if the library is not installed. sorts: gets the name of each kernel's sort.
+    """
     if importlib.util.find_spec("flashinfer") is None:
         return None
-    from tandem.engine_core.attention.flashinfer import HeadShape, load_kernel
+    from tandem.engine_core.attention.flashinfer import load_kernel
 
-    heads = HeadShape(model.heads, model.kv_heads, model.head_dim, dtype)
-    return lambda kind: load_kernel(kind, device.host_buffer, device.torch_device, heads)
+    heads = _heads(model, dtype, layout)
+    return lambda kind: sorts.add(load_kernel(kind, device.host_buffer, device.torch_device, heads))
 
 
 def _ragged(device: Device, gpu: GpuTraits, model: ModelConfig, config: StepConfig) -> "RaggedPlanner":

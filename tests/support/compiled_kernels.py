@@ -230,11 +230,11 @@ def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
     yield lambda: kernels.gated_activation(x, Activation.SILU)
     pool, angles, slots = half(16, 1, 32), torch.zeros(2, 1, 32), torch.zeros(2, dtype=torch.int64)
     heads = x.view(2, 8, 32)
-    yield lambda: kernels.rope_and_kv_write(heads, angles, angles, slots, pool, pool, half(32), half(32), 1e-6)
+    yield lambda: kernels.rope_and_kv_write(heads, angles, angles, slots, pool, pool, half(32), half(32), 1e-6, None)
     for head_dim, part in ((128, 96), (64, 22), (96, 96)):
         heads, pool, angles = half(2, 6, head_dim), half(16, 1, head_dim), torch.zeros(2, 1, part)
         call = (heads, angles, angles, slots, pool, pool)
-        yield lambda call=call: kernels.rope_and_kv_write(*call, None, None, 1e-6)
+        yield lambda call=call: kernels.rope_and_kv_write(*call, None, None, 1e-6, None)
     index = torch.zeros(2, dtype=torch.int32)
     table = PageTable(torch.zeros(2, 8, dtype=torch.int32), 16, 64)
     yield lambda: decode_inputs(torch.zeros(2, 64, dtype=torch.int32), table, index, index, gpu.pdl)

@@ -47,21 +47,31 @@ def pinned(count: int) -> Tensor:
 
 
 def missing_kernel(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, kinds: Iterable[LayerAttention]
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    kinds: Iterable[LayerAttention],
+    kv_dtype: torch.dtype | None = None,
 ) -> str:
-    """Return why FlashInfer cannot serve layers of these kinds, in one line; empty if it can."""
+    """Return why FlashInfer cannot serve layers of these kinds, in one line; empty if it can.
+
+    kv_dtype: of keys and values, None for that of queries.
+    """
     from tandem.engine_core.attention.flashinfer import HeadShape, load_kernel
 
     if head_dim not in FLASHINFER_HEAD_DIMS:
         return f"FlashInfer has no kernels for head_dim {head_dim}"
     for kind in kinds:
         try:
-            load_kernel(kind, pinned, torch.device("cuda"), HeadShape(heads, kv_heads, head_dim, dtype))
+            shape = HeadShape(heads, kv_heads, head_dim, dtype, kv_dtype)
+            load_kernel(kind, pinned, torch.device("cuda"), shape)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, OSError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             hint = "" if may_build() else f"; {BUILD}=1 compiles it"
-            what = f"head_dim {head_dim}, {dtype}, window {kind.window} and soft cap {kind.softcap}"
+            what = f"head_dim {head_dim}, {dtype}, keys in {kv_dtype or dtype}"
+            what += f", window {kind.window} and soft cap {kind.softcap}"
             return f"FlashInfer has no kernel for {what} ({reason}){hint}"
     return ""

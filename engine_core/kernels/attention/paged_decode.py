@@ -157,6 +157,7 @@ def _paged_decode_kernel(
     rows_ptr,
     positions_ptr,
     page_table_ptr,
+    scales_ptr,
     query_stride,
     slot_stride,
     table_stride,
@@ -167,6 +168,7 @@ def _paged_decode_kernel(
     ROWS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
+    SCALED: tl.constexpr,
     D: tl.constexpr,
     WIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -204,6 +206,8 @@ def _paged_decode_kernel(
     # only one tile would be on its way at a time.
     end = tl.minimum(last * BLOCK, length) - 1
     page = tl.load(page_row + tl.minimum(first * BLOCK + n, end) // PAGE_SIZE)
+    if SCALED:
+        value_scale = tl.load(scales_ptr + 1)
     wait_for_previous(PDL)
     q_offs = b.to(tl.int64) * query_stride + (head * GROUP + g[:, None]) * D + d[None, :]
     in_group = in_head(g < GROUP, d, D, WIDE)
@@ -223,6 +227,8 @@ def _paged_decode_kernel(
         page = tl.load(page_row + tl.minimum(m + BLOCK, end) // PAGE_SIZE)
         best, weight, acc = attend(q, k, v, visible[None, :], scale, best, weight, acc, CAP, PRECISION)
     acc = acc / weight[:, None]
+    if SCALED:
+        acc *= value_scale
 
     out_group = out_ptr + (b.to(tl.int64) * KV_HEADS + head) * GROUP * D
     if used == 1:
@@ -263,6 +269,7 @@ def paged_decode(
     least: int | None = None,
     out: Tensor | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Attend with one new token a row to the row's positions up to its own.
 
@@ -272,10 +279,10 @@ def paged_decode(
     query, or as in `kv_dtype`, D one of `HEAD_DIMS`; rows, positions: [B] integers on the device, contiguous;
     scale, window, softcap: as in `LayerAttention`; splits: from `choose_splits`; tile, least (positions worth a program
     of their own): measured defaults if None; out: where to write; scratch: from `split_scratch`, for a caller that has
-    to keep it. Returns [B, heads, D], contiguous.
+    to keep it; scales: as in `kv_dtype`. Returns [B, heads, D], contiguous.
 
-    With `pdl` the kernel right before may write the query, keys and values, but not rows, positions or the page table,
-    which are read before it has finished. Launches on one device must be ordered, as they share counters. Raises
+    With `pdl` the kernel right before may write the query, keys and values, but not rows, positions, scales or the page
+    table, which are read before it has finished. Launches on one device must be ordered, as they share counters. Raises
     RuntimeError if the first is under graph capture, and ValueError for another D, layout or page size, a window below
     1 or a soft cap that is not positive.
     """
@@ -293,11 +300,12 @@ def paged_decode(
     partial, log_sums = scratch or split_scratch(query, splits)
     counters = split_counters("paged_decode", query.device)
     _paged_decode_kernel[(kv_heads, splits, batch)](
-        *(out, partial, log_sums, counters, query, keys, values, rows, positions, page_table.pages),
+        *(out, partial, log_sums, counters, query, keys, values, rows, positions, page_table.pages, scales),
         *(query.stride(0), keys.stride(0), page_table.pages.stride(0), kernel_scale(scale, softcap), splits),
         triton.cdiv(least, tile.positions),
         KV_HEADS=kv_heads,
         SHARED=splits > 1,
+        SCALED=scales is not None,
         WINDOW=window,
         CAP=kernel_cap(softcap),
         **page_table.constants,

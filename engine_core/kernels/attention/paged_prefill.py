@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention.online_softmax import attend, kernel_cap, kernel_scale, max_stages
-from tandem.engine_core.kernels.attention.paged_decode import MAX_SPLITS
+from tandem.engine_core.kernels.attention.paged_decode import MAX_SPLITS, split_scratch
 from tandem.engine_core.kernels.attention.split_blocks import split_blocks
 from tandem.engine_core.kernels.attention.split_counters import COUNTERS, split_counters
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
@@ -106,6 +106,7 @@ def _paged_prefill_kernel(
     values_ptr,
     tiles_ptr,
     page_table_ptr,
+    scales_ptr,
     query_stride,
     slot_stride,
     table_stride,
@@ -119,6 +120,7 @@ def _paged_prefill_kernel(
     ROWS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
+    SCALED: tl.constexpr,
     D: tl.constexpr,
     WIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -190,6 +192,8 @@ def _paged_prefill_kernel(
         best, weight, acc = attend(q, k, v, visible, scale, best, weight, acc, CAP, PRECISION)
     weight = tl.where(weight > 0, weight, 1.0)
     acc = acc / weight[:, None]
+    if SCALED:
+        acc *= tl.load(scales_ptr + 1)
 
     output = ((first + index) * KV_HEADS + head) * GROUP + group
     out_offs = output[:, None] * D + d[None, :]
@@ -239,6 +243,7 @@ def paged_prefill(
     beside: bool = False,
     shape: TileShape | None = None,
     out: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Attend with each query to its row's positions up to its own.
 
@@ -247,8 +252,8 @@ def paged_prefill(
     4] int32 on the device, contiguous, which together cover every query once: a row of the page table, the index among
     T of the tile's first query, that query's position, and the number of queries that the row has from there on (a tile
     takes up to `tile_queries` of them); scale, window, softcap: as in `LayerAttention`; splits: from `choose_splits`;
-    shape: measured defaults if None; out: where to write. Returns [T, heads, D], contiguous. Raises ValueError for
-    another D, layout or page size, a window below 1 or a soft cap that is not positive.
+    shape: measured defaults if None; out: where to write; scales: as in `kv_dtype`. Returns [T, heads, D], contiguous.
+    Raises ValueError for another D, layout or page size, a window below 1 or a soft cap that is not positive.
 
     With `pdl` the kernel right before may write the query, keys and values, but not tiles or the page table, which are
     read before it has finished. With `beside` the kernel right before is `paged_decode`, which begins after every
@@ -265,18 +270,16 @@ def paged_prefill(
     if not len(tiles):
         return out
     shape = shape or choose_shape(head_dim, query.dtype)
-    # Outputs of each split, and the base-2 logarithms of their softmax sums.
-    outputs = tokens * heads * splits if splits > 1 else 0
-    partial = torch.empty(outputs * head_dim, dtype=torch.float32, device=query.device)
-    log_sums = torch.empty(outputs, dtype=torch.float32, device=query.device)
+    partial, log_sums = split_scratch(query, splits)
     counters = split_counters("paged_prefill", query.device)
     # Tiles come first: the other dimensions of a grid end at 65,535.
     _paged_prefill_kernel[(len(tiles), kv_heads, splits)](
-        *(out, partial, log_sums, counters, query, keys, values, tiles, page_table.pages),
+        *(out, partial, log_sums, counters, query, keys, values, tiles, page_table.pages, scales),
         *(query.stride(0), keys.stride(0), page_table.pages.stride(0), kernel_scale(scale, softcap), tokens, splits),
         triton.cdiv(LEAST_POSITIONS, shape.positions),
         KV_HEADS=kv_heads,
         SHARED=splits > 1,
+        SCALED=scales is not None,
         WINDOW=window,
         CAP=kernel_cap(softcap),
         BESIDE=beside,

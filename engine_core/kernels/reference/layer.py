@@ -70,29 +70,42 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x: [T, heads, head_dim]; cos: [T, 1, R] float32, its halves equal; sin: likewise, its first half negated. Computed
     in float32, returned in x's dtype.
     """
-    rotary_dim = cos.shape[-1]
+    return _rotate(x, cos, sin).to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate as `rope` does, and return float32."""
+    wide, rotary_dim = x.float(), cos.shape[-1]
     if rotary_dim < x.shape[-1]:
-        return torch.cat((rope(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), -1)
-    wide = x.float()
+        return torch.cat((_rotate(wide[..., :rotary_dim], cos, sin), wide[..., rotary_dim:]), -1)
     swapped = wide.roll(rotary_dim // 2, -1)
-    return torch.addcmul(wide * cos, swapped, sin).to(x.dtype)
+    return torch.addcmul(wide * cos, swapped, sin)
 
 
 def rope_and_kv_write(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slot_mapping: Tensor, keys: Tensor, values: Tensor
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slot_mapping: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys, and store keys and values in the pool.
 
     qkv: [T, heads + 2 * kv_heads, head_dim]; cos, sin: as in `rope`; slot_mapping: [T] int64, slots of the pool;
-    keys, values: [num_slots, kv_heads, head_dim], written, in qkv's dtype or as in `kv_dtype`. Returns the rotated
-    queries, [T, heads, head_dim].
+    keys, values: [num_slots, kv_heads, head_dim], written, in qkv's dtype or as in `kv_dtype`; scales: of keys and
+    values, as in `kv_dtype`. Returns the rotated queries, [T, heads, head_dim], multiplied by the scale of keys before
+    they are rounded.
     """
     kv_heads = keys.shape[1]
     query_heads = qkv.shape[1] - 2 * kv_heads
-    rotated = rope(qkv[:, : query_heads + kv_heads], cos, sin)
-    write_pool(keys, slot_mapping, rotated[:, query_heads:])
-    write_pool(values, slot_mapping, qkv[:, query_heads + kv_heads :])
-    return rotated[:, :query_heads]
+    key_scale, value_scale = (None, None) if scales is None else scales.unbind(0)
+    rotated = _rotate(qkv[:, : query_heads + kv_heads], cos, sin)
+    query = rotated[:, :query_heads]
+    write_pool(keys, slot_mapping, rotated[:, query_heads:].to(qkv.dtype), key_scale)
+    write_pool(values, slot_mapping, qkv[:, query_heads + kv_heads :], value_scale)
+    return (query if key_scale is None else query * key_scale).to(qkv.dtype)
 
 
 def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, kv_heads: int, eps: float) -> Tensor:
@@ -119,8 +132,9 @@ def qk_norm_rope_and_kv_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Run `qk_norm` if norm weights are given, then `rope_and_kv_write`."""
     if q_norm is not None and k_norm is not None:
         qkv = qk_norm(qkv, q_norm, k_norm, keys.shape[1], eps)
-    return rope_and_kv_write(qkv, cos, sin, slot_mapping, keys, values)
+    return rope_and_kv_write(qkv, cos, sin, slot_mapping, keys, values, scales)

@@ -29,6 +29,9 @@ class Wrapper:
         self.planned = tuple(one.tolist() for one in given if isinstance(one, Tensor))
         self.options = options
 
+    def run(self, query: Tensor, _pool: tuple[Tensor, Tensor], out: Tensor) -> None:
+        out.copy_(query)
+
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -70,3 +73,17 @@ def test_a_plan_says_how_full_the_last_page_of_each_row_is(flashinfer: ModuleTyp
     options = planner.wrappers[LAYER].options
     assert options["seq_lens"].tolist() == [8, 15, 17] + [0] * padding
     assert (options["sm_scale"], options["window_left"], options["causal"]) == (0.125, 31, True)
+
+
+def test_values_of_8_bits_are_scaled_after_the_library_has_read_them(flashinfer: ModuleType) -> None:
+    """A graph's padding behind the planned queries stays as it is."""
+    planner = planner_of(flashinfer, 8)
+    fp8 = torch.float8_e4m3fn
+    planner.heads = flashinfer.HeadShape(4, 2, 64, torch.bfloat16, fp8)
+    step = planner.plan([Span(0, 0, 0, 3)], PageTable(torch.ones(1, 1, dtype=torch.int32), PAGE, PAGE))
+    options = planner.wrappers[LAYER].options
+    assert (options["q_data_type"], options["kv_data_type"]) == (torch.bfloat16, fp8)
+    query, pool = torch.ones(5, 4, 64), torch.zeros(2 * PAGE, 2, 64).to(fp8)
+    out = torch.full_like(query, 7)
+    step.run_into(out, query, pool, pool, LAYER, torch.tensor([3.0, 0.5]), beside_decode=False)
+    assert (out[:3] == 0.5).all() and (out[3:] == 7).all()

@@ -31,6 +31,14 @@ def test_numbers_too_large_are_clamped() -> None:
     assert stored.tolist() == [448.0, 448.0, 448.0, 448.0, -448.0, 448.0]
 
 
+def test_a_scale_brings_numbers_of_any_size_into_range() -> None:
+    x = torch.randn(1000) * 1e5
+    scale = x.abs().max() / LARGEST
+    back = to_pool(x, FP8, scale).float() * scale
+    assert ((back - x).abs() <= x.abs() / 16 + 2.0**-10 * scale).all()
+    assert (to_pool(x, FP8).float().abs() == LARGEST).float().mean() > 0.9, "without one they are clamped"
+
+
 def test_a_pool_of_another_dtype_keeps_numbers_unchanged() -> None:
     pool, x = torch.zeros(4, 2), torch.tensor([[1e30, 2.0]])
     write_pool(pool, torch.tensor([3]), x)

@@ -84,6 +84,29 @@ def test_a_pool_of_8_bit_floats_equals_the_oracle(device: str) -> None:
     assert torch.equal(expected[:, index], qkv.unflatten(1, (4, 2))[:, 2:].transpose(0, 1).clamp(-448, 448))
 
 
+@pytest.mark.parametrize("pair", [(0.25, 8.0), (4096.0, 2.0**-6), (3.0, 0.75)])
+def test_scales_divide_keys_and_values_and_multiply_queries(pair: tuple[float, float], device: str) -> None:
+    """Keys beyond the largest 8-bit float are stored whole with a scale; with numbers as in the test above."""
+    qkv, cos, sin, index = inputs(5, 4, 2, 32, device)
+    qkv = to_pool(qkv * 3, torch.float8_e4m3fn).float()
+    qkv[:, 4:6] *= pair[0]
+    qkv[:, 6:] *= pair[1]
+    qkv[0, -1, :2] = torch.tensor([1000.0 * pair[1], -1e30])
+    cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+    scales = torch.tensor(pair, device=device)
+    pools = [torch.zeros(2, 20, 2, 32, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+    query = rope_and_kv_write(qkv, cos, sin, index, *pools[0].unbind(0), scales=scales)
+    expected = qk_norm_rope_and_kv_write(qkv, cos, sin, index, *pools[1].unbind(0), scales=scales)
+    torch.testing.assert_close(query, expected)
+    torch.testing.assert_close(expected, qkv[:, :4] * pair[0])
+    found, oracle = (pool.float() for pool in pools)
+    assert torch.equal(found, oracle)
+    stored = oracle[:, index].transpose(0, 1).flatten(1, 2)
+    meant = torch.cat((qkv[:, 4:6] / pair[0], qkv[:, 6:] / pair[1]), 1)
+    assert torch.equal(stored, meant.clamp(-448, 448))
+    assert (stored[0, -1, 0], stored[0, -1, 1]) == (448, -448)
+
+
 def test_a_strided_pool_and_strided_tokens_equal_the_oracle(device: str) -> None:
     qkv, cos, sin, index = inputs(2, 2, 1, 32, device)
     wide = torch.randn(2, 6, 32, device=device)

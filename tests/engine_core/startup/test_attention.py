@@ -8,7 +8,7 @@ import torch
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout
-from tandem.engine_core.startup.attention import find_obstacle
+from tandem.engine_core.startup.attention import describe_kernel, find_obstacle
 
 PLAIN, LOCAL = LayerAttention(0.125), LayerAttention(0.125, window=1024)
 CAPPED = LayerAttention(0.125, softcap=50.0)
@@ -42,7 +42,7 @@ def test_flashinfer_is_chosen_once_every_kind_of_layer_has_a_kernel() -> None:
 @pytest.mark.parametrize("error", [RuntimeError("no nvcc"), FileNotFoundError("no ninja"), OSError()], ids=repr)
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [(LOCAL, "window 1024 and soft cap None"), (CAPPED, "window None and soft cap 50.0")],
+    [(LOCAL, "window 1024, soft cap None"), (CAPPED, "window None, soft cap 50.0")],
 )
 def test_a_kind_without_a_kernel_rules_flashinfer_out(kind: LayerAttention, text: str, error: Exception) -> None:
     obstacle = find_obstacle(128, BF16, layout(), [PLAIN, kind], Library(PLAIN, error=error).load)
@@ -55,8 +55,8 @@ def test_a_line_of_the_log_comes_before_each_kernel_that_may_be_compiled(caplog:
     find_obstacle(128, BF16, layout(), [PLAIN, LOCAL], lambda _: lines.append([*caplog.messages]))
     plain, local = lines[1]
     assert lines[0] == [plain]
-    assert "head_dim 128, window None and soft cap None" in plain and "compiled now" in plain
-    assert "head_dim 128, window 1024 and soft cap None" in local
+    assert "head_dim 128, window None, soft cap None and keys in bfloat16" in plain and "compiled now" in plain
+    assert "head_dim 128, window 1024, soft cap None" in local
 
 
 def test_an_obstacle_is_one_line() -> None:
@@ -73,7 +73,7 @@ def test_a_library_that_is_not_installed_is_not_chosen() -> None:
     [
         (96, BF16, BF16, 16, "head_dim 96"),
         (128, torch.float32, torch.float32, 16, "float32"),
-        (128, BF16, torch.float8_e4m3fn, 16, "float8_e4m3fn"),
+        (128, torch.float32, torch.float8_e4m3fn, 16, "queries in torch.float32"),
         (128, BF16, BF16, 1 << 20, "pages of 4294967296 elements"),
     ],
 )
@@ -83,6 +83,21 @@ def test_shapes_that_flashinfer_lacks_load_nothing(
     library = Library(PLAIN)
     assert text in find_obstacle(head_dim, dtype, layout(stored, page_size), [PLAIN], library.load)
     assert library.asked == []
+
+
+def test_flashinfer_serves_8_bit_keys_with_16_bit_queries(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="tandem")
+    stored, library = layout(torch.float8_e4m3fn), Library(PLAIN)
+    assert find_obstacle(128, BF16, stored, [PLAIN], library.load) == ""
+    assert "keys in float8_e4m3fn" in caplog.messages[0]
+    missing = find_obstacle(128, BF16, stored, [PLAIN], Library().load)
+    assert "keys in float8_e4m3fn is not prebuilt" in missing
+
+
+def test_the_log_names_the_kernel_of_prompts_and_why() -> None:
+    assert describe_kernel({"fa3"}, BF16, layout()) == "fa3 with queries in bfloat16, keys and values in bfloat16"
+    narrow = describe_kernel({"fa2"}, BF16, layout(torch.float8_e4m3fn))
+    assert narrow.startswith("fa2 with queries in bfloat16, keys and values in float8_e4m3fn; fa3 would have to round")
 
 
 def test_too_little_memory_is_not_taken_for_a_missing_kernel() -> None:

@@ -149,12 +149,18 @@ def test_padding_rows_stay_finite_and_change_no_other_row(device: str) -> None:
     torch.testing.assert_close(found, reference.paged_decode(*given, 0.2), atol=2e-5, rtol=2e-5)
 
 
-def test_a_pool_of_8_bit_floats_is_read_exactly(device: str) -> None:
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("pair", [None, (0.02, 30.0)], ids=["no scales", "scales"])
+def test_a_pool_of_8_bit_floats_is_read_exactly(pair: tuple[float, float] | None, splits: int, device: str) -> None:
     given = inputs([1, 16, 70], 4, 2, 32, 8, device)
     keys, values = (to_pool(part.nan_to_num(), torch.float8_e4m3fn) for part in (given.keys, given.values))
-    found = paged_decode(*given._replace(keys=keys, values=values), 0.2, 3, tile=SMALL)
-    expected = reference.paged_decode(*given._replace(keys=keys.float(), values=values.float()), 0.2)
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+    key_scale, value_scale = pair or (1.0, 1.0)
+    scales = None if pair is None else torch.tensor(pair, device=device)
+    stored = given._replace(query=given.query * key_scale, keys=keys, values=values)
+    found = paged_decode(*stored, 0.2, splits, tile=SMALL, scales=scales)
+    meant = given._replace(keys=keys.float() * key_scale, values=values.float() * value_scale)
+    expected = reference.paged_decode(*meant, 0.2)
+    torch.testing.assert_close(found, expected, atol=2e-5 * value_scale, rtol=2e-5)
 
 
 @pytest.mark.parametrize("length", [1, 40, 64])

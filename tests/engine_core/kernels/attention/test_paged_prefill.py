@@ -1,6 +1,7 @@
 """The Triton attention over rows of any lengths against plain torch, in float32, and its planners."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -341,11 +342,16 @@ def test_shapes_without_a_kernel_are_refused(
         paged_prefill(query, pool, pool, tiles, PageTable(tiles, page_size, page_size), 1.0)
 
 
-def test_a_pool_of_8_bit_floats_is_read_exactly(device: str) -> None:
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("pair", [None, (0.02, 30.0)], ids=["no scales", "scales"])
+def test_a_pool_of_8_bit_floats_is_read_exactly(pair: tuple[float, float] | None, splits: int, device: str) -> None:
     spans, query, keys, values, table = inputs([(17, 23), (4, 1)], 4, 2, 32, 16, device)
     keys, values = (to_pool(part.nan_to_num(), torch.float8_e4m3fn) for part in (keys, values))
-    found = planner_for(4, 2, 32, spans, device).plan(spans, table).run(query, keys, values, LAYER)
+    key_scale, value_scale = pair or (1.0, 1.0)
+    scales = None if pair is None else torch.tensor(pair, device=device)
     plain = TorchPlanner([LAYER]).plan(spans, table)
-    expected = plain.run(query, keys.float(), values.float(), LAYER)
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(plain.run(query, keys, values, LAYER), expected, atol=1e-6, rtol=1e-6)
+    expected = plain.run(query, keys.float() * key_scale, values.float() * value_scale, LAYER)
+    step = replace(planner_for(4, 2, 32, spans, device).plan(spans, table), splits=splits)
+    for tolerance, one in ((2e-5, step), (1e-6, plain)):
+        found = one.run(query * key_scale, keys, values, LAYER, scales)
+        torch.testing.assert_close(found, expected, atol=tolerance * value_scale, rtol=tolerance)

@@ -1,0 +1,94 @@
+"""Scales of the keys and values in a pool of 8-bit floats.
+
+They are the checkpoint's, else calibrated. A page that is written with one scale cannot be read with another, and pages
+are shared by all requests for as long as they are cached. So scales are settled before there is a pool: text of the
+model's own, behind random tokens, is computed with keys and values in the model's dtype, and the largest of a layer
+sets its scale.
+"""
+
+import logging
+
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from tandem.engine_core.attention.base import ForwardBatch, Span
+from tandem.engine_core.attention.torch import TorchPlanner
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.kernels.kv_dtype import LARGEST
+from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
+from tandem.engine_core.models.registry import Model
+
+logger = logging.getLogger(__name__)
+
+ROWS, PROMPT, SAMPLED = 8, 64, 16
+"""Sequences that a calibration computes, random tokens that each begins with, and tokens sampled after them."""
+MARGIN = 4.0
+"""Factor between the largest number seen and the largest that is stored without clamping.
+
+It costs no precision: all numbers above 2^-14 of the largest that is stored keep their three bits of mantissa.
+"""
+PAGE_SIZE = 16
+
+
+def settle_kv_scales(model: Model, layout: KVLayout, dtype: torch.dtype, max_len: int) -> None:
+    """Check the scales that a checkpoint gave, and calibrate those that it lacks.
+
+    Does nothing for a pool of the model's own dtype. layout: of the pool; dtype: of the model; max_len: most positions
+    of a sequence. Raises ConfigError for scales that are negative or not finite.
+    """
+    if not layout.has_scales:
+        return
+    scales = model.kv_scales.values
+    given = scales.cpu()
+    for layer, pair in enumerate(given.tolist()):
+        for name, scale in zip(("keys", "values"), pair, strict=True):
+            if not 0 <= scale < float("inf"):
+                raise ConfigError(
+                    f"--kv-dtype fp8: the checkpoint's scale of the {name} of layer {layer} is {scale}, but it must be "
+                    "positive; use --kv-dtype auto or another checkpoint"
+                )
+    missing = given == 0
+    if missing.any():
+        largest = _largest(model, layout, dtype, max_len).cpu()
+        # A model that overflows, or one of zeros, says nothing of what it will store.
+        found = torch.where((largest > 0) & largest.isfinite(), MARGIN * largest / LARGEST, 1.0)
+        given = torch.where(missing, found, given)
+        scales.copy_(given)
+    count = int(missing.sum())
+    logger.info(
+        "KV scales of %d layers: %d from the checkpoint, %d calibrated; keys %.3g to %.3g, values %.3g to %.3g",
+        len(given), given.numel() - count, count,
+        given[:, 0].min(), given[:, 0].max(), given[:, 1].min(), given[:, 1].max(),
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def _largest(model: Model, layout: KVLayout, dtype: torch.dtype, max_len: int) -> Tensor:
+    """Return the largest magnitudes of each layer's keys and values.
+
+    They are [layers, 2] float32.
+    """
+    device = model.kv_scales.values.device
+    prompt = min(PROMPT, max_len)
+    total = min(prompt + SAMPLED, max_len)
+    used = ceil_div(total, PAGE_SIZE)
+    kv = KVStorage.allocate(structs.replace(layout, dtype=dtype, page_size=PAGE_SIZE), ROWS * used + 1, device)
+    table = kv.page_table(torch.arange(1, ROWS * used + 1, dtype=torch.int32, device=device).view(ROWS, used))
+    planner = TorchPlanner(model.config.attention_kinds)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (ROWS, prompt), generator=generator)
+    start = 0
+    while start < total:
+        length = ids.shape[1]
+        spans = [Span(row, row * length, start, length) for row in range(ROWS)]
+        positions = torch.arange(start, start + length, device=device).repeat(ROWS)
+        rows = torch.arange(ROWS, device=device).repeat_interleave(length)
+        last = torch.arange(1, ROWS + 1, device=device) * length - 1
+        step = planner.plan(spans, table)
+        batch = ForwardBatch(ids.flatten().to(device), positions, table.slots(rows, positions), last, step)
+        logits = model.logits(model.forward(batch, kv)).float().cpu()
+        start += length
+        ids = torch.multinomial(logits.nan_to_num().softmax(-1), 1, generator=generator)
+    return kv.pool.abs().amax((0, 3, 4, 5)).float()
