@@ -139,7 +139,9 @@ def test_rows_of_any_lengths_equal_the_oracle(
     torch.testing.assert_close(found.float(), exact, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("kind", [LayerAttention(0.125), LayerAttention(0.125, window=100)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [LayerAttention(0.125), LayerAttention(0.125, window=100)], ids=["every position", "windowed"]
+)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES[:2])
 def test_flashinfer_over_8_bits_equals_the_oracle(
     heads: int, kv_heads: int, head_dim: int, kind: LayerAttention
