@@ -123,7 +123,8 @@ def quantized_norm(
 ) -> tuple[ByteRows, Tensor]:
     """Add x to the residual stream, and normalise and round the sum.
 
-    The norm is not written in x's dtype. Returns the rounded rows, and the sum as in `add_rms_norm` (x itself without a residual). x_weight: x is normalised with these factors before it is added. Oracle:
+    The norm is not written in x's dtype. Returns the rounded rows, and the sum as in `add_rms_norm` (x itself
+    without a residual). x_weight: x is normalised with these factors before it is added. Oracle:
     `reference.byte_rows.quantized_norm`.
     """
     rows = empty_byte_rows(x.shape[0], x.shape[1], x.dtype, to, x.device)
