@@ -144,14 +144,16 @@ class Service:
         request.scope[IGNORED_KEY] = ignored
         return ignored
 
-    async def count_tokens(self, model: str, conversation: Conversation, ignored: IgnoredFields) -> int:
+    async def count_tokens(self, model: str, conversation: Conversation, ignored: IgnoredFields, client: str) -> int:
         """Count the tokens of a conversation's prompt.
+
+        `client` is the name of the API key.
 
         Raises ApiError for a model that is not served, for a conversation that the chat template cannot render, and
         while the engine is not ready.
         """
         self.admission.named(model, self.ready().model)
-        text = await self.chat.render(conversation, ignored)
+        text = await self.chat.render(conversation, ignored, client)
         return len(await self.tokenizer.encode(text, False))
 
     async def await_link(self) -> None:

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from msgspec import Raw, Struct
 from starlette.responses import Response
 
+from tandem.frontend.access.api_key import key_name
 from tandem.frontend.api.openapi import json_response, takes
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import malformed, unsupported
@@ -143,7 +144,11 @@ def tokenize_router(service: Service) -> APIRouter:
             if parsed.model is not None:
                 service.admission.named(parsed.model, model)
             source = parsed.source
-            text = source if isinstance(source, str) else await service.chat.render(source, ignored)
+            text = (
+                source
+                if isinstance(source, str)
+                else await service.chat.render(source, ignored, key_name(request.scope))
+            )
             ids = await service.tokenizer.encode(text, parsed.add_special_tokens)
         arguments = (service.tokenizer, ids, model.max_len, parsed.return_token_strs)
         if len(ids) <= MANY_IDS:

@@ -26,7 +26,7 @@ from tandem.frontend.special_tokens import SpecialTokenGuard
 from tandem.frontend.workers import Workers
 from tandem.protocol.events import Ready
 
-MAX_INLINE_MESSAGES, MAX_INLINE_CHARS = 64, 32 * 1024
+MAX_INLINE_MESSAGES, MAX_INLINE_CHARS = 256, 32 * 1024
 """Largest conversation that is encoded in the event loop."""
 
 
@@ -70,15 +70,21 @@ class Chat:
         if self._renderer is not None:
             self._renderer.start()
 
+    @property
+    def renderer_pid(self) -> int | None:
+        """Id of the process that renders; None while there is none."""
+        return None if self._renderer is None else self._renderer.pid
+
     async def close(self) -> None:
         """End the process that renders."""
         if self._renderer is not None:
             await self._renderer.close()
 
-    async def render(self, conversation: Conversation, ignored: IgnoredFields) -> str:
+    async def render(self, conversation: Conversation, ignored: IgnoredFields, client: str = "") -> str:
         """Render the prompt of a conversation, with its special tokens.
 
         If the template does not render tools, they are described in the messages. With a guard the prompt is sealed.
+        `client` is the name of the API key.
 
         Raises ApiError 400 if the model has no chat template, or if the template fails, and 500 if the process that
         renders it fails.
@@ -92,7 +98,7 @@ class Chat:
         else:
             request = await self._workers.run(self._request_frame, template, conversation, ignored)
         try:
-            rendered = await renderer.render(request)
+            rendered = await renderer.render(request, client)
         except RenderError as failure:
             reason = str(failure) if self._guard is None else self._guard.unmarked(str(failure))
             raise template.failed(reason) from None
@@ -120,7 +126,7 @@ class Chat:
         """
         self._admission.named(options.model, ready.model)
         begun = monotonic()
-        prompt = await self.render(conversation, ignored)
+        prompt = await self.render(conversation, ignored, client)
         rendered = Stage("render", begun, monotonic())
         shape = self._shape(tool_use, prompt if self._guard is None else self._guard.unsealed(prompt))
         if shape.tool_format is not None and shape.tool_format.special_tokens:
@@ -182,12 +188,13 @@ def _is_small(conversation: Conversation) -> bool:
 
     One with anything but a few texts counts as large.
     """
-    if len(conversation.messages) > MAX_INLINE_MESSAGES or conversation.tools or conversation.documents:
+    messages = conversation.messages
+    if len(messages) > MAX_INLINE_MESSAGES or conversation.tools or conversation.documents:
         return False
     chars = 0
-    for message in conversation.messages:
-        for value in message.values():
-            if not isinstance(value, str):
-                return False
-            chars += len(value)
+    for message in messages:
+        content = message.get("content")
+        if len(message) > 2 or type(content) is not str:  # more than a role and a text
+            return False
+        chars += len(content)
     return chars <= MAX_INLINE_CHARS and not conversation.template_kwargs

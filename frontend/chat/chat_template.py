@@ -103,7 +103,7 @@ class ChatTemplate:
             raise unsupported_field("{param} is not supported: the model's chat template does not read it", "documents")
         messages = [_adapt_role(message, text) for message in conversation.messages]
         if conversation.continue_final_message:
-            _append_mark(messages[-1])
+            messages[-1] = _with_mark(messages[-1])
         variables = {
             **conversation.template_kwargs,
             **_reasoning_variables(conversation, text, ignored),
@@ -199,14 +199,14 @@ def _find_built_in(model_dir: Path, tokenizer: Tokenizer) -> TemplateSource | No
 
 
 def _adapt_role(message: dict[str, Any], template: str) -> dict[str, Any]:
-    """Copy a message, replacing a role that the template does not know.
+    """Return a message with a role that the template knows.
 
-    The role is replaced by its equivalent.
+    Another role is replaced by its equivalent, in a copy.
     """
     role = message["role"]
     if role == "developer" and "developer" not in template:
         return {**message, "role": "system"}
-    return {**message, "role": "tool"} if role == "function" else {**message}
+    return {**message, "role": "tool"} if role == "function" else message
 
 
 def _reasoning_variables(conversation: Conversation, template: str, ignored: IgnoredFields) -> dict[str, Any]:
@@ -233,10 +233,11 @@ def _reasoning_variables(conversation: Conversation, template: str, ignored: Ign
     return variables
 
 
-def _append_mark(message: dict[str, Any]) -> None:
-    if not isinstance(message.get("content"), str):
+def _with_mark(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str):
         raise malformed("'continue_final_message' needs a last message with 'content'", "continue_final_message")
-    message["content"] += _CONTINUE_MARK
+    return {**message, "content": content + _CONTINUE_MARK}
 
 
 def _cut_at_mark(rendered: str) -> str:

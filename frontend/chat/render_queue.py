@@ -5,12 +5,16 @@ renders.
 """
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 
 from msgspec import Struct
 
 MAX_BYTES_AHEAD = 256 * 1024
 """Bytes of requests that a process is given in advance, so that it need not wait for the next one."""
+MAX_GIVEN = 4
+"""Conversations that a process has at most, the one that it renders among them: the turn of a key waits for these."""
+FEW_GIVEN = 1
+"""Conversations of a process at which it is given more, together in one write."""
 
 
 class RenderJob(Struct, eq=False):
@@ -20,18 +24,29 @@ class RenderJob(Struct, eq=False):
     """Frame that asks for it."""
     prompt: "asyncio.Future[str]"
     """Result; cancelled if its request was given up."""
+    client: str = ""
+    """Name of the API key; "" without one."""
+    num_deaths: int = 0
+    """Processes that ended while they rendered it."""
 
 
 class RenderQueue:
-    """Order of the conversations of one frontend."""
+    """Order of the conversations of one frontend.
+
+    API keys take turns: one with many conversations delays those of others by a few at most. Of one key, or without
+    keys, the first comes first.
+    """
 
     def __init__(self) -> None:
-        self._waiting: deque[RenderJob] = deque()
+        self._again: deque[RenderJob] = deque()
+        """Conversations that an ended process had; they come before all others."""
+        self._waiting: OrderedDict[str, deque[RenderJob]] = OrderedDict()
+        """Other conversations of each key; the key whose turn is next comes first."""
         self._given: deque[RenderJob] = deque()
         self._bytes_ahead = 0
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._given)
+        return len(self._again) + sum(map(len, self._waiting.values())) + len(self._given)
 
     @property
     def current(self) -> RenderJob | None:
@@ -39,24 +54,29 @@ class RenderQueue:
         return self._given[0] if self._given else None
 
     def add(self, job: RenderJob) -> None:
-        """Append a conversation."""
-        self._waiting.append(job)
+        """Append a conversation to those of its key."""
+        self._waiting.setdefault(job.client, deque()).append(job)
+
+    def retry(self, job: RenderJob) -> None:
+        """Put a conversation before all others."""
+        self._again.appendleft(job)
 
     def give(self) -> list[bytes]:
         """Return the requests that the process may be given now.
 
-        One that was given up is dropped.
+        It is given none while it has more than FEW_GIVEN. A conversation that was given up is dropped.
         """
-        requests = []
-        while self._waiting:
-            job = self._waiting[0]
+        requests: list[bytes] = []
+        if len(self._given) > FEW_GIVEN:
+            return requests
+        while len(self._given) < MAX_GIVEN and (job := self._first()) is not None:
             if not job.prompt.done():
                 if self._given and self._bytes_ahead + len(job.request) > MAX_BYTES_AHEAD:
                     break
                 self._given.append(job)
                 self._bytes_ahead += len(job.request)
                 requests.append(job.request)
-            self._waiting.popleft()
+            self._remove_first()
         return requests
 
     def finish(self) -> RenderJob:
@@ -71,15 +91,33 @@ class RenderQueue:
         The others that it was given go to its successor, in their order.
         """
         guilty = self.finish() if self._given else None
-        self._waiting.extendleft(reversed(self._given))
+        self._again.extendleft(reversed(self._given))
         self._given.clear()
         self._bytes_ahead = 0
         return guilty
 
     def take_all(self) -> list[RenderJob]:
         """Remove all conversations."""
-        jobs = [*self._given, *self._waiting]
-        self._given.clear()
-        self._waiting.clear()
+        jobs = [*self._given, *self._again, *(job for jobs in self._waiting.values() for job in jobs)]
+        for removed in (self._given, self._again, self._waiting):
+            removed.clear()
         self._bytes_ahead = 0
         return jobs
+
+    def _first(self) -> RenderJob | None:
+        """Return the conversation whose turn it is."""
+        if self._again:
+            return self._again[0]
+        return next((jobs[0] for jobs in self._waiting.values()), None)
+
+    def _remove_first(self) -> None:
+        """Remove the conversation whose turn it is; another key's turn is next."""
+        if self._again:
+            self._again.popleft()
+            return
+        client, jobs = next(iter(self._waiting.items()))
+        jobs.popleft()
+        if jobs:
+            self._waiting.move_to_end(client)
+        else:
+            del self._waiting[client]

@@ -8,6 +8,7 @@ within the sandbox's bounds can hold the interpreter for minutes or take gigabyt
 stopped. Here memory has a limit of the kernel's, and the frontend kills a process that takes too long.
 """
 
+import gc
 import resource
 import socket
 import sys
@@ -82,6 +83,7 @@ def serve(frames: BinaryIO, sock: socket.socket) -> None:
         if renderer is None:
             renderer = Renderer(msgspec.json.decode(data, type=Templates), SandboxedTemplates())
             renderer.compile_all()
+            gc.freeze()  # what lives as long as the process need not be looked at again
             sock.sendall(frame(READY, b""))
         else:
             sock.sendall(answer(renderer, data))

@@ -8,10 +8,9 @@ import contextlib
 import logging
 import socket
 import sys
-from collections.abc import Callable
-from typing import cast
 
-from tandem.frontend.chat.render_frames import HEADER, MEMORY_BYTES, OUT_OF_MEMORY, PROMPT, READY
+from tandem.frontend.chat.render_connection import RenderConnection
+from tandem.frontend.chat.render_frames import MEMORY_BYTES, OUT_OF_MEMORY, PROMPT, READY
 from tandem.frontend.chat.render_queue import RenderJob, RenderQueue
 from tandem.frontend.chat.template_sandbox import MAX_SECONDS, RenderError
 from tandem.frontend.errors import ApiError
@@ -25,6 +24,8 @@ TICK_SECONDS = 0.5
 MAX_TICKS = round((MAX_SECONDS + 1.0) / TICK_SECONDS)
 """Ticks that one conversation may take: the sandbox stops a template before, where it can."""
 MAX_START_TICKS = round(60.0 / TICK_SECONDS)
+MAX_RETRIES = 1
+"""Times that a conversation is rendered again after its process was killed from outside, or ended without a word."""
 _EXIT_SECONDS = 1.0
 """Time that a process which has closed its socket gets to exit, so that its own exit status is told."""
 _ARGV = (sys.executable, "-P", "-m", "tandem.frontend.chat.render_worker")
@@ -46,7 +47,7 @@ class TemplateProcess:
         self._tick_seconds = tick_seconds
         self._queue = RenderQueue()
         self._process: ManagedProcess | None = None
-        self._connection: _Connection | None = None
+        self._connection: RenderConnection | None = None
         """Connection to the process once that is ready."""
         self._lives: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -67,13 +68,15 @@ class TemplateProcess:
         if not self._is_closed and (self._lives is None or self._lives.done()):
             self._lives = asyncio.get_running_loop().create_task(self._live())
 
-    async def render(self, request: bytes) -> str:
+    async def render(self, request: bytes, client: str = "") -> str:
         """Render one conversation, given the frame of its request.
 
-        Raises RenderError if the template fails, or was stopped; ApiError 500 if the process cannot be started, or ends
-        for a reason of its own.
+        `client` is the name of the API key, which has a share of the process.
+
+        Raises RenderError if the template fails, or was stopped; ApiError 500 if the process cannot be started, or if
+        it was killed and its successor as well, both while they rendered this conversation.
         """
-        job = RenderJob(request, asyncio.get_running_loop().create_future())
+        job = RenderJob(request, asyncio.get_running_loop().create_future(), client)
         self._queue.add(job)
         if self._connection is None:
             self.start()
@@ -103,7 +106,7 @@ class TemplateProcess:
         self._ticks = self._num_answers = 0
         self._was_too_slow = False
         self._watch()
-        connection = _Connection(self._received)
+        connection = RenderConnection(self._received)
         try:
             status = await self._run(connection)
         except OSError as error:
@@ -125,10 +128,21 @@ class TemplateProcess:
                 _fail(guilty, RenderError(f"it took too long and was stopped (at most {MAX_SECONDS:g} s)"))
             else:
                 logger.warning("the process that renders chat templates %s while it rendered a conversation", status)
-                _fail(guilty, _ended_with(status))
+                self._fail_or_retry(guilty, _ended_with(status))
         return len(self._queue) > 0 or guilty is not None or self._num_answers > 0
 
-    async def _run(self, connection: "_Connection") -> str:
+    def _fail_or_retry(self, job: RenderJob, error: RenderError | ApiError) -> None:
+        """End a conversation whose process ended, or render it once more.
+
+        The latter if something else may have ended that process, and for the first time.
+        """
+        job.num_deaths += 1
+        if isinstance(error, RenderError) or job.num_deaths > MAX_RETRIES:
+            _fail(job, error)
+        else:
+            self._queue.retry(job)
+
+    async def _run(self, connection: RenderConnection) -> str:
         """Run one process to its end; return how it ended.
 
         Raises OSError if it cannot be started.
@@ -145,14 +159,15 @@ class TemplateProcess:
                 undo.callback(ours.close)
                 with theirs:
                     await process.start()
-                await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
                 undo.pop_all()
+            connection.open(ours)
             connection.write(self._templates)
             await connection.lost
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_EXIT_SECONDS):
                     await process.wait()
         finally:
+            connection.close()
             process.kill()
         await process.wait()
         return f"ended with {process.exit_status}"
@@ -168,7 +183,7 @@ class TemplateProcess:
             self._connection.write(requests[0] if len(requests) == 1 else b"".join(requests))
             self._watch()
 
-    def _received(self, connection: "_Connection", kind: int, text: bytes) -> None:
+    def _received(self, connection: RenderConnection, kind: int, text: bytes) -> None:
         """Take one frame of the process."""
         self._ticks = 0
         if kind == READY:
@@ -202,41 +217,6 @@ class TemplateProcess:
             self._process.kill()
         else:
             self._watch()
-
-
-class _Connection(asyncio.Protocol):
-    """Socket to one process, which hands over each frame that comes from it."""
-
-    def __init__(self, received: "Callable[[_Connection, int, bytes], None]") -> None:
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Set once the process has closed the socket, or ended."""
-        self._received = received
-        self._transport: asyncio.WriteTransport | None = None
-        self._buffer = bytearray()
-
-    def write(self, data: bytes) -> None:
-        """Send frames, if the process still lives."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        buffer = self._buffer
-        buffer += data
-        while len(buffer) >= HEADER.size:
-            length, kind = HEADER.unpack_from(buffer)
-            end = HEADER.size + length
-            if len(buffer) < end:
-                return
-            text = bytes(memoryview(buffer)[HEADER.size : end])
-            del buffer[:end]
-            self._received(self, kind, text)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.lost.done():
-            self.lost.set_result(None)
 
 
 def _fail(job: RenderJob, error: Exception) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -39,6 +39,11 @@ MAX_WIDTH = 4096
 _WIDE_FORMAT = re.compile(r"\d{5}")
 _BOUNDED_FILTERS = ("center", "indent", "wordwrap", "batch", "slice", "tojson", "pprint", "format", "replace", "join")
 _BOUNDED_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "replace", "join")
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+_PLAIN = frozenset((str, int, float, bool, list, dict))
+"""Types of values that jinja's sandbox has nothing to check of, as attributes of a namespace."""
+_LOOP_VALUES = frozenset(("index", "index0", "first", "last", "length", "previtem", "nextitem"))
+"""Attributes of `loop` that are plain values."""
 
 
 class RenderError(Exception):
@@ -143,9 +148,26 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
             size = 0
             for part in template.generate(variables):
                 size += len(part)
-                _check_size(size)
+                if size > MAX_CHARS:
+                    _check_size(size)
                 parts.append(part)
             return "".join(parts)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return `obj.attribute` as jinja defines it.
+
+        Most are members of a message, for which jinja would raise and catch an exception first.
+        """
+        kind = type(obj)
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if kind is LoopContext and attribute in _LOOP_VALUES:
+            return getattr(obj, attribute)
+        if kind is _Namespace and attribute[:1] != "_":
+            value = getattr(obj, attribute, None)
+            if type(value) in _PLAIN:
+                return value
+        return super().getattr(obj, attribute)
 
     @property
     def in_time(self) -> bool:

@@ -63,7 +63,7 @@ def messages_router(service: Service) -> APIRouter:
         ignored = service.ignored_fields(request)
         async with service.pending.receive(request, partial(parse_count_request, ignored=ignored)) as prompt:
             with _own_names():
-                number = await service.count_tokens(prompt.model, prompt.conversation, ignored)
+                number = await service.count_tokens(prompt.model, prompt.conversation, ignored, key_name(request.scope))
         return {"input_tokens": number}
 
     return router

@@ -80,7 +80,9 @@ def responses_router(service: Service) -> APIRouter:
         async with service.pending.receive(request, partial(parse, ignored=ignored)) as parsed:
             parsed, context = await _continued(loader, owner_of(request.scope), parsed, ignored)
             with _own_names():
-                number = await service.count_tokens(parsed.options.model, parsed.conversation(context.items), ignored)
+                number = await service.count_tokens(
+                    parsed.options.model, parsed.conversation(context.items), ignored, key_name(request.scope)
+                )
         return {"object": "response.input_tokens", "input_tokens": number}
 
     @router.post("/v1/responses/compact", include_in_schema=False)

@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.frontend.chat.render_queue import MAX_BYTES_AHEAD, RenderJob, RenderQueue
+from tandem.frontend.chat.render_queue import FEW_GIVEN, MAX_BYTES_AHEAD, MAX_GIVEN, RenderJob, RenderQueue
+
+COUNTS = {"many": 20, "few": 2, "one": 1}
+"""Conversations of each API key."""
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +20,8 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     made.close()
 
 
-def job(loop: asyncio.AbstractEventLoop, size: int) -> RenderJob:
-    return RenderJob(b"x" * size, loop.create_future())
+def job(loop: asyncio.AbstractEventLoop, size: int, client: str = "") -> RenderJob:
+    return RenderJob(b"x" * size, loop.create_future(), client)
 
 
 def test_a_process_is_given_requests_up_to_a_number_of_bytes(loop: asyncio.AbstractEventLoop) -> None:
@@ -44,9 +47,51 @@ def test_a_conversation_that_nobody_waits_for_is_not_rendered(loop: asyncio.Abst
     assert len(queue) == 1
 
 
+def test_a_process_is_given_several_requests_in_one_write_and_no_more_until_it_has_few(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    queue = RenderQueue()
+    for _ in range(3 * MAX_GIVEN):
+        queue.add(job(loop, 1))
+    assert len(queue.give()) == MAX_GIVEN
+    for _ in range(MAX_GIVEN - FEW_GIVEN):
+        assert queue.give() == []
+        queue.finish()
+    assert len(queue.give()) == MAX_GIVEN - FEW_GIVEN
+
+
+def test_keys_take_turns_and_conversations_of_one_key_keep_their_order(loop: asyncio.AbstractEventLoop) -> None:
+    queue = RenderQueue()
+    jobs = {client: [job(loop, number, client) for number in range(1, count + 1)] for client, count in COUNTS.items()}
+    for added in jobs.values():
+        for one in added:
+            queue.add(one)
+    order: list[RenderJob] = []
+    while queue.give() or queue.current is not None:
+        order.append(queue.finish())
+    for added in jobs.values():
+        assert [one for one in order if one in added] == added
+    assert [one.client for one in order] == ["many", "few", "one", "many", "few", *["many"] * 18]
+
+
+def test_a_conversation_that_is_tried_again_comes_before_all_others(loop: asyncio.AbstractEventLoop) -> None:
+    queue = RenderQueue()
+    jobs = [job(loop, 1, client) for client in ("a", "b", "c")]
+    for one in jobs:
+        queue.add(one)
+    queue.give()
+    guilty = queue.take_back()
+    assert guilty is jobs[0]
+    queue.add(job(loop, 1, "d"))
+    queue.retry(guilty)
+    assert len(queue) == 4
+    queue.give()
+    assert [queue.finish().client for _ in range(4)] == ["a", "b", "c", "d"]
+
+
 @given(st.lists(st.sampled_from(["add", "add large", "give", "finish", "die", "cancel"]), max_size=60))
 def test_each_conversation_is_answered_once_and_in_order_unless_its_process_ended(steps: list[str]) -> None:
-    """Only the one that was being rendered is lost with a process; the others keep their order."""
+    """Only one that was rendered by two processes that ended is lost; all keep their order."""
     loop = asyncio.new_event_loop()
     queue, added, ended = RenderQueue(), list[RenderJob](), list[RenderJob]()
     for step in steps:
@@ -60,7 +105,11 @@ def test_each_conversation_is_answered_once_and_in_order_unless_its_process_ende
         elif step == "die":
             rendered = queue.current
             assert queue.take_back() is rendered
-            ended += [rendered] if rendered is not None else []
+            if rendered is not None and rendered.num_deaths < 1:
+                rendered.num_deaths += 1
+                queue.retry(rendered)
+            elif rendered is not None:
+                ended.append(rendered)
         elif step == "cancel" and added:
             added[-1].prompt.cancel()
     while queue.give() or queue.current is not None:

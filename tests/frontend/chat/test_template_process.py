@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from tandem.frontend.chat import template_process
 from tandem.frontend.chat.render_frames import MEMORY_BYTES, RenderRequest, Templates, json_frame
+from tandem.frontend.chat.render_queue import MAX_GIVEN
 from tandem.frontend.chat.template_process import MAX_TICKS, TemplateProcess
 from tandem.frontend.chat.template_sandbox import RenderError
 from tandem.frontend.errors import ApiError
@@ -105,18 +106,60 @@ def test_conversation_that_takes_too_long_costs_one_process_and_no_other_convers
     with_process(body)
 
 
-def test_conversation_whose_process_is_killed_is_a_500_and_others_are_rendered() -> None:
+def test_conversation_whose_process_is_killed_once_is_rendered_by_the_successor() -> None:
     async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
         await process.render(asked("a"))
         stopped = stop(process)
         first, other = (asyncio.create_task(process.render(asked(text))) for text in "bc")
         await asyncio.sleep(0)
         os.kill(stopped, signal.SIGKILL)
-        with pytest.raises(ApiError, match="ended with signal SIGKILL") as caught:
-            await first
-        assert (caught.value.status, caught.value.code) == (500, "template_process_failed")
-        assert await other == "c"
+        assert await asyncio.gather(first, other) == ["b", "c"]
         assert restarts(registry) == {"ended": 1.0}
+
+    with_process(body)
+
+
+def test_conversation_that_ends_its_process_and_the_successor_is_a_500_and_others_are_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = (
+        "import os; from tandem.frontend.chat import render_worker\n"
+        "answer = render_worker.answer\n"
+        "render_worker.answer = lambda *given: os.kill(os.getpid(), 9) if b'guilty' in given[1] else answer(*given)\n"
+        "render_worker.main()"
+    )
+    monkeypatch.setattr(template_process, "_ARGV", (template_process._ARGV[0], "-c", program))
+
+    async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
+        await process.render(asked("a"))
+        texts = ["b", "guilty", "c", "d"]
+        tasks = [asyncio.create_task(process.render(asked(text))) for text in texts]
+        guilty = tasks[1]
+        with pytest.raises(ApiError, match="ended with signal SIGKILL") as caught:
+            await guilty
+        assert (caught.value.status, caught.value.code) == (500, "template_process_failed")
+        assert await asyncio.gather(*(task for task in tasks if task is not guilty)) == ["b", "c", "d"]
+        assert restarts(registry) == {"ended": 2.0}
+
+    with_process(body)
+
+
+def test_conversations_of_one_key_delay_those_of_another_by_a_few() -> None:
+    async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
+        await process.render(asked("a"))
+        stopped = stop(process)
+        done: list[str] = []
+
+        async def render(client: str) -> None:
+            await process.render(asked("b"), client)
+            done.append(client)
+
+        tasks = [asyncio.create_task(render(client)) for client in ["many"] * 40 + ["one"]]
+        await asyncio.sleep(0)
+        os.kill(stopped, signal.SIGCONT)
+        await asyncio.gather(*tasks)
+        assert done.index("one") <= MAX_GIVEN + 1
+        assert restarts(registry) == {}
 
     with_process(body)
 

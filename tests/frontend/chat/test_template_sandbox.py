@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem.frontend.chat import template_sandbox
 from tandem.frontend.chat.template_sandbox import RenderError, SandboxedTemplates
@@ -116,3 +117,34 @@ def test_endless_template_is_stopped_at_the_deadline(source: str) -> None:
 def test_failing_template_reports_its_reason(source: str, match: str) -> None:
     with pytest.raises(RenderError, match=match):
         render(source, xs=[])
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *(
+            "m.role",
+            "m.missing is defined",
+            "m.items is callable",
+            "m.get('role')",
+            "m.keys() | list",
+            "m.__class__ is defined",
+        ),
+        *("m['items']", "(m.format)('a')", "n.text", "n.number", "n.missing is defined", "n.__class__ is defined"),
+        *("n._x is defined", "n.list[0]", "n.upper()", "(n.text.format)('a')", "n.m.role"),
+    ],
+)
+def test_attributes_are_those_of_jinjas_own_sandbox(expression: str) -> None:
+    """Members of messages and of namespaces take a shorter way to the same value."""
+    body = "{% set n = namespace(text='t{}', number=1, list=[2], upper=m.get, m=m) %}{{ " + expression + " }}"
+    values = "{{ loop.index }}{{ loop.first }}{{ loop.nextitem }}{{ loop.length }}{{ loop._x }}"
+    loops = "{% for x in [1, 2] %}" + values + "{% endfor %}"
+    variables = {"m": {"role": "user", "items": "own", "format": "text"}}
+    results: list[str] = []
+    for environment in (SandboxedTemplates(clock=lambda: 0.0), ImmutableSandboxedEnvironment()):
+        for source in (body, loops):
+            try:
+                results.append(environment.from_string(source).render(variables))
+            except Exception as error:
+                results.append(type(error).__name__)
+    assert results[:2] == results[2:]

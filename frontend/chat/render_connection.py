@@ -1,0 +1,116 @@
+"""Socket between a frontend and the process that renders its chat templates."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from tandem.frontend.chat.render_frames import HEADER
+
+_READ_BYTES = 256 * 1024
+
+
+class RenderConnection:
+    """Socket to one process, which hands over each frame that comes from it.
+
+    It uses the event loop's readers and writers, not a transport: most conversations are one `send` and one `recv`.
+    """
+
+    def __init__(self, received: "Callable[[RenderConnection, int, bytes], None]") -> None:
+        """Prepare a connection.
+
+        `received` is called with the kind and the text of each frame.
+        """
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Set once the process has closed the socket, or ended."""
+        self._loop = asyncio.get_running_loop()
+        self._received = received
+        self._sock: socket.socket | None = None
+        self._partial = bytearray()
+        """Begin of a frame whose end has not come."""
+        self._unsent = bytearray()
+        """Frames that the socket has no room for yet."""
+
+    def open(self, sock: socket.socket) -> None:
+        """Take over a socket."""
+        self._sock = sock
+        sock.setblocking(False)
+        self._loop.add_reader(sock, self._read, sock)
+
+    def write(self, data: bytes) -> None:
+        """Send frames, if the process still lives."""
+        sock = self._sock
+        if sock is None:
+            return
+        sent = 0 if self._unsent else _send(sock, data)
+        if sent < len(data):
+            if not self._unsent:
+                self._loop.add_writer(sock, self._write_rest, sock)
+            self._unsent += data[sent:]
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            self._loop.remove_reader(sock)
+            self._loop.remove_writer(sock)
+            sock.close()
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    def _write_rest(self, sock: socket.socket) -> None:
+        del self._unsent[: _send(sock, self._unsent)]
+        if not self._unsent:
+            self._loop.remove_writer(sock)
+
+    def _read(self, sock: socket.socket) -> None:
+        data = b""
+        try:
+            data = sock.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:  # reset by a process that ended with requests unread
+            pass
+        if not data:
+            self.close()
+            return
+        if self._partial:
+            self._partial += data
+            if len(self._partial) < _length(self._partial):
+                return
+            data = bytes(self._partial)
+            self._partial.clear()
+        self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        """Hand over the whole frames of `data`, and keep the rest."""
+        begin = 0
+        while len(data) - begin >= HEADER.size:
+            length, kind = HEADER.unpack_from(data, begin)
+            end = begin + HEADER.size + length
+            if end > len(data):
+                break
+            text = data[begin + HEADER.size : end]
+            begin = end
+            self._received(self, kind, text)
+        self._partial += data[begin:]
+
+
+def _length(data: bytearray) -> int:
+    """Return the length of the first frame.
+
+    It is that of a header while that is not whole.
+    """
+    return HEADER.size + (HEADER.unpack_from(data)[0] if len(data) >= HEADER.size else 0)
+
+
+def _send(sock: socket.socket, data: bytes | bytearray) -> int:
+    """Send what the socket has room for; return the number of bytes.
+
+    What a process that has ended would have read counts as sent.
+    """
+    try:
+        return sock.send(data)
+    except (BlockingIOError, InterruptedError):
+        return 0
+    except OSError:
+        return len(data)
