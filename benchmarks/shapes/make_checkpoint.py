@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.shapes.make_folder import make_folder
+from tandem.engine_core.layers.kv_scales import KEY_NAMES, VALUE_NAMES
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
@@ -43,12 +44,14 @@ class Region(NamedTuple):
 def published_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a published checkpoint's tensors, by name.
 
-    Projections are split, and tied tensors there once.
+    Projections are split, tied tensors there once, and scales of keys and values left out.
     """
     model = build_model(config, torch_build_context(torch.device("meta"), torch.bfloat16), max_positions=1)
     kept: dict[int, list[WeightSlot]] = {}
     shapes = {}
     for slot in model.weight_slots():
+        if slot.name.endswith((*KEY_NAMES, *VALUE_NAMES)):
+            continue
         others = kept.setdefault(id(slot.parameter), [])
         if all(slot.start >= other.start + other.length or slot.start + slot.length <= other.start for other in others):
             others.append(slot)

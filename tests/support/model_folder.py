@@ -15,7 +15,9 @@ FUSED = ("qkv_proj", "gate_up_proj")
 def write_model(folder: Path, config: ModelConfig = CONFIG) -> None:
     """Write the weights of `random_model`, its config.json, and a tokenizer.json that cannot be loaded."""
     slots = [
-        slot for slot in random_model(config=config).weight_slots() if not any(fused in slot.name for fused in FUSED)
+        slot
+        for slot in random_model(config=config).weight_slots()
+        if not slot.is_optional and not any(fused in slot.name for fused in FUSED)
     ]
     save_file({slot.name: slot.target.contiguous().clone() for slot in slots}, folder / "model.safetensors")
     write_config(folder, config)

@@ -70,7 +70,7 @@ def random_model(seed: int = 0, config: ModelConfig = CONFIG) -> Decoder:
     for slot in sorted(model.weight_slots(), key=lambda item: item.name):
         if "norm" in slot.name:
             slot.target.uniform_(0.5, 1.5, generator=generator)
-        elif "qkv_proj" not in slot.name and "gate_up_proj" not in slot.name:
+        elif not slot.is_optional and "qkv_proj" not in slot.name and "gate_up_proj" not in slot.name:
             slot.target.normal_(0.0, 0.35, generator=generator)
     return model
 
