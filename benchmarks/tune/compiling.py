@@ -6,7 +6,7 @@ Compiling takes longer than timing. Triton keeps the code in its cache on disk, 
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 
 from benchmarks.tune.attention import compile_decode
@@ -59,6 +59,12 @@ def jobs_of(tasks: Iterable[Task], timings: Timings) -> dict[Identity, tuple[Key
     return jobs
 
 
+def _outcome(future: Future[str]) -> str:
+    """Return what a process answered, or why it did not."""
+    error = future.exception()
+    return future.result() if error is None else repr(error)
+
+
 def compile_all(
     jobs: dict[Identity, tuple[Key, AnyPlan]], gpu: GpuTraits, seconds: float, report: Callable[[str], None]
 ) -> dict[Identity, str]:
@@ -74,10 +80,11 @@ def compile_all(
     done, _ = wait(futures, timeout=max(0.0, seconds))
     pool.shutdown(wait=True, cancel_futures=True)
     done |= {future for future in futures if future.done() and not future.cancelled()}
-    found = {futures[future]: future.result() for future in done if not future.exception()}
-    failed = sum(bool(reason) for reason in found.values())
+    found = {futures[future]: _outcome(future) for future in done}
+    reasons = [reason for reason in found.values() if reason]
+    failed = len(reasons)
     report(
         f"compiled {len(found) - failed} of {len(jobs)} kernels in {time.monotonic() - began:.0f} s with {processes} "
-        f"processes; {failed} do not run on this GPU"
+        f"processes; {failed} do not run on this GPU{', such as ' + reasons[0] if reasons else ''}"
     )
     return found

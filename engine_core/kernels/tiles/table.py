@@ -5,7 +5,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Plan
@@ -49,8 +48,8 @@ class TileTable:
 
     device: str = ""
     """Name of the GPU, as CUDA gives it."""
-    products: Mapping[ProductKey, Plan] = field(default_factory=lambda: MappingProxyType({}))
-    decode: Mapping[DecodeKey, DecodePlan] = field(default_factory=lambda: MappingProxyType({}))
+    products: Mapping[ProductKey, Plan] = field(default_factory=dict)
+    decode: Mapping[DecodeKey, DecodePlan] = field(default_factory=dict)
 
     def __hash__(self) -> int:
         """Hash the name alone.

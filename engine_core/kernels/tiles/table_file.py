@@ -12,7 +12,6 @@ from dataclasses import asdict
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated
 
 import msgspec
@@ -150,7 +149,7 @@ def read_table(place: Traversable) -> TileTable:
         tile = Tile(one.plan.positions, one.plan.warps, one.plan.stages)
         decode[place_of] = DecodePlan(tile, one.plan.least, one.plan.splits)
         _check(place, f"decode[{number}]", decode_problem(place_of, decode[place_of]), len(decode) == number + 1)
-    return TileTable(found.device, MappingProxyType(products), MappingProxyType(decode))
+    return TileTable(found.device, products, decode)
 
 
 def table_text(table: TileTable, measured_with: dict[str, str]) -> str:
