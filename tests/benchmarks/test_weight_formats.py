@@ -1,0 +1,30 @@
+"""Every weight format of the benchmarks is one that the engine serves."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.measuring.weight_formats import FORMATS, write_shape
+from tandem.engine_core.models.registry import read_config
+from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme
+
+SHAPE = Path(__file__).parents[2] / "benchmarks" / "shapes" / "llama-3.1-8b"
+EXPECTED = {
+    "16-bit": None,
+    "fp8-channel": ByteScheme("fp8", Activations.TOKEN),
+    "fp8-tensor": ByteScheme("fp8", Activations.STATIC, per_tensor=True),
+    "fp8-blocks": ByteScheme("fp8", Activations.TOKEN, "weight_scale_inv", block=(128, 128)),
+    "int8": ByteScheme("int8", Activations.TOKEN),
+    "gptq": NibbleScheme("gptq", 128, True, zero_offset=1),
+    "gptq-act-order": NibbleScheme("gptq", 128, True, ordered=True, zero_offset=1),
+    "awq": NibbleScheme("awq", 128, False),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_shape_in_a_format_has_its_scheme(name: str, tmp_path: Path) -> None:
+    directory = write_shape(SHAPE, name, tmp_path)
+    assert directory.name == SHAPE.name
+    config = read_config(directory)
+    assert config.quantization == EXPECTED[name]
+    assert (config.hidden_size, config.layers) == (4096, 32)
