@@ -6,7 +6,7 @@ Compiling takes longer than timing. Triton keeps the code in its cache on disk, 
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 
 from benchmarks.tune.attention import compile_decode
@@ -59,6 +59,11 @@ def jobs_of(tasks: Iterable[Task], timings: Timings) -> dict[Identity, tuple[Key
     return jobs
 
 
+def new_processes(count: int) -> Executor:
+    """Start processes that have nothing of this one."""
+    return ProcessPoolExecutor(count, get_context("spawn"))
+
+
 def _outcome(future: Future[str]) -> str:
     """Return what a process answered, or why it did not."""
     error = future.exception()
@@ -66,16 +71,21 @@ def _outcome(future: Future[str]) -> str:
 
 
 def compile_all(
-    jobs: dict[Identity, tuple[Key, AnyPlan]], gpu: GpuTraits, seconds: float, report: Callable[[str], None]
+    jobs: dict[Identity, tuple[Key, AnyPlan]],
+    gpu: GpuTraits,
+    seconds: float,
+    report: Callable[[str], None],
+    new_pool: Callable[[int], Executor] = new_processes,
 ) -> dict[Identity, str]:
     """Compile for at most some seconds.
 
-    Return why each plan that was compiled failed; empty if it did not.
+    new_pool: starts as many processes as it is told. Return why each plan that was compiled failed; empty if it did
+    not.
     """
     plain = GpuTraits(gpu.name, gpu.capability, gpu.multiprocessors, gpu.shared_memory, NO_TABLE)
     processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) - 1, len(jobs)))
     began = time.monotonic()
-    pool = ProcessPoolExecutor(processes, get_context("spawn"))
+    pool = new_pool(processes)
     futures = {pool.submit(compile_one, key, plan, plain): code for code, (key, plan) in jobs.items()}
     done, _ = wait(futures, timeout=max(0.0, seconds))
     pool.shutdown(wait=True, cancel_futures=True)
