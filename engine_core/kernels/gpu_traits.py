@@ -9,6 +9,8 @@ from tandem.engine_core.kernels.tiles.table import NO_TABLE, TileTable
 
 LOWEST_CAPABILITY = (8, 0)
 """Lowest compute capability that the kernels are written for: bfloat16 products and asynchronous copies need it."""
+FP8_CAPABILITY = (8, 9)
+"""Lowest compute capability that converts and multiplies float8 e4m3."""
 BARRIER_BYTES = 256
 """Bytes of shared memory, rounded up, that a program's barriers take beside its buffers."""
 

@@ -14,7 +14,7 @@ from tandem.engine_core.attention.base import AttentionPlanner
 from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.kernels.gpu_traits import LOWEST_CAPABILITY, GpuTraits
+from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, LOWEST_CAPABILITY, GpuTraits
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import torch_build_context, triton_build_context
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from tandem.engine_core.runtime.cuda_forward import CudaForward
 
 logger = logging.getLogger(__name__)
-
-FP8_CAPABILITY = (8, 9)
-"""Lowest compute capability of a GPU that converts to and from e4m3."""
 
 
 def check_installed() -> None:

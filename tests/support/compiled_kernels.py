@@ -25,7 +25,7 @@ from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.paged_decode import TILES
 from tandem.engine_core.kernels.attention.paged_prefill import TILE_WORDS
 from tandem.engine_core.kernels.byte_rows import ByteFormat, empty_byte_rows
-from tandem.engine_core.kernels.gpu_traits import GpuTraits
+from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
 from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv
@@ -47,7 +47,6 @@ from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE, TritonSampler
-from tandem.engine_core.startup.device import FP8_CAPABILITY
 from tests.fakes.gpus import A100, B200, H200, L4, RTX_3090, RTX_5090
 from tests.support.sampling_case import make_case
 

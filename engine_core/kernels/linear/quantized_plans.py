@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tandem.engine_core.integers import ceil_div
-from tandem.engine_core.kernels.gpu_traits import GpuTraits
+from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.linear.plans import (
     MAX_NORM,
     TILE,
@@ -27,8 +27,6 @@ _BLOCK_K = 128
 _INPUT_BYTES = 2
 MAX_STAGES = 6
 """Pipeline stages where the shared memory holds them."""
-FP8_CAPABILITY = (8, 9)
-"""Lowest compute capability that converts and multiplies float8."""
 LIBRARY_BLOCK_ROWS = 192
 """Fewest rows for which the library multiplies blocks; it was slow below."""
 LIBRARY_BLOCK_INPUTS = 512

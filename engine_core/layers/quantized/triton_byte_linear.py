@@ -13,13 +13,12 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
-from tandem.engine_core.kernels.gpu_traits import GpuTraits
+from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
 from tandem.engine_core.kernels.linear.plans import choose_normed
 from tandem.engine_core.kernels.linear.quantized_plans import (
-    FP8_CAPABILITY,
     MAX_ROWS,
     SCALE_COLUMNS,
     SCALE_ROWS,

@@ -6,7 +6,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.byte_rows import ByteFormat
 from tandem.engine_core.kernels.reference import layer as reference
+from tandem.engine_core.kernels.reference.byte_rows import quantize
 from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
@@ -40,6 +42,17 @@ def test_a_sandwich_normalises_the_update_and_the_sum() -> None:
     expected = residual + reference.rms_norm(update, after.weight, 1e-6)
     assert torch.equal(stream, expected)
     assert torch.equal(normed, reference.rms_norm(expected, before.weight, 1e-6))
+
+
+def test_norms_that_round_equal_norms_whose_rows_are_rounded() -> None:
+    update, residual = streams(3, 32)
+    to = ByteFormat(torch.int8)
+    for norm, stream in ((filled(32), None), (filled(32), residual), (SandwichNorm(filled(32), filled(32)), residual)):
+        (found, total), (normed, expected_total) = norm.quantized(update, stream, to), norm(update, stream)
+        expected = quantize(normed, to)
+        assert torch.equal(found.values, expected.values)
+        assert torch.equal(found.scales, expected.scales)
+        assert torch.equal(total, expected_total)
 
 
 def test_a_sandwich_refuses_norms_of_two_eps() -> None:
