@@ -4,14 +4,20 @@ Hypothesis has no deadline, because a loaded machine must not fail a test. Inter
 a shell's background ignores them, and so would its children, but some tests send them. Triton interprets its kernels
 where there is no GPU: it decides that when a module with kernels is first imported, by whichever test.
 
+The garbage collector rests while tests are collected, and from then on passes over what that made: millions of objects
+of libraries and tests that live to the end.
+
 Torch computes in one thread. Tensors here are small, and if the test processes have more threads than the machine has
 cores, those threads take most of the time to wait for each other.
 """
 
+import gc
 import os
 import signal
+from collections.abc import Generator
 from importlib.util import find_spec
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -27,3 +33,13 @@ settings.load_profile("tandem")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
