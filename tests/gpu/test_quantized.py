@@ -97,6 +97,7 @@ def test_products_equal_those_of_the_numbers(name: str, shape: tuple[int, int]) 
     linear = linear_of(SCHEMES[name], *shape)
     weight, bias = plain(linear).dequantized(torch.float32), linear.bias
     assert bias is not None
+    assert torch.equal(linear.dequantized(torch.bfloat16), plain(linear).dequantized(torch.bfloat16))
     for rows in ROWS:
         x = torch.randn(rows, shape[1], device="cuda", dtype=torch.bfloat16)
         assert error(linear.apply(x), x.float() @ weight.t() + bias.float()) < tolerance(SCHEMES[name], rows), rows

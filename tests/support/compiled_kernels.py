@@ -28,6 +28,7 @@ from tandem.engine_core.kernels.byte_rows import ByteFormat, empty_byte_rows
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
 from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm
+from tandem.engine_core.kernels.linear.dequantize import dequantize_bytes, dequantize_nibbles
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv
 from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
 from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
@@ -190,6 +191,17 @@ def rounding(gpu: GpuTraits) -> Iterator[Launch]:
             yield lambda to=to: kernels.quantized_gate(x, Activation.SILU, to)
 
 
+def dequantized(gpu: GpuTraits) -> Iterator[Launch]:
+    """Weights of every format as numbers."""
+    fp8 = FP8 if gpu.capability >= FP8_CAPABILITY else torch.uint8
+    for dtype, scales in ((fp8, torch.empty(64)), (fp8, torch.empty(4, 4)), (torch.int8, torch.empty(64))):
+        values = half(64, 512, dtype=dtype)
+        yield lambda values=values, scales=scales: dequantize_bytes(values, scales, torch.bfloat16, gpu.pdl)
+    words, scales = torch.empty(64, 64, dtype=torch.int32), torch.empty(64, 4)
+    zeros = torch.empty(64, 4, dtype=torch.uint8)
+    yield lambda: dequantize_nibbles(words, scales, zeros, torch.bfloat16, gpu.pdl)
+
+
 def nibble_products(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[Launch]:
     """The plain and the gated product that the choosers take for a weight of four bits."""
     x, words = half(rows, inputs), torch.empty(outputs, inputs // 8, dtype=torch.int32)
@@ -246,6 +258,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     yield from products(gpu, 16, 3072, 2048)
     yield list(byte_products(gpu, 16, 3072, 2048))[-1]
     yield list(rounding(gpu))[-3]
+    yield from dequantized(gpu)
     yield list(products_of_bytes(gpu, 256, 4096, 4096))[-1]
     for rows in (1, 16):
         yield list(nibble_products(gpu, rows, 3072, 2048))[-1]
@@ -258,6 +271,7 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
     """What the choosers take for the measured models, and every attention tile."""
     yield from layer_kernels(gpu)
     yield from rounding(gpu)
+    yield from dequantized(gpu)
     for outputs, inputs in ((3072, 2048), (16384, 2048), (2048, 8192), (28672, 4096), (19456, 2560), (4096, 14336)):
         for rows in (1, 16, 32, 64, 128):
             yield from products(gpu, rows, outputs, inputs)

@@ -16,6 +16,7 @@ from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm
+from tandem.engine_core.kernels.linear.dequantize import dequantize_bytes
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
 from tandem.engine_core.kernels.linear.plans import choose_normed
 from tandem.engine_core.kernels.linear.quantized_plans import (
@@ -98,6 +99,10 @@ class TritonByteLinear(ByteLinear):
             found = self.scales[:1]
             spread = found.expand_as(self.scales)
         self.wide_scales = found if found is not None and torch.equal(spread, self.scales) else None
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Implement `QuantizedLinear.dequantized` in one launch."""
+        return dequantize_bytes(self._stored, self.scales, dtype, self.gpu.pdl)
 
     def apply(self, x: Tensor) -> Tensor:
         """Implement `LinearWeights.apply`."""

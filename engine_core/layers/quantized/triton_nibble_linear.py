@@ -5,11 +5,13 @@ Up to 64 rows they are unpacked inside Triton products. Above, they are made int
 
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.kernels.linear.dequantize import dequantize_nibbles
 from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
 from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
 from tandem.engine_core.kernels.linear.quantized_plans import (
@@ -48,6 +50,10 @@ class TritonNibbleLinear(NibbleLinear):
         super().__init__(words, scales, zeros, scheme, bias, kernels)
         self.workspace = workspace
         self.gpu = gpu
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Implement `QuantizedLinear.dequantized` in one launch."""
+        return dequantize_nibbles(self.words, self.scales, self.zeros, dtype, self.gpu.pdl)
 
     def product(self, x: Tensor) -> Tensor:
         """Implement `NibbleLinear.product`."""

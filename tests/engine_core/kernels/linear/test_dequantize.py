@@ -1,0 +1,41 @@
+"""Quantized weights made into numbers by kernels equal those of plain torch, bit by bit."""
+
+import pytest
+import torch
+
+from tandem.engine_core.kernels.kernel_set import torch_kernels
+from tandem.engine_core.kernels.linear.dequantize import dequantize_bytes, dequantize_nibbles
+from tandem.engine_core.layers.quantized.byte_linear import ByteLinear
+from tandem.engine_core.layers.quantized.nibble_linear import NibbleLinear
+from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme
+
+SCHEMES = {
+    "fp8": ByteScheme("fp8", Activations.TOKEN),
+    "fp8 bits": ByteScheme("fp8", Activations.TOKEN),
+    "fp8 blocks": ByteScheme("fp8", Activations.TOKEN, block=(128, 128)),
+    "int8": ByteScheme("int8", Activations.TOKEN),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(5, 2200), (33, 200)])
+def test_bytes_equal_their_numbers(name: str, outputs: int, inputs: int, device: str) -> None:
+    scheme = SCHEMES[name]
+    generator = torch.Generator().manual_seed(outputs)
+    dtype = torch.int8 if scheme.kind == "int8" else torch.float8_e4m3fn
+    values = (torch.randn(outputs, inputs, generator=generator) * 60).clamp(-127, 127).to(device, dtype)
+    shape = (outputs,) if scheme.block is None else (-(-outputs // 16), -(-inputs // 128))
+    scales = torch.rand(shape, generator=generator).to(device)
+    expected = ByteLinear(values, scales, scheme, None, torch_kernels()).dequantized(torch.float16)
+    stored = values.view(torch.uint8) if name == "fp8 bits" else values
+    assert torch.equal(dequantize_bytes(stored, scales, torch.float16), expected)
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_nibbles_equal_their_numbers(group: int, device: str) -> None:
+    inputs = 2176
+    words = torch.randint(-(2**31), 2**31 - 1, (3, inputs // 8), dtype=torch.int32, device=device)
+    scales = torch.rand(3, inputs // group, device=device)
+    zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8, device=device)
+    plain = NibbleLinear(words, scales, zeros, NibbleScheme("gptq", group, False), None, torch_kernels())
+    assert torch.equal(dequantize_nibbles(words, scales, zeros, torch.float16), plain.dequantized(torch.float16))
